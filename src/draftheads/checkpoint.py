@@ -1,0 +1,468 @@
+"""A draft head on disk, written whole or not at all and read strictly.
+
+Knows heads and the identity of their base model; knows nothing of decoding or of where heads come from.
+A head is a folder of four files:
+
+=====================  ======================================================================================
+``config.json``        format_version, method, head (every option), base (model_id, fingerprints), provenance
+``model.safetensors``  the head's own tensors, bf16 unless asked otherwise; never the base's
+``plan.json``          format_version, tree (rank paths), num_nodes, and measured: what the tree was chosen on
+``README.md``          the model card
+=====================  ======================================================================================
+
+These keys are public names. A reader refuses what it does not know, so a new key needs a new format version.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draftheads.draft import TargetWeights
+from draftheads.errors import (
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    InvalidSettings,
+    InvalidTree,
+    ModelNotFound,
+    StorageError,
+    UnknownMethod,
+)
+from draftheads.files import atomic_directory
+from draftheads.heads import head_classes
+from draftheads.heads.base import DraftHead, HeadConfig
+from draftheads.provenance import provenance
+from draftheads.target.model import TargetModel
+from draftheads.tree import Tree
+
+FORMAT_VERSION = 1
+CONFIG_FILE, TENSORS_FILE, PLAN_FILE, CARD_FILE = "config.json", "model.safetensors", "plan.json", "README.md"
+HEAD_FILES = (TENSORS_FILE, PLAN_FILE, CARD_FILE, CONFIG_FILE)
+
+_CONFIG_KEYS = {"format_version": int, "method": str, "head": dict, "base": dict, "provenance": dict}
+_BASE_KEYS = {"model_id": str, "fingerprints": dict}
+_PLAN_KEYS = {"format_version": int, "tree": list, "num_nodes": int, "measured": dict}
+
+_NUM_PROBE_ROWS = 256  # of a matrix: 0.3 MB at D = 576, and a fine-tune changes nearly every row
+_PROBE_TEXTS = (
+    "The quick brown fox doesn't jump over 12,345.67 lazy dogs; they'd sleep anyway!",
+    "def add(a, b):\n    return a + b\n\n\tprint(add(1, 2))  # three",
+    "Füße, naïve façade, Привет мир, 你好世界, こんにちは, مرحبا, 👩‍🚀🎉",
+)
+
+
+@dataclass(frozen=True)
+class Fingerprints:
+    """What tells one base model from another; 16 hexadecimal digits each."""
+
+    embedding: str  # of the input embedding
+    lm_head: str  # of the output embedding; equal to the input's where the two are tied
+    tokenizer: str  # of its vocabulary and of how it splits a few texts
+
+    @classmethod
+    def of(cls, base: TargetModel) -> Self:
+        """Of a loaded model; the same in fp32 and bf16, on the CPU and elsewhere."""
+        weights = base.weights
+        return cls(
+            _matrix_fingerprint(weights.embedding),
+            _matrix_fingerprint(weights.lm_head),
+            _text_fingerprint(base.tokenizer),
+        )
+
+
+@dataclass(frozen=True)
+class SavedHead:
+    """A head's folder, read and checked as far as that goes without its base model."""
+
+    folder: Path
+    method: str
+    config: HeadConfig
+    model_id: str  # of the base it was trained for
+    fingerprints: Fingerprints  # of that base
+    provenance: dict[str, Any]  # how it was made
+    tree: Tree  # to draft with
+    measured: dict[str, Any]  # what the tree was chosen on; empty where nobody said
+    shapes: dict[str, tuple[int, ...]]  # of its tensors
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in its tensors, the map of a trimmed vocabulary included."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its tensors' file."""
+        return (self.folder / TENSORS_FILE).stat().st_size
+
+    @property
+    def card(self) -> str:
+        """The text of its model card; empty where there is none."""
+        path = self.folder / CARD_FILE
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def save_head(
+    head: DraftHead,
+    folder: str | PathLike[str],
+    *,
+    base: TargetModel,
+    card: str = "",
+    plan_details: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Writes a head and its tree to a folder.
+
+    A new folder appears whole or not at all. In a folder that exists, a head that is there gives way to the
+    new one and other files stay; the new files are complete on the disk before the first old one goes.
+
+    Args:
+        head: on any device, in any floating type.
+        folder: to write; made if it is not there.
+        base: the model it was trained for.
+        card: Markdown; a line with method and base where left out.
+        plan_details: what the tree was chosen on, JSON values.
+        dtype: of the saved floating tensors.
+
+    Raises:
+        StorageError: it cannot be written (a full disk, …); what was there before still is.
+    """
+    folder = Path(folder)
+    tensors = {name: _cast(tensor.cpu(), dtype).contiguous() for name, tensor in head.state_dict().items()}
+    texts = {
+        PLAN_FILE: json.dumps(_plan_object(head.tree, plan_details or {})),
+        CARD_FILE: (card or f"# {head.config.method} head for {base.model_id}").rstrip("\n"),
+        CONFIG_FILE: json.dumps(_config_object(head.config, base), indent=2),
+    }
+    is_new = not folder.is_dir()
+    incoming = folder if is_new else folder / ".incoming"
+    with atomic_directory(incoming, replace=not is_new) as staged:
+        save_file(tensors, staged / TENSORS_FILE, metadata={"format": "pt"})
+        for name, text in texts.items():
+            (staged / name).write_text(text + "\n", encoding="utf-8")
+    if not is_new:
+        _move_files(incoming, folder)
+
+
+def load_head(
+    folder: str | PathLike[str], base: TargetModel, *, dtype: torch.dtype | None = None
+) -> DraftHead:
+    """A saved head, ready to draft for ``base``: on its device, bound to its weights, with its tree, frozen.
+
+    Args:
+        folder: written by :func:`save_head`.
+        base: the model that the head was trained for.
+        dtype: of the head; the base's where left out. With another one the base's matrices that the head
+            reads are copied, and who calls the head casts the hidden states.
+
+    Raises:
+        ModelNotFound: no such folder.
+        CheckpointCorrupt: a file, key or tensor is missing, surplus, or not what it should be.
+        CheckpointMismatch: made for another model or tokenizer, or by a newer version of this package.
+        UnknownMethod: no such architecture here.
+        InvalidTree: its tree is none, or deeper than its heads.
+    """
+    saved = read_head(folder)
+    check_base(saved, base)
+    dtype = base.dtype if dtype is None else dtype
+    head = _skeleton(saved.config)
+    tensors = load_file(saved.folder / TENSORS_FILE, device=str(base.device))
+    values = {name: _cast(tensor, dtype) for name, tensor in tensors.items()}
+    head.load_state_dict(values, strict=True, assign=True)
+    if unsaved := [name for name, buffer in head.named_buffers() if buffer.is_meta]:
+        raise AssertionError(
+            f"{saved.method} heads compute {unsaved} when built: save or derive them instead"
+        )
+    _check_draft_vocab(saved, head)
+    head.bind(_weights(base, dtype))
+    head.tree = saved.tree
+    return head.eval().requires_grad_(requires_grad=False)
+
+
+def read_head(folder: str | PathLike[str]) -> SavedHead:
+    """Everything about a saved head but its tensors' values, checked; needs no base model.
+
+    Raises:
+        ModelNotFound: no such folder.
+        CheckpointCorrupt: a file, key or tensor is missing, surplus, or not what it should be.
+        CheckpointMismatch: made by a newer version of this package.
+        UnknownMethod: no such architecture here.
+        InvalidTree: its tree is none, or deeper than its heads.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ModelNotFound(f"no head at {folder}: no such folder")
+    path = folder / CONFIG_FILE
+    raw = _checked(_read_object(path), _CONFIG_KEYS, path)
+    base = _checked(raw["base"], _BASE_KEYS, path, "base")
+    digits = {field.name: str for field in fields(Fingerprints)}
+    config = _read_config(raw["method"], raw["head"], path)
+    tree, measured = read_plan(folder / PLAN_FILE)
+    skeleton = _skeleton(config)
+    with _said_of(folder / PLAN_FILE):
+        skeleton.tree = tree
+    return SavedHead(
+        folder=folder,
+        method=raw["method"],
+        config=config,
+        model_id=base["model_id"],
+        fingerprints=Fingerprints(**_checked(base["fingerprints"], digits, path, "base.fingerprints")),
+        provenance=raw["provenance"],
+        tree=tree,
+        measured=measured,
+        shapes=_read_shapes(folder / TENSORS_FILE, skeleton),
+    )
+
+
+def read_plan(path: str | PathLike[str]) -> tuple[Tree, dict[str, Any]]:
+    """The tree of a ``plan.json`` and what it was chosen on.
+
+    Raises:
+        CheckpointCorrupt: not a plan, or its num_nodes is not the tree's.
+        CheckpointMismatch: written by a newer version.
+        InvalidTree: its paths form no tree.
+    """
+    path = Path(path)
+    raw = _checked({"measured": {}, **_read_object(path)}, _PLAN_KEYS, path)
+    with _said_of(path):
+        tree = Tree.from_json(json.dumps(raw["tree"]))
+    if tree.num_nodes != raw["num_nodes"]:
+        raise CheckpointCorrupt(
+            f"{path}: num_nodes is {raw['num_nodes']} but the tree has {tree.num_nodes}, root included"
+        )
+    return tree, raw["measured"]
+
+
+def check_base(saved: SavedHead, base: TargetModel) -> None:
+    """Is this the model that the head was trained for?
+
+    Raises:
+        CheckpointMismatch: other sizes, another tokenizer, or other weights.
+    """
+    _check_same(saved, base, "hidden_size", saved.config.hidden_size, base.hidden_size)
+    _check_same(saved, base, "vocab_size", saved.config.vocab_size, base.vocab_size)
+    found = asdict(Fingerprints.of(base))
+    for name, fingerprint in asdict(saved.fingerprints).items():
+        _check_same(saved, base, f"{name} fingerprint", fingerprint, found[name])
+
+
+def _check_same(saved: SavedHead, base: TargetModel, what: str, ours: object, theirs: object) -> None:
+    if ours != theirs:
+        raise CheckpointMismatch(
+            f"{saved.folder}: trained for {saved.model_id} with {what} {ours}, "
+            f"this model, {base.model_id}, has {theirs}: load the head with its own base or train one "
+            f"with `draftheads train --method {saved.method} --model {base.model_id}`"
+        )
+
+
+def _config_object(config: HeadConfig, base: TargetModel) -> dict[str, Any]:
+    return {
+        "format_version": FORMAT_VERSION,
+        "method": config.method,
+        "head": asdict(config),
+        "base": {"model_id": base.model_id, "fingerprints": asdict(Fingerprints.of(base))},
+        "provenance": provenance(),
+    }
+
+
+def _plan_object(tree: Tree, measured: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "format_version": FORMAT_VERSION,
+        "tree": json.loads(tree.to_json()),
+        "num_nodes": tree.num_nodes,
+        "measured": measured,
+    }
+
+
+def _move_files(source: Path, folder: Path) -> None:
+    """Renames need no room, so a full disk cannot come between them."""
+    try:
+        for name in HEAD_FILES:
+            (source / name).replace(folder / name)
+        source.rmdir()
+    except OSError as error:
+        raise StorageError(f"cannot save {folder}: {error.strerror}; the new head is at {source}") from error
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object of a file of ours, in a version that we know."""
+    try:
+        value = json.loads(_present(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # not UTF-8 is a ValueError as well
+        raise CheckpointCorrupt(f"{path} cannot be read as JSON: {error}") from None
+    version = _as_object(value, path).get("format_version")
+    if type(version) is not int or version < 1:
+        raise CheckpointCorrupt(
+            f"{path}: format_version is {version!r}, not 1 … {FORMAT_VERSION}: is this a draft head's file?"
+        )
+    if version > FORMAT_VERSION:
+        raise CheckpointMismatch(
+            f"{path}: format_version is {version} and this package reads up to {FORMAT_VERSION}: "
+            "upgrade it with `pip install --upgrade draftheads`"
+        )
+    return _as_object(value, path)
+
+
+def _present(path: Path) -> Path:
+    if not path.is_file():
+        raise CheckpointCorrupt(f"{path} is missing; a head's folder has {', '.join(sorted(HEAD_FILES))}")
+    return path
+
+
+def _as_object(value: Any, path: Path, place: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise CheckpointCorrupt(f"{path}: {place or 'it'} is {value!r}; it must be an object")
+    return value
+
+
+def _checked(value: Any, types_by_key: Mapping[str, Any], path: Path, place: str = "") -> dict[str, Any]:
+    """``value`` if it is an object with just these keys and values of these types."""
+    found, dot = _as_object(value, path, place), place and f"{place}."
+    if missing := sorted(set(types_by_key) - set(found)):
+        raise CheckpointCorrupt(f"{path}: {dot}{missing[0]} is missing")
+    if unknown := sorted(set(found) - set(types_by_key)):
+        known = ", ".join(sorted(types_by_key))
+        raise CheckpointCorrupt(f"{path}: unknown key {dot}{unknown[0]}; known are {known}")
+    for name, hint in types_by_key.items():
+        if not _matches(found[name], hint):
+            raise CheckpointCorrupt(f"{path}: {dot}{name} is {found[name]!r}; it must be {_in_words(hint)}")
+    return found
+
+
+def _matches(value: Any, hint: Any) -> bool:
+    """Is a JSON value of that type?
+
+    >>> _matches(None, int | None), _matches(True, int), _matches("own", typing.Literal["own", "shared"])
+    (True, False, True)
+    """
+    kind = typing.get_origin(hint)
+    if kind is typing.Literal:
+        return value in typing.get_args(hint)
+    if kind in (typing.Union, types.UnionType):
+        return any(_matches(value, one) for one in typing.get_args(hint))
+    return type(value) is hint or (hint is float and type(value) is int)
+
+
+def _in_words(hint: Any) -> str:
+    """A type for people.
+
+    >>> _in_words(int | None), _in_words(typing.Literal["own", "shared"])
+    ('int or null', "'own' or 'shared'")
+    """
+    parts = typing.get_args(hint)
+    if not parts:
+        return "null" if hint is types.NoneType else str(hint.__name__)
+    in_words = repr if typing.get_origin(hint) is typing.Literal else _in_words
+    return " or ".join(in_words(part) for part in parts)
+
+
+def _read_config(method: str, options: Any, path: Path) -> HeadConfig:
+    try:
+        config_class, _ = head_classes(method)
+    except UnknownMethod as error:
+        raise UnknownMethod(f"{path}: {error}, or upgrade this package") from None
+    hints = typing.get_type_hints(config_class)
+    types_by_key = {field.name: hints[field.name] for field in fields(config_class)}
+    try:
+        return config_class(**_checked(options, types_by_key, path, "head"))
+    except InvalidSettings as error:
+        raise CheckpointCorrupt(f"{path}: head: {error}") from None
+
+
+@contextlib.contextmanager
+def _said_of(path: Path) -> Iterator[None]:
+    """Name the file that an impossible tree is in."""
+    try:
+        yield
+    except InvalidTree as error:
+        raise InvalidTree(f"{path}: {error}") from None
+
+
+def _skeleton(config: HeadConfig) -> DraftHead:
+    """The module without values: no memory, no time, no random numbers drawn."""
+    _, head_class = head_classes(config.method)
+    with torch.device("meta"):
+        return head_class(config)
+
+
+def _read_shapes(path: Path, skeleton: DraftHead) -> dict[str, tuple[int, ...]]:
+    """Shapes of the saved tensors, from the file's header; names, shapes and kinds must be the skeleton's."""
+    try:
+        with safe_open(_present(path), framework="pt") as file:
+            entries = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            shapes = {name: tuple(entry.get_shape()) for name, entry in entries.items()}
+            kinds = {name: str(entry.get_dtype()) for name, entry in entries.items()}
+    except SafetensorError as error:
+        raise CheckpointCorrupt(f"{path} is no whole safetensors file: {error}") from None
+    expected = skeleton.state_dict()
+    _check_names(path, set(shapes), set(expected))
+    for name, tensor in expected.items():
+        if shapes[name] != tuple(tensor.shape):
+            raise CheckpointCorrupt(
+                f"{path}: tensor {name} is {shapes[name]}; {CONFIG_FILE} makes it {tuple(tensor.shape)}"
+            )
+        if kinds[name].startswith(("F", "BF")) != tensor.is_floating_point():
+            raise CheckpointCorrupt(f"{path}: tensor {name} holds {kinds[name]}; it must be {tensor.dtype}")
+    return shapes
+
+
+def _check_names(path: Path, found: set[str], expected: set[str]) -> None:
+    for kind, names in (("missing", expected - found), ("surplus", found - expected)):
+        if names:
+            counts = f"it has {len(found)} tensors, {CONFIG_FILE} asks for {len(expected)}"
+            raise CheckpointCorrupt(f"{path}: {kind} tensor {min(names)}: {counts}")
+
+
+def _check_draft_vocab(saved: SavedHead, head: DraftHead) -> None:
+    if saved.config.draft_vocab_size is None:
+        return
+    low, high, size = int(head.draft_vocab.min()), int(head.draft_vocab.max()), saved.config.vocab_size
+    if low < 0 or high >= size:
+        path = saved.folder / TENSORS_FILE
+        raise CheckpointCorrupt(
+            f"{path}: draft_vocab has ids {low} … {high}; they must lie in 0 … {size - 1}"
+        )
+
+
+def _weights(base: TargetModel, dtype: torch.dtype) -> TargetWeights:
+    """What a head reads of its base; copied only where the base has another type."""
+    weights, bias = base.weights, base.weights.lm_head_bias
+    return replace(
+        weights,
+        embedding=weights.embedding.to(dtype),
+        lm_head=weights.lm_head.to(dtype),
+        lm_head_bias=None if bias is None else bias.to(dtype),
+    )
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _matrix_fingerprint(matrix: Tensor) -> str:
+    """Of rows spread over the matrix, (R, D) -> 16 digits; only those rows leave the device."""
+    count = min(_NUM_PROBE_ROWS, len(matrix))
+    rows = torch.arange(count) * (len(matrix) - 1) // max(count - 1, 1)  # first and last among them
+    sample = matrix.detach()[rows.to(matrix.device)].to(torch.bfloat16).cpu()
+    digest = hashlib.sha256(repr(tuple(matrix.shape)).encode())
+    digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _text_fingerprint(tokenizer: Any) -> str:
+    """Of what the ids mean and how texts are split; padding, truncation and chat template do not count."""
+    vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+    probes = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in _PROBE_TEXTS]
+    pairs = sorted(vocabulary.items(), key=lambda pair: (pair[1], pair[0]))
+    return hashlib.sha256(json.dumps([pairs, probes]).encode()).hexdigest()[:16]

@@ -1,0 +1,172 @@
+"""Texts with the target's hidden states, kept on disk in shards and read without loading them whole.
+
+Knows files and tensors; knows nothing of models, chats or training. A store is a folder::
+
+    meta.json                    what the store holds and what it was made from (class StoreMeta)
+    shard-00000.safetensors      hidden (T, D) bf16, token_ids (T,) int32, loss_mask (T,) bool, lengths (documents,) int32
+    shard-00001.safetensors      …
+
+The texts of a shard lie one after the other along T. A shard is written in one go, so one that is there is complete.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from draftheads.errors import DataError
+from draftheads.files import write_atomic
+
+FORMAT_VERSION = 1
+DOCUMENTS_PER_SHARD = 256
+_TENSORS = ("hidden", "token_ids", "loss_mask", "lengths")
+
+
+@dataclass(frozen=True)
+class StoreMeta:
+    """The content of ``meta.json``."""
+
+    model_id: str  # whose hidden states these are
+    hidden_size: int  # D
+    num_documents: int
+    num_tokens: int
+    num_shards: int
+    fingerprint: str | None = None  # of the texts and settings; None: made elsewhere, not checked
+    dtype: str = "bfloat16"
+    format_version: int = FORMAT_VERSION
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text with its hidden states."""
+
+    hidden: Tensor  # (T, D)
+    token_ids: Tensor  # (T,) int64
+    loss_mask: Tensor  # (T,) bool
+
+
+def shard_path(folder: Path, index: int) -> Path:
+    """The file of shard ``index``."""
+    return folder / f"shard-{index:05d}.safetensors"
+
+
+def write_meta(folder: Path, meta: StoreMeta) -> None:
+    """Writes ``meta.json``."""
+    write_atomic(folder / "meta.json", (json.dumps(asdict(meta), indent=2) + "\n").encode())
+
+
+def read_meta(folder: Path) -> StoreMeta | None:
+    """The store's ``meta.json``, or None where there is none.
+
+    Raises:
+        DataError: it is not what this version writes.
+    """
+    path = folder / "meta.json"
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: {error}") from None
+    version = content.get("format_version") if isinstance(content, dict) else None
+    if version != FORMAT_VERSION:
+        raise DataError(
+            f"{path}: format version {version!r}; this version reads {FORMAT_VERSION}: make the features anew"
+        )
+    names = {field.name for field in fields(StoreMeta)}
+    if not set(content) <= names or not names - {"fingerprint", "dtype"} <= set(content):
+        raise DataError(f"{path}: keys {sorted(content)}; expected {sorted(names)}")
+    return StoreMeta(**content)
+
+
+def write_shard(folder: Path, index: int, documents: Sequence[Document]) -> None:
+    """Writes one shard at once."""
+    tensors = {
+        "hidden": torch.cat([document.hidden for document in documents]).to(torch.bfloat16),
+        "token_ids": torch.cat([document.token_ids for document in documents]).to(torch.int32),
+        "loss_mask": torch.cat([document.loss_mask for document in documents]),
+        "lengths": torch.tensor([len(document.token_ids) for document in documents], dtype=torch.int32),
+    }
+    write_atomic(shard_path(folder, index), save(tensors))
+
+
+class FeatureStore:
+    """A complete store; documents are read one by one through the page cache.
+
+    Token ids and masks, which are small, are held in memory.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Opens a store.
+
+        Raises:
+            DataError: no store, an incomplete one, or a damaged shard.
+        """
+        meta = read_meta(folder)
+        if meta is None:
+            raise DataError(f"{folder}: no meta.json, so no finished features are here")
+        self.folder = folder
+        self.meta = meta
+        self._shards: list[Any] = []  # the open files' "hidden" slices
+        self._places: list[tuple[int, int]] = []  # per document: shard, first token in it
+        self.token_ids: list[Tensor] = []  # per document (T,) int64
+        self.loss_masks: list[Tensor] = []  # per document (T,) bool
+        for index in range(meta.num_shards):
+            self._open(index)
+        if len(self) != meta.num_documents:
+            raise DataError(
+                f"{folder}: {len(self)} texts in the shards but meta.json says {meta.num_documents}"
+            )
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> Document:
+        shard, start = self._places[index]
+        token_ids = self.token_ids[index]
+        hidden = self._shards[shard][start : start + len(token_ids)]
+        return Document(hidden, token_ids, self.loss_masks[index])
+
+    def __iter__(self) -> Iterator[Document]:
+        return (self[index] for index in range(len(self)))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each document."""
+        return [len(ids) for ids in self.token_ids]
+
+    def _open(self, index: int) -> None:
+        path = shard_path(self.folder, index)
+        try:
+            file = safe_open(path, framework="pt")
+            lengths = file.get_tensor("lengths").tolist()
+            token_ids = file.get_tensor("token_ids").long()
+            masks = file.get_tensor("loss_mask").bool()
+            hidden = file.get_slice("hidden")
+        except (OSError, SafetensorError) as error:
+            raise DataError(
+                f"{path}: a damaged or missing shard ({error}); delete the folder to make it anew"
+            ) from None
+        shape = hidden.get_shape()
+        if (
+            shape != [len(token_ids), self.meta.hidden_size]
+            or sum(lengths) != len(token_ids)
+            or len(masks) != len(token_ids)
+        ):
+            raise DataError(
+                f"{path}: hidden {shape}, {len(token_ids)} tokens, lengths {sum(lengths)}, hidden size {self.meta.hidden_size}: "
+                "these do not fit together"
+            )
+        self._shards.append(hidden)
+        start = 0
+        for ids, mask in zip(token_ids.split(lengths), masks.split(lengths), strict=True):
+            self._places.append((index, start))
+            self.token_ids.append(ids)
+            self.loss_masks.append(mask)
+            start += len(ids)

@@ -1,0 +1,151 @@
+"""The decoding loop: rows that join, step together and leave. Plain and speculative decoding are the same loop."""
+
+from collections.abc import Sequence as Listing
+
+import torch
+from torch import Tensor
+
+from draftheads.accept import accept
+from draftheads.decode.sequence import Sequence, StreamEvent
+from draftheads.draft import Context, Draft, Drafter, Verdict
+from draftheads.sampling import RowSettings, choose
+from draftheads.target.model import TargetModel
+from draftheads.target.target import Target
+
+
+class Batch:
+    """The rows that are being decoded. Row b of every tensor belongs to ``sequences[b]``."""
+
+    def __init__(self, model: TargetModel, drafter: Drafter) -> None:
+        self.target = Target(model)
+        self.drafter = drafter
+        self.sequences: list[Sequence] = []
+        self._context: Context | None = None
+        self._rows: RowSettings | None = None
+        self._seen: Tensor | None = None  # (B, V) bool; only where a row has a repetition penalty
+
+    @torch.inference_mode()
+    def join(self, sequences: Listing[Sequence]) -> list[StreamEvent]:
+        """Reads the prompts of new rows and gives each its first token."""
+        logits, hidden = self.target.prefill([sequence.prompt_ids for sequence in sequences])
+        rows = self._settings(sequences)
+        seen = self._seen_of(sequences, rows)
+        uniforms = self._uniforms(sequences, 1)
+        roots = choose(logits, rows, seen, uniforms[:, 0])
+        self._context = _merged(self._context, self._prompt_context(sequences, hidden, roots))
+        self.sequences += sequences
+        events = [
+            sequence.append([root], num_drafted=0) for sequence, root in zip(sequences, roots.tolist(), strict=True)
+        ]
+        self._drop_finished(changed=True)
+        return events
+
+    @torch.inference_mode()
+    def step(self) -> list[StreamEvent]:
+        """Draft, verify, accept, commit: at least one new token for every row."""
+        assert self._context is not None and self._rows is not None, "a step needs rows"
+        draft = self.drafter.propose(self._context)
+        logits, hidden = self.target.verify(draft)
+        uniforms = self._uniforms(self.sequences, draft.max_depth + 1)
+        verdict = accept(draft, logits, self._rows, uniforms, self._seen)
+        new_ids, counts = _tokens_of(draft, verdict)  # the step's one transfer to the host
+        self.target.commit(verdict, counts)
+        self._context = _advanced(draft, verdict, hidden)
+        events = []
+        for sequence, ids, count in zip(self.sequences, new_ids, counts, strict=True):
+            sequence.num_steps += 1
+            events.append(sequence.append(ids[:count], num_drafted=count - 1))
+        self._note_seen(new_ids, counts)
+        self._drop_finished()
+        return events
+
+    def _drop_finished(self, *, changed: bool = False) -> None:
+        """Finished rows leave; the others move up."""
+        kept = [row for row, sequence in enumerate(self.sequences) if sequence.finish_reason is None]
+        if len(kept) < len(self.sequences):
+            changed = True
+            self.sequences = [self.sequences[row] for row in kept]
+            rows = torch.tensor(kept, dtype=torch.long, device=self.target.model.device)
+            assert self._context is not None
+            self._context = self._context.keep(rows)
+            self.target.keep(kept)
+            self.drafter.keep(rows)
+        if changed:
+            self._rows = self._settings(self.sequences)
+            self._seen = self._seen_of(self.sequences, self._rows)
+
+    def _settings(self, sequences: Listing[Sequence]) -> RowSettings:
+        model = self.target.model
+        return RowSettings.of([s.settings for s in sequences], vocab_size=model.vocab_size, device=model.device)
+
+    def _uniforms(self, sequences: Listing[Sequence], count: int) -> Tensor:
+        """(B, count) float64."""
+        if not any(sequence.settings.temperature > 0 for sequence in sequences):
+            return torch.zeros(len(sequences), count, dtype=torch.float64, device=self.target.model.device)
+        numbers = [sequence.uniforms(count) for sequence in sequences]
+        return torch.tensor(numbers, dtype=torch.float64, device=self.target.model.device)
+
+    def _seen_of(self, sequences: Listing[Sequence], rows: RowSettings) -> Tensor | None:
+        if not rows.any_penalty:
+            return None
+        model = self.target.model
+        seen = torch.zeros(len(sequences), model.vocab_size, dtype=torch.bool)
+        for row, sequence in enumerate(sequences):
+            seen[row, sequence.prompt_ids + sequence.token_ids] = True
+        return seen.to(model.device)
+
+    def _note_seen(self, new_ids: list[list[int]], counts: list[int]) -> None:
+        if self._seen is not None:
+            for row, (ids, count) in enumerate(zip(new_ids, counts, strict=True)):
+                self._seen[row, ids[:count]] = True
+
+    def _prompt_context(self, sequences: Listing[Sequence], hidden: Tensor, roots: Tensor) -> Context:
+        """What a drafter sees of new rows: the whole prompt if it keeps a history, else its last token."""
+        device = hidden.device
+        lengths = torch.tensor([len(s.prompt_ids) for s in sequences], device=device)
+        if not self.drafter.needs_history:
+            last = hidden[torch.arange(len(sequences), device=device), lengths - 1][:, None]
+            tokens = torch.tensor([s.prompt_ids[-1:] for s in sequences], device=device)
+            return Context(last, tokens, torch.ones_like(lengths), roots)
+        width = hidden.shape[1]
+        tokens = torch.tensor([s.prompt_ids + [0] * (width - len(s.prompt_ids)) for s in sequences], device=device)
+        return Context(hidden, tokens, lengths, roots)
+
+
+def _tokens_of(draft: Draft, verdict: Verdict) -> tuple[list[list[int]], list[int]]:
+    """Per row the accepted guesses and then the next token (places beyond the count are noise), and the counts."""
+    guesses = draft.token_ids.gather(1, verdict.path)[:, 1:]  # (B, P-1)
+    ids = torch.cat([guesses, verdict.next_ids[:, None]], 1)  # (B, P)
+    last = (verdict.num_accepted - 1)[:, None]
+    ids = ids.scatter(1, last, verdict.next_ids[:, None])
+    packed = torch.cat([ids, verdict.num_accepted[:, None]], 1).tolist()
+    return [row[:-1] for row in packed], [row[-1] for row in packed]
+
+
+def _advanced(draft: Draft, verdict: Verdict, hidden: Tensor) -> Context:
+    """What the drafter sees next: the accepted tokens with the target's hidden states, and the new root."""
+    batch = torch.arange(len(hidden), device=hidden.device)[:, None]
+    return Context(
+        hidden[batch, verdict.path],
+        draft.token_ids.gather(1, verdict.path),
+        verdict.num_accepted,
+        verdict.next_ids,
+    )
+
+
+def _merged(old: Context | None, new: Context) -> Context:
+    """Rows of ``old``, then rows of ``new``; the shorter of the two is padded."""
+    if old is None or not len(old.root_ids):
+        return new
+    width = max(old.token_ids.shape[1], new.token_ids.shape[1])
+
+    def wide(values: Tensor) -> Tensor:
+        padding = values.new_zeros(values.shape[0], width - values.shape[1], *values.shape[2:])
+        return torch.cat([values, padding], 1)
+
+    return Context(
+        torch.cat([wide(old.hidden), wide(new.hidden)]),
+        torch.cat([wide(old.token_ids), wide(new.token_ids)]),
+        torch.cat([old.num_accepted, new.num_accepted]),
+        torch.cat([old.root_ids, new.root_ids]),
+    )

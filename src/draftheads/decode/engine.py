@@ -1,0 +1,134 @@
+"""The engine: prompts in, answers out; plain or with a drafter, one prompt or many."""
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Listing
+from dataclasses import fields, replace
+from typing import Any
+
+from draftheads.decode.batch import Batch
+from draftheads.decode.plain import NoDraft
+from draftheads.decode.sequence import GenerationResult, Sequence, StreamEvent
+from draftheads.draft import Drafter
+from draftheads.errors import InvalidPrompt, InvalidSettings
+from draftheads.sampling import SamplingSettings
+from draftheads.target.model import TargetModel
+
+Message = Mapping[str, str]
+Prompt = str | Listing[Message] | Listing[int]  # a user's text, a list of messages, or token ids as they are
+
+
+class Engine:
+    """Decodes prompts with a model and, if there is one, a drafter.
+
+    The drafter changes the speed, not the text: greedy answers are plain decoding's, sampled ones have the model's
+    distribution, except for ``acceptance="typical"``.
+    """
+
+    def __init__(self, model: TargetModel, drafter: Drafter | None = None, *, max_batch_size: int = 16) -> None:
+        if max_batch_size < 1:
+            raise InvalidSettings(f"max_batch_size is {max_batch_size}; it must be at least 1")
+        self.model = model
+        self.drafter: Drafter = NoDraft() if drafter is None else drafter
+        self.max_batch_size = max_batch_size
+
+    def generate(
+        self,
+        prompts: Listing[Prompt],
+        settings: SamplingSettings | Listing[SamplingSettings] | None = None,
+        **overrides: Any,
+    ) -> list[GenerationResult]:
+        """Answers to all prompts, in their order.
+
+        Args:
+            prompts: texts (put to the model as a user's turn), message lists, or token id lists.
+            settings: for all prompts, or one per prompt; greedy when left out.
+            **overrides: single fields of :class:`SamplingSettings`, such as ``max_new_tokens=128``.
+
+        Raises:
+            InvalidPrompt: an empty prompt, or one longer than the model allows.
+            InvalidSettings: an unknown or impossible setting.
+        """
+        if isinstance(prompts, str):
+            raise InvalidPrompt("generate() takes a list of prompts: write [prompt] for a single one")
+        sequences = self.sequences(prompts, settings, **overrides)
+        for _ in self.run(sequences):
+            pass
+        return [sequence.result() for sequence in sequences]
+
+    def stream(
+        self, prompt: Prompt, settings: SamplingSettings | None = None, **overrides: Any
+    ) -> Iterator[StreamEvent]:
+        """One answer, an event a step, as it comes. Arguments and errors as for :meth:`generate`, raised at once."""
+        return self.run(self.sequences([prompt], settings, **overrides))
+
+    def sequences(
+        self,
+        prompts: Listing[Prompt],
+        settings: SamplingSettings | Listing[SamplingSettings] | None = None,
+        **overrides: Any,
+    ) -> list[Sequence]:
+        """Checked requests, ready for :meth:`run`."""
+        each = list(settings) if isinstance(settings, Listing) else [settings or SamplingSettings()] * len(prompts)
+        if len(each) != len(prompts):
+            raise InvalidSettings(f"{len(each)} settings for {len(prompts)} prompts: give one for all, or one for each")
+        return [
+            Sequence(
+                self.encode(prompt),
+                _overridden(own, overrides),
+                tokenizer=self.model.tokenizer,
+                eos_ids=self.model.eos_ids,
+                max_length=self.model.max_positions,
+                index=index,
+            )
+            for index, (prompt, own) in enumerate(zip(prompts, each, strict=True))
+        ]
+
+    def run(self, sequences: Listing[Sequence]) -> Iterator[StreamEvent]:
+        """Decodes requests together; as soon as one is finished the next in line takes its place."""
+        batch = Batch(self.model, self.drafter)
+        waiting = list(sequences)
+        while waiting or batch.sequences:
+            room = self.max_batch_size - len(batch.sequences)
+            joining, waiting = waiting[:room], waiting[room:]
+            if joining:
+                yield from batch.join(joining)
+            if batch.sequences:
+                yield from batch.step()
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, with the model's chat template where it has one.
+
+        Raises:
+            InvalidPrompt: empty, or too long for the model.
+        """
+        ids = _encode(self.model.tokenizer, prompt)
+        if not ids:
+            raise InvalidPrompt("the prompt is empty: there is nothing to go on from")
+        limit = self.model.max_positions
+        if limit is not None and len(ids) >= limit:
+            raise InvalidPrompt(f"the prompt has {len(ids)} tokens; {self.model.model_id} takes at most {limit - 1}")
+        if max(ids) >= self.model.vocab_size or min(ids) < 0:
+            raise InvalidPrompt(f"token ids must lie in 0 … {self.model.vocab_size - 1}")
+        return ids
+
+
+def _encode(tokenizer: Any, prompt: Prompt) -> list[int]:
+    if not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt):
+        return [int(item) for item in prompt]  # type: ignore[call-overload]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(item) for item in prompt]  # type: ignore[call-overload]
+    for message in messages:
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise InvalidPrompt(f"a message needs the keys 'role' and 'content' with text, not {message!r}")
+    if not any(message["content"].strip() for message in messages):
+        raise InvalidPrompt("the prompt is empty: there is nothing to answer")
+    if getattr(tokenizer, "chat_template", None):
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer("\n".join(message["content"] for message in messages))["input_ids"])
+
+
+def _overridden(settings: SamplingSettings, overrides: dict[str, Any]) -> SamplingSettings:
+    known = {field.name for field in fields(SamplingSettings)}
+    if unknown := sorted(set(overrides) - known):
+        raise InvalidSettings(f"unknown setting {unknown[0]!r}; choose among {', '.join(sorted(known))}")
+    return replace(settings, **overrides)

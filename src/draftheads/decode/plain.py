@@ -1,0 +1,21 @@
+"""Plain decoding: the drafter that guesses nothing. The oracle that every drafter must equal, and the honest baseline."""
+
+import torch
+
+from draftheads.draft import Context, Draft
+from draftheads.tree import Tree
+
+_ROOT_ONLY = Tree.chain(0)
+
+
+class NoDraft:
+    """A tree of one node: each step checks the root and gets one token."""
+
+    needs_history = False
+
+    def propose(self, context: Context) -> Draft:
+        """The root alone."""
+        return Draft.on_tree(_ROOT_ONLY, context.root_ids[:, None])
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Nothing to keep."""

@@ -1,0 +1,112 @@
+"""One request: its text so far, its settings, its stop rules and its counts. Knows nothing of tensors of other rows."""
+
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from draftheads.decode.text import StopText, TextStream
+from draftheads.sampling import SamplingSettings
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """What one step added to one answer."""
+
+    index: int  # which of the prompts
+    text: str  # new text, whole characters only; may be empty
+    token_ids: tuple[int, ...]  # new tokens
+    num_drafted: int  # how many of them, counted from the left, were guessed by the drafter
+    finish_reason: FinishReason | None = None  # set on the last event of an answer
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """A finished answer."""
+
+    text: str
+    token_ids: tuple[int, ...]  # of the answer, the token that ended it included
+    num_prompt_tokens: int
+    num_steps: int  # passes of the target after the prompt was read
+    finish_reason: FinishReason
+
+    @property
+    def tokens_per_step(self) -> float:
+        """New tokens per pass of the target, 1.0 for plain decoding. The first token comes from reading the prompt and counts not."""
+        return (len(self.token_ids) - 1) / self.num_steps if self.num_steps else 1.0
+
+
+class Sequence:
+    """A request while it is decoded."""
+
+    def __init__(
+        self,
+        prompt_ids: Ids[int],
+        settings: SamplingSettings,
+        *,
+        tokenizer: Any,
+        eos_ids: frozenset[int],
+        max_length: int | None,
+        index: int = 0,
+    ) -> None:
+        self.index = index
+        self.prompt_ids = list(prompt_ids)
+        self.settings = settings
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.num_steps = 0
+        self.finish_reason: FinishReason | None = None
+        self._stop_ids = frozenset(settings.stop_token_ids) | (frozenset() if settings.ignore_eos else eos_ids)
+        room = settings.max_new_tokens if max_length is None else max_length - len(self.prompt_ids)
+        self._max_new_tokens = min(settings.max_new_tokens, room)
+        self._stream = TextStream(tokenizer)
+        self._stop_text = StopText(settings.stop)
+        self._generator = torch.Generator()
+        if settings.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(settings.seed)
+        self._uniforms: list[float] = []
+
+    def uniforms(self, count: int) -> list[float]:
+        """Random numbers in [0, 1) for the next ``count`` tokens; a place in the answer always gets the same one."""
+        start = len(self.token_ids)
+        while len(self._uniforms) < start + count:
+            self._uniforms += torch.rand(64, generator=self._generator, dtype=torch.float64).tolist()
+        return self._uniforms[start : start + count]
+
+    def append(self, token_ids: Ids[int], *, num_drafted: int) -> StreamEvent:
+        """Adds a step's tokens up to the first stop; what comes after it in the accepted run is dropped."""
+        kept: list[int] = []
+        text = ""
+        # a stop string can end inside a run, so with stop strings tokens are looked at one by one
+        pieces = [[token] for token in token_ids] if self.settings.stop else [self._until_stop_id(token_ids)]
+        for piece in pieces:
+            kept += piece
+            self.token_ids += piece
+            is_stop = bool(piece) and piece[-1] in self._stop_ids
+            text += self._stop_text.push(self._stream.push([] if is_stop else piece))
+            if is_stop or self._stop_text.found:
+                self.finish_reason = "stop"
+            elif len(self.token_ids) >= self._max_new_tokens:
+                self.finish_reason = "length"
+            if self.finish_reason:
+                text += self._stop_text.push(self._stream.flush()) + self._stop_text.flush()
+                break
+        self.text += text
+        return StreamEvent(self.index, text, tuple(kept), min(num_drafted, len(kept)), self.finish_reason)
+
+    def result(self) -> GenerationResult:
+        """The finished answer."""
+        assert self.finish_reason is not None, "the answer is not finished"
+        return GenerationResult(
+            self.text, tuple(self.token_ids), len(self.prompt_ids), self.num_steps, self.finish_reason
+        )
+
+    def _until_stop_id(self, token_ids: Ids[int]) -> list[int]:
+        room = self._max_new_tokens - len(self.token_ids)
+        end = next((i + 1 for i, token in enumerate(token_ids) if token in self._stop_ids), len(token_ids))
+        return list(token_ids[: min(end, room)])

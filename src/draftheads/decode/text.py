@@ -1,0 +1,74 @@
+"""Token ids to text, a piece at a time, without ever showing half a character; knows nothing of models."""
+
+from typing import Any
+
+_UNFINISHED = "\ufffd"  # what a tokenizer shows for bytes that are not a whole character yet
+
+
+class TextStream:
+    """The text of a growing list of token ids. Tokens are decoded in small windows, so the cost does not grow with the text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._start = 0  # of the window that is decoded again: some tokenizers need left neighbours for spaces
+        self._shown = 0  # tokens whose text is out
+
+    def push(self, token_ids: list[int]) -> str:
+        """Adds tokens and returns the new text that is certain: whole characters only."""
+        self._ids += token_ids
+        before = self._decode(self._ids[self._start : self._shown])
+        after = self._decode(self._ids[self._start :])
+        if len(after) <= len(before) or after.endswith(_UNFINISHED):
+            return ""
+        self._start, self._shown = self._shown, len(self._ids)
+        return after[len(before) :]
+
+    def flush(self) -> str:
+        """The rest, half characters included: the text will not grow any more."""
+        before = self._decode(self._ids[self._start : self._shown])
+        after = self._decode(self._ids[self._start :])
+        self._start = self._shown = len(self._ids)
+        return after[len(before) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+
+class StopText:
+    """Holds back what may become a stop string and cuts the text before one.
+
+    >>> stop = StopText(("END",))
+    >>> stop.push("one E"), stop.push("N"), stop.push("X two END three"), stop.found
+    ('one ', '', 'ENX two ', True)
+    """
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self._stop = stop
+        self._held = ""
+        self.found = False
+
+    def push(self, text: str) -> str:
+        """Adds text and returns what is certain not to belong to a stop string."""
+        if not self._stop or self.found:
+            return "" if self.found else text
+        self._held += text
+        hits = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
+        if hits:
+            self.found = True
+            certain, self._held = self._held[: min(hits)], ""
+            return certain
+        keep = max(_overlap(self._held, stop) for stop in self._stop)
+        certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return certain
+
+    def flush(self) -> str:
+        """What was held back, once the text has ended without a stop string."""
+        certain, self._held = self._held, ""
+        return certain
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that is a proper beginning of ``stop``."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)

@@ -1,0 +1,113 @@
+"""What drafter, target and acceptance rule hand to each other in a step; knows nothing of models.
+
+Alphabet: B rows, N nodes of a tree (root included), P tokens accepted in a step, D hidden size, V vocabulary.
+Trees may be shared by all rows (leading dimension 1) or differ by row (leading dimension B).
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from draftheads.tree import Tree
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A tree filled with tokens. Node 0 is the root: decided, but not yet in the target's cache."""
+
+    token_ids: Tensor  # (B, N) int64
+    parents: Tensor  # (1 or B, N) int64: node index of the parent; 0 for the root itself
+    depths: Tensor  # (1 or B, N) int64: root 0
+    ancestors: Tensor  # (1 or B, N, N) bool: [n, m] says that m lies on the path from the root to n, n included
+    max_depth: int  # of the deepest node, known without asking the device
+    log_probs: Tensor | None = None  # (B, N): the drafter's log-probability of each node given its path, if it has one
+    sampled: bool = False  # whether the nodes were drawn from the drafter's distribution (not its top ranks)
+
+    @property
+    def num_nodes(self) -> int:
+        """N, root included."""
+        return self.token_ids.shape[1]
+
+    @classmethod
+    def on_tree(cls, tree: Tree, token_ids: Tensor, *, log_probs: Tensor | None = None) -> Self:
+        """A draft on one static tree for all rows; ``token_ids`` is (B, N) in the tree's node order."""
+        shape = tree_tensors(tree, token_ids.device)
+        return cls(token_ids, shape.parents, shape.depths, shape.ancestors, tree.max_depth, log_probs)
+
+
+@dataclass(frozen=True)
+class TreeTensors:
+    """A static tree as tensors on one device; leading dimension 1."""
+
+    parents: Tensor  # (1, N) int64, root its own parent
+    depths: Tensor  # (1, N) int64
+    ancestors: Tensor  # (1, N, N) bool
+    ranks: Tensor  # (N,) int64
+
+
+@lru_cache(maxsize=256)
+def tree_tensors(tree: Tree, device: torch.device) -> TreeTensors:
+    """The tensors of ``tree`` on ``device``, made once."""
+    return TreeTensors(
+        torch.tensor([tree.parents], device=device).clamp_min_(0),
+        torch.tensor([tree.depths], device=device),
+        tree.ancestor_mask[None].to(device),
+        torch.tensor(tree.ranks, device=device),
+    )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a step keeps: per row an accepted path (root first) and the token decided after it."""
+
+    path: Tensor  # (B, P) int64 node indices, root first; entries at num_accepted and beyond are meaningless
+    num_accepted: Tensor  # (B,) int64 in 1 … P: nodes kept, root included
+    next_ids: Tensor  # (B,) int64: the next step's root
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a drafter sees: the tokens that entered the target's cache since it was last asked, and the new root.
+
+    In the papers' terms the last accepted token is x_t, ``last_hidden`` is h_t and ``root_ids`` is x_{t+1}.
+    """
+
+    hidden: Tensor  # (B, P, D): the target's last hidden states (after its final norm) of the accepted tokens
+    token_ids: Tensor  # (B, P) int64: those tokens
+    num_accepted: Tensor  # (B,) int64: how many of the P entries are real, counted from the left
+    root_ids: Tensor  # (B,) int64: x_{t+1}
+
+    @property
+    def last_hidden(self) -> Tensor:
+        """h_t, (B, D)."""
+        rows = torch.arange(self.hidden.shape[0], device=self.hidden.device)
+        return self.hidden[rows, self.num_accepted - 1]
+
+    def keep(self, rows: Tensor) -> Self:
+        """The same context for the rows whose indices are given, in that order."""
+        return type(self)(self.hidden[rows], self.token_ids[rows], self.num_accepted[rows], self.root_ids[rows])
+
+
+@dataclass(frozen=True)
+class TargetWeights:
+    """The frozen tensors of the target that a draft head may read."""
+
+    embedding: Tensor  # (V, D)
+    lm_head: Tensor  # (V, D)
+    lm_head_bias: Tensor | None = None  # (V,)
+    logit_scale: float = 1.0  # what the target multiplies its logits by
+
+
+class Drafter(Protocol):
+    """Something that guesses: a draft head, a small model, a lookup in the text so far."""
+
+    needs_history: bool  # whether a context must carry all tokens (stateful) or only the last accepted one (stateless)
+
+    def propose(self, context: Context) -> Draft:
+        """Guesses for every row of the context."""
+
+    def keep(self, rows: Tensor) -> None:
+        """Rows left or moved: row ``rows[i]`` is row i from now on. Stateless drafters need do nothing."""

@@ -1,0 +1,178 @@
+"""Saving so that a reader sees the whole of it or nothing of it; knows nothing of what is saved.
+
+New content is made beside its place under a hidden name, flushed to the disk, and renamed into place. A full
+disk, an exception or Ctrl-C removes it again. A kill leaves at most the hidden sibling, which nobody reads.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from draftheads.errors import DraftHeadsError, StorageError
+
+_STORAGE_ERRNOS = frozenset(  # those that the place to save to is to blame for
+    {
+        errno.EACCES,
+        errno.EDQUOT,
+        errno.EEXIST,
+        errno.EFBIG,
+        errno.EIO,
+        errno.EISDIR,
+        errno.ENAMETOOLONG,
+        errno.ENOTDIR,
+        errno.EPERM,
+        errno.EROFS,
+    }
+)
+_NO_SPACE_TEXT = f"(os error {errno.ENOSPC})"  # as Rust, so safetensors and tokenizers, puts it
+_FULL_DISK_BYTES = 1 << 20  # less free than this when a save fails: the disk is what failed
+_TEMPORARY_SUFFIX = ".tmp"
+_REPLACED_SUFFIX = ".old"
+
+
+def write_atomic(path: str | os.PathLike[str], content: bytes | Callable[[BinaryIO], object]) -> None:
+    """Write one file whole or not at all; an existing file is replaced in one move.
+
+    Args:
+        path: of the file; missing folders above it are made.
+        content: the bytes, or a function that writes them to the binary file it is given.
+
+    Raises:
+        StorageError: it cannot be written (a full disk, no permission, …). An old file is untouched.
+    """
+    target = Path(path)
+    temporary = _sibling(target, _TEMPORARY_SUFFIX)
+    with _all_or_nothing(target, temporary):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("xb") as file:
+            if callable(content):
+                content(file)
+            else:
+                file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+        _sync(target.parent)
+
+
+@contextlib.contextmanager
+def atomic_directory(path: str | os.PathLike[str], *, replace: bool = False) -> Iterator[Path]:
+    """A new, empty folder to fill; it takes its name ``path`` only when the ``with`` block ends well.
+
+    Args:
+        path: of the folder; missing folders above it are made.
+        replace: whether an existing folder or file gives way to the new one. Two renames do it: a kill
+            exactly between them leaves the old content beside its place, under a hidden name in ``.old``.
+
+    Yields:
+        The temporary folder, in the same parent as ``path``.
+
+    Raises:
+        StorageError: ``path`` exists and ``replace`` is false, or it cannot be written (a full disk, …).
+            Whatever stood at ``path`` still does.
+    """
+    target = Path(path)
+    temporary = _sibling(target, _TEMPORARY_SUFFIX)
+    with _all_or_nothing(target, temporary):
+        if target.exists() and not replace:
+            raise FileExistsError(errno.EEXIST, "it already exists")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+        yield temporary
+        _settle(temporary)
+        _move_into_place(temporary, target)
+
+
+def remove_leftovers(path: str | os.PathLike[str]) -> None:
+    """Remove what killed processes left of their attempts to make ``path``.
+
+    Call it only while holding the lock that guards ``path``: it cannot tell a dead attempt from a living one.
+    """
+    target = Path(path)
+    for leftover in target.parent.glob(f".{target.name}.*{_TEMPORARY_SUFFIX}"):
+        _remove(leftover)
+
+
+def _sibling(target: Path, suffix: str) -> Path:
+    return target.with_name(f".{target.name}.{secrets.token_hex(4)}{suffix}")
+
+
+@contextlib.contextmanager
+def _all_or_nothing(target: Path, temporary: Path) -> Iterator[None]:
+    """Remove ``temporary`` if the block fails, and say :class:`StorageError` if the disk is what failed."""
+    try:
+        yield
+    except BaseException as error:
+        reason = _storage_reason(error, target)  # before the removal: it asks how full the disk is
+        _remove(temporary)
+        if reason is None:
+            raise
+        raise StorageError(f"cannot save {target}: {reason}; nothing was left half-written") from error
+
+
+def _storage_reason(error: BaseException, target: Path) -> str | None:
+    """What is wrong with the storage, in words; None where the error is about something else."""
+    if isinstance(error, DraftHeadsError) or not isinstance(error, Exception):  # has its say already; Ctrl-C
+        return None
+    if isinstance(error, OSError) and error.errno in _STORAGE_ERRNOS:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    is_no_space = isinstance(error, OSError) and error.errno == errno.ENOSPC
+    # torch.save says nothing of the disk at all ("unexpected pos 576 vs 534"), so the disk itself is asked.
+    if is_no_space or _NO_SPACE_TEXT in str(error) or _is_full(target):
+        return "no space left on the disk; free some or choose another folder"
+    return None
+
+
+def _is_full(target: Path) -> bool:
+    folder = next((parent for parent in target.parents if parent.is_dir()), None)
+    return folder is not None and shutil.disk_usage(folder).free < _FULL_DISK_BYTES
+
+
+def _settle(directory: Path) -> None:
+    """Give every file below the usual permissions and flush it all to the disk."""
+    mode = directory.stat().st_mode & 0o666  # what the user's umask allows
+    for file in directory.rglob("*"):
+        if file.is_file():
+            file.chmod(mode)  # safetensors writes 0600: nobody else could read a shared model
+        _sync(file)
+    _sync(directory)
+
+
+def _move_into_place(temporary: Path, target: Path) -> None:
+    replaced = _sibling(target, _REPLACED_SUFFIX) if target.exists() else None
+    if replaced is not None:
+        target.rename(replaced)
+    try:
+        temporary.rename(target)
+    except BaseException:
+        if replaced is not None:
+            replaced.rename(target)
+        raise
+    _sync(target.parent)
+    if replaced is not None:
+        _remove(replaced)
+
+
+def _sync(path: Path) -> None:
+    """Flush a file or folder to the disk."""
+    if os.name == "nt" and path.is_dir():  # Windows cannot open folders
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or folder as far as that goes; called on the way out of another error."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)

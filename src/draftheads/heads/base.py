@@ -1,0 +1,153 @@
+"""What every draft head is: a configuration, a training face and a drafting face.
+
+Knows the target only as :class:`TargetWeights` (its embedding and lm_head, frozen) and hidden states.
+K heads; head i (0-based) reads position t and guesses x_{t+2+i}; V' is the draft vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from draftheads.draft import Context, Draft, TargetWeights
+from draftheads.errors import InvalidSettings, InvalidTree
+from draftheads.heads.layers import LmHeads
+from draftheads.tree import Tree
+
+LmHeadKind = Literal["shared", "own", "low_rank"]
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Sizes and options that all draft heads share."""
+
+    hidden_size: int
+    """D, the target's hidden size."""
+    vocab_size: int
+    """V, the target's vocabulary."""
+    num_heads: int = 4
+    """K: how many tokens beyond the next one are guessed."""
+    num_layers: int = 1
+    """Blocks in each head."""
+    lm_head: LmHeadKind = "shared"
+    """How features become logits: the target's lm_head, one per head (own), or D -> rank -> V' per head (low_rank)."""
+    lm_head_rank: int = 64
+    """Rank of a low_rank lm_head."""
+    draft_vocab_size: int | None = None
+    """V': guess only among that many frequent tokens; all of them when left out."""
+
+    method: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "vocab_size", "num_heads", "num_layers", "lm_head_rank"):
+            if getattr(self, name) < 1:
+                raise InvalidSettings(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.lm_head not in ("shared", "own", "low_rank"):
+            raise InvalidSettings(f"lm_head is {self.lm_head!r}; choose shared, own or low_rank")
+        if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise InvalidSettings(
+                f"draft_vocab_size is {self.draft_vocab_size}; it must lie in 1 … vocab_size ({self.vocab_size})"
+            )
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """V', the number of tokens a head can guess."""
+        return self.draft_vocab_size or self.vocab_size
+
+
+class DraftHead(nn.Module, ABC):
+    """A set of K heads on the target's last hidden state.
+
+    Life: build from a config, ``bind`` to the target's weights (also after loading), set ``tree``, then either train with
+    ``forward`` and ``logits`` or draft with ``propose``.
+    """
+
+    needs_history: ClassVar[bool] = False
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.lm_heads = LmHeads(
+            config.num_heads, config.hidden_size, config.num_draft_tokens, kind=config.lm_head, rank=config.lm_head_rank
+        )
+        if config.draft_vocab_size is not None:
+            self.register_buffer("draft_vocab", torch.arange(config.draft_vocab_size))
+        self.register_buffer("target_embedding", None, persistent=False)
+        self._tree = Tree.chain(config.num_heads)
+
+    draft_vocab: Tensor  # (V',) int64: target id of each draft token; only with a trimmed vocabulary
+    target_embedding: Tensor  # (V, D): the target's, frozen, not saved
+
+    @abstractmethod
+    def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
+        """Features of all heads at all positions, for training.
+
+        Args:
+            hidden: (B, T, D) the target's last hidden states h_t, after its final norm.
+            token_ids: (B, T) the text x_t.
+
+        Returns:
+            (K, B, T, D). Entry (i, b, t) guesses x_{t+2+i}; it means nothing where t+2+i ≥ T.
+        """
+
+    @abstractmethod
+    def propose(self, context: Context) -> Draft:
+        """Guesses on this head's tree for every row of the context."""
+
+    def keep(self, rows: Tensor) -> None:
+        """Stateless heads have nothing to move when rows leave."""
+
+    @property
+    def tree(self) -> Tree:
+        """The static tree that :meth:`propose` fills."""
+        return self._tree
+
+    @tree.setter
+    def tree(self, tree: Tree) -> None:
+        if tree.max_depth > self.config.num_heads:
+            raise InvalidTree(
+                f"the tree is {tree.max_depth} deep but the head has {self.config.num_heads} heads: "
+                "cut the tree or train more heads"
+            )
+        widest = max(tree.ranks)
+        if widest >= self.config.num_draft_tokens:
+            raise InvalidTree(f"rank {widest} is beyond the draft vocabulary of {self.config.num_draft_tokens}")
+        self._tree = tree
+
+    def bind(self, weights: TargetWeights) -> None:
+        """Reads the target's embedding and, where this head shares it, its lm_head. Call it again after a device move.
+
+        Raises:
+            InvalidSettings: the target's sizes differ from the configuration's.
+        """
+        expected = (self.config.vocab_size, self.config.hidden_size)
+        for name in ("embedding", "lm_head"):
+            shape = tuple(getattr(weights, name).shape)
+            if shape != expected:
+                raise InvalidSettings(f"the target's {name} is {shape} but the head was made for {expected}")
+        self.target_embedding = weights.embedding.detach()
+        rows = self.draft_vocab.to(weights.lm_head.device) if self.config.draft_vocab_size else None
+        self.lm_heads.bind(weights, rows)
+
+    def initialise(self, weights: TargetWeights, draft_vocab: Tensor | None = None) -> None:
+        """Starting values for training that come from the target; ``draft_vocab`` is (V',) target ids."""
+        if (draft_vocab is None) != (self.config.draft_vocab_size is None):
+            raise InvalidSettings("give the draft vocabulary exactly when draft_vocab_size is set")
+        if draft_vocab is not None:
+            if draft_vocab.shape != self.draft_vocab.shape:
+                raise InvalidSettings(
+                    f"the draft vocabulary has {len(draft_vocab)} tokens; draft_vocab_size is {len(self.draft_vocab)}"
+                )
+            self.draft_vocab.copy_(draft_vocab)
+        self.bind(weights)
+        self.lm_heads.initialise(weights, draft_vocab)
+
+    def logits(self, features: Tensor, head_index: int) -> Tensor:
+        """Head ``head_index``'s logits over the draft vocabulary: (…, D) -> (…, V')."""
+        return self.lm_heads(features, head_index)
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Draft vocabulary indices as the target's token ids, any shape."""
+        return self.draft_vocab[draft_ids] if self.config.draft_vocab_size else draft_ids

@@ -1,0 +1,91 @@
+"""Where an artefact comes from: the command, the code and the machine that made it.
+
+Knows nothing of what the artefact is. Everything here goes into model cards that are published, so it names
+no user, host or folder of its own accord.
+"""
+
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+_GIT_TIMEOUT_SECONDS = 5.0
+
+
+def provenance(argv: Sequence[str] | None = None) -> dict[str, str | int | bool | None]:
+    """What to write beside an artefact so that it can be made again; plain JSON values.
+
+    Args:
+        argv: the command with its arguments; this process's own when left out.
+
+    Returns:
+        ``command`` (program without its folder), ``time`` (UTC, ISO 8601), ``git_commit`` and ``git_dirty``
+        (of this package's own source; None where it is not run from a checkout), ``draftheads``, ``python``,
+        ``torch`` and ``transformers`` (versions), ``platform``, ``processor``, ``device``, and
+        ``threads`` (that torch uses within one operation).
+    """
+    import torch  # noqa: PLC0415 - two seconds that `--help` need not pay
+
+    command = list(sys.argv if argv is None else argv)
+    commit, dirty = _git_state(Path(__file__).resolve())
+    return {
+        "command": shlex.join([Path(part).name if i == 0 else part for i, part in enumerate(command)]),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "git_commit": commit,
+        "git_dirty": dirty,
+        "draftheads": _version("draftheads"),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "transformers": _version("transformers"),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_state(source: Path) -> tuple[str | None, bool | None]:
+    """Commit of the checkout that tracks ``source``, and whether files in it have changed since."""
+    # A package installed into an environment inside somebody's repository is not part of that repository.
+    if _git(source, "ls-files", "--error-unmatch", source.name) is None:
+        return None, None
+    commit = _git(source, "rev-parse", "HEAD")
+    status = _git(source, "status", "--porcelain", "--untracked-files=no")
+    return (commit, bool(status)) if commit else (None, None)
+
+
+def _git(source: Path, *arguments: str) -> str | None:
+    """What git prints in the folder of ``source``; None where git is missing or refuses."""
+    try:
+        done = subprocess.run(  # noqa: S603 - fixed words, no shell
+            ["git", *arguments],  # noqa: S607 - the user's git, from their PATH
+            cwd=source.parent,
+            capture_output=True,
+            text=True,
+            timeout=_GIT_TIMEOUT_SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _processor() -> str:
+    """The processor's own name where the system tells it, else its architecture."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not Linux
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.machine()

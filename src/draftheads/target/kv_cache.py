@@ -1,0 +1,133 @@
+"""The target's keys and values, one slot per token and row, written in place and grown in blocks.
+
+Knows ``transformers``' cache interface and nothing of text or trees: callers say which slots to write and how many to read.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+BLOCK_SLOTS = 128  # small enough that short texts stay small, large enough that growing is rare
+
+
+@dataclass
+class Window:
+    """Which part of the buffers the next forward pass uses."""
+
+    rows: slice = field(default_factory=lambda: slice(0, 0))  # neighbouring rows
+    row_index: Tensor = field(default_factory=lambda: torch.empty(0, 1, dtype=torch.long))  # (b, 1): the same rows
+    slots: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.long))  # (b, T): where new entries go
+    span: int = 0  # slots 0 … span-1 are read
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values of one layer: (rows, kv heads, capacity, head size)."""
+
+    is_sliding = False  # sliding layers keep the full history here; their mask does the sliding
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, window: Window) -> None:
+        super().__init__()
+        self.window = window
+        self.shape = (0, 0)  # rows, capacity: what the buffers must have
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Makes the buffers once the first entries tell their sizes, type and device."""
+        self.keys = self._buffer(key_states)
+        self.values = self._buffer(value_states)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Writes (b, heads, T, size) into the window's slots and returns its rows' first ``span`` slots."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        rows, index, slots, span = self.window.rows, self.window.row_index, self.window.slots, self.window.span
+        self.keys[index, :, slots] = key_states.transpose(1, 2)
+        self.values[index, :, slots] = value_states.transpose(1, 2)
+        return self.keys[rows, :, :span], self.values[rows, :, :span]
+
+    def resize(self, rows: int, capacity: int) -> None:
+        """Gives the buffers that many rows and slots, keeping what fits."""
+        self.shape = (rows, capacity)
+        if self.is_initialized:
+            self.keys, self.values = (self._grown(buffer) for buffer in (self.keys, self.values))
+
+    def move(self, rows: Tensor, source: Tensor, target: Tensor) -> None:
+        """Copies slots ``source`` to ``target``, each (b, P), in rows (b, 1)."""
+        if self.is_initialized:
+            for buffer in (self.keys, self.values):
+                buffer[rows, :, target] = buffer[rows, :, source]
+
+    def keep(self, rows: Tensor) -> None:
+        """Keeps the given rows, in that order."""
+        self.shape = (len(rows), self.shape[1])
+        if self.is_initialized:
+            self.keys, self.values = self.keys[rows], self.values[rows]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Every pass brings its own mask over the window's span."""
+        return self.window.span, 0
+
+    def get_seq_length(self) -> int:
+        """Positions are always given explicitly; the span is the honest answer to who asks."""
+        return self.window.span
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    def _buffer(self, like: Tensor) -> Tensor:
+        rows, capacity = self.shape
+        return like.new_zeros(rows, like.shape[1], capacity, like.shape[3])
+
+    def _grown(self, old: Tensor) -> Tensor:
+        new = self._buffer(old)
+        rows, slots = min(len(old), len(new)), min(old.shape[2], new.shape[2])
+        new[:rows, :, :slots] = old[:rows, :, :slots]
+        return new
+
+
+class SlotCache(Cache):
+    """One :class:`SlotLayer` per layer and the window they share."""
+
+    layers: list[SlotLayer]
+
+    def __init__(self, num_layers: int) -> None:
+        self.window = Window()
+        super().__init__(layers=[SlotLayer(self.window) for _ in range(num_layers)])
+        self.num_rows = 0
+        self.capacity = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all keys and values."""
+        buffers = [buffer for layer in self.layers if layer.is_initialized for buffer in (layer.keys, layer.values)]
+        return sum(buffer.nbytes for buffer in buffers)
+
+    def reserve(self, num_rows: int, num_slots: int) -> None:
+        """Makes room for that many rows of that many slots; slots come in blocks."""
+        capacity = max(self.capacity, -(-num_slots // BLOCK_SLOTS) * BLOCK_SLOTS)
+        if (num_rows, capacity) != (self.num_rows, self.capacity):
+            for layer in self.layers:
+                layer.resize(num_rows, capacity)
+            self.num_rows, self.capacity = num_rows, capacity
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """In every row copies the entries of slots ``source`` (rows, P) to slots ``target`` (rows, P)."""
+        rows = torch.arange(self.num_rows, device=source.device)[:, None]
+        for layer in self.layers:
+            layer.move(rows, source, target)
+
+    def keep(self, rows: Tensor, num_slots: int) -> None:
+        """Keeps the given rows, in that order, and gives back the blocks beyond ``num_slots``."""
+        for layer in self.layers:
+            layer.keep(rows)
+        self.num_rows = len(rows)
+        capacity = -(-num_slots // BLOCK_SLOTS) * BLOCK_SLOTS
+        if capacity < self.capacity:
+            for layer in self.layers:
+                layer.resize(self.num_rows, capacity)
+            self.capacity = capacity

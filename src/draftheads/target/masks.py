@@ -1,0 +1,44 @@
+"""Who may look at whom while a tree is checked: pure functions from lengths and ancestors to attention masks.
+
+Row b has ``lengths[b]`` tokens in the cache at slots 0 …; node n of its tree sits in slot lengths[b]+n and stands at
+position lengths[b]+depth(n). A node sees the text and its ancestors, itself included.
+"""
+
+import torch
+from torch import Tensor
+
+
+def tree_visibility(lengths: Tensor, ancestors: Tensor, span: int) -> Tensor:
+    """Boolean (B, N, span): may node n of row b look at slot s?
+
+    Args:
+        lengths: (B,) int64 tokens of text in the cache.
+        ancestors: (1 or B, N, N) bool, [n, m]: m is on n's path.
+        span: slots that are read, at least max(lengths) + N.
+
+    >>> ancestors = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool)
+    >>> tree_visibility(torch.tensor([2, 1]), ancestors, 5).int().tolist()[1]
+    [[1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 0, 1, 0]]
+    """
+    batch, nodes = len(lengths), ancestors.shape[-1]
+    slots = torch.arange(span, device=lengths.device)
+    visible = (slots < lengths[:, None])[:, None].repeat(1, nodes, 1)  # (B, N, span)
+    index = (lengths[:, None] + torch.arange(nodes, device=lengths.device))[:, None].expand(batch, nodes, nodes)
+    return visible.scatter_(2, index, ancestors.expand(batch, nodes, nodes))
+
+
+def within_window(lengths: Tensor, depths: Tensor, span: int, window: int) -> Tensor:
+    """Boolean (B, N, span): is slot s less than ``window`` positions before node n? ``depths`` is (1 or B, N)."""
+    batch, nodes = len(lengths), depths.shape[-1]
+    depths = depths.expand(batch, nodes)
+    positions = torch.arange(span, device=lengths.device).repeat(batch, 1)  # (B, span): a text slot's own position
+    index = lengths[:, None] + torch.arange(nodes, device=lengths.device)
+    positions.scatter_(1, index, lengths[:, None] + depths)
+    queries = lengths[:, None] + depths
+    return queries[:, :, None] - positions[:, None, :] < window
+
+
+def as_float_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, N, S) bool -> (B, 1, N, S) in ``dtype``: 0 where visible, else the lowest finite number."""
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]

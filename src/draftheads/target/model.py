@@ -1,0 +1,158 @@
+"""A frozen causal language model as draft heads see it: text in, last hidden states and logits out.
+
+Knows ``transformers``; knows nothing of caches, trees or heads.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from draftheads.draft import TargetWeights
+from draftheads.errors import UnsupportedModel
+from draftheads.target.pretrained import load_pretrained
+
+_ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True, eq=False)
+class TargetModel:
+    """The model, its tokenizer and its name. Frozen: nothing here changes its weights.
+
+    Raises:
+        UnsupportedModel: on construction, where the model's state cannot be rewound or its logits are not a known
+            function of its last hidden state.
+    """
+
+    model: Any  # a transformers causal LM in eval mode
+    tokenizer: Any  # its tokenizer
+    model_id: str  # what a head records as its base
+
+    def __post_init__(self) -> None:
+        unknown = set(self.layer_kinds) - _ATTENTION_KINDS
+        if unknown or getattr(self.model, "_is_stateful", False):
+            what = ", ".join(sorted(unknown)) or "a recurrent state"
+            raise UnsupportedModel(
+                f"{self.model_id} has {what}: drafts are rewound by dropping cache entries, which needs plain attention layers"
+            )
+        self._check_logits()
+
+    @classmethod
+    def load(cls, name: str, *, dtype: torch.dtype | None = None, device: str | torch.device | None = None) -> Self:
+        """The model of a name, path or hub id; see :func:`draftheads.target.pretrained.load_pretrained`."""
+        return cls(*load_pretrained(name, dtype=dtype, device=device))
+
+    @property
+    def config(self) -> Any:
+        """The configuration of the text model."""
+        return self.model.config.get_text_config()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which type the model computes."""
+        return self.lm_head.weight.dtype
+
+    @property
+    def hidden_size(self) -> int:
+        """D."""
+        return int(self.lm_head.weight.shape[1])
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the rows of the lm_head (a tokenizer may use fewer)."""
+        return int(self.lm_head.weight.shape[0])
+
+    @property
+    def max_positions(self) -> int | None:
+        """How many tokens of text the model was made for, where it says so."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    @cached_property
+    def eos_ids(self) -> frozenset[int]:
+        """Token ids that end a text."""
+        found: set[int] = set()
+        for source in (getattr(self.model, "generation_config", None), self.config, self.tokenizer):
+            ids = getattr(source, "eos_token_id", None)
+            found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        return frozenset(found)
+
+    @property
+    def lm_head(self) -> nn.Linear:
+        """The output embedding."""
+        head: nn.Linear = self.model.get_output_embeddings()
+        return head
+
+    @cached_property
+    def decoder(self) -> Any:
+        """The model below the lm_head."""
+        return self.model.get_decoder()
+
+    @cached_property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """Per layer ``full_attention`` or ``sliding_attention`` (or what else the config names)."""
+        kinds = getattr(self.config, "layer_types", None)
+        if kinds:
+            return tuple(kinds)
+        kind = "sliding_attention" if self.sliding_window else "full_attention"
+        return (kind,) * int(self.config.num_hidden_layers)
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Tokens that a sliding layer looks back, itself included."""
+        if getattr(self.config, "use_sliding_window", True) is False:
+            return None
+        return getattr(self.config, "sliding_window", None)
+
+    @cached_property
+    def weights(self) -> TargetWeights:
+        """What a draft head may read."""
+        return TargetWeights(
+            self.model.get_input_embeddings().weight,
+            self.lm_head.weight,
+            self.lm_head.bias,
+            self._logit_scale,
+        )
+
+    @torch.inference_mode()
+    def hidden_states(self, token_ids: Tensor) -> Tensor:
+        """h_t for a whole text in one pass: (B, T) -> (B, T, D). Padding on the right does not change what is left of it."""
+        return self.decoder(input_ids=token_ids, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The model's own logits: (…, D) -> (…, V)."""
+        logits: Tensor = self.lm_head(hidden)
+        if self._logit_scale != 1.0:
+            logits = logits * self._logit_scale
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits
+
+    @cached_property
+    def _softcap(self) -> float | None:
+        return getattr(self.config, "final_logit_softcapping", None)
+
+    @cached_property
+    def _logit_scale(self) -> float:
+        if getattr(self.config, "logits_scaling", None):  # Granite divides
+            return 1.0 / float(self.config.logits_scaling)
+        return float(getattr(self.config, "logit_scale", None) or 1.0)  # Cohere multiplies
+
+    @torch.inference_mode()
+    def _check_logits(self) -> None:
+        """Heads and trees read the hidden state below the lm_head, so logits must follow from it as :meth:`logits` says."""
+        probe = torch.arange(4, device=self.device)[None] % self.vocab_size
+        expected = self.model(input_ids=probe, use_cache=False).logits.float()
+        found = self.logits(self.hidden_states(probe)).float()
+        error = float((expected - found).abs().max())
+        if not error <= 1e-2 * max(1.0, float(expected.abs().max())):
+            raise UnsupportedModel(
+                f"{self.model_id}: its logits differ by {error:.3g} from lm_head(last hidden state); "
+                "it changes them in a way that is not known here"
+            )

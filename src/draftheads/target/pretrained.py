@@ -1,0 +1,193 @@
+"""From a name to a frozen model with its tokenizer, or to an error that says what to do.
+
+A name is ``smollm2-135m``, a folder, or an id on the Hugging Face Hub. Knows nothing of caches or trees.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from draftheads.errors import DraftHeadsError, MissingDependency, ModelNotFound, UnsupportedModel
+from draftheads.target.embedded import SMOLLM2_135M, converted_folder
+
+if TYPE_CHECKING:  # three seconds that finding out where a model is need not pay
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_HUB_TIMEOUT_SECONDS = 10.0
+_BF16_CPU_FEATURES = ("avx512_bf16", "amx_bf16")
+
+
+def resolve_model(name: str) -> Path | str:
+    """Where the model ``name`` is to be loaded from.
+
+    ``smollm2-135m`` is the embedded model (write ``./smollm2-135m`` for a folder of that name): converted
+    into the user's cache the first time, where its package is installed, else its id on the Hub. A Hub model
+    that was downloaded before is found without the network, too.
+
+    Returns:
+        A folder on this machine, or the id of a model that the Hub has just said it has.
+
+    Raises:
+        ModelNotFound: none of these; the text says what was tried and what to do.
+        StorageError: the embedded model cannot be written into the cache.
+    """
+    if name == SMOLLM2_135M.name:
+        return converted_folder(SMOLLM2_135M) or _resolve_embedded_on_hub()
+    folder = Path(name).expanduser()
+    if folder.exists():
+        if not (folder / "config.json").is_file():
+            raise ModelNotFound(f"{name} is here, but is no model folder: it has no config.json")
+        return folder
+    return _resolve_on_hub(name)
+
+
+def load_pretrained(
+    name: str, *, dtype: torch.dtype | None = None, device: str | torch.device | None = None
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase, str]":
+    """The causal language model ``name``, frozen and in eval mode, and its tokenizer.
+
+    Args:
+        name: ``smollm2-135m``, a folder, or an id on the Hugging Face Hub.
+        dtype: in which type the model computes; :func:`default_dtype` of the device when left out.
+        device: where it runs; :func:`default_device` when left out.
+
+    Returns:
+        The model, its tokenizer, and the model's id: the Hub's where it has one, else the folder's full path.
+
+    Raises:
+        ModelNotFound: no such model, or one with files missing or damaged.
+        UnsupportedModel: it is no causal language model, or its file lacks weights.
+        MissingDependency: its tokenizer or code needs a package that is not installed.
+        StorageError: the embedded model cannot be written into the cache.
+    """
+    source = resolve_model(name)
+    place = default_device() if device is None else torch.device(device)
+    with _as_our_errors(name), _quiet(embedded=name == SMOLLM2_135M.name):
+        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype or default_dtype(place), output_loading_info=True
+        )
+        model: PreTrainedModel = loaded[0]
+        _check_complete(name, loaded[1]["missing_keys"])
+        model.to(place)  # type: ignore[arg-type]  # its stub mistakes the device for self
+    return model.eval().requires_grad_(requires_grad=False), tokenizer, _model_id(name)
+
+
+def default_device() -> torch.device:
+    """The first CUDA device where there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def default_dtype(device: str | torch.device) -> torch.dtype:
+    """bf16 on CUDA and on CPUs with bf16 instructions, else fp32: bf16 would be emulated, slowly."""
+    kind = torch.device(device).type
+    return torch.bfloat16 if kind == "cuda" or (kind == "cpu" and _cpu_has_bf16()) else torch.float32
+
+
+def _cpu_has_bf16() -> bool:
+    """Whether the CPU multiplies bf16 matrices itself (AVX-512 BF16 or AMX)."""
+    capabilities = getattr(torch.cpu, "get_capabilities", None)  # newer than the oldest torch we accept
+    if capabilities is not None:
+        known = capabilities()
+        return any(known.get(feature, False) for feature in _BF16_CPU_FEATURES)
+    try:
+        words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
+    except OSError:  # not Linux: the safe answer
+        return False
+    return not words.isdisjoint(_BF16_CPU_FEATURES)
+
+
+def _model_id(name: str) -> str:
+    if name == SMOLLM2_135M.name:
+        return SMOLLM2_135M.hub_id
+    folder = Path(name).expanduser()
+    return str(folder.resolve()) if folder.exists() else name
+
+
+def _resolve_embedded_on_hub() -> Path | str:
+    try:
+        return _resolve_on_hub(SMOLLM2_135M.hub_id)
+    except ModelNotFound as error:
+        raise ModelNotFound(
+            f"{SMOLLM2_135M.name} can be had in two ways, and neither works here. Either install the package "
+            f"that holds its weights: {SMOLLM2_135M.pip_install}. Or take {SMOLLM2_135M.hub_id} from the "
+            f"Hugging Face Hub; but {error}."
+        ) from error
+
+
+def _resolve_on_hub(model_id: str) -> Path | str:
+    """The Hub's model, asked for once and briefly: offline, its own client would retry for 23 s per file."""
+    from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415
+    from huggingface_hub.errors import (  # noqa: PLC0415
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        HfApi().model_info(model_id, timeout=_HUB_TIMEOUT_SECONDS)
+    except HFValidationError:
+        raise ModelNotFound(f"{model_id} is no folder here, and cannot be an id on the Hub") from None
+    except GatedRepoError as error:
+        raise ModelNotFound(f"{model_id} is gated: accept its terms on the Hub, then log in") from error
+    except RepositoryNotFoundError as error:
+        raise ModelNotFound(
+            f"{model_id} is no folder here, and the Hub has no such model, or keeps it private: then log in"
+        ) from error
+    except Exception as error:  # noqa: BLE001 - whatever the network does; which classes depends on the Hub's client
+        try:
+            return Path(snapshot_download(model_id, local_files_only=True))
+        except LocalEntryNotFoundError:
+            raise ModelNotFound(
+                f"{model_id} is no folder here, was not downloaded before, "
+                f"and the Hugging Face Hub cannot be reached ({_first_line(error)})"
+            ) from error
+    return model_id
+
+
+@contextlib.contextmanager
+def _as_our_errors(name: str) -> Iterator[None]:
+    """Say what ``transformers`` raises while loading in terms of our own errors."""
+    from safetensors import SafetensorError  # noqa: PLC0415
+
+    try:
+        yield
+    except DraftHeadsError:
+        raise
+    except (OSError, SafetensorError) as error:
+        raise ModelNotFound(f"{name} cannot be loaded: {_first_line(error)}") from error
+    except ImportError as error:
+        raise MissingDependency(f"{name} needs another package: {_first_line(error)}") from error
+    except (ValueError, KeyError) as error:
+        raise UnsupportedModel(f"{name} is no known causal language model: {_first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _quiet(*, embedded: bool) -> Iterator[None]:
+    """No "Loading weights" bar for the embedded model, which loads in a blink."""
+    from transformers.utils import logging  # noqa: PLC0415
+
+    silence = embedded and logging.is_progress_bar_enabled()
+    if silence:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if silence:
+            logging.enable_progress_bar()
+
+
+def _check_complete(name: str, missing: "set[str] | list[str]") -> None:
+    """``transformers`` fills missing weights at random and only warns; a draft for noise is no use."""
+    if missing:
+        raise UnsupportedModel(f"{name} lacks {len(missing)} weights, {min(missing)} among them")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

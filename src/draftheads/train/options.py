@@ -1,0 +1,95 @@
+"""The settings of a training run; the sentence under a field is its help on the command line."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from draftheads.errors import InvalidSettings
+from draftheads.heads import head_classes
+from draftheads.heads.base import LmHeadKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Train draft heads for a frozen model on chats."""
+
+    method: str
+    """Architecture of the heads: medusa or hydra."""
+    out: Path
+    """Folder for the trained head, its metrics and the checkpoints on the way."""
+    data: tuple[Path, ...] = ()
+    """Chat files, .jsonl or .jsonl.gz, one {"messages": [...]} a line; not needed with finished --features."""
+    model: str = "smollm2-135m"
+    """The model to train heads for: a name, a folder or a Hugging Face id."""
+    num_heads: int = 4
+    """How many tokens beyond the next one are guessed."""
+    num_layers: int = 1
+    """Blocks in each head."""
+    lm_head: LmHeadKind = "shared"
+    """How heads reach the vocabulary: the model's own lm_head, one of their own each, or a low-rank one each."""
+    lm_head_rank: int = 64
+    """Rank of a low_rank lm_head."""
+    draft_vocab_size: int = 8192
+    """Guess only among that many most frequent tokens; 0 for all of them."""
+    loss: Literal["teacher", "hard"] = "teacher"
+    """Learn the model's own distribution (teacher) or the tokens of the text (hard)."""
+    depth_decay: float = 0.8
+    """Each head's loss weighs this much of the head before it."""
+    epochs: int = 2
+    """Passes over the training text."""
+    learning_rate: float = 1e-3
+    """Highest learning rate; it rises during warm-up and falls to zero along a cosine."""
+    warmup: float = 0.05
+    """Part of the steps in which the learning rate rises."""
+    weight_decay: float = 0.0
+    """Weight decay of AdamW."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+    batch_tokens: int = 4096
+    """Tokens in a batch, padding included."""
+    max_length: int = 2048
+    """Texts are cut after that many tokens."""
+    max_tokens: int | None = None
+    """Stop reading data after that many tokens."""
+    held_out: float = 0.05
+    """Part of the texts kept for measuring, at most 200 texts."""
+    tree_nodes: int = 16
+    """Nodes of the tree that is chosen from the held-out ranks and saved with the head, root included."""
+    seed: int = 0
+    """Decides batches, their order and random starting values."""
+    features: Path | None = None
+    """Folder of the model's hidden states: used where finished, else made there. OUT/features when left out."""
+    keep_features: bool = False
+    """Keep OUT/features after a successful end."""
+    resume: bool = False
+    """Go on from the last checkpoint in OUT."""
+    save_steps: int = 200
+    """Steps between checkpoints."""
+    log_steps: int = 10
+    """Steps between lines of OUT/log.jsonl."""
+
+    def __post_init__(self) -> None:
+        head_classes(self.method)
+        for name in ("epochs", "batch_tokens", "max_length", "tree_nodes", "save_steps", "log_steps"):
+            if getattr(self, name) < 1:
+                raise InvalidSettings(
+                    f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1"
+                )
+        for name in ("held_out", "warmup"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InvalidSettings(
+                    f"--{name.replace('_', '-')} is {getattr(self, name)}; it must lie in 0 … 1"
+                )
+        for name in ("learning_rate", "depth_decay", "max_grad_norm"):
+            if not getattr(self, name) > 0:
+                raise InvalidSettings(
+                    f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be above 0"
+                )
+        if self.draft_vocab_size < 0:
+            raise InvalidSettings(
+                f"--draft-vocab-size is {self.draft_vocab_size}; give 0 for the whole vocabulary"
+            )
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InvalidSettings(f"--max-tokens is {self.max_tokens}; it must be at least 1")
+        if not self.data and self.features is None:
+            raise InvalidSettings("give --data FILE… or a finished --features DIR to learn from")

@@ -1,0 +1,199 @@
+"""Fitting a head: the Hugging Face Trainer with our batches, our losses and our log.
+
+Knows the Trainer; the only file here that does. It brings optimiser, schedule, clipping, checkpoints, resuming and several
+processes.
+"""
+
+import json
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler, SequentialSampler
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from draftheads.data.batches import PlannedBatches
+from draftheads.errors import NonFiniteLoss, TrainingError
+from draftheads.train.learner import Learner
+from draftheads.train.options import TrainOptions
+
+OnStep = Callable[[int, int, float | None], None]  # steps done, steps in all, the last logged loss
+
+
+class TrainingInterrupted(TrainingError):
+    """Ctrl-C stopped the training; a checkpoint was left."""
+
+
+def fit(learner: Learner, batches: PlannedBatches, options: TrainOptions, *, on_step: OnStep) -> None:
+    """Trains the learner's head in place, over all batches.
+
+    Raises:
+        NonFiniteLoss: the loss became NaN or infinite; names the step and the documents of its batch.
+        TrainingInterrupted: Ctrl-C; a checkpoint was saved.
+        TrainingError: ``--resume`` without a checkpoint.
+    """
+    folder = options.out / "checkpoints"
+    checkpoint = find_checkpoint(options.out)
+    if options.resume and checkpoint is None:
+        raise TrainingError(f"--resume: no checkpoint in {folder}; start without it")
+    log = StepLog(options.out / "log.jsonl", keep_until=_step_of(checkpoint) if options.resume else 0)
+    with _interruptible() as interrupted:
+        callback = _Callback(log, on_step, interrupted)
+        trainer = _HeadTrainer(
+            model=learner,
+            args=_arguments(options, folder, len(batches)),
+            train_dataset=batches,
+            data_collator=_only,
+            callbacks=[callback],
+        )
+        trainer.remove_callback(PrinterCallback)
+        callback.head_losses = trainer.pop_head_losses
+        trainer.train(resume_from_checkpoint=checkpoint if options.resume else None)
+    if interrupted.is_set() and trainer.state.global_step < trainer.state.max_steps:
+        raise TrainingInterrupted(
+            f"stopped after step {trainer.state.global_step} of {trainer.state.max_steps}; a checkpoint is in {folder}: "
+            "the same command with --resume goes on from there"
+        )
+
+
+def find_checkpoint(out: Path) -> str | None:
+    """The newest checkpoint of a run, if it left one."""
+    folder = out / "checkpoints"
+    return get_last_checkpoint(str(folder)) if folder.is_dir() else None
+
+
+class StepLog:
+    """``log.jsonl``: a JSON object a line, opened for each line so that a killed run leaves whole lines."""
+
+    def __init__(self, path: Path, *, keep_until: int) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_text(encoding="utf-8").splitlines() if keep_until and path.exists() else []
+        kept = [line for line in lines if json.loads(line)["step"] <= keep_until]
+        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Appends a line."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+class _HeadTrainer(Trainer):
+    """Batches come ready from the plan, in its order; losses are checked and kept per head."""
+
+    _head_losses: Tensor | None = None
+    _num_losses = 0
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        documents = inputs.pop("documents")
+        output = model(**inputs)
+        loss: Tensor = output["loss"]
+        if not torch.isfinite(loss):
+            raise NonFiniteLoss(
+                f"the loss is {loss.item()} at step {self.state.global_step + 1}, documents {documents.tolist()} of the "
+                "features: look at them, or lower --learning-rate"
+            )
+        self._head_losses = output["head_losses"] + (0 if self._head_losses is None else self._head_losses)
+        self._num_losses += 1
+        return loss
+
+    def pop_head_losses(self) -> list[float]:
+        """Mean loss per head since the last call."""
+        if self._head_losses is None:
+            return []
+        means: list[float] = (self._head_losses / self._num_losses).tolist()
+        self._head_losses, self._num_losses = None, 0
+        return means
+
+
+class _Callback(TrainerCallback):
+    """Log lines, progress, and a clean stop."""
+
+    def __init__(self, log: StepLog, on_step: OnStep, interrupted: threading.Event) -> None:
+        self.log = log
+        self.on_step = on_step
+        self.interrupted = interrupted
+        self.loss: float | None = None
+        self.head_losses: Callable[[], list[float]] = list
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.on_step(state.global_step, state.max_steps, self.loss)
+        if self.interrupted.is_set():
+            control.should_save = control.should_training_stop = True
+
+    def on_log(
+        self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
+        if logs and "loss" in logs:
+            self.loss = logs["loss"]
+            names = ("loss", "learning_rate", "grad_norm")
+            record = {name: logs[name] for name in names if name in logs}
+            self.log.add({"step": state.global_step, **record, "head_losses": self.head_losses()})
+
+
+def _arguments(options: TrainOptions, folder: Path, num_steps: int) -> TrainingArguments:
+    on_cpu = not torch.cuda.is_available()
+    return TrainingArguments(
+        output_dir=str(folder),
+        num_train_epochs=1,  # the plan holds all epochs
+        per_device_train_batch_size=1,  # a batch of the plan
+        learning_rate=options.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=int(options.warmup * num_steps),
+        weight_decay=options.weight_decay,
+        max_grad_norm=options.max_grad_norm,
+        optim="adamw_torch",
+        logging_steps=options.log_steps,
+        logging_nan_inf_filter=False,
+        save_steps=options.save_steps,
+        save_total_limit=2,
+        seed=options.seed,
+        data_seed=options.seed,
+        use_cpu=on_cpu,
+        dataloader_num_workers=0,
+        dataloader_pin_memory=not on_cpu,
+        remove_unused_columns=False,
+        label_names=[],
+        disable_tqdm=True,
+        report_to="none",
+        log_level="error",
+    )
+
+
+@contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """The first Ctrl-C sets the event, the second interrupts at once. Only the main thread hears signals."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        event.set()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _only(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return dict(items[0])
+
+
+def _step_of(checkpoint: str | None) -> int:
+    return int(checkpoint.rpartition("-")[2]) if checkpoint else 0

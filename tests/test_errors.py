@@ -1,0 +1,55 @@
+import pickle
+import re
+
+import pytest
+
+from draftheads import errors
+from draftheads.errors import DataError, DraftHeadsError, MissingDependency
+
+CLASSES = [
+    value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, DraftHeadsError)
+]
+
+
+def _drawn_parents() -> dict[str, str]:
+    """Child to parent, read from the tree in the module's docstring."""
+    path: list[str] = []
+    parents: dict[str, str] = {}
+    for line in str(errors.__doc__).splitlines():
+        found = re.match(r"    ([│├└─ ]*)([A-Z]\w+)", line)
+        if found:
+            depth = len(found[1]) // 4
+            path[depth:] = [found[2]]
+            parents[found[2]] = path[depth - 1] if depth else "Exception"
+    return parents
+
+
+def test_the_drawn_tree_is_the_real_one() -> None:
+    assert {cls.__name__: cls.__base__.__name__ for cls in CLASSES if cls.__base__} == _drawn_parents()
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (DataError("no messages"), "no messages"),
+        (DataError("no messages", line_number=3), "line 3: no messages"),
+        (DataError("no messages", path="a.jsonl"), "a.jsonl: no messages"),
+        (DataError("no messages", path="a.jsonl", line_number=3), "a.jsonl, line 3: no messages"),
+        (MissingDependency("x needs y"), "x needs y"),
+        (MissingDependency("x needs y", pip_install="y"), "x needs y; install it with: pip install y"),
+    ],
+)
+def test_messages_say_where_and_what_to_do(error: DraftHeadsError, text: str) -> None:
+    assert str(error) == text
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_errors_cross_process_borders(cls: type[DraftHeadsError]) -> None:
+    error = cls("seven is not eight")
+    copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
+    assert (type(copy), str(copy)) == (cls, "seven is not eight")
+
+
+def test_a_data_error_keeps_its_line_across_process_borders() -> None:
+    copy = pickle.loads(pickle.dumps(DataError("bad", path="a.jsonl", line_number=3)))  # noqa: S301 - our own
+    assert (str(copy), copy.path, copy.line_number) == ("a.jsonl, line 3: bad", "a.jsonl", 3)

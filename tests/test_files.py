@@ -1,0 +1,196 @@
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from draftheads.errors import DataError, StorageError
+from draftheads.files import atomic_directory, remove_leftovers, write_atomic
+
+DISK_BYTES = 2 << 20
+TOO_MUCH = torch.zeros(DISK_BYTES, dtype=torch.uint8)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of two megabytes."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs the right to mount a small file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every flush to the disk fails for want of space."""
+
+    def no_space(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*"))
+
+
+def test_a_file_is_written_from_bytes_or_by_a_function(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "er" / "file"
+    write_atomic(target, b"one")
+    assert target.read_bytes() == b"one"
+    write_atomic(target, lambda file: file.write(b"two"))
+    assert target.read_bytes() == b"two"
+    assert _names(target.parent) == ["file"]
+
+
+def _interrupted(file: BinaryIO) -> None:
+    file.write(b"half")
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
+    target = tmp_path / "file"
+    write_atomic(target, b"old")
+    with pytest.raises(KeyboardInterrupt):
+        write_atomic(target, _interrupted)
+    assert (_names(tmp_path), target.read_bytes()) == (["file"], b"old")
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    target = tmp_path / "file"
+    write_atomic(target, b"old")
+    request.getfixturevalue("full_disk")
+    with pytest.raises(StorageError, match=r"cannot save .*file: no space left"):
+        write_atomic(target, b"new")
+    assert (_names(tmp_path), target.read_bytes()) == (["file"], b"old")
+
+
+def test_a_folder_appears_whole(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "head"
+    with atomic_directory(target) as folder:
+        (folder / "a").write_text("1")
+        assert not target.exists()
+    assert _names(tmp_path) == ["a", "deep", "head"]
+
+
+def test_the_files_of_a_folder_are_as_readable_as_the_folder(tmp_path: Path) -> None:
+    with atomic_directory(tmp_path / "head") as folder:
+        save_file({"a": torch.zeros(1)}, folder / "a.safetensors")  # makes it 0600
+        mode = folder.stat().st_mode & 0o666
+    assert (tmp_path / "head" / "a.safetensors").stat().st_mode & 0o777 == mode
+
+
+def test_a_folder_is_replaced_only_on_demand(tmp_path: Path) -> None:
+    target = tmp_path / "head"
+    for replace, text in [(False, "old"), (True, "new")]:
+        with atomic_directory(target, replace=replace) as folder:
+            (folder / text).touch()
+    assert _names(tmp_path) == ["head", "new"]
+    with pytest.raises(StorageError, match="already exists"), atomic_directory(target):
+        pytest.fail("the block must not be entered")
+    assert _names(tmp_path) == ["head", "new"]
+
+
+def test_an_error_of_the_caller_passes_unchanged(tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        (folder / "half").touch()
+        raise DataError("bad line")
+
+    with pytest.raises(DataError, match=r"^bad line$"), atomic_directory(tmp_path / "head") as folder:
+        fail(folder)
+    assert _names(tmp_path) == []
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_a_full_disk_leaves_no_folder(tmp_path: Path) -> None:
+    with (
+        pytest.raises(StorageError, match=r"cannot save .*head: no space left"),
+        atomic_directory(tmp_path / "head") as folder,
+    ):
+        (folder / "half").touch()
+    assert _names(tmp_path) == []
+
+
+def _fill_plainly(folder: Path) -> None:
+    (folder / "a").write_bytes(bytes(DISK_BYTES + 1))
+
+
+def _fill_by_safetensors(folder: Path) -> None:
+    save_file({"a": TOO_MUCH}, folder / "a.safetensors")
+
+
+def _fill_by_torch(folder: Path) -> None:
+    torch.save(TOO_MUCH, folder / "a.pt")
+
+
+@pytest.mark.parametrize("fill", [_fill_plainly, _fill_by_safetensors, _fill_by_torch])
+def test_a_really_full_disk_keeps_the_old_folder(small_disk: Path, fill: Callable[[Path], None]) -> None:
+    target = small_disk / "head"
+    with atomic_directory(target) as folder:
+        (folder / "old").touch()
+    with pytest.raises(StorageError, match="no space left"), atomic_directory(target, replace=True) as folder:
+        fill(folder)
+    assert _names(small_disk) == ["head", "old"]
+
+
+def test_a_failed_replacement_puts_the_old_folder_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "head"
+    with atomic_directory(target) as folder:
+        (folder / "old").touch()
+    rename = Path.rename
+
+    def refuse_the_new_one(self: Path, to: Path) -> Path:
+        if self.suffix == ".tmp":
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", refuse_the_new_one)
+    with pytest.raises(StorageError, match="Input/output error"), atomic_directory(target, replace=True):
+        pass
+    assert _names(tmp_path) == ["head", "old"]
+
+
+def test_a_file_in_the_way_is_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="cannot save"):
+        write_atomic(tmp_path / "file" / "below", b"")
+    with pytest.raises(StorageError, match="cannot save"), atomic_directory(tmp_path / "file" / "below"):
+        pytest.fail("the block must not be entered")
+
+
+KILLED = """
+import sys, time
+from draftheads.files import atomic_directory
+with atomic_directory(sys.argv[1]) as folder:
+    (folder / "half").write_text("1")
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_kill_leaves_no_folder_of_that_name(tmp_path: Path) -> None:
+    target = tmp_path / "head"
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(target)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGKILL)
+    assert not target.exists()
+    remove_leftovers(target)
+    assert _names(tmp_path) == []
+    with atomic_directory(target) as folder:
+        (folder / "whole").touch()
+    assert _names(tmp_path) == ["head", "whole"]

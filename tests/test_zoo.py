@@ -1,0 +1,146 @@
+"""A head's name leads to a bundled head, a folder or the Hub, or to an error that lists the choice."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from draftheads.errors import ModelNotFound
+from draftheads.zoo import registry
+from draftheads.zoo.registry import ZooHead, find_head, zoo_heads
+
+
+@pytest.fixture
+def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three bundled heads, and folders that are none; the working directory is an empty one beside it."""
+    root = tmp_path / "weights"
+    for name in ("smollm2-135m/medusa", "smollm2-135m/hydra", "other-1b/medusa"):
+        (root / name).mkdir(parents=True)
+        (root / name / "config.json").write_text("{}")
+    (root / "smollm2-135m" / "unfinished").mkdir()
+    (root / "config.json").write_text("{}")
+    monkeypatch.setattr(registry, "_weights_folder", lambda: root)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return root
+
+
+@pytest.fixture
+def no_zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_weights_folder", lambda: tmp_path / "weights")
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hub's own switch for having no network, as its client read it on import."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+def test_the_zoo_is_listed_by_base_and_method(zoo: Path) -> None:
+    assert zoo_heads() == [
+        ZooHead("other-1b", "medusa", zoo / "other-1b" / "medusa"),
+        ZooHead("smollm2-135m", "hydra", zoo / "smollm2-135m" / "hydra"),
+        ZooHead("smollm2-135m", "medusa", zoo / "smollm2-135m" / "medusa"),
+    ]
+
+
+@pytest.mark.usefixtures("no_zoo")
+def test_a_zoo_may_be_empty() -> None:
+    assert zoo_heads() == []
+
+
+def test_the_packages_own_zoo_lies_within_the_package() -> None:
+    assert registry._weights_folder() == Path(registry.__file__).parent / "weights"
+    assert all((head.folder / "config.json").is_file() for head in zoo_heads())
+
+
+def test_a_method_is_found_for_its_base(zoo: Path) -> None:
+    assert find_head("medusa", "smollm2-135m") == zoo / "smollm2-135m" / "medusa"
+    assert find_head("medusa", "other-1b") == zoo / "other-1b" / "medusa"
+
+
+def test_a_bundled_head_does_not_depend_on_the_working_directory(zoo: Path) -> None:
+    Path("medusa").mkdir()
+    assert find_head("medusa", "smollm2-135m") == zoo / "smollm2-135m" / "medusa"
+    assert find_head("./medusa", "smollm2-135m").resolve() == Path.cwd() / "medusa"
+    assert find_head("medusa", "no-heads-1b").resolve() == Path.cwd() / "medusa"
+
+
+@pytest.mark.usefixtures("no_zoo")
+def test_a_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    assert find_head(str(tmp_path / "runs" / "mine"), "any") == tmp_path / "runs" / "mine"
+    assert find_head("~/runs/mine", "any") == tmp_path / "runs" / "mine"
+
+
+@pytest.mark.usefixtures("no_zoo")
+def test_a_folder_comes_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("owner/head").mkdir(parents=True)
+    assert find_head("owner/head", "any") == Path("owner/head")
+
+
+@pytest.mark.usefixtures("zoo")
+def test_an_unknown_name_lists_what_is_bundled() -> None:
+    with pytest.raises(ModelNotFound, match=r"no head 'eagle': .*bundled for smollm2-135m: hydra, medusa$"):
+        find_head("eagle", "smollm2-135m")
+    with pytest.raises(
+        ModelNotFound, match=r"bundled for no-heads-1b, only medusa for other-1b, hydra for smollm"
+    ):
+        find_head("eagle", "no-heads-1b")
+
+
+@pytest.mark.usefixtures("no_zoo")
+def test_an_empty_zoo_is_said() -> None:
+    with pytest.raises(ModelNotFound, match=r"none is bundled for smollm2-135m$"):
+        find_head("medusa", "smollm2-135m")
+
+
+@pytest.mark.usefixtures("zoo")
+@pytest.mark.parametrize(
+    "name", ["./runs/head", "../head", "/no/such/head", "a/b/c", "", "owner/", "/head", "a b/c"]
+)
+def test_what_cannot_be_a_hub_id_is_not_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
+    with pytest.raises(ModelNotFound, match="nor an id on the Hugging Face Hub"):
+        find_head(name, "smollm2-135m")
+
+
+@pytest.mark.usefixtures("zoo")
+def test_a_hub_id_is_downloaded_as_far_as_it_is_a_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def snapshot_download(repo_id: str, **options: Any) -> str:
+        asked.update(options, repo_id=repo_id)
+        return str(tmp_path / "snapshot")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert find_head("owner/a-head_1.0", "smollm2-135m") == tmp_path / "snapshot"
+    assert asked["repo_id"] == "owner/a-head_1.0"
+    assert sorted(asked["allow_patterns"]) == ["README.md", "config.json", "model.safetensors", "plan.json"]
+
+
+@pytest.mark.usefixtures("zoo", "offline")
+def test_offline_the_hub_is_given_up_at_once() -> None:
+    start = time.perf_counter()
+    with pytest.raises(
+        ModelNotFound, match=r"no head 'owner/head': .*Hub does not give it \(.+\); bundled for"
+    ):
+        find_head("owner/head", "smollm2-135m")
+    assert time.perf_counter() - start < 5
+
+
+@pytest.mark.usefixtures("zoo")
+def test_an_error_without_words_is_named_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(*_: object, **__: object) -> str:
+        raise ConnectionResetError
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ModelNotFound, match="ConnectionResetError"):
+        find_head("owner/head", "smollm2-135m")
