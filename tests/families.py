@@ -1,4 +1,4 @@
-"""Tiny random models of many families, an integer tokenizer and a random drafter: the world of the tests."""
+"""Tiny random models of many families, an integer tokenizer and untrained heads: the world of the tests."""
 
 from typing import Any
 
@@ -6,9 +6,14 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from draftheads.draft import Context, Draft
+from draftheads.heads import head_classes
+from draftheads.heads.base import DraftHead
 from draftheads.target.model import TargetModel
+from draftheads.tree import Tree
 
-VOCAB = 96
+# few enough tokens that untrained heads are right now and then, so that paths of all lengths are accepted
+VOCAB = 24
 SMALL = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -20,6 +25,7 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
+    "tie_word_embeddings": False,
     # far above the usual 0.02, so that logits are well apart and greedy text is not one token for ever
     "initializer_range": 0.4,
 }
@@ -45,12 +51,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
     "gpt_neox": {key: value for key, value in SMALL.items() if key != "num_key_value_heads"},
     "gemma2": {**SMALL, "head_dim": 8, "sliding_window": 8, "final_logit_softcapping": 5.0},
-    "gemma3_text": {**SMALL, "head_dim": 8, "sliding_window": 8, "sliding_window_pattern": 2},
+    "gemma3_text": {
+        **SMALL,
+        "head_dim": 8,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}
+PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22], [3]]
+TREES = {
+    "chain": Tree.chain(3),
+    "cartesian": Tree.cartesian([3, 2, 2]),
+    "ragged": Tree.from_paths([(0,), (1,), (4,), (0, 0), (0, 2), (4, 1), (0, 2, 0), (4, 1, 3)]),
+    "64 nodes": Tree.from_paths(
+        [(a,) for a in range(10)]
+        + [(a, b) for a in range(6) for b in range(6)]
+        + [(0, a, b) for a in range(6) for b in range(3)][:17]
+    ),
 }
 
 
 class IntegerTokenizer:
-    """Token 65 is the text "⟨65⟩"; enough of a tokenizer for the engine."""
+    """Token 65 is the text "<65>"; enough of a tokenizer for the engine."""
 
     eos_token_id = None
     chat_template = None
@@ -66,5 +88,57 @@ def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
     """A random model of the family, a few thousand parameters."""
     torch.manual_seed(seed)
     config = CONFIG_MAPPING[family](**{**FAMILIES[family], **changes})
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(requires_grad=False)
     return TargetModel(model, IntegerTokenizer(), f"tiny-{family}")
+
+
+def tiny_head(method: str, model: TargetModel, *, num_heads: int = 3, seed: int = 0, **options: Any) -> DraftHead:
+    """An untrained head with weights that are not its starting values."""
+    config_class, head_class = head_classes(method)
+    config = config_class(hidden_size=model.hidden_size, vocab_size=model.vocab_size, num_heads=num_heads, **options)
+    torch.manual_seed(seed)
+    head = head_class(config)
+    vocab = torch.arange(model.vocab_size)[-config.draft_vocab_size :] if config.draft_vocab_size else None
+    head.initialise(model.weights, vocab)
+    for parameter in head.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return head.eval().requires_grad_(requires_grad=False)
+
+
+class Prophet:
+    """A drafter that knows the answers and plants them along a random path of its tree; the other nodes are noise.
+
+    So every length of accepted path, every sibling and every rank comes up.
+    """
+
+    needs_history = True
+
+    def __init__(self, tree: Tree, answers: dict[tuple[int, ...], tuple[int, ...]], *, seed: int = 0) -> None:
+        self.tree = tree
+        self.answers = answers  # prompt -> plain answer
+        self.generator = torch.Generator().manual_seed(seed)
+        self.texts: list[list[int]] = []  # of the rows, as the contexts told
+
+    def propose(self, context: Context) -> Draft:
+        """Also checks that the context says what was accepted."""
+        batch, nodes = len(context.root_ids), self.tree.num_nodes
+        for row in range(len(self.texts), batch):  # rows that joined: their context is the whole prompt
+            self.texts.append([])
+            assert int(context.num_accepted[row]) >= 1
+        token_ids = torch.randint(0, VOCAB, (batch, nodes), generator=self.generator)
+        token_ids[:, 0] = context.root_ids
+        for row in range(batch):
+            self.texts[row] += context.token_ids[row, : context.num_accepted[row]].tolist()
+            self._plant(token_ids[row], [*self.texts[row], int(context.root_ids[row])])
+        return Draft.on_tree(self.tree, token_ids)
+
+    def keep(self, rows: torch.Tensor) -> None:
+        self.texts = [self.texts[row] for row in rows.tolist()]
+
+    def _plant(self, token_ids: torch.Tensor, text: list[int]) -> None:
+        prompt, answer = next((p, a) for p, a in self.answers.items() if tuple(text[: len(p)]) == p)
+        done = len(text) - len(prompt)
+        assert tuple(text[len(prompt) :]) == answer[:done]
+        path = self.tree.paths[int(torch.randint(0, self.tree.num_nodes, (1,), generator=self.generator))]
+        for depth, token in zip(range(len(path)), answer[done:], strict=False):
+            token_ids[self.tree.paths.index(path[: depth + 1])] = token

@@ -22,7 +22,6 @@ from draftheads.checkpoint import (
     HEAD_FILES,
     PLAN_FILE,
     TENSORS_FILE,
-    Fingerprints,
     load_head,
     read_head,
     read_plan,
@@ -41,6 +40,8 @@ from draftheads.errors import (
 from draftheads.heads import HEADS
 from draftheads.heads.base import DraftHead
 from draftheads.heads.medusa import MedusaConfig, MedusaHead
+from draftheads.target import fingerprint
+from draftheads.target.fingerprint import Fingerprints, difference
 from draftheads.target.model import TargetModel
 from draftheads.tree import Tree
 
@@ -145,9 +146,7 @@ def test_a_loaded_head_proposes_what_the_saved_one_did(
     assert loaded.tree == TREE
 
 
-def test_a_head_is_saved_in_bf16_and_still_proposes_the_same_tokens(
-    base: TargetModel, tmp_path: Path
-) -> None:
+def test_a_head_is_saved_in_bf16_and_still_proposes_the_same_tokens(base: TargetModel, tmp_path: Path) -> None:
     head = random_head(base, "hydra", draft_vocab_size=16).to(torch.bfloat16).float()
     head.bind(base.weights)
     save_head(head, tmp_path / "head", base=base)
@@ -172,6 +171,15 @@ def test_a_head_of_another_type_than_its_base_is_bound_to_matrices_of_its_own_ty
     head = load_head(folder, tiny_base(dtype=torch.bfloat16), dtype=torch.float32)
     assert {parameter.dtype for parameter in head.parameters()} == {torch.float32}
     assert head.target_embedding.dtype == torch.float32
+    assert head.propose(context()).num_nodes == TREE.num_nodes
+
+
+def test_a_bias_of_the_lm_head_follows_the_heads_type(folder: Path) -> None:
+    base = tiny_base(dtype=torch.bfloat16)
+    base.lm_head.bias = torch.nn.Parameter(torch.arange(VOCAB, dtype=torch.bfloat16))
+    head = load_head(folder, base, dtype=torch.float32)
+    assert head.lm_heads.shared_bias is not None
+    assert torch.equal(head.lm_heads.shared_bias, head.draft_vocab.float())
     assert head.propose(context()).num_nodes == TREE.num_nodes
 
 
@@ -256,18 +264,14 @@ class FullDisk:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_full_disk_leaves_nothing(
-    base: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_nothing(base: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "save_file", FullDisk())
     with pytest.raises(StorageError, match="no space left"):
         save_head(random_head(base), tmp_path / "head", base=base)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_leaves_the_old_head(
-    base: TargetModel, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_the_old_head(base: TargetModel, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {path: path.read_bytes() for path in folder.iterdir()}
     monkeypatch.setattr(checkpoint, "save_file", FullDisk())
     with pytest.raises(StorageError, match="no space left"):
@@ -307,70 +311,72 @@ def test_fingerprints_do_not_depend_on_the_dtype() -> None:
 
 def test_fingerprints_tell_the_parts_apart(base: TargetModel) -> None:
     ours = Fingerprints.of(base)
-    assert ours.embedding != ours.lm_head
-    assert all(len(digits) == 16 for digits in vars(ours).values())
+    assert difference(ours.embedding, ours.lm_head) > 1
+    assert [len(digits) for digits in vars(ours).values()] == [256, 256, 16]
     retokenized = Fingerprints.of(tiny_base(tokenizer=tiny_tokenizer(swap=True)))
     assert retokenized == replace(ours, tokenizer=retokenized.tokenizer)
     tied = Fingerprints.of(tiny_base(tied=True))
     assert tied.embedding == tied.lm_head == ours.embedding
 
 
-@pytest.mark.parametrize("row", [0, 5, VOCAB - 1])
-def test_a_changed_row_changes_its_matrix_alone(base: TargetModel, row: int) -> None:
-    other = tiny_base()
-    other.lm_head.weight[row, 3] += 1
-    assert Fingerprints.of(other).lm_head != Fingerprints.of(base).lm_head
-    assert Fingerprints.of(other).embedding == Fingerprints.of(base).embedding
-
-
-def test_of_a_large_matrix_rows_from_end_to_end_are_compared() -> None:
+def test_a_matrixs_numbers_are_in_its_fingerprint_from_end_to_end() -> None:
     matrix = torch.zeros(10_000, 2)
-    same = checkpoint._matrix_fingerprint(matrix)
-    matrix[:2500] = 1
-    quarter = checkpoint._matrix_fingerprint(matrix)
-    matrix[-1] = 2
-    assert len({same, quarter, checkpoint._matrix_fingerprint(matrix)}) == 3
-    assert same != checkpoint._matrix_fingerprint(torch.zeros(2, 10_000))
+    matrix[0, 0] = 3
+    matrix[-1, 63 * 37 % 2] = 4
+    digits = fingerprint._sampled(matrix)
+    assert (digits[:4], digits[-4:]) == ("4040", "4080")
+    assert float(fingerprint._numbers(digits).norm()) == 5
+    assert difference(digits, fingerprint._sampled(torch.zeros(10_000, 2))) == 1
+
+
+@pytest.mark.parametrize(("noise", "is_accepted"), [(0.01, True), (0.2, False)])
+def test_a_head_serves_a_quantised_copy_of_its_base(folder: Path, noise: float, is_accepted: bool) -> None:
+    copy = tiny_base()
+    for weight in (copy.lm_head.weight, copy.model.get_input_embeddings().weight):
+        weight += noise * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    if is_accepted:
+        load_head(folder, copy)
+    else:
+        with pytest.raises(CheckpointMismatch, match=r"embedding of this model, tiny-0, differs from its by \d+%"):
+            load_head(folder, copy)
 
 
 def test_the_tokenizers_fingerprint_sees_words_ids_and_splitting_but_not_padding() -> None:
-    ours = checkpoint._text_fingerprint(tiny_tokenizer())
+    ours = fingerprint._split(tiny_tokenizer())
     padded = tiny_tokenizer()
     padded.padding_side = "left"
     padded(["the", "the w1"], padding=False, truncation=True, max_length=1)
-    assert checkpoint._text_fingerprint(padded) == ours
-    assert checkpoint._text_fingerprint(tiny_tokenizer(swap=True)) != ours
+    assert fingerprint._split(padded) == ours
+    assert fingerprint._split(tiny_tokenizer(swap=True)) != ours
     bytewise = tiny_tokenizer()
     bytewise.backend_tokenizer.pre_tokenizer = pre_tokenizers.CharDelimiterSplit("t")
-    assert checkpoint._text_fingerprint(bytewise) != ours
+    assert fingerprint._split(bytewise) != ours
 
 
 def test_the_tokenizers_fingerprint_survives_saving_and_loading(tmp_path: Path) -> None:
     tiny_tokenizer().save_pretrained(tmp_path)
     loaded = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    assert checkpoint._text_fingerprint(loaded) == checkpoint._text_fingerprint(tiny_tokenizer())
+    assert fingerprint._split(loaded) == fingerprint._split(tiny_tokenizer())
 
 
 def other_embedding() -> TargetModel:
     base = tiny_base()
-    base.model.get_input_embeddings().weight[3] += 1
+    base.model.get_input_embeddings().weight[::2] += 1
     return base
 
 
 @pytest.mark.parametrize(
     ("make_other", "what"),
     [
-        (lambda: tiny_base(seed=5), "embedding fingerprint"),
-        (other_embedding, "embedding fingerprint"),
-        (lambda: tiny_base(tied=True), "lm_head fingerprint"),
+        (lambda: tiny_base(seed=5), "the embedding of this model"),
+        (other_embedding, "the embedding of this model"),
+        (lambda: tiny_base(tied=True), "the lm_head of this model"),
         (lambda: tiny_base(tokenizer=tiny_tokenizer(swap=True)), "tokenizer fingerprint"),
         (lambda: tiny_base(hidden_size=16), "hidden_size 32, this model, tiny-0, has 16"),
         (lambda: tiny_base(vocab_size=65), "vocab_size 64, this model, tiny-0, has 65"),
     ],
 )
-def test_a_head_of_another_model_is_refused(
-    folder: Path, make_other: Callable[[], TargetModel], what: str
-) -> None:
+def test_a_head_of_another_model_is_refused(folder: Path, make_other: Callable[[], TargetModel], what: str) -> None:
     other = make_other()
     with pytest.raises(CheckpointMismatch, match=what) as caught:
         load_head(folder, other)
@@ -451,14 +457,10 @@ BROKEN = [
         CheckpointCorrupt,
         r"base\.model_id is 3; it must be str",
     ),
-    Broken(
-        CONFIG_FILE, put("head", "num_heads", value="four"), CheckpointCorrupt, "num_heads is 'four'; .* int"
-    ),
+    Broken(CONFIG_FILE, put("head", "num_heads", value="four"), CheckpointCorrupt, "num_heads is 'four'; .* int"),
     Broken(CONFIG_FILE, put("head", "num_heads", value=True), CheckpointCorrupt, "num_heads is True; .* int"),
     Broken(CONFIG_FILE, put("head", "num_heads", value=2.0), CheckpointCorrupt, r"num_heads is 2\.0; .* int"),
-    Broken(
-        CONFIG_FILE, put("head", "num_heads", value=0), CheckpointCorrupt, "num_heads is 0; .* at least 1"
-    ),
+    Broken(CONFIG_FILE, put("head", "num_heads", value=0), CheckpointCorrupt, "num_heads is 0; .* at least 1"),
     Broken(
         CONFIG_FILE,
         put("head", "draft_vocab_size", value="all"),
@@ -499,15 +501,9 @@ BROKEN = [
         InvalidTree,
         "rank 16 is beyond the draft vocabulary of 16",
     ),
-    Broken(
-        TENSORS_FILE, drop(BIAS), CheckpointCorrupt, f"missing tensor {BIAS}: it has 6 tensors, .* asks for 7"
-    ),
-    Broken(
-        TENSORS_FILE, put("extra", value=torch.zeros(1)), CheckpointCorrupt, "surplus tensor extra: it has 8"
-    ),
-    Broken(
-        TENSORS_FILE, put(BIAS, value=torch.zeros(31)), CheckpointCorrupt, r"is \(31,\); .* makes it \(32,\)"
-    ),
+    Broken(TENSORS_FILE, drop(BIAS), CheckpointCorrupt, f"missing tensor {BIAS}: it has 6 tensors, .* asks for 7"),
+    Broken(TENSORS_FILE, put("extra", value=torch.zeros(1)), CheckpointCorrupt, "surplus tensor extra: it has 8"),
+    Broken(TENSORS_FILE, put(BIAS, value=torch.zeros(31)), CheckpointCorrupt, r"is \(31,\); .* makes it \(32,\)"),
     Broken(
         TENSORS_FILE,
         put(BIAS, value=torch.zeros(32).int()),
@@ -535,9 +531,7 @@ def test_what_is_wrong_with_a_folder_is_said(base: TargetModel, folder: Path, ca
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB])
-def test_a_draft_vocabulary_beyond_the_targets_is_refused(
-    base: TargetModel, folder: Path, token: int
-) -> None:
+def test_a_draft_vocabulary_beyond_the_targets_is_refused(base: TargetModel, folder: Path, token: int) -> None:
     change_tensors(folder / TENSORS_FILE, lambda tensors: tensors["draft_vocab"].__setitem__(2, token))
     with pytest.raises(CheckpointCorrupt, match=r"draft_vocab has ids .* must lie in 0 … 63"):
         load_head(folder, base)
@@ -546,9 +540,7 @@ def test_a_draft_vocabulary_beyond_the_targets_is_refused(
 @pytest.mark.parametrize("file", [CONFIG_FILE, PLAN_FILE, TENSORS_FILE])
 def test_a_missing_file_is_named(base: TargetModel, folder: Path, file: str) -> None:
     (folder / file).unlink()
-    with pytest.raises(
-        CheckpointCorrupt, match=f"{file} is missing; a head's folder has README.md, config.json"
-    ):
+    with pytest.raises(CheckpointCorrupt, match=f"{file} is missing; a head's folder has README.md, config.json"):
         load_head(folder, base)
 
 

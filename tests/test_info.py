@@ -77,6 +77,7 @@ def test_a_head_is_described(folder: Path, capsys: pytest.CaptureFixture[str]) -
         f"size {(folder / 'model.safetensors').stat().st_size / 1e6:.1f} MB",
         "base tiny-llama",
         f"tokenizer {config['base']['fingerprints']['tokenizer']}",
+        f"embedding {config['base']['fingerprints']['embedding'][:16]}",
         f"torch {torch.__version__}",
         "threads 2",
         "note [b]odd[/b]",
@@ -87,18 +88,14 @@ def test_a_head_is_described(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert text.endswith(DRAWN)
 
 
-def test_the_figures_of_a_card_are_shown_and_its_prose_is_not(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_figures_of_a_card_are_shown_and_its_prose_is_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = told(capsys, shlex.quote(str(folder)))
     assert "Figures" in text
     assert "2.17 1.42" in lines(text)
     assert "nothing" not in text
 
 
-def test_what_is_not_there_has_no_heading(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_there_has_no_heading(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "README.md").write_text("no figures")
@@ -144,9 +141,7 @@ def test_a_tree_is_drawn_from_a_file_or_a_plan(
         assert told(capsys, f"--tree {shlex.quote(str(path))}") == f"4 nodes, root included; depth 2\n{DRAWN}"
 
 
-def test_a_deep_tree_is_not_wrapped(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deep_tree_is_not_wrapped(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "20")
     assert Tree.chain(12).draw() in told(capsys, f"--tree {shlex.quote(Tree.chain(12).to_json())}")
 

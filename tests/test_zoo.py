@@ -88,9 +88,7 @@ def test_a_folder_comes_before_the_hub(tmp_path: Path, monkeypatch: pytest.Monke
 def test_an_unknown_name_lists_what_is_bundled() -> None:
     with pytest.raises(ModelNotFound, match=r"no head 'eagle': .*bundled for smollm2-135m: hydra, medusa$"):
         find_head("eagle", "smollm2-135m")
-    with pytest.raises(
-        ModelNotFound, match=r"bundled for no-heads-1b, only medusa for other-1b, hydra for smollm"
-    ):
+    with pytest.raises(ModelNotFound, match=r"bundled for no-heads-1b, only medusa for other-1b, hydra for smollm"):
         find_head("eagle", "no-heads-1b")
 
 
@@ -101,9 +99,7 @@ def test_an_empty_zoo_is_said() -> None:
 
 
 @pytest.mark.usefixtures("zoo")
-@pytest.mark.parametrize(
-    "name", ["./runs/head", "../head", "/no/such/head", "a/b/c", "", "owner/", "/head", "a b/c"]
-)
+@pytest.mark.parametrize("name", ["./runs/head", "../head", "/no/such/head", "a/b/c", "", "owner/", "/head", "a b/c"])
 def test_what_cannot_be_a_hub_id_is_not_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
     with pytest.raises(ModelNotFound, match="nor an id on the Hugging Face Hub"):
@@ -111,9 +107,7 @@ def test_what_cannot_be_a_hub_id_is_not_asked_for(name: str, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("zoo")
-def test_a_hub_id_is_downloaded_as_far_as_it_is_a_head(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_id_is_downloaded_as_far_as_it_is_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
     def snapshot_download(repo_id: str, **options: Any) -> str:
@@ -129,9 +123,7 @@ def test_a_hub_id_is_downloaded_as_far_as_it_is_a_head(
 @pytest.mark.usefixtures("zoo", "offline")
 def test_offline_the_hub_is_given_up_at_once() -> None:
     start = time.perf_counter()
-    with pytest.raises(
-        ModelNotFound, match=r"no head 'owner/head': .*Hub does not give it \(.+\); bundled for"
-    ):
+    with pytest.raises(ModelNotFound, match=r"no head 'owner/head': .*Hub does not give it \(.+\); bundled for"):
         find_head("owner/head", "smollm2-135m")
     assert time.perf_counter() - start < 5
 

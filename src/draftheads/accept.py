@@ -65,9 +65,7 @@ def _walk(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, see
     return Verdict(path, num_accepted, next_ids)
 
 
-def _longest_typical(
-    draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None
-) -> Verdict:
+def _longest_typical(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None) -> Verdict:
     """Judge every node by its parent's distribution, then keep the deepest node whose whole path passed."""
     batch = torch.arange(len(logits), device=logits.device)
     parents = draft.parents.expand_as(draft.token_ids)

@@ -14,7 +14,6 @@ These keys are public names. A reader refuses what it does not know, so a new ke
 """
 
 import contextlib
-import hashlib
 import json
 import math
 import types
@@ -23,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -44,6 +43,7 @@ from draftheads.files import atomic_directory
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead, HeadConfig
 from draftheads.provenance import provenance
+from draftheads.target.fingerprint import MAX_DIFFERENCE, Fingerprints, difference
 from draftheads.target.model import TargetModel
 from draftheads.tree import Tree
 
@@ -54,32 +54,6 @@ HEAD_FILES = (TENSORS_FILE, PLAN_FILE, CARD_FILE, CONFIG_FILE)
 _CONFIG_KEYS = {"format_version": int, "method": str, "head": dict, "base": dict, "provenance": dict}
 _BASE_KEYS = {"model_id": str, "fingerprints": dict}
 _PLAN_KEYS = {"format_version": int, "tree": list, "num_nodes": int, "measured": dict}
-
-_NUM_PROBE_ROWS = 256  # of a matrix: 0.3 MB at D = 576, and a fine-tune changes nearly every row
-_PROBE_TEXTS = (
-    "The quick brown fox doesn't jump over 12,345.67 lazy dogs; they'd sleep anyway!",
-    "def add(a, b):\n    return a + b\n\n\tprint(add(1, 2))  # three",
-    "Füße, naïve façade, Привет мир, 你好世界, こんにちは, مرحبا, 👩‍🚀🎉",
-)
-
-
-@dataclass(frozen=True)
-class Fingerprints:
-    """What tells one base model from another; 16 hexadecimal digits each."""
-
-    embedding: str  # of the input embedding
-    lm_head: str  # of the output embedding; equal to the input's where the two are tied
-    tokenizer: str  # of its vocabulary and of how it splits a few texts
-
-    @classmethod
-    def of(cls, base: TargetModel) -> Self:
-        """Of a loaded model; the same in fp32 and bf16, on the CPU and elsewhere."""
-        weights = base.weights
-        return cls(
-            _matrix_fingerprint(weights.embedding),
-            _matrix_fingerprint(weights.lm_head),
-            _text_fingerprint(base.tokenizer),
-        )
 
 
 @dataclass(frozen=True)
@@ -155,9 +129,7 @@ def save_head(
         _move_files(incoming, folder)
 
 
-def load_head(
-    folder: str | PathLike[str], base: TargetModel, *, dtype: torch.dtype | None = None
-) -> DraftHead:
+def load_head(folder: str | PathLike[str], base: TargetModel, *, dtype: torch.dtype | None = None) -> DraftHead:
     """A saved head, ready to draft for ``base``: on its device, bound to its weights, with its tree, frozen.
 
     Args:
@@ -181,9 +153,7 @@ def load_head(
     values = {name: _cast(tensor, dtype) for name, tensor in tensors.items()}
     head.load_state_dict(values, strict=True, assign=True)
     if unsaved := [name for name, buffer in head.named_buffers() if buffer.is_meta]:
-        raise AssertionError(
-            f"{saved.method} heads compute {unsaved} when built: save or derive them instead"
-        )
+        raise AssertionError(f"{saved.method} heads compute {unsaved} when built: save or derive them instead")
     _check_draft_vocab(saved, head)
     head.bind(_weights(base, dtype))
     head.tree = saved.tree
@@ -252,18 +222,34 @@ def check_base(saved: SavedHead, base: TargetModel) -> None:
     """
     _check_same(saved, base, "hidden_size", saved.config.hidden_size, base.hidden_size)
     _check_same(saved, base, "vocab_size", saved.config.vocab_size, base.vocab_size)
-    found = asdict(Fingerprints.of(base))
-    for name, fingerprint in asdict(saved.fingerprints).items():
-        _check_same(saved, base, f"{name} fingerprint", fingerprint, found[name])
+    ours, theirs = saved.fingerprints, Fingerprints.of(base)
+    _check_same(saved, base, "tokenizer fingerprint", ours.tokenizer, theirs.tokenizer)
+    for name, one, other in (
+        ("embedding", ours.embedding, theirs.embedding),
+        ("lm_head", ours.lm_head, theirs.lm_head),
+    ):
+        try:
+            apart = difference(one, other)
+        except ValueError as error:
+            raise CheckpointCorrupt(f"{saved.folder / CONFIG_FILE}: {name}: {error}") from None
+        if not apart <= MAX_DIFFERENCE:
+            raise CheckpointMismatch(
+                f"{saved.folder}: trained for {saved.model_id}; the {name} of this model, {base.model_id}, differs "
+                f"from its by {apart:.0%}, a quantised copy by at most {MAX_DIFFERENCE:.0%}: {_mend(saved, base)}"
+            )
 
 
 def _check_same(saved: SavedHead, base: TargetModel, what: str, ours: object, theirs: object) -> None:
     if ours != theirs:
         raise CheckpointMismatch(
             f"{saved.folder}: trained for {saved.model_id} with {what} {ours}, "
-            f"this model, {base.model_id}, has {theirs}: load the head with its own base or train one "
-            f"with `draftheads train --method {saved.method} --model {base.model_id}`"
+            f"this model, {base.model_id}, has {theirs}: {_mend(saved, base)}"
         )
+
+
+def _mend(saved: SavedHead, base: TargetModel) -> str:
+    train = f"draftheads train --method {saved.method} --model {base.model_id}"
+    return f"load the head with its own base or train one with `{train}`"
 
 
 def _config_object(config: HeadConfig, base: TargetModel) -> dict[str, Any]:
@@ -430,9 +416,7 @@ def _check_draft_vocab(saved: SavedHead, head: DraftHead) -> None:
     low, high, size = int(head.draft_vocab.min()), int(head.draft_vocab.max()), saved.config.vocab_size
     if low < 0 or high >= size:
         path = saved.folder / TENSORS_FILE
-        raise CheckpointCorrupt(
-            f"{path}: draft_vocab has ids {low} … {high}; they must lie in 0 … {size - 1}"
-        )
+        raise CheckpointCorrupt(f"{path}: draft_vocab has ids {low} … {high}; they must lie in 0 … {size - 1}")
 
 
 def _weights(base: TargetModel, dtype: torch.dtype) -> TargetWeights:
@@ -448,21 +432,3 @@ def _weights(base: TargetModel, dtype: torch.dtype) -> TargetWeights:
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def _matrix_fingerprint(matrix: Tensor) -> str:
-    """Of rows spread over the matrix, (R, D) -> 16 digits; only those rows leave the device."""
-    count = min(_NUM_PROBE_ROWS, len(matrix))
-    rows = torch.arange(count) * (len(matrix) - 1) // max(count - 1, 1)  # first and last among them
-    sample = matrix.detach()[rows.to(matrix.device)].to(torch.bfloat16).cpu()
-    digest = hashlib.sha256(repr(tuple(matrix.shape)).encode())
-    digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _text_fingerprint(tokenizer: Any) -> str:
-    """Of what the ids mean and how texts are split; padding, truncation and chat template do not count."""
-    vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
-    probes = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in _PROBE_TEXTS]
-    pairs = sorted(vocabulary.items(), key=lambda pair: (pair[1], pair[0]))
-    return hashlib.sha256(json.dumps([pairs, probes]).encode()).hexdigest()[:16]

@@ -6,9 +6,9 @@ import torch
 
 from draftheads.checkpoint import load_head
 from draftheads.decode.engine import Engine
+from draftheads.errors import InvalidSettings
 from draftheads.target.fast import exact_bits_by_default, rows_keep_their_bits, speed_up
 from draftheads.target.model import TargetModel
-from draftheads.errors import InvalidSettings
 from draftheads.tree import Tree
 from draftheads.zoo.registry import find_head
 
@@ -34,8 +34,8 @@ def load(
         device: where; CUDA if there is one.
         max_batch_size: requests that are decoded together.
         fast: on a CPU, packed weights and grouped attention; off is the stock model.
-        exact_bits: pad every step so that plain and speculative text are equal to the bit on a CPU, also in bf16. On where
-            it is cheap (bf16 on a CPU) when left out.
+        exact_bits: pad every step so that plain and speculative text are equal to the bit on a CPU, also in bf16. On
+            where it is cheap (bf16 on a CPU) when left out.
 
     Raises:
         ModelNotFound, UnsupportedModel: the model.

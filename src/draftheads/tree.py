@@ -38,6 +38,10 @@ class Tree:
     def __post_init__(self) -> None:
         if list(self.paths) != sorted(set(self.paths), key=_breadth_first) or self.paths[:1] != ((),):
             raise InvalidTree("a tree's paths must be unique, start with the root () and be in breadth-first order")
+        known = set(self.paths)
+        for path in self.paths[1:]:
+            if path[:-1] not in known:
+                raise InvalidTree(f"path {list(path)} has no parent: add {list(path[:-1])}")
 
     @classmethod
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> Self:
@@ -54,9 +58,6 @@ class Tree:
         if len(set(given)) != len(given):
             twice = next(path for path in given if given.count(path) > 1)
             raise InvalidTree(f"path {list(twice)} is there twice")
-        for path in given:
-            if path and path[:-1] not in known:
-                raise InvalidTree(f"path {list(path)} has no parent: add {list(path[:-1])}")
         return cls(tuple(sorted(known, key=_breadth_first)))
 
     @classmethod

@@ -61,9 +61,7 @@ def _read_tree(text_or_path: str) -> Tree:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidTree(
-            f"{text_or_path} is no JSON list of rank paths, nor a file of one: {error}"
-        ) from None
+        raise InvalidTree(f"{text_or_path} is no JSON list of rank paths, nor a file of one: {error}") from None
     if text.lstrip().startswith("{"):
         return read_plan(path)[0]
     return Tree.from_json(text)
@@ -77,7 +75,7 @@ def _print_zoo(console: Console) -> None:
     table = Table("base", "method", "heads", "parameters", "size", "tree nodes")
     for base_name, method, folder in heads:
         saved = read_head(folder)
-        sizes = (saved.config.num_heads, f"{saved.num_parameters:,}", _megabytes(saved), saved.tree.num_nodes)
+        sizes = (saved.config.num_heads, f"{saved.num_parameters:,}", _megabytes(saved.num_bytes), saved.tree.num_nodes)
         table.add_row(base_name, method, *map(str, sizes))
     console.print(table)
 
@@ -88,11 +86,11 @@ def _print_head(console: Console, saved: SavedHead) -> None:
         "folder": str(saved.folder),
         **asdict(saved.config),
         "parameters": f"{saved.num_parameters:,}",
-        "size": _megabytes(saved),
+        "size": _megabytes(saved.num_bytes),
         "base": saved.model_id,
     }
     _print_section(console, "Head", facts)
-    _print_section(console, "Fingerprints of the base", asdict(saved.fingerprints))
+    _print_section(console, "Fingerprints of the base", {name: digits[:16] for name, digits in asdict(saved.fingerprints).items()})
     _print_section(console, "Made by", saved.provenance)
     _print_section(console, "Measured", saved.measured)
     if figures := _figures(saved.card):
@@ -142,5 +140,10 @@ def _figures(card: str) -> str:
     return "\n".join(lines)
 
 
-def _megabytes(saved: SavedHead) -> str:
-    return f"{saved.num_bytes / 1e6:.1f} MB"
+def _megabytes(num_bytes: int) -> str:
+    """A size for people.
+
+    >>> _megabytes(18_590_208)
+    '18.6 MB'
+    """
+    return f"{num_bytes / 1e6:.1f} MB"

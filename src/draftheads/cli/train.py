@@ -1,13 +1,16 @@
 """``draftheads train``: runs a training and shows how it goes."""
 
-import math
 import time
+from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     Progress,
     ProgressColumn,
+    Task,
+    TaskID,
     TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
@@ -19,7 +22,7 @@ from draftheads.train.options import TrainOptions
 from draftheads.train.report import Report
 from draftheads.train.run import train
 
-_SECONDS_BETWEEN_LINES = 60.0  # where the output is no terminal
+_SECONDS_BETWEEN_LINES = 30.0  # where the output is no terminal
 
 
 def run(options: TrainOptions) -> None:
@@ -29,18 +32,18 @@ def run(options: TrainOptions) -> None:
         report = train(options, display)
     console.print(_table(report))
     console.print(
-        f"expected tokens per step on held-out text: chain [bold]{report.tokens_per_step_chain:.2f}[/], "
-        f"tree of {len(report.tree) + 1} nodes [bold]{report.tokens_per_step_tree:.2f}[/]"
+        f"expected tokens per step on text kept apart: chain {report.tokens_per_step_chain:.2f}, "
+        f"tree of {len(report.tree) + 1} nodes {report.tokens_per_step_tree:.2f}"
     )
     console.print(f"saved in {options.out}")
 
 
 class _Display:
-    """A progress bar in a terminal; elsewhere a line a minute."""
+    """A progress bar per stage in a terminal; elsewhere a line now and then."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.bar = Progress(
+        self.bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             TaskProgressColumn(),
@@ -49,61 +52,57 @@ class _Display:
             console=console,
             disable=not console.is_terminal,
         )
+        self.bar: TaskID | None = None
         self.what = ""
-        self.task = None
-        self.started = self.last_line = 0.0
-        self.first = 0
+        self.first: tuple[float, int] | None = None  # when the stage's first progress came, and how much it was
+        self.last_line = 0.0
 
-    def __enter__(self) -> "_Display":
-        self.bar.start()
+    def __enter__(self) -> Self:
+        self.bars.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.bar.stop()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bars.stop()
 
     def stage(self, what: str) -> None:
-        """Starts a new bar."""
-        self.what = what
-        self.started = self.last_line = time.monotonic()
-        self.first = -1
-        self.task = None
-        if self.console.is_terminal:
-            self.task = self.bar.add_task(what, total=None)
-        else:
+        """Something new begins."""
+        self.what, self.first, self.last_line = what, None, time.monotonic()
+        if self.bar is not None:
+            self.bars.update(self.bar, total=1, completed=1)
+        self.bar = self.bars.add_task(what, total=None)
+        if not self.console.is_terminal:
             self.console.print(what)
 
     def progress(self, done: int, total: int, loss: float | None = None) -> None:
-        """Moves the bar."""
+        """So many tokens or steps of the stage are done."""
+        what = self.what if loss is None else f"{self.what}, loss {loss:.3f}"
+        if self.bar is not None:
+            self.bars.update(self.bar, completed=done, total=total, description=what)
         now = time.monotonic()
-        if self.first < 0:
-            self.first, self.started = done, now
-        words = self.what if loss is None else f"{self.what}, loss {loss:.3f}"
-        if self.task is not None:
-            self.bar.update(self.task, completed=done, total=total, description=words)
-        elif now - self.last_line >= _SECONDS_BETWEEN_LINES:
+        started, first = self.first = self.first or (now, done)
+        if not self.console.is_terminal and now - self.last_line >= _SECONDS_BETWEEN_LINES and done > first:
             self.last_line = now
-            speed = (done - self.first) / max(now - self.started, 1e-9)
-            left = (total - done) / speed if speed else math.inf
-            self.console.print(f"{words}: {done:,} of {total:,}, {speed:,.1f}/s, {left / 60:.0f} min left")
+            per_second = (done - first) / (now - started)
+            minutes = (total - done) / per_second / 60
+            self.console.print(
+                f"{what}: {done:,} of {total:,}, {per_second:,.2f}/s, {minutes:.0f} min left", soft_wrap=True
+            )
 
 
 class _Speed(ProgressColumn):
-    """How much of a task is done in a second."""
+    """How much of a stage is done in a second."""
 
-    def render(self, task) -> Text:
-        return Text(f"{task.speed:,.1f}/s" if task.speed else "")
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text(f"{speed:,.1f}/s" if speed else "")
 
 
 def _table(report: Report) -> Table:
-    table = Table(
-        "head",
-        "loss",
-        "top-1",
-        "top-3",
-        "top-10",
-        title=f"{report.method} for {report.model_id}, held-out text",
-    )
-    for i, numbers in enumerate(zip(report.losses, report.top1, report.top3, report.top10, strict=True)):
-        loss, *accuracies = numbers
+    title = f"{report.method} for {report.model_id}: accuracy on text kept apart"
+    table = Table("head", "loss", "top-1", "top-3", "top-10", title=title)
+    rows = zip(report.losses, report.top1, report.top3, report.top10, strict=True)
+    for i, (loss, *accuracies) in enumerate(rows):
         table.add_row(str(i + 1), f"{loss:.3f}", *(f"{accuracy:.1%}" for accuracy in accuracies))
     return table

@@ -1,0 +1,1 @@
+"""Texts to learn from: chats, batches, and the target's hidden states of them."""

@@ -1,7 +1,7 @@
 """Which texts are trained on together, and their tensors side by side.
 
-Knows a feature store's documents; knows nothing of losses. A run's batches are all decided beforehand by its seed: batch n is
-the same whether the run is resumed at n or comes there on its way.
+Knows a feature store's documents; knows nothing of losses. A run's batches are all decided beforehand by its
+seed: batch n is the same whether the run is resumed at n or comes there on its way.
 """
 
 import random
@@ -16,9 +16,7 @@ from torch.utils.data import Dataset
 
 from draftheads.data.features import Document, FeatureStore
 
-_WINDOW_BATCHES = (
-    32  # texts of that many batches are sorted by length together: little padding, still a mixture
-)
+_WINDOW_BATCHES = 32  # texts of that many batches are sorted by length together: little padding, still a mixture
 
 
 @dataclass(frozen=True)
@@ -30,8 +28,16 @@ class Batch:
     loss_mask: Tensor  # (B, T) bool, False on padding
 
 
-def collate(documents: Sequence[Document]) -> Batch:
-    """Pads the texts to the longest."""
+def collate(documents: Sequence[Document], *, skip_prompts: bool) -> Batch:
+    """Pads texts to the longest of them.
+
+    Args:
+        documents: the texts.
+        skip_prompts: leave out what comes before the first position that a head reads; for heads that look at
+            no position but their own and later ones, to which that makes no difference.
+    """
+    if skip_prompts:
+        documents = [_without_prompt(document) for document in documents]
     return Batch(
         pad_sequence([document.hidden for document in documents], batch_first=True),
         pad_sequence([document.token_ids for document in documents], batch_first=True),
@@ -39,18 +45,16 @@ def collate(documents: Sequence[Document]) -> Batch:
     )
 
 
-def split_held_out(
-    num_documents: int, *, fraction: float, at_most: int, seed: int
-) -> tuple[list[int], list[int]]:
-    """Document indices for training and for measuring, by chance but decided by ``seed``; at least one of each.
+def split_held_out(num_documents: int, *, fraction: float, at_most: int, seed: int) -> tuple[list[int], list[int]]:
+    """Document indices for training and for measuring: at random, decided by ``seed``; at least one held out.
 
     >>> training, held_out = split_held_out(10, fraction=0.2, at_most=200, seed=0)
     >>> len(training), len(held_out), sorted(training + held_out) == list(range(10))
     (8, 2, True)
     """
     order = list(range(num_documents))
-    random.Random(seed).shuffle(order)
-    size = max(1, min(at_most, int(fraction * num_documents), num_documents - 1))
+    random.Random(seed).shuffle(order)  # noqa: S311 - nothing secret
+    size = max(1, min(at_most, int(fraction * num_documents)))
     return sorted(order[size:]), sorted(order[:size])
 
 
@@ -59,76 +63,79 @@ def plan_batches(
 ) -> list[list[int]]:
     """The document indices of every batch of a run, epoch after epoch.
 
-    An epoch is a shuffle of all documents, cut into windows; in a window neighbours in length form batches of at most
-    ``max_tokens`` padded tokens (or one long text), and the batches are shuffled.
+    An epoch is a shuffle of all documents, cut into windows; in a window neighbours in length form batches,
+    and the batches are shuffled.
 
     Args:
         documents: indices to train on.
         lengths: tokens of every document of the store.
+        max_tokens: padded size of a batch; a longer text is a batch by itself.
+        num_epochs: how often each document comes.
+        seed: decides it all.
     """
-    chance = random.Random(seed)
+    chance = random.Random(seed)  # noqa: S311 - nothing secret
     plan: list[list[int]] = []
     for _ in range(num_epochs):
         order = list(documents)
         chance.shuffle(order)
         batches: list[list[int]] = []
         for window in _windows(order, lengths, _WINDOW_BATCHES * max_tokens):
-            batches += _buckets(window, lengths, max_tokens)
+            groups = bucket_by_length([lengths[i] for i in window], max_tokens)
+            batches += [[window[i] for i in group] for group in groups]
         chance.shuffle(batches)
         plan += batches
     return plan
 
 
-class PlannedBatches(Dataset[dict[str, Any]]):
-    """Batch n of a plan as the keyword arguments of a training step."""
+def bucket_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Indices in groups of similar length, of at most ``max_tokens`` padded tokens (or one long text alone).
 
-    def __init__(self, store: FeatureStore, plan: Sequence[Sequence[int]]) -> None:
+    >>> bucket_by_length([5, 2, 9, 2], 10)
+    [[1, 3], [0], [2]]
+    """
+    groups: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if not groups or (len(groups[-1]) + 1) * lengths[index] > max_tokens:
+            groups.append([])
+        groups[-1].append(index)
+    return groups
+
+
+class PlannedBatches(Dataset[dict[str, Any]]):
+    """Batch n of a plan: the keyword arguments of a training step, and which documents they are."""
+
+    def __init__(self, store: FeatureStore, plan: Sequence[Sequence[int]], *, skip_prompts: bool) -> None:
         self.store = store
         self.plan = plan
+        self.skip_prompts = skip_prompts
 
     def __len__(self) -> int:
         return len(self.plan)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        batch = collate([self.store[i] for i in self.plan[index]])
-        documents = torch.tensor(self.plan[index])
-        return {
-            "hidden": batch.hidden,
-            "token_ids": batch.token_ids,
-            "loss_mask": batch.loss_mask,
-            "documents": documents,
-        }
+        batch = collate([self.store[i] for i in self.plan[index]], skip_prompts=self.skip_prompts)
+        return {**vars(batch), "documents": torch.tensor(self.plan[index])}
+
+
+def _without_prompt(document: Document) -> Document:
+    """From the position that guesses the first answer token on; at least one position remains.
+
+    >>> loss_mask = torch.tensor([False, False, True, True])
+    >>> _without_prompt(Document(torch.zeros(4, 1), torch.arange(4), loss_mask)).token_ids
+    tensor([1, 2, 3])
+    """
+    first = max(0, int(document.loss_mask.int().argmax()) - 1)
+    return Document(document.hidden[first:], document.token_ids[first:], document.loss_mask[first:])
 
 
 def _windows(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    windows: list[list[int]] = [[]]
-    size = 0
+    """``order`` cut into pieces of about that many tokens."""
+    windows: list[list[int]] = []
+    size = max_tokens
     for index in order:
-        if size > max_tokens:
+        if size >= max_tokens:
             windows.append([])
             size = 0
         windows[-1].append(index)
         size += lengths[index]
     return windows
-
-
-def _buckets(documents: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    by_length = sorted(documents, key=lengths.__getitem__)
-    return [
-        [by_length[i] for i in group]
-        for group in bucket_by_length([lengths[i] for i in by_length], max_tokens)
-    ]
-
-
-def bucket_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Groups of indices of neighbouring lengths whose padded size is at most ``max_tokens`` (or one long text alone).
-
-    >>> bucket_by_length([5, 2, 9, 2], 10)
-    [[1, 3], [0], [2]]
-    """
-    groups: list[list[int]] = [[]]
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if groups[-1] and (len(groups[-1]) + 1) * lengths[index] > max_tokens:
-            groups.append([])
-        groups[-1].append(index)
-    return groups

@@ -2,21 +2,21 @@
 
 Knows JSON lines and chat templates; knows nothing of hidden states or heads.
 
-A record is one JSON object a line: ``{"messages": [{"role": …, "content": …}, …]}``. ``"finished": false`` says that
-the last assistant turn was cut off, so the tokens that would close it are left out.
+A record is one JSON object a line: ``{"messages": [{"role": …, "content": …}, …]}``. ``"finished": false``
+says that the last assistant turn was cut off, so the tokens that would close it are left out.
 """
 
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from draftheads.errors import DataError
 
-Message = dict[str, str]
+Message = Mapping[str, str]  # role and content
 
 
 class ChatTokenizer(Protocol):
@@ -36,7 +36,7 @@ class Chat:
     messages: tuple[Message, ...]
     finished: bool  # whether the last assistant turn ended by itself
     path: Path
-    line: int  # counted from 1
+    line_number: int  # counted from 1
 
 
 @dataclass(frozen=True)
@@ -60,86 +60,90 @@ def read_chats(path: Path) -> Iterator[Chat]:
                 if line.strip():
                     yield _parse(line, path, line_number)
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read after line {line_number}: {error}") from None
+        raise DataError(f"cannot be read: {error}", path=path, line_number=line_number + 1) from None
 
 
 def encode_chat(
     tokenizer: ChatTokenizer,
     messages: Sequence[Message],
+    *,
     finished: bool,
     max_length: int,
-    *,
     eos_ids: frozenset[int],
 ) -> EncodedChat:
     """Tokens and loss mask of a chat, cut after ``max_length`` tokens.
 
-    Prompts and answers are tokenised apart, as they are when the model writes: it reads a prompt and goes on with tokens of
-    its own. The mask covers an answer and the first of ``eos_ids`` after it, not what the template puts behind.
+    Prompts and answers are tokenised apart, as they are when the model writes: it reads a prompt and goes on
+    with tokens of its own. The mask covers an answer and the token of ``eos_ids`` right after it, not what
+    the template puts behind. What follows the last answer is left out.
 
     Raises:
-        DataError: no assistant turn, or the template shows the assistant's words in another form than they were written.
+        DataError: no assistant turn, or the template hides or changes the assistant's words.
     """
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if not turns:
-        raise DataError("no message of role 'assistant', so there is nothing to learn from")
-    spoken = list(messages[: turns[-1] + 1])
-    whole = _render(tokenizer, spoken, add_generation_prompt=False)
     token_ids: list[int] = []
     loss_mask: list[bool] = []
-
-    def add(text: str, *, loss: bool) -> None:
-        ids = _tokenize(tokenizer, text)
-        token_ids.extend(ids)
-        loss_mask.extend([loss] * len(ids))
-
-    done = 0  # characters of ``whole`` that are encoded
-    for turn in turns:
-        start, stop = _answer_span(tokenizer, spoken, turn, whole)
-        add(whole[done:start], loss=False)
-        add(whole[start:stop], loss=True)
-        done = stop
+    for ids, is_said in _segments(tokenizer, messages, finished=finished, eos_ids=eos_ids):
+        token_ids += ids
+        loss_mask += [is_said] * len(ids)
         if len(token_ids) >= max_length:
             break
-        after = len(_render(tokenizer, spoken[: turn + 1], add_generation_prompt=False))
-        closing = _tokenize(tokenizer, whole[stop:after])
-        if closing and closing[0] in eos_ids and (finished or turn != turns[-1]):
-            token_ids.append(closing[0])
-            loss_mask.append(True)
-            token_ids.extend(closing[1:] if turn != turns[-1] else [])
-            loss_mask.extend([False] * (len(token_ids) - len(loss_mask)))
-            done = after
     return EncodedChat(tuple(token_ids[:max_length]), tuple(loss_mask[:max_length]))
 
 
-def _answer_span(tokenizer: ChatTokenizer, messages: list[Message], turn: int, whole: str) -> tuple[int, int]:
-    """Where the words of assistant turn ``turn`` stand in the rendered chat."""
+def _segments(
+    tokenizer: ChatTokenizer, messages: Sequence[Message], *, finished: bool, eos_ids: frozenset[int]
+) -> Iterator[tuple[list[int], bool]]:
+    """Token ids piece by piece, and whether the assistant said them."""
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
+        raise DataError(_NO_ANSWER)
+    whole = _render(tokenizer, messages[: turns[-1] + 1])
+    done = 0  # characters of ``whole`` that are tokens already
+    for turn in turns:
+        start, stop, end = _answer_span(tokenizer, messages, turn, whole)
+        yield _tokenize(tokenizer, whole[done:start]), False
+        yield _tokenize(tokenizer, whole[start:stop]), True
+        done = stop
+        closing = _tokenize(tokenizer, whole[stop:end])
+        if closing and closing[0] in eos_ids and (finished or turn != turns[-1]):
+            yield closing[:1], True
+            yield closing[1:] if turn != turns[-1] else [], False
+            done = end
+
+
+def _answer_span(tokenizer: ChatTokenizer, messages: Sequence[Message], turn: int, whole: str) -> tuple[int, int, int]:
+    """Where in the rendered chat the words of an assistant turn start and stop, and where the turn ends."""
     prompt = _render(tokenizer, messages[:turn], add_generation_prompt=True)
-    upto = _render(tokenizer, messages[: turn + 1], add_generation_prompt=False)
-    content = messages[turn]["content"].strip()
-    if not (whole.startswith(upto) and upto.startswith(prompt)):
+    upto = _render(tokenizer, messages[: turn + 1])
+    if not whole.startswith(upto):
         raise DataError(
-            f"the chat template rewrites message {turn} when the chat goes on, so what the model wrote cannot be found in "
-            "the text; split the chat so that each record ends with the answer to learn from, or change the template"
+            f"the chat template rewrites the chat up to message {turn} when it goes on, so what the model wrote "
+            "cannot be found in the text: split the chat so that each record ends with the answer to learn from"
         )
-    answer = upto[len(prompt) :]
-    place = answer.find(content)
-    before, after = answer[: max(place, 0)], answer[max(place, 0) + len(content) :]
-    if place < 0 or before.strip():
+    if not upto.startswith(prompt):
         raise DataError(
-            f"the chat template does not show the assistant's message {turn} as it was written: "
+            f"the chat template shows the answer of message {turn} after another prompt than it makes for one: "
+            f"its prompt ends with {prompt[-40:]!r}"
+        )
+    content = messages[turn]["content"]
+    words, answer = content.strip(), upto[len(prompt) :]
+    place = answer.find(words)
+    if place < 0 or answer[:place].strip():
+        raise DataError(
+            f"the chat template hides or changes the assistant's words of message {turn}: "
             f"it shows {_short(answer)!r} for {_short(content)!r}"
         )
-    # spaces inside the rendered answer are the model's own, as far as the message had them
-    tail = messages[turn]["content"][len(messages[turn]["content"].rstrip()) :]
-    kept = len(tail) if after.startswith(tail) else 0
-    return len(prompt), len(prompt) + len(before) + len(content) + kept
+    # spaces at the end of an answer are the model's own where the template keeps them
+    trailing = content[len(content.rstrip()) :]
+    stop = place + len(words)
+    stop += len(trailing) if answer.startswith(trailing, stop) else 0
+    return len(prompt), len(prompt) + stop, len(upto)
 
 
-def _render(tokenizer: ChatTokenizer, messages: list[Message], *, add_generation_prompt: bool) -> str:
+def _render(tokenizer: ChatTokenizer, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+    chat = [dict(message) for message in messages]
     try:
-        text = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, tokenize=False
-        )
+        text = tokenizer.apply_chat_template(chat, add_generation_prompt=add_generation_prompt, tokenize=False)
     except Exception as error:  # a template is a program of the model's author: it may raise anything
         raise DataError(f"the chat template refuses this chat: {error}") from error
     return str(text)
@@ -148,9 +152,8 @@ def _render(tokenizer: ChatTokenizer, messages: list[Message], *, add_generation
 def _tokenize(tokenizer: ChatTokenizer, text: str) -> list[int]:
     if not text:
         return []
-    return list(
-        tokenizer(text, add_special_tokens=False)["input_ids"]
-    )  # the template writes the special tokens itself
+    # the template writes the special tokens itself
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _open_text(path: Path) -> IO[str]:
@@ -162,13 +165,16 @@ def _open_text(path: Path) -> IO[str]:
 def _parse(line: str, path: Path, line_number: int) -> Chat:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {line_number}: not JSON: {error}") from None
+    except ValueError as error:
+        raise DataError(f"not JSON: {error}", path=path, line_number=line_number) from None
     problem = _problem(record)
     if problem:
-        raise DataError(f"{path}, line {line_number}: {problem}")
+        raise DataError(problem, path=path, line_number=line_number)
     messages = tuple({"role": m["role"], "content": m["content"]} for m in record["messages"])
     return Chat(messages, record.get("finished", True), path, line_number)
+
+
+_NO_ANSWER = "no message of role 'assistant', so there is nothing to learn from"
 
 
 def _problem(record: object) -> str | None:
@@ -177,14 +183,14 @@ def _problem(record: object) -> str | None:
         return 'a chat is an object such as {"messages": [{"role": "user", "content": "…"}, …]}'
     for i, message in enumerate(record["messages"]):
         if not isinstance(message, dict):
-            return f"message {i} is not an object with role and content"
+            return f"message {i} is {_short(repr(message))}; it must be an object with role and content"
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                return f"message {i}: {key} is {message.get(key)!r}; it must be a string"
+                return f"message {i}: {key} is {_short(repr(message.get(key)))}; it must be a string"
     if not isinstance(record.get("finished", True), bool):
         return f"finished is {record['finished']!r}; it must be true or false"
     if not any(message["role"] == "assistant" for message in record["messages"]):
-        return "no message of role 'assistant', so there is nothing to learn from"
+        return _NO_ANSWER
     return None
 
 

@@ -1,15 +1,18 @@
 """The target reads every text once; its hidden states go to a feature store.
 
-Knows the target model and the store's files; knows nothing of heads. Shards that are already there are kept, so a run that
-was killed goes on where it stopped.
+Knows the target model and the store's files; knows nothing of heads. Shards that are already there are kept,
+so a run that was killed goes on where it stopped.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from draftheads.data.batches import bucket_by_length
 from draftheads.data.chat import EncodedChat, encode_chat, read_chats
@@ -32,40 +35,44 @@ Progress = Callable[[int, int], None]  # tokens done, tokens in all
 
 
 def load_texts(
-    target: TargetModel, paths: Sequence[Path], *, max_length: int, max_tokens: int | None
+    target: TargetModel, paths: Sequence[Path], *, max_length: int, max_tokens: int | None = None
 ) -> list[EncodedChat]:
-    """The chats of all files, encoded, until ``max_tokens`` tokens are there; texts cut before any answer are left out.
+    """The chats of all files, encoded, until ``max_tokens`` tokens are there.
+
+    Texts whose answers all lie behind ``max_length`` are left out.
 
     Raises:
         DataError: a bad line, named by file and line; no text at all.
     """
     texts: list[EncodedChat] = []
     num_tokens = 0
-    for chat in (chat for path in paths for chat in read_chats(path)):
+    for chat in chain.from_iterable(map(read_chats, paths)):
         try:
             text = encode_chat(
-                target.tokenizer, chat.messages, chat.finished, max_length, eos_ids=target.eos_ids
+                target.tokenizer,
+                chat.messages,
+                finished=chat.finished,
+                max_length=max_length,
+                eos_ids=target.eos_ids,
             )
         except DataError as error:
-            raise DataError(f"{chat.path}, line {chat.line}: {error}") from error
-        if not any(text.loss_mask):
-            continue
-        texts.append(text)
-        num_tokens += len(text.token_ids)
+            raise DataError(str(error), path=chat.path, line_number=chat.line_number) from error
+        if any(text.loss_mask):
+            texts.append(text)
+            num_tokens += len(text.token_ids)
         if max_tokens is not None and num_tokens >= max_tokens:
             break
     if not texts:
-        raise DataError(f"no answers within {max_length} tokens in {', '.join(map(str, paths))}")
+        raise DataError(f"no answer within the first {max_length} tokens in {', '.join(map(str, paths))}")
     return texts
 
 
-def build_features(
-    target: TargetModel, texts: Sequence[EncodedChat], folder: Path, progress: Progress
-) -> FeatureStore:
+def build_features(target: TargetModel, texts: Sequence[EncodedChat], folder: Path, progress: Progress) -> FeatureStore:
     """The store of these texts, made or completed.
 
     Raises:
-        DataError: the folder holds features of other texts, another model or other settings.
+        DataError: the folder holds features of other texts or of another model.
+        StorageError: a shard cannot be written; those before it are complete.
     """
     meta = StoreMeta(
         model_id=target.model_id,
@@ -75,51 +82,53 @@ def build_features(
         num_shards=-(-len(texts) // DOCUMENTS_PER_SHARD),
         fingerprint=_fingerprint(target, texts),
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    there = read_meta(folder)
-    if there is not None and there != meta:
-        raise DataError(
-            f"{folder} holds the features of {there.num_documents} texts ({there.model_id}, {there.fingerprint}) but the data "
-            f"and settings ask for {meta.num_documents} ({meta.model_id}, {meta.fingerprint}): name another folder or delete it"
-        )
-    write_meta(folder, meta)
+    _claim(folder, meta)
     done = 0
     for index in range(meta.num_shards):
         part = texts[index * DOCUMENTS_PER_SHARD : (index + 1) * DOCUMENTS_PER_SHARD]
         if not shard_path(folder, index).exists():
-            write_shard(
-                folder,
-                index,
-                _read(target, part, lambda tokens, before=done: progress(before + tokens, meta.num_tokens)),
-            )
+            write_shard(folder, index, _read(target, part, progress, done, meta.num_tokens))
         done += sum(len(text.token_ids) for text in part)
         progress(done, meta.num_tokens)
     return FeatureStore(folder)
 
 
-def _read(
-    target: TargetModel, texts: Sequence[EncodedChat], progress: Callable[[int], None]
-) -> list[Document]:
-    documents: dict[int, Document] = {}
-    done = 0
-    for group in bucket_by_length([len(text.token_ids) for text in texts], TOKENS_PER_PASS):
-        token_ids = torch.nn.utils.rnn.pad_sequence(
-            [torch.tensor(texts[i].token_ids) for i in group], batch_first=True
+def _claim(folder: Path, meta: StoreMeta) -> None:
+    """Says in the folder what it is to hold, unless it says so already."""
+    there = read_meta(folder)
+    if there is None:
+        write_meta(folder, meta)
+    elif there != meta:
+        raise DataError(
+            f"{folder} holds features of {there.num_documents} texts ({there.num_tokens} tokens, "
+            f"{there.model_id}, fingerprint {there.fingerprint}) but the data and settings give "
+            f"{meta.num_documents} texts ({meta.num_tokens} tokens, {meta.model_id}, fingerprint "
+            f"{meta.fingerprint}): name another folder or delete this one"
         )
-        hidden = target.hidden_states(token_ids.to(target.device)).to("cpu", torch.bfloat16)
+
+
+def _read(
+    target: TargetModel, texts: Sequence[EncodedChat], progress: Progress, done: int, total: int
+) -> list[Document]:
+    """The texts with their hidden states, read in groups of similar length."""
+    documents: dict[int, Document] = {}
+    for group in bucket_by_length([len(text.token_ids) for text in texts], TOKENS_PER_PASS):
+        token_ids = [torch.tensor(texts[i].token_ids) for i in group]
+        hidden = _hidden_states(target, pad_sequence(token_ids, batch_first=True))
         for row, i in enumerate(group):
-            text = texts[i]
-            length = len(text.token_ids)
-            documents[i] = Document(
-                hidden[row, :length], torch.tensor(text.token_ids), torch.tensor(text.loss_mask)
-            )
+            length = len(token_ids[row])
+            documents[i] = Document(hidden[row, :length], token_ids[row], torch.tensor(texts[i].loss_mask))
             done += length
-        progress(done)
+        progress(done, total)
     return [documents[i] for i in range(len(texts))]
 
 
+def _hidden_states(target: TargetModel, token_ids: Tensor) -> Tensor:
+    return target.hidden_states(token_ids.to(target.device)).to("cpu", torch.bfloat16)
+
+
 def _fingerprint(target: TargetModel, texts: Sequence[EncodedChat]) -> str:
-    """Of what the hidden states depend on: the texts, and the model by name, type and a sample of its weights."""
+    """Of what the hidden states depend on: the texts, and the model by name, type and some of its weights."""
     digest = hashlib.sha256(json.dumps([target.model_id, str(target.dtype)]).encode())
     digest.update(target.weights.lm_head[:64].detach().float().cpu().numpy().tobytes())
     for text in texts:

@@ -2,11 +2,12 @@
 
 Knows files and tensors; knows nothing of models, chats or training. A store is a folder::
 
-    meta.json                    what the store holds and what it was made from (class StoreMeta)
-    shard-00000.safetensors      hidden (T, D) bf16, token_ids (T,) int32, loss_mask (T,) bool, lengths (documents,) int32
-    shard-00001.safetensors      …
+    meta.json                what the store is to hold (StoreMeta)
+    shard-00000.safetensors  hidden (T, D) bf16, token_ids (T,) int32, loss_mask (T,) bool, …
+    …
 
-The texts of a shard lie one after the other along T. A shard is written in one go, so one that is there is complete.
+The texts of a shard lie one after the other along T, as long as ``lengths`` (texts,) int32 says. A shard is
+written in one go: one that is there is complete.
 """
 
 import json
@@ -25,7 +26,6 @@ from draftheads.files import write_atomic
 
 FORMAT_VERSION = 1
 DOCUMENTS_PER_SHARD = 256
-_TENSORS = ("hidden", "token_ids", "loss_mask", "lengths")
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,10 @@ def read_meta(folder: Path) -> StoreMeta | None:
         raise DataError(
             f"{path}: format version {version!r}; this version reads {FORMAT_VERSION}: make the features anew"
         )
-    names = {field.name for field in fields(StoreMeta)}
-    if not set(content) <= names or not names - {"fingerprint", "dtype"} <= set(content):
-        raise DataError(f"{path}: keys {sorted(content)}; expected {sorted(names)}")
+    kinds = {field.name: field.type for field in fields(StoreMeta)}
+    wrong = [name for name, kind in kinds.items() if not isinstance(content.get(name), kind)]  # type: ignore[arg-type]
+    if wrong or set(content) != set(kinds):
+        raise DataError(f"{path}: keys {sorted(content)}, unfit: {wrong}; expected {sorted(kinds)}")
     return StoreMeta(**content)
 
 
@@ -114,21 +115,19 @@ class FeatureStore:
         self.folder = folder
         self.meta = meta
         self._shards: list[Any] = []  # the open files' "hidden" slices
-        self._places: list[tuple[int, int]] = []  # per document: shard, first token in it
+        self._starts: list[tuple[int, int]] = []  # per document: shard, first token in it
         self.token_ids: list[Tensor] = []  # per document (T,) int64
         self.loss_masks: list[Tensor] = []  # per document (T,) bool
         for index in range(meta.num_shards):
             self._open(index)
         if len(self) != meta.num_documents:
-            raise DataError(
-                f"{folder}: {len(self)} texts in the shards but meta.json says {meta.num_documents}"
-            )
+            raise DataError(f"{folder}: {len(self)} texts in the shards but meta.json says {meta.num_documents}")
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._starts)
 
     def __getitem__(self, index: int) -> Document:
-        shard, start = self._places[index]
+        shard, start = self._starts[index]
         token_ids = self.token_ids[index]
         hidden = self._shards[shard][start : start + len(token_ids)]
         return Document(hidden, token_ids, self.loss_masks[index])
@@ -143,30 +142,21 @@ class FeatureStore:
 
     def _open(self, index: int) -> None:
         path = shard_path(self.folder, index)
+        if not path.exists():
+            raise DataError(f"{path} is missing, the features are not complete: give the data to complete them")
         try:
             file = safe_open(path, framework="pt")
             lengths = file.get_tensor("lengths").tolist()
             token_ids = file.get_tensor("token_ids").long()
-            masks = file.get_tensor("loss_mask").bool()
+            loss_mask = file.get_tensor("loss_mask").bool()
             hidden = file.get_slice("hidden")
         except (OSError, SafetensorError) as error:
-            raise DataError(
-                f"{path}: a damaged or missing shard ({error}); delete the folder to make it anew"
-            ) from None
-        shape = hidden.get_shape()
-        if (
-            shape != [len(token_ids), self.meta.hidden_size]
-            or sum(lengths) != len(token_ids)
-            or len(masks) != len(token_ids)
-        ):
-            raise DataError(
-                f"{path}: hidden {shape}, {len(token_ids)} tokens, lengths {sum(lengths)}, hidden size {self.meta.hidden_size}: "
-                "these do not fit together"
-            )
+            raise DataError(f"{path}: {error}; delete the damaged shard to make it anew") from None
+        found = (hidden.get_shape(), len(token_ids), len(loss_mask), sum(lengths))
+        expected = ([len(token_ids), self.meta.hidden_size], *(3 * [len(token_ids)]))
+        if found != expected:
+            raise DataError(f"{path}: hidden, token ids, mask and lengths have sizes {found}, expected {expected}")
         self._shards.append(hidden)
-        start = 0
-        for ids, mask in zip(token_ids.split(lengths), masks.split(lengths), strict=True):
-            self._places.append((index, start))
-            self.token_ids.append(ids)
-            self.loss_masks.append(mask)
-            start += len(ids)
+        self._starts += [(index, sum(lengths[:i])) for i in range(len(lengths))]
+        self.token_ids += token_ids.split(lengths)
+        self.loss_masks += loss_mask.split(lengths)

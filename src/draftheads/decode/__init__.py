@@ -1,0 +1,1 @@
+"""Decoding: requests, rows that step together, and the engine over them."""

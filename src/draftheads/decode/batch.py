@@ -32,18 +32,25 @@ class Batch:
         seen = self._seen_of(sequences, rows)
         uniforms = self._uniforms(sequences, 1)
         roots = choose(logits, rows, seen, uniforms[:, 0])
-        self._context = _merged(self._context, self._prompt_context(sequences, hidden, roots))
-        self.sequences += sequences
+        context = self._prompt_context(sequences, hidden, roots)
         events = [
             sequence.append([root], num_drafted=0) for sequence, root in zip(sequences, roots.tolist(), strict=True)
         ]
-        self._drop_finished(changed=True)
+        going = [row for row, sequence in enumerate(sequences) if sequence.finish_reason is None]
+        if len(going) < len(sequences):  # ended by their first token: the drafter never hears of them
+            old = len(self.sequences)
+            self.target.keep([*range(old), *(old + row for row in going)])
+            context = context.keep(torch.tensor(going, dtype=torch.long, device=hidden.device))
+        self._context = _merged(self._context, context)
+        self.sequences += [sequences[row] for row in going]
+        self._read_settings()
         return events
 
     @torch.inference_mode()
     def step(self) -> list[StreamEvent]:
         """Draft, verify, accept, commit: at least one new token for every row."""
-        assert self._context is not None and self._rows is not None, "a step needs rows"
+        assert self._context is not None, "a step needs rows"
+        assert self._rows is not None
         draft = self.drafter.propose(self._context)
         logits, hidden = self.target.verify(draft)
         uniforms = self._uniforms(self.sequences, draft.max_depth + 1)
@@ -59,20 +66,23 @@ class Batch:
         self._drop_finished()
         return events
 
-    def _drop_finished(self, *, changed: bool = False) -> None:
+    def _drop_finished(self) -> None:
         """Finished rows leave; the others move up."""
         kept = [row for row, sequence in enumerate(self.sequences) if sequence.finish_reason is None]
-        if len(kept) < len(self.sequences):
-            changed = True
-            self.sequences = [self.sequences[row] for row in kept]
-            rows = torch.tensor(kept, dtype=torch.long, device=self.target.model.device)
-            assert self._context is not None
-            self._context = self._context.keep(rows)
-            self.target.keep(kept)
-            self.drafter.keep(rows)
-        if changed:
-            self._rows = self._settings(self.sequences)
-            self._seen = self._seen_of(self.sequences, self._rows)
+        if len(kept) == len(self.sequences):
+            return
+        self.sequences = [self.sequences[row] for row in kept]
+        rows = torch.tensor(kept, dtype=torch.long, device=self.target.model.device)
+        assert self._context is not None
+        self._context = self._context.keep(rows)
+        self.target.keep(kept)
+        self.drafter.keep(rows)
+        self._read_settings()
+
+    def _read_settings(self) -> None:
+        """Rows came or went."""
+        self._rows = self._settings(self.sequences)
+        self._seen = self._seen_of(self.sequences, self._rows)
 
     def _settings(self, sequences: Listing[Sequence]) -> RowSettings:
         model = self.target.model

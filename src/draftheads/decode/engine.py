@@ -48,7 +48,7 @@ class Engine:
             InvalidPrompt: an empty prompt, or one longer than the model allows.
             InvalidSettings: an unknown or impossible setting.
         """
-        if isinstance(prompts, str):
+        if isinstance(prompts, str | bytes | Mapping):
             raise InvalidPrompt("generate() takes a list of prompts: write [prompt] for a single one")
         sequences = self.sequences(prompts, settings, **overrides)
         for _ in self.run(sequences):
@@ -113,21 +113,34 @@ class Engine:
 
 
 def _encode(tokenizer: Any, prompt: Prompt) -> list[int]:
-    if not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt):
-        return [int(item) for item in prompt]  # type: ignore[call-overload]
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(item) for item in prompt]  # type: ignore[call-overload]
-    for message in messages:
-        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise InvalidPrompt(f"a message needs the keys 'role' and 'content' with text, not {message!r}")
+    if isinstance(prompt, bytes) or not isinstance(prompt, Listing):
+        raise InvalidPrompt(
+            f"a prompt is a text, a list of messages or a list of token ids, not {type(prompt).__name__}: {prompt!r}"
+        )
+    ids = [item for item in prompt if isinstance(item, int)]
+    if len(ids) == len(prompt):
+        return ids
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [_message(item) for item in prompt]
     if not any(message["content"].strip() for message in messages):
         raise InvalidPrompt("the prompt is empty: there is nothing to answer")
     if getattr(tokenizer, "chat_template", None):
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        try:
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template is a program of the model's author: it may refuse in any way
+            raise InvalidPrompt(f"the model's chat template refuses these messages: {error}") from error
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     return list(tokenizer("\n".join(message["content"] for message in messages))["input_ids"])
 
 
+def _message(item: object) -> dict[str, str]:
+    if isinstance(item, Mapping) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str):
+        return dict(item)
+    raise InvalidPrompt(f"a message needs the keys 'role' and 'content' with text, not {item!r}")
+
+
 def _overridden(settings: SamplingSettings, overrides: dict[str, Any]) -> SamplingSettings:
+    if not isinstance(settings, SamplingSettings):
+        raise InvalidSettings(f"settings are SamplingSettings, not {type(settings).__name__}: {settings!r}")
     known = {field.name for field in fields(SamplingSettings)}
     if unknown := sorted(set(overrides) - known):
         raise InvalidSettings(f"unknown setting {unknown[0]!r}; choose among {', '.join(sorted(known))}")

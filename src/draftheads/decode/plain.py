@@ -1,4 +1,4 @@
-"""Plain decoding: the drafter that guesses nothing. The oracle that every drafter must equal, and the honest baseline."""
+"""Plain decoding: the drafter that guesses nothing. The oracle of every drafter, and the honest baseline."""
 
 import torch
 

@@ -35,7 +35,7 @@ class GenerationResult:
 
     @property
     def tokens_per_step(self) -> float:
-        """New tokens per pass of the target, 1.0 for plain decoding. The first token comes from reading the prompt and counts not."""
+        """New tokens per pass of the target, 1.0 for plain decoding; the first token, from the prompt's pass, left out."""
         return (len(self.token_ids) - 1) / self.num_steps if self.num_steps else 1.0
 
 
@@ -88,7 +88,7 @@ class Sequence:
             kept += piece
             self.token_ids += piece
             is_stop = bool(piece) and piece[-1] in self._stop_ids
-            text += self._stop_text.push(self._stream.push([] if is_stop else piece))
+            text += self._stop_text.push(self._stream.push(piece[:-1] if is_stop else piece))
             if is_stop or self._stop_text.found:
                 self.finish_reason = "stop"
             elif len(self.token_ids) >= self._max_new_tokens:

@@ -6,7 +6,7 @@ _UNFINISHED = "\ufffd"  # what a tokenizer shows for bytes that are not a whole 
 
 
 class TextStream:
-    """The text of a growing list of token ids. Tokens are decoded in small windows, so the cost does not grow with the text."""
+    """The text of a growing list of token ids, decoded in small windows: the cost does not grow with the text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -54,10 +54,10 @@ class StopText:
         if not self._stop or self.found:
             return "" if self.found else text
         self._held += text
-        hits = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
-        if hits:
+        hits = [(place + len(stop), place) for stop in self._stop if (place := self._held.find(stop)) >= 0]
+        if hits:  # the one that ended first, however the text was cut into pieces
             self.found = True
-            certain, self._held = self._held[: min(hits)], ""
+            certain, self._held = self._held[: min(hits)[1]], ""
             return certain
         keep = max(_overlap(self._held, stop) for stop in self._stop)
         certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]

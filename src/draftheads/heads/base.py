@@ -39,6 +39,7 @@ class HeadConfig:
     """V': guess only among that many frequent tokens; all of them when left out."""
 
     method: ClassVar[str]
+    reads_embeddings: ClassVar[bool] = False  # then it has a field embedding_scale, which training sets
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "vocab_size", "num_heads", "num_layers", "lm_head_rank"):
@@ -60,8 +61,8 @@ class HeadConfig:
 class DraftHead(nn.Module, ABC):
     """A set of K heads on the target's last hidden state.
 
-    Life: build from a config, ``bind`` to the target's weights (also after loading), set ``tree``, then either train with
-    ``forward`` and ``logits`` or draft with ``propose``.
+    Life: build from a config, ``bind`` to the target's weights (also after loading), set ``tree``, then either train
+    with ``forward`` and ``logits`` or draft with ``propose``.
     """
 
     needs_history: ClassVar[bool] = False
@@ -70,7 +71,11 @@ class DraftHead(nn.Module, ABC):
         super().__init__()
         self.config = config
         self.lm_heads = LmHeads(
-            config.num_heads, config.hidden_size, config.num_draft_tokens, kind=config.lm_head, rank=config.lm_head_rank
+            config.num_heads,
+            config.hidden_size,
+            config.num_draft_tokens,
+            kind=config.lm_head,
+            rank=config.lm_head_rank,
         )
         if config.draft_vocab_size is not None:
             self.register_buffer("draft_vocab", torch.arange(config.draft_vocab_size))

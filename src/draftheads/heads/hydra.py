@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.draft import Context, Draft, tree_tensors
+from draftheads.errors import InvalidSettings
 from draftheads.heads.base import DraftHead, HeadConfig
 from draftheads.heads.layers import ResidualBlock
 from draftheads.tree import Tree
@@ -18,7 +19,16 @@ from draftheads.tree import Tree
 class HydraConfig(HeadConfig):
     """Hydra: head i reads h_t and the embeddings of x_{t+1} … x_{t+1+i}; the first of its ``num_layers`` blocks fuses them."""
 
+    embedding_scale: float = 1.0
+    """Embeddings are multiplied by it before a head reads them, so that they weigh as much as hidden states do."""
+
     method: ClassVar[str] = "hydra"
+    reads_embeddings: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.embedding_scale > 0:
+            raise InvalidSettings(f"embedding_scale is {self.embedding_scale}; it must be above 0")
 
 
 @dataclass(frozen=True)
@@ -35,7 +45,8 @@ class _Level:
 
 @lru_cache(maxsize=256)
 def _levels(tree: Tree) -> tuple[_Level, ...]:
-    """
+    """The levels below the root, which are guessed one after the other.
+
     >>> [level.expanded for level in _levels(Tree.from_paths([(0,), (1,), (1, 0)]))]
     [(1,), ()]
     """
@@ -81,10 +92,12 @@ class HydraHead(DraftHead):
 
     def __init__(self, config: HydraConfig) -> None:
         super().__init__(config)
+        self.scale = config.embedding_scale
         size = config.hidden_size
         self.blocks = nn.ModuleList(
             nn.Sequential(
-                FusionBlock((i + 2) * size, size), *(ResidualBlock(size) for _ in range(config.num_layers - 1))
+                FusionBlock((i + 2) * size, size),
+                *(ResidualBlock(size) for _ in range(config.num_layers - 1)),
             )
             for i in range(config.num_heads)
         )
@@ -122,4 +135,6 @@ class HydraHead(DraftHead):
         return Draft.on_tree(tree, token_ids, log_probs=log_probs)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        return self.target_embedding[token_ids]
+        """E(x) times the scale, (…) -> (…, D)."""
+        embedded: Tensor = self.target_embedding[token_ids]
+        return embedded * self.scale

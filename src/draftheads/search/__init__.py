@@ -1,0 +1,1 @@
+"""Finding the tree of guesses that pays."""

@@ -1,7 +1,7 @@
 """Which tree of guesses pays, from how the heads' guesses ranked the true continuation.
 
-Knows ranks and trees; knows nothing of models. Ranks are (S, K): at position s head i gave the true token rank r, 0 the best.
-What was not among the recorded ranks carries a rank that no tree uses (the recorder's limit).
+Knows ranks and trees; knows nothing of models. Ranks are (S, K) int64: at position s head i gave the true
+token rank r, 0 the best; what was not among the recorded ranks carries a higher one, that of a miss.
 
 >>> ranks = torch.tensor([[0, 1], [0, 1], [1, 0], [0, 0]])
 >>> best_tree(ranks, num_nodes=3).paths
@@ -31,7 +31,7 @@ def path_counts(ranks: Tensor, *, num_ranks: int) -> Counter[Path]:
 
 
 def expected_tokens(ranks: Tensor, tree: Tree) -> float:
-    """Mean tokens a step gains at these positions: 1 for the root, 1 for each node of the tree on the true path."""
+    """Mean tokens that a step gains at these positions: one for each node on the true path, the root too."""
     if len(ranks) == 0:
         return 1.0
     counts = path_counts(ranks, num_ranks=max(tree.ranks) + 1)
@@ -41,8 +41,9 @@ def expected_tokens(ranks: Tensor, tree: Tree) -> float:
 def best_tree(ranks: Tensor, num_nodes: int, *, num_ranks: int = 10) -> Tree:
     """The tree of at most ``num_nodes`` nodes, root included, that gains most at these positions.
 
-    Best-first growth is exact: a path is never the truth more often than the path to its parent, so the most frequent paths
-    form a tree. Paths that were never the truth are not added. Ties go to the shallower, then the better-ranked path.
+    Taking the most frequent paths is exact: a path is never the truth more often than the path to its parent,
+    so they form a tree. Paths that were never the truth are left out. Ties go to the shallower, then to the
+    better-ranked path.
 
     Args:
         ranks: (S, K).

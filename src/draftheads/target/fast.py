@@ -168,7 +168,9 @@ def grouped_attention(
     mask = None if attention_mask is None else attention_mask.repeat(1, 1, heads // groups, 1)
     causal = attention_mask is None and nodes > 1
     if causal:  # a whole text without a mask: the heads of a group must not stand as rows of one causal square
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups < heads)
+        out = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=groups < heads
+        )
     else:
         out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
     return out.reshape(batch, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous(), None

@@ -1,6 +1,6 @@
 """The target's keys and values, one slot per token and row, written in place and grown in blocks.
 
-Knows ``transformers``' cache interface and nothing of text or trees: callers say which slots to write and how many to read.
+Knows ``transformers``' cache interface and nothing of text or trees: callers say which slots to write and to read.
 """
 
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class SlotLayer(CacheLayerMixin):
     values: Tensor
 
     def __init__(self, window: Window) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.window = window
         self.shape = (0, 0)  # rows, capacity: what the buffers must have
 
@@ -40,11 +40,18 @@ class SlotLayer(CacheLayerMixin):
         self.values = self._buffer(value_states)
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Writes (b, heads, T, size) into the window's slots and returns its rows' first ``span`` slots."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        rows, index, slots, span = self.window.rows, self.window.row_index, self.window.slots, self.window.span
+        rows, index, slots, span = (
+            self.window.rows,
+            self.window.row_index,
+            self.window.slots,
+            self.window.span,
+        )
         self.keys[index, :, slots] = key_states.transpose(1, 2)
         self.values[index, :, slots] = value_states.transpose(1, 2)
         return self.keys[rows, :, :span], self.values[rows, :, :span]
@@ -79,6 +86,8 @@ class SlotLayer(CacheLayerMixin):
         """No maximum."""
         return -1
 
+    get_max_cache_shape = get_max_length  # its name in transformers 5.10
+
     def _buffer(self, like: Tensor) -> Tensor:
         rows, capacity = self.shape
         return like.new_zeros(rows, like.shape[1], capacity, like.shape[3])
@@ -93,7 +102,7 @@ class SlotLayer(CacheLayerMixin):
 class SlotCache(Cache):
     """One :class:`SlotLayer` per layer and the window they share."""
 
-    layers: list[SlotLayer]
+    layers: list[SlotLayer]  # type: ignore[assignment]  # these layers and no others
 
     def __init__(self, num_layers: int) -> None:
         self.window = Window()

@@ -3,6 +3,7 @@
 Knows ``transformers``; knows nothing of caches, trees or heads.
 """
 
+import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -35,7 +36,8 @@ class TargetModel:
         if unknown or getattr(self.model, "_is_stateful", False):
             what = ", ".join(sorted(unknown)) or "a recurrent state"
             raise UnsupportedModel(
-                f"{self.model_id} has {what}: drafts are rewound by dropping cache entries, which needs plain attention layers"
+                f"{self.model_id} has {what}: "
+                "drafts are rewound by dropping cache entries, which needs plain attention layers"
             )
         self._check_logits()
 
@@ -43,6 +45,12 @@ class TargetModel:
     def load(cls, name: str, *, dtype: torch.dtype | None = None, device: str | torch.device | None = None) -> Self:
         """The model of a name, path or hub id; see :func:`draftheads.target.pretrained.load_pretrained`."""
         return cls(*load_pretrained(name, dtype=dtype, device=device))
+
+    def twin(self) -> Self:
+        """The same model once more, sharing all weights: its modules can be changed without changing these."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        model = copy.deepcopy(self.model, memo={id(tensor): tensor for tensor in tensors})
+        return type(self)(model, self.tokenizer, self.model_id)
 
     @property
     def config(self) -> Any:
@@ -122,7 +130,7 @@ class TargetModel:
 
     @torch.inference_mode()
     def hidden_states(self, token_ids: Tensor) -> Tensor:
-        """h_t for a whole text in one pass: (B, T) -> (B, T, D). Padding on the right does not change what is left of it."""
+        """h_t for a whole text in one pass: (B, T) -> (B, T, D). Padding on the right changes nothing left of it."""
         return self.decoder(input_ids=token_ids, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -146,7 +154,7 @@ class TargetModel:
 
     @torch.inference_mode()
     def _check_logits(self) -> None:
-        """Heads and trees read the hidden state below the lm_head, so logits must follow from it as :meth:`logits` says."""
+        """Heads read the hidden state below the lm_head, so logits must follow from it as :meth:`logits` says."""
         probe = torch.arange(4, device=self.device)[None] % self.vocab_size
         expected = self.model(input_ids=probe, use_cache=False).logits.float()
         found = self.logits(self.hidden_states(probe)).float()

@@ -34,7 +34,8 @@ class Target:
         """Adds a row per prompt and reads it.
 
         Returns:
-            The logits after each prompt's last token (b, V) and the hidden states of all its tokens (b, T, D), right-padded.
+            The logits after each prompt's last token (b, V) and the hidden states of all its tokens (b, T, D),
+            right-padded.
         """
         device, old, lengths = self.model.device, self.num_rows, [len(prompt) for prompt in prompts]
         longest = max(lengths)
@@ -49,7 +50,9 @@ class Target:
             steps = torch.arange(chunk.shape[1], device=device)
             # a text is a tree too: a chain, in which every token sees those before it
             chain = (steps[:, None] >= steps)[None]
-            hidden.append(self._forward(slice(old, old + len(prompts)), [start] * len(prompts), chunk, steps[None], chain))
+            hidden.append(
+                self._forward(slice(old, old + len(prompts)), [start] * len(prompts), chunk, steps[None], chain)
+            )
         self.lengths += lengths
         every = torch.cat(hidden, 1)  # (b, T, D)
         last = every[torch.arange(len(prompts), device=device), torch.tensor(lengths, device=device) - 1]
@@ -103,7 +106,7 @@ class Target:
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def _positions(self, lengths: Tensor, depths: Tensor) -> Tensor:
-        """(b, N). Nodes beyond the last position guess tokens that the text has no room for: their values do not matter."""
+        """(b, N). Nodes beyond the last position guess tokens that the text has no room for: any value will do."""
         positions = lengths[:, None] + depths
         limit = self.model.max_positions
         return positions if limit is None else positions.clamp(max=limit - 1)

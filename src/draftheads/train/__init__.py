@@ -1,0 +1,1 @@
+"""Fitting draft heads to a frozen target."""

@@ -1,7 +1,8 @@
 """How good heads are on text they have not seen: losses, ranks of the true tokens, tokens per step.
 
-Knows learners and documents; knows nothing of optimisation. A grounded head's ranks along the true text are exactly those it
-would give when drafting, as long as all guesses before were right; so any tree can be judged from the ranks alone.
+Knows learners and documents; knows nothing of optimisation. A grounded head's ranks along the true text are
+exactly those it would give when drafting, as long as all guesses before were right; so any tree can be judged
+from ranks.
 """
 
 from collections.abc import Sequence
@@ -10,16 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftheads.data.batches import bucket_by_length, collate
+from draftheads.data.batches import Batch, bucket_by_length, collate
 from draftheads.data.features import FeatureStore
 from draftheads.errors import DataError
 from draftheads.search.grow import expected_tokens
 from draftheads.train.learner import Learner
-from draftheads.train.objectives import find_guesses, hard_cross_entropy, soft_cross_entropy
+from draftheads.train.objectives import CHUNK_SIZE, cross_entropy, find_guesses
 from draftheads.tree import Tree
 
 NUM_RANKS = 10  # ranks 0 … 9 are recorded; this number means a miss
-CHUNK_SIZE = 512
 
 
 @dataclass(frozen=True)
@@ -31,71 +31,68 @@ class Measurement:
     counts: Tensor  # (S, K) bool: whether the head had something to guess there
 
     @property
-    def complete(self) -> Tensor:
-        """(S', K) the ranks where all heads had something to guess, so not cut by the end of a text."""
-        return self.ranks[self.counts.all(1)]
+    def joint_ranks(self) -> Tensor:
+        """(S', K) ranks where all heads had something to guess, so that the end of a text is no miss.
+
+        Where texts are so short that there are none: all (S, K).
+        """
+        complete = self.counts.all(1)
+        return self.ranks[complete] if complete.any() else self.ranks
 
     def accuracy(self, num_best: int) -> list[float]:
         """Per head: how often the true token is among its ``num_best`` best guesses."""
         hits = ((self.ranks < num_best) & self.counts).sum(0)
-        return (hits / self.counts.sum(0).clamp_min(1)).tolist()  # type: ignore[no-any-return]
+        return [float(share) for share in hits / self.counts.sum(0).clamp_min(1)]
 
     def tokens_per_step(self, tree: Tree) -> float:
-        """Expected tokens a step gains with this tree."""
-        return expected_tokens(self.complete, tree)
+        """Expected tokens that a step with this tree gains."""
+        return expected_tokens(self.joint_ranks, tree)
 
 
 @torch.no_grad()
-def measure(
-    learner: Learner, store: FeatureStore, documents: Sequence[int], *, batch_tokens: int
-) -> Measurement:
+def measure(learner: Learner, store: FeatureStore, documents: Sequence[int], *, batch_tokens: int) -> Measurement:
     """Losses and ranks on the given documents.
 
     Raises:
         DataError: they hold no answer of two tokens.
     """
-    device = learner.teacher.device
     parts = []
     for group in bucket_by_length([store.lengths[i] for i in documents], batch_tokens):
-        batch = collate([store[documents[i]] for i in group])
-        parts.append(
-            _measure_batch(
-                learner, *(part.to(device) for part in (batch.hidden, batch.token_ids, batch.loss_mask))
-            )
-        )
+        texts = [store[documents[i]] for i in group]
+        parts.append(_measure_batch(learner, collate(texts, skip_prompts=not learner.head.needs_history)))
     sums, numbers, ranks, counts = zip(*parts, strict=True)
-    counted = torch.cat(counts)
-    if len(counted) == 0:
-        raise DataError("the held-out texts have no two assistant tokens in a row; give more data")
-    return Measurement((sum(sums) / sum(numbers).clamp_min(1)).cpu(), torch.cat(ranks).cpu(), counted.cpu())
+    losses = torch.stack(sums).sum(0) / torch.stack(numbers).sum(0).clamp_min(1)
+    found = Measurement(losses, torch.cat(ranks), torch.cat(counts))
+    if len(found.counts) == 0:
+        raise DataError(
+            f"the {len(documents)} texts kept for measuring have no two assistant tokens in a row: give more data"
+        )
+    return found
 
 
-def _measure_batch(
-    learner: Learner, hidden: Tensor, token_ids: Tensor, loss_mask: Tensor
-) -> tuple[Tensor, ...]:
-    """Loss sums (K,), numbers of losses (K,), ranks (S, K) and counts (S, K)."""
-    hidden = hidden.to(learner.depth_weights.dtype)
+def _measure_batch(learner: Learner, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss sums (K,), numbers of losses (K,), ranks (S, K) and counts (S, K), on the CPU."""
+    device, dtype = learner.teacher.device, learner.teacher.dtype
+    hidden, token_ids = batch.hidden.to(device, dtype), batch.token_ids.to(device)
+    loss_mask = batch.loss_mask.to(device)
     features = learner.head(hidden, token_ids).flatten(1, 2)  # (K, B·T, D)
-    flat_ids = token_ids.flatten()
-    num_heads = len(features)
     _, labels = learner.task(hidden, token_ids, loss_mask)
-    ranks = flat_ids.new_full((num_heads, len(flat_ids)), NUM_RANKS)
+    flat_ids = token_ids.flatten()
+    ranks = flat_ids.new_full((len(features), len(flat_ids)), NUM_RANKS)
     counts = torch.zeros_like(ranks, dtype=torch.bool)
-    sums, numbers = features.new_zeros(num_heads), features.new_zeros(num_heads)
-    for chunk in find_guesses(loss_mask, num_heads).chunks(CHUNK_SIZE):
+    sums, numbers = torch.zeros(2, len(features), device=device)
+    for chunk in find_guesses(loss_mask, len(features)).chunks(CHUNK_SIZE):
         truth = flat_ids[chunk.positions + 1]
         known, index, taught = learner.in_vocab[truth], learner.draft_index[truth], labels(chunk.positions)
-        loss_of = soft_cross_entropy if taught.ndim == 2 else hard_cross_entropy
-        has_label = torch.ones_like(known) if taught.ndim == 2 else known
-        for i in range(num_heads):
+        for i in range(len(features)):
             rows = chunk.counts[i].nonzero()[:, 0]
             source = chunk.sources(i)[rows]
             logits = learner.head.logits(features[i, source], i).float()
             better = (logits > logits.gather(1, index[rows, None])).sum(1).clamp_max(NUM_RANKS)
             ranks[i, source] = torch.where(known[rows], better, NUM_RANKS)
             counts[i, source] = True
-            losses, _ = loss_of(logits, taught[rows])
-            sums[i] += losses[has_label[rows]].sum()
-            numbers[i] += has_label[rows].sum()
+            has_label = known[rows] | (learner.loss == "teacher")
+            sums[i] += cross_entropy(logits, taught[rows])[0][has_label].sum()
+            numbers[i] += has_label.sum()
     used = counts.any(0)
-    return sums, numbers, ranks[:, used].T, counts[:, used].T
+    return sums.cpu(), numbers.cpu(), ranks[:, used].T.cpu(), counts[:, used].T.cpu()

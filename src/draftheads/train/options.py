@@ -18,7 +18,7 @@ class TrainOptions:
     out: Path
     """Folder for the trained head, its metrics and the checkpoints on the way."""
     data: tuple[Path, ...] = ()
-    """Chat files, .jsonl or .jsonl.gz, one {"messages": [...]} a line; not needed with finished --features."""
+    """Chat files (.jsonl, .jsonl.gz), one {"messages": [...]} a line; not needed with finished --features."""
     model: str = "smollm2-135m"
     """The model to train heads for: a name, a folder or a Hugging Face id."""
     num_heads: int = 4
@@ -26,7 +26,7 @@ class TrainOptions:
     num_layers: int = 1
     """Blocks in each head."""
     lm_head: LmHeadKind = "shared"
-    """How heads reach the vocabulary: the model's own lm_head, one of their own each, or a low-rank one each."""
+    """How heads reach the vocabulary: by the model's lm_head, or each by its own, or by a low-rank one."""
     lm_head_rank: int = 64
     """Rank of a low_rank lm_head."""
     draft_vocab_size: int = 8192
@@ -58,7 +58,7 @@ class TrainOptions:
     seed: int = 0
     """Decides batches, their order and random starting values."""
     features: Path | None = None
-    """Folder of the model's hidden states: used where finished, else made there. OUT/features when left out."""
+    """Folder of the model's hidden states, made if they are not there; OUT/features when left out."""
     keep_features: bool = False
     """Keep OUT/features after a successful end."""
     resume: bool = False
@@ -71,25 +71,17 @@ class TrainOptions:
     def __post_init__(self) -> None:
         head_classes(self.method)
         for name in ("epochs", "batch_tokens", "max_length", "tree_nodes", "save_steps", "log_steps"):
-            if getattr(self, name) < 1:
-                raise InvalidSettings(
-                    f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1"
-                )
+            self._require(name, getattr(self, name) >= 1, "must be at least 1")
         for name in ("held_out", "warmup"):
-            if not 0 <= getattr(self, name) < 1:
-                raise InvalidSettings(
-                    f"--{name.replace('_', '-')} is {getattr(self, name)}; it must lie in 0 … 1"
-                )
+            self._require(name, 0 <= getattr(self, name) < 1, "must be at least 0 and below 1")
         for name in ("learning_rate", "depth_decay", "max_grad_norm"):
-            if not getattr(self, name) > 0:
-                raise InvalidSettings(
-                    f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be above 0"
-                )
-        if self.draft_vocab_size < 0:
-            raise InvalidSettings(
-                f"--draft-vocab-size is {self.draft_vocab_size}; give 0 for the whole vocabulary"
-            )
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InvalidSettings(f"--max-tokens is {self.max_tokens}; it must be at least 1")
+            self._require(name, getattr(self, name) > 0, "must be above 0")
+        self._require("loss", self.loss in ("teacher", "hard"), "choose teacher or hard")
+        self._require("draft_vocab_size", self.draft_vocab_size >= 0, "give 0 for the whole vocabulary")
+        self._require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "must be at least 1")
         if not self.data and self.features is None:
             raise InvalidSettings("give --data FILE… or a finished --features DIR to learn from")
+
+    def _require(self, name: str, is_fine: bool, mend: str) -> None:  # noqa: FBT001
+        if not is_fine:
+            raise InvalidSettings(f"--{name.replace('_', '-')} is {getattr(self, name)!r}: {mend}")

@@ -1,22 +1,22 @@
-"""What a training run found, as plain numbers."""
+"""What a training run found, as plain numbers; ``metrics.json`` holds them under these names."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a run found; written as ``metrics.json``."""
+    """The heads as they were measured on held-out text, and the run that made them."""
 
     method: str
     model_id: str
     num_training_texts: int
     num_held_out_texts: int
     num_steps: int
-    training_seconds: float
-    losses: list[float]  # per head, on held-out text
-    top1: list[float]  # accuracy per head
+    training_seconds: float  # of this process: of a resumed run the last part only
+    losses: list[float]  # per head
+    top1: list[float]  # per head: share of true tokens that were its best guess
     top3: list[float]
     top10: list[float]
-    tokens_per_step_chain: float
-    tokens_per_step_tree: float
+    tokens_per_step_chain: float  # expected, with a chain as deep as there are heads
+    tokens_per_step_tree: float  # expected, with the tree below
     tree: list[list[int]]  # rank paths, root left out

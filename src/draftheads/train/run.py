@@ -1,6 +1,9 @@
 """A whole training run: texts to features, features to a head, the head measured and saved.
 
 Knows the order of the work and the output folder; shows nothing: progress goes to a :class:`Reporter`.
+
+The output folder holds the head (see ``checkpoint``) with ``metrics.json`` and ``log.jsonl``, and while the
+run is not complete ``run.json`` (what it depends on), ``checkpoints/`` and ``features/``.
 """
 
 import json
@@ -8,7 +11,6 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -28,13 +30,16 @@ from draftheads.search.grow import best_tree
 from draftheads.target.model import TargetModel
 from draftheads.train.card import model_card
 from draftheads.train.learner import Learner
-from draftheads.train.measure import Measurement, measure
+from draftheads.train.measure import measure
 from draftheads.train.options import TrainOptions
 from draftheads.train.report import Report
-from draftheads.train.trainer import find_checkpoint, fit
+from draftheads.train.trainer import TrainingInterrupted, find_checkpoint, fit
 from draftheads.tree import Tree
 
 HELD_OUT_AT_MOST = 200
+_MAY_CHANGE_ON_RESUME = frozenset(
+    {"out", "data", "features", "keep_features", "resume", "save_steps", "log_steps", "tree_nodes"}
+)
 
 
 class Reporter(Protocol):
@@ -51,31 +56,57 @@ def train(options: TrainOptions, reporter: Reporter) -> Report:
     """Trains a head as the options say and leaves it in ``options.out``.
 
     Raises:
-        DraftHeadsError: bad data or settings, a loss that is not finite, Ctrl-C (a checkpoint is left), a full disk.
+        DraftHeadsError: bad data or settings, a loss that is not finite, a full disk, Ctrl-C (it can go on).
     """
     _check_out(options)
     reporter.stage(f"loading {options.model}")
+    # heads are trained in fp32, and CPUs read long texts fastest in it
     target = TargetModel.load(options.model, dtype=None if torch.cuda.is_available() else torch.float32)
+    return train_for(target, options, reporter)
+
+
+def train_for(target: TargetModel, options: TrainOptions, reporter: Reporter) -> Report:
+    """:func:`train` for a model that is loaded already, whatever ``options.model`` says."""
     store = _features(target, options, reporter)
     training, held_out = split_held_out(
         len(store), fraction=options.held_out, at_most=HELD_OUT_AT_MOST, seed=options.seed
     )
-    weights = _as_float32(target.weights)
-    head = new_head(options, weights, store, training, target.eos_ids).to(target.device)
-    head.bind(weights)
+    if not training:
+        raise DataError("only one text: training needs another one to measure on")
+    weights = _in_float32(target.weights)
+    head = new_head(options, weights, store, training, target.eos_ids)
     learner = Learner(head, weights, loss=options.loss, depth_decay=options.depth_decay)
     plan = plan_batches(
-        training, store.lengths, max_tokens=options.batch_tokens, num_epochs=options.epochs, seed=options.seed
+        training,
+        store.lengths,
+        max_tokens=options.batch_tokens,
+        num_epochs=options.epochs,
+        seed=options.seed,
     )
-    _remember(options, store, plan)
+    _remember(options, target, store, len(plan))
     reporter.stage(f"training {options.method} on {len(training)} texts")
     started = time.monotonic()
-    fit(learner, PlannedBatches(store, plan), options, on_step=reporter.progress)
+    batches = PlannedBatches(store, plan, skip_prompts=not head.needs_history)
+    fit(learner, batches, options, on_step=reporter.progress)
     seconds = time.monotonic() - started
-    reporter.stage(f"measuring on {len(held_out)} held-out texts")
+    reporter.stage(f"measuring on {len(held_out)} texts kept apart")
     found = measure(learner, store, held_out, batch_tokens=options.batch_tokens)
-    head.tree = best_tree(found.complete, options.tree_nodes)
-    report = _report(options, target, found, head.tree, (len(training), len(held_out), len(plan)), seconds)
+    head.tree = best_tree(found.joint_ranks, options.tree_nodes)
+    report = Report(
+        method=options.method,
+        model_id=target.model_id,
+        num_training_texts=len(training),
+        num_held_out_texts=len(held_out),
+        num_steps=len(plan),
+        training_seconds=round(seconds, 1),
+        losses=found.losses.tolist(),
+        top1=found.accuracy(1),
+        top3=found.accuracy(3),
+        top10=found.accuracy(10),
+        tokens_per_step_chain=found.tokens_per_step(Tree.chain(options.num_heads)),
+        tokens_per_step_tree=found.tokens_per_step(head.tree),
+        tree=[list(path) for path in head.tree.paths[1:]],
+    )
     _save(head, target, report, options)
     return report
 
@@ -87,15 +118,16 @@ def new_head(
     documents: Sequence[int],
     eos_ids: frozenset[int],
 ) -> DraftHead:
-    """An untrained head with its starting values, the same for the same seed."""
+    """An untrained head with its starting values, on the weights' device, the same for the same seed."""
     torch.manual_seed(options.seed)
     vocab_size, hidden_size = weights.lm_head.shape
     vocab = None
     if 0 < options.draft_vocab_size < vocab_size:
-        vocab = frequent_tokens(
-            store, documents, options.draft_vocab_size, vocab_size=vocab_size, always=eos_ids
-        )
+        vocab = frequent_tokens(store, documents, options.draft_vocab_size, vocab_size=vocab_size, always=eos_ids)
     config_class, head_class = head_classes(options.method)
+    measured: dict[str, float] = {}
+    if config_class.reads_embeddings:
+        measured["embedding_scale"] = embedding_scale(weights, store, documents)
     config = config_class(
         hidden_size=hidden_size,
         vocab_size=vocab_size,
@@ -104,16 +136,35 @@ def new_head(
         lm_head=options.lm_head,
         lm_head_rank=options.lm_head_rank,
         draft_vocab_size=None if vocab is None else len(vocab),
+        **measured,
     )
-    head = head_class(config)
-    head.initialise(weights, vocab)
+    head = head_class(config).to(weights.lm_head.device)
+    head.initialise(weights, None if vocab is None else vocab.to(weights.lm_head.device))
     return head
 
 
+def embedding_scale(weights: TargetWeights, store: FeatureStore, documents: Sequence[int]) -> float:
+    """How much larger hidden states are than embeddings (root mean squares); they are often ten times larger.
+
+    A head that reads both side by side would hardly see the embeddings: Adam's steps are the same for all weights.
+    """
+    hidden = torch.cat([store[i].hidden.float() for i in documents[:16]])
+    ratio = hidden.square().mean().sqrt() / weights.embedding.float().square().mean().sqrt().cpu()
+    return round(float(ratio), 3)
+
+
 def frequent_tokens(
-    store: FeatureStore, documents: Sequence[int], num_tokens: int, *, vocab_size: int, always: frozenset[int]
+    store: FeatureStore,
+    documents: Sequence[int],
+    num_tokens: int,
+    *,
+    vocab_size: int,
+    always: frozenset[int],
 ) -> Tensor:
-    """The ids (V',) of the assistant's most frequent tokens, rising; ``always`` are among them, ties go to the lower id."""
+    """The ids (V',) of the assistant's most frequent tokens, rising.
+
+    ``always`` are among them as far as there is room; ties go to the lower id.
+    """
     said = torch.cat([store.token_ids[i][store.loss_masks[i]] for i in documents])
     counts = torch.bincount(said, minlength=vocab_size)
     counts[sorted(always)] = len(said) + 1
@@ -121,23 +172,32 @@ def frequent_tokens(
 
 
 def _check_out(options: TrainOptions) -> None:
+    """Keeps a run from writing over another one."""
     if (options.out / "model.safetensors").exists():
-        raise InvalidSettings(f"{options.out} already holds a trained head: name another --out, or delete it")
+        raise InvalidSettings(f"{options.out} holds a trained head: name another --out, or delete it")
     if not options.resume and find_checkpoint(options.out):
         raise InvalidSettings(
-            f"{options.out} holds an unfinished run: add --resume to go on with it, or delete it"
+            f"{options.out} holds a run that is not complete: add --resume to go on with it, or delete it"
         )
+    if options.resume and not options.out.is_dir():
+        raise InvalidSettings(f"--resume: there is no {options.out} to go on with; start without it")
 
 
 def _features(target: TargetModel, options: TrainOptions, reporter: Reporter) -> FeatureStore:
+    """The hidden states of the data, or those in ``--features`` as they are."""
     folder = options.features or options.out / "features"
     if options.data:
-        reporter.stage("reading data")
-        texts = load_texts(target, options.data, max_length=options.max_length, max_tokens=options.max_tokens)
-        reporter.stage(f"hidden states of {len(texts)} texts")
-        return build_features(target, texts, folder, reporter.progress)
+        try:
+            reporter.stage("reading data")
+            texts = load_texts(target, options.data, max_length=options.max_length, max_tokens=options.max_tokens)
+            reporter.stage(f"hidden states of {len(texts)} texts")
+            return build_features(target, texts, folder, reporter.progress)
+        except KeyboardInterrupt:
+            raise TrainingInterrupted(
+                f"stopped before training; hidden states so far are in {folder}: the same command goes on from there"
+            ) from None
     store = FeatureStore(folder)
-    if store.meta.model_id != target.model_id or store.meta.hidden_size != target.hidden_size:
+    if (store.meta.model_id, store.meta.hidden_size) != (target.model_id, target.hidden_size):
         raise DataError(
             f"{folder} holds hidden states of {store.meta.model_id} (size {store.meta.hidden_size}), "
             f"not of {target.model_id} (size {target.hidden_size})"
@@ -145,91 +205,49 @@ def _features(target: TargetModel, options: TrainOptions, reporter: Reporter) ->
     return store
 
 
-def _remember(options: TrainOptions, store: FeatureStore, plan: Sequence[Sequence[int]]) -> None:
-    """Notes what a run depends on, or on resuming checks that it is still the same."""
+def _remember(options: TrainOptions, target: TargetModel, store: FeatureStore, num_steps: int) -> None:
+    """Notes what the run depends on; a resumed run must find the same."""
     path = options.out / "run.json"
-    same = {name: value for name, value in _plain(asdict(options)).items() if name not in _FREE_TO_CHANGE}
-    now = {**same, "features_fingerprint": store.meta.fingerprint, "num_steps": len(plan)}
+    settings = {key: value for key, value in _plain(options).items() if key not in _MAY_CHANGE_ON_RESUME}
+    now = {**settings, "model": target.model_id, "num_steps": num_steps, "data": store.meta.fingerprint}
     if options.resume and path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
-        changed = [
-            f"{name} was {before.get(name)!r}, is {now[name]!r}"
-            for name in now
-            if before.get(name) != now[name]
-        ]
-        if changed:
-            raise InvalidSettings(f"--resume goes on with the same run, but {'; '.join(changed)}")
-        return
-    write_atomic(path, (json.dumps(now, indent=2) + "\n").encode())
-
-
-_FREE_TO_CHANGE = (
-    "out",
-    "resume",
-    "features",
-    "keep_features",
-    "data",
-    "save_steps",
-    "log_steps",
-    "tree_nodes",
-)
-
-
-def _report(
-    options: TrainOptions,
-    target: TargetModel,
-    found: Measurement,
-    tree: Tree,
-    numbers: tuple[int, int, int],
-    seconds: float,
-) -> Report:
-    return Report(
-        method=options.method,
-        model_id=target.model_id,
-        num_training_texts=numbers[0],
-        num_held_out_texts=numbers[1],
-        num_steps=numbers[2],
-        training_seconds=round(seconds, 1),
-        losses=found.losses.tolist(),
-        top1=found.accuracy(1),
-        top3=found.accuracy(3),
-        top10=found.accuracy(10),
-        tokens_per_step_chain=found.tokens_per_step(Tree.chain(options.num_heads)),
-        tokens_per_step_tree=found.tokens_per_step(tree),
-        tree=[list(path) for path in tree.paths[1:]],
-    )
+        changes = [f"{key} was {before.get(key)!r} and is {now[key]!r}" for key in now if before.get(key) != now[key]]
+        if changes:
+            raise InvalidSettings(f"--resume goes on with the same run, but {', '.join(changes)}")
+    write_atomic(path, _json(now))
 
 
 def _save(head: DraftHead, target: TargetModel, report: Report, options: TrainOptions) -> None:
-    made: dict[str, dict[str, Any]] = {"options": _plain(asdict(options)), "provenance": dict(provenance())}
-    write_atomic(
-        options.out / "metrics.json", (json.dumps({**asdict(report), **made}, indent=2) + "\n").encode()
-    )
-    save_head(
-        head,
-        options.out,
-        base=target,
-        card=model_card(report, made["options"], made["provenance"]),
-        plan_details={
-            "tokens_per_step": report.tokens_per_step_tree,
-            "num_held_out_texts": report.num_held_out_texts,
-        },
-    )
-    if options.features is None and not options.keep_features:
+    """The head last of all: where it is, the run is complete."""
+    made = {"options": _plain(options), "provenance": dict(provenance())}
+    write_atomic(options.out / "metrics.json", _json({**asdict(report), **made}))
+    measured = {
+        "tokens_per_step": report.tokens_per_step_tree,
+        "num_held_out_texts": report.num_held_out_texts,
+    }
+    card = model_card(report, made["options"], made["provenance"])
+    save_head(head, options.out, base=target, card=card, plan_details=measured)
+    shutil.rmtree(options.out / "checkpoints", ignore_errors=True)
+    (options.out / "run.json").unlink(missing_ok=True)
+    if not options.keep_features and options.features is None:
         shutil.rmtree(options.out / "features", ignore_errors=True)
 
 
-def _as_float32(weights: TargetWeights) -> TargetWeights:
-    """Heads are trained in fp32 whatever the target computes in."""
+def _in_float32(weights: TargetWeights) -> TargetWeights:
+    """Heads are trained in fp32 whatever the target computes in; tied matrices stay tied."""
     embedding = weights.embedding.detach().float()
-    lm_head = embedding if weights.lm_head is weights.embedding else weights.lm_head.detach().float()
-    bias = weights.lm_head_bias
-    return TargetWeights(
-        embedding, lm_head, None if bias is None else bias.detach().float(), weights.logit_scale
-    )
+    is_tied = weights.lm_head is weights.embedding
+    lm_head = embedding if is_tied else weights.lm_head.detach().float()
+    bias = None if weights.lm_head_bias is None else weights.lm_head_bias.detach().float()
+    return TargetWeights(embedding, lm_head, bias, weights.logit_scale)
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Paths as text, tuples as lists: what JSON gives back."""
-    result: dict[str, Any] = json.loads(json.dumps(values, default=str))
+def _plain(options: TrainOptions) -> dict[str, Any]:
+    """The options as JSON gives them back: paths as text, tuples as lists."""
+    result: dict[str, Any] = json.loads(json.dumps(asdict(options), default=str))
     return result
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()

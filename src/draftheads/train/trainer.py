@@ -1,7 +1,6 @@
 """Fitting a head: the Hugging Face Trainer with our batches, our losses and our log.
 
-Knows the Trainer; the only file here that does. It brings optimiser, schedule, clipping, checkpoints, resuming and several
-processes.
+Knows the Trainer, as the only file here. It brings optimiser, schedule, clipping, checkpoints and resuming.
 """
 
 import json
@@ -29,24 +28,21 @@ OnStep = Callable[[int, int, float | None], None]  # steps done, steps in all, t
 
 
 class TrainingInterrupted(TrainingError):
-    """Ctrl-C stopped the training; a checkpoint was left."""
+    """Ctrl-C stopped a run that can go on."""
 
 
 def fit(learner: Learner, batches: PlannedBatches, options: TrainOptions, *, on_step: OnStep) -> None:
-    """Trains the learner's head in place, over all batches.
+    """Trains the learner's head in place over all batches; from the last checkpoint on with ``--resume``.
 
     Raises:
         NonFiniteLoss: the loss became NaN or infinite; names the step and the documents of its batch.
         TrainingInterrupted: Ctrl-C; a checkpoint was saved.
-        TrainingError: ``--resume`` without a checkpoint.
     """
     folder = options.out / "checkpoints"
-    checkpoint = find_checkpoint(options.out)
-    if options.resume and checkpoint is None:
-        raise TrainingError(f"--resume: no checkpoint in {folder}; start without it")
-    log = StepLog(options.out / "log.jsonl", keep_until=_step_of(checkpoint) if options.resume else 0)
+    checkpoint = find_checkpoint(options.out) if options.resume else None
+    first_step = int(checkpoint.rpartition("-")[2]) if checkpoint else 0
     with _interruptible() as interrupted:
-        callback = _Callback(log, on_step, interrupted)
+        callback = _Callback(StepLog(options.out / "log.jsonl", keep_until=first_step), on_step, interrupted)
         trainer = _HeadTrainer(
             model=learner,
             args=_arguments(options, folder, len(batches)),
@@ -55,29 +51,30 @@ def fit(learner: Learner, batches: PlannedBatches, options: TrainOptions, *, on_
             callbacks=[callback],
         )
         trainer.remove_callback(PrinterCallback)
-        callback.head_losses = trainer.pop_head_losses
-        trainer.train(resume_from_checkpoint=checkpoint if options.resume else None)
-    if interrupted.is_set() and trainer.state.global_step < trainer.state.max_steps:
+        callback.take_head_losses = trainer.take_head_losses
+        trainer.train(resume_from_checkpoint=checkpoint)
+    done, total = trainer.state.global_step, trainer.state.max_steps
+    if interrupted.is_set() and done < total:
         raise TrainingInterrupted(
-            f"stopped after step {trainer.state.global_step} of {trainer.state.max_steps}; a checkpoint is in {folder}: "
+            f"stopped after step {done} of {total}; a checkpoint is in {folder}: "
             "the same command with --resume goes on from there"
         )
 
 
 def find_checkpoint(out: Path) -> str | None:
-    """The newest checkpoint of a run, if it left one."""
+    """The newest checkpoint of a run that is not complete, if it left one."""
     folder = out / "checkpoints"
     return get_last_checkpoint(str(folder)) if folder.is_dir() else None
 
 
 class StepLog:
-    """``log.jsonl``: a JSON object a line, opened for each line so that a killed run leaves whole lines."""
+    """``log.jsonl``: a JSON object a line, each written at once, so that a killed run leaves whole lines."""
 
     def __init__(self, path: Path, *, keep_until: int) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text(encoding="utf-8").splitlines() if keep_until and path.exists() else []
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         kept = [line for line in lines if json.loads(line)["step"] <= keep_until]
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
 
     def add(self, record: dict[str, Any]) -> None:
@@ -87,28 +84,29 @@ class StepLog:
 
 
 class _HeadTrainer(Trainer):
-    """Batches come ready from the plan, in its order; losses are checked and kept per head."""
+    """Batches come ready from the plan, in its order; losses are checked, and kept per head."""
 
-    _head_losses: Tensor | None = None
+    _head_losses: Tensor | None = None  # (K,) sums since they were last taken
     _num_losses = 0
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
+        batches: PlannedBatches = self.train_dataset if train_dataset is None else train_dataset  # type: ignore[assignment]
+        return SequentialSampler(batches)
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> Tensor:
         documents = inputs.pop("documents")
         output = model(**inputs)
         loss: Tensor = output["loss"]
         if not torch.isfinite(loss):
             raise NonFiniteLoss(
-                f"the loss is {loss.item()} at step {self.state.global_step + 1}, documents {documents.tolist()} of the "
-                "features: look at them, or lower --learning-rate"
+                f"the loss is {loss.item()} at step {self.state.global_step + 1}, on the texts with the "
+                f"numbers {documents.tolist()} in the features: look at them, or lower --learning-rate"
             )
         self._head_losses = output["head_losses"] + (0 if self._head_losses is None else self._head_losses)
         self._num_losses += 1
         return loss
 
-    def pop_head_losses(self) -> list[float]:
+    def take_head_losses(self) -> list[float]:
         """Mean loss per head since the last call."""
         if self._head_losses is None:
             return []
@@ -118,36 +116,40 @@ class _HeadTrainer(Trainer):
 
 
 class _Callback(TrainerCallback):
-    """Log lines, progress, and a clean stop."""
+    """Log lines, progress, and a stop with a checkpoint."""
 
     def __init__(self, log: StepLog, on_step: OnStep, interrupted: threading.Event) -> None:
         self.log = log
         self.on_step = on_step
         self.interrupted = interrupted
         self.loss: float | None = None
-        self.head_losses: Callable[[], list[float]] = list
+        self.take_head_losses: Callable[[], list[float]] = list
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.on_step(state.global_step, state.max_steps, self.loss)
         if self.interrupted.is_set():
             control.should_save = control.should_training_stop = True
 
     def on_log(
-        self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,
     ) -> None:
         if logs and "loss" in logs:
             self.loss = logs["loss"]
-            names = ("loss", "learning_rate", "grad_norm")
-            record = {name: logs[name] for name in names if name in logs}
-            self.log.add({"step": state.global_step, **record, "head_losses": self.head_losses()})
+            record = {name: logs[name] for name in ("loss", "learning_rate", "grad_norm")}
+            self.log.add({"step": state.global_step, **record, "head_losses": self.take_head_losses()})
 
 
 def _arguments(options: TrainOptions, folder: Path, num_steps: int) -> TrainingArguments:
-    on_cpu = not torch.cuda.is_available()
+    use_cpu = not torch.cuda.is_available()
     return TrainingArguments(
         output_dir=str(folder),
         num_train_epochs=1,  # the plan holds all epochs
-        per_device_train_batch_size=1,  # a batch of the plan
+        per_device_train_batch_size=1,  # one batch of the plan
         learning_rate=options.learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=int(options.warmup * num_steps),
@@ -160,9 +162,9 @@ def _arguments(options: TrainOptions, folder: Path, num_steps: int) -> TrainingA
         save_total_limit=2,
         seed=options.seed,
         data_seed=options.seed,
-        use_cpu=on_cpu,
+        use_cpu=use_cpu,
         dataloader_num_workers=0,
-        dataloader_pin_memory=not on_cpu,
+        dataloader_pin_memory=not use_cpu,
         remove_unused_columns=False,
         label_names=[],
         disable_tqdm=True,
@@ -180,7 +182,7 @@ def _interruptible() -> Iterator[threading.Event]:
         return
     before = signal.getsignal(signal.SIGINT)
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
         event.set()
         signal.signal(signal.SIGINT, before)
 
@@ -193,7 +195,3 @@ def _interruptible() -> Iterator[threading.Event]:
 
 def _only(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return dict(items[0])
-
-
-def _step_of(checkpoint: str | None) -> int:
-    return int(checkpoint.rpartition("-")[2]) if checkpoint else 0

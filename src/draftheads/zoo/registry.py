@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from draftheads.checkpoint import CONFIG_FILE, HEAD_FILES
 from draftheads.errors import ModelNotFound
+from draftheads.target.embedded import SMOLLM2_135M
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _HUB_TIMEOUT_SECONDS = 10.0
@@ -35,11 +36,13 @@ def find_head(name: str, base_name: str) -> Path:
     Args:
         name: a method that is bundled for the base (``medusa``; a folder of that name is ``./medusa``), a
             folder, or a Hub id (``owner/name``). They are tried in this order.
-        base_name: of the model it is to draft for, such as ``smollm2-135m``.
+        base_name: of the model it is to draft for, such as ``smollm2-135m``; its Hub id will do.
 
     Raises:
         ModelNotFound: it is none of them, or the Hub does not give it; the text lists what is bundled.
     """
+    if base_name == SMOLLM2_135M.hub_id:
+        base_name = SMOLLM2_135M.name
     for head in zoo_heads():
         if (head.base_name, head.method) == (base_name, name):
             return head.folder

@@ -1,0 +1,29 @@
+"""How far a greedy text is from the model's own choices: one fp32 pass over the whole text re-scores each token."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from draftheads.target.model import TargetModel
+
+
+class Scorer:
+    """Re-scores texts with a model computed in fp32, in one pass a text, by no kernel of ours."""
+
+    def __init__(self, stock: TargetModel) -> None:
+        self.model: Any = stock.model
+        if stock.dtype != torch.float32:
+            self.model = type(stock.model)(stock.model.config).to(stock.device)
+            self.model.load_state_dict(stock.model.state_dict())
+            self.model = self.model.float().eval()
+
+    @torch.inference_mode()
+    def worst_margin(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:
+        """The largest gap between the best logit and the emitted token's, 0 where every token is the best."""
+        if not token_ids:
+            return 0.0
+        text = torch.tensor([[*prompt_ids, *token_ids]], device=self.model.device)
+        logits = self.model(input_ids=text[:, :-1], logits_to_keep=len(token_ids)).logits[0].float()  # (T, V)
+        chosen = logits.gather(1, text[0, len(prompt_ids) :, None])[:, 0]
+        return float((logits.amax(-1) - chosen).max())

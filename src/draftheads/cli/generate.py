@@ -1,0 +1,156 @@
+"""``draftheads generate``: answers prompts, streaming one or batching many."""
+
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+from rich.console import Console
+
+from draftheads.cli.prompts import read_prompts
+from draftheads.cli.show import quiet_transformers, show_stream
+from draftheads.decode.engine import Engine, Prompt
+from draftheads.errors import InvalidPrompt, InvalidSettings, InvalidTree
+from draftheads.files import write_atomic
+from draftheads.loading import load
+from draftheads.sampling import AcceptanceRule, SamplingSettings
+from draftheads.tree import Tree
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Dtype = Literal["auto", "fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Answer prompts with a model and, if you like, a draft head."""
+
+    prompt: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """What to answer; several are decoded together. Read from standard input when there is none."""
+    model: str = "smollm2-135m"
+    """A model: a name, a folder or a Hugging Face id."""
+    head: str | None = None
+    """A draft head: a bundled one's name (medusa, hydra), a folder or a Hugging Face id; plain when left out."""
+    tree: Path | None = None
+    """A JSON file of rank paths to draft on, instead of the head's own tree."""
+    prompts: Path | None = None
+    """A JSONL file of prompts ("prompt", "messages" or "turns" in each line), in place of PROMPT."""
+    out: Path | None = None
+    """Write the answers there, a JSON object a line, instead of showing them."""
+    max_new_tokens: int = 256
+    """Stop after this many new tokens."""
+    temperature: float = 0.0
+    """0 takes the most likely token (greedy); above 0 samples."""
+    top_k: int | None = None
+    """Sample among the k most likely tokens only."""
+    top_p: float = 1.0
+    """Sample among the most likely tokens that together reach this probability."""
+    repetition_penalty: float = 1.0
+    """Above 1 makes tokens that are already in the text less likely."""
+    seed: int | None = None
+    """Makes sampling repeatable."""
+    stop: tuple[str, ...] = field(default=())
+    """Strings that end an answer."""
+    acceptance: AcceptanceRule = "exact"
+    """exact keeps the model's distribution; typical is faster at a temperature, but does not."""
+    batch_size: int = 16
+    """Prompts that are decoded together."""
+    dtype: Dtype = "auto"
+    """What the model computes in; auto is bf16 where the machine has it, else fp32."""
+    exact_bits: bool | None = None
+    """On a CPU: plain and speculative answers equal to the bit, also in bf16."""
+    plain_text: bool = False
+    """Do not colour the tokens that the head guessed."""
+
+
+def run(options: GenerateOptions) -> None:
+    """Decodes and shows, or writes, the answers."""
+    prompts = _prompts(options)
+    quiet_transformers()
+    engine = load(
+        options.model,
+        options.head,
+        tree=_tree(options.tree) if options.tree else None,
+        dtype=DTYPES.get(options.dtype),
+        max_batch_size=options.batch_size,
+        exact_bits=options.exact_bits,
+    )
+    settings = SamplingSettings(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        repetition_penalty=options.repetition_penalty,
+        seed=options.seed,
+        stop=options.stop,
+        acceptance=options.acceptance,
+    )
+    if len(prompts) == 1 and options.out is None:
+        _stream(engine, prompts[0], settings, colour=not options.plain_text)
+    else:
+        _batch(engine, prompts, settings, options.out)
+
+
+def _prompts(options: GenerateOptions) -> list[Prompt]:
+    if options.prompts is not None:
+        if options.prompt:
+            raise InvalidSettings(f"a prompt on the command line and --prompts {options.prompts}: give one of them")
+        prompts: list[Prompt] = list(read_prompts(options.prompts))
+    elif options.prompt or sys.stdin.isatty():
+        prompts = list(options.prompt)
+    else:
+        prompts = [sys.stdin.read()]
+    if not prompts:
+        raise InvalidPrompt("nothing to answer: give a prompt, --prompts FILE, or text on standard input")
+    return prompts
+
+
+def _tree(path: Path) -> Tree:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidTree(f"{path} cannot be read: {error}") from None
+    return Tree.from_json(text)
+
+
+def _stream(engine: Engine, prompt: Prompt, settings: SamplingSettings, *, colour: bool) -> None:
+    start = time.perf_counter()
+    sequences = engine.sequences([prompt], settings)
+    show_stream(engine, sequences, Console(highlight=False), colour=colour)
+    seconds = time.perf_counter() - start
+    result = sequences[0].result()
+    print(
+        f"{len(result.token_ids)} tokens in {seconds:.1f} s, {len(result.token_ids) / seconds:.1f} tokens/s, "
+        f"{result.tokens_per_step:.2f} tokens/step, ended by {result.finish_reason}",
+        file=sys.stderr,
+    )
+
+
+def _batch(engine: Engine, prompts: list[Prompt], settings: SamplingSettings, out: Path | None) -> None:
+    start = time.perf_counter()
+    results = engine.generate(prompts, settings)
+    seconds = time.perf_counter() - start
+    lines = [
+        json.dumps(
+            {
+                "prompt": prompt,
+                "text": result.text,
+                "token_ids": result.token_ids,
+                "num_steps": result.num_steps,
+                "tokens_per_step": result.tokens_per_step,
+                "finish_reason": result.finish_reason,
+            },
+            ensure_ascii=False,
+        )
+        for prompt, result in zip(prompts, results, strict=True)
+    ]
+    if out is None:
+        print("\n".join(lines))
+    else:
+        write_atomic(out, "".join(line + "\n" for line in lines).encode())
+    tokens = sum(len(result.token_ids) for result in results)
+    speed = f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s"
+    print(f"{len(results)} answers, {speed}", file=sys.stderr)

@@ -1,0 +1,86 @@
+"""The command line: finds the verb, lets tyro read its options, calls it, and shows errors as one clear line."""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from draftheads.errors import DraftHeadsError
+
+
+class Verb(NamedTuple):
+    """Where a command lives. Its module has ``run`` and is imported only when it is asked for."""
+
+    module: str
+    options: str  # the options' dataclass
+    summary: str
+
+
+VERBS = {
+    "demo": Verb("draftheads.cli.demo", "DemoOptions", "answer prompts with and without draft heads, and compare"),
+    "generate": Verb("draftheads.cli.generate", "GenerateOptions", "answer prompts"),
+    "info": Verb("draftheads.cli.info", "InfoOptions", "describe a head, list the bundled ones, or draw a tree"),
+    "train": Verb("draftheads.cli.train", "TrainOptions", "train draft heads for a model"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the process's exit code."""
+    try:
+        code = _command(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()  # a reader that has gone shows here at the latest
+    except DraftHeadsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `draftheads … | head` is no error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains on its way out
+        return 0
+    return code
+
+
+def _command(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if arguments[0] == "--version":
+        from importlib.metadata import version  # noqa: PLC0415 - only this option needs it
+
+        print(version("draftheads"))
+        return 0
+    verb = VERBS.get(arguments[0])
+    if verb is None:
+        print(f"draftheads: no command {arguments[0]!r}\n\n{_usage()}", file=sys.stderr)
+        return 2
+    _run(arguments[0], verb, arguments[1:])
+    return 0
+
+
+def _run(name: str, verb: Verb, arguments: Sequence[str]) -> None:
+    import tyro  # noqa: PLC0415 - the list of commands must not wait for it
+
+    module: Any = importlib.import_module(verb.module)
+    options = tyro.cli(getattr(module, verb.options), args=list(arguments), prog=f"draftheads {name}")
+    module.run(options)
+
+
+def _usage() -> str:
+    lines = [f"  {name:<10} {verb.summary}" for name, verb in VERBS.items()]
+    return "\n".join(
+        [
+            "usage: draftheads COMMAND [options]",
+            "",
+            "Draft heads: a language model answers faster, with exactly the same text.",
+            "",
+            *lines,
+            "",
+            "draftheads COMMAND --help explains a command's options.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""Answers on a terminal: as they come, with the guessed tokens in colour."""
+
+from collections.abc import Sequence as Listing
+
+from rich.console import Console
+from rich.text import Text
+
+from draftheads.decode.engine import Engine
+from draftheads.decode.sequence import Sequence, StreamEvent
+from draftheads.decode.text import TextStream
+
+DRAFTED = "bold green"
+
+
+def show_stream(engine: Engine, sequences: Listing[Sequence], console: Console, *, colour: bool = True) -> None:
+    """Decodes one sequence and prints it as it grows; tokens that the drafter guessed are green.
+
+    Where there is no colour to show, the text is written as it is, to the letter.
+    """
+    # a stop string cuts the text, not the tokens: then there is no saying which letters were guessed
+    if colour and console.color_system is not None and not sequences[0].settings.stop:
+        pieces = TextStream(engine.model.tokenizer)
+        for event in engine.run(sequences):
+            _print_coloured(console, event, pieces)
+    else:
+        for event in engine.run(sequences):
+            console.file.write(event.text)
+            console.file.flush()
+    console.print()
+
+
+def _print_coloured(console: Console, event: StreamEvent, pieces: TextStream) -> None:
+    ended = event.finish_reason == "stop"  # by its last token, which is no text
+    for place, token in enumerate(event.token_ids[:-1] if ended else event.token_ids):
+        _print(console, pieces.push([token]), DRAFTED if place < event.num_drafted else "")
+    if event.finish_reason is not None:
+        _print(console, pieces.flush(), "")
+
+
+def _print(console: Console, text: str, style: str) -> None:
+    if text:
+        console.print(Text(text, style=style), end="", soft_wrap=True)
+
+
+def quiet_transformers() -> None:
+    """The loading bars and advice of ``transformers`` do not belong between the lines of an answer."""
+    from transformers.utils import logging  # noqa: PLC0415 - `--help` need not wait for it
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

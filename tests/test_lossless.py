@@ -1,0 +1,163 @@
+"""Losslessness: in fp32 every drafter, tree, batch and model family gives plain decoding's tokens, and plain gives transformers'."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from draftheads.decode.engine import Engine
+from draftheads.decode.sequence import GenerationResult
+from draftheads.target.fast import speed_up
+from draftheads.target.model import TargetModel
+from draftheads.tree import Tree
+from families import FAMILIES, PROMPTS, TREES, Prophet, tiny_head, tiny_model
+
+NEW_TOKENS = 40
+# prompts for batches of eight: no two rows alike, lengths from 1 to 14
+EIGHT = [*PROMPTS, [4, 5], [22, 3, 9, 4], [8, 8, 8, 8, 8, 8], [20, 19, 18], [6, 21]]
+
+
+def decode(engine: Engine, prompts: list[list[int]], **settings: object) -> list[GenerationResult]:
+    return engine.generate(prompts, **{"max_new_tokens": NEW_TOKENS, "ignore_eos": True, **settings})
+
+
+def ids(results: list[GenerationResult]) -> list[tuple[int, ...]]:
+    return [result.token_ids for result in results]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> TargetModel:
+    return tiny_model(request.param)
+
+
+@pytest.fixture(scope="module")
+def plain(family: TargetModel) -> list[tuple[int, ...]]:
+    return ids(decode(Engine(family, max_batch_size=1), EIGHT))
+
+
+def test_plain_equals_transformers(family: TargetModel, plain: list[tuple[int, ...]]) -> None:
+    for prompt, answer in zip(EIGHT, plain, strict=True):
+        output = family.model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert tuple(output[0, len(prompt) :].tolist()) == answer
+    assert len({token for answer in plain for token in answer}) > 5, "a model that says one thing tests nothing"
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("method", ["medusa", "hydra"])
+def test_heads_equal_plain(
+    family: TargetModel, plain: list[tuple[int, ...]], method: str, tree: str, batch_size: int
+) -> None:
+    head = tiny_head(method, family)
+    head.tree = TREES[tree]
+    results = decode(Engine(family, head, max_batch_size=batch_size), EIGHT[:batch_size])
+    assert ids(results) == plain[:batch_size]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize("tree", TREES)
+def test_any_accepted_path_equals_plain(
+    family: TargetModel, plain: list[tuple[int, ...]], tree: str, batch_size: int
+) -> None:
+    answers = {tuple(prompt): answer for prompt, answer in zip(EIGHT, plain, strict=True)}
+    # eight prompts through batches of three: rows leave and join at different steps
+    prophet = Prophet(TREES[tree], answers)
+    results = decode(Engine(family, prophet, max_batch_size=batch_size), EIGHT)
+    assert ids(results) == plain
+    assert sum(result.tokens_per_step for result in results) / len(results) > 1.4
+
+
+@pytest.mark.parametrize("method", ["medusa", "hydra"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lm_head": "own"},
+        {"lm_head": "low_rank", "lm_head_rank": 4},
+        {"draft_vocab_size": 12},
+        {"num_layers": 2},
+        {"lm_head": "own", "draft_vocab_size": 12, "num_layers": 3},
+    ],
+)
+def test_every_kind_of_head_equals_plain(method: str, options: dict[str, object]) -> None:
+    model = tiny_model("llama")
+    head = tiny_head(method, model, **options)
+    head.tree = TREES["cartesian"]
+    found = decode(Engine(model, head), PROMPTS)
+    assert ids(found) == ids(decode(Engine(model), PROMPTS))
+    assert max(result.tokens_per_step for result in found) > 1.0, "nothing was ever accepted"
+
+
+@pytest.mark.parametrize("exact_bits", [False, True])
+def test_the_fast_path_equals_the_stock_model(exact_bits: bool) -> None:
+    stock = decode(Engine(tiny_model("llama")), EIGHT)
+    fast = tiny_model("llama")
+    speed_up(fast.model, exact_bits=exact_bits)
+    assert ids(decode(Engine(fast), EIGHT)) == ids(stock)
+    head = tiny_head("hydra", fast)
+    head.tree = TREES["64 nodes"]
+    assert ids(decode(Engine(fast, head), EIGHT)) == ids(stock)
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    model = tiny_model("qwen2")
+    head = tiny_head("hydra", model)
+    head.tree = TREES["cartesian"]
+    engine = Engine(model, head, max_batch_size=4)
+    alone = [ids(decode(engine, [prompt], temperature=t, seed=7))[0] for prompt in PROMPTS for t in (0.0, 0.9)]
+    prompts = [prompt for prompt in PROMPTS for _ in range(2)]
+    settings = {"ignore_eos": True, "max_new_tokens": NEW_TOKENS, "seed": 7}
+    sequences = [
+        engine.sequences([p], **settings, temperature=t)[0] for p, t in zip(prompts, [0.0, 0.9] * 3, strict=True)
+    ]
+    for _ in engine.run(sequences):
+        pass
+    assert [sequence.result().token_ids for sequence in sequences] == alone
+
+
+def test_a_long_prompt_is_read_in_chunks_without_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("mistral")
+    prompt = [3 + n * n % 20 for n in range(100)]
+    whole = ids(decode(Engine(model), [prompt, [4, 5]]))
+    monkeypatch.setattr("draftheads.target.target.PREFILL_CHUNK", 16)
+    assert ids(decode(Engine(model), [prompt, [4, 5]])) == whole
+
+
+def test_scoring_the_answer_in_one_pass_gives_the_same_logits() -> None:
+    """One pass over prompt and answer must find each token the best: catches cache, mask and position bugs at once."""
+    for name in FAMILIES:
+        model = tiny_model(name)
+        head = tiny_head("medusa", model)
+        head.tree = TREES["64 nodes"]
+        for prompt, result in zip(PROMPTS, decode(Engine(model, head), PROMPTS), strict=True):
+            text = torch.tensor([[*prompt, *result.token_ids]])
+            logits = model.model(text).logits[0, len(prompt) - 1 : -1]
+            gaps = logits.amax(-1) - logits[torch.arange(NEW_TOKENS), text[0, len(prompt) :]]
+            assert float(gaps.max()) < 1e-4, name
+
+
+def test_text_up_to_the_last_position_of_the_model() -> None:
+    model = tiny_model("gpt2", n_positions=24)
+    head = tiny_head("medusa", model)
+    head.tree = TREES["cartesian"]
+    results = decode(Engine(model, head), [[5, 6, 7]])
+    assert len(results[0].token_ids) == 21
+    assert results[0].finish_reason == "length"
+    assert ids(results) == ids(decode(Engine(model), [[5, 6, 7]]))
+
+
+def test_trees_only_change_the_speed() -> None:
+    model = tiny_model("llama")
+    head = tiny_head("hydra", model)
+    steps = []
+    for depth in range(4):
+        head.tree = Tree.cartesian([6] * depth)
+        steps.append(sum(result.num_steps for result in decode(Engine(model, head), PROMPTS)))
+    assert all(before >= after for before, after in pairwise(steps))
+    assert steps[0] == len(PROMPTS) * (NEW_TOKENS - 1)
+    assert steps[-1] < steps[0]

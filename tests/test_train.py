@@ -1,0 +1,467 @@
+"""A training run: it learns, it can be repeated, stopped and resumed bit for bit, and says what is wrong."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftheads.checkpoint import load_head
+from draftheads.cli import train as command
+from draftheads.data import extract
+from draftheads.data.batches import plan_batches, split_held_out
+from draftheads.data.extract import build_features, load_texts
+from draftheads.data.features import FeatureStore, shard_path
+from draftheads.draft import Context
+from draftheads.errors import DataError, InvalidSettings, NonFiniteLoss, StorageError, UnknownMethod
+from draftheads.target.model import TargetModel
+from draftheads.train import run
+from draftheads.train.learner import Learner
+from draftheads.train.measure import NUM_RANKS, Measurement, measure
+from draftheads.train.options import TrainOptions
+from draftheads.train.report import Report
+from draftheads.train.trainer import StepLog, TrainingInterrupted
+from draftheads.tree import Tree
+from training_world import EOS, chat, chat_model, counting_chats, distilled_chats, write_chats
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return chat_model()
+
+
+@pytest.fixture(scope="module")
+def features(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    records = distilled_chats(target) + counting_chats(20)
+    texts = load_texts(target, [write_chats(folder / "chats.jsonl", records)], max_length=64)
+    build_features(target, texts, folder / "features", lambda *_: None)
+    return folder / "features"
+
+
+class Silent:
+    """A reporter; may be told to do something after a number of steps."""
+
+    def __init__(self, after: int = -1, action: Any = None) -> None:
+        self.after, self.action = after, action
+        self.stages: list[str] = []
+
+    def stage(self, what: str) -> None:
+        self.stages.append(what)
+
+    def progress(self, done: int, total: int, loss: float | None = None) -> None:
+        if done == self.after and self.stages[-1].startswith("training"):
+            self.action()
+
+
+def options(out: Path, features: Path | None, **changes: Any) -> TrainOptions:
+    values: dict[str, Any] = {
+        "method": "medusa",
+        "model": "tiny-chat",
+        "num_heads": 3,
+        "draft_vocab_size": 48,
+        "epochs": 2,
+        "batch_tokens": 128,
+        "learning_rate": 0.02,
+        "tree_nodes": 8,
+        "held_out": 0.2,
+        "log_steps": 1,
+        "save_steps": 1000,
+    }
+    return TrainOptions(out=out, features=features, **{**values, **changes})
+
+
+def tensors(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "model.safetensors")
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("loss", ["teacher", "hard"])
+@pytest.mark.parametrize("method", ["medusa", "hydra"])
+def test_training_makes_heads_that_guess_better(
+    target: TargetModel, features: Path, tmp_path: Path, method: str, loss: Any
+) -> None:
+    settings = options(tmp_path / "out", features, method=method, loss=loss, epochs=8)
+    run.train_for(target, settings, Silent())
+    head = load_head(tmp_path / "out", target, dtype=torch.float32)
+    trained, untrained = (measured(target, features, settings, head=made, on="training") for made in (head, None))
+    chain = Tree.chain(3)
+    assert trained.tokens_per_step(chain) > untrained.tokens_per_step(chain) + 0.1
+    assert float(trained.losses.sum()) < 0.7 * float(untrained.losses.sum())
+    losses = [line["loss"] for line in lines(tmp_path / "out")]
+    assert sum(losses[-3:]) < 0.7 * sum(losses[:3])
+
+
+def measured(
+    target: TargetModel, features: Path, settings: TrainOptions, *, head: Any = None, on: str = "held out"
+) -> Measurement:
+    """What is measured of a head (an untrained one by default) on the texts that a run holds out or trains on."""
+    store = FeatureStore(features)
+    training, held_out = split_held_out(len(store), fraction=settings.held_out, at_most=200, seed=settings.seed)
+    head = head or run.new_head(settings, target.weights, store, training, target.eos_ids)
+    learner = Learner(head, target.weights, loss=settings.loss, depth_decay=0.8)
+    return measure(learner, store, training if on == "training" else held_out, batch_tokens=100)
+
+
+def test_the_folder_holds_the_head_and_how_it_was_made(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    report = run.train_for(target, options(out, features), Silent())
+    names = {"README.md", "config.json", "log.jsonl", "metrics.json", "model.safetensors", "plan.json"}
+    assert {path.name for path in out.iterdir()} == names
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["options"]["learning_rate"] == 0.02
+    assert metrics["provenance"]["torch"] == torch.__version__
+    assert Report(**{name: metrics[name] for name in vars(report)}) == report
+    head = load_head(out, target, dtype=torch.float32)
+    assert head.tree == Tree.from_paths(report.tree)
+    assert head.tree.num_nodes == 8
+    # the saved head (bf16) guesses as well as the one that was measured
+    assert measured(target, features, options(out, features), head=head).accuracy(1) == pytest.approx(
+        report.top1, abs=0.03
+    )
+    assert f"{report.tokens_per_step_tree:.2f}" in (out / "README.md").read_text()
+    line = lines(out)[0]
+    assert line.keys() == {"step", "loss", "learning_rate", "grad_norm", "head_losses"}
+    weighted = sum(0.8**i * loss for i, loss in enumerate(line["head_losses"]))
+    assert line["loss"] == pytest.approx(weighted, rel=1e-5)
+
+
+@pytest.mark.parametrize("method", ["medusa", "hydra"])
+def test_expected_tokens_are_those_that_drafting_on_the_true_text_gives(
+    target: TargetModel, features: Path, tmp_path: Path, method: str
+) -> None:
+    settings = options(tmp_path / "out", features, method=method)
+    run.train_for(target, settings, Silent())
+    head = load_head(tmp_path / "out", target, dtype=torch.float32)
+    head.tree = tree = Tree.cartesian([4, 3, 2])
+    store = FeatureStore(features)
+    _, held_out = split_held_out(len(store), fraction=0.2, at_most=200, seed=0)
+    gains = []
+    for document in (store[i] for i in held_out):
+        text, mask = document.token_ids, document.loss_mask
+        for t in range(len(text) - 4):
+            if mask[t + 1] and mask[t + 2 : t + 5].all():
+                context = Context(
+                    document.hidden[None, t : t + 1].float(),
+                    text[None, t : t + 1],
+                    torch.ones(1).long(),
+                    text[t + 1, None],
+                )
+                gains.append(walk(tree, head.propose(context).token_ids[0].tolist(), text[t + 2 :].tolist()))
+    found = measured(target, features, settings, head=head)
+    assert len(found.joint_ranks) == len(gains) > 20
+    assert found.tokens_per_step(tree) == pytest.approx(sum(gains) / len(gains))
+    assert sum(gains) > len(gains) * 1.2
+
+
+def walk(tree: Tree, drafted: list[int], truth: list[int]) -> int:
+    """Tokens that a step with this draft gains when the text goes on with ``truth``."""
+    node, gained = 0, 1
+    for token in truth[: tree.max_depth]:
+        children = [n for n in range(1, tree.num_nodes) if tree.parents[n] == node and drafted[n] == token]
+        if not children:
+            return gained
+        node, gained = children[0], gained + 1
+    return gained
+
+
+def test_ranks_count_better_guesses_and_misses(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    settings = options(tmp_path / "out", features, draft_vocab_size=20, num_heads=2)
+    found = measured(target, features, settings)
+    store = FeatureStore(features)
+    training, held_out = split_held_out(len(store), fraction=0.2, at_most=200, seed=0)
+    head = run.new_head(settings, target.weights, store, training, target.eos_ids)
+    vocab = head.draft_vocab.tolist()
+    expected = {0: [], 1: []}  # type: dict[int, list[int]]
+    for document in (store[i] for i in sorted(held_out, key=lambda i: store.lengths[i])):
+        text, mask = document.token_ids.tolist(), document.loss_mask.tolist()
+        features_of = head(document.hidden[None].float(), document.token_ids[None])[:, 0]
+        for i in range(2):
+            for t in range(len(text) - 2 - i):
+                if mask[t + 1] and mask[t + 2 + i]:
+                    logits = head.logits(features_of[i, t], i).tolist()
+                    true = text[t + 2 + i]
+                    rank = sum(z > logits[vocab.index(true)] for z in logits) if true in vocab else NUM_RANKS
+                    expected[i].append(min(rank, NUM_RANKS))
+    for i in range(2):
+        assert sorted(found.ranks[found.counts[:, i], i].tolist()) == sorted(expected[i])
+        assert NUM_RANKS in expected[i]
+    for best in (1, 3, 10):
+        shares = [sum(rank < best for rank in expected[i]) / len(expected[i]) for i in range(2)]
+        assert found.accuracy(best) == pytest.approx(shares)
+
+
+@pytest.mark.parametrize("lm_head", ["shared", "own", "low_rank"])
+def test_every_kind_of_lm_head_learns(target: TargetModel, features: Path, tmp_path: Path, lm_head: Any) -> None:
+    settings = options(tmp_path / "out", features, lm_head=lm_head, lm_head_rank=8, draft_vocab_size=0)
+    report = run.train_for(target, settings, Silent())
+    untrained = measured(target, features, settings)
+    assert sum(report.losses) < 0.9 * float(untrained.losses.sum())
+    names = {name.split(".")[0] for name in tensors(tmp_path / "out")}
+    assert names == ({"blocks"} if lm_head == "shared" else {"blocks", "lm_heads"})
+
+
+def test_the_same_seed_gives_the_same_head(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        torch.rand(7)  # whatever was drawn before must not matter
+        run.train_for(target, options(tmp_path / name, features, seed=seed), Silent())
+    a, b, c = (tensors(tmp_path / name) for name in "abc")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not all(torch.equal(a[name], c[name]) for name in a)
+
+
+def stop_by_ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+class KilledError(Exception):
+    """Stands for whatever ends a process."""
+
+
+def stop_by_crash() -> None:
+    raise KilledError
+
+
+@pytest.mark.parametrize("method", ["medusa", "hydra"])
+@pytest.mark.parametrize("stop", [stop_by_ctrl_c, stop_by_crash])
+def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(
+    target: TargetModel, features: Path, tmp_path: Path, method: str, stop: Any
+) -> None:
+    whole, parts = options(tmp_path / "a", features, method=method, save_steps=4, epochs=1), tmp_path / "b"
+    expected = run.train_for(target, whole, Silent())
+    settings = replace(whole, out=parts)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises((TrainingInterrupted, KilledError)):
+        run.train_for(target, settings, Silent(6, stop))
+    assert signal.getsignal(signal.SIGINT) is before
+    last = {stop_by_ctrl_c: 6, stop_by_crash: 4}[stop]
+    assert (parts / "checkpoints" / f"checkpoint-{last}").is_dir()
+    assert not (parts / "model.safetensors").exists()
+    with pytest.raises(InvalidSettings, match="add --resume"):
+        run.train(settings, Silent())
+    steps: list[int] = []
+    reporter = Silent(last + 1, lambda: steps.append(last + 1))
+    found = run.train_for(target, replace(settings, resume=True), reporter)
+    assert steps
+    assert replace(found, training_seconds=0.0) == replace(expected, training_seconds=0.0)
+    assert (parts / "model.safetensors").read_bytes() == (tmp_path / "a" / "model.safetensors").read_bytes()
+    assert lines(parts) == lines(tmp_path / "a")
+
+
+def test_the_message_of_a_stopped_run_says_how_to_go_on(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainingInterrupted, match=r"after step 2 of \d+; .* --resume goes on"):
+        run.train_for(target, options(tmp_path / "out", features), Silent(2, stop_by_ctrl_c))
+
+
+def test_a_run_that_was_stopped_while_saving_is_resumed(
+    target: TargetModel, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = options(tmp_path / "out", features)
+    expected = run.train_for(target, replace(settings, out=tmp_path / "whole"), Silent())
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "measure", lambda *a, **k: (patch.setattr(os, "fsync", full), measure(*a, **k))[1])
+        with pytest.raises(StorageError, match="no space left"):
+            run.train_for(target, settings, Silent())
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+    found = run.train_for(target, replace(settings, resume=True), Silent())
+    assert replace(found, training_seconds=0.0) == replace(expected, training_seconds=0.0)
+
+
+def test_resuming_with_other_settings_is_an_error(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    settings = options(tmp_path / "out", features)
+    with pytest.raises(TrainingInterrupted):
+        run.train_for(target, settings, Silent(2, stop_by_ctrl_c))
+    with pytest.raises(InvalidSettings, match=r"learning_rate was 0\.02 and is 0\.5"):
+        run.train_for(target, replace(settings, resume=True, learning_rate=0.5), Silent())
+
+
+def test_resuming_with_other_data_is_an_error(target: TargetModel, tmp_path: Path) -> None:
+    data = write_chats(tmp_path / "chats.jsonl", counting_chats(40))
+    settings = options(tmp_path / "out", None, data=(data,))
+    with pytest.raises(TrainingInterrupted):
+        run.train_for(target, settings, Silent(2, stop_by_ctrl_c))
+    write_chats(data, counting_chats(39))
+    with pytest.raises(DataError, match="delete this one"):
+        run.train_for(target, replace(settings, resume=True), Silent())
+
+
+def test_ctrl_c_while_the_target_reads_keeps_what_it_read(
+    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extract, "DOCUMENTS_PER_SHARD", 15)
+    data = write_chats(tmp_path / "chats.jsonl", counting_chats(40))
+    settings = options(tmp_path / "out", None, data=(data,), keep_features=True)
+
+    class Impatient(Silent):
+        def progress(self, done: int, total: int, loss: float | None = None) -> None:
+            if done > total / 2 and self.stages[-1].startswith("hidden"):
+                raise KeyboardInterrupt
+
+    with pytest.raises(TrainingInterrupted, match="goes on from there"):
+        run.train_for(target, settings, Impatient())
+    made = shard_path(tmp_path / "out" / "features", 0).stat().st_mtime_ns
+    run.train_for(target, replace(settings, resume=True), Silent())
+    assert shard_path(tmp_path / "out" / "features", 0).stat().st_mtime_ns == made
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_features_in_the_output_folder_go_when_they_are_done_with(
+    target: TargetModel, tmp_path: Path, keep: bool
+) -> None:
+    data = write_chats(tmp_path / "chats.jsonl", counting_chats(20))
+    run.train_for(target, options(tmp_path / "out", None, data=(data,), keep_features=keep, epochs=1), Silent())
+    assert (tmp_path / "out" / "features").exists() == keep
+
+
+@pytest.mark.parametrize("loss", ["teacher", "hard"])
+def test_a_loss_that_is_no_number_names_step_and_texts(
+    target: TargetModel, features: Path, tmp_path: Path, loss: Any
+) -> None:
+    broken = tmp_path / "features"
+    broken.mkdir()
+    for path in features.iterdir():
+        (broken / path.name).write_bytes(path.read_bytes())
+    content = load_file(shard_path(broken, 0))
+    start = int(content["lengths"][:9].sum())
+    content["hidden"][start : start + int(content["lengths"][9])] = float("nan")
+    save_file(content, shard_path(broken, 0))
+    settings = options(tmp_path / "out", broken, loss=loss)
+    with pytest.raises(NonFiniteLoss, match=r"nan at step \d+, .* \[[\d, ]*\b9\b[\d, ]*\]") as caught:
+        run.train_for(target, settings, Silent())
+    store = FeatureStore(broken)
+    training, _ = split_held_out(len(store), fraction=0.2, at_most=200, seed=0)
+    plan = plan_batches(training, store.lengths, max_tokens=128, num_epochs=1, seed=0)
+    step = next(n for n, batch in enumerate(plan, start=1) if 9 in batch)
+    assert f"at step {step}," in str(caught.value)
+
+
+def test_an_exploding_run_is_stopped(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteLoss, match="lower --learning-rate"):
+        run.train_for(target, options(tmp_path / "out", features, learning_rate=1e37, warmup=0.0), Silent())
+
+
+def test_a_trained_head_is_not_written_over(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    settings = options(tmp_path / "out", features, epochs=1)
+    run.train_for(target, settings, Silent())
+    with pytest.raises(InvalidSettings, match="holds a trained head"):
+        run.train(settings, Silent())
+
+
+def test_resuming_nothing_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSettings, match=r"no .*out to go on with"):
+        run.train(options(tmp_path / "out", tmp_path, resume=True), Silent())
+
+
+def test_features_of_another_model_are_refused(features: Path, tmp_path: Path) -> None:
+    other = replace(chat_model(), model_id="another")
+    with pytest.raises(DataError, match=r"of tiny-chat .* not of another"):
+        run.train_for(other, options(tmp_path / "out", features), Silent())
+
+
+def test_one_text_is_too_few(target: TargetModel, tmp_path: Path) -> None:
+    data = write_chats(tmp_path / "chats.jsonl", [chat("w1", "w2 w3 w4")])
+    with pytest.raises(DataError, match="only one text"):
+        run.train_for(target, options(tmp_path / "out", None, data=(data,)), Silent())
+
+
+def test_answers_of_one_token_teach_nothing(target: TargetModel, tmp_path: Path) -> None:
+    data = write_chats(tmp_path / "chats.jsonl", [chat("w1", "w2", finished=False)] * 9)
+    with pytest.raises(DataError, match="no two assistant tokens in a row"):
+        run.train_for(target, options(tmp_path / "out", None, data=(data,)), Silent())
+
+
+def test_the_draft_vocabulary_is_the_most_frequent_and_the_end(target: TargetModel, tmp_path: Path) -> None:
+    records = [chat("w9 w9 w9", "w5 w5 w5 w3 w3 w8 w7", finished=False), chat("w1", "w5", finished=False)]
+    texts = load_texts(target, [write_chats(tmp_path / "chats.jsonl", records)], max_length=64)
+    store = build_features(target, texts, tmp_path / "features", lambda *_: None)
+    vocab = run.frequent_tokens(store, [0, 1], 4, vocab_size=64, always=frozenset({EOS}))
+    word = 7  # the id of w0
+    assert vocab.tolist() == [EOS, word + 3, word + 5, word + 7]  # w7 before w8: as frequent, lower id
+    assert run.frequent_tokens(store, [1], 3, vocab_size=64, always=frozenset({EOS})).tolist() == [
+        0,
+        EOS,
+        word + 5,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epochs": 0}, "--epochs is 0"),
+        ({"batch_tokens": 0}, "--batch-tokens is 0"),
+        ({"tree_nodes": 0}, "--tree-nodes is 0"),
+        ({"held_out": 1.0}, "--held-out is 1.0"),
+        ({"warmup": -0.1}, "--warmup is -0.1"),
+        ({"learning_rate": 0.0}, "--learning-rate is 0.0"),
+        ({"learning_rate": float("nan")}, "--learning-rate is nan"),
+        ({"depth_decay": -1.0}, "--depth-decay is -1.0"),
+        ({"draft_vocab_size": -1}, "--draft-vocab-size is -1"),
+        ({"max_tokens": 0}, "--max-tokens is 0"),
+        ({"loss": "soft"}, "--loss is 'soft'"),
+        ({"features": None}, "--data FILE"),
+    ],
+)
+def test_settings_out_of_range_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidSettings, match=message):
+        options(tmp_path / "out", **{"features": tmp_path, **changes})
+
+
+def test_an_unknown_method_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UnknownMethod, match="'medussa'"):
+        options(tmp_path / "out", tmp_path, method="medussa")
+
+
+def test_a_log_goes_on_after_the_last_checkpoint(tmp_path: Path) -> None:
+    log = StepLog(tmp_path / "log.jsonl", keep_until=0)
+    for step in (1, 2, 3):
+        log.add({"step": step})
+    (tmp_path / "log.jsonl").open("a").close()
+    StepLog(tmp_path / "log.jsonl", keep_until=2).add({"step": 3, "new": True})
+    assert lines(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3, "new": True}]
+
+
+def test_the_command_prints_a_table(
+    target: TargetModel,
+    features: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(TargetModel, "load", lambda *_, **__: target)
+    command.run(options(tmp_path / "out", features, num_heads=2, epochs=1))
+    printed = capfd.readouterr()
+    assert printed.err == ""
+    assert all(word in printed.out for word in ("top-1", "top-3", "top-10", "expected tokens per step", "saved in"))
+    assert "tree of 8 nodes" in printed.out
+
+
+def test_a_fresh_process_warns_of_nothing(features: Path, tmp_path: Path) -> None:
+    """Warnings of transformers and accelerate belong in no user's terminal."""
+    program = f"""
+import sys; sys.path[:0] = {[str(Path(__file__).parent), str(Path(run.__file__).parents[2])]!r}
+from pathlib import Path
+from test_train import options
+from training_world import chat_model
+from draftheads.cli import train
+from draftheads.target.model import TargetModel
+TargetModel.load = lambda *_, **__: chat_model()
+train.run(options(Path({str(tmp_path / "out")!r}), Path({str(features)!r}), epochs=1))
+"""
+    done = subprocess.run([sys.executable, "-W", "default", "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert "saved in" in done.stdout

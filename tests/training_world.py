@@ -1,0 +1,86 @@
+"""A tiny chat model of 64 words and chats that it can learn from: the world of the training tests."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from draftheads.target.model import TargetModel
+
+EOS = 2
+VOCAB = ["<unk>", "<s>", "<e>", "\n", "user", "assistant", "system", *(f"w{i}" for i in range(57))]
+TEMPLATE = (
+    "{% for m in messages %}<s> {{ m['role'] }} \n {{ m['content'] }} <e> \n {% endfor %}"
+    "{% if add_generation_prompt %}<s> assistant \n {% endif %}"
+)
+
+
+def chat_tokenizer(template: str = TEMPLATE) -> Any:
+    """One token a word; a line break is a word."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCAB)}, unk_token="<unk>"))  # noqa: S106
+    splits = [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.Split("\n", "isolated")]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>", unk_token="<unk>")  # noqa: S106
+    fast.chat_template = template
+    return fast
+
+
+def chat_model(*, seed: int = 0) -> TargetModel:
+    """A random two-layer Llama of hidden size 32 with that tokenizer."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(VOCAB),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=1,
+        eos_token_id=EOS,
+        initializer_range=0.4,
+    )
+    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    return TargetModel(model, chat_tokenizer(), "tiny-chat")
+
+
+def chat(*words: str, finished: bool = True) -> dict[str, Any]:
+    """A record: question, answer, question, answer, …"""
+    messages = [{"role": "user" if i % 2 == 0 else "assistant", "content": content} for i, content in enumerate(words)]
+    return {"messages": messages, "finished": finished}
+
+
+def counting_chats(number: int) -> list[dict[str, Any]]:
+    """Answers that count upwards from a word of the question: easy to guess ahead."""
+    chats = []
+    for i in range(number):
+        start = (7 * i) % 50
+        answer = " ".join(f"w{(start + 1 + j) % 57}" for j in range(5 + i % 9))
+        chats.append(chat(f"w{start}", answer, finished=i % 4 != 0))
+    return chats
+
+
+def distilled_chats(target: TargetModel) -> list[dict[str, Any]]:
+    """The model's own greedy answers to every question of one word, cut off after 12 tokens."""
+    chats = []
+    for i in range(57):
+        question = chat(f"w{i}")["messages"]
+        prompt = target.tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+        token_ids = target.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        answer: list[int] = []
+        while len(answer) < 12 and EOS not in answer:
+            hidden = target.hidden_states(torch.tensor([token_ids + answer]))
+            answer.append(int(target.logits(hidden)[0, -1].argmax()))
+        finished = answer[-1] == EOS
+        chats.append(chat(f"w{i}", " ".join(VOCAB[token] for token in answer if token != EOS), finished=finished))
+    return chats
+
+
+def write_chats(path: Path, records: list[dict[str, Any]]) -> Path:
+    """A JSON lines file, zipped if its name says so."""
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
