@@ -111,7 +111,7 @@ def slow_answer(tokens: list[int], own: SamplingSettings) -> tuple[tuple[int, ..
 stop_texts = st.sampled_from(["<7>", "7", "><", "<7><8>", "8><9", "<1", "9>", "nothing", "<2>", "1><10>"])
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(
     st.lists(st.sampled_from([EOS, 7, 8, 9, 10]), min_size=12, max_size=12),
     st.builds(

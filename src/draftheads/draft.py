@@ -16,7 +16,10 @@ from draftheads.tree import Tree
 
 @dataclass(frozen=True)
 class Draft:
-    """A tree filled with tokens. Node 0 is the root: decided, but not yet in the target's cache."""
+    """A tree filled with tokens. Node 0 is the root: decided, but not yet in the target's cache.
+
+    A parent's index is lower than its children's.
+    """
 
     token_ids: Tensor  # (B, N) int64
     parents: Tensor  # (1 or B, N) int64: node index of the parent; 0 for the root itself
@@ -104,7 +107,9 @@ class TargetWeights:
 class Drafter(Protocol):
     """Something that guesses: a draft head, a small model, a lookup in the text so far."""
 
-    needs_history: bool  # whether a context must carry all tokens (stateful) or only the last accepted one (stateless)
+    @property
+    def needs_history(self) -> bool:
+        """Whether a context must carry all accepted tokens (stateful) or the last one only (stateless)."""
 
     def propose(self, context: Context) -> Draft:
         """Guesses for every row of the context."""

@@ -9,6 +9,7 @@ from draftheads.decode.engine import Engine
 from draftheads.errors import InvalidSettings
 from draftheads.target.fast import exact_bits_by_default, rows_keep_their_bits, speed_up
 from draftheads.target.model import TargetModel
+from draftheads.target.target import check_trees
 from draftheads.tree import Tree
 from draftheads.zoo.registry import find_head
 
@@ -49,6 +50,8 @@ def load(
     drafter = None
     if head is not None:
         drafter = load_head(find_head(fspath(head), fspath(model)), target)
+        if fast:
+            drafter.speed_up()
         if tree is not None:
             drafter.tree = tree
     return Engine(target, drafter, max_batch_size=max_batch_size)
@@ -64,6 +67,7 @@ def load_target(
 ) -> TargetModel:
     """The model alone; arguments and errors as for :func:`load`."""
     target = TargetModel.load(fspath(model), dtype=dtype, device=device)
+    check_trees(target)
     exact = exact_bits_by_default(target.dtype, target.device) if exact_bits is None else exact_bits
     if exact and target.device.type != "cpu":
         raise InvalidSettings(f"exact_bits is for CPUs; the model is on {target.device}")

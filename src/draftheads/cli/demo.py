@@ -20,6 +20,8 @@ from draftheads.cli.prompts import TextPrompt, read_prompts
 from draftheads.cli.show import DRAFTED, quiet_transformers, show_stream
 from draftheads.decode.engine import Engine
 from draftheads.errors import DataError, InvalidSettings
+from draftheads.heads.base import DraftHead
+from draftheads.loading import load_target
 from draftheads.provenance import provenance
 from draftheads.target.fast import exact_bits_by_default, rows_keep_their_bits, speed_up
 from draftheads.target.model import TargetModel
@@ -65,7 +67,7 @@ def run(options: DemoOptions) -> None:
     labels = _labels(options.heads)
     prompts = _prompts(options)
     quiet_transformers()
-    stock = TargetModel.load(options.model, dtype=DTYPES.get(options.dtype))
+    stock = load_target(options.model, dtype=DTYPES.get(options.dtype), fast=False, exact_bits=False)
     plain = _faster(stock, exact_bits=False)
     drafted = _for_heads(stock, plain, exact_bits=options.exact_bits)
     folders = (find_head(name, options.model) for name in options.heads)
@@ -132,6 +134,12 @@ def _references(
     engine = Engine(drafted, max_batch_size=1)
     answers = [result.token_ids for result in engine.generate(prompts, max_new_tokens=max_new_tokens)]
     return dict.fromkeys(heads, answers)
+
+
+def _head(name: str, model: str, target: TargetModel) -> DraftHead:
+    head = load_head(find_head(name, model), target)
+    head.speed_up()
+    return head
 
 
 def _prompts(options: DemoOptions) -> list[TextPrompt]:

@@ -90,7 +90,9 @@ def _print_head(console: Console, saved: SavedHead) -> None:
         "base": saved.model_id,
     }
     _print_section(console, "Head", facts)
-    _print_section(console, "Fingerprints of the base", {name: digits[:16] for name, digits in asdict(saved.fingerprints).items()})
+    _print_section(
+        console, "Fingerprints of the base", {name: digits[:16] for name, digits in asdict(saved.fingerprints).items()}
+    )
     _print_section(console, "Made by", saved.provenance)
     _print_section(console, "Measured", saved.measured)
     if figures := _figures(saved.card):

@@ -35,7 +35,7 @@ class GenerationResult:
 
     @property
     def tokens_per_step(self) -> float:
-        """New tokens per pass of the target, 1.0 for plain decoding; the first token, from the prompt's pass, left out."""
+        """New tokens per pass of the target, 1 for plain decoding, without the first token, from the prompt's pass."""
         return (len(self.token_ids) - 1) / self.num_steps if self.num_steps else 1.0
 
 

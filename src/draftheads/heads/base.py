@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from draftheads.draft import Context, Draft, TargetWeights
 from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.heads.layers import LmHeads
+from draftheads.kernels import LinearPlan, can_pack, replace_linears
 from draftheads.tree import Tree
 
 LmHeadKind = Literal["shared", "own", "low_rank"]
@@ -104,6 +105,14 @@ class DraftHead(nn.Module, ABC):
     def keep(self, rows: Tensor) -> None:
         """Stateless heads have nothing to move when rows leave."""
 
+    def speed_up(self) -> None:
+        """Drafts with the kernels that are fastest for a few rows, where this machine has them; after ``bind``."""
+        weight = self.target_embedding
+        plan = LinearPlan(packed=can_pack(weight.dtype, weight.device), exact_bits=False)
+        if plan.packed:
+            self.lm_heads.plan = plan
+            replace_linears(self, plan)
+
     @property
     def tree(self) -> Tree:
         """The static tree that :meth:`propose` fills."""
@@ -151,8 +160,12 @@ class DraftHead(nn.Module, ABC):
 
     def logits(self, features: Tensor, head_index: int) -> Tensor:
         """Head ``head_index``'s logits over the draft vocabulary: (…, D) -> (…, V')."""
-        return self.lm_heads(features, head_index)
+        found: Tensor = self.lm_heads(features, head_index)
+        return found
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft vocabulary indices as the target's token ids, any shape."""
-        return self.draft_vocab[draft_ids] if self.config.draft_vocab_size else draft_ids
+        if self.config.draft_vocab_size is None:
+            return draft_ids
+        ids: Tensor = self.draft_vocab[draft_ids]
+        return ids

@@ -17,7 +17,7 @@ from draftheads.tree import Tree
 
 @dataclass(frozen=True)
 class HydraConfig(HeadConfig):
-    """Hydra: head i reads h_t and the embeddings of x_{t+1} … x_{t+1+i}; the first of its ``num_layers`` blocks fuses them."""
+    """Hydra: head i reads h_t and the embeddings of x_{t+1} … x_{t+1+i}; its first block fuses them."""
 
     embedding_scale: float = 1.0
     """Embeddings are multiplied by it before a head reads them, so that they weigh as much as hidden states do."""
@@ -84,7 +84,8 @@ class FusionBlock(nn.Module):
 
     def forward(self, u: Tensor) -> Tensor:
         """(…, M) -> (…, D)."""
-        return self.residual(u) + F.silu(self.linear(u))
+        fused: Tensor = self.residual(u) + F.silu(self.linear(u))
+        return fused
 
 
 class HydraHead(DraftHead):

@@ -5,10 +5,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.draft import TargetWeights
+from draftheads.kernels import LinearPlan, WeightPacks, linear
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(W x + b), (…, D) -> (…, D): Medusa section 3.1.1. W and b start at zero, so the block starts as the identity."""
+    """x + SiLU(W x + b), Medusa section 3.1.1. W and b start at zero, so the block starts as the identity."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -24,20 +25,23 @@ class ResidualBlock(nn.Module):
 class LmHeads(nn.Module):
     """Features to logits for K heads, in three kinds.
 
-    shared: the target's own lm_head, one frozen matrix that is not saved. own: a matrix per head. low_rank: D -> r -> V' per head.
+    shared: the target's own lm_head, one frozen matrix that is not saved. own: a matrix per head. low_rank: per head
+    D -> r -> V'.
     """
 
     def __init__(self, num_heads: int, hidden_size: int, num_tokens: int, *, kind: str, rank: int) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind, self.rank = kind, rank
         self.register_buffer("shared", None, persistent=False)  # (V', D)
         self.register_buffer("shared_bias", None, persistent=False)  # (V',)
         self.logit_scale = 1.0
+        self.plan = LinearPlan(packed=False, exact_bits=False)
+        self.packs = WeightPacks()
         if kind == "own":
-            self.heads = nn.ModuleList(nn.Linear(hidden_size, num_tokens, bias=False) for _ in range(num_heads))
+            self.heads = _linears(num_heads, hidden_size, num_tokens)
         elif kind == "low_rank":
-            self.down = nn.ModuleList(nn.Linear(hidden_size, rank, bias=False) for _ in range(num_heads))
-            self.up = nn.ModuleList(nn.Linear(rank, num_tokens, bias=False) for _ in range(num_heads))
+            self.down = _linears(num_heads, hidden_size, rank)
+            self.up = _linears(num_heads, rank, num_tokens)
 
     shared: Tensor | None
     shared_bias: Tensor | None
@@ -60,22 +64,34 @@ class LmHeads(nn.Module):
         with torch.no_grad():
             if self.kind == "own":
                 for head in self.heads:
-                    head.weight.copy_(matrix)
+                    _fill(head, matrix)
                 return
-            rank = self.down[0].weight.shape[0]
+            rank = self.rank
             # W ≈ U S Vᵀ through the D x D Gram matrix: V' is large and D small
             values, vectors = torch.linalg.eigh(matrix.T @ matrix)
             top = vectors[:, values.argsort(descending=True)[:rank]]  # (D, r)
             for down, up in zip(self.down, self.up, strict=True):
-                down.weight.copy_(top.T)
-                up.weight.copy_(matrix @ top)
+                _fill(down, top.T)
+                _fill(up, matrix @ top)
 
     def forward(self, features: Tensor, head_index: int) -> Tensor:
         """(…, D) -> (…, V') for one head."""
         if self.kind == "shared":
             assert self.shared is not None, "bind() gives the head its target's lm_head before it is used"
-            logits = F.linear(features, self.shared, self.shared_bias)
+            logits = linear(features, self.shared, self.shared_bias, self.plan, self.packs)
             return logits if self.logit_scale == 1.0 else logits * self.logit_scale
         if self.kind == "own":
-            return self.heads[head_index](features)
-        return self.up[head_index](self.down[head_index](features))
+            own: Tensor = self.heads[head_index](features)
+            return own
+        low_rank: Tensor = self.up[head_index](self.down[head_index](features))
+        return low_rank
+
+
+def _linears(count: int, in_features: int, out_features: int) -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(in_features, out_features, bias=False) for _ in range(count))
+
+
+def _fill(layer: nn.Module, values: Tensor) -> None:
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    weight.copy_(values)

@@ -16,6 +16,7 @@ from draftheads.errors import UnsupportedModel
 from draftheads.target.pretrained import load_pretrained
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+_SLOT_BOUND_TYPES = {"bloom", "gpt_neo", "mpt"}  # by ALiBi, or by a causal mask of their own
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +39,11 @@ class TargetModel:
             raise UnsupportedModel(
                 f"{self.model_id} has {what}: "
                 "drafts are rewound by dropping cache entries, which needs plain attention layers"
+            )
+        if self.config.model_type in _SLOT_BOUND_TYPES or getattr(self.config, "alibi", False):
+            raise UnsupportedModel(
+                f"{self.model_id} ({self.config.model_type}) places tokens by their slot in the cache: "
+                "the nodes of a tree need attention that goes by positions and masks alone"
             )
         self._check_logits()
 

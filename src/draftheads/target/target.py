@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from draftheads.draft import Draft, Verdict
+from draftheads.errors import UnsupportedModel
 from draftheads.target.kv_cache import SlotCache
 from draftheads.target.masks import as_float_mask, tree_visibility, within_window
 from draftheads.target.model import TargetModel
+from draftheads.tree import Tree
 
 PREFILL_CHUNK = 512  # tokens of a long prompt per pass: bounds the mask and the activations
 
@@ -121,3 +123,35 @@ class Target:
             seen = visible if window is None else visible & within_window(lengths, depths, span, window)
             masks[kind] = as_float_mask(seen, self.model.dtype)
         return masks if len(masks) > 1 else masks[kinds[0]]
+
+
+@torch.inference_mode()
+def check_trees(model: TargetModel) -> None:
+    """Reads a small tree below two texts of different lengths, and each of its paths as plain text: logits must agree.
+
+    Raises:
+        UnsupportedModel: they do not, so the model would decode something else with drafts than without.
+    """
+    tree = Tree.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 1)])
+    texts = [[token % model.vocab_size for token in text] for text in ([3, 11, 7, 5, 2], [13])]
+    tokens = torch.arange(2 * tree.num_nodes, device=model.device).view(2, -1) * 5 % model.vocab_size  # (2, N)
+    target = Target(model)
+    try:
+        target.prefill(texts)
+        found = target.verify(Draft.on_tree(tree, tokens))[0].flatten(0, 1)  # (2·N, V)
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedModel(f"{model.model_id} cannot read a tree of drafts: {error}") from error
+    paths = [
+        text + [int(nodes[tree.paths.index(path[:depth])]) for depth in range(len(path) + 1)]
+        for text, nodes in zip(texts, tokens, strict=True)
+        for path in tree.paths
+    ]
+    last = torch.tensor([len(path) - 1 for path in paths], device=model.device)
+    plain = torch.tensor([path + [0] * (int(last.max()) + 1 - len(path)) for path in paths], device=model.device)
+    expected = model.logits(model.hidden_states(plain)[torch.arange(len(paths), device=model.device), last])
+    gap = float((found.float() - expected.float()).abs().max()) / max(1.0, float(expected.abs().max()))
+    if not gap <= (1e-3 if model.dtype == torch.float32 else 5e-2):
+        raise UnsupportedModel(
+            f"{model.model_id}: logits in a tree of drafts differ from those of a plain text by {gap:.1%}; "
+            "its attention goes by something else than positions and masks"
+        )

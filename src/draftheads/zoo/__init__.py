@@ -1,0 +1,1 @@
+"""Trained heads that come with the package."""

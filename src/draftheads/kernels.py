@@ -1,0 +1,138 @@
+"""Linear layers by the kernels that are fastest for a handful of rows on a CPU; pure functions and one cache.
+
+MKL multiplies a few rows by a plain row-major weight at a fraction of memory speed; with the weight packed once for the
+number of rows it is up to four times faster. oneDNN gains likewise in bf16 where the CPU has it.
+
+A kernel may sum in another order when it is given another number of rows. At a multiple of eight rows MKL and oneDNN
+give a row the same bits whoever its neighbours are: what ``exact_bits`` makes use of.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ROW_BUCKETS = (8, 16, 32, 64)  # numbers of rows that weights are packed for
+FEW_ROWS = 2  # up to here MKL's own kernels read a plain weight at memory speed
+EXACT_ROWS = 8  # a multiple of this many rows gives each row the same bits
+MAX_TREE_ROWS = 128  # more rows than this are a prompt, whose shape does not depend on the drafter
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """How linear layers are computed."""
+
+    packed: bool  # weights are packed once for the kernels
+    exact_bits: bool  # rows are padded so that their bits do not depend on their number
+
+
+class WeightPacks:
+    """Packed copies of weights, for at most ``max_sizes`` numbers of rows: each is one more copy of the weights."""
+
+    def __init__(self, max_sizes: int = 2) -> None:
+        self.max_sizes = max_sizes
+        # rows -> weight's identity -> the weight (so that its identity stays its own) and its pack
+        self._packs: OrderedDict[int, dict[int, tuple[Tensor, Tensor]]] = OrderedDict()
+
+    def get(self, rows: int, weight: Tensor) -> Tensor:
+        """The weight packed for that many rows; the size unused for longest makes room."""
+        if rows not in self._packs:
+            while len(self._packs) >= self.max_sizes:
+                self._packs.popitem(last=False)
+            self._packs[rows] = {}
+        self._packs.move_to_end(rows)
+        packs = self._packs[rows]
+        if id(weight) not in packs:
+            packs[id(weight)] = (weight, _pack(weight, rows))
+        return packs[id(weight)][1]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, packs: WeightPacks) -> Tensor:
+    """X Wᵀ + b, (…, in) -> (…, out), by the plan."""
+    out_features, in_features = weight.shape
+    num_rows = x.numel() // in_features
+    mkl = weight.dtype == torch.float32
+    few = mkl and num_rows <= FEW_ROWS and not plan.exact_bits
+    many = num_rows > (MAX_TREE_ROWS if plan.exact_bits else ROW_BUCKETS[-1])
+    if few or many or torch.is_grad_enabled() or not (plan.packed or plan.exact_bits):
+        return F.linear(x, weight, bias)
+    rows = x.reshape(num_rows, in_features)
+    chunks = [_chunk(chunk, weight, bias, plan, packs) for chunk in rows.split(ROW_BUCKETS[-1])]
+    out = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+    return out.reshape(*x.shape[:-1], out_features)
+
+
+class FastLinear(nn.Linear):
+    """``nn.Linear`` by :func:`linear`; shares the parameters of the layer it stands for."""
+
+    def __init__(self, layer: nn.Linear, plan: LinearPlan, packs: WeightPacks) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.weight, self.bias = layer.weight, layer.bias
+        self.plan, self.packs = plan, packs
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, in) -> (…, out)."""
+        return linear(x, self.weight, self.bias, self.plan, self.packs)
+
+
+def replace_linears(module: nn.Module, plan: LinearPlan) -> WeightPacks:
+    """Puts a :class:`FastLinear` in the place of every plain ``nn.Linear`` below; parameters and their names stay."""
+    packs = WeightPacks()
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, FastLinear(child, plan, packs))
+    return packs
+
+
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this build of PyTorch packs weights of that type on that device, and it is faster there."""
+    if device.type != "cpu":
+        return False
+    if dtype == torch.float32:
+        return torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear")
+    return dtype == torch.bfloat16 and native_bf16() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def native_bf16() -> bool:
+    """Whether the CPU multiplies bf16 itself (otherwise it is emulated and slower than fp32)."""
+    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, lambda: False)() for name in checks)
+
+
+def _chunk(rows: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, packs: WeightPacks) -> Tensor:
+    """(n, in) -> (n, out) for n up to the largest bucket."""
+    mkl = plan.packed and weight.dtype == torch.float32
+    count = len(rows)
+    if mkl:
+        padded = next(size for size in ROW_BUCKETS if count <= size)
+    else:
+        padded = -(-count // EXACT_ROWS) * EXACT_ROWS if plan.exact_bits else count
+    if count < padded:
+        rows = F.pad(rows, (0, 0, 0, padded - count))
+    if not plan.packed:
+        return F.linear(rows, weight, bias)[:count]
+    # a pack of MKL's serves one number of rows, oneDNN's serves all
+    packed = packs.get(padded if mkl else ROW_BUCKETS[-1], weight)
+    return _packed_product(rows, packed, weight, bias)[:count]
+
+
+def _pack(weight: Tensor, rows: int) -> Tensor:
+    packed: Tensor
+    if weight.dtype == torch.float32:
+        packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, rows)
+    else:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    return packed
+
+
+def _packed_product(rows: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out: Tensor
+    if weight.dtype == torch.float32:
+        out = torch.ops.mkl._mkl_linear(rows, packed, weight, bias, len(rows))
+    else:
+        out = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+    return out
