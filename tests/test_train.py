@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from draftheads.checkpoint import load_head
 from draftheads.cli import train as command
 from draftheads.data import extract
-from draftheads.data.batches import plan_batches, split_held_out
+from draftheads.data.batches import collate, plan_batches, split_held_out
 from draftheads.data.extract import build_features, load_texts
 from draftheads.data.features import FeatureStore, shard_path
 from draftheads.draft import Context
@@ -200,6 +200,41 @@ def test_ranks_count_better_guesses_and_misses(target: TargetModel, features: Pa
     for best in (1, 3, 10):
         shares = [sum(rank < best for rank in expected[i]) / len(expected[i]) for i in range(2)]
         assert found.accuracy(best) == pytest.approx(shares)
+
+
+@pytest.mark.parametrize("method", ["medusa", "hydra"])
+@pytest.mark.parametrize("loss", ["teacher", "hard"])
+def test_losses_are_those_of_the_definition(
+    target: TargetModel, features: Path, tmp_path: Path, method: str, loss: Any
+) -> None:
+    settings = options(tmp_path / "out", features, method=method, loss=loss, draft_vocab_size=20)
+    store = FeatureStore(features)
+    head = run.new_head(settings, target.weights, store, range(len(store)), target.eos_ids)
+    for block in head.parameters():
+        torch.nn.init.normal_(block, std=0.1)
+    vocab = head.draft_vocab.tolist()
+    expected: list[list[float]] = [[], [], []]
+    for document in list(store)[:6]:
+        hidden, text, mask = document.hidden.float(), document.token_ids, document.loss_mask
+        teacher = target.logits(hidden)[:, head.draft_vocab].softmax(-1)
+        features_of = head(hidden[None], text[None])[:, 0].detach()
+        for i in range(3):
+            for t in range(len(text) - 2 - i):
+                if mask[t + 1] and mask[t + 2 + i]:
+                    log_probs = head.logits(features_of[i, t], i).log_softmax(-1)
+                    if loss == "teacher":
+                        expected[i].append(-float(teacher[t + 1 + i] @ log_probs))
+                    elif int(text[t + 2 + i]) in vocab:
+                        expected[i].append(-float(log_probs[vocab.index(int(text[t + 2 + i]))]))
+    means = [sum(losses) / len(losses) for losses in expected]
+    learner = Learner(head, target.weights, loss=loss, depth_decay=0.5)
+    for skip_prompts in (False, True):
+        batch = collate(list(store)[:6], skip_prompts=skip_prompts)
+        found = learner(**vars(batch))
+        assert found["head_losses"].tolist() == pytest.approx(means, rel=1e-5)
+        assert found["loss"].item() == pytest.approx(means[0] + means[1] / 2 + means[2] / 4, rel=1e-5)
+    measured_losses = measure(learner, store, range(6), batch_tokens=100).losses
+    assert measured_losses.tolist() == pytest.approx(means, rel=1e-5)
 
 
 @pytest.mark.parametrize("lm_head", ["shared", "own", "low_rank"])

@@ -65,17 +65,21 @@ def counting_chats(number: int) -> list[dict[str, Any]]:
 
 def distilled_chats(target: TargetModel) -> list[dict[str, Any]]:
     """The model's own greedy answers to every question of one word, cut off after 12 tokens."""
+    questions = [f"w{i}" for i in range(57)]
+    prompts = [
+        target.tokenizer.apply_chat_template(chat(question)["messages"], add_generation_prompt=True, tokenize=False)
+        for question in questions
+    ]
+    texts = torch.tensor(target.tokenizer(prompts, add_special_tokens=False)["input_ids"])
+    start = texts.shape[1]
+    for _ in range(12):
+        next_ids = target.logits(target.hidden_states(texts)[:, -1]).argmax(-1)
+        texts = torch.cat([texts, next_ids[:, None]], 1)
     chats = []
-    for i in range(57):
-        question = chat(f"w{i}")["messages"]
-        prompt = target.tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
-        token_ids = target.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        answer: list[int] = []
-        while len(answer) < 12 and EOS not in answer:
-            hidden = target.hidden_states(torch.tensor([token_ids + answer]))
-            answer.append(int(target.logits(hidden)[0, -1].argmax()))
-        finished = answer[-1] == EOS
-        chats.append(chat(f"w{i}", " ".join(VOCAB[token] for token in answer if token != EOS), finished=finished))
+    for question, answer in zip(questions, texts[:, start:].tolist(), strict=True):
+        finished = EOS in answer
+        words = answer[: answer.index(EOS)] if finished else answer
+        chats.append(chat(question, " ".join(VOCAB[token] for token in words), finished=finished))
     return chats
 
 

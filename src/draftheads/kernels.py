@@ -8,13 +8,17 @@ give a row the same bits whoever its neighbours are: what ``exact_bits`` makes u
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-ROW_BUCKETS = (8, 16, 32, 64)  # numbers of rows that weights are packed for
+# Any: an operator, or None in builds without MKL
+_MKL_LINEAR: Any = getattr(torch.ops.mkl, "_mkl_linear", None)
+ROW_BUCKETS = (8, 12, 16, 24, 32, 64)  # numbers of rows that weights are packed for
 FEW_ROWS = 2  # up to here MKL's own kernels read a plain weight at memory speed
 EXACT_ROWS = 8  # a multiple of this many rows gives each row the same bits
 MAX_TREE_ROWS = 128  # more rows than this are a prompt, whose shape does not depend on the drafter
@@ -35,18 +39,25 @@ class WeightPacks:
         self.max_sizes = max_sizes
         # rows -> weight's identity -> the weight (so that its identity stays its own) and its pack
         self._packs: OrderedDict[int, dict[int, tuple[Tensor, Tensor]]] = OrderedDict()
+        self._latest = -1
 
     def get(self, rows: int, weight: Tensor) -> Tensor:
         """The weight packed for that many rows; the size unused for longest makes room."""
+        if rows != self._latest:
+            self._turn_to(rows)
+        packs = self._packs[rows]
+        found = packs.get(id(weight))
+        if found is None:
+            found = packs[id(weight)] = (weight, _pack(weight, rows))
+        return found[1]
+
+    def _turn_to(self, rows: int) -> None:
         if rows not in self._packs:
             while len(self._packs) >= self.max_sizes:
                 self._packs.popitem(last=False)
             self._packs[rows] = {}
         self._packs.move_to_end(rows)
-        packs = self._packs[rows]
-        if id(weight) not in packs:
-            packs[id(weight)] = (weight, _pack(weight, rows))
-        return packs[id(weight)][1]
+        self._latest = rows
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, packs: WeightPacks) -> Tensor:
@@ -54,6 +65,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, pac
     out_features, in_features = weight.shape
     num_rows = x.numel() // in_features
     mkl = weight.dtype == torch.float32
+    exact = not plan.exact_bits or num_rows % EXACT_ROWS == 0
+    if num_rows in ROW_BUCKETS and exact and plan.packed and mkl and not torch.is_grad_enabled():  # every step: no detours
+        packed: Tensor = _MKL_LINEAR(x, packs.get(num_rows, weight), weight, bias, num_rows)
+        return packed
     few = mkl and num_rows <= FEW_ROWS and not plan.exact_bits
     many = num_rows > (MAX_TREE_ROWS if plan.exact_bits else ROW_BUCKETS[-1])
     if few or many or torch.is_grad_enabled() or not (plan.packed or plan.exact_bits):
@@ -78,13 +93,67 @@ class FastLinear(nn.Linear):
         return linear(x, self.weight, self.bias, self.plan, self.packs)
 
 
+class Siblings:
+    """Linear layers that are called one after the other with the same input: one product serves them all."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self.sizes = [layer.out_features for layer in layers]
+        self.weight = torch.cat([layer.weight.detach() for layer in layers])
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        self.bias = torch.cat([bias.detach() for bias in biases]) if len(biases) == len(layers) else None
+        self._input: Tensor | None = None
+        self._outputs: tuple[Tensor, ...] = ()
+        self._num_reads = 0
+
+    def output(self, index: int, x: Tensor, plan: LinearPlan, packs: WeightPacks) -> Tensor:
+        """What layer ``index`` makes of x; the last one to ask drops the results."""
+        if x is not self._input:
+            self._input, self._num_reads = x, 0
+            self._outputs = linear(x, self.weight, self.bias, plan, packs).split(self.sizes, -1)
+        out = self._outputs[index]
+        self._num_reads += 1
+        if self._num_reads == len(self.sizes):
+            self._input, self._outputs = None, ()
+        return out
+
+
+class SiblingLinear(FastLinear):
+    """One of :class:`Siblings`; its weight is a view of theirs."""
+
+    def __init__(
+        self, layer: nn.Linear, plan: LinearPlan, packs: WeightPacks, siblings: Siblings, index: int
+    ) -> None:
+        super().__init__(layer, plan, packs)
+        self.siblings, self.index = siblings, index
+        start = sum(siblings.sizes[:index])
+        rows = slice(start, start + self.out_features)
+        self.weight = nn.Parameter(siblings.weight[rows], requires_grad=False)
+        if siblings.bias is not None:
+            self.bias = nn.Parameter(siblings.bias[rows], requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, in) -> (…, out)."""
+        if torch.is_grad_enabled():
+            return F.linear(x, self.weight, self.bias)
+        return self.siblings.output(self.index, x, self.plan, self.packs)
+
+
+# modules that transformers' models (and Hydra heads) call one after the other with the very same tensor
+_SIBLING_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("residual", "linear"))
+
+
 def replace_linears(module: nn.Module, plan: LinearPlan) -> WeightPacks:
-    """Puts a :class:`FastLinear` in the place of every plain ``nn.Linear`` below; parameters and their names stay."""
+    """Puts a :class:`FastLinear` in the place of every plain ``nn.Linear`` below; parameters' names and values stay."""
     packs = WeightPacks()
     for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                setattr(parent, name, FastLinear(child, plan, packs))
+        layers = {name: child for name, child in parent.named_children() if type(child) is nn.Linear}
+        for names in _SIBLING_NAMES:
+            if all(name in layers for name in names):
+                siblings = Siblings([layers[name] for name in names])
+                for index, name in enumerate(names):
+                    setattr(parent, name, SiblingLinear(layers.pop(name), plan, packs, siblings, index))
+        for name, child in layers.items():
+            setattr(parent, name, FastLinear(child, plan, packs))
     return packs
 
 
@@ -93,7 +162,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     if device.type != "cpu":
         return False
     if dtype == torch.float32:
-        return torch.backends.mkl.is_available() and hasattr(torch.ops.mkl, "_mkl_linear")
+        return torch.backends.mkl.is_available() and _MKL_LINEAR is not None
     return dtype == torch.bfloat16 and native_bf16() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -108,7 +177,7 @@ def _chunk(rows: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, 
     mkl = plan.packed and weight.dtype == torch.float32
     count = len(rows)
     if mkl:
-        padded = next(size for size in ROW_BUCKETS if count <= size)
+        padded = next(size for size in ROW_BUCKETS if count <= size and not (plan.exact_bits and size % EXACT_ROWS))
     else:
         padded = -(-count // EXACT_ROWS) * EXACT_ROWS if plan.exact_bits else count
     if count < padded:
@@ -132,7 +201,7 @@ def _pack(weight: Tensor, rows: int) -> Tensor:
 def _packed_product(rows: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out: Tensor
     if weight.dtype == torch.float32:
-        out = torch.ops.mkl._mkl_linear(rows, packed, weight, bias, len(rows))
+        out = _MKL_LINEAR(rows, packed, weight, bias, len(rows))
     else:
         out = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
     return out

@@ -9,6 +9,7 @@ kernels that sum in another order at another shape. With ``exact_bits`` every pr
 attention is summed in fp64 and rounded once, so that the slots in which the keys lie do not show.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def grouped_attention(
     batch, heads, nodes, size = query.shape
     groups = key.shape[1]
     rows = query.reshape(batch, groups, heads // groups * nodes, size)
-    mask = None if attention_mask is None else attention_mask.repeat(1, 1, heads // groups, 1)
+    mask = None if attention_mask is None else _REPEATED.of(attention_mask, heads // groups)
     causal = attention_mask is None and nodes > 1
     if causal:  # a whole text without a mask: the heads of a group must not stand as rows of one causal square
         out = F.scaled_dot_product_attention(
@@ -105,6 +106,21 @@ def exact_attention(
     return out.view(batch, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
+class _LastMask:
+    """A mask repeated for the heads of a group: the layers of a pass share it, the next pass brings another."""
+
+    def __init__(self) -> None:
+        self._key: tuple[weakref.ref[Tensor], int] | None = None
+        self._repeated: Tensor | None = None
+
+    def of(self, mask: Tensor, times: int) -> Tensor:
+        """(b, 1, N, S) -> (b, 1, times · N, S)."""
+        if self._key is None or self._key[0]() is not mask or self._key[1] != times or self._repeated is None:
+            self._key, self._repeated = (weakref.ref(mask), times), mask.repeat(1, 1, times, 1)
+        return self._repeated
+
+
+_REPEATED = _LastMask()
 AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)
 AttentionInterface.register(EXACT_ATTENTION, exact_attention)
 

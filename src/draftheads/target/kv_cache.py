@@ -19,6 +19,7 @@ class Window:
     rows: slice = field(default_factory=lambda: slice(0, 0))  # neighbouring rows
     row_index: Tensor = field(default_factory=lambda: torch.empty(0, 1, dtype=torch.long))  # (b, 1): the same rows
     slots: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.long))  # (b, T): where new entries go
+    start: int | None = None  # the first of them, where they are the same neighbours in every row
     span: int = 0  # slots 0 … span-1 are read
 
 
@@ -52,8 +53,14 @@ class SlotLayer(CacheLayerMixin):
             self.window.slots,
             self.window.span,
         )
-        self.keys[index, :, slots] = key_states.transpose(1, 2)
-        self.values[index, :, slots] = value_states.transpose(1, 2)
+        start = self.window.start
+        if start is None:
+            self.keys[index, :, slots] = key_states.transpose(1, 2)
+            self.values[index, :, slots] = value_states.transpose(1, 2)
+        else:  # the same slots in every row: a plain copy
+            stop = start + slots.shape[1]
+            self.keys[rows, :, start:stop] = key_states
+            self.values[rows, :, start:stop] = value_states
         return self.keys[rows, :, :span], self.values[rows, :, :span]
 
     def resize(self, rows: int, capacity: int) -> None:

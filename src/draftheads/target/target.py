@@ -96,6 +96,7 @@ class Target:
         lengths = torch.tensor(starts, device=tokens.device)
         window = self.cache.window
         window.rows, window.span = rows, span
+        window.start = starts[0] if len(set(starts)) == 1 else None
         window.row_index = torch.arange(rows.start, rows.stop, device=tokens.device)[:, None]
         window.slots = lengths[:, None] + torch.arange(nodes, device=tokens.device)
         output = self.model.decoder(

@@ -1,0 +1,143 @@
+"""Sampled answers of the whole decoder have the model's own distribution, whoever drafts them."""
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from draftheads.accept import accept
+from draftheads.decode.engine import Engine
+from draftheads.draft import Draft, Drafter, Verdict
+from draftheads.sampling import RowSettings, SamplingSettings, choose
+from draftheads.target.model import TargetModel
+from draftheads.tree import Tree
+from families import PROMPTS, TREES, tiny_head, tiny_model
+
+PROMPT = [5, 6, 7]
+LENGTH = 3  # tokens of an answer
+SAMPLED = SamplingSettings(max_new_tokens=LENGTH, temperature=0.8, top_k=8, top_p=0.9, ignore_eos=True)
+WIDE = Tree.cartesian([6, 3])
+NUM_ANSWERS = 3000
+# A right decoder's statistic is as extreme as this for one choice of seeds in a million; these seeds are fixed.
+ODDS = 1e-6
+Answer = tuple[int, ...]
+
+
+def next_probabilities(model: TargetModel, text: list[int]) -> Tensor:
+    """(V,) what the model's next token is drawn from, processed by transformers."""
+    scores = model.model(torch.tensor([text])).logits[:, -1].double()
+    for warper in (TemperatureLogitsWarper(0.8), TopKLogitsWarper(8), TopPLogitsWarper(0.9)):
+        scores = warper(torch.tensor([text]), scores)
+    probs: Tensor = scores[0].softmax(-1)
+    return probs
+
+
+def joint_distribution(model: TargetModel) -> dict[Answer, float]:
+    """Of every possible answer, by one pass of the model per context."""
+    found: dict[Answer, float] = {(): 1.0}
+    for _ in range(LENGTH):
+        longer: dict[Answer, float] = {}
+        for answer, mass in found.items():
+            probs = next_probabilities(model, PROMPT + list(answer)).tolist()
+            longer |= {(*answer, token): mass * p for token, p in enumerate(probs) if p > 0}
+        found = longer
+    return found
+
+
+def sampled_answers(model: TargetModel, drafter: Drafter | None) -> Counter[Answer]:
+    engine = Engine(model, drafter, max_batch_size=NUM_ANSWERS)
+    sequences = [engine.sequences([PROMPT], SAMPLED, seed=seed)[0] for seed in range(NUM_ANSWERS)]
+    for _ in engine.run(sequences):
+        pass
+    return Counter(sequence.result().token_ids for sequence in sequences)
+
+
+def p_value(counts: Counter[Answer], expected: dict[Answer, float]) -> float:
+    """Of Pearson's chi-square test; answers expected less than five times are one cell together."""
+    total = counts.total()
+    common = {answer: mass * total for answer, mass in expected.items() if mass * total >= 5}
+    cells = [(counts[answer], mean) for answer, mean in common.items()]
+    rare = total - sum(mean for _, mean in cells)
+    cells.append((total - sum(count for count, _ in cells), max(rare, 1e-9)))
+    assert len(cells) > 30, "a distribution of few answers tests little"
+    statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
+    half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+@pytest.fixture(scope="module")
+def model() -> TargetModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def exact(model: TargetModel) -> dict[Answer, float]:
+    joint = joint_distribution(model)
+    assert sum(joint.values()) == pytest.approx(1.0)
+    return joint
+
+
+@pytest.mark.parametrize("method", ["plain", "medusa", "hydra"])
+def test_answers_have_the_models_distribution(model: TargetModel, exact: dict[Answer, float], method: str) -> None:
+    head = None if method == "plain" else tiny_head(method, model)
+    if head is not None:
+        head.tree = WIDE
+    counts = sampled_answers(model, head)
+    assert counts.total() == NUM_ANSWERS
+    assert set(counts) <= set(exact), "an answer that the model cannot give"
+    assert p_value(counts, exact) > ODDS
+
+
+def resampling(
+    draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None = None
+) -> Verdict:
+    """A wrong rule: where no guess is right, the next token is drawn anew, as if nothing had been tried."""
+    verdict = accept(draft, logits, rows, uniforms, seen)
+    batch = torch.arange(len(logits))
+    last = verdict.num_accepted - 1
+    again = (uniforms[batch, last] * 7919.0) % 1.0
+    fresh = choose(logits[batch, verdict.path[batch, last]], rows, seen, again)
+    rejected = last < draft.max_depth
+    return Verdict(verdict.path, verdict.num_accepted, torch.where(rejected, fresh, verdict.next_ids))
+
+
+def greedy_root(
+    draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None = None
+) -> Verdict:
+    """Another: the token after the accepted path is the likeliest."""
+    verdict = accept(draft, logits, rows, uniforms, seen)
+    batch = torch.arange(len(logits))
+    best = logits[batch, verdict.path[batch, verdict.num_accepted - 1]].argmax(-1)
+    return Verdict(verdict.path, verdict.num_accepted, best)
+
+
+@pytest.mark.parametrize("wrong", [resampling, greedy_root])
+def test_wrong_rules_are_found_out(
+    model: TargetModel, exact: dict[Answer, float], monkeypatch: pytest.MonkeyPatch, wrong: object
+) -> None:
+    monkeypatch.setattr("draftheads.decode.batch.accept", wrong)
+    head = tiny_head("hydra", model)
+    head.tree = WIDE
+    assert p_value(sampled_answers(model, head), exact) < ODDS
+
+
+@pytest.mark.parametrize("tree", ["chain", "ragged", "64 nodes"])
+@pytest.mark.parametrize("method", ["medusa", "hydra"])
+def test_a_seeds_answer_is_plain_decodings_token_for_token(model: TargetModel, method: str, tree: str) -> None:
+    """A random number belongs to a place in the answer, so drafting changes no token (in fp32)."""
+    cases = list(itertools.product(PROMPTS, [0.5, 1.0], [1.0, 1.25]))
+    own = [
+        SamplingSettings(max_new_tokens=30, temperature=t, top_p=0.95, repetition_penalty=r, ignore_eos=True, seed=n)
+        for n, (_, t, r) in enumerate(cases)
+    ]
+    prompts = [prompt for prompt, _, _ in cases]
+    head = tiny_head(method, model)
+    head.tree = TREES[tree]
+    plain = Engine(model).generate(prompts, own)
+    drafted = Engine(model, head).generate(prompts, own)
+    assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
+    assert max(result.tokens_per_step for result in drafted) > 1.0, "nothing was ever accepted"
+    assert len({result.token_ids for result in plain}) == len(cases)

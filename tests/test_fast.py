@@ -1,0 +1,354 @@
+"""The faster kernels: the same numbers as the plain ones, and with exact bits the same bits at every shape."""
+
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, tiny_model
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from draftheads.target.fast import (
+    EXACT_ATTENTION,
+    EXACT_ROWS,
+    GROUPED_ATTENTION,
+    MAX_TREE_ROWS,
+    ROW_BUCKETS,
+    FastLinear,
+    LinearPlan,
+    WeightPacks,
+    can_pack,
+    exact_attention,
+    exact_bits_by_default,
+    grouped_attention,
+    rows_keep_their_bits,
+    speed_up,
+)
+from draftheads.target.masks import as_float_mask
+
+CPU = torch.device("cpu")
+COUNTS = [*range(1, 10), 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200]
+BF16_PACKS = pytest.mark.skipif(not can_pack(torch.bfloat16, CPU), reason="this CPU multiplies no bf16 itself")
+
+
+def linear(in_features: int = 48, out_features: int = 40, *, bias: bool, dtype: torch.dtype) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(in_features, out_features, bias=bias).to(dtype).requires_grad_(requires_grad=False)
+
+
+def fast(layer: nn.Linear, *, packed: bool, exact_bits: bool) -> FastLinear:
+    return FastLinear(layer, LinearPlan(packed=packed, exact_bits=exact_bits), WeightPacks())
+
+
+@pytest.mark.parametrize("exact_bits", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@torch.inference_mode()
+def test_a_fast_layer_is_the_layer(packed: bool, exact_bits: bool, bias: bool):
+    if packed and not can_pack(torch.float32, CPU):
+        pytest.skip("this build of PyTorch has no MKL")
+    layer = linear(bias=bias, dtype=torch.float32)
+    quick = fast(layer, packed=packed, exact_bits=exact_bits)
+    x = torch.randn(200, 48)
+    for count in COUNTS:
+        expected = F.linear(x[:count], layer.weight, layer.bias)
+        # 48 products of about 1 · 0.1: what fp32 can differ by in another order
+        torch.testing.assert_close(quick(x[:count]), expected, rtol=0, atol=2e-6)
+        for shape in ((1, count, 48), (count, 1, 48)):
+            found = quick(x[:count].reshape(shape))
+            assert found.shape == (*shape[:-1], 40)
+            torch.testing.assert_close(found.reshape(count, 40), expected, rtol=0, atol=2e-6)
+    assert quick(x[:0]).shape == (0, 40)
+    every_other = x[:40].reshape(2, 20, 48).transpose(0, 1)  # not contiguous
+    torch.testing.assert_close(
+        quick(every_other), F.linear(every_other, layer.weight, layer.bias), rtol=0, atol=2e-6
+    )
+
+
+@BF16_PACKS
+@pytest.mark.parametrize("exact_bits", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@torch.inference_mode()
+def test_a_fast_layer_in_bf16(exact_bits: bool, bias: bool):
+    layer = linear(bias=bias, dtype=torch.bfloat16)
+    quick = fast(layer, packed=True, exact_bits=exact_bits)
+    x = torch.randn(200, 48, dtype=torch.bfloat16)
+    for count in COUNTS:
+        expected = F.linear(x[:count], layer.weight, layer.bias)
+        torch.testing.assert_close(quick(x[:count]), expected, rtol=2**-7, atol=1e-3)
+
+
+def test_training_takes_the_plain_product():
+    """Packed products have no gradient."""
+    layer = linear(bias=True, dtype=torch.float32).requires_grad_()
+    quick = fast(layer, packed=can_pack(torch.float32, CPU), exact_bits=False)
+    x = torch.randn(12, 48, requires_grad=True)
+    quick(x).square().sum().backward()
+    found, x.grad = x.grad, None
+    F.linear(x, layer.weight, layer.bias).square().sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(found, x.grad)
+
+
+# --- which rows are padded to what ---
+
+
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Products as they are asked for: by which kernel, of how many rows."""
+    asked: list[tuple[str, int]] = []
+
+    def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        asked.append(("plain", x.numel() // x.shape[-1]))
+        return torch.addmm(torch.zeros(()) if bias is None else bias, x.reshape(-1, x.shape[-1]), weight.T)
+
+    def packed(x: Tensor, pack: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        asked.append(("packed", len(x)))
+        return x @ weight.T
+
+    monkeypatch.setattr("draftheads.target.fast.F.linear", plain)
+    monkeypatch.setattr("draftheads.target.fast._packed_product", packed)
+    monkeypatch.setattr("draftheads.target.fast._pack", lambda weight, rows: weight)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("packed", "exact_bits", "count", "expected"),
+    [
+        (True, False, 1, [("plain", 1)]),  # MKL's own kernels are as fast here
+        (True, False, 2, [("plain", 2)]),
+        (True, False, 3, [("packed", 8)]),
+        (True, False, 9, [("packed", 16)]),
+        (True, False, 33, [("packed", 64)]),
+        (True, False, 65, [("plain", 65)]),  # a prompt
+        (True, True, 1, [("packed", 8)]),
+        (True, True, 64, [("packed", 64)]),
+        (True, True, 65, [("packed", 64), ("packed", 8)]),
+        (True, True, 128, [("packed", 64), ("packed", 64)]),
+        (True, True, 129, [("plain", 129)]),
+        (False, True, 1, [("plain", 8)]),
+        (False, True, 20, [("plain", 24)]),
+        (False, True, 70, [("plain", 64), ("plain", 8)]),
+        (False, False, 20, [("plain", 20)]),
+    ],
+)
+@torch.inference_mode()
+def test_rows_go_in_sizes_that_kernels_like(
+    monkeypatch: pytest.MonkeyPatch, packed: bool, exact_bits: bool, count: int, expected: list[tuple[str, int]]
+):
+    quick = fast(linear(bias=False, dtype=torch.float32), packed=packed, exact_bits=exact_bits)
+    asked = counting(monkeypatch)
+    quick(torch.randn(count, 48))
+    assert asked == expected
+
+
+# --- packs ---
+
+
+@torch.inference_mode()
+def test_packs_are_kept_for_a_few_sizes_only(monkeypatch: pytest.MonkeyPatch):
+    made: list[tuple[int, int]] = []
+    layers = [linear(out_features=size, bias=False, dtype=torch.float32) for size in (40, 41)]
+    monkeypatch.setattr(
+        "draftheads.target.fast._pack", lambda weight, rows: made.append((rows, len(weight))) or weight
+    )
+    packs = WeightPacks(max_sizes=2)
+    for rows in (8, 16, 8, 16):
+        assert [packs.get(rows, layer) for layer in layers] == [layer.weight for layer in layers]
+    assert made == [(8, 40), (8, 41), (16, 40), (16, 41)], "packed once for each size and layer"
+    packs.get(8, layers[0])
+    packs.get(32, layers[0])  # 16 was unused for longest
+    assert set(packs._packs) == {8, 32}
+    packs.get(8, layers[0])
+    assert len(made) == 5
+    packs.get(16, layers[0])
+    assert made[5:] == [(16, 40)]
+    assert set(packs._packs) == {8, 16}
+
+
+@torch.inference_mode()
+def test_a_model_holds_few_packs():
+    if not can_pack(torch.float32, CPU):
+        pytest.skip("this build of PyTorch has no MKL")
+    model = tiny_model("llama").model
+    speed_up(model, exact_bits=False)
+    layers = [module for module in model.modules() if isinstance(module, FastLinear)]
+    packs = layers[0].packs
+    assert all(layer.packs is packs for layer in layers)
+    for count in (8, 16, 32, 60, 3):
+        model(torch.arange(count)[None] % 20)
+        assert len(packs._packs) <= packs.max_sizes == 2
+        assert set(next(reversed(packs._packs.values()))) == {id(layer) for layer in layers}
+
+
+# --- speed_up ---
+
+
+@pytest.mark.parametrize("exact_bits", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "mixtral"])
+def test_parameters_and_their_names_stay(family: str, exact_bits: bool):
+    target = tiny_model(family)
+    before = {name: id(tensor) for name, tensor in target.model.named_parameters()}
+    state = {name: tensor.data_ptr() for name, tensor in target.model.state_dict().items()}
+    modules = [name for name, _ in target.model.named_modules()]
+    text = torch.arange(20)[None] % 20
+    expected = target.model(text).logits
+    speed_up(target.model, exact_bits=exact_bits)
+    assert {name: id(tensor) for name, tensor in target.model.named_parameters()} == before
+    assert {name: tensor.data_ptr() for name, tensor in target.model.state_dict().items()} == state
+    assert [name for name, _ in target.model.named_modules()] == modules
+    assert target.config._attn_implementation == (EXACT_ATTENTION if exact_bits else GROUPED_ATTENTION)
+    with torch.inference_mode():
+        torch.testing.assert_close(target.model(text).logits, expected, rtol=1e-5, atol=1e-5)
+    changed = [module for module in target.model.modules() if type(module) is nn.Linear]
+    assert not changed or not (can_pack(torch.float32, CPU) or exact_bits)
+
+
+def test_attention_of_another_kind_is_left_alone():
+    target = tiny_model("llama")
+    target.model.set_attn_implementation("eager")
+    speed_up(target.model, exact_bits=True)
+    assert target.config._attn_implementation == "eager"
+
+
+def test_where_exact_bits_are_the_default():
+    assert exact_bits_by_default(torch.bfloat16, CPU)
+    assert not exact_bits_by_default(torch.float32, CPU)
+    assert not exact_bits_by_default(torch.bfloat16, torch.device("cuda"))
+    assert not can_pack(torch.float32, torch.device("cuda"))
+    assert not can_pack(torch.float16, CPU)
+
+
+# --- attention ---
+
+
+def eager(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """(b, N, H, d), by the definition: each query head with the KV head of its group."""
+    batch, heads, nodes, _ = query.shape
+    groups = key.shape[1]
+    out = torch.empty(batch, nodes, heads, value.shape[-1], dtype=torch.float64)
+    for head in range(heads):
+        own = head // (heads // groups)
+        scores = query[:, head].double() @ key[:, own].double().transpose(-1, -2) * scaling
+        if mask is None:
+            ahead = torch.ones(nodes, key.shape[2], dtype=torch.bool).tril()
+            scores = scores.masked_fill(~ahead, -torch.inf)
+        else:
+            scores = scores + mask[:, 0].double()
+        out[:, :, head] = scores.softmax(-1) @ value[:, own].double()
+    return out
+
+
+@pytest.mark.parametrize("attention", [grouped_attention, exact_attention])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("scaling", [None, 0.7])
+def test_attention_is_attention(attention: Any, heads: int, groups: int, masked: bool, scaling: float | None):
+    torch.manual_seed(0)
+    module = nn.Module()
+    for batch, nodes in ((1, 1), (2, 5), (1, MAX_TREE_ROWS + 2)):
+        slots = nodes + 7 if masked else nodes
+        query = torch.randn(batch, heads, nodes, 8)
+        key, value = torch.randn(batch, groups, slots, 8), torch.randn(batch, groups, slots, 6)
+        visible = torch.rand(batch, nodes, slots) < 0.6
+        visible[:, :, 0] = True
+        mask = as_float_mask(visible, torch.float32) if masked else None
+        found, weights = attention(module, query, key, value, mask, scaling=scaling)
+        assert weights is None
+        assert found.shape == (batch, nodes, heads, 6)
+        expected = eager(query, key, value, mask, 8**-0.5 if scaling is None else scaling)
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exact_attention_does_not_see_where_keys_lie(dtype: torch.dtype):
+    """The same keys in other slots, among others that the mask hides, and other nodes beside: not a bit changes."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 9, 16).to(dtype) for heads in (4, 2, 2))
+    visible = torch.ones(1, 9, 9, dtype=torch.bool).tril()
+    whole, _ = exact_attention(nn.Module(), query, key, value, as_float_mask(visible, dtype))
+    for _ in range(20):
+        order = torch.randperm(30)[:9]  # slot of each key
+        scattered = [torch.randn(1, 2, 30, 16).to(dtype) for _ in range(2)]
+        for buffer, own in zip(scattered, (key, value), strict=True):
+            buffer[:, :, order] = own
+        seen = torch.zeros(1, 1, 30, dtype=torch.bool)
+        seen[:, :, order] = visible[:, -1:]
+        alone, _ = exact_attention(nn.Module(), query[:, :, -1:], *scattered, as_float_mask(seen, dtype))
+        assert torch.equal(alone[:, 0], whole[:, -1])
+
+
+# --- exact bits ---
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_a_rows_bits_do_not_depend_on_the_number_of_rows(packed: bool, dtype: torch.dtype):
+    """Sizes of smollm2-135m, where kernels do sum in another order for few rows."""
+    if packed and not can_pack(dtype, CPU):
+        pytest.skip(f"nothing packs {dtype} here")
+    layer = linear(576, 192, bias=False, dtype=dtype)
+    quick = fast(layer, packed=packed, exact_bits=True)
+    if not rows_keep_their_bits(nn.Sequential(quick)):
+        pytest.skip("this CPU's kernels change a row's bits with the number of rows")
+    x = torch.randn(MAX_TREE_ROWS, 576).to(dtype)
+    whole = quick(x)
+    for count in COUNTS:
+        if count <= MAX_TREE_ROWS:
+            assert torch.equal(quick(x[:count]), whole[:count]), count
+            assert torch.equal(quick(x[-count:]), whole[-count:]), count
+            assert torch.equal(quick(x[:count].flip(0)), whole[:count].flip(0)), count
+
+
+class Shifty(nn.Linear):
+    """Rounds otherwise when it is given many rows."""
+
+    def __init__(self, from_rows: int) -> None:
+        super().__init__(16, 16)
+        self.from_rows = from_rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.stack([F.linear(row, self.weight, self.bias) for row in x])  # each row by itself
+        return out * (1 + 1e-6) if len(x) >= self.from_rows else out
+
+
+class Neighbourly(Shifty):
+    """Rounds otherwise in the second half of the rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        out[32:] *= 1 + 1e-6
+        return out
+
+
+def test_rows_that_change_are_noticed():
+    torch.manual_seed(0)
+    assert rows_keep_their_bits(nn.Sequential(Shifty(65)))
+    for from_rows in (16, 24, 40, 64):
+        assert not rows_keep_their_bits(nn.Sequential(Shifty(from_rows)))
+    assert not rows_keep_their_bits(nn.Sequential(Neighbourly(65)))
+
+
+def test_every_shape_of_layer_is_asked():
+    torch.manual_seed(0)
+    good = nn.Linear(8, 8, bias=False).requires_grad_(requires_grad=False)
+    good.weight.fill_(0.5)
+    bad = Shifty(16)
+    assert not rows_keep_their_bits(nn.Sequential(good, bad))
+    assert not rows_keep_their_bits(nn.Sequential(bad, good))
+
+
+def test_buckets_are_multiples_of_the_exact_rows():
+    assert all(size % EXACT_ROWS == 0 for size in ROW_BUCKETS)
+    assert MAX_TREE_ROWS % ROW_BUCKETS[-1] == 0
+
+
+def test_all_families_keep_their_attention_or_take_ours():
+    for family in FAMILIES:
+        target = tiny_model(family)
+        speed_up(target.model, exact_bits=False)
+        text = torch.arange(12)[None] % 20
+        with torch.inference_mode():
+            torch.testing.assert_close(
+                target.model(text).logits, tiny_model(family).model(text).logits, rtol=1e-5, atol=2e-5
+            )

@@ -1,0 +1,41 @@
+"""The public face is one sorted list, and looking at it costs nothing."""
+
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+import draftheads
+
+
+def test_all_is_sorted_and_complete():
+    assert draftheads.__all__ == sorted(set(draftheads.__all__))
+    assert dir(draftheads) == draftheads.__all__
+    assert sorted(draftheads._HOMES) == draftheads.__all__
+
+
+@pytest.mark.parametrize("name", draftheads.__all__)
+def test_every_name_is_what_its_home_calls_by_it(name: str):
+    found = getattr(draftheads, name)
+    assert found is getattr(import_module(found.__module__), name)
+    assert found.__module__ == draftheads._HOMES[name]
+    assert found.__doc__
+
+
+def test_a_star_import_brings_the_names():
+    names: dict[str, object] = {}
+    exec("from draftheads import *", names)  # noqa: S102 - the statement is what is tested
+    assert {name for name in names if not name.startswith("__")} == set(draftheads.__all__)
+
+
+def test_a_name_that_is_not_there():
+    with pytest.raises(AttributeError, match=r"module 'draftheads' has no attribute 'lod'"):
+        _ = draftheads.lod
+
+
+def test_importing_the_package_imports_no_torch():
+    heavy = "{'torch', 'transformers', 'rich', 'tyro', 'numpy'}"
+    code = f"import sys, draftheads; dir(draftheads); print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,100 @@
+"""On the real model smollm2-135m: plain text is transformers', and speculative text is plain's, to the bit where promised."""
+
+import pytest
+import torch
+from families import Prophet
+
+from draftheads import Engine, GenerationResult, TargetModel, Tree
+from draftheads.bench.margins import Scorer
+from draftheads.errors import InvalidSettings
+from draftheads.loading import load_target
+
+pytestmark = pytest.mark.real
+
+MODEL = "smollm2-135m"
+PROMPTS = [
+    "Why is the sky blue?",
+    "Write a haiku about rain on a tin roof.",
+    "List the first five prime numbers and say what a prime number is.",
+]
+TREE = Tree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0)])
+
+
+class Oracle(Prophet):
+    """Plants what plain decoding said along a random path; where the text has left it (a near-tie), it guesses noise."""
+
+    def _plant(self, token_ids: torch.Tensor, text: list[int]) -> None:
+        prompt, answer = next((p, a) for p, a in self.answers.items() if tuple(text[: len(p)]) == p)
+        if tuple(text[len(prompt) :]) == answer[: len(text) - len(prompt)]:
+            super()._plant(token_ids, text)
+
+
+def answers(engine: Engine, num_tokens: int) -> list[GenerationResult]:
+    return engine.generate(PROMPTS, max_new_tokens=num_tokens)
+
+
+def oracle(engine: Engine, plain: list[GenerationResult]) -> Oracle:
+    prompts = [tuple(engine.encode(prompt)) for prompt in PROMPTS]
+    return Oracle(TREE, {prompt: result.token_ids for prompt, result in zip(prompts, plain, strict=True)})
+
+
+def ids(results: list[GenerationResult]) -> list[tuple[int, ...]]:
+    return [result.token_ids for result in results]
+
+
+@pytest.fixture(scope="module")
+def stock() -> TargetModel:
+    return load_target(MODEL, dtype=torch.float32, fast=False, exact_bits=False)
+
+
+def test_plain_text_is_transformers_text(stock: TargetModel):
+    engine = Engine(load_target(MODEL, dtype=torch.float32), max_batch_size=1)
+    for prompt, result in zip(PROMPTS, answers(engine, 32), strict=True):
+        encoded = stock.tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        length = encoded["input_ids"].shape[1]
+        output = stock.model.generate(**encoded, max_new_tokens=32, do_sample=False, pad_token_id=0)
+        assert result.token_ids == tuple(output[0, length:].tolist())
+        assert result.num_prompt_tokens == length
+        assert result.text == stock.tokenizer.decode(output[0, length:], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_exact_bits_speculative_text_is_plains(dtype: torch.dtype):
+    try:
+        target = load_target(MODEL, dtype=dtype, exact_bits=True)
+    except InvalidSettings as error:
+        pytest.skip(str(error))
+    plain = answers(Engine(target), 24)
+    engine = Engine(target)
+    engine.drafter = oracle(engine, plain)
+    found = answers(engine, 24)
+    assert ids(found) == ids(plain)
+    assert 1.5 < sum(result.tokens_per_step for result in found) / len(found) < 4.0
+
+
+def test_the_worst_margin_is_no_larger_with_drafts(stock: TargetModel):
+    target = load_target(MODEL, exact_bits=False)
+    plain = answers(Engine(target, max_batch_size=1), 24)
+    engine = Engine(target)
+    engine.drafter = oracle(engine, plain)
+    scorer = Scorer(stock)
+    prompts = [engine.encode(prompt) for prompt in PROMPTS]
+
+    def worst(results: list[GenerationResult]) -> float:
+        return max(scorer.worst_margin(p, result.token_ids) for p, result in zip(prompts, results, strict=True))
+
+    drafted = worst(answers(engine, 24))
+    assert drafted <= max(1.5 * worst(plain), 1e-4)
+
+
+def test_streamed_text_is_the_results_text():
+    engine = Engine(load_target(MODEL))
+    plain = answers(engine, 24)
+    engine.drafter = oracle(engine, plain)
+    for prompt, result in zip(PROMPTS, plain, strict=True):
+        events = list(engine.stream(prompt, max_new_tokens=24))
+        assert "".join(event.text for event in events) == result.text
+        assert max(event.num_drafted for event in events) > 1
+        engine.drafter.texts = []
