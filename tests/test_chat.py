@@ -157,6 +157,10 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path, damage: str) -> 
     if damage == "folder":
         path.mkdir()
     elif damage != "missing":
-        path.write_bytes({"cut": content[:30], "garbled": content[:12] + b"\xff" * 30, "no gzip": b"{}", "not utf-8": b'{"\xff'}[damage])
+        path.write_bytes(
+            {"cut": content[:30], "garbled": content[:12] + b"\xff" * 30, "no gzip": b"{}", "not utf-8": b'{"\xff'}[
+                damage
+            ]
+        )
     with pytest.raises(DataError, match="cannot be read"):
         list(read_chats(path))

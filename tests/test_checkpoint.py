@@ -54,7 +54,7 @@ def tiny_tokenizer(*, swap: bool = False) -> Any:
     if swap:
         words[0], words[1] = words[1], words[0]
     vocabulary = {word: i for i, word in enumerate(["<unk>", "the", *words])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106 - a token of text
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
@@ -333,7 +333,7 @@ def test_a_matrixs_numbers_are_in_its_fingerprint_from_end_to_end() -> None:
 def test_a_head_serves_a_quantised_copy_of_its_base(folder: Path, noise: float, is_accepted: bool) -> None:
     copy = tiny_base()
     for weight in (copy.lm_head.weight, copy.model.get_input_embeddings().weight):
-        weight += noise * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+        weight.add_(noise * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
     if is_accepted:
         load_head(folder, copy)
     else:

@@ -1,4 +1,4 @@
-"""The comparison of ways of decoding, with ways whose times and answers are known; re-scoring with a planted mistake."""
+"""The comparison of ways of decoding, with ways of known times and answers; re-scoring with a planted mistake."""
 
 import math
 import time
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from families import PROMPTS, TREES, tiny_head, tiny_model
 
 from draftheads.bench.compare import Answer, Way, compare, engine_way, rows, stock_way
 from draftheads.bench.margins import Scorer
 from draftheads.decode.engine import Engine
 from draftheads.target.fast import speed_up
 from draftheads.target.model import TargetModel
+from families import PROMPTS, TREES, tiny_head, tiny_model
 
 Ids = tuple[int, ...]
 

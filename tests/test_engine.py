@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import PROMPTS, TREES, VOCAB, IntegerTokenizer, Prophet, tiny_head, tiny_model
 
 import draftheads
 from draftheads import Engine, GenerationResult, SamplingSettings, StreamEvent, TargetModel, Tree, loading
@@ -20,8 +19,9 @@ from draftheads.errors import (
     ModelNotFound,
     UnsupportedModel,
 )
-from draftheads.target.fast import FastLinear
+from draftheads.kernels import FastLinear
 from draftheads.target.target import Target
+from families import PROMPTS, TREES, VOCAB, IntegerTokenizer, Prophet, tiny_head, tiny_model
 
 MANY = [*PROMPTS, [4, 5], [22, 3, 9, 4], [8, 8, 8], [20, 19, 18]]  # seven, no two alike
 LENGTHS = [1, 9, 4, 1, 12, 2, 6]
@@ -135,19 +135,18 @@ def test_events_add_up_to_the_results(model: TargetModel, plain: list[tuple[int,
 def test_the_text_before_a_stop_inside_an_accepted_run_is_kept(model: TargetModel, plain: list[tuple[int, ...]]):
     """Whatever the runs were, the text is that of the tokens before the stop token."""
     cut_inside = 0
-    for row, answer in enumerate(plain):
-        place = next(place for place in range(6, 30) if answer[place] not in answer[:place]) if row != 1 else 0
+    for prompt, answer in zip(MANY, plain, strict=True):
+        place = next((place for place in range(4, 30) if answer[place] not in answer[:place]), None)
+        if place is None:  # an answer of few words
+            continue
         settings = {"max_new_tokens": 30, "stop_token_ids": (answer[place],), **ON}
-        expected = Engine(model).generate([MANY[row]], **settings)[0]
-        assert expected.text == model.tokenizer.decode(list(answer[:place]))
-        assert expected.finish_reason == "stop"
-        for seed in range(4):
-            engine = Engine(model, prophet(plain, seed=seed))
-            events = list(engine.stream(MANY[row], **settings))
-            assert "".join(event.text for event in events) == expected.text
-            assert sum((event.token_ids for event in events), ()) == expected.token_ids == answer[: place + 1]
+        for drafter in [None, *(prophet(plain, seed=seed) for seed in range(4))]:
+            events = list(Engine(model, drafter).stream(prompt, **settings))
+            assert "".join(event.text for event in events) == model.tokenizer.decode(list(answer[:place]))
+            assert sum((event.token_ids for event in events), ()) == answer[: place + 1]
+            assert events[-1].finish_reason == "stop"
             cut_inside += len(events[-1].token_ids) > 1
-    assert cut_inside > 5, "no answer ended inside a run"
+    assert cut_inside > 4, "no answer ended inside a run"
 
 
 def test_a_stream_is_the_result_as_it_comes(model: TargetModel, plain: list[tuple[int, ...]]):

@@ -6,9 +6,7 @@ import pytest
 from draftheads import errors
 from draftheads.errors import DataError, DraftHeadsError, MissingDependency
 
-CLASSES = [
-    value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, DraftHeadsError)
-]
+CLASSES = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, DraftHeadsError)]
 
 
 def _drawn_parents() -> dict[str, str]:

@@ -145,9 +145,7 @@ def test_a_really_full_disk_keeps_the_old_folder(small_disk: Path, fill: Callabl
     assert _names(small_disk) == ["head", "old"]
 
 
-def test_a_failed_replacement_puts_the_old_folder_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_replacement_puts_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "head"
     with atomic_directory(target) as folder:
         (folder / "old").touch()

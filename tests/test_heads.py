@@ -87,7 +87,7 @@ def slow_features(head: DraftHead, i: int, hidden: Tensor, following: list[int])
     start = 0
     x = hidden
     if head.config.method == "hydra":
-        u = torch.cat([hidden, *(head.target_embedding[token] for token in tokens[: i + 1])])
+        u = torch.cat([hidden, *(head.target_embedding[token] for token in following[: i + 1])])
         x = linear("0.residual", u) + F.silu(linear("0.linear", u))
         start = 1
     for j in range(start, head.config.num_layers):

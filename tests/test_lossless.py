@@ -1,4 +1,4 @@
-"""Losslessness: in fp32 every drafter, tree, batch and model family gives plain decoding's tokens, and plain gives transformers'."""
+"""Losslessness in fp32: every drafter, tree, batch and family gives plain's tokens, and plain gives transformers'."""
 
 from itertools import pairwise
 

@@ -5,7 +5,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from families import PROMPTS, TREES, Prophet, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,6 +17,7 @@ from draftheads.target.masks import as_float_mask, tree_visibility, within_windo
 from draftheads.target.model import TargetModel
 from draftheads.target.target import Target
 from draftheads.tree import Tree
+from families import PROMPTS, TREES, Prophet, tiny_model
 
 LAYERS, KV_HEADS, HEAD_SIZE = 2, 2, 8  # of the tiny llama
 

@@ -5,15 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, SMALL, VOCAB, IntegerTokenizer, tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from draftheads.errors import UnsupportedModel
-from draftheads.target.fast import FastLinear, speed_up
+from draftheads.kernels import FastLinear
+from draftheads.target.fast import speed_up
 from draftheads.target.model import TargetModel
 from draftheads.target.target import check_trees
+from families import FAMILIES, SMALL, VOCAB, IntegerTokenizer, tiny_model
 
 MOE = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
@@ -83,7 +84,7 @@ def test_a_model_that_crashes_on_trees_is_refused():
 
     def no_masks(*args: Any, attention_mask: Tensor | None = None, **rest: Any) -> Any:
         if attention_mask is not None:
-            batch, length = attention_mask.shape  # as old models do
+            _batch, _length = attention_mask.shape  # as old models do
         return forward(*args, **rest)
 
     target.decoder.forward = no_masks
@@ -105,7 +106,7 @@ def test_a_model_that_reads_trees_otherwise_is_refused(wrong: str, dtype: torch.
         return forward(*args, **given)
 
     target.decoder.forward = careless
-    with pytest.raises(UnsupportedModel, match="tiny-llama: logits in a tree of drafts differ .* by [0-9.]+%"):
+    with pytest.raises(UnsupportedModel, match=r"tiny-llama: logits in a tree of drafts differ .* by [0-9.]+%"):
         check_trees(target)
 
 

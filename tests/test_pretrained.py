@@ -277,9 +277,7 @@ CONVERT = "from draftheads.target.pretrained import resolve_model; print(resolve
 def test_two_processes_at_once_make_one_good_folder(site: Path, cache: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), *sys.path])}
     command = [sys.executable, "-c", CONVERT]
-    processes = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)
-    ]
+    processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     printed = [process.communicate()[0].strip() for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert printed == [str(cache / f"{NAME}-v1")] * 2
@@ -288,9 +286,7 @@ def test_two_processes_at_once_make_one_good_folder(site: Path, cache: Path) -> 
 
 
 @pytest.mark.usefixtures("site")
-def test_a_second_start_converts_nothing_and_needs_no_package(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_start_converts_nothing_and_needs_no_package(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = converted_folder(SMOLLM2_135M)
     monkeypatch.setattr(embedded, "find_gguf", Mock(side_effect=AssertionError))
     monkeypatch.setattr(embedded, "convert_gguf", Mock(side_effect=AssertionError))
@@ -302,9 +298,7 @@ def test_a_failed_conversion_leaves_nothing_and_can_be_tried_again(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(
-            LlamaConfig, "save_pretrained", Mock(side_effect=OSError(28, "No space left on device"))
-        )
+        patch.setattr(LlamaConfig, "save_pretrained", Mock(side_effect=OSError(28, "No space left on device")))
         with pytest.raises(StorageError, match="no space left"):
             resolve_model(NAME)
         assert not any(path.is_dir() for path in cache.iterdir())
@@ -319,9 +313,7 @@ def test_what_a_killed_conversion_left_is_cleared_away(cache: Path) -> None:
 
 
 @pytest.mark.usefixtures("site")
-def test_a_cache_that_cannot_be_made_is_a_storage_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_made_is_a_storage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(StorageError, match="DRAFTHEADS_CACHE"):
@@ -436,16 +428,12 @@ def test_the_real_conversion_is_what_transformers_makes_of_the_file(cache: Path)
     source = find_gguf(SMOLLM2_135M)
     assert source is not None
     model, tokenizer, _ = load_pretrained(NAME, dtype=torch.bfloat16, device="cpu")
-    theirs: Any = AutoModelForCausalLM.from_pretrained(
-        source.parent, gguf_file=source.name, dtype=torch.float32
-    )
+    theirs: Any = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     theirs.to(torch.bfloat16)
     ours, expected = model.state_dict(), theirs.state_dict()
     assert ours.keys() == expected.keys()
     assert [name for name in ours if not torch.equal(ours[name], expected[name])] == []
-    assert {
-        key: getattr(model.config, key) for key in ("rms_norm_eps", "rope_parameters", "pad_token_id")
-    } == {
+    assert {key: getattr(model.config, key) for key in ("rms_norm_eps", "rope_parameters", "pad_token_id")} == {
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"},
         "pad_token_id": 2,

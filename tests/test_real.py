@@ -1,13 +1,13 @@
-"""On the real model smollm2-135m: plain text is transformers', and speculative text is plain's, to the bit where promised."""
+"""On the real model smollm2-135m: plain text is transformers', speculative text is plain's, to the bit where promised."""
 
 import pytest
 import torch
-from families import Prophet
 
 from draftheads import Engine, GenerationResult, TargetModel, Tree
 from draftheads.bench.margins import Scorer
 from draftheads.errors import InvalidSettings
 from draftheads.loading import load_target
+from families import Prophet
 
 pytestmark = pytest.mark.real
 
@@ -21,7 +21,7 @@ TREE = Tree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0,
 
 
 class Oracle(Prophet):
-    """Plants what plain decoding said along a random path; where the text has left it (a near-tie), it guesses noise."""
+    """Plants what plain decoding said along a random path; where the text left it (a near-tie), it guesses noise."""
 
     def _plant(self, token_ids: torch.Tensor, text: list[int]) -> None:
         prompt, answer = next((p, a) for p, a in self.answers.items() if tuple(text[: len(p)]) == p)

@@ -33,7 +33,7 @@ def byte_level() -> Any:
         vocab_size=300, initial_alphabet=alphabet, special_tokens=["<eos>"], show_progress=False
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")  # noqa: S106
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
 
 def byte_fallback() -> Any:
@@ -42,13 +42,13 @@ def byte_fallback() -> Any:
     vocabulary = ["<unk>", "<eos>", *all_bytes, *"thecat▁Привет日本", "▁t", "th"]
     ids = {token: i for i, token in enumerate(dict.fromkeys(vocabulary))}
     merges = [("▁", "t"), ("t", "h")]
-    tokenizer = Tokenizer(models.BPE(ids, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))  # noqa: S106
+    tokenizer = Tokenizer(models.BPE(ids, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     tokenizer.add_special_tokens([AddedToken("<eos>", special=True)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")  # noqa: S106
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
 
 TOKENIZERS = {"byte level": byte_level(), "byte fallback": byte_fallback()}

@@ -21,10 +21,10 @@ TEMPLATE = (
 
 def chat_tokenizer(template: str = TEMPLATE) -> Any:
     """One token a word; a line break is a word."""
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCAB)}, unk_token="<unk>"))  # noqa: S106
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCAB)}, unk_token="<unk>"))
     splits = [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.Split("\n", "isolated")]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>", unk_token="<unk>")  # noqa: S106
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>", unk_token="<unk>")
     fast.chat_template = template
     return fast
 

@@ -65,10 +65,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, pac
     out_features, in_features = weight.shape
     num_rows = x.numel() // in_features
     mkl = weight.dtype == torch.float32
-    exact = not plan.exact_bits or num_rows % EXACT_ROWS == 0
-    if num_rows in ROW_BUCKETS and exact and plan.packed and mkl and not torch.is_grad_enabled():  # every step: no detours
-        packed: Tensor = _MKL_LINEAR(x, packs.get(num_rows, weight), weight, bias, num_rows)
-        return packed
+    fits = num_rows in ROW_BUCKETS and (not plan.exact_bits or num_rows % EXACT_ROWS == 0)
+    if fits and plan.packed and mkl and not torch.is_grad_enabled():  # most steps: no detours, they cost as much again
+        return _packed_product(x, packs.get(num_rows, weight), weight, bias)
     few = mkl and num_rows <= FEW_ROWS and not plan.exact_bits
     many = num_rows > (MAX_TREE_ROWS if plan.exact_bits else ROW_BUCKETS[-1])
     if few or many or torch.is_grad_enabled() or not (plan.packed or plan.exact_bits):
@@ -120,9 +119,7 @@ class Siblings:
 class SiblingLinear(FastLinear):
     """One of :class:`Siblings`; its weight is a view of theirs."""
 
-    def __init__(
-        self, layer: nn.Linear, plan: LinearPlan, packs: WeightPacks, siblings: Siblings, index: int
-    ) -> None:
+    def __init__(self, layer: nn.Linear, plan: LinearPlan, packs: WeightPacks, siblings: Siblings, index: int) -> None:
         super().__init__(layer, plan, packs)
         self.siblings, self.index = siblings, index
         start = sum(siblings.sizes[:index])
@@ -201,7 +198,7 @@ def _pack(weight: Tensor, rows: int) -> Tensor:
 def _packed_product(rows: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out: Tensor
     if weight.dtype == torch.float32:
-        out = _MKL_LINEAR(rows, packed, weight, bias, len(rows))
+        out = _MKL_LINEAR(rows, packed, weight, bias, rows.numel() // rows.shape[-1])
     else:
         out = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
     return out

@@ -11,7 +11,7 @@ TextPrompt = str | list[dict[str, str]]
 
 
 def read_prompts(path: Path) -> Iterator[TextPrompt]:
-    """The prompt of each line: ``prompt`` (text), ``messages`` (a list), or ``turns`` (the first one).
+    """The prompt of each line: ``prompt`` (text or messages), ``messages`` (a list), or ``turns`` (the first one).
 
     Raises:
         DataError: no such file, a line that is not JSON, or one without any of the three.
@@ -42,8 +42,9 @@ def _found_in(record: dict[str, Any]) -> TextPrompt | None:
     prompt, messages, turns = record.get("prompt"), record.get("messages"), record.get("turns")
     if isinstance(prompt, str):
         return prompt.strip() and prompt
-    if isinstance(messages, list) and all(_is_message(message) for message in messages):
-        return messages
+    for conversation in (prompt, messages):
+        if isinstance(conversation, list) and all(_is_message(message) for message in conversation):
+            return conversation
     if isinstance(turns, list) and turns and isinstance(turns[0], str):
         return turns[0].strip() and turns[0]
     return None

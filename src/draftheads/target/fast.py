@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
 
 from draftheads.kernels import EXACT_ROWS, MAX_TREE_ROWS, LinearPlan, can_pack, replace_linears
 
@@ -100,6 +101,9 @@ def exact_attention(
     rows = query.double().reshape(batch, groups, heads // groups * nodes, size)
     scores = rows @ key.double().transpose(-1, -2)  # (b, G, H/G·N, S)
     scores = scores * (size**-0.5 if scaling is None else scaling)
+    if attention_mask.dtype == torch.bool:  # transformers' own, in passes that bring none
+        lowest = torch.finfo(torch.float32).min  # not infinity: a row of padding sees nothing, and must not become NaN
+        attention_mask = torch.zeros_like(attention_mask, dtype=torch.float32).masked_fill(~attention_mask, lowest)
     scores = scores.view(batch, groups, heads // groups, nodes, -1) + attention_mask.double()[:, :, None]
     weights = scores.softmax(-1).view(batch, groups, heads // groups * nodes, -1)
     out = (weights @ value.double()).to(query.dtype)
@@ -123,6 +127,8 @@ class _LastMask:
 _REPEATED = _LastMask()
 AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)
 AttentionInterface.register(EXACT_ATTENTION, exact_attention)
+for _name in (GROUPED_ATTENTION, EXACT_ATTENTION):  # without one a whole text would be read without its sliding window
+    AttentionMaskInterface.register(_name, sdpa_mask)
 
 
 def _one_of_each_shape(model: nn.Module) -> list[nn.Linear]:
