@@ -1,4 +1,4 @@
-"""On the real model smollm2-135m: plain text is transformers', speculative text is plain's, to the bit where promised."""
+"""On the real model: plain text is transformers', speculative text is plain's, to the bit where promised."""
 
 import pytest
 import torch
