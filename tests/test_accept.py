@@ -357,20 +357,22 @@ def row_settings(*, typical: bool | None = None) -> st.SearchStrategy[SamplingSe
 
 @st.composite
 def worlds(draw: st.DrawFn, own: st.SearchStrategy[SamplingSettings], *, shared: bool | None = None) -> World:
-    num_rows, num_nodes = draw(st.integers(1, 4)), draw(st.integers(1, 9))
-    shared = draw(st.booleans()) if shared is None else shared
-    tree = st.tuples(st.just(0), *(st.integers(0, node - 1) for node in range(1, num_nodes))).map(list)
-    token = st.integers(0, WIDE - 1)
-    filled = st.lists(token, min_size=num_nodes, max_size=num_nodes)
-    tokens = draw(st.lists(filled, min_size=num_rows, max_size=num_rows))
-    texts = [[*draw(st.lists(token, max_size=2)), row[0]] for row in tokens]
+    num_rows, num_nodes, seed = draw(st.integers(1, 4)), draw(st.integers(1, 10)), draw(st.integers(0, 2**20))
+    num_trees = 1 if (draw(st.booleans()) if shared is None else shared) else num_rows
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(rows: int, columns: int, below: Tensor | int) -> list[list[int]]:
+        numbers: list[list[int]] = (torch.rand(rows, columns, generator=generator) * below).long().tolist()
+        return numbers
+
+    tokens = integers(num_rows, num_nodes, WIDE)
     return World(
-        draw(st.lists(tree, min_size=1 if shared else num_rows, max_size=1 if shared else num_rows)),
-        tokens,
-        texts,
-        draw(st.lists(own, min_size=num_rows, max_size=num_rows)),
-        draw(st.lists(st.integers(0, 2**20), min_size=num_rows, max_size=num_rows)),
-        draw(st.integers(0, 2**20)),
+        parents=integers(num_trees, num_nodes, torch.arange(num_nodes)),  # any tree whose parents come first
+        tokens=tokens,
+        texts=[[*text, row[0]] for text, row in zip(integers(num_rows, 2, WIDE), tokens, strict=True)],
+        settings=draw(st.lists(own, min_size=num_rows, max_size=num_rows)),
+        seeds=[row[0] for row in integers(num_rows, 1, 2**20)],
+        seed=seed,
     )
 
 
@@ -474,6 +476,23 @@ def test_a_longer_typical_path_wins_over_a_likelier_one() -> None:
     uniforms = torch.zeros(1, 3, dtype=torch.float64)
     verdict = accept(Draft.on_tree(tree, torch.tensor([[0, 1, 2, 2]])), logits, rows, uniforms)
     assert kept_nodes(verdict, 0) == [0, 2, 3]
+
+
+def test_a_guess_is_judged_by_the_distribution_that_it_was_guessed_from() -> None:
+    """Not by that of what comes after it: a flat one allows what a sharp one does not."""
+    own = SamplingSettings(temperature=1.0, acceptance="typical", typical_epsilon=0.3, typical_delta=0.5)
+    rows = RowSettings.of([own], vocab_size=10, device=CPU)
+    logits = torch.stack([torch.zeros(10), 20.0 * torch.eye(10)[3]])[None].double()
+    draft = Draft.on_tree(Tree.chain(1), torch.tensor([[5, 6]]))
+    assert kept_nodes(accept(draft, logits, rows, torch.zeros(1, 2, dtype=torch.float64)), 0) == [0, 1]
+
+
+def test_as_likely_as_the_threshold_is_not_enough() -> None:
+    own = SamplingSettings(temperature=1.0, acceptance="typical", typical_epsilon=0.5, typical_delta=9.0)
+    rows = RowSettings.of([own], vocab_size=2, device=CPU)
+    draft = Draft.on_tree(Tree.chain(1), torch.tensor([[0, 1]]))
+    verdict = accept(draft, torch.zeros(1, 2, 2), rows, torch.zeros(1, 2, dtype=torch.float64))
+    assert kept_nodes(verdict, 0) == [0]
 
 
 def test_the_callers_record_of_seen_tokens_is_left_alone() -> None:

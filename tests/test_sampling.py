@@ -108,6 +108,13 @@ def test_tokens_as_likely_as_the_kth_stay() -> None:
     assert (probs > 0).tolist() == [[True, True, True, False]]
 
 
+def test_a_nucleus_of_everything_leaves_nothing_out() -> None:
+    """Not even what is too small to be seen beside the likeliest token, in a batch where others are filtered."""
+    rows = of(SamplingSettings(temperature=1.0, top_k=2), vocab_size=3)
+    probs = probabilities(torch.tensor([[60.0, 0.0, -5.0]]), rows)
+    assert (probs > 0).tolist() == [[True, True, False]]
+
+
 # --- choose ---
 
 

@@ -500,3 +500,4 @@ train.run(options(Path({str(tmp_path / "out")!r}), Path({str(features)!r}), epoc
     done = subprocess.run([sys.executable, "-W", "default", "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr == ""
     assert "saved in" in done.stdout
+    assert "grad_norm" not in done.stdout  # the Trainer's own lines
