@@ -1,4 +1,4 @@
-"""On the real model: plain text is transformers', speculative text is plain's, and to the bit where that is promised."""
+"""On the real model: plain text is transformers', speculative text is plain's, to the bit where promised."""
 
 import pytest
 import torch
