@@ -45,8 +45,10 @@ class TrainOptions:
     """Weight decay of AdamW."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
-    batch_tokens: int = 4096
+    batch_tokens: int = 1024
     """Tokens in a batch, padding included."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """What the heads' products are computed in (weights and losses stay fp32); auto takes bf16 where it is native."""
     max_length: int = 2048
     """Texts are cut after that many tokens."""
     max_tokens: int | None = None
@@ -76,6 +78,7 @@ class TrainOptions:
             self._require(name, 0 <= getattr(self, name) < 1, "must be at least 0 and below 1")
         for name in ("learning_rate", "depth_decay", "max_grad_norm"):
             self._require(name, getattr(self, name) > 0, "must be above 0")
+        self._require("precision", self.precision in ("auto", "bf16", "fp32"), "choose auto, bf16 or fp32")
         self._require("loss", self.loss in ("teacher", "hard"), "choose teacher or hard")
         self._require("draft_vocab_size", self.draft_vocab_size >= 0, "give 0 for the whole vocabulary")
         self._require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "must be at least 1")

@@ -60,8 +60,7 @@ def train(options: TrainOptions, reporter: Reporter) -> Report:
     """
     _check_out(options)
     reporter.stage(f"loading {options.model}")
-    # heads are trained in fp32, and CPUs read long texts fastest in it
-    target = TargetModel.load(options.model, dtype=None if torch.cuda.is_available() else torch.float32)
+    target = TargetModel.load(options.model)
     return train_for(target, options, reporter)
 
 
@@ -235,7 +234,7 @@ def _save(head: DraftHead, target: TargetModel, report: Report, options: TrainOp
 
 
 def _in_float32(weights: TargetWeights) -> TargetWeights:
-    """Heads are trained in fp32 whatever the target computes in; tied matrices stay tied."""
+    """Heads' weights are fp32 in training whatever the target computes in; tied matrices stay tied."""
     embedding = weights.embedding.detach().float()
     is_tied = weights.lm_head is weights.embedding
     lm_head = embedding if is_tied else weights.lm_head.detach().float()

@@ -21,6 +21,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from draftheads.data.batches import PlannedBatches
 from draftheads.errors import NonFiniteLoss, TrainingError
+from draftheads.target.pretrained import default_dtype
 from draftheads.train.learner import Learner
 from draftheads.train.options import TrainOptions
 
@@ -160,6 +161,7 @@ def _arguments(options: TrainOptions, folder: Path, num_steps: int) -> TrainingA
         logging_nan_inf_filter=False,
         save_steps=options.save_steps,
         save_total_limit=2,
+        bf16=computes_in_bf16(options, "cpu" if use_cpu else "cuda"),
         seed=options.seed,
         data_seed=options.seed,
         use_cpu=use_cpu,
@@ -171,6 +173,13 @@ def _arguments(options: TrainOptions, folder: Path, num_steps: int) -> TrainingA
         report_to="none",
         log_level="error",
     )
+
+
+def computes_in_bf16(options: TrainOptions, device: str) -> bool:
+    """Whether a run's products are rounded to bf16: as asked, or where the device multiplies bf16 natively."""
+    if options.precision == "auto":
+        return default_dtype(device) == torch.bfloat16
+    return options.precision == "bf16"
 
 
 @contextmanager
