@@ -26,6 +26,7 @@ from draftheads.cli.show import show_stream
 from draftheads.decode.engine import Engine
 from draftheads.errors import DataError
 from draftheads.sampling import SamplingSettings
+from draftheads.heads.base import DraftHead
 from draftheads.target.model import TargetModel
 from draftheads.tree import Tree
 from families import SMALL, TREES, VOCAB, Prophet, tiny_head
@@ -462,6 +463,15 @@ def test_the_widest_table_fits(here: Path, capsys: pytest.CaptureFixture[str]):
     assert lines[-1].split() == [
         *("transformers", "12345.7", "12.35", "12.34", "(10.12-14.56)", "123.45", "no", "(80)", "1e-05")
     ]
+
+
+@pytest.mark.usefixtures("here")
+def test_heads_draft_with_the_fast_kernels_in_the_demo(monkeypatch: pytest.MonkeyPatch):
+    sped_up: list[str] = []
+    monkeypatch.setattr(DraftHead, "speed_up", lambda head: sped_up.append(head.config.method))
+    arguments = ["demo", "--model", "model", "--heads", "./medusa", "./hydra", "--limit", "1", "--max-new-tokens", "2"]
+    assert main([*arguments, "--no-transformers", "--no-stream", "--dtype", "fp32"]) == 0
+    assert sped_up == ["medusa", "hydra"]
 
 
 def test_demo_variants(here: Path, capsys: pytest.CaptureFixture[str]):

@@ -7,6 +7,7 @@ import torch
 from draftheads.checkpoint import load_head
 from draftheads.decode.engine import Engine
 from draftheads.errors import InvalidSettings
+from draftheads.heads.base import DraftHead
 from draftheads.target.fast import exact_bits_by_default, rows_keep_their_bits, speed_up
 from draftheads.target.model import TargetModel
 from draftheads.target.target import check_trees
@@ -49,12 +50,20 @@ def load(
     target = load_target(model, dtype=dtype, device=device, fast=fast, exact_bits=exact_bits)
     drafter = None
     if head is not None:
-        drafter = load_head(find_head(fspath(head), fspath(model)), target)
-        if fast:
-            drafter.speed_up()
+        drafter = load_drafter(head, model, target, fast=fast)
         if tree is not None:
             drafter.tree = tree
     return Engine(target, drafter, max_batch_size=max_batch_size)
+
+
+def load_drafter(
+    head: str | PathLike[str], model: str | PathLike[str], target: TargetModel, *, fast: bool = True
+) -> DraftHead:
+    """The head alone, ready to draft for ``target``, which is ``model``; arguments and errors as for :func:`load`."""
+    drafter = load_head(find_head(fspath(head), fspath(model)), target)
+    if fast:
+        drafter.speed_up()
+    return drafter
 
 
 def load_target(

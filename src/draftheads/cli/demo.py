@@ -14,18 +14,15 @@ from rich.text import Text
 
 from draftheads.bench.compare import BASELINE, Row, Way, compare, engine_way, rows, stock_way
 from draftheads.bench.margins import Scorer
-from draftheads.checkpoint import load_head
 from draftheads.cli.generate import DTYPES, Dtype
 from draftheads.cli.prompts import TextPrompt, read_prompts
 from draftheads.cli.show import DRAFTED, quiet_transformers, show_stream
 from draftheads.decode.engine import Engine
 from draftheads.errors import DataError, InvalidSettings
-from draftheads.heads.base import DraftHead
-from draftheads.loading import load_target
+from draftheads.loading import load_drafter, load_target
 from draftheads.provenance import provenance
 from draftheads.target.fast import exact_bits_by_default, rows_keep_their_bits, speed_up
 from draftheads.target.model import TargetModel
-from draftheads.zoo.registry import find_head
 
 PROMPTS = (
     "Explain to a child why the sky is blue.",
@@ -70,9 +67,9 @@ def run(options: DemoOptions) -> None:
     stock = load_target(options.model, dtype=DTYPES.get(options.dtype), fast=False, exact_bits=False)
     plain = _faster(stock, exact_bits=False)
     drafted = _for_heads(stock, plain, exact_bits=options.exact_bits)
-    folders = (find_head(name, options.model) for name in options.heads)
     engines = {
-        label: Engine(drafted, load_head(folder, drafted)) for label, folder in zip(labels, folders, strict=True)
+        label: Engine(drafted, load_drafter(name, options.model, drafted))
+        for label, name in zip(labels, options.heads, strict=True)
     }
     encoded = [Engine(plain).encode(prompt) for prompt in prompts]
     if options.stream and engines:
@@ -134,12 +131,6 @@ def _references(
     engine = Engine(drafted, max_batch_size=1)
     answers = [result.token_ids for result in engine.generate(prompts, max_new_tokens=max_new_tokens)]
     return dict.fromkeys(heads, answers)
-
-
-def _head(name: str, model: str, target: TargetModel) -> DraftHead:
-    head = load_head(find_head(name, model), target)
-    head.speed_up()
-    return head
 
 
 def _prompts(options: DemoOptions) -> list[TextPrompt]:
