@@ -156,7 +156,7 @@ def _arguments(options: TrainOptions, folder: Path, num_steps: int) -> TrainingA
         warmup_steps=int(options.warmup * num_steps),
         weight_decay=options.weight_decay,
         max_grad_norm=options.max_grad_norm,
-        optim="adamw_torch",
+        optim="adamw_torch_fused",
         logging_steps=options.log_steps,
         logging_nan_inf_filter=False,
         save_steps=options.save_steps,
