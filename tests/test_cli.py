@@ -25,8 +25,8 @@ from draftheads.cli.prompts import read_prompts
 from draftheads.cli.show import show_stream
 from draftheads.decode.engine import Engine
 from draftheads.errors import DataError
-from draftheads.sampling import SamplingSettings
 from draftheads.heads.base import DraftHead
+from draftheads.sampling import SamplingSettings
 from draftheads.target.model import TargetModel
 from draftheads.tree import Tree
 from families import SMALL, TREES, VOCAB, Prophet, tiny_head

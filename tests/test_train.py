@@ -25,6 +25,7 @@ from draftheads.errors import DataError, InvalidSettings, NonFiniteLoss, Storage
 from draftheads.target.model import TargetModel
 from draftheads.train import run
 from draftheads.train.learner import Learner
+from draftheads.train.losses import objective
 from draftheads.train.measure import NUM_RANKS, Measurement, measure
 from draftheads.train.options import TrainOptions
 from draftheads.train.report import Report
@@ -110,7 +111,7 @@ def measured(
     store = FeatureStore(features)
     training, held_out = split_held_out(len(store), fraction=settings.held_out, at_most=200, seed=settings.seed)
     head = head or run.new_head(settings, target.weights, store, training, target.eos_ids)
-    learner = Learner(head, target.weights, loss=settings.loss, depth_decay=0.8)
+    learner = Learner(head, target.weights, objective=objective(settings.loss), depth_decay=0.8)
     return measure(learner, store, training if on == "training" else held_out, batch_tokens=100)
 
 
@@ -227,7 +228,7 @@ def test_losses_are_those_of_the_definition(
                     elif int(text[t + 2 + i]) in vocab:
                         expected[i].append(-float(log_probs[vocab.index(int(text[t + 2 + i]))]))
     means = [sum(losses) / len(losses) for losses in expected]
-    learner = Learner(head, target.weights, loss=loss, depth_decay=0.5)
+    learner = Learner(head, target.weights, objective=objective(loss), depth_decay=0.5)
     for skip_prompts in (False, True):
         batch = collate(list(store)[:6], skip_prompts=skip_prompts)
         found = learner(**vars(batch))

@@ -102,6 +102,7 @@ class TargetWeights:
     lm_head: Tensor  # (V, D)
     lm_head_bias: Tensor | None = None  # (V,)
     logit_scale: float = 1.0  # what the target multiplies its logits by
+    logit_softcap: float | None = None  # c where the target then takes c · tanh(logits / c)
 
 
 class Drafter(Protocol):

@@ -132,6 +132,7 @@ class TargetModel:
             self.lm_head.weight,
             self.lm_head.bias,
             self._logit_scale,
+            self._softcap,
         )
 
     @torch.inference_mode()

@@ -3,17 +3,14 @@
 Knows heads and objectives; knows nothing of files, schedules or the Trainer that calls it.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.draft import TargetWeights
 from draftheads.heads.base import DraftHead
+from draftheads.train.losses import Labels, Objective
 from draftheads.train.objectives import Guesses, LabelMaker, depth_weights, find_guesses, head_losses
-
-LossKind = Literal["teacher", "hard"]
 
 
 class Learner(nn.Module):
@@ -25,11 +22,21 @@ class Learner(nn.Module):
     teacher_bias: Tensor | None  # (V',)
     depth_weights: Tensor  # (K,) λ
 
-    def __init__(self, head: DraftHead, weights: TargetWeights, *, loss: LossKind, depth_decay: float) -> None:
+    def __init__(
+        self,
+        head: DraftHead,
+        weights: TargetWeights,
+        *,
+        objective: Objective,
+        depth_decay: float,
+        noise_alpha: float = 0.0,
+    ) -> None:
         super().__init__()
         self.head = head
-        self.loss = loss
+        self.objective = objective
+        self.noise_alpha = noise_alpha
         self.logit_scale = weights.logit_scale
+        self.logit_softcap = weights.logit_softcap
         device, config = weights.lm_head.device, head.config
         vocab = head.to_target_ids(torch.arange(config.num_draft_tokens, device=device))
         draft_index = torch.zeros(config.vocab_size, dtype=torch.long, device=device)
@@ -63,10 +70,12 @@ class Learner(nn.Module):
         """
         hidden = hidden.to(self.teacher.dtype)
         guesses, labels = self.task(hidden, token_ids, loss_mask)
+        seen = with_noise(hidden, self.noise_alpha) if self.training else hidden
         loss, means = head_losses(
-            self.head(hidden, token_ids).flatten(1, 2),  # (K, S, D)
+            self.head(seen, token_ids).flatten(1, 2),  # (K, S, D)
             guesses,
             labels=labels,
+            row_loss=self.objective.loss,
             logits=self.head.logits,
             weights=self.depth_weights,
             parameters=list(self.head.lm_heads.parameters()),
@@ -76,18 +85,35 @@ class Learner(nn.Module):
     def task(self, hidden: Tensor, token_ids: Tensor, loss_mask: Tensor) -> tuple[Guesses, LabelMaker]:
         """What is to be guessed in a batch, and the labels for it."""
         guesses = find_guesses(loss_mask, self.head.config.num_heads)
-        if self.loss == "teacher":
-            return guesses, self._teacher_labels(hidden.flatten(0, 1))
-        flat = token_ids.flatten()  # (S,)
-        known = self.in_vocab[flat[guesses.positions + 1]]
-        return guesses.only(known), lambda positions: self.draft_index[flat[positions + 1]]
+        flat_hidden, flat_ids = hidden.flatten(0, 1), token_ids.flatten()  # (S, D), (S,)
+        if not self.objective.reads_teacher:  # then the text is all there is to learn from
+            guesses = guesses.only(self.in_vocab[flat_ids[guesses.positions + 1]])
 
-    def _teacher_labels(self, hidden: Tensor) -> LabelMaker:
-        """The target's distribution at flat positions of ``hidden`` (S, D), within V' and renormalised."""
+        def labels(positions: Tensor) -> Labels:
+            said = flat_ids[positions + 1]
+            probs = self._teacher_probs(flat_hidden[positions]) if self.objective.reads_teacher else None
+            return Labels(probs, self.draft_index[said], self.in_vocab[said])
 
-        @torch.no_grad()
-        def labels(positions: Tensor) -> Tensor:
-            logits = F.linear(hidden[positions], self.teacher, self.teacher_bias)  # (n, V')
-            return (logits if self.logit_scale == 1.0 else logits * self.logit_scale).softmax(-1)
+        return guesses, labels
 
-        return labels
+    @torch.no_grad()
+    def _teacher_probs(self, hidden: Tensor) -> Tensor:
+        """The target's distribution after hidden states (n, D), within V' and renormalised: (n, V')."""
+        logits = F.linear(hidden, self.teacher, self.teacher_bias)
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        if self.logit_softcap is not None:
+            logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
+        return logits.softmax(-1)
+
+
+def with_noise(hidden: Tensor, alpha: float) -> Tensor:
+    """Hidden states (B, T, D) with uniform noise of ±α / √(T·D) on every number (NEFTune; Hydra appendix A.1).
+
+    >>> torch.equal(with_noise(torch.ones(1, 2, 2), 0.0), torch.ones(1, 2, 2))
+    True
+    """
+    if alpha == 0:
+        return hidden
+    _, length, size = hidden.shape
+    return hidden + torch.empty_like(hidden).uniform_(-1, 1) * (alpha / (length * size) ** 0.5)

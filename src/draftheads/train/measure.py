@@ -16,7 +16,7 @@ from draftheads.data.features import FeatureStore
 from draftheads.errors import DataError
 from draftheads.search.grow import expected_tokens
 from draftheads.train.learner import Learner
-from draftheads.train.objectives import CHUNK_SIZE, cross_entropy, find_guesses
+from draftheads.train.objectives import CHUNK_SIZE, find_guesses
 from draftheads.tree import Tree
 
 NUM_RANKS = 10  # ranks 0 … 9 are recorded; this number means a miss
@@ -83,7 +83,8 @@ def _measure_batch(learner: Learner, batch: Batch) -> tuple[Tensor, Tensor, Tens
     sums, numbers = torch.zeros(2, len(features), device=device)
     for chunk in find_guesses(loss_mask, len(features)).chunks(CHUNK_SIZE):
         truth = flat_ids[chunk.positions + 1]
-        known, index, taught = learner.in_vocab[truth], learner.draft_index[truth], labels(chunk.positions)
+        taught = labels(chunk.positions)
+        known, index = learner.in_vocab[truth], learner.draft_index[truth]
         for i in range(len(features)):
             rows = chunk.counts[i].nonzero()[:, 0]
             source = chunk.sources(i)[rows]
@@ -91,8 +92,8 @@ def _measure_batch(learner: Learner, batch: Batch) -> tuple[Tensor, Tensor, Tens
             better = (logits > logits.gather(1, index[rows, None])).sum(1).clamp_max(NUM_RANKS)
             ranks[i, source] = torch.where(known[rows], better, NUM_RANKS)
             counts[i, source] = True
-            has_label = known[rows] | (learner.loss == "teacher")
-            sums[i] += cross_entropy(logits, taught[rows])[0][has_label].sum()
+            has_label = known[rows] | learner.objective.reads_teacher
+            sums[i] += learner.objective.loss(logits, taught.rows(rows))[0][has_label].sum()
             numbers[i] += has_label.sum()
     used = counts.any(0)
     return sums.cpu(), numbers.cpu(), ranks[:, used].T.cpu(), counts[:, used].T.cpu()

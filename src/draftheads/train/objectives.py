@@ -1,4 +1,4 @@
-"""What a head is taught: cross-entropy with the text or with the target's own distribution.
+"""What K heads are taught at once: which guesses count, and their weighted loss, chunk by chunk.
 
 Pure functions of tensors. Alphabet: K heads, B texts of T tokens (S = B·T flat positions), D hidden size, V'
 draft vocabulary. Head i reads position t and guesses x_{t+2+i}; the target guesses the same token from
@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from draftheads.errors import DataError
+from draftheads.train.losses import Labels, RowLoss
 
 CHUNK_SIZE = 512  # measured on 2 cores at V' = 8192: 256 is 25 % slower, 1024 no faster
 
 HeadLogits = Callable[[Tensor, int], Tensor]  # features (n, D) of head i -> logits (n, V')
-LabelMaker = Callable[[Tensor], Tensor]  # flat positions (n,) -> distributions (n, V') or draft indices (n,)
+LabelMaker = Callable[[Tensor], Labels]  # of flat positions (n,)
 
 
 @dataclass(frozen=True)
@@ -73,43 +74,6 @@ def find_guesses(loss_mask: Tensor, num_heads: int) -> Guesses:
     return Guesses(positions, flat[:, positions])
 
 
-def soft_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """-Σ_v q_v log softmax(z)_v, and its gradient softmax(z) - q.
-
-    Args:
-        logits: (n, V') z.
-        labels: (n, V') q, rows that sum to 1.
-
-    Returns:
-        Losses (n,) and gradients (n, V').
-    """
-    log_probs = logits.log_softmax(-1)
-    losses = -torch.bmm(labels[:, None], log_probs[:, :, None])[:, 0, 0]  # (q * log p).sum(-1), in one pass
-    return losses, log_probs.exp_().sub_(labels)
-
-
-def hard_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """-log softmax(z)_y, and its gradient softmax(z) - 1_y.
-
-    Args:
-        logits: (n, V') z.
-        labels: (n,) int64 y in 0 … V'-1.
-
-    Returns:
-        Losses (n,) and gradients (n, V').
-    """
-    log_probs = logits.log_softmax(-1)
-    losses = -log_probs.gather(1, labels[:, None])[:, 0]
-    gradients = log_probs.exp_()
-    gradients[torch.arange(len(labels), device=labels.device), labels] -= 1
-    return losses, gradients
-
-
-def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses (n,) and gradients (n, V'): soft where labels are distributions, hard where they are indices."""
-    return (soft_cross_entropy if labels.ndim == 2 else hard_cross_entropy)(logits, labels)
-
-
 def depth_weights(num_heads: int, decay: float) -> Tensor:
     """λ_i = decay^i, (K,): the first head weighs 1 (Medusa counts from 1 in equation 1: a common factor).
 
@@ -124,6 +88,7 @@ def head_losses(
     guesses: Guesses,
     *,
     labels: LabelMaker,
+    row_loss: RowLoss,
     logits: HeadLogits,
     weights: Tensor,
     parameters: Sequence[Tensor] = (),
@@ -135,6 +100,7 @@ def head_losses(
         features: (K, S, D) of all flat positions.
         guesses: which of them count.
         labels: makes the labels of some positions.
+        row_loss: what a guess costs, an objective's ``loss``.
         logits: a head's logits from its features, each row by itself.
         weights: (K,) λ.
         parameters: what ``logits`` depends on and is trained (an lm_head of the heads' own).
@@ -149,7 +115,7 @@ def head_losses(
     """
     if not guesses.counts.any():
         raise DataError("nothing to learn from: no two assistant tokens in a row that the draft vocabulary has")
-    job = _Job(guesses, labels, logits, weights, chunk_size, needs_gradients=torch.is_grad_enabled())
+    job = _Job(guesses, labels, row_loss, logits, weights, chunk_size, needs_gradients=torch.is_grad_enabled())
     loss, means = _AtOnce.apply(job, features, *parameters)  # type: ignore[no-untyped-call]
     return loss, means
 
@@ -160,6 +126,7 @@ class _Job:
 
     guesses: Guesses
     labels: LabelMaker
+    row_loss: RowLoss
     logits: HeadLogits
     weights: Tensor
     chunk_size: int
@@ -196,7 +163,7 @@ def _sweep(job: _Job, features: Tensor, parameters: Sequence[Tensor]) -> tuple[T
                 inputs = features[i, source].detach().requires_grad_()
                 logits = job.logits(inputs, i)
             # rows that do not count are computed too: they are few, and skipping them would copy the labels
-            losses, slopes = cross_entropy(logits.detach().float(), labels)
+            losses, slopes = job.row_loss(logits.detach().float(), labels)
             sums[i] += losses[rows].sum()
             if job.needs_gradients:
                 slopes[~chunk.counts[i]] = 0.0

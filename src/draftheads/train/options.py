@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from draftheads.errors import InvalidSettings
 from draftheads.heads import head_classes
 from draftheads.heads.base import LmHeadKind
+from draftheads.train.losses import LK_ETA, LossKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +32,17 @@ class TrainOptions:
     """Rank of a low_rank lm_head."""
     draft_vocab_size: int = 8192
     """Guess only among that many most frequent tokens; 0 for all of them."""
-    loss: Literal["teacher", "hard"] = "teacher"
-    """Learn the model's own distribution (teacher) or the tokens of the text (hard)."""
+    loss: LossKind = "teacher"
+    """Learn the model's own distribution (teacher by cross-entropy; kl, tv, nla, lk by another measure), the text's
+    tokens (hard), or both (amphista)."""
+    alignment_weight: float = 1.0
+    """Weight of the model's distribution in the amphista loss."""
+    lm_weight: float = 1.0
+    """Weight of the text's tokens in the amphista loss."""
+    lk_eta: float = LK_ETA
+    """How fast the lk loss turns from divergence to acceptance."""
+    noise_alpha: float = 0.0
+    """Strength of uniform noise on the hidden states that heads read in training; 75 in Hydra's experiment."""
     depth_decay: float = 0.8
     """Each head's loss weighs this much of the head before it."""
     epochs: int = 2
@@ -79,7 +89,9 @@ class TrainOptions:
         for name in ("learning_rate", "depth_decay", "max_grad_norm"):
             self._require(name, getattr(self, name) > 0, "must be above 0")
         self._require("precision", self.precision in ("auto", "bf16", "fp32"), "choose auto, bf16 or fp32")
-        self._require("loss", self.loss in ("teacher", "hard"), "choose teacher or hard")
+        self._require("loss", self.loss in get_args(LossKind), f"choose among {', '.join(get_args(LossKind))}")
+        for name in ("alignment_weight", "lm_weight", "lk_eta", "noise_alpha"):
+            self._require(name, getattr(self, name) >= 0, "must be at least 0")
         self._require("draft_vocab_size", self.draft_vocab_size >= 0, "give 0 for the whole vocabulary")
         self._require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "must be at least 1")
         if not self.data and self.features is None:

@@ -30,6 +30,7 @@ from draftheads.search.grow import best_tree
 from draftheads.target.model import TargetModel
 from draftheads.train.card import model_card
 from draftheads.train.learner import Learner
+from draftheads.train.losses import objective
 from draftheads.train.measure import measure
 from draftheads.train.options import TrainOptions
 from draftheads.train.report import Report
@@ -74,7 +75,18 @@ def train_for(target: TargetModel, options: TrainOptions, reporter: Reporter) ->
         raise DataError("only one text: training needs another one to measure on")
     weights = _in_float32(target.weights)
     head = new_head(options, weights, store, training, target.eos_ids)
-    learner = Learner(head, weights, loss=options.loss, depth_decay=options.depth_decay)
+    learner = Learner(
+        head,
+        weights,
+        objective=objective(
+            options.loss,
+            alignment_weight=options.alignment_weight,
+            lm_weight=options.lm_weight,
+            lk_eta=options.lk_eta,
+        ),
+        depth_decay=options.depth_decay,
+        noise_alpha=options.noise_alpha,
+    )
     plan = plan_batches(
         training,
         store.lengths,
@@ -239,7 +251,7 @@ def _in_float32(weights: TargetWeights) -> TargetWeights:
     is_tied = weights.lm_head is weights.embedding
     lm_head = embedding if is_tied else weights.lm_head.detach().float()
     bias = None if weights.lm_head_bias is None else weights.lm_head_bias.detach().float()
-    return TargetWeights(embedding, lm_head, bias, weights.logit_scale)
+    return TargetWeights(embedding, lm_head, bias, weights.logit_scale, weights.logit_softcap)
 
 
 def _plain(options: TrainOptions) -> dict[str, Any]:

@@ -1,0 +1,170 @@
+"""What a guess costs: a loss and its gradient for each row of logits, in closed form.
+
+Pure functions of tensors; they know nothing of heads, positions or chunks. Alphabet: n guesses, V' draft vocabulary,
+z logits of a head, p = softmax(z), q the target's distribution over V', y the token of the text.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, Self, get_args
+
+import torch
+from torch import Tensor
+
+from draftheads.errors import InvalidSettings
+
+LossKind = Literal["teacher", "hard", "kl", "tv", "nla", "lk", "amphista"]
+LK_ETA = 3.0  # η of the hybrid LK loss, as published
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What n guesses should have been; what no objective asked for is left out."""
+
+    probs: Tensor | None = None  # (n, V') q, rows that sum to 1
+    token_ids: Tensor | None = None  # (n,) int64 y in 0 … V'-1; meaningless where not known
+    known: Tensor | None = None  # (n,) bool: the text's token is in the draft vocabulary
+
+    def rows(self, index: Tensor) -> Self:
+        """The labels of some guesses."""
+        return type(self)(*(None if field is None else field[index] for field in vars(self).values()))
+
+
+RowLoss = Callable[[Tensor, Labels], tuple[Tensor, Tensor]]  # logits (n, V') -> losses (n,), gradients (n, V')
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A row loss, and whether it can do without the text's tokens."""
+
+    loss: RowLoss
+    reads_teacher: bool
+
+
+def objective(
+    kind: LossKind, *, alignment_weight: float = 1.0, lm_weight: float = 1.0, lk_eta: float = LK_ETA
+) -> Objective:
+    """The objective of that name.
+
+    Args:
+        kind: ``teacher`` (soft cross-entropy, Hydra appendix A), ``hard`` (cross-entropy with the text, Medusa equation
+            1), ``kl``, ``tv`` (total variation), ``nla`` (negative log-acceptance), ``lk`` (hybrid LK), ``amphista``.
+        alignment_weight: λ1 of Amphista's equation 7, for the teacher's part.
+        lm_weight: λ2 of Amphista's equation 7, for the text's part.
+        lk_eta: η of the hybrid LK loss.
+
+    Raises:
+        InvalidSettings: no such kind.
+    """
+    both = partial(two_part, alignment_weight=alignment_weight, lm_weight=lm_weight)
+    known: dict[str, Objective] = {
+        "teacher": _from_teacher(soft_cross_entropy),
+        "hard": Objective(_from_text, reads_teacher=False),
+        "kl": _from_teacher(kl_divergence),
+        "tv": _from_teacher(total_variation),
+        "nla": _from_teacher(negative_log_acceptance),
+        "lk": _from_teacher(partial(lk_hybrid, eta=lk_eta)),
+        "amphista": Objective(both, reads_teacher=True),
+    }
+    if kind not in known:
+        raise InvalidSettings(f"loss is {kind!r}; choose among {', '.join(get_args(LossKind))}")
+    return known[kind]
+
+
+def hard_cross_entropy(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """-log p_y, and its gradient p - 1_y.
+
+    Args:
+        logits: (n, V') z.
+        token_ids: (n,) int64 y in 0 … V'-1.
+
+    Returns:
+        Losses (n,) and gradients (n, V').
+    """
+    log_probs = logits.log_softmax(-1)
+    losses = -log_probs.gather(1, token_ids[:, None])[:, 0]
+    gradients = log_probs.exp_()
+    gradients[torch.arange(len(token_ids), device=token_ids.device), token_ids] -= 1
+    return losses, gradients
+
+
+def soft_cross_entropy(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    """-Σ_v q_v log p_v, and its gradient p - q.
+
+    Args:
+        logits: (n, V') z.
+        probs: (n, V') q.
+
+    Returns:
+        Losses (n,) and gradients (n, V').
+    """
+    log_probs = logits.log_softmax(-1)
+    losses = -_row_dot(probs, log_probs)
+    return losses, log_probs.exp_().sub_(probs)
+
+
+def kl_divergence(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(q || p), the soft cross-entropy less q's entropy: the same gradient, and 0 where the head is perfect."""
+    losses, gradients = soft_cross_entropy(logits, probs)
+    return losses + torch.special.xlogy(probs, probs).sum(-1), gradients
+
+
+def total_variation(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    """½ Σ_v |p_v - q_v| = 1 - α, the chance that sampling rejects the guess; α = Σ_v min(p_v, q_v).
+
+    With m = [p < q], its gradient is p (Σ_v p_v m_v - m).
+    """
+    drafted = logits.softmax(-1)
+    losses = 0.5 * (drafted - probs).abs().sum(-1)
+    return losses, _rejection_gradient(drafted, probs)
+
+
+def negative_log_acceptance(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    """-log α: total variation's optimum with gradients that do not fade where little is accepted (LK losses, 2026)."""
+    drafted = logits.softmax(-1)
+    accepted = torch.minimum(drafted, probs).sum(-1).clamp_min(torch.finfo(logits.dtype).tiny)  # (n,) α
+    return -accepted.log(), _rejection_gradient(drafted, probs) / accepted[:, None]
+
+
+def lk_hybrid(logits: Tensor, probs: Tensor, *, eta: float = LK_ETA) -> tuple[Tensor, Tensor]:
+    """λ·KL + (1-λ)·TV with λ = exp(-η α), itself not differentiated: KL first, acceptance later (LK losses, 2026)."""
+    divergence, from_divergence = kl_divergence(logits, probs)
+    rejected, from_rejection = total_variation(logits, probs)
+    share = torch.exp(-eta * (1.0 - rejected))  # (n,) λ
+    losses = share * divergence + (1 - share) * rejected
+    return losses, share[:, None] * from_divergence + (1 - share)[:, None] * from_rejection
+
+
+def two_part(
+    logits: Tensor, labels: Labels, *, alignment_weight: float = 1.0, lm_weight: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """λ1 · CE(q, p) + λ2 · CE(y, p), Amphista equations 7 to 9; the second part only where the head knows the token."""
+    aligned, from_teacher = soft_cross_entropy(logits, _given(labels.probs))
+    said, from_text = hard_cross_entropy(logits, _given(labels.token_ids))
+    weight = lm_weight * _given(labels.known).to(said.dtype)  # (n,)
+    return alignment_weight * aligned + weight * said, alignment_weight * from_teacher + weight[:, None] * from_text
+
+
+def _from_teacher(function: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Objective:
+    return Objective(lambda logits, labels: function(logits, _given(labels.probs)), reads_teacher=True)
+
+
+def _from_text(logits: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
+    return hard_cross_entropy(logits, _given(labels.token_ids))
+
+
+def _rejection_gradient(drafted: Tensor, probs: Tensor) -> Tensor:
+    """Of 1 - Σ_v min(p_v, q_v) for the logits of p: (n, V'), (n, V') -> (n, V')."""
+    short = (drafted < probs).to(drafted.dtype)  # m: where the head gives less than the target
+    return drafted * (_row_dot(drafted, short)[:, None] - short)
+
+
+def _row_dot(a: Tensor, b: Tensor) -> Tensor:
+    """(n, V'), (n, V') -> (n,), in one pass."""
+    return torch.bmm(a[:, None], b[:, :, None])[:, 0, 0]
+
+
+def _given(field: Tensor | None) -> Tensor:
+    assert field is not None, "an objective reads labels that nobody made for it"
+    return field
