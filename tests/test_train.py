@@ -24,7 +24,7 @@ from draftheads.draft import Context
 from draftheads.errors import DataError, InvalidSettings, NonFiniteLoss, StorageError, UnknownMethod
 from draftheads.target.model import TargetModel
 from draftheads.train import run
-from draftheads.train.learner import Learner
+from draftheads.train.learner import Learner, with_noise
 from draftheads.train.losses import objective
 from draftheads.train.measure import NUM_RANKS, Measurement, measure
 from draftheads.train.options import TrainOptions
@@ -84,8 +84,12 @@ def tensors(out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "model.safetensors")
 
 
-def lines(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+def lines(out: Path, name: str = "log.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / name).read_text().splitlines()]
+
+
+def without_time(report: Report) -> Report:
+    return replace(report, training_seconds=0.0, tokens_per_second=0.0)
 
 
 @pytest.mark.parametrize("loss", ["teacher", "hard"])
@@ -118,7 +122,8 @@ def measured(
 def test_the_folder_holds_the_head_and_how_it_was_made(target: TargetModel, features: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     report = run.train_for(target, options(out, features), Silent())
-    names = {"README.md", "config.json", "log.jsonl", "metrics.json", "model.safetensors", "plan.json"}
+    names = {"README.md", "config.json", "model.safetensors", "plan.json"}  # the head
+    names |= {"log.jsonl", "metrics.json", "report.html", "validation.jsonl"}  # its history
     assert {path.name for path in out.iterdir()} == names
     metrics = json.loads((out / "metrics.json").read_text())
     assert metrics["options"]["learning_rate"] == 0.02
@@ -136,6 +141,56 @@ def test_the_folder_holds_the_head_and_how_it_was_made(target: TargetModel, feat
     assert line.keys() == {"step", "loss", "learning_rate", "grad_norm", "head_losses"}
     weighted = sum(0.8**i * loss for i, loss in enumerate(line["head_losses"]))
     assert line["loss"] == pytest.approx(weighted, rel=1e-5)
+
+
+def test_the_head_is_measured_while_it_is_trained(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    settings = options(tmp_path / "out", features, eval_steps=3, eval_texts=1000)
+    report = run.train_for(target, settings, Silent())
+    found = lines(settings.out, "validation.jsonl")
+    assert [line["step"] for line in found] == [*range(0, report.num_steps, 3), report.num_steps]
+    assert report.num_steps % 3, "the last measurement is not at a multiple"
+    untrained = measured(target, features, settings)
+    assert found[0]["losses"] == pytest.approx(untrained.losses.tolist(), rel=1e-6)
+    assert found[0]["tokens_per_step_chain"] == untrained.tokens_per_step(Tree.chain(3))
+    last = {key: value for key, value in found[-1].items() if key != "step"}
+    assert last == {key: getattr(report, key) for key in last}
+    assert {"losses", "top1", "top3", "top10", "tokens_per_step_chain", "tokens_per_step_tree"} == last.keys()
+    assert [shares[0] for shares in report.accuracy_by_rank] == report.top1
+    assert [shares[-1] for shares in report.accuracy_by_rank] == report.top10
+    assert report.tokens_per_second > 0
+
+
+def test_fewer_texts_or_none_in_between(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    few = options(tmp_path / "few", features, eval_steps=1000, eval_texts=1)
+    report = run.train_for(target, few, Silent())
+    assert lines(few.out, "validation.jsonl")[-1]["losses"] != report.losses
+    none = options(tmp_path / "none", features, eval_steps=0)
+    run.train_for(target, none, Silent())
+    assert not lines(none.out, "validation.jsonl")
+    assert tensors(few.out).keys() == tensors(none.out).keys()
+    assert all(torch.equal(tensor, tensors(none.out)[name]) for name, tensor in tensors(few.out).items())
+
+
+def test_noise_is_for_training_only(target: TargetModel, features: Path) -> None:
+    store = FeatureStore(features)
+    settings = options(Path("out"), features)
+    head = run.new_head(settings, target.weights, store, range(20), target.eos_ids)
+    batch = vars(collate([store[0], store[1]], skip_prompts=False))
+    losses = {}
+    for alpha in (0.0, 75.0):
+        learner = Learner(head, target.weights, objective=objective("hard"), depth_decay=0.8, noise_alpha=alpha)
+        losses[alpha] = [learner.train(mode)(**batch)["loss"].item() for mode in (False, True, True)]
+    assert len({*losses[0.0], losses[75.0][0]}) == 1
+    assert len(set(losses[75.0])) == 3, "drawn anew each time"
+
+
+def test_noise_is_uniform_and_small_in_long_texts() -> None:
+    torch.manual_seed(0)
+    noise = with_noise(torch.zeros(3, 40, 50), 75.0)
+    bound = 75 / (40 * 50) ** 0.5
+    assert noise.abs().max() <= bound
+    assert noise.abs().max() > 0.99 * bound
+    assert abs(float(noise.var()) - bound**2 / 3) < 0.05 * bound**2  # of a uniform distribution
 
 
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
@@ -290,9 +345,10 @@ def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(
     reporter = Silent(last + 1, lambda: steps.append(last + 1))
     found = run.train_for(target, replace(settings, resume=True), reporter)
     assert steps
-    assert replace(found, training_seconds=0.0) == replace(expected, training_seconds=0.0)
+    assert without_time(found) == without_time(expected)
     assert (parts / "model.safetensors").read_bytes() == (tmp_path / "a" / "model.safetensors").read_bytes()
-    assert lines(parts) == lines(tmp_path / "a")
+    for name in ("log.jsonl", "validation.jsonl"):
+        assert lines(parts, name) == lines(tmp_path / "a", name)
 
 
 def test_the_message_of_a_stopped_run_says_how_to_go_on(target: TargetModel, features: Path, tmp_path: Path) -> None:
@@ -315,7 +371,7 @@ def test_a_run_that_was_stopped_while_saving_is_resumed(
             run.train_for(target, settings, Silent())
     assert not list((tmp_path / "out").glob("*.safetensors"))
     found = run.train_for(target, replace(settings, resume=True), Silent())
-    assert replace(found, training_seconds=0.0) == replace(expected, training_seconds=0.0)
+    assert without_time(found) == without_time(expected)
 
 
 def test_resuming_with_other_settings_is_an_error(target: TargetModel, features: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ VERBS = {
     "demo": Verb("draftheads.cli.demo", "DemoOptions", "answer prompts with and without draft heads, and compare"),
     "generate": Verb("draftheads.cli.generate", "GenerateOptions", "answer prompts"),
     "info": Verb("draftheads.cli.info", "InfoOptions", "describe a head, list the bundled ones, or draw a tree"),
+    "report": Verb("draftheads.cli.report", "ReportOptions", "make the page of a finished training run once more"),
     "train": Verb("draftheads.cli.train", "TrainOptions", "train draft heads for a model"),
 }
 
@@ -63,7 +64,8 @@ def _run(name: str, verb: Verb, arguments: Sequence[str]) -> None:
     import tyro  # noqa: PLC0415 - the list of commands must not wait for it
 
     module: Any = importlib.import_module(verb.module)
-    options = tyro.cli(getattr(module, verb.options), args=list(arguments), prog=f"draftheads {name}")
+    expanded = getattr(module, "expanded", list)  # a verb's own, where an argument stands for several
+    options = tyro.cli(getattr(module, verb.options), args=expanded(arguments), prog=f"draftheads {name}")
     module.run(options)
 
 

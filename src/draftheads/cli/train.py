@@ -1,6 +1,9 @@
 """``draftheads train``: runs a training and shows how it goes."""
 
+import argparse
+import itertools
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -19,15 +22,33 @@ from rich.table import Table
 from rich.text import Text
 
 from draftheads.train.options import TrainOptions
+from draftheads.train.recipes import recipe
 from draftheads.train.report import Report
 from draftheads.train.run import train
 
 _SECONDS_BETWEEN_LINES = 30.0  # where the output is no terminal
 
 
+def expanded(arguments: Sequence[str]) -> list[str]:
+    """The arguments with those of ``--recipe`` before them; of an option that comes twice the last one counts.
+
+    >>> expanded(["--recipe=hydra", "--epochs", "3"])[:2]
+    ['--method', 'hydra']
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--recipe", nargs="?")
+    name = parser.parse_known_args(arguments)[0].recipe
+    if name is None:
+        return list(arguments)
+    flags = ([f"--{key.replace('_', '-')}", str(value)] for key, value in recipe(name).settings.items())
+    return [*itertools.chain.from_iterable(flags), *arguments]
+
+
 def run(options: TrainOptions) -> None:
     """Trains, then prints a table of what the heads can do."""
     console = Console()
+    if options.recipe is not None:
+        console.print(_recipe_table(options))
     with _Display(console) as display:
         report = train(options, display)
     console.print(_table(report))
@@ -97,6 +118,17 @@ class _Speed(ProgressColumn):
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
         return Text(f"{speed:,.1f}/s" if speed else "")
+
+
+def _recipe_table(options: TrainOptions) -> Table:
+    """All that the recipe sets, and what was asked for instead."""
+    assert options.recipe is not None
+    chosen = recipe(options.recipe)
+    table = Table("option", "value", title=f"recipe {options.recipe}: {chosen.source}")
+    for name, value in chosen.settings.items():
+        now = getattr(options, name)
+        table.add_row(name, str(value) if now == value else f"{now} (the recipe has {value})")
+    return table
 
 
 def _table(report: Report) -> Table:

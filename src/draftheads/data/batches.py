@@ -58,6 +58,15 @@ def split_held_out(num_documents: int, *, fraction: float, at_most: int, seed: i
     return sorted(order[size:]), sorted(order[:size])
 
 
+def with_guesses(documents: Sequence[int], loss_masks: Sequence[Tensor]) -> list[int]:
+    """Those documents in which two assistant tokens follow each other: a draft head learns from no others.
+
+    >>> with_guesses([0, 1], [torch.tensor([True, False, True]), torch.tensor([False, True, True])])
+    [1]
+    """
+    return [i for i in documents if bool((loss_masks[i][1:] & loss_masks[i][:-1]).any())]
+
+
 def plan_batches(
     documents: Sequence[int], lengths: Sequence[int], *, max_tokens: int, num_epochs: int, seed: int
 ) -> list[list[int]]:

@@ -14,6 +14,8 @@ from draftheads.train.losses import LK_ETA, LossKind
 class TrainOptions:
     """Train draft heads for a frozen model on chats."""
 
+    recipe: str | None = None
+    """Settings of a paper to start from (medusa-1, hydra, hydra-teacher, small); options beside it win."""
     method: str
     """Architecture of the heads: medusa or hydra."""
     out: Path
@@ -48,7 +50,9 @@ class TrainOptions:
     epochs: int = 2
     """Passes over the training text."""
     learning_rate: float = 1e-3
-    """Highest learning rate; it rises during warm-up and falls to zero along a cosine."""
+    """Highest learning rate; it rises during warm-up and falls along a cosine."""
+    final_learning_rate: float = 0.0
+    """Where the cosine ends, as a part of the highest learning rate."""
     warmup: float = 0.05
     """Part of the steps in which the learning rate rises."""
     weight_decay: float = 0.0
@@ -79,12 +83,16 @@ class TrainOptions:
     """Steps between checkpoints."""
     log_steps: int = 10
     """Steps between lines of OUT/log.jsonl."""
+    eval_steps: int = 500
+    """Steps between measurements on held-out text (OUT/validation.jsonl), also before the first step; 0 for none."""
+    eval_texts: int = 32
+    """Held-out texts that are measured in between; at the end all of them are."""
 
     def __post_init__(self) -> None:
         head_classes(self.method)
-        for name in ("epochs", "batch_tokens", "max_length", "tree_nodes", "save_steps", "log_steps"):
+        for name in ("epochs", "batch_tokens", "max_length", "tree_nodes", "save_steps", "log_steps", "eval_texts"):
             self._require(name, getattr(self, name) >= 1, "must be at least 1")
-        for name in ("held_out", "warmup"):
+        for name in ("held_out", "warmup", "final_learning_rate"):
             self._require(name, 0 <= getattr(self, name) < 1, "must be at least 0 and below 1")
         for name in ("learning_rate", "depth_decay", "max_grad_norm"):
             self._require(name, getattr(self, name) > 0, "must be above 0")
@@ -92,6 +100,7 @@ class TrainOptions:
         self._require("loss", self.loss in get_args(LossKind), f"choose among {', '.join(get_args(LossKind))}")
         for name in ("alignment_weight", "lm_weight", "lk_eta", "noise_alpha"):
             self._require(name, getattr(self, name) >= 0, "must be at least 0")
+        self._require("eval_steps", self.eval_steps >= 0, "give 0 for none")
         self._require("draft_vocab_size", self.draft_vocab_size >= 0, "give 0 for the whole vocabulary")
         self._require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "must be at least 1")
         if not self.data and self.features is None:

@@ -13,7 +13,9 @@ class Report:
     num_held_out_texts: int
     num_steps: int
     training_seconds: float  # of this process: of a resumed run the last part only
+    tokens_per_second: float  # of text, in those seconds
     losses: list[float]  # per head
+    accuracy_by_rank: list[list[float]]  # per head: share of true tokens among its 1, 2, … best guesses
     top1: list[float]  # per head: share of true tokens that were its best guess
     top3: list[float]
     top10: list[float]

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from draftheads.checkpoint import save_head
-from draftheads.data.batches import PlannedBatches, plan_batches, split_held_out
+from draftheads.data.batches import PlannedBatches, plan_batches, split_held_out, with_guesses
 from draftheads.data.extract import build_features, load_texts
 from draftheads.data.features import FeatureStore
 from draftheads.draft import TargetWeights
-from draftheads.errors import DataError, InvalidSettings
+from draftheads.errors import DataError, InvalidSettings, MissingDependency
 from draftheads.files import write_atomic
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead
@@ -31,15 +31,19 @@ from draftheads.target.model import TargetModel
 from draftheads.train.card import model_card
 from draftheads.train.learner import Learner
 from draftheads.train.losses import objective
-from draftheads.train.measure import measure
+from draftheads.train.measure import NUM_RANKS, Measurement, measure
 from draftheads.train.options import TrainOptions
+from draftheads.train.page import write_page
 from draftheads.train.report import Report
-from draftheads.train.trainer import TrainingInterrupted, find_checkpoint, fit
+from draftheads.train.trainer import OnStep, TrainingInterrupted, find_checkpoint, fit
 from draftheads.tree import Tree
 
 HELD_OUT_AT_MOST = 200
 _MAY_CHANGE_ON_RESUME = frozenset(
-    {"out", "data", "features", "keep_features", "resume", "save_steps", "log_steps", "tree_nodes"}
+    {
+        *("out", "data", "features", "keep_features", "resume"),
+        *("save_steps", "log_steps", "eval_steps", "eval_texts", "tree_nodes"),
+    }
 )
 
 
@@ -73,6 +77,9 @@ def train_for(target: TargetModel, options: TrainOptions, reporter: Reporter) ->
     )
     if not training:
         raise DataError("only one text: training needs another one to measure on")
+    training = with_guesses(training, store.loss_masks)
+    if not training:
+        raise DataError("no answer has two tokens: draft heads learn to guess beyond the next one; give longer answers")
     weights = _in_float32(target.weights)
     head = new_head(options, weights, store, training, target.eos_ids)
     learner = Learner(
@@ -96,10 +103,14 @@ def train_for(target: TargetModel, options: TrainOptions, reporter: Reporter) ->
     )
     _remember(options, target, store, len(plan))
     reporter.stage(f"training {options.method} on {len(training)} texts")
-    started = time.monotonic()
     batches = PlannedBatches(store, plan, skip_prompts=not head.needs_history)
-    fit(learner, batches, options, on_step=reporter.progress)
-    seconds = time.monotonic() - started
+    some = held_out[: options.eval_texts]
+
+    def validate() -> dict[str, Any]:
+        return _in_between(measure(learner, store, some, batch_tokens=options.batch_tokens), options)
+
+    speed = _Speedometer([sum(store.lengths[i] for i in batch) for batch in plan])
+    fit(learner, batches, options, on_step=speed.counting(reporter.progress), validate=validate)
     reporter.stage(f"measuring on {len(held_out)} texts kept apart")
     found = measure(learner, store, held_out, batch_tokens=options.batch_tokens)
     head.tree = best_tree(found.joint_ranks, options.tree_nodes)
@@ -109,8 +120,10 @@ def train_for(target: TargetModel, options: TrainOptions, reporter: Reporter) ->
         num_training_texts=len(training),
         num_held_out_texts=len(held_out),
         num_steps=len(plan),
-        training_seconds=round(seconds, 1),
+        training_seconds=round(speed.seconds, 1),
+        tokens_per_second=round(speed.tokens_per_second, 1),
         losses=found.losses.tolist(),
+        accuracy_by_rank=[list(shares) for shares in zip(*map(found.accuracy, range(1, NUM_RANKS + 1)), strict=True)],
         top1=found.accuracy(1),
         top3=found.accuracy(3),
         top10=found.accuracy(10),
@@ -119,7 +132,53 @@ def train_for(target: TargetModel, options: TrainOptions, reporter: Reporter) ->
         tree=[list(path) for path in head.tree.paths[1:]],
     )
     _save(head, target, report, options)
+    try:
+        write_page(options.out)
+    except MissingDependency as error:  # the head is what counts
+        reporter.stage(f"no report.html: {error}")
     return report
+
+
+class _Speedometer:
+    """Tokens and seconds of the steps that this process made."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = tokens  # of every step
+        self.num_tokens = 0
+        self.started = self.latest = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """From the start to the last step."""
+        return self.latest - self.started
+
+    @property
+    def tokens_per_second(self) -> float:
+        """0 before the first step."""
+        return self.num_tokens / self.seconds if self.seconds else 0.0
+
+    def counting(self, on_step: OnStep) -> OnStep:
+        """The same callback, and the step counts."""
+
+        def counted(step: int, total: int, loss: float | None) -> None:
+            self.num_tokens += self.tokens[step - 1]
+            self.latest = time.monotonic()
+            on_step(step, total, loss)
+
+        return counted
+
+
+def _in_between(found: Measurement, options: TrainOptions) -> dict[str, Any]:
+    """A line of ``validation.jsonl``."""
+    tree = best_tree(found.joint_ranks, options.tree_nodes)
+    return {
+        "losses": found.losses.tolist(),
+        "top1": found.accuracy(1),
+        "top3": found.accuracy(3),
+        "top10": found.accuracy(10),
+        "tokens_per_step_chain": found.tokens_per_step(Tree.chain(options.num_heads)),
+        "tokens_per_step_tree": found.tokens_per_step(tree),
+    }
 
 
 def new_head(

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler, SequentialSampler
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, get_scheduler
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -26,14 +27,20 @@ from draftheads.train.learner import Learner
 from draftheads.train.options import TrainOptions
 
 OnStep = Callable[[int, int, float | None], None]  # steps done, steps in all, the last logged loss
+Validate = Callable[[], dict[str, Any]]  # what to note of the head as it is
 
 
 class TrainingInterrupted(TrainingError):
     """Ctrl-C stopped a run that can go on."""
 
 
-def fit(learner: Learner, batches: PlannedBatches, options: TrainOptions, *, on_step: OnStep) -> None:
+def fit(
+    learner: Learner, batches: PlannedBatches, options: TrainOptions, *, on_step: OnStep, validate: Validate
+) -> None:
     """Trains the learner's head in place over all batches; from the last checkpoint on with ``--resume``.
+
+    ``validate`` is called before the first step, every ``eval_steps`` and after the last; what it finds goes to
+    ``validation.jsonl``.
 
     Raises:
         NonFiniteLoss: the loss became NaN or infinite; names the step and the documents of its batch.
@@ -43,7 +50,10 @@ def fit(learner: Learner, batches: PlannedBatches, options: TrainOptions, *, on_
     checkpoint = find_checkpoint(options.out) if options.resume else None
     first_step = int(checkpoint.rpartition("-")[2]) if checkpoint else 0
     with _interruptible() as interrupted:
-        callback = _Callback(StepLog(options.out / "log.jsonl", keep_until=first_step), on_step, interrupted)
+        log, validations = (
+            StepLog(options.out / name, keep_until=first_step) for name in ("log.jsonl", "validation.jsonl")
+        )
+        callback = _Callback(log, on_step, interrupted, _Validation(validations, validate, options.eval_steps))
         trainer = _HeadTrainer(
             model=learner,
             args=_arguments(options, folder, len(batches)),
@@ -74,7 +84,7 @@ class StepLog:
     def __init__(self, path: Path, *, keep_until: int) -> None:
         self.path = path
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        kept = [line for line in lines if json.loads(line)["step"] <= keep_until]
+        kept = [line for line in lines if keep_until and json.loads(line)["step"] <= keep_until]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
 
@@ -82,6 +92,20 @@ class StepLog:
         """Appends a line."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
+
+
+@dataclass(frozen=True)
+class _Validation:
+    """When the head is measured in between, and where that goes."""
+
+    log: StepLog
+    validate: Validate
+    eval_steps: int  # 0 for never
+
+    def at(self, step: int, last_step: int) -> None:
+        """Measures and notes, if it is time."""
+        if self.eval_steps and (step % self.eval_steps == 0 or step == last_step):
+            self.log.add({"step": step, **self.validate()})
 
 
 class _HeadTrainer(Trainer):
@@ -119,15 +143,21 @@ class _HeadTrainer(Trainer):
 class _Callback(TrainerCallback):
     """Log lines, progress, and a stop with a checkpoint."""
 
-    def __init__(self, log: StepLog, on_step: OnStep, interrupted: threading.Event) -> None:
+    def __init__(self, log: StepLog, on_step: OnStep, interrupted: threading.Event, validation: _Validation) -> None:
         self.log = log
+        self.validation = validation
         self.on_step = on_step
         self.interrupted = interrupted
         self.loss: float | None = None
         self.take_head_losses: Callable[[], list[float]] = list
 
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.global_step == 0:
+            self.validation.at(0, state.max_steps)
+
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.on_step(state.global_step, state.max_steps, self.loss)
+        self.validation.at(state.global_step, state.max_steps)
         if self.interrupted.is_set():
             control.should_save = control.should_training_stop = True
 
@@ -152,7 +182,8 @@ def _arguments(options: TrainOptions, folder: Path, num_steps: int) -> TrainingA
         num_train_epochs=1,  # the plan holds all epochs
         per_device_train_batch_size=1,  # one batch of the plan
         learning_rate=options.learning_rate,
-        lr_scheduler_type="cosine",
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": options.final_learning_rate},
         warmup_steps=int(options.warmup * num_steps),
         weight_decay=options.weight_decay,
         max_grad_norm=options.max_grad_norm,
@@ -173,6 +204,25 @@ def _arguments(options: TrainOptions, folder: Path, num_steps: int) -> TrainingA
         report_to="none",
         log_level="error",
     )
+
+
+def learning_rates(options: TrainOptions, *, num_steps: int) -> list[float]:
+    """The learning rate of every step, as the Trainer's scheduler gives it."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=options.learning_rate)
+    args = _arguments(options, options.out, num_steps)
+    scheduler = get_scheduler(
+        args.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=args.get_warmup_steps(num_steps),
+        num_training_steps=num_steps,
+        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+    )
+    rates = []
+    for _ in range(num_steps):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return rates
 
 
 def computes_in_bf16(options: TrainOptions, device: str) -> bool:
