@@ -79,7 +79,7 @@ def train_for(target: TargetModel, options: TrainOptions, reporter: Reporter) ->
         raise DataError("only one text: training needs another one to measure on")
     training = with_guesses(training, store.loss_masks)
     if not training:
-        raise DataError("no two assistant tokens in a row in any text: heads guess beyond the next token, so give longer answers")
+        raise DataError("no two assistant tokens in a row in any text: give longer answers")
     weights = _in_float32(target.weights)
     head = new_head(options, weights, store, training, target.eos_ids)
     learner = Learner(
