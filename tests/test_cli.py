@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -310,7 +311,7 @@ def test_all_options_arrive(here: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(generate, "_batch", batch)
     words = """abc def --model here --head there --tree chain.json --max-new-tokens 5 --temperature 0.5 --top-k 3
         --top-p 0.75 --repetition-penalty 1.5 --seed 11 --stop x yz --acceptance typical --batch-size 2
-        --dtype bf16 --exact-bits True --out o"""
+        --dtype bf16 --exact-bits --out o"""
     assert main(["generate", *shlex.split(words)]) == 0
     options = {
         "tree": Tree.chain(2),
@@ -330,7 +331,7 @@ def test_all_options_arrive(here: Path, monkeypatch: pytest.MonkeyPatch):
     )
     assert seen == [(("here", "there"), options), ("engine", ["abc", "def"], settings, Path("o"))]
     assert main(["generate", "abc", "def"]) == 0
-    assert seen[2][1] == {"tree": None, "dtype": None, "max_batch_size": 16, "exact_bits": None}
+    assert seen[2][1] == {"tree": None, "dtype": None, "max_batch_size": 16, "exact_bits": False}
     assert seen[3][2] == SamplingSettings()
 
 
@@ -474,6 +475,44 @@ def test_heads_draft_with_the_fast_kernels_in_the_demo(monkeypatch: pytest.Monke
     assert sped_up == ["medusa", "hydra"]
 
 
+def test_the_demo_explains_texts_that_differ(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    compared = demo.rows
+    differing = False
+
+    def rows(*arguments: Any, **options: Any) -> Any:
+        return [replace(row, identical=not differing) for row in compared(*arguments, **options)]
+
+    monkeypatch.setattr(demo, "rows", rows)
+    arguments = [
+        "demo",
+        "--model",
+        "model",
+        "--heads",
+        "./hydra",
+        "--limit",
+        "1",
+        "--no-stream",
+        "--max-new-tokens",
+        "3",
+    ]
+    said = {}
+    for dtype in ("bf16", "fp32"):
+        for differing in (False, True):
+            assert main([*arguments, "--dtype", dtype]) == 0
+            out = capsys.readouterr().out
+            said[dtype, differing] = ("--exact-bits" in out, "please report" in out)
+            assert all(len(line) <= 80 for line in out.splitlines()[:-1])
+    neither = (False, False)
+    assert said == {
+        ("bf16", False): neither,
+        ("bf16", True): (True, False),
+        ("fp32", False): neither,
+        ("fp32", True): (False, True),
+    }
+
+
 def test_demo_variants(here: Path, capsys: pytest.CaptureFixture[str]):
     """Own prompts, fewer of them, without transformers or a stream; two heads of one name keep their paths."""
     arguments = [
@@ -509,13 +548,13 @@ def test_the_demo_with_exact_bits_compares_with_plain_of_the_same_kernels(
     monkeypatch.setattr(demo, "rows", rows)
     monkeypatch.setattr(demo, "rows_keep_their_bits", lambda _: True)
     arguments = ["demo", "--model", "model", "--limit", "2", "--no-stream", "--max-new-tokens", "10", "--heads"]
-    assert main([*arguments, "hydra", "--dtype", "fp32", "--exact-bits", "True"]) == 0
+    assert main([*arguments, "hydra", "--dtype", "fp32", "--exact-bits"]) == 0
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record["exact_bits"] is True
     assert all(row["identical"] for row in record["rows"])
     assert list(asked[0]) == ["hydra"]
     assert [len(answer) for answer in asked[0]["hydra"]] == [10, 10]
-    assert main([*arguments, "hydra", "--dtype", "fp32", "--exact-bits", "False"]) == 0
+    assert main([*arguments, "hydra", "--dtype", "fp32"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["exact_bits"] is False
     assert asked[1] == {}
 

@@ -22,7 +22,6 @@ from draftheads.target.fast import (
     EXACT_ATTENTION,
     GROUPED_ATTENTION,
     exact_attention,
-    exact_bits_by_default,
     grouped_attention,
     rows_keep_their_bits,
     speed_up,
@@ -261,10 +260,7 @@ def test_attention_of_another_kind_is_left_alone():
     assert target.config._attn_implementation == "eager"
 
 
-def test_where_exact_bits_are_the_default():
-    assert exact_bits_by_default(torch.bfloat16, CPU)
-    assert not exact_bits_by_default(torch.float32, CPU)
-    assert not exact_bits_by_default(torch.bfloat16, torch.device("cuda"))
+def test_where_weights_are_packed():
     assert not can_pack(torch.float32, torch.device("cuda"))
     assert not can_pack(torch.float16, CPU)
 

@@ -21,7 +21,7 @@ from draftheads.decode.engine import Engine
 from draftheads.errors import DataError, InvalidSettings
 from draftheads.loading import load_drafter, load_target
 from draftheads.provenance import provenance
-from draftheads.target.fast import exact_bits_by_default, rows_keep_their_bits, speed_up
+from draftheads.target.fast import rows_keep_their_bits, speed_up
 from draftheads.target.model import TargetModel
 
 PROMPTS = (
@@ -32,6 +32,11 @@ PROMPTS = (
     "Write a Python function that returns the largest number in a list.",
     "Tell a short story about a lighthouse keeper and a lost whale.",
 )
+NEAR_TIES = """
+In bf16 the same sum taken in another order differs in its last bits, so two tokens
+that are nearly as likely can change places, with heads as between transformers and
+plain. "worst margin" is the largest such gap (in logits); --exact-bits rules it out."""
+DIFFERENT = "\nTexts differ, which they should not in this precision: please report it."
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class DemoOptions:
     """Stop an answer after this many tokens."""
     dtype: Dtype = "auto"
     """What the model computes in; auto is bf16 where the machine has it, else fp32."""
-    exact_bits: bool | None = None
+    exact_bits: bool = False
     """Heads decode with steps padded so that their text equals plain's to the bit, also in bf16 (CPU)."""
     transformers: bool = True
     """Measure transformers' own generate, too."""
@@ -81,6 +86,8 @@ def run(options: DemoOptions) -> None:
     references = _references(plain, drafted, encoded, labels, options.max_new_tokens)
     table = rows(ways, encoded, Scorer(stock), references=references)
     _print_table(table, console)
+    if not options.exact_bits and not all(row.identical for row in table):
+        console.print(NEAR_TIES if stock.dtype == torch.bfloat16 else DIFFERENT, highlight=False)
     print(json.dumps(_record(stock, options, table, exact_bits=drafted is not plain)))
 
 
@@ -110,16 +117,14 @@ def _faster(stock: TargetModel, *, exact_bits: bool) -> TargetModel:
     return twin
 
 
-def _for_heads(stock: TargetModel, plain: TargetModel, *, exact_bits: bool | None) -> TargetModel:
-    """The model that heads draft for: padded to exact bits if asked for, or if it is cheap and works here."""
-    if exact_bits is False or (exact_bits is None and not exact_bits_by_default(stock.dtype, stock.device)):
+def _for_heads(stock: TargetModel, plain: TargetModel, *, exact_bits: bool) -> TargetModel:
+    """The model that heads draft for; with exact bits another one than the fastest."""
+    if not exact_bits:
         return plain
     exact = _faster(stock, exact_bits=True)
-    if rows_keep_their_bits(exact.model):
-        return exact
-    if exact_bits:
+    if not rows_keep_their_bits(exact.model):
         raise InvalidSettings("exact_bits: this machine's kernels change a row's bits with the number of rows")
-    return plain
+    return exact
 
 
 def _references(

@@ -60,7 +60,7 @@ class GenerateOptions:
     """Prompts that are decoded together."""
     dtype: Dtype = "auto"
     """What the model computes in; auto is bf16 where the machine has it, else fp32."""
-    exact_bits: bool | None = None
+    exact_bits: bool = False
     """On a CPU: plain and speculative answers equal to the bit, also in bf16."""
     plain_text: bool = False
     """Do not colour the tokens that the head guessed."""

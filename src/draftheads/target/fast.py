@@ -24,17 +24,12 @@ GROUPED_ATTENTION = "draftheads_grouped"
 EXACT_ATTENTION = "draftheads_exact"
 
 
-def exact_bits_by_default(dtype: torch.dtype, device: torch.device) -> bool:
-    """Where exact bits cost under a tenth of a step and are worth it: bf16 on a CPU, where near-ties are common."""
-    return device.type == "cpu" and dtype == torch.bfloat16
-
-
 def speed_up(model: Any, *, exact_bits: bool) -> None:
     """Gives a stock model the kernels of this module. Parameters, their names and the configuration's meaning stay.
 
     Args:
         model: a transformers causal LM in fp32 or bf16 on a CPU; others are left as they are.
-        exact_bits: see the module's text; costs time, most where steps are small.
+        exact_bits: see the module's text; costs 10 to 17 % of a step (LOG.md), so it is off unless asked for.
     """
     weight = model.get_output_embeddings().weight
     plan = LinearPlan(packed=can_pack(weight.dtype, weight.device), exact_bits=exact_bits)
