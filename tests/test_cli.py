@@ -200,7 +200,7 @@ def test_errors_are_one_line(command: str, capsys: pytest.CaptureFixture[str]):
 
 def test_exact_bits_that_cannot_be_kept(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any):
     monkeypatch.setattr(demo, "rows_keep_their_bits", lambda _: False)
-    assert main(["demo", "--model", "model", "--heads", "hydra", "--exact-bits", "True"]) == 1
+    assert main(["demo", "--model", "model", "--heads", "hydra", "--exact-bits"]) == 1
     assert "error: exact_bits: this machine's kernels change a row's bits" in capsys.readouterr().err
 
 
