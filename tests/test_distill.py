@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from distill_world import RECORDS, Silent, manifest, options, records, run, write_prompts
+from draftheads.cli import distill as command_line
 from draftheads.cli.main import main
 from draftheads.data.chat import read_chats
 from draftheads.data.extract import load_texts
@@ -370,7 +371,10 @@ def test_the_manifest_says_what_was_done_with_what(target: TargetModel, tmp_path
     ]
 
 
-def test_the_command_line(target: TargetModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_line(
+    target: TargetModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(command_line, "quiet_transformers", lambda: None)  # for the whole process, and later tests
     chosen = options(tmp_path, temperature=(0.0, 0.0, 1.0), num_self_talk=3)
     target.model.save_pretrained(tmp_path / "model")
     target.tokenizer.save_pretrained(str(tmp_path / "model"))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from distill_world import RECORDS, Silent, manifest, options, records, write_prompts
+from draftheads.cli import distill as command_line
 from draftheads.cli.main import main
 from draftheads.distill import endpoint
 from draftheads.distill.endpoint import EndpointSource
@@ -84,6 +85,8 @@ def refusal(status: int, text: str = "no", **headers: str) -> Response:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(endpoint, "FIRST_WAIT_SECONDS", 0.01)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
     found = Server()
     yield found
     found.close()
@@ -225,7 +228,7 @@ def test_refusals_and_nonsense_are_shown_at_once(server: Server, tmp_path: Path,
     server.behave = lambda _: response
     with pytest.raises(EndpointError, match=words):
         run(remote(tmp_path, server, batch_size=1))
-    assert len(server.requests) == 1
+    assert len(server.requests) <= 2  # at the most the next one was on its way, too
 
 
 @pytest.mark.parametrize(
@@ -259,7 +262,10 @@ def test_without_its_package_the_pip_line_is_said(server: Server, tmp_path: Path
         run(remote(tmp_path, server))
 
 
-def test_the_command_line_needs_no_model_for_it(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_line_needs_no_model_for_it(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(command_line, "quiet_transformers", lambda: None)  # for the whole process, and later tests
     prompts = write_prompts(tmp_path / "p.jsonl")
     command = f"distill --endpoint {server.url}/ --endpoint-model parrot --prompts {prompts} --out {tmp_path}/o.jsonl"
     assert main([*command.split(), "--model", "/nowhere", "--top-k", "5"]) == 0

@@ -111,7 +111,7 @@ def _table(outcome: Outcome) -> Table:
         "cut off by --max-new-tokens": counts.num_unfinished,
         "shortened: the next turn was too long, or not made up": counts.num_shortened,
         "duplicate prompts left out": found.num_duplicates,
-        "repeated conversations left out": counts.num_repeated,
+        "made-up questions left out: asked before": counts.num_repeated,
         "prompts left out: longer than the model allows": counts.num_too_long,
         "made-up questions left out: empty or without an end": counts.num_no_question,
         "tokens": counts.num_tokens,

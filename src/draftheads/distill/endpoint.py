@@ -118,13 +118,13 @@ class EndpointSource:
 
     async def _try(self, client: "AsyncClient", request: dict[str, Any]) -> tuple["Response | None", str]:
         """A response, or None; and in words what may be wrong with it."""
-        from httpx2 import TransportError, UnsupportedProtocol  # noqa: PLC0415 - an extra
+        from httpx2 import RequestError, UnsupportedProtocol  # noqa: PLC0415 - an extra
 
         try:
             response = await client.post(self.url, json=request)
         except UnsupportedProtocol as error:
             raise EndpointError(f"--endpoint {self.options.endpoint} is no address: {error}") from error
-        except TransportError as error:
+        except RequestError as error:
             return None, str(error) or type(error).__name__
         return response, f"status {response.status_code}, {response.text[:200]}"
 

@@ -30,7 +30,7 @@ class Counts:
     num_records: int = 0  # lines of the output file
     num_answers: int = 0  # in these lines
     num_unfinished: int = 0  # lines whose last answer was cut off
-    num_repeated: int = 0  # conversations left out: their questions were asked before
+    num_repeated: int = 0  # made-up conversations left out: their questions were asked before
     num_no_question: int = 0  # left out: the model made up no question
     num_too_long: int = 0  # left out: longer than the model allows
     num_shortened: int = 0  # lines without the last turns, which would have been too long or were not made up

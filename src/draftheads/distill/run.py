@@ -141,12 +141,12 @@ def _questions(messages: Sequence[dict[str, str]]) -> list[str]:
 
 
 def _lines(dialogues: Sequence[Dialogue], seen: Seen) -> tuple[bytes, Counts]:
-    """What to write of a chunk, and its counts."""
+    """What to write of a chunk, and its counts. Made-up questions may have been asked before: they are left out."""
     lines: list[str] = []
     counts = Counts()
     for dialogue in dialogues:
         record = dialogue.record()
-        is_new = record is not None and seen.add(_questions(record["messages"]))
+        is_new = record is not None and (seen.add(_questions(record["messages"])) or not dialogue.is_made_up)
         if is_new:
             lines.append(json.dumps(record, ensure_ascii=False) + "\n")
         counts += _counts_of(dialogue, is_new=is_new)
