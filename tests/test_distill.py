@@ -196,7 +196,7 @@ def test_made_up_conversations_that_were_there_before_are_dropped(tmp_path: Path
     ("template", "end"),
     [
         ("{% for m in messages %}<s> {{ m['content'] }} <e> \n {% endfor %}", TurnEnd((EOS,), ())),
-        ("{% for m in messages %}w1 {{ m['content'] }} w2 w3 \n w4 {% endfor %}", TurnEnd((), ("w2 w3 ",))),
+        ("{% for m in messages %}w1 {{ m['content'] }} w2 w3 \n w4 {% endfor %}", TurnEnd((), ("w2 w3",))),
     ],
 )
 def test_the_end_of_a_users_turn_is_read_off_the_template(template: str, end: TurnEnd):

@@ -1,6 +1,7 @@
 """Answers of a server: a real one on this machine that answers, dawdles, refuses and breaks as it is told."""
 
 import json
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -191,12 +192,9 @@ def test_a_server_that_stays_down_ends_the_run_and_it_goes_on_later(server: Serv
 
 
 def test_ctrl_c_stops_asking(server: Server, tmp_path: Path):
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
     chosen = remote(tmp_path, server)
     with pytest.raises(DistillationInterrupted, match="stopped after 6 of 25"):
-        run(chosen, Silent(8, interrupt))
+        run(chosen, Silent(8, lambda: signal.raise_signal(signal.SIGINT)))
     run(chosen)
     assert len(records(chosen)) == len(RECORDS)
 

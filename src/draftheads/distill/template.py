@@ -34,7 +34,7 @@ def user_turn_end(tokenizer: Any) -> TurnEnd:
         UnsupportedModel: there is neither.
     """
     _, after = _around_words(tokenizer, ())
-    first_line = next(iter(after.strip().splitlines()), "")
+    first_line = next(iter(after.strip().splitlines()), "").strip()
     if not first_line:
         raise UnsupportedModel("the chat template puts nothing behind a user's words: nobody could tell where they end")
     token = tokenizer(after.strip(), add_special_tokens=False)["input_ids"][0]
