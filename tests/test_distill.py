@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,11 +80,14 @@ def test_users_turns_are_fed_one_by_one_until_an_answer_is_cut_off(target: Targe
 
 
 @pytest.mark.parametrize("changes", [{"batch_size": 1}, {"batch_size": 64, "chunk_size": None}, {"chunk_size": 1}])
-def test_neighbours_change_no_answer(target: TargetModel, tmp_path: Path, changes: dict[str, Any]):
-    one = options(tmp_path, num_self_talk=10)
-    other = options(tmp_path, num_self_talk=10, out=tmp_path / "other.jsonl", **changes)
+def test_neighbours_change_no_answer(tmp_path: Path, changes: dict[str, Any]):
+    """In fp64: in fp32 a draw in some ten thousand falls so near the border of two tokens that rounding decides."""
+    target = TargetModel(chat_model(seed=3).model.double(), chat_tokenizer(), "tiny-chat")
+    one = options(tmp_path, num_self_talk=20, max_question_tokens=100)
+    other = replace(one, out=tmp_path / "other.jsonl", **changes)
     run(target, one)
     run(target, other)
+    assert any(record["source"] == SELF_TALK for record in records(one))
     assert one.out.read_bytes() == other.out.read_bytes()
 
 
@@ -162,7 +166,9 @@ def test_self_talk_begins_with_what_the_model_says_in_the_users_place(target: Ta
 
 
 def test_self_talk_goes_on_for_so_many_turns(target: TargetModel, tmp_path: Path):
-    chosen = options(tmp_path, prompts=(), num_self_talk=20, self_talk_turns=2, max_new_tokens=100)
+    chosen = options(
+        tmp_path, prompts=(), num_self_talk=20, self_talk_turns=2, max_new_tokens=100, max_question_tokens=200
+    )
     outcome = run(target, chosen)
     found = records(chosen)
     assert {len(user_turns(record)) for record in found} == {1, 2}  # one where an answer or question had no end
@@ -178,18 +184,6 @@ def test_questions_that_are_empty_or_have_no_end_are_dropped(tmp_path: Path, tex
     _take_down(dialogue, SimpleNamespace(result=lambda: result))  # type: ignore[arg-type]
     assert (dialogue.is_over, dialogue.given_up, dialogue.record()) == (True, "no_question", None)
     assert (dialogue.num_tokens, dialogue.num_steps) == (2, 1)  # they cost time all the same
-
-
-def test_made_up_conversations_that_were_there_before_are_dropped(tmp_path: Path):
-    target = chat_model(seed=3)
-    target.lm_head.weight.data[7:] *= 0.01  # few words are ever said …
-    target.lm_head.weight.data[EOS] *= 4  # … and few of them at once
-    chosen = options(tmp_path, prompts=(), num_self_talk=60, max_question_tokens=2, batch_size=32, chunk_size=20)
-    counts = run(target, chosen).counts
-    asked = [user_turns(record)[0] for record in records(chosen)]
-    assert counts.num_repeated > 0
-    assert counts.num_repeated + counts.num_no_question + len(asked) == 60
-    assert len(set(asked)) == len(asked)
 
 
 @pytest.mark.parametrize(
@@ -380,7 +374,11 @@ def test_the_command_line(
     target.tokenizer.save_pretrained(str(tmp_path / "model"))
     words = f"distill --model {tmp_path}/model --prompts {chosen.prompts[0]} --num-self-talk 3 --temperature 0 0 1"
     out = tmp_path / "cli.jsonl"
-    command = [*words.split(), "--max-new-tokens", "12", "--batch-size", "4", "--dtype", "fp32", "--out", str(out)]
+    command = [
+        *words.split(),
+        *["--max-new-tokens", "12", "--max-question-tokens", "20", "--batch-size", "4", "--dtype", "fp32", "--out"],
+        str(out),
+    ]
     assert main(command) == 0
     printed = capsys.readouterr().out
     assert "tokens/s" in printed

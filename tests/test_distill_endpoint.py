@@ -191,10 +191,18 @@ def test_a_server_that_stays_down_ends_the_run_and_it_goes_on_later(server: Serv
     assert len(server.requests) - num_before == len(RECORDS) - 12 + 3
 
 
-def test_ctrl_c_stops_asking(server: Server, tmp_path: Path):
+@pytest.fixture
+def ctrl_c() -> Iterator[Callable[[], None]]:
+    """Presses it, also where the shell that started the tests in the background took it away."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_stops_asking(server: Server, tmp_path: Path, ctrl_c: Callable[[], None]):
     chosen = remote(tmp_path, server)
     with pytest.raises(DistillationInterrupted, match="stopped after 6 of 25"):
-        run(chosen, Silent(8, lambda: signal.raise_signal(signal.SIGINT)))
+        run(chosen, Silent(8, ctrl_c))
     run(chosen)
     assert len(records(chosen)) == len(RECORDS)
 

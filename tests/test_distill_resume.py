@@ -31,8 +31,9 @@ TOTAL = len(RECORDS) + NUM_SELF_TALK
 class Echo:
     """Answers at once; makes up few questions, so that many are repeated, in other chunks, too."""
 
-    def __init__(self, model: str = "echo") -> None:
+    def __init__(self, model: str = "echo", *, is_finished: bool = True) -> None:
         self.identity = {"model": model}
+        self.is_finished = is_finished  # whether its answers end by themselves
         self.asked: list[int] = []  # indices of the conversations
 
     def converse(self, dialogues: list[Dialogue], heard: Heard) -> None:
@@ -41,7 +42,7 @@ class Echo:
             while not dialogue.is_over:
                 if not dialogue.ask_next():
                     dialogue.ask(f"w{dialogue.next_seed % 40}")
-                dialogue.answer(f"{dialogue.temperature} {dialogue.next_seed}", is_finished=True)
+                dialogue.answer(f"{dialogue.temperature} {dialogue.next_seed}", is_finished=self.is_finished)
                 dialogue.spend(3)
                 heard(3, 0)
             heard(0, 1)
@@ -66,6 +67,22 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     counts = run(chosen).counts
     assert counts.num_repeated > 5
     return chosen.out.read_bytes()
+
+
+def test_made_up_questions_that_were_asked_before_are_dropped(tmp_path: Path):
+    chosen = echo_options(tmp_path)
+    counts = run(chosen).counts
+    asked = [tuple(m["content"] for m in record["messages"] if m["role"] != "assistant") for record in records(chosen)]
+    assert len(set(asked)) == len(asked) == counts.num_records
+    assert counts.num_records + counts.num_repeated == TOTAL
+    assert [record["index"] for record in records(chosen)][: len(RECORDS)] == list(range(len(RECORDS)))
+
+
+def test_prompts_that_differ_in_turns_never_reached_are_all_kept(tmp_path: Path):
+    chosen = options(tmp_path)
+    write_prompts(chosen.prompts[0], [{"prompt": "w1"}, {"turns": ["w1", "w2"]}])
+    run(chosen, Echo(is_finished=False))
+    assert [len(record["messages"]) for record in records(chosen)] == [2, 2]
 
 
 def killing(kill_at: int, where: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
