@@ -1,5 +1,6 @@
 """The engine's faces: generate, stream and run; rows that come and go; settings; prompts that cannot be answered."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,20 @@ def test_who_is_done_makes_room_for_the_next(
     assert sizes == rows_per_step(LENGTHS, max_batch_size)
     assert [result.num_steps for result in results] == [length - 1 for length in LENGTHS]
     assert [result.num_prompt_tokens for result in results] == [len(prompt) for prompt in MANY]
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 3])
+def test_a_line_may_grow_while_it_is_served(model: TargetModel, plain: list[tuple[int, ...]], max_batch_size: int):
+    """Each answer that ends asks for the next one: the last ones are asked when nothing waits any more."""
+    engine = Engine(model, max_batch_size=max_batch_size)
+    sequences = engine.sequences(MANY, lengths_as_settings())
+    line, later = deque(sequences[:2]), sequences[2:]
+    for event in engine.serve(line):
+        if event.finish_reason and later:
+            line.append(later.pop(0))
+    assert [tuple(sequence.token_ids) for sequence in sequences] == [
+        answer[:length] for answer, length in zip(plain, LENGTHS, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("max_batch_size", [1, 2, 3, 16])

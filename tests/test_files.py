@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from draftheads.errors import DataError, StorageError
-from draftheads.files import atomic_directory, remove_leftovers, write_atomic
+from draftheads.files import append_synced, atomic_directory, remove_leftovers, write_atomic
 
 DISK_BYTES = 2 << 20
 TOO_MUCH = torch.zeros(DISK_BYTES, dtype=torch.uint8)
@@ -192,3 +192,29 @@ def test_a_kill_leaves_no_folder_of_that_name(tmp_path: Path) -> None:
     with atomic_directory(target) as folder:
         (folder / "whole").touch()
     assert _names(tmp_path) == ["head", "whole"]
+
+
+# --- growing files ---
+
+
+def test_appending_drops_what_stood_behind_the_place(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "file"
+    append_synced(target, b"one two", offset=0)
+    append_synced(target, b"2", offset=4)
+    assert target.read_bytes() == b"one 2"
+
+
+def test_appending_to_a_full_disk_says_so_and_keeps_what_was_there(tmp_path: Path, full_disk: None) -> None:
+    (tmp_path / "file").write_bytes(b"one two")
+    with pytest.raises(StorageError, match=r"no space left on the disk.*its first 4 bytes are untouched"):
+        append_synced(tmp_path / "file", b"2", offset=4)
+    assert (tmp_path / "file").read_bytes()[:4] == b"one "
+
+
+def test_appending_does_not_hide_what_is_no_fault_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_many(descriptor: int) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "fsync", too_many)
+    with pytest.raises(OSError, match="Too many open files"):
+        append_synced(tmp_path / "file", b"1", offset=0)

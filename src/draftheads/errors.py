@@ -5,7 +5,8 @@
     DraftHeadsError
     ├── ModelNotFound           no such folder, and the Hub does not give it
     ├── UnsupportedModel        there, but not a model that trees can be verified on
-    ├── InvalidPrompt           empty, or longer than the model allows
+    ├── InvalidPrompt           empty, or not what a prompt is
+    │   └── PromptTooLong       longer than the model allows
     ├── InvalidSettings         an option or sampling setting out of its range
     ├── UnknownMethod           no draft-head architecture of that name
     ├── InvalidTree             not a tree, or deeper than the heads guess
@@ -15,6 +16,8 @@
     ├── DataError               malformed training or prompt data, with its line
     ├── TrainingError           training cannot go on
     │   └── NonFiniteLoss       the loss became NaN or infinite
+    ├── EndpointError           a server that was asked for answers gives none
+    ├── DistillationInterrupted Ctrl-C stopped a distillation that can go on
     ├── StorageError            a file could not be written; nothing is left half-written
     └── MissingDependency       an optional package is not installed; the text has its pip line
 
@@ -37,7 +40,11 @@ class UnsupportedModel(DraftHeadsError):
 
 
 class InvalidPrompt(DraftHeadsError):
-    """The prompt has no token, or more than the model allows."""
+    """The prompt has no token, or is not of a prompt's form."""
+
+
+class PromptTooLong(InvalidPrompt):
+    """The prompt has more tokens than the model allows."""
 
 
 class InvalidSettings(DraftHeadsError):
@@ -90,6 +97,14 @@ class TrainingError(DraftHeadsError):
 
 class NonFiniteLoss(TrainingError):
     """The training loss became NaN or infinite."""
+
+
+class EndpointError(DraftHeadsError):
+    """A server that was asked for answers cannot be reached, refuses, or says what cannot be understood."""
+
+
+class DistillationInterrupted(DraftHeadsError):
+    """Ctrl-C stopped a distillation; the same command goes on with it."""
 
 
 class StorageError(DraftHeadsError):

@@ -60,6 +60,31 @@ def write_atomic(path: str | os.PathLike[str], content: bytes | Callable[[Binary
         _sync(target.parent)
 
 
+def append_synced(path: str | os.PathLike[str], content: bytes, *, offset: int) -> None:
+    """Write ``content`` at ``offset`` of a file, the file's new end, and flush it to the disk.
+
+    What stood behind ``offset`` is dropped: the caller has noted elsewhere how much of the file counts. The file is
+    made, with the folders above it, where it is missing.
+
+    Raises:
+        StorageError: it cannot be written; what stood before ``offset`` still does.
+    """
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("r+b" if target.exists() else "xb") as file:
+            file.truncate(offset)
+            file.seek(offset)
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        reason = _storage_reason(error, target)
+        if reason is None:
+            raise
+        raise StorageError(f"cannot write {target}: {reason}; its first {offset:,} bytes are untouched") from error
+
+
 @contextlib.contextmanager
 def atomic_directory(path: str | os.PathLike[str], *, replace: bool = False) -> Iterator[Path]:
     """A new, empty folder to fill; it takes its name ``path`` only when the ``with`` block ends well.

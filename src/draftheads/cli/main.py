@@ -19,6 +19,7 @@ class Verb(NamedTuple):
 
 VERBS = {
     "demo": Verb("draftheads.cli.demo", "DemoOptions", "answer prompts with and without draft heads, and compare"),
+    "distill": Verb("draftheads.cli.distill", "DistillOptions", "let a model answer prompts, as data to train on"),
     "generate": Verb("draftheads.cli.generate", "GenerateOptions", "answer prompts"),
     "info": Verb("draftheads.cli.info", "InfoOptions", "describe a head, list the bundled ones, or draw a tree"),
     "report": Verb("draftheads.cli.report", "ReportOptions", "make the page of a finished training run once more"),

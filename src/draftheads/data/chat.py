@@ -6,14 +6,12 @@ A record is one JSON object a line: ``{"messages": [{"role": …, "content": …
 says that the last assistant turn was cut off, so the tokens that would close it are left out.
 """
 
-import gzip
-import json
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
+from draftheads.data.jsonl import read_json_lines, short
 from draftheads.errors import DataError
 
 Message = Mapping[str, str]  # role and content
@@ -53,14 +51,8 @@ def read_chats(path: Path) -> Iterator[Chat]:
     Raises:
         DataError: the file cannot be read, or a line is not a chat; names file and line.
     """
-    line_number = 0
-    try:
-        with _open_text(path) as file:
-            for line_number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield _parse(line, path, line_number)
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise DataError(f"cannot be read: {error}", path=path, line_number=line_number + 1) from None
+    for line_number, record in read_json_lines(path):
+        yield _parse(record, path, line_number)
 
 
 def encode_chat(
@@ -131,7 +123,7 @@ def _answer_span(tokenizer: ChatTokenizer, messages: Sequence[Message], turn: in
     if place < 0 or answer[:place].strip():
         raise DataError(
             f"the chat template hides or changes the assistant's words of message {turn}: "
-            f"it shows {_short(answer)!r} for {_short(content)!r}"
+            f"it shows {short(answer)!r} for {short(content)!r}"
         )
     # spaces at the end of an answer are the model's own where the template keeps them
     trailing = content[len(content.rstrip()) :]
@@ -156,17 +148,7 @@ def _tokenize(tokenizer: ChatTokenizer, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _open_text(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")
-
-
-def _parse(line: str, path: Path, line_number: int) -> Chat:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"not JSON: {error}", path=path, line_number=line_number) from None
+def _parse(record: Any, path: Path, line_number: int) -> Chat:
     problem = _problem(record)
     if problem:
         raise DataError(problem, path=path, line_number=line_number)
@@ -183,16 +165,12 @@ def _problem(record: object) -> str | None:
         return 'a chat is an object such as {"messages": [{"role": "user", "content": "…"}, …]}'
     for i, message in enumerate(record["messages"]):
         if not isinstance(message, dict):
-            return f"message {i} is {_short(repr(message))}; it must be an object with role and content"
+            return f"message {i} is {short(repr(message))}; it must be an object with role and content"
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                return f"message {i}: {key} is {_short(repr(message.get(key)))}; it must be a string"
+                return f"message {i}: {key} is {short(repr(message.get(key)))}; it must be a string"
     if not isinstance(record.get("finished", True), bool):
         return f"finished is {record['finished']!r}; it must be true or false"
     if not any(message["role"] == "assistant" for message in record["messages"]):
         return _NO_ANSWER
     return None
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "…"

@@ -1,5 +1,6 @@
 """The engine: prompts in, answers out; plain or with a drafter, one prompt or many."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Listing
 from dataclasses import fields, replace
@@ -9,7 +10,7 @@ from draftheads.decode.batch import Batch
 from draftheads.decode.plain import NoDraft
 from draftheads.decode.sequence import GenerationResult, Sequence, StreamEvent
 from draftheads.draft import Drafter
-from draftheads.errors import InvalidPrompt, InvalidSettings
+from draftheads.errors import InvalidPrompt, InvalidSettings, PromptTooLong
 from draftheads.sampling import SamplingSettings
 from draftheads.target.model import TargetModel
 
@@ -72,24 +73,34 @@ class Engine:
         if len(each) != len(prompts):
             raise InvalidSettings(f"{len(each)} settings for {len(prompts)} prompts: give one for all, or one for each")
         return [
-            Sequence(
-                self.encode(prompt),
-                _overridden(own, overrides),
-                tokenizer=self.model.tokenizer,
-                eos_ids=self.model.eos_ids,
-                max_length=self.model.max_positions,
-                index=index,
-            )
+            self.sequence(prompt, _overridden(own, overrides), index=index)
             for index, (prompt, own) in enumerate(zip(prompts, each, strict=True))
         ]
 
+    def sequence(self, prompt: Prompt, settings: SamplingSettings, *, index: int = 0) -> Sequence:
+        """One checked request; its events carry ``index``."""
+        return Sequence(
+            self.encode(prompt),
+            settings,
+            tokenizer=self.model.tokenizer,
+            eos_ids=self.model.eos_ids,
+            max_length=self.model.max_positions,
+            index=index,
+        )
+
     def run(self, sequences: Listing[Sequence]) -> Iterator[StreamEvent]:
         """Decodes requests together; as soon as one is finished the next in line takes its place."""
+        return self.serve(deque(sequences))
+
+    def serve(self, line: deque[Sequence]) -> Iterator[StreamEvent]:
+        """:meth:`run` for a line that may grow while it is served: requests are taken from its left end.
+
+        Who reads the events may add requests, such as the next turn of a conversation whose last turn just ended.
+        """
         batch = Batch(self.model, self.drafter)
-        waiting = list(sequences)
-        while waiting or batch.sequences:
+        while line or batch.sequences:
             room = self.max_batch_size - len(batch.sequences)
-            joining, waiting = waiting[:room], waiting[room:]
+            joining = [line.popleft() for _ in range(min(room, len(line)))]
             if joining:
                 yield from batch.join(joining)
             if batch.sequences:
@@ -99,14 +110,15 @@ class Engine:
         """Token ids of a prompt, with the model's chat template where it has one.
 
         Raises:
-            InvalidPrompt: empty, or too long for the model.
+            InvalidPrompt: empty, or refused by the chat template.
+            PromptTooLong: more tokens than the model takes.
         """
         ids = _encode(self.model.tokenizer, prompt)
         if not ids:
             raise InvalidPrompt("the prompt is empty: there is nothing to go on from")
         limit = self.model.max_positions
         if limit is not None and len(ids) >= limit:
-            raise InvalidPrompt(f"the prompt has {len(ids)} tokens; {self.model.model_id} takes at most {limit - 1}")
+            raise PromptTooLong(f"the prompt has {len(ids)} tokens; {self.model.model_id} takes at most {limit - 1}")
         if max(ids) >= self.model.vocab_size or min(ids) < 0:
             raise InvalidPrompt(f"token ids must lie in 0 … {self.model.vocab_size - 1}")
         return ids

@@ -1,0 +1,1 @@
+"""Distillation: the target answers prompts, and its answers become training data."""

@@ -1,0 +1,114 @@
+"""Answers by our own engine: many conversations at once, the next turn as soon as the last one has ended."""
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Sequence as Listing
+from dataclasses import asdict
+from functools import cached_property
+
+from draftheads.decode.engine import Engine, Prompt
+from draftheads.decode.sequence import Sequence
+from draftheads.distill.dialogue import Dialogue
+from draftheads.distill.options import DistillOptions
+from draftheads.distill.source import Heard
+from draftheads.distill.template import TurnEnd, user_turn_end, user_turn_opening
+from draftheads.errors import DataError, InvalidPrompt, PromptTooLong, UnsupportedModel
+from draftheads.sampling import SamplingSettings
+from draftheads.target.fingerprint import Fingerprints
+
+
+class EngineSource:
+    """Leads conversations with an engine's model.
+
+    Raises:
+        UnsupportedModel: on construction, where the model has no chat template, or none to make up questions with.
+    """
+
+    def __init__(self, engine: Engine, options: DistillOptions) -> None:
+        self.engine = engine
+        self.options = options
+        if not getattr(engine.model.tokenizer, "chat_template", None):
+            raise UnsupportedModel(
+                f"{engine.model.model_id} has no chat template, so nobody could train on its answers as chats: "
+                "choose a chat model, or give its tokenizer a template"
+            )
+        if options.num_self_talk:
+            user_turn_end(engine.model.tokenizer)  # or say now that it has none
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What the answers depend on; a head is not part of it."""
+        model = self.engine.model
+        prints = json.dumps([asdict(Fingerprints.of(model)), model.tokenizer.chat_template])
+        return {
+            "model": model.model_id,
+            "model_fingerprint": hashlib.sha256(prints.encode()).hexdigest()[:16],
+            "dtype": str(model.dtype).removeprefix("torch."),
+        }
+
+    def converse(self, dialogues: Listing[Dialogue], heard: Heard) -> None:
+        """Leads all to their end. Long conversations start first, so that few rows are left alone at the end."""
+        going: dict[int, Sequence] = {}
+        line: deque[Sequence] = deque()
+        for place in sorted(range(len(dialogues)), key=lambda place: -dialogues[place].num_turns):
+            self._go_on(dialogues[place], place, going)
+            heard(0, int(dialogues[place].is_over))
+        line.extend(going.values())
+        for event in self.engine.serve(line):
+            heard(len(event.token_ids), 0)
+            if event.finish_reason is not None:
+                dialogue = dialogues[event.index]
+                _take_down(dialogue, going.pop(event.index))
+                self._go_on(dialogue, event.index, going)
+                if dialogue.is_over:
+                    heard(0, 1)
+                else:
+                    line.appendleft(going[event.index])
+
+    def _go_on(self, dialogue: Dialogue, place: int, going: dict[int, Sequence]) -> None:
+        """Puts the dialogue's next request, if it has one, at its place."""
+        try:
+            if not dialogue.is_over:
+                prompt, settings = self._request(dialogue)
+                going[place] = self.engine.sequence(prompt, settings, index=place)
+        except PromptTooLong:
+            dialogue.give_up("too_long")
+        except InvalidPrompt as error:
+            raise DataError(f"{dialogue.prompt.source}: {error}") from error
+
+    def _request(self, dialogue: Dialogue) -> tuple[Prompt, SamplingSettings]:
+        if dialogue.ask_next():
+            return dialogue.messages, SamplingSettings(
+                max_new_tokens=self.options.max_new_tokens,
+                temperature=dialogue.temperature,
+                top_k=self.options.top_k,
+                top_p=self.options.top_p,
+                seed=dialogue.next_seed,
+            )
+        return user_turn_opening(self.engine.model.tokenizer, dialogue.messages), SamplingSettings(
+            max_new_tokens=self.options.max_question_tokens,
+            temperature=self.options.self_talk_temperature,
+            top_k=self.options.top_k,
+            top_p=self.options.top_p,
+            seed=dialogue.next_seed,
+            stop=self._question_end.texts,
+            stop_token_ids=self._question_end.token_ids,
+        )
+
+    @cached_property
+    def _question_end(self) -> TurnEnd:
+        return user_turn_end(self.engine.model.tokenizer)
+
+
+def _take_down(dialogue: Dialogue, sequence: Sequence) -> None:
+    """Adds what was generated to the dialogue."""
+    result = sequence.result()
+    dialogue.spend(len(result.token_ids), num_steps=result.num_steps)
+    is_finished = result.finish_reason == "stop"
+    if dialogue.awaits_answer:
+        dialogue.answer(result.text, is_finished=is_finished)
+    elif is_finished and result.text.strip():
+        dialogue.ask(result.text.strip())
+    else:
+        dialogue.give_up("no_question")

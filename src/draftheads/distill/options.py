@@ -1,0 +1,95 @@
+"""The settings of a distillation; the sentence under a field is its help on the command line."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from draftheads.errors import InvalidSettings
+
+_CHUNK_BATCHES = 8  # the rows of a chunk's last answers thin out: a tenth of the speed at this size
+_NOT_WITH_ENDPOINT = {"head": None, "num_self_talk": 0}  # and what they must then be
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillOptions:
+    """Let a model answer prompts, and write its answers as training data."""
+
+    out: Path
+    """The file to write: one {"messages": [...]} a line, as draftheads train --data reads them."""
+    prompts: tuple[Path, ...] = ()
+    """Prompt files (.jsonl, .jsonl.gz) with "prompt", "messages" or "turns" in each line; answers there are ignored."""
+    num_self_talk: int = 0
+    """Conversations that the model makes up, questions included; they come after the prompts."""
+    model: str = "smollm2-135m"
+    """The model that answers: a name, a folder or a Hugging Face id."""
+    head: str | None = None
+    """A draft head that makes it faster: a bundled one's name, a folder or a Hugging Face id."""
+    temperature: tuple[float, ...] = (0.0,)
+    """0 is greedy, above 0 samples; of several values each prompt gets one at random, so repeat one to weigh it."""
+    top_k: int | None = None
+    """Sample among the k most likely tokens only."""
+    top_p: float = 1.0
+    """Sample among the most likely tokens that together reach this probability."""
+    max_new_tokens: int = 256
+    """An answer is cut off after this many tokens; a conversation ends with an answer that was cut off."""
+    self_talk_turns: int = 1
+    """Questions in a conversation that the model makes up."""
+    self_talk_temperature: float = 1.0
+    """Temperature of the made-up questions; their answers have --temperature."""
+    max_question_tokens: int = 256
+    """A made-up question that is longer is dropped."""
+    seed: int = 0
+    """Decides every random choice."""
+    batch_size: int = 64
+    """Conversations that are answered together."""
+    chunk_size: int | None = None
+    """Conversations between two savings; eight batches when left out. A kill costs at most that much work."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """What the model computes in; auto is bf16 where the machine has it, else fp32."""
+    endpoint: str | None = None
+    """Ask this OpenAI-compatible server (http://host:port/v1) in place of a model here."""
+    endpoint_model: str | None = None
+    """The model's name on that server."""
+    api_key_env: str | None = None
+    """The environment variable that holds the server's key."""
+    request_timeout: float = 600.0
+    """Seconds to wait for an answer of the server."""
+    request_retries: int = 6
+    """How often a request is made again when the server is busy, broken or out of reach."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "self_talk_turns", "max_question_tokens", "batch_size"):
+            self._require(name, getattr(self, name) >= 1, "must be at least 1")
+        for name in ("num_self_talk", "request_retries"):
+            self._require(name, getattr(self, name) >= 0, "must be at least 0")
+        self._require("chunk_size", self.chunk_size is None or self.chunk_size >= 1, "must be at least 1")
+        hot = [*self.temperature, self.self_talk_temperature]
+        self._require("temperature", bool(self.temperature), "give at least one value")
+        self._require("temperature", all(0 <= t < float("inf") for t in hot), "give 0 (greedy) or positive numbers")
+        self._require("self_talk_temperature", self.self_talk_temperature > 0, "greedy questions would all be the same")
+        self._require("top_p", 0 < self.top_p <= 1, "must be above 0 and at most 1")
+        self._require("top_k", self.top_k is None or self.top_k >= 1, "must be at least 1")
+        self._require("request_timeout", self.request_timeout > 0, "must be above 0")
+        self._require("out", self.out.suffix != ".gz", "a file that grows cannot be zipped; zip it when it is whole")
+        if not self.prompts and not self.num_self_talk:
+            raise InvalidSettings("nothing to answer: give --prompts FILE… or --num-self-talk N")
+        self._check_endpoint()
+
+    @property
+    def chunk(self) -> int:
+        """Conversations between two savings."""
+        return self.chunk_size or _CHUNK_BATCHES * self.batch_size
+
+    def _check_endpoint(self) -> None:
+        if (self.endpoint is None) != (self.endpoint_model is None):
+            raise InvalidSettings(
+                f"--endpoint is {self.endpoint!r} and --endpoint-model is {self.endpoint_model!r}: give both or neither"
+            )
+        for name, value in _NOT_WITH_ENDPOINT.items():
+            if self.endpoint is not None:
+                is_fine = getattr(self, name) == value
+                self._require(name, is_fine, f"--endpoint {self.endpoint} answers prompts by itself; leave it out")
+
+    def _require(self, name: str, is_fine: bool, mend: str) -> None:  # noqa: FBT001
+        if not is_fine:
+            raise InvalidSettings(f"--{name.replace('_', '-')} is {getattr(self, name)!r}: {mend}")

@@ -1,0 +1,169 @@
+"""A distillation: prompts to conversations, chunk by chunk, each saved before the next begins.
+
+Knows the order of the work; shows nothing: progress goes to a :class:`Reporter`. A chunk is answered by itself, with
+nothing left over from the one before. So a run that goes on after a kill computes a chunk again with the same
+neighbours in every batch, and its file is the same to the byte even where kernels round by batch size.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain, islice, repeat
+from typing import Any, Protocol
+
+from draftheads.distill.dialogue import Dialogue
+from draftheads.distill.journal import Counts, Journal
+from draftheads.distill.options import DistillOptions
+from draftheads.distill.prompts import SELF_TALK, Prompt, Seen, Survey, read_prompts, survey
+from draftheads.distill.source import Source
+from draftheads.errors import DistillationInterrupted
+from draftheads.provenance import provenance
+
+_MAY_CHANGE = frozenset(  # the answers do not depend on these, or not on purpose
+    {
+        "out",
+        "prompts",  # their content counts
+        "model",  # what is loaded counts
+        "dtype",
+        "head",
+        "batch_size",
+        "chunk_size",
+        "endpoint",
+        "endpoint_model",
+        "api_key_env",
+        "request_timeout",
+        "request_retries",
+    }
+)
+
+
+class Reporter(Protocol):
+    """Somebody who is told how far things are."""
+
+    def stage(self, what: str) -> None:
+        """Something new begins."""
+
+    def progress(self, num_done: int, total: int, num_tokens: int) -> None:
+        """So many conversations are done, and so many tokens were generated since the process began."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A complete run."""
+
+    survey: Survey
+    counts: Counts
+    was_complete: bool  # before it was asked for
+
+
+def distill(options: DistillOptions, load_source: Callable[[], Source], reporter: Reporter) -> Outcome:
+    """Writes ``options.out``, or goes on writing it where a run was stopped.
+
+    Args:
+        options: what to do.
+        load_source: makes who answers; called when the prompts are known to be readable.
+        reporter: is told how far things are.
+
+    Raises:
+        DraftHeadsError: bad prompts or settings, an output of another run, a full disk, a server that gives up, or
+            Ctrl-C. What was saved stays, and the same call goes on from there.
+    """
+    reporter.stage("reading prompts")
+    found = survey(options.prompts)
+    source = load_source()
+    total = found.num_prompts + options.num_self_talk
+    with Journal.locked(options.out, identity_of(options, source, found), details_of(options)) as journal:
+        was_complete = journal.manifest.is_complete
+        if not was_complete:
+            reporter.stage(f"answering {total - journal.counts.num_done:,} of {total:,} conversations")
+            try:
+                _answer(options, source, journal, _Tally(reporter, journal.counts.num_done, total))
+            except KeyboardInterrupt:
+                raise DistillationInterrupted(
+                    f"stopped after {journal.counts.num_done:,} of {total:,} conversations: the same command goes on"
+                ) from None
+        journal.finish()
+    return Outcome(found, journal.counts, was_complete)
+
+
+def identity_of(options: DistillOptions, source: Source, found: Survey) -> dict[str, Any]:
+    """What every line depends on."""
+    settings = {name: value for name, value in asdict(options).items() if name not in _MAY_CHANGE}
+    return {**source.identity, **settings, **asdict(found)}
+
+
+def details_of(options: DistillOptions) -> dict[str, Any]:
+    """What a reader of the manifest may want to know."""
+    return {"options": json.loads(json.dumps(asdict(options), default=str)), "provenance": provenance()}
+
+
+class _Tally:
+    """Adds up what a source says that it did."""
+
+    def __init__(self, reporter: Reporter, num_done: int, total: int) -> None:
+        self.reporter = reporter
+        self.num_done = num_done
+        self.total = total
+        self.num_tokens = 0
+
+    def heard(self, num_tokens: int, num_done: int) -> None:
+        self.num_tokens += num_tokens
+        self.num_done += num_done
+        self.reporter.progress(self.num_done, self.total, self.num_tokens)
+
+
+def _answer(options: DistillOptions, source: Source, journal: Journal, tally: _Tally) -> None:
+    seen = _seen_in(journal.lines())
+    prompts = islice(enumerate(_all_prompts(options)), journal.counts.num_done, None)
+    while chunk := list(islice(prompts, options.chunk)):
+        started = time.monotonic()
+        dialogues = [Dialogue(prompt, index=index, options=options) for index, prompt in chunk]
+        source.converse(dialogues, tally.heard)
+        lines, counts = _lines(dialogues, seen)
+        journal.add(lines, counts + Counts(seconds=time.monotonic() - started))
+
+
+def _all_prompts(options: DistillOptions) -> Iterator[Prompt]:
+    return chain(read_prompts(options.prompts), repeat(Prompt((), None, SELF_TALK), options.num_self_talk))
+
+
+def _seen_in(lines: Iterable[bytes]) -> Seen:
+    """The questions of the lines that were written before."""
+    seen = Seen()
+    for line in lines:
+        seen.add(_questions(json.loads(line)["messages"]))
+    return seen
+
+
+def _questions(messages: Sequence[dict[str, str]]) -> list[str]:
+    return [message["content"] for message in messages if message["role"] != "assistant"]
+
+
+def _lines(dialogues: Sequence[Dialogue], seen: Seen) -> tuple[bytes, Counts]:
+    """What to write of a chunk, and its counts. Made-up questions may have been asked before: they are left out."""
+    lines: list[str] = []
+    counts = Counts()
+    for dialogue in dialogues:
+        record = dialogue.record()
+        is_new = record is not None and (seen.add(_questions(record["messages"])) or not dialogue.is_made_up)
+        if is_new:
+            lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+        counts += _counts_of(dialogue, is_new=is_new)
+    return "".join(lines).encode(), counts
+
+
+def _counts_of(dialogue: Dialogue, *, is_new: bool) -> Counts:
+    return Counts(
+        num_done=1,
+        num_records=int(is_new),
+        num_answers=dialogue.num_answers if is_new else 0,
+        num_unfinished=int(is_new and not dialogue.is_finished),
+        num_repeated=int(dialogue.num_answers > 0 and not is_new),
+        num_no_question=int(dialogue.given_up == "no_question" and not dialogue.num_answers),
+        num_too_long=int(dialogue.given_up == "too_long" and not dialogue.num_answers),
+        num_shortened=int(is_new and dialogue.is_finished and dialogue.num_answers < dialogue.num_turns),
+        num_generations=dialogue.num_generations,
+        num_tokens=dialogue.num_tokens,
+        num_steps=dialogue.num_steps,
+    )

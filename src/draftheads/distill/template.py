@@ -1,0 +1,58 @@
+"""Where a user's turn begins and how it ends, read off a chat template. Knows templates and tokenizers, no models."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from draftheads.errors import UnsupportedModel
+
+_WORDS = "seventeen purple elephants"  # put where the user's words go; templates cut off white space around them
+
+
+@dataclass(frozen=True)
+class TurnEnd:
+    """What ends a user's turn; one of the two is empty."""
+
+    token_ids: tuple[int, ...]
+    texts: tuple[str, ...]
+
+
+def user_turn_opening(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Token ids of a chat up to where the user's next words begin.
+
+    Raises:
+        UnsupportedModel: the template refuses such a chat or does not show the user's words.
+    """
+    before, _ = _around_words(tokenizer, messages)
+    return list(tokenizer(before, add_special_tokens=False)["input_ids"])
+
+
+def user_turn_end(tokenizer: Any) -> TurnEnd:
+    """The special token right behind a user's words, or else the text there.
+
+    Raises:
+        UnsupportedModel: there is neither.
+    """
+    _, after = _around_words(tokenizer, ())
+    first_line = next(iter(after.strip().splitlines()), "").strip()
+    if not first_line:
+        raise UnsupportedModel("the chat template puts nothing behind a user's words: nobody could tell where they end")
+    token = tokenizer(after.strip(), add_special_tokens=False)["input_ids"][0]
+    return TurnEnd((token,), ()) if token in _special_ids(tokenizer) else TurnEnd((), (first_line,))
+
+
+def _around_words(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> tuple[str, str]:
+    chat = [*map(dict, messages), {"role": "user", "content": _WORDS}]
+    try:
+        text = str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
+    except Exception as error:  # a template is a program of the model's author: it may raise anything
+        raise UnsupportedModel(f"the chat template refuses a chat that the model makes up: {error}") from error
+    before, found, after = text.rpartition(_WORDS)
+    if not found:
+        raise UnsupportedModel("the chat template does not show the user's words: the model cannot make them up")
+    return before, after
+
+
+def _special_ids(tokenizer: Any) -> set[int]:
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {*tokenizer.all_special_ids, *(token_id for token_id, token in added.items() if token.special)}

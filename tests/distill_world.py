@@ -1,0 +1,82 @@
+"""What the tests of distill share: tiny prompts, a silent reporter, and runs of the tiny chat model."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from draftheads.decode.engine import Engine
+from draftheads.distill.journal import manifest_path
+from draftheads.distill.local import EngineSource
+from draftheads.distill.options import DistillOptions
+from draftheads.distill.run import Outcome, distill
+from draftheads.draft import Drafter
+from draftheads.target.model import TargetModel
+
+# prompts of one word, two turns, a system's word, and other people's answers, which do not count
+RECORDS: list[dict[str, Any]] = [
+    *({"prompt": f"w{i}"} for i in range(12)),
+    {"turns": ["w1 w2", "w3", "w4 w5"]},
+    {"messages": [{"role": "system", "content": "w40"}, {"role": "user", "content": "w1"}]},
+    {
+        "messages": [
+            {"role": "user", "content": "w7"},
+            {"role": "assistant", "content": "never"},
+            {"role": "user", "content": "w8 w9"},
+        ]
+    },
+    *({"prompt": f"w{i} w{i + 1}"} for i in range(20, 30)),
+]
+
+
+class Silent:
+    """A reporter; may be told to do something when so many conversations are done."""
+
+    def __init__(self, after: int = -1, action: Callable[[], object] = lambda: None) -> None:
+        self.after, self.action = after, action
+        self.stages: list[str] = []
+        self.last = (0, 0, 0)  # conversations done, in all, tokens
+
+    def stage(self, what: str) -> None:
+        self.stages.append(what)
+
+    def progress(self, num_done: int, total: int, num_tokens: int) -> None:
+        self.last = (num_done, total, num_tokens)
+        if num_done == self.after:
+            self.action()
+
+
+def write_prompts(path: Path, records: list[dict[str, Any]] | None = None) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in (RECORDS if records is None else records)))
+    return path
+
+
+def options(folder: Path, **changes: Any) -> DistillOptions:
+    """Of a small run on FOLDER/prompts.jsonl, which is written unless prompts are given."""
+    if "prompts" not in changes and not (folder / "prompts.jsonl").exists():
+        write_prompts(folder / "prompts.jsonl")
+    values: dict[str, Any] = {
+        "out": folder / "out.jsonl",
+        "prompts": (folder / "prompts.jsonl",),
+        "max_new_tokens": 12,
+        "max_question_tokens": 20,
+        "batch_size": 4,
+        "chunk_size": 6,
+        "temperature": (0.0, 1.0),
+    }
+    return DistillOptions(**{**values, **changes})
+
+
+def run(
+    target: TargetModel, chosen: DistillOptions, reporter: Silent | None = None, drafter: Drafter | None = None
+) -> Outcome:
+    engine = Engine(target, drafter, max_batch_size=chosen.batch_size)
+    return distill(chosen, lambda: EngineSource(engine, chosen), reporter or Silent())
+
+
+def records(chosen: DistillOptions) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in chosen.out.read_text(encoding="utf-8").splitlines()]
+
+
+def manifest(chosen: DistillOptions) -> dict[str, Any]:
+    return json.loads(manifest_path(chosen.out).read_text(encoding="utf-8"))

@@ -1,0 +1,280 @@
+"""Answers of a server: a real one on this machine that answers, dawdles, refuses and breaks as it is told."""
+
+import json
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distill_world import RECORDS, Silent, manifest, options, records, write_prompts
+from draftheads.cli import distill as command_line
+from draftheads.cli.main import main
+from draftheads.distill import endpoint
+from draftheads.distill.endpoint import EndpointSource
+from draftheads.distill.options import DistillOptions
+from draftheads.distill.run import Outcome, distill
+from draftheads.errors import DistillationInterrupted, EndpointError, InvalidSettings, MissingDependency
+
+Response = tuple[int, dict[str, str], bytes]
+Behaviour = Callable[[dict[str, Any]], Response | None]  # None breaks the connection
+
+
+class Server:
+    """Remembers what it was asked, and behaves as it is told."""
+
+    def __init__(self) -> None:
+        self.behave: Behaviour = answer
+        self.requests: list[dict[str, Any]] = []
+        self.paths: set[str] = set()
+        self.keys: set[str | None] = set()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                server.requests.append(request)
+                server.paths.add(self.path)
+                server.keys.add(self.headers["authorization"])
+                response = server.behave(request)
+                if response is None:
+                    self.close_connection = True
+                    return
+                status, headers, body = response
+                self.send_response(status)
+                for name, value in {**headers, "content-length": str(len(body))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
+        self.thread = threading.Thread(target=self.http.serve_forever, args=(0.01,))
+        self.thread.start()
+
+    def close(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+        self.thread.join()
+
+
+def completion(text: Any, finish_reason: str = "stop", num_tokens: int = 3) -> Response:
+    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": finish_reason}
+    return 200, {}, json.dumps({"choices": [choice], "usage": {"completion_tokens": num_tokens}}).encode()
+
+
+def answer(request: dict[str, Any]) -> Response:
+    """Says what it was asked, so that the conversation can be checked."""
+    said = "/".join(message["content"] for message in request["messages"])
+    return completion(f"{said} at {request['temperature']} by {request['seed']}")
+
+
+def refusal(status: int, text: str = "no", **headers: str) -> Response:
+    return status, {name.replace("_", "-"): value for name, value in headers.items()}, text.encode()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(endpoint, "FIRST_WAIT_SECONDS", 0.01)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    found = Server()
+    yield found
+    found.close()
+
+
+def remote(folder: Path, server: Server, **changes: Any) -> DistillOptions:
+    return options(folder, **{"endpoint": server.url, "endpoint_model": "parrot", **changes})
+
+
+def run(chosen: DistillOptions, reporter: Silent | None = None) -> Outcome:
+    return distill(chosen, lambda: EndpointSource(chosen), reporter or Silent())
+
+
+def test_the_server_is_asked_turn_by_turn(server: Server, tmp_path: Path):
+    chosen = remote(tmp_path, server, top_p=0.9)
+    reporter = Silent()
+    outcome = run(chosen, reporter)
+    found = records(chosen)
+    assert [record["index"] for record in found] == list(range(len(RECORDS)))
+    for record in found:
+        for place, message in enumerate(record["messages"]):
+            if message["role"] == "assistant":
+                said = "/".join(turn["content"] for turn in record["messages"][:place])
+                assert message["content"].startswith(f"{said} at {record['temperature']} by ")
+    assert sum(len(record["messages"]) for record in found) == 2 * outcome.counts.num_answers + 1  # a system's word
+    assert outcome.counts.num_answers == len(server.requests) == len(RECORDS) + 3
+    assert reporter.last == (len(RECORDS), len(RECORDS), 3 * len(server.requests))
+    assert server.paths == {"/v1/chat/completions"}
+    for request in server.requests:
+        assert (request["model"], request["max_tokens"], request["top_p"]) == ("parrot", 12, 0.9)
+        assert "top_k" not in request
+    assert len({request["seed"] for request in server.requests}) == len(server.requests)
+    assert manifest(chosen)["identity"]["model"] == "parrot"
+
+
+def test_answers_that_were_cut_off_are_not_finished(server: Server, tmp_path: Path):
+    chosen = remote(tmp_path, server)
+    server.behave = lambda request: completion(None if "w3" in str(request) else "w1", "length")
+    outcome = run(chosen)
+    assert not any(record["finished"] for record in records(chosen))
+    assert records(chosen)[3]["messages"][1]["content"] == ""
+    assert outcome.counts.num_unfinished == len(RECORDS)
+
+
+def test_many_are_asked_at_once_but_no_more_than_a_batch(server: Server, tmp_path: Path):
+    now, most, lock, met = [0], [0], threading.Lock(), threading.Event()
+
+    def meeting(request: dict[str, Any]) -> Response:
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+            if now[0] >= 4:
+                met.set()
+        met.wait(20)  # nobody is answered before four have asked
+        with lock:
+            now[0] -= 1
+        return answer(request)
+
+    server.behave = meeting
+    run(remote(tmp_path, server, batch_size=4, chunk_size=25))
+    assert most == [4]
+
+
+def test_a_server_that_is_busy_or_breaks_is_asked_again(server: Server, tmp_path: Path):
+    plain = remote(tmp_path, server, out=tmp_path / "plain.jsonl")
+    run(plain)
+    troubles = iter([refusal(429, retry_after="0"), refusal(503), None, refusal(500), refusal(429), None])
+    server.behave = lambda request: next(troubles, answer(request))
+    chosen = remote(tmp_path, server)
+    num_before = len(server.requests)
+    run(chosen)
+    assert chosen.out.read_bytes() == plain.out.read_bytes()
+    assert len(server.requests) == 2 * num_before + 6
+
+
+def test_waiting_grows_and_obeys_the_server():
+    waits = [endpoint._wait_seconds(attempt, None, 500) for attempt in range(9)]
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert endpoint._wait_seconds(0, None, 0) < endpoint._wait_seconds(0, None, 999)
+
+    class Busy:
+        headers = {"retry-after": "7"}  # noqa: RUF012 - as a response has them
+
+    assert endpoint._wait_seconds(3, Busy(), 0) == 7  # type: ignore[arg-type]
+
+
+def test_a_server_that_stays_down_ends_the_run_and_it_goes_on_later(server: Server, tmp_path: Path):
+    plain = remote(tmp_path, server, out=tmp_path / "plain.jsonl")
+    run(plain)
+    chosen = remote(tmp_path, server, request_retries=2)
+    server.behave = lambda request: refusal(503, "tired") if "w20" in str(request["messages"]) else answer(request)
+    num_before = len(server.requests)
+    with pytest.raises(EndpointError, match=r"gave no answer in 3 attempts, at last: status 503, tired; .*goes on"):
+        run(chosen)
+    tried = [request for request in server.requests[num_before:] if "w20" in str(request["messages"])]
+    assert len(tried) == 3
+    assert manifest(chosen)["counts"]["num_done"] == 12
+    server.behave, num_before = answer, len(server.requests)
+    run(chosen)
+    assert chosen.out.read_bytes() == plain.out.read_bytes()
+    assert len(server.requests) - num_before == len(RECORDS) - 12 + 3
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[Callable[[], None]]:
+    """Presses it, also where the shell that started the tests in the background took it away."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_stops_asking(server: Server, tmp_path: Path, ctrl_c: Callable[[], None]):
+    chosen = remote(tmp_path, server)
+    with pytest.raises(DistillationInterrupted, match="stopped after 6 of 25"):
+        run(chosen, Silent(8, ctrl_c))
+    run(chosen)
+    assert len(records(chosen)) == len(RECORDS)
+
+
+def test_chats_that_are_too_long_for_the_server_are_left_out(server: Server, tmp_path: Path):
+    text = '{"error": {"message": "This model\'s maximum context length is 8 tokens"}}'
+    server.behave = lambda request: (
+        refusal(400, text) if request["messages"][-1]["content"] == "w3" else answer(request)
+    )
+    chosen = remote(tmp_path, server)
+    outcome = run(chosen)
+    assert [record["index"] for record in records(chosen)] == [i for i in range(len(RECORDS)) if i != 3]
+    assert (outcome.counts.num_too_long, outcome.counts.num_shortened) == (1, 1)  # it is a second turn, too
+    assert len(records(chosen)[11]["messages"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("response", "words"),
+    [
+        (refusal(400, "bad top_p"), "refuses: status 400, bad top_p"),
+        (refusal(404, "no such model"), "status 404, no such model; see --endpoint and --endpoint-model"),
+        (refusal(401), "wants another key .*--api-key-env"),
+        (refusal(200, "<html>"), "no chat completion .*<html>"),
+        (refusal(200, '{"choices": []}'), "no chat completion .*choices"),
+        (refusal(200, "[]"), "no chat completion"),
+    ],
+)
+def test_refusals_and_nonsense_are_shown_at_once(server: Server, tmp_path: Path, response: Response, words: str):
+    server.behave = lambda _: response
+    with pytest.raises(EndpointError, match=words):
+        run(remote(tmp_path, server, batch_size=1))
+    assert len(server.requests) <= 2  # at the most the next one was on its way, too
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [("127.0.0.1:9/v1", "is no address"), ("ftp://x/v1", "is no address"), ("http://x:y/v1", "is no address")],
+)
+def test_an_address_that_is_none_is_refused(tmp_path: Path, url: str, words: str):
+    with pytest.raises(EndpointError, match=words):
+        run(options(tmp_path, endpoint=url, endpoint_model="x"))
+
+
+def test_a_server_that_is_not_there_is_named(server: Server, tmp_path: Path):
+    chosen = options(tmp_path, endpoint="http://127.0.0.1:1/v1", endpoint_model="x", request_retries=1)
+    with pytest.raises(EndpointError, match=r"127.0.0.1:1/v1/chat/completions gave no answer in 2 attempts"):
+        run(chosen)
+
+
+def test_the_key_comes_from_the_environment(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    chosen = remote(tmp_path, server, api_key_env="PARROT_KEY")
+    with pytest.raises(InvalidSettings, match="--api-key-env is 'PARROT_KEY', but"):
+        run(chosen)
+    monkeypatch.setenv("PARROT_KEY", "polly")
+    run(chosen)
+    assert server.keys == {"Bearer polly"}
+    assert "polly" not in (tmp_path / "out.jsonl.manifest.json").read_text()
+
+
+def test_without_its_package_the_pip_line_is_said(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "httpx2", None)
+    with pytest.raises(MissingDependency, match=r"pip install 'draftheads\[endpoint\]'"):
+        run(remote(tmp_path, server))
+
+
+def test_the_command_line_needs_no_model_for_it(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(command_line, "quiet_transformers", lambda: None)  # for the whole process, and later tests
+    prompts = write_prompts(tmp_path / "p.jsonl")
+    command = f"distill --endpoint {server.url}/ --endpoint-model parrot --prompts {prompts} --out {tmp_path}/o.jsonl"
+    assert main([*command.split(), "--model", "/nowhere", "--top-k", "5"]) == 0
+    assert {request["top_k"] for request in server.requests} == {5}
+    assert server.paths == {"/v1/chat/completions"}
+    assert "25 of 25 conversations" in capsys.readouterr().out

@@ -1,0 +1,403 @@
+"""Distillations that are killed, stopped, started twice or short of disk: nothing is lost, repeated or mixed up."""
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distill_world import RECORDS, Silent, manifest, options, records, write_prompts
+from draftheads.distill import journal
+from draftheads.distill.dialogue import Dialogue
+from draftheads.distill.journal import Journal, manifest_path, part_path
+from draftheads.distill.options import DistillOptions
+from draftheads.distill.run import Outcome, distill
+from draftheads.distill.source import Heard
+from draftheads.errors import DataError, DistillationInterrupted, InvalidSettings, StorageError
+from training_world import chat_model
+
+NUM_SELF_TALK = 60
+TOTAL = len(RECORDS) + NUM_SELF_TALK
+
+
+class Echo:
+    """Answers at once; makes up few questions, so that many are repeated, in other chunks, too."""
+
+    def __init__(self, model: str = "echo", *, is_finished: bool = True) -> None:
+        self.identity = {"model": model}
+        self.is_finished = is_finished  # whether its answers end by themselves
+        self.asked: list[int] = []  # indices of the conversations
+
+    def converse(self, dialogues: list[Dialogue], heard: Heard) -> None:
+        for dialogue in dialogues:
+            self.asked.append(dialogue.index)
+            while not dialogue.is_over:
+                if not dialogue.ask_next():
+                    dialogue.ask(f"w{dialogue.next_seed % 40}")
+                dialogue.answer(f"{dialogue.temperature} {dialogue.next_seed}", is_finished=self.is_finished)
+                dialogue.spend(3)
+                heard(3, 0)
+            heard(0, 1)
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def echo_options(folder: Path, **changes: Any) -> DistillOptions:
+    return options(folder, **{"num_self_talk": NUM_SELF_TALK, "chunk_size": 15, **changes})
+
+
+def run(chosen: DistillOptions, source: Echo | None = None, reporter: Silent | None = None) -> Outcome:
+    return distill(chosen, lambda: source or Echo(), reporter or Silent())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The file of a run that nothing happened to."""
+    chosen = echo_options(tmp_path_factory.mktemp("whole"))
+    counts = run(chosen).counts
+    assert counts.num_repeated > 5
+    return chosen.out.read_bytes()
+
+
+def test_made_up_questions_that_were_asked_before_are_dropped(tmp_path: Path):
+    chosen = echo_options(tmp_path)
+    counts = run(chosen).counts
+    asked = [tuple(m["content"] for m in record["messages"] if m["role"] != "assistant") for record in records(chosen)]
+    assert len(set(asked)) == len(asked) == counts.num_records
+    assert counts.num_records + counts.num_repeated == TOTAL
+    assert [record["index"] for record in records(chosen)][: len(RECORDS)] == list(range(len(RECORDS)))
+
+
+def test_prompts_that_differ_in_turns_never_reached_are_all_kept(tmp_path: Path):
+    chosen = options(tmp_path)
+    write_prompts(chosen.prompts[0], [{"prompt": "w1"}, {"turns": ["w1", "w2"]}])
+    run(chosen, Echo(is_finished=False))
+    assert [len(record["messages"]) for record in records(chosen)] == [2, 2]
+
+
+def killing(kill_at: int, where: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Wraps the functions that write: the process ends before, in or after the call of that number."""
+    calls = iter(range(10_000))
+
+    def wrap(write: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(path: Path, content: bytes, **place: int) -> None:
+            is_last = next(calls) == kill_at
+            if is_last and where == "in" and place:  # half the bytes of a chunk; other files are written atomically
+                write(path, content[: len(content) // 2], **place)
+            elif not is_last or where == "after":
+                write(path, content, **place)
+            if is_last:
+                raise Killed
+
+        return wrapped
+
+    return wrap
+
+
+@pytest.mark.parametrize("where", ["before", "in", "after"])
+def test_a_run_goes_on_from_wherever_a_kill_left_it(
+    whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+):
+    for kill_at in range(1000):
+        chosen = echo_options(tmp_path, out=tmp_path / f"{kill_at}.jsonl")
+        wrap = killing(kill_at, where)
+        first, second = Echo(), Echo()
+        with monkeypatch.context() as patched:
+            patched.setattr(journal, "append_synced", wrap(journal.append_synced))
+            patched.setattr(journal, "write_atomic", wrap(journal.write_atomic))
+            try:
+                run(chosen, first)
+                break  # nothing is left to be killed in
+            except Killed:
+                assert not chosen.out.exists()
+        outcome = run(chosen, second)
+        assert chosen.out.read_bytes() == whole
+        assert not part_path(chosen.out).exists()
+        again = len(set(first.asked) & set(second.asked))
+        assert again <= 15  # no more than the chunk that was being saved
+        assert sorted({*first.asked, *second.asked}) == list(range(TOTAL))
+        assert outcome.counts.num_done == TOTAL
+        assert outcome.counts.num_answers == sum(len(r["messages"]) // 2 for r in records(chosen))
+        assert outcome.counts.num_tokens == manifest(chosen)["counts"]["num_tokens"] == 3 * 88
+    assert kill_at > 2 * TOTAL / 15
+
+
+def test_a_kill_between_the_last_manifest_and_the_renaming_leaves_only_that_to_do(
+    whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    chosen = echo_options(tmp_path)
+    replace = Path.replace
+
+    def killed(self: Path, target: Path) -> Path:
+        if self == part_path(chosen.out):
+            raise Killed
+        return replace(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", killed)
+        with pytest.raises(Killed):
+            run(chosen)
+    second = Echo()
+    assert run(chosen, second).was_complete
+    assert second.asked == []
+    assert chosen.out.read_bytes() == whole
+
+
+def test_a_complete_run_started_again_does_nothing(whole: bytes, tmp_path: Path):
+    chosen = echo_options(tmp_path)
+    run(chosen)
+    before = manifest_path(chosen.out).read_bytes()
+    source = Echo()
+    assert run(chosen, source).was_complete
+    assert source.asked == []
+    assert (chosen.out.read_bytes(), manifest_path(chosen.out).read_bytes()) == (whole, before)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_says_that_it_goes_on_and_it_does(whole: bytes, tmp_path: Path):
+    chosen = echo_options(tmp_path)
+    with pytest.raises(DistillationInterrupted, match=f"stopped after 30 of {TOTAL} .*the same command goes on"):
+        run(chosen, reporter=Silent(34, interrupt))
+    reporter = Silent()
+    run(chosen, reporter=reporter)
+    assert f"answering {TOTAL - 30} of {TOTAL} conversations" in reporter.stages
+    assert chosen.out.read_bytes() == whole
+
+
+@pytest.mark.parametrize("sync", range(0, 12, 3))
+def test_a_full_disk_is_said_and_the_run_goes_on_when_there_is_room(
+    whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: int
+):
+    chosen = echo_options(tmp_path)
+    fsync, left = os.fsync, iter(range(sync, -1000, -1))
+
+    def failing(descriptor: int) -> None:
+        if next(left) <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", failing)
+        with pytest.raises(StorageError, match="no space left on the disk"):
+            run(chosen)
+    run(chosen)
+    assert chosen.out.read_bytes() == whole
+
+
+# --- another run, other files ---
+
+
+def stopped(folder: Path, **changes: Any) -> DistillOptions:
+    """A run that was stopped after two chunks."""
+    chosen = echo_options(folder, **changes)
+    with pytest.raises(DistillationInterrupted):
+        run(chosen, reporter=Silent(34, interrupt))
+    return chosen
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seed": 1}, "seed was 0 and is 1"),
+        ({"temperature": (0.0, 0.7)}, r"temperature was \[0.0, 1.0\] and is \[0.0, 0.7\]"),
+        ({"max_new_tokens": 13}, "max_new_tokens was 12 and is 13"),
+        ({"num_self_talk": 61}, "num_self_talk was 60 and is 61"),
+        ({"top_p": 0.5}, "top_p was 1.0 and is 0.5"),
+    ],
+)
+def test_a_run_with_other_settings_is_refused(
+    tmp_path: Path, changes: dict[str, Any], words: str, *, is_complete: bool
+):
+    chosen = stopped(tmp_path)
+    if is_complete:
+        run(chosen)
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("out*")}
+    with pytest.raises(InvalidSettings, match=f"{words}. Use what it was to go on with it, name another --out"):
+        run(echo_options(tmp_path, **changes))
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == before
+
+
+def test_a_run_with_other_prompts_or_another_model_is_refused(tmp_path: Path):
+    chosen = stopped(tmp_path)
+    with pytest.raises(InvalidSettings, match="model was 'echo' and is 'other'"):
+        run(chosen, Echo("other"))
+    write_prompts(chosen.prompts[0], [*RECORDS[:-1], {"prompt": "w50"}])
+    with pytest.raises(InvalidSettings, match=r"fingerprint was '[0-9a-f]{16}' and is '[0-9a-f]{16}'"):
+        run(chosen)
+
+
+def test_what_cannot_change_the_answers_may_change_on_the_way(whole: bytes, tmp_path: Path):
+    stopped(tmp_path)
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    (tmp_path / "prompts.jsonl").rename(moved / "prompts.jsonl")
+    prompts = (moved / "prompts.jsonl",)
+    chosen = echo_options(tmp_path, prompts=prompts, batch_size=3, chunk_size=7, head="hydra", model="./echo")
+    run(chosen)
+    assert chosen.out.read_bytes() == whole
+    assert manifest(chosen)["details"]["options"]["batch_size"] == 3
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.part"])
+def test_files_of_others_are_left_alone(tmp_path: Path, name: str):
+    (tmp_path / name).write_text("precious")
+    with pytest.raises(InvalidSettings, match=f"{name} exists, but .*manifest.json does not"):
+        run(echo_options(tmp_path))
+    assert (tmp_path / name).read_text() == "precious"
+
+
+def test_a_file_that_came_into_the_place_of_the_output_is_left_alone(tmp_path: Path):
+    chosen = stopped(tmp_path)
+    chosen.out.write_text("precious")
+    with pytest.raises(InvalidSettings, match=r"out.jsonl exists, but is not of the run"):
+        run(chosen)
+    assert chosen.out.read_text() == "precious"
+
+
+def test_a_part_that_is_shorter_than_its_manifest_says_is_not_gone_on_with(tmp_path: Path):
+    chosen = stopped(tmp_path)
+    size = manifest(chosen)["counts"]["num_bytes"]
+    os.truncate(part_path(chosen.out), size - 1)
+    with pytest.raises(DataError, match=f"has {size - 1:,} bytes, but .* counts {size:,}: delete both"):
+        run(chosen)
+    part_path(chosen.out).unlink()
+    with pytest.raises(DataError, match="has 0 bytes, but"):
+        run(chosen)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("{", "no manifest"), ("[]", "no manifest"), ('{"format": 1}', "no manifest"), ('{"format": 9}', "has format 9")],
+)
+def test_a_manifest_that_is_none_is_named(tmp_path: Path, content: str, words: str):
+    chosen = echo_options(tmp_path)
+    manifest_path(chosen.out).write_text(content)
+    with pytest.raises(DataError, match=f"out.jsonl.manifest.json: .*{words}"):
+        run(chosen)
+
+
+def test_two_runs_cannot_write_one_file(tmp_path: Path):
+    chosen = echo_options(tmp_path)
+    with Journal.locked(chosen.out, {}, {}), pytest.raises(InvalidSettings, match="another process is writing"):
+        run(chosen)
+
+
+def test_an_output_that_cannot_be_is_said(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"cannot write into .*file"):
+        run(echo_options(tmp_path, out=tmp_path / "file" / "out.jsonl"))
+
+
+# --- real processes ---
+
+# forks one process per line: only the first one pays for the imports
+NURSERY = """
+import json, os, sys
+from draftheads.cli import distill, main
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+print("ready", flush=True)
+for line in sys.stdin:
+    process = os.fork()
+    if process == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = 1
+        try:
+            code = main.main(json.loads(line))
+        finally:
+            os._exit(code)
+    print(process, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+"""
+
+
+class Nursery:
+    """Starts ``draftheads`` commands as processes of their own, quickly."""
+
+    def __init__(self) -> None:
+        self.parent = subprocess.Popen(
+            [sys.executable, "-c", NURSERY],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        assert self._line() == "ready"
+
+    def start(self, command: list[str]) -> int:
+        """The process's number."""
+        assert self.parent.stdin
+        self.parent.stdin.write(json.dumps(command) + "\n")
+        self.parent.stdin.flush()
+        return int(self._line())
+
+    def wait(self) -> int:
+        """The exit code of the process that was started last; negative where a signal ended it."""
+        return int(self._line())
+
+    def close(self) -> None:
+        self.parent.communicate(timeout=60)
+
+    def _line(self) -> str:
+        assert self.parent.stdout
+        return self.parent.stdout.readline().strip()
+
+
+@pytest.fixture
+def nursery() -> Iterator[Nursery]:
+    found = Nursery()
+    yield found
+    found.close()
+
+
+def num_done(out: Path) -> int:
+    try:
+        return int(json.loads(manifest_path(out).read_text())["counts"]["num_done"])
+    except FileNotFoundError:
+        return 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_killed_ten_times_at_random_moments_the_file_is_the_same_to_the_byte(nursery: Nursery, tmp_path: Path):
+    target = chat_model(seed=3)
+    target.model.save_pretrained(tmp_path / "model")
+    target.tokenizer.save_pretrained(str(tmp_path / "model"))
+    prompts = write_prompts(
+        tmp_path / "prompts.jsonl", [{"turns": [f"w{i % 57} w{i // 57}", "w1"]} for i in range(150)]
+    )
+    command = f"distill --model {tmp_path}/model --prompts {prompts} --num-self-talk 30 --temperature 0 0.8".split()
+    command += ["--max-new-tokens", "20", "--max-question-tokens", "20", "--batch-size", "4", "--chunk-size", "6"]
+    out = tmp_path / "killed.jsonl"
+    chance = random.Random(0)  # noqa: S311 - nothing secret
+    done: list[int] = []
+    for number in range(10):
+        process = nursery.start([*command, "--out", str(out)])
+        before = num_done(out)
+        deadline = time.monotonic() + 60
+        while number % 3 and num_done(out) == before and time.monotonic() < deadline:  # every third dies where it may
+            time.sleep(0.002)
+        time.sleep(chance.uniform(0, 0.05))
+        os.kill(process, signal.SIGKILL)
+        assert nursery.wait() == -signal.SIGKILL
+        done.append(num_done(out))
+    assert done == sorted(done)
+    assert 0 < done[-1] < 180  # there was something to lose, and something left to do
+    for path in (out, tmp_path / "whole.jsonl"):
+        nursery.start([*command, "--out", str(path)])
+        assert nursery.wait() == 0
+    assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert not list(tmp_path.glob("*.part"))
+    assert not list(tmp_path.glob(".*.tmp"))
