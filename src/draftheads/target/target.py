@@ -79,7 +79,10 @@ class Target:
             steps = torch.arange(verdict.path.shape[1], device=verdict.path.device)  # (P,)
             real = steps < verdict.num_accepted[:, None]
             source = starts + torch.where(real, verdict.path, steps)  # what is not accepted stays where it is
-            self.cache.move(source, starts + steps)
+            target = starts + steps
+            # often the first guesses won and stand where text goes; elsewhere than on a CPU the question would cost more
+            if source.device.type != "cpu" or not torch.equal(source, target):
+                self.cache.move(source, target)
         self.lengths = [length + count for length, count in zip(self.lengths, num_accepted, strict=True)]
 
     @torch.inference_mode()
