@@ -80,7 +80,7 @@ class Target:
             real = steps < verdict.num_accepted[:, None]
             source = starts + torch.where(real, verdict.path, steps)  # what is not accepted stays where it is
             target = starts + steps
-            # often the first guesses won and stand where text goes; elsewhere than on a CPU the question would cost more
+            # the best guesses often stand where the text goes; only on a CPU is it cheap to ask
             if source.device.type != "cpu" or not torch.equal(source, target):
                 self.cache.move(source, target)
         self.lengths = [length + count for length, count in zip(self.lengths, num_accepted, strict=True)]
