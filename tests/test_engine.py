@@ -12,6 +12,7 @@ import draftheads
 from draftheads import Engine, GenerationResult, SamplingSettings, StreamEvent, TargetModel, Tree, loading
 from draftheads.checkpoint import save_head
 from draftheads.decode.batch import Batch
+from draftheads.draft import Context, Draft
 from draftheads.errors import (
     DraftHeadsError,
     InvalidPrompt,
@@ -45,6 +46,33 @@ def prophet(plain: list[tuple[int, ...]], tree: str = "chain", seed: int = 0) ->
     """A drafter that often guesses several tokens in a row rightly."""
     answers = {tuple(prompt): answer for prompt, answer in zip(MANY, plain, strict=True)}
     return Prophet(TREES[tree], answers, seed=seed)
+
+
+class Witness(Prophet):
+    """Also keeps what it was told of the hidden states."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.told: list[tuple[list[int], torch.Tensor]] = []  # a text, and the hidden states of its last tokens
+
+    def propose(self, context: Context) -> Draft:
+        draft = super().propose(context)
+        for row, count in enumerate(context.num_accepted.tolist()):
+            self.told.append((list(self.texts[row]), context.hidden[row, :count]))
+        return draft
+
+
+@pytest.mark.parametrize("room", [1, 3, 16])
+def test_drafters_are_told_the_hidden_states_of_what_was_accepted(
+    model: TargetModel, plain: list[tuple[int, ...]], room: int
+):
+    answers = {tuple(prompt): answer for prompt, answer in zip(MANY, plain, strict=True)}
+    witness = Witness(TREES["ragged"], answers)
+    Engine(model, witness, max_batch_size=room).generate(MANY, lengths_as_settings())
+    assert max(len(hidden) for text, hidden in witness.told if tuple(text) not in answers) > 2
+    for text, hidden in witness.told:
+        expected = model.hidden_states(torch.tensor([text]))[0, -len(hidden) :]
+        torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-5)
 
 
 def lengths_as_settings() -> list[SamplingSettings]:

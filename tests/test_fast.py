@@ -27,7 +27,8 @@ from draftheads.target.fast import (
     speed_up,
 )
 from draftheads.target.masks import as_float_mask
-from families import FAMILIES, tiny_model
+from draftheads.target.target import Target
+from families import FAMILIES, VOCAB, tiny_model
 
 CPU = torch.device("cpu")
 COUNTS = [*range(1, 10), 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200]
@@ -180,6 +181,19 @@ def test_siblings_share_one_product(monkeypatch: pytest.MonkeyPatch, packed: boo
     asked = counting(monkeypatch)
     attention(inputs[1])
     assert len(asked) == 2, "one product for three projections, and one for the fourth"
+
+
+@pytest.mark.parametrize("biased", ["k_proj", "q_proj v_proj"])
+@torch.inference_mode()
+def test_siblings_of_which_some_have_a_bias(biased: str):
+    attention = Attention(bias=True)
+    for name in {"q_proj", "k_proj", "v_proj"} - set(biased.split()):
+        getattr(attention, name).bias = None
+    x = torch.randn(1, 5, 48)
+    expected, names = attention(x), tuple(attention.state_dict())
+    replace_linears(attention, LinearPlan(packed=can_pack(torch.float32, CPU), exact_bits=False))
+    torch.testing.assert_close(attention(x), expected, rtol=0, atol=1e-5)
+    assert tuple(attention.state_dict()) == names
 
 
 @torch.inference_mode()
@@ -403,3 +417,27 @@ def test_whole_texts_and_transformers_own_generation_stay_right(family: str, exa
     padding[1, :4] = 0
     given = {"attention_mask": padding, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(target.model.generate(text, **given), stock.model.generate(text, **given))
+
+
+@torch.inference_mode()
+def test_with_exact_bits_a_prompt_is_read_alone(monkeypatch: pytest.MonkeyPatch):
+    model = tiny_model("llama")
+    speed_up(model.model, exact_bits=True)
+    prompts = [[token % VOCAB for token in range(length)] for length in (40, 7, 200)]
+    read: list[tuple[int, ...]] = []
+    forward = Target._forward
+
+    def spying(target: Target, rows: slice, starts: Any, tokens: Tensor, *rest: Any) -> Tensor:
+        read.append(tuple(tokens.shape))
+        return forward(target, rows, starts, tokens, *rest)
+
+    monkeypatch.setattr(Target, "_forward", spying)
+    target = Target(model)
+    logits, hidden = target.prefill(prompts)
+    assert read == [(1, 40), (1, 7), (1, 200)]
+    assert target.lengths == [40, 7, 200]
+    assert hidden.shape[:2] == (3, 200)
+    for row, prompt in enumerate(prompts):
+        alone, states = Target(model).prefill([prompt])
+        assert torch.equal(alone[0], logits[row])
+        assert torch.equal(states[0], hidden[row, : len(prompt)])

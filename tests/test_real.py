@@ -1,12 +1,15 @@
 """On the real model: plain text is transformers', speculative text is plain's, to the bit where promised."""
 
+import json
+
 import pytest
 import torch
 
 from draftheads import Engine, GenerationResult, TargetModel, Tree
 from draftheads.bench.margins import Scorer
 from draftheads.errors import InvalidSettings
-from draftheads.loading import load_target
+from draftheads.loading import load, load_target
+from draftheads.zoo.registry import find_head
 from families import Prophet
 
 pytestmark = pytest.mark.real
@@ -87,6 +90,32 @@ def test_the_worst_margin_is_no_larger_with_drafts(stock: TargetModel):
 
     drafted = worst(answers(engine, 24))
     assert drafted <= max(1.5 * worst(plain), 1e-4)
+
+
+@pytest.fixture(scope="module")
+def tokens_per_step() -> dict[str, float]:
+    """Of the bundled heads, in fp32, where their text must be plain's."""
+    plain = ids(answers(Engine(load_target(MODEL, dtype=torch.float32), max_batch_size=1), 48))
+    found = {}
+    for head in ("medusa", "hydra"):
+        results = answers(load(MODEL, head, dtype=torch.float32), 48)
+        assert ids(results) == plain
+        found[head] = sum(len(result.token_ids) - 1 for result in results) / sum(r.num_steps for r in results)
+    return found
+
+
+def test_bundled_heads_pay(tokens_per_step: dict[str, float]):
+    """Floors well under what they reach on these prompts, and far above what a damaged head does (1.0 to 1.2)."""
+    assert tokens_per_step["medusa"] > 1.4
+    assert tokens_per_step["hydra"] > max(1.6, tokens_per_step["medusa"])
+
+
+@pytest.mark.parametrize("head", ["medusa", "hydra"])
+def test_bundled_heads_are_small(head: str):
+    folder = find_head(head, MODEL)
+    assert (folder / "model.safetensors").stat().st_size <= 20e6
+    plan = json.loads((folder / "plan.json").read_text())
+    assert f"tree of {plan['num_nodes']} nodes" in (folder / "README.md").read_text()
 
 
 def test_streamed_text_is_the_results_text():

@@ -29,7 +29,7 @@ from draftheads.train.losses import objective
 from draftheads.train.measure import NUM_RANKS, Measurement, measure
 from draftheads.train.options import TrainOptions
 from draftheads.train.report import Report
-from draftheads.train.trainer import StepLog, TrainingInterrupted
+from draftheads.train.trainer import StepLog, TrainingInterrupted, find_checkpoint
 from draftheads.tree import Tree
 from training_world import EOS, chat, chat_model, counting_chats, distilled_chats, write_chats
 
@@ -349,6 +349,34 @@ def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(
     assert (parts / "model.safetensors").read_bytes() == (tmp_path / "a" / "model.safetensors").read_bytes()
     for name in ("log.jsonl", "validation.jsonl"):
         assert lines(parts, name) == lines(tmp_path / "a", name)
+
+
+def test_a_checkpoint_that_was_cut_short_is_passed_over(tmp_path: Path) -> None:
+    for step in (4, 12, 8):
+        folder = tmp_path / "checkpoints" / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        if step != 12:
+            (folder / "trainer_state.json").write_text("{}")
+    assert find_checkpoint(tmp_path) == str(tmp_path / "checkpoints" / "checkpoint-8")
+    assert find_checkpoint(tmp_path / "checkpoints") is None
+
+
+def test_a_full_disk_under_a_checkpoint_leaves_the_earlier_ones(
+    target: TargetModel, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = options(tmp_path / "out", features, save_steps=4, epochs=1)
+    expected = run.train_for(target, replace(settings, out=tmp_path / "whole"), Silent())
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        reporter = Silent(6, lambda: patch.setattr(torch, "save", full))
+        with pytest.raises(StorageError, match="a checkpoint cannot be saved"):
+            run.train_for(target, settings, reporter)
+    assert [path.name for path in (settings.out / "checkpoints").iterdir()] == ["checkpoint-4"]
+    found = run.train_for(target, replace(settings, resume=True), Silent())
+    assert without_time(found) == without_time(expected)
 
 
 def test_the_message_of_a_stopped_run_says_how_to_go_on(target: TargetModel, features: Path, tmp_path: Path) -> None:

@@ -98,8 +98,9 @@ class Siblings:
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.sizes = [layer.out_features for layer in layers]
         self.weight = torch.cat([layer.weight.detach() for layer in layers])
-        biases = [layer.bias for layer in layers if layer.bias is not None]
-        self.bias = torch.cat([bias.detach() for bias in biases]) if len(biases) == len(layers) else None
+        biases = [layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
+        has_bias = any(layer.bias is not None for layer in layers)
+        self.bias = torch.cat([bias.detach() for bias in biases]) if has_bias else None
         self._input: Tensor | None = None
         self._outputs: tuple[Tensor, ...] = ()
         self._num_reads = 0
@@ -125,7 +126,7 @@ class SiblingLinear(FastLinear):
         start = sum(siblings.sizes[:index])
         rows = slice(start, start + self.out_features)
         self.weight = nn.Parameter(siblings.weight[rows], requires_grad=False)
-        if siblings.bias is not None:
+        if self.bias is not None and siblings.bias is not None:
             self.bias = nn.Parameter(siblings.bias[rows], requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from draftheads.errors import InvalidSettings
 
+LOWEST_TEMPERATURE = 1e-6  # below it scores overflow long before the draw could be told from greedy
 AcceptanceRule = Literal["exact", "typical"]
 
 
@@ -52,7 +53,11 @@ class SamplingSettings:
     def __post_init__(self) -> None:
         checks = (
             (self.max_new_tokens >= 1, "max_new_tokens", "at least 1"),
-            (0.0 <= self.temperature < float("inf"), "temperature", "0 (greedy) or a positive number"),
+            (
+                self.temperature == 0.0 or LOWEST_TEMPERATURE <= self.temperature < float("inf"),
+                "temperature",
+                f"0 (greedy) or at least {LOWEST_TEMPERATURE}",
+            ),
             (self.top_k is None or self.top_k >= 1, "top_k", "at least 1, or None for all tokens"),
             (0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1"),
             (0.0 < self.repetition_penalty < float("inf"), "repetition_penalty", "a positive number"),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from draftheads.draft import TargetWeights
 from draftheads.errors import UnsupportedModel
+from draftheads.target.fast import EXACT_ATTENTION
 from draftheads.target.pretrained import load_pretrained
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
@@ -72,6 +73,11 @@ class TargetModel:
     def dtype(self) -> torch.dtype:
         """In which type the model computes."""
         return self.lm_head.weight.dtype
+
+    @property
+    def exact_bits(self) -> bool:
+        """Whether it was given kernels whose results do not depend on how many rows are computed together."""
+        return bool(self.config._attn_implementation == EXACT_ATTENTION)
 
     @property
     def hidden_size(self) -> int:

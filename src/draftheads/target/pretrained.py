@@ -6,6 +6,7 @@ A name is ``smollm2-135m``, a folder, or an id on the Hugging Face Hub. Knows no
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -154,6 +155,7 @@ def _resolve_on_hub(model_id: str) -> Path | str:
 @contextlib.contextmanager
 def _as_our_errors(name: str) -> Iterator[None]:
     """Say what ``transformers`` raises while loading in terms of our own errors."""
+    from huggingface_hub.errors import StrictDataclassError  # noqa: PLC0415
     from safetensors import SafetensorError  # noqa: PLC0415
 
     try:
@@ -166,6 +168,8 @@ def _as_our_errors(name: str) -> Iterator[None]:
         raise MissingDependency(f"{name} needs another package: {_first_line(error)}") from error
     except (ValueError, KeyError) as error:
         raise UnsupportedModel(f"{name} is no known causal language model: {_first_line(error)}") from error
+    except (RuntimeError, TypeError, AttributeError, UnpicklingError, StrictDataclassError) as error:
+        raise UnsupportedModel(f"{name} cannot be read, its files are damaged: {_first_line(error)}") from error
 
 
 @contextlib.contextmanager

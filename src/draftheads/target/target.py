@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from draftheads.draft import Draft, Verdict
 from draftheads.errors import UnsupportedModel
@@ -39,6 +40,8 @@ class Target:
             The logits after each prompt's last token (b, V) and the hidden states of all its tokens (b, T, D),
             right-padded.
         """
+        if self.model.exact_bits and len(prompts) > 1:  # who is read beside it must not show
+            return _side_by_side([self.prefill([prompt]) for prompt in prompts])
         device, old, lengths = self.model.device, self.num_rows, [len(prompt) for prompt in prompts]
         longest = max(lengths)
         tokens = torch.zeros(len(prompts), longest, dtype=torch.long)
@@ -127,6 +130,12 @@ class Target:
             seen = visible if window is None else visible & within_window(lengths, depths, span, window)
             masks[kind] = as_float_mask(seen, self.model.dtype)
         return masks if len(masks) > 1 else masks[kinds[0]]
+
+
+def _side_by_side(read: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Logits (1, V) and hidden states (1, T, D) of single rows as those of all, right-padded."""
+    logits, hidden = zip(*read, strict=True)
+    return torch.cat(logits), pad_sequence([states[0] for states in hidden], batch_first=True)
 
 
 @torch.inference_mode()

@@ -243,7 +243,7 @@ def frequent_tokens(
 
 def _check_out(options: TrainOptions) -> None:
     """Keeps a run from writing over another one."""
-    if (options.out / "model.safetensors").exists():
+    if (options.out / "config.json").exists():  # of a head's files the last one to be there
         raise InvalidSettings(f"{options.out} holds a trained head: name another --out, or delete it")
     if not options.resume and find_checkpoint(options.out):
         raise InvalidSettings(

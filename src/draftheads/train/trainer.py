@@ -4,6 +4,7 @@ Knows the Trainer, as the only file here. It brings optimiser, schedule, clippin
 """
 
 import json
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,14 +15,14 @@ from types import FrameType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, get_scheduler
 from transformers.trainer_callback import PrinterCallback
-from transformers.trainer_utils import get_last_checkpoint
 
 from draftheads.data.batches import PlannedBatches
-from draftheads.errors import NonFiniteLoss, TrainingError
+from draftheads.errors import NonFiniteLoss, StorageError, TrainingError
 from draftheads.target.pretrained import default_dtype
 from draftheads.train.learner import Learner
 from draftheads.train.options import TrainOptions
@@ -63,7 +64,13 @@ def fit(
         )
         trainer.remove_callback(PrinterCallback)
         callback.take_head_losses = trainer.take_head_losses
-        trainer.train(resume_from_checkpoint=checkpoint)
+        try:
+            trainer.train(resume_from_checkpoint=checkpoint)
+        except (OSError, SafetensorError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
+                raise
+            _drop_incomplete(folder)
+            raise StorageError(f"a checkpoint cannot be saved in {folder}: {error}; earlier ones are whole") from error
     done, total = trainer.state.global_step, trainer.state.max_steps
     if interrupted.is_set() and done < total:
         raise TrainingInterrupted(
@@ -74,8 +81,17 @@ def fit(
 
 def find_checkpoint(out: Path) -> str | None:
     """The newest checkpoint of a run that is not complete, if it left one."""
-    folder = out / "checkpoints"
-    return get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    # the Trainer writes its state after all else: a folder without it was cut short
+    whole = [path.parent for path in (out / "checkpoints").glob("checkpoint-*/trainer_state.json")]
+    newest = max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    return None if newest is None else str(newest)
+
+
+def _drop_incomplete(folder: Path) -> None:
+    """Removes checkpoints that were cut short."""
+    for path in folder.glob("checkpoint-*"):
+        if not (path / "trainer_state.json").exists():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 class StepLog:
