@@ -33,9 +33,10 @@ PROMPTS = (
     "Tell a short story about a lighthouse keeper and a lost whale.",
 )
 NEAR_TIES = """
-In bf16 the same sum taken in another order differs in its last bits, so two tokens
-that are nearly as likely can change places, with heads as between transformers and
-plain. "worst margin" is the largest such gap (in logits); --exact-bits rules it out."""
+In bf16 a sum taken in another order differs in its last bits, so two tokens
+that are nearly as likely can change places, with heads as between
+transformers and plain. "worst margin" is the largest such gap (in logits of
+fp32); --exact-bits rules it out, at some cost."""
 DIFFERENT = "\nTexts differ, which they should not in this precision: please report it."
 
 

@@ -6,8 +6,8 @@ here the query heads of a group stand as rows beside each other instead.
 
 **Exact bits.** A token that plain decoding checks alone and a tree checks among fifteen would get other last bits from
 kernels that sum in another order at another shape. With ``exact_bits`` every product has a multiple of eight rows,
-attention is summed in fp64 and rounded once, so that the slots in which the keys lie do not show, and prompts are read one
-by one. It covers layers that are ``nn.Linear`` (not GPT-2's Conv1D or Mixtral's experts) and trees of at most 128 rows.
+attention is summed in fp64 and rounded once, so that the slots in which the keys lie do not show, and prompts are read
+one by one. It covers layers that are ``nn.Linear`` (not GPT-2's Conv1D or Mixtral's experts) and at most 128 rows.
 """
 
 import weakref

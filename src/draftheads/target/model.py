@@ -77,7 +77,7 @@ class TargetModel:
     @property
     def exact_bits(self) -> bool:
         """Whether it was given kernels whose results do not depend on how many rows are computed together."""
-        return bool(self.config._attn_implementation == EXACT_ATTENTION)
+        return bool(self.config._attn_implementation == EXACT_ATTENTION)  # noqa: SLF001 - no public name
 
     @property
     def hidden_size(self) -> int:
