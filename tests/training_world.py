@@ -29,7 +29,7 @@ def chat_tokenizer(template: str = TEMPLATE) -> Any:
     return fast
 
 
-def chat_model(*, seed: int = 0) -> TargetModel:
+def chat_model(*, seed: int = 0, **changes: Any) -> TargetModel:
     """A random two-layer Llama of hidden size 32 with that tokenizer."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -42,6 +42,7 @@ def chat_model(*, seed: int = 0) -> TargetModel:
         bos_token_id=1,
         eos_token_id=EOS,
         initializer_range=0.4,
+        **changes,
     )
     model = LlamaForCausalLM(config).eval().requires_grad_(False)
     return TargetModel(model, chat_tokenizer(), "tiny-chat")

@@ -28,9 +28,9 @@ _SECONDS_BETWEEN_LINES = 30.0  # where the output is no terminal
 def run(options: TrainOptions) -> None:
     """Trains, then prints a table of what the heads can do."""
     console = Console()
-    with _Display(console) as display:
+    with Display(console) as display:
         report = train(options, display)
-    console.print(_table(report))
+    console.print(accuracy_table(report))
     console.print(
         f"expected tokens per step on text kept apart: chain {report.tokens_per_step_chain:.2f}, "
         f"tree of {len(report.tree) + 1} nodes {report.tokens_per_step_tree:.2f}"
@@ -38,7 +38,7 @@ def run(options: TrainOptions) -> None:
     console.print(f"saved in {options.out}")
 
 
-class _Display:
+class Display:
     """A progress bar per stage in a terminal; elsewhere a line now and then."""
 
     def __init__(self, console: Console) -> None:
@@ -99,7 +99,8 @@ class _Speed(ProgressColumn):
         return Text(f"{speed:,.1f}/s" if speed else "")
 
 
-def _table(report: Report) -> Table:
+def accuracy_table(report: Report) -> Table:
+    """Loss and accuracies, a row per head."""
     title = f"{report.method} for {report.model_id}: accuracy on text kept apart"
     table = Table("head", "loss", "top-1", "top-3", "top-10", title=title)
     rows = zip(report.losses, report.top1, report.top3, report.top10, strict=True)

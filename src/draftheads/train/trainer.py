@@ -13,16 +13,15 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from draftheads.data.batches import PlannedBatches
+from draftheads.data.batches import PlannedBatches, PlannedTexts
 from draftheads.errors import NonFiniteLoss, TrainingError
 from draftheads.target.pretrained import default_dtype
-from draftheads.train.learner import Learner
 from draftheads.train.options import TrainOptions
 
 OnStep = Callable[[int, int, float | None], None]  # steps done, steps in all, the last logged loss
@@ -32,8 +31,15 @@ class TrainingInterrupted(TrainingError):
     """Ctrl-C stopped a run that can go on."""
 
 
-def fit(learner: Learner, batches: PlannedBatches, options: TrainOptions, *, on_step: OnStep) -> None:
-    """Trains the learner's head in place over all batches; from the last checkpoint on with ``--resume``.
+def fit(
+    learner: nn.Module,
+    batches: PlannedBatches | PlannedTexts,
+    options: TrainOptions,
+    *,
+    on_step: OnStep,
+    trainer_class: "Callable[..., HeadTrainer] | None" = None,
+) -> None:
+    """Trains a learner in place over all batches; from the last checkpoint on with ``--resume``.
 
     Raises:
         NonFiniteLoss: the loss became NaN or infinite; names the step and the documents of its batch.
@@ -44,7 +50,7 @@ def fit(learner: Learner, batches: PlannedBatches, options: TrainOptions, *, on_
     first_step = int(checkpoint.rpartition("-")[2]) if checkpoint else 0
     with _interruptible() as interrupted:
         callback = _Callback(StepLog(options.out / "log.jsonl", keep_until=first_step), on_step, interrupted)
-        trainer = _HeadTrainer(
+        trainer = (trainer_class or HeadTrainer)(
             model=learner,
             args=_arguments(options, folder, len(batches)),
             train_dataset=batches,
@@ -52,7 +58,7 @@ def fit(learner: Learner, batches: PlannedBatches, options: TrainOptions, *, on_
             callbacks=[callback],
         )
         trainer.remove_callback(PrinterCallback)
-        callback.take_head_losses = trainer.take_head_losses
+        callback.take_means = trainer.take_means
         trainer.train(resume_from_checkpoint=checkpoint)
     done, total = trainer.state.global_step, trainer.state.max_steps
     if interrupted.is_set() and done < total:
@@ -84,35 +90,35 @@ class StepLog:
             file.write(json.dumps(record) + "\n")
 
 
-class _HeadTrainer(Trainer):
-    """Batches come ready from the plan, in its order; losses are checked, and kept per head."""
+class HeadTrainer(Trainer):
+    """Batches come ready from the plan, in its order; losses are checked, and what the learner reports is averaged."""
 
-    _head_losses: Tensor | None = None  # (K,) sums since they were last taken
-    _num_losses = 0
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._reported: dict[str, list[Tensor]] = {}  # by name, since they were last taken
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        batches: PlannedBatches = self.train_dataset if train_dataset is None else train_dataset  # type: ignore[assignment]
+        batches: PlannedBatches | PlannedTexts = self.train_dataset if train_dataset is None else train_dataset  # type: ignore[assignment]
         return SequentialSampler(batches)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> Tensor:
+        """The learner's loss; one that is no number ends the run."""
         documents = inputs.pop("documents")
         output = model(**inputs)
         loss: Tensor = output["loss"]
         if not torch.isfinite(loss):
             raise NonFiniteLoss(
                 f"the loss is {loss.item()} at step {self.state.global_step + 1}, on the texts with the "
-                f"numbers {documents.tolist()} in the features: look at them, or lower --learning-rate"
+                f"numbers {documents.tolist()} in the data: look at them, or lower --learning-rate"
             )
-        self._head_losses = output["head_losses"] + (0 if self._head_losses is None else self._head_losses)
-        self._num_losses += 1
+        for name in output.keys() - {"loss"}:
+            self._reported.setdefault(name, []).append(output[name].detach())
         return loss
 
-    def take_head_losses(self) -> list[float]:
-        """Mean loss per head since the last call."""
-        if self._head_losses is None:
-            return []
-        means: list[float] = (self._head_losses / self._num_losses).tolist()
-        self._head_losses, self._num_losses = None, 0
+    def take_means(self) -> dict[str, Any]:
+        """Means of what the learner reported since the last call: ``head_losses``, and what else it names."""
+        means = {name: torch.stack(values).mean(0).tolist() for name, values in sorted(self._reported.items())}
+        self._reported.clear()
         return means
 
 
@@ -124,7 +130,7 @@ class _Callback(TrainerCallback):
         self.on_step = on_step
         self.interrupted = interrupted
         self.loss: float | None = None
-        self.take_head_losses: Callable[[], list[float]] = list
+        self.take_means: Callable[[], dict[str, Any]] = dict
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.on_step(state.global_step, state.max_steps, self.loss)
@@ -142,7 +148,7 @@ class _Callback(TrainerCallback):
         if logs and "loss" in logs:
             self.loss = logs["loss"]
             record = {name: logs[name] for name in ("loss", "learning_rate", "grad_norm")}
-            self.log.add({"step": state.global_step, **record, "head_losses": self.take_head_losses()})
+            self.log.add({"step": state.global_step, **record, **self.take_means()})
 
 
 def _arguments(options: TrainOptions, folder: Path, num_steps: int) -> TrainingArguments:
