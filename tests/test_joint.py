@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import get_cosine_schedule_with_warmup
 
@@ -537,6 +537,14 @@ def test_an_adapter_for_another_base_is_refused(data: Path, tmp_path: Path) -> N
         merged_model(larger, tmp_path / "out", dtype=torch.float32, model_id="merged")
     with pytest.raises(ModelNotFound, match="no adapter at"):
         merged_model(chat_model(), tmp_path / "nowhere", dtype=torch.float32, model_id="merged")
+    file = tmp_path / "out" / "adapter" / "adapter_model.safetensors"
+    whole = load_file(file)
+    save_file({name: whole[name] for name in list(whole)[1:]}, file)
+    with pytest.raises(CheckpointCorrupt, match=r"does not fit the model: .*missing"):
+        merged_model(chat_model(), tmp_path / "out", dtype=torch.float32, model_id="merged")
+    file.write_bytes(b"nonsense")
+    with pytest.raises(CheckpointCorrupt, match="does not fit the model"):
+        merged_model(chat_model(), tmp_path / "out", dtype=torch.float32, model_id="merged")
     base = tmp_path / "out" / "adapter" / "base.json"
     base.write_text("{}")
     with pytest.raises(CheckpointCorrupt, match="does not say which model"):

@@ -19,6 +19,7 @@ from draftheads.checkpoint import load_head, save_head
 from draftheads.data.batches import PlannedTexts, plan_batches, split_held_out
 from draftheads.data.extract import load_texts
 from draftheads.data.live import LiveStore
+from draftheads.draft import TargetWeights
 from draftheads.errors import DataError
 from draftheads.files import atomic_directory, write_atomic
 from draftheads.heads.base import DraftHead
@@ -34,7 +35,7 @@ from draftheads.train.joint_schedule import JointSchedule
 from draftheads.train.joint_trainer import JointTrainer
 from draftheads.train.learner import Learner
 from draftheads.train.lora import Adapter, TunedModel, require_peft
-from draftheads.train.measure import measure
+from draftheads.train.measure import Measurement, measure
 from draftheads.train.movement import Movement, measure_movement
 from draftheads.train.report import Report
 from draftheads.train.run import (
@@ -90,7 +91,7 @@ def train_jointly_for(target: TargetModel, options: JointOptions, reporter: Repo
         targets=options.lora_targets,
     )
     try:
-        tuned = TunedModel(target.model, target.tokenizer, target.model_id)
+        tuned = TunedModel(target.model, target.tokenizer, f"{target.model_id} (tuned)")
         return _Run(options, target, tuned, adapter, head, store, reporter).go()
     finally:
         adapter.remove()
@@ -116,25 +117,19 @@ class _Run:
         seconds = time.monotonic() - started
         self.reporter.stage(f"measuring on {len(held_out)} texts kept apart")
         movement = measure_movement(self.tuned, self.adapter, self.store, held_out)
-        learner = Learner(
-            self._bound_head(),
-            in_float32(self.tuned.weights),
-            loss=self.options.loss,
-            depth_decay=self.options.depth_decay,
-        )
-        found = measure(learner, self.store, held_out, batch_tokens=self.options.batch_tokens)
+        found = self._measure(held_out)
         self.head.tree = best_tree(found.joint_ranks, self.options.tree_nodes)
-        report = report_on(
+        heads = report_on(
             self.head,
             found,
-            model_id=self.target.model_id,
+            model_id=self.tuned.model_id,
             num_training_texts=len(training),
             num_held_out_texts=len(held_out),
             num_steps=num_steps,
             seconds=seconds,
         )
-        self._save(JointReport(report, movement))
-        return JointReport(report, movement)
+        self._save(JointReport(heads, movement))
+        return JointReport(heads, movement)
 
     def _train(self, training: list[int]) -> int:
         """Fits adapter and head; returns the number of steps."""
@@ -150,10 +145,9 @@ class _Run:
             rise=options.head_weight_rise,
             warmup=options.warmup,
         )
-        learner = Learner(
-            self.head, in_float32(self.target.weights), loss=options.loss, depth_decay=options.depth_decay
+        joint = JointLearner(
+            self._learner(self.target.weights), self.tuned, self.adapter, backbone_loss=options.backbone_loss
         )
-        joint = JointLearner(learner, self.tuned, self.adapter, backbone_loss=options.backbone_loss)
         self.reporter.stage(f"training {self.head.config.method} and its backbone on {len(training)} texts")
         trainer_class = partial(JointTrainer, schedule=schedule, head_rate_factor=options.head_rate_factor)
         batches = PlannedTexts(self.store, plan)
@@ -161,10 +155,15 @@ class _Run:
         joint.eval()
         return len(plan)
 
-    def _bound_head(self) -> DraftHead:
-        """The head on the tuned weights: a shared lm_head is the tuned one."""
-        self.head.bind(in_float32(self.tuned.weights))
-        return self.head
+    def _measure(self, held_out: list[int]) -> Measurement:
+        """The heads on the tuned model: its hidden states, its lm_head where they share it."""
+        weights = in_float32(self.tuned.weights)
+        self.head.bind(weights)
+        return measure(self._learner(weights), self.store, held_out, batch_tokens=self.options.batch_tokens)
+
+    def _learner(self, weights: TargetWeights) -> Learner:
+        options = self.options
+        return Learner(self.head, in_float32(weights), loss=options.loss, depth_decay=options.depth_decay)
 
     def _save(self, report: JointReport) -> None:
         """The head last of all: where it is, the run is complete."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -93,7 +94,7 @@ class Adapter:
         with _quiet():
             try:
                 return cls(peft.PeftModel.from_pretrained(model, str(folder)))
-            except (OSError, ValueError, RuntimeError) as error:
+            except (OSError, ValueError, RuntimeError, UserWarning, SafetensorError) as error:
                 raise CheckpointCorrupt(f"{folder} does not fit the model: {str(error).splitlines()[0]}") from error
 
     @property
@@ -194,7 +195,9 @@ def require_peft() -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without peft's warnings of tied and transposed matrices, which are looked after here."""
+    """No peft warnings of tied or transposed matrices, which are looked after here; missing tensors are errors."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning)  # peft 0.21 uses names that transformers 6 drops
+        warnings.filterwarnings("error", message="(?s).*missing adapter keys", category=UserWarning)
         yield
