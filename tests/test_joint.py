@@ -206,11 +206,11 @@ def test_losses_and_gradients_are_those_of_the_definition(
     gradients = torch.autograd.grad(found["loss"], parameters)
     original = chat_model()
     expected_backbone, expected_heads = slow_twin(joint, original, batch)
-    assert float(found["backbone_loss"]) == pytest.approx(float(expected_backbone), rel=1e-4)
-    means = [float(mean) for mean in expected_heads]
+    assert found["backbone_loss"].item() == pytest.approx(expected_backbone.item(), rel=1e-4)
+    means = [mean.item() for mean in expected_heads]
     assert found["head_losses"].tolist() == pytest.approx(means, rel=1e-4)
     expected = expected_backbone + 0.3 * sum(0.5**i * mean for i, mean in enumerate(expected_heads))
-    assert float(found["loss"]) == pytest.approx(float(expected), rel=1e-4)
+    assert found["loss"].item() == pytest.approx(expected.item(), rel=1e-4)
     for one, other in zip(gradients, torch.autograd.grad(expected, parameters), strict=True):
         # fp32 sums in another order
         torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-5)
@@ -250,21 +250,21 @@ def slow_twin(joint: JointLearner, original: TargetModel, batch: dict[str, Tenso
 def test_at_the_start_the_tuned_model_is_the_original(data: Path) -> None:
     joint, batch = harness(chat_model(), data, moved=False, dropout=0.5, backbone_loss="original")
     found = joint(**batch)
-    assert float(found["backbone_loss"]) == pytest.approx(0.0, abs=1e-6)
+    assert found["backbone_loss"].item() == pytest.approx(0.0, abs=1e-6)
     frozen = joint(**batch, only_heads=True, head_weight=0.5)
     assert torch.equal(frozen["head_losses"], found["head_losses"])
-    assert float(frozen["loss"]) == pytest.approx(
+    assert frozen["loss"].item() == pytest.approx(
         0.5 * sum(0.5**i * x for i, x in enumerate(found["head_losses"].tolist()))
     )
 
 
 def test_dropout_is_the_adapter_s_and_only_in_training(data: Path) -> None:
     joint, batch = harness(chat_model(attention_dropout=0.9), data, dropout=0.5)
-    assert float(joint(**batch)["loss"]) != float(joint(**batch)["loss"])
+    assert joint(**batch)["loss"].item() != joint(**batch)["loss"].item()
     joint.eval()
-    assert float(joint(**batch)["loss"]) == float(joint(**batch)["loss"])
+    assert joint(**batch)["loss"].item() == joint(**batch)["loss"].item()
     still, _ = harness(chat_model(attention_dropout=0.9), data, dropout=0.0)
-    assert float(still(**batch)["loss"]) == float(still(**batch)["loss"])
+    assert still(**batch)["loss"].item() == still(**batch)["loss"].item()
 
 
 def test_a_checkpoint_holds_what_is_trained_and_no_backbone(data: Path) -> None:
@@ -303,31 +303,36 @@ def test_a_run_tunes_the_model_and_its_heads(
 ) -> None:
     target = chat_model()
     before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
+    counting = write_chats(tmp_path / "counting.jsonl", counting_chats(100))  # what can be told of texts not seen
     settings = options(
         tmp_path / "out",
-        data,
+        counting,
         method=method,
+        loss="hard",
         backbone_loss=backbone_loss,
         head_weight=0.5,
         head_weight_rise=rise,
         epochs=6,
     )
     report = train_jointly_for(target, settings, Silent())
-    store = LiveStore(target, load_texts(target, [data], max_length=2048))
+    store = LiveStore(target, load_texts(target, [counting], max_length=2048))
     training, held_out = split_held_out(len(store), fraction=0.2, at_most=200, seed=0)
     untrained = run.new_head(settings, target.weights, store, training, target.eos_ids)
-    at_start = measure(
-        Learner(untrained, target.weights, loss="teacher", depth_decay=0.8), store, held_out, batch_tokens=100
-    )
+    learner = Learner(untrained, target.weights, loss="hard", depth_decay=0.8)
+    at_start = measure(learner, store, held_out, batch_tokens=100)
     assert report.heads.tokens_per_step_chain > at_start.tokens_per_step(Tree.chain(3)) + 0.1
+    assert sum(report.heads.losses) < 0.8 * float(at_start.losses.sum())
     log = lines(tmp_path / "out")
     second = [line for line in log if "backbone_loss" in line]
     assert len(log) - len(second) == int(0.25 * len(log))  # the first stage
-    key = "backbone_loss" if backbone_loss == "text" else "loss"
-    if rise == "constant":
-        assert sum(line[key] for line in second[-3:]) < 0.9 * sum(line[key] for line in second[:3])
-    assert 0.0 < report.movement.kl < (3.0 if backbone_loss == "text" else 0.5)
-    assert (report.movement.tuned_perplexity < report.movement.original_perplexity) or backbone_loss == "original"
+    movement = report.movement
+    if backbone_loss == "text":
+        kept = [line["backbone_loss"] for line in second]
+        assert sum(kept[-3:]) < 0.9 * sum(kept[:3])
+        assert movement.tuned_perplexity < 0.8 * movement.original_perplexity
+    else:
+        assert 0.0 < movement.kl < 0.5
+        assert movement.agreement > 0.7
     # the model itself is as it was
     after = target.model.state_dict()
     assert before.keys() == after.keys()
