@@ -29,20 +29,21 @@ def chat_tokenizer(template: str = TEMPLATE) -> Any:
     return fast
 
 
-def chat_model(*, seed: int = 0) -> TargetModel:
+def chat_model(*, seed: int = 0, **changes: Any) -> TargetModel:
     """A random two-layer Llama of hidden size 32 with that tokenizer."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(VOCAB),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        bos_token_id=1,
-        eos_token_id=EOS,
-        initializer_range=0.4,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": len(VOCAB),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "bos_token_id": 1,
+        "eos_token_id": EOS,
+        "initializer_range": 0.4,
+    }
+    config = LlamaConfig(**{**sizes, **changes})
     model = LlamaForCausalLM(config).eval().requires_grad_(False)
     return TargetModel(model, chat_tokenizer(), "tiny-chat")
 

@@ -22,8 +22,10 @@ VERBS = {
     "distill": Verb("draftheads.cli.distill", "DistillOptions", "let a model answer prompts, as data to train on"),
     "generate": Verb("draftheads.cli.generate", "GenerateOptions", "answer prompts"),
     "info": Verb("draftheads.cli.info", "InfoOptions", "describe a head, list the bundled ones, or draw a tree"),
+    "merge": Verb("draftheads.cli.merge", "MergeOptions", "make one model of a model and its tuned adapter"),
     "report": Verb("draftheads.cli.report", "ReportOptions", "make the page of a finished training run once more"),
     "train": Verb("draftheads.cli.train", "TrainOptions", "train draft heads for a model"),
+    "train-joint": Verb("draftheads.cli.train_joint", "JointOptions", "tune a model and its draft heads together"),
 }
 
 
@@ -71,7 +73,7 @@ def _run(name: str, verb: Verb, arguments: Sequence[str]) -> None:
 
 
 def _usage() -> str:
-    lines = [f"  {name:<10} {verb.summary}" for name, verb in VERBS.items()]
+    lines = [f"  {name:<12} {verb.summary}" for name, verb in VERBS.items()]
     return "\n".join(
         [
             "usage: draftheads COMMAND [options]",

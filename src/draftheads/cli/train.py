@@ -49,9 +49,9 @@ def run(options: TrainOptions) -> None:
     console = Console()
     if options.recipe is not None:
         console.print(_recipe_table(options))
-    with _Display(console) as display:
+    with Display(console) as display:
         report = train(options, display)
-    console.print(_table(report))
+    console.print(accuracy_table(report))
     console.print(
         f"expected tokens per step on text kept apart: chain {report.tokens_per_step_chain:.2f}, "
         f"tree of {len(report.tree) + 1} nodes {report.tokens_per_step_tree:.2f}"
@@ -59,7 +59,7 @@ def run(options: TrainOptions) -> None:
     console.print(f"saved in {options.out}")
 
 
-class _Display:
+class Display:
     """A progress bar per stage in a terminal; elsewhere a line now and then."""
 
     def __init__(self, console: Console) -> None:
@@ -131,7 +131,8 @@ def _recipe_table(options: TrainOptions) -> Table:
     return table
 
 
-def _table(report: Report) -> Table:
+def accuracy_table(report: Report) -> Table:
+    """Loss and accuracies, a row per head."""
     title = f"{report.method} for {report.model_id}: accuracy on text kept apart"
     table = Table("head", "loss", "top-1", "top-3", "top-10", title=title)
     rows = zip(report.losses, report.top1, report.top3, report.top10, strict=True)

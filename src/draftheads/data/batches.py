@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from draftheads.data.features import Document, FeatureStore
+from draftheads.data.features import Document, Documents, FeatureStore
 
 _WINDOW_BATCHES = 32  # texts of that many batches are sorted by length together: little padding, still a mixture
 
@@ -124,6 +124,25 @@ class PlannedBatches(Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         batch = collate([self.store[i] for i in self.plan[index]], skip_prompts=self.skip_prompts)
         return {**vars(batch), "documents": torch.tensor(self.plan[index])}
+
+
+class PlannedTexts(Dataset[dict[str, Any]]):
+    """Batch n of a plan without hidden states, for training in which the model changes."""
+
+    def __init__(self, store: Documents, plan: Sequence[Sequence[int]]) -> None:
+        self.store = store
+        self.plan = plan
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        documents = self.plan[index]
+        return {
+            "token_ids": pad_sequence([self.store.token_ids[i] for i in documents], batch_first=True),  # (B, T)
+            "loss_mask": pad_sequence([self.store.loss_masks[i] for i in documents], batch_first=True),  # (B, T)
+            "documents": torch.tensor(documents),
+        }
 
 
 def _without_prompt(document: Document) -> Document:

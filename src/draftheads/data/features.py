@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -49,6 +49,21 @@ class Document:
     hidden: Tensor  # (T, D)
     token_ids: Tensor  # (T,) int64
     loss_mask: Tensor  # (T,) bool
+
+
+class Documents(Protocol):
+    """Texts whose hidden states can be had: stored (FeatureStore), or computed when asked for."""
+
+    token_ids: list[Tensor]  # per document (T,) int64
+    loss_masks: list[Tensor]  # per document (T,) bool
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each document."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Document: ...
 
 
 def shard_path(folder: Path, index: int) -> Path:

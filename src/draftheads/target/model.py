@@ -49,9 +49,16 @@ class TargetModel:
         self._check_logits()
 
     @classmethod
-    def load(cls, name: str, *, dtype: torch.dtype | None = None, device: str | torch.device | None = None) -> Self:
+    def load(
+        cls,
+        name: str,
+        *,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        four_bit: bool = False,
+    ) -> Self:
         """The model of a name, path or hub id; see :func:`draftheads.target.pretrained.load_pretrained`."""
-        return cls(*load_pretrained(name, dtype=dtype, device=device))
+        return cls(*load_pretrained(name, dtype=dtype, device=device, four_bit=four_bit))
 
     def twin(self) -> Self:
         """The same model once more, sharing all weights: its modules can be changed without changing these."""

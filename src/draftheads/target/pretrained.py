@@ -4,6 +4,7 @@ A name is ``smollm2-135m``, a folder, or an id on the Hugging Face Hub. Knows no
 """
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from pickle import UnpicklingError
@@ -46,7 +47,11 @@ def resolve_model(name: str) -> Path | str:
 
 
 def load_pretrained(
-    name: str, *, dtype: torch.dtype | None = None, device: str | torch.device | None = None
+    name: str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    four_bit: bool = False,
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase, str]":
     """The causal language model ``name``, frozen and in eval mode, and its tokenizer.
 
@@ -54,6 +59,7 @@ def load_pretrained(
         name: ``smollm2-135m``, a folder, or an id on the Hugging Face Hub.
         dtype: in which type the model computes; :func:`default_dtype` of the device when left out.
         device: where it runs; :func:`default_device` when left out.
+        four_bit: hold its linear layers, but the lm_head, in 4 bits (NF4).
 
     Returns:
         The model, its tokenizer, and the model's id: the Hub's where it has one, else the folder's full path.
@@ -61,7 +67,7 @@ def load_pretrained(
     Raises:
         ModelNotFound: no such model, or one with files missing or damaged.
         UnsupportedModel: it is no causal language model, or its file lacks weights.
-        MissingDependency: its tokenizer or code needs a package that is not installed.
+        MissingDependency: its tokenizer or code, or ``four_bit``, needs a package that is not installed.
         StorageError: the embedded model cannot be written into the cache.
     """
     source = resolve_model(name)
@@ -70,13 +76,36 @@ def load_pretrained(
         from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
 
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype or default_dtype(place), output_loading_info=True
-        )
+        compute = dtype or default_dtype(place)
+        options = _four_bit_options(compute, place) if four_bit else {}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=compute, output_loading_info=True, **options)
         model: PreTrainedModel = loaded[0]
         _check_complete(name, loaded[1]["missing_keys"])
-        model.to(place)  # type: ignore[arg-type]  # its stub mistakes the device for self
+        if not four_bit:  # those are where they were loaded
+            model.to(place)  # type: ignore[arg-type]  # its stub mistakes the device for self
     return model.eval().requires_grad_(requires_grad=False), tokenizer, _model_id(name)
+
+
+def stored_dtype(name: str) -> torch.dtype:
+    """In which type the files of a model hold its weights, fp32 where they do not say; errors as on loading."""
+    source = resolve_model(name)
+    with _as_our_errors(name):
+        from transformers import AutoConfig  # noqa: PLC0415
+
+        found = getattr(AutoConfig.from_pretrained(source), "dtype", None)
+    return found if isinstance(found, torch.dtype) else torch.float32
+
+
+def _four_bit_options(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` for QLoRA's NF4 (Dettmers et al. 2023)."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise MissingDependency("4-bit weights need bitsandbytes", pip_install="bitsandbytes")
+    from transformers import BitsAndBytesConfig  # noqa: PLC0415
+
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+    return {"quantization_config": quantization, "device_map": {"": str(device)}}
 
 
 def default_device() -> torch.device:

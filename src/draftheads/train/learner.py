@@ -102,9 +102,13 @@ class Learner(nn.Module):
         logits = F.linear(hidden, self.teacher, self.teacher_bias)
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
-        if self.logit_softcap is not None:
-            logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
-        return logits.softmax(-1)
+        return self.capped(logits).softmax(-1)
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Scaled logits as the target ends them."""
+        if self.logit_softcap is None:
+            return logits
+        return torch.tanh(logits / self.logit_softcap) * self.logit_softcap
 
 
 def with_noise(hidden: Tensor, alpha: float) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftheads.data.batches import Batch, bucket_by_length, collate
-from draftheads.data.features import FeatureStore
+from draftheads.data.features import Documents
 from draftheads.errors import DataError
 from draftheads.search.grow import expected_tokens
 from draftheads.train.learner import Learner
@@ -50,7 +50,7 @@ class Measurement:
 
 
 @torch.no_grad()
-def measure(learner: Learner, store: FeatureStore, documents: Sequence[int], *, batch_tokens: int) -> Measurement:
+def measure(learner: Learner, store: Documents, documents: Sequence[int], *, batch_tokens: int) -> Measurement:
     """Losses and ranks on the given documents.
 
     Raises:

@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from draftheads.checkpoint import save_head
 from draftheads.data.batches import PlannedBatches, plan_batches, split_held_out, with_guesses
 from draftheads.data.extract import build_features, load_texts
-from draftheads.data.features import FeatureStore
+from draftheads.data.features import Documents, FeatureStore
 from draftheads.draft import TargetWeights
 from draftheads.errors import DataError, InvalidSettings, MissingDependency
 from draftheads.files import write_atomic
@@ -63,7 +64,7 @@ def train(options: TrainOptions, reporter: Reporter) -> Report:
     Raises:
         DraftHeadsError: bad data or settings, a loss that is not finite, a full disk, Ctrl-C (it can go on).
     """
-    _check_out(options)
+    check_out(options, options.out)
     reporter.stage(f"loading {options.model}")
     target = TargetModel.load(options.model)
     return train_for(target, options, reporter)
@@ -80,20 +81,9 @@ def train_for(target: TargetModel, options: TrainOptions, reporter: Reporter) ->
     training = with_guesses(training, store.loss_masks)
     if not training:
         raise DataError("no two assistant tokens in a row in any text: give longer answers")
-    weights = _in_float32(target.weights)
+    weights = in_float32(target.weights)
     head = new_head(options, weights, store, training, target.eos_ids)
-    learner = Learner(
-        head,
-        weights,
-        objective=objective(
-            options.loss,
-            alignment_weight=options.alignment_weight,
-            lm_weight=options.lm_weight,
-            lk_eta=options.lk_eta,
-        ),
-        depth_decay=options.depth_decay,
-        noise_alpha=options.noise_alpha,
-    )
+    learner = new_learner(options, head, weights)
     plan = plan_batches(
         training,
         store.lengths,
@@ -101,35 +91,28 @@ def train_for(target: TargetModel, options: TrainOptions, reporter: Reporter) ->
         num_epochs=options.epochs,
         seed=options.seed,
     )
-    _remember(options, target, store, len(plan))
+    remember(options, model=target.model_id, num_steps=len(plan), data=store.meta.fingerprint)
     reporter.stage(f"training {options.method} on {len(training)} texts")
     batches = PlannedBatches(store, plan, skip_prompts=not head.needs_history)
     some = held_out[: options.eval_texts]
 
     def validate() -> dict[str, Any]:
-        return _in_between(measure(learner, store, some, batch_tokens=options.batch_tokens), options)
+        return in_between(measure(learner, store, some, batch_tokens=options.batch_tokens), options)
 
-    speed = _Speedometer([sum(store.lengths[i] for i in batch) for batch in plan])
+    speed = Speedometer([sum(store.lengths[i] for i in batch) for batch in plan])
     fit(learner, batches, options, on_step=speed.counting(reporter.progress), validate=validate)
     reporter.stage(f"measuring on {len(held_out)} texts kept apart")
     found = measure(learner, store, held_out, batch_tokens=options.batch_tokens)
     head.tree = best_tree(found.joint_ranks, options.tree_nodes)
-    report = Report(
-        method=options.method,
+    report = report_on(
+        head,
+        found,
         model_id=target.model_id,
         num_training_texts=len(training),
         num_held_out_texts=len(held_out),
         num_steps=len(plan),
-        training_seconds=round(speed.seconds, 1),
-        tokens_per_second=round(speed.tokens_per_second, 1),
-        losses=found.losses.tolist(),
-        accuracy_by_rank=[list(shares) for shares in zip(*map(found.accuracy, range(1, NUM_RANKS + 1)), strict=True)],
-        top1=found.accuracy(1),
-        top3=found.accuracy(3),
-        top10=found.accuracy(10),
-        tokens_per_step_chain=found.tokens_per_step(Tree.chain(options.num_heads)),
-        tokens_per_step_tree=found.tokens_per_step(head.tree),
-        tree=[list(path) for path in head.tree.paths[1:]],
+        seconds=speed.seconds,
+        tokens_per_second=speed.tokens_per_second,
     )
     _save(head, target, report, options)
     try:
@@ -139,7 +122,7 @@ def train_for(target: TargetModel, options: TrainOptions, reporter: Reporter) ->
     return report
 
 
-class _Speedometer:
+class Speedometer:
     """Tokens and seconds of the steps that this process made."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -168,7 +151,7 @@ class _Speedometer:
         return counted
 
 
-def _in_between(found: Measurement, options: TrainOptions) -> dict[str, Any]:
+def in_between(found: Measurement, options: TrainOptions) -> dict[str, Any]:
     """A line of ``validation.jsonl``."""
     tree = best_tree(found.joint_ranks, options.tree_nodes)
     return {
@@ -181,10 +164,57 @@ def _in_between(found: Measurement, options: TrainOptions) -> dict[str, Any]:
     }
 
 
+def report_on(
+    head: DraftHead,
+    found: Measurement,
+    *,
+    model_id: str,
+    num_training_texts: int,
+    num_held_out_texts: int,
+    num_steps: int,
+    seconds: float,
+    tokens_per_second: float,
+) -> Report:
+    """What was found of a head with its tree, as plain numbers."""
+    return Report(
+        method=head.config.method,
+        model_id=model_id,
+        num_training_texts=num_training_texts,
+        num_held_out_texts=num_held_out_texts,
+        num_steps=num_steps,
+        training_seconds=round(seconds, 1),
+        tokens_per_second=round(tokens_per_second, 1),
+        losses=found.losses.tolist(),
+        accuracy_by_rank=[list(shares) for shares in zip(*map(found.accuracy, range(1, NUM_RANKS + 1)), strict=True)],
+        top1=found.accuracy(1),
+        top3=found.accuracy(3),
+        top10=found.accuracy(10),
+        tokens_per_step_chain=found.tokens_per_step(Tree.chain(head.config.num_heads)),
+        tokens_per_step_tree=found.tokens_per_step(head.tree),
+        tree=[list(path) for path in head.tree.paths[1:]],
+    )
+
+
+def new_learner(options: TrainOptions, head: DraftHead, weights: TargetWeights) -> Learner:
+    """The head with what the options say it is to learn."""
+    return Learner(
+        head,
+        weights,
+        objective=objective(
+            options.loss,
+            alignment_weight=options.alignment_weight,
+            lm_weight=options.lm_weight,
+            lk_eta=options.lk_eta,
+        ),
+        depth_decay=options.depth_decay,
+        noise_alpha=options.noise_alpha,
+    )
+
+
 def new_head(
     options: TrainOptions,
     weights: TargetWeights,
-    store: FeatureStore,
+    store: Documents,
     documents: Sequence[int],
     eos_ids: frozenset[int],
 ) -> DraftHead:
@@ -213,7 +243,7 @@ def new_head(
     return head
 
 
-def embedding_scale(weights: TargetWeights, store: FeatureStore, documents: Sequence[int]) -> float:
+def embedding_scale(weights: TargetWeights, store: Documents, documents: Sequence[int]) -> float:
     """How much larger hidden states are than embeddings (root mean squares); they are often ten times larger.
 
     A head that reads both side by side would hardly see the embeddings: Adam's steps are the same for all weights.
@@ -224,7 +254,7 @@ def embedding_scale(weights: TargetWeights, store: FeatureStore, documents: Sequ
 
 
 def frequent_tokens(
-    store: FeatureStore,
+    store: Documents,
     documents: Sequence[int],
     num_tokens: int,
     *,
@@ -241,9 +271,9 @@ def frequent_tokens(
     return counts.sort(descending=True, stable=True).indices[:num_tokens].sort().values
 
 
-def _check_out(options: TrainOptions) -> None:
-    """Keeps a run from writing over another one."""
-    if (options.out / "config.json").exists():  # of a head's files the last one to be there
+def check_out(options: TrainOptions, head: Path) -> None:
+    """Keeps a run from writing over another one, whose head is in the folder ``head``."""
+    if (head / "config.json").exists():  # of a head's files the last one to be there
         raise InvalidSettings(f"{options.out} holds a trained head: name another --out, or delete it")
     if not options.resume and find_checkpoint(options.out):
         raise InvalidSettings(
@@ -275,23 +305,23 @@ def _features(target: TargetModel, options: TrainOptions, reporter: Reporter) ->
     return store
 
 
-def _remember(options: TrainOptions, target: TargetModel, store: FeatureStore, num_steps: int) -> None:
-    """Notes what the run depends on; a resumed run must find the same."""
+def remember(options: TrainOptions, **facts: str | int | None) -> None:
+    """Notes in the output folder what the run depends on; a resumed run must find the same."""
     path = options.out / "run.json"
-    settings = {key: value for key, value in _plain(options).items() if key not in _MAY_CHANGE_ON_RESUME}
-    now = {**settings, "model": target.model_id, "num_steps": num_steps, "data": store.meta.fingerprint}
+    settings = {key: value for key, value in plain(options).items() if key not in _MAY_CHANGE_ON_RESUME}
+    now = {**settings, **facts}
     if options.resume and path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
         changes = [f"{key} was {before.get(key)!r} and is {now[key]!r}" for key in now if before.get(key) != now[key]]
         if changes:
             raise InvalidSettings(f"--resume goes on with the same run, but {', '.join(changes)}")
-    write_atomic(path, _json(now))
+    write_atomic(path, as_json(now))
 
 
 def _save(head: DraftHead, target: TargetModel, report: Report, options: TrainOptions) -> None:
     """The head last of all: where it is, the run is complete."""
-    made = {"options": _plain(options), "provenance": dict(provenance())}
-    write_atomic(options.out / "metrics.json", _json({**asdict(report), **made}))
+    made = {"options": plain(options), "provenance": dict(provenance())}
+    write_atomic(options.out / "metrics.json", as_json({**asdict(report), **made}))
     measured = {
         "tokens_per_step": report.tokens_per_step_tree,
         "num_held_out_texts": report.num_held_out_texts,
@@ -304,7 +334,7 @@ def _save(head: DraftHead, target: TargetModel, report: Report, options: TrainOp
         shutil.rmtree(options.out / "features", ignore_errors=True)
 
 
-def _in_float32(weights: TargetWeights) -> TargetWeights:
+def in_float32(weights: TargetWeights) -> TargetWeights:
     """Heads' weights are fp32 in training whatever the target computes in; tied matrices stay tied."""
     embedding = weights.embedding.detach().float()
     is_tied = weights.lm_head is weights.embedding
@@ -313,11 +343,12 @@ def _in_float32(weights: TargetWeights) -> TargetWeights:
     return TargetWeights(embedding, lm_head, bias, weights.logit_scale, weights.logit_softcap)
 
 
-def _plain(options: TrainOptions) -> dict[str, Any]:
+def plain(options: TrainOptions) -> dict[str, Any]:
     """The options as JSON gives them back: paths as text, tuples as lists."""
     result: dict[str, Any] = json.loads(json.dumps(asdict(options), default=str))
     return result
 
 
-def _json(value: dict[str, Any]) -> bytes:
+def as_json(value: dict[str, Any]) -> bytes:
+    """The bytes of a JSON file for people, too."""
     return (json.dumps(value, indent=2) + "\n").encode()

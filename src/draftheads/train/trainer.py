@@ -16,15 +16,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, get_scheduler
 from transformers.trainer_callback import PrinterCallback
 
-from draftheads.data.batches import PlannedBatches
+from draftheads.data.batches import PlannedBatches, PlannedTexts
 from draftheads.errors import NonFiniteLoss, StorageError, TrainingError
 from draftheads.target.pretrained import default_dtype
-from draftheads.train.learner import Learner
 from draftheads.train.options import TrainOptions
 
 OnStep = Callable[[int, int, float | None], None]  # steps done, steps in all, the last logged loss
@@ -36,9 +35,15 @@ class TrainingInterrupted(TrainingError):
 
 
 def fit(
-    learner: Learner, batches: PlannedBatches, options: TrainOptions, *, on_step: OnStep, validate: Validate
+    learner: nn.Module,
+    batches: PlannedBatches | PlannedTexts,
+    options: TrainOptions,
+    *,
+    on_step: OnStep,
+    validate: Validate,
+    trainer_class: "Callable[..., HeadTrainer] | None" = None,
 ) -> None:
-    """Trains the learner's head in place over all batches; from the last checkpoint on with ``--resume``.
+    """Trains a learner in place over all batches; from the last checkpoint on with ``--resume``.
 
     ``validate`` is called before the first step, every ``eval_steps`` and after the last; what it finds goes to
     ``validation.jsonl``.
@@ -55,7 +60,7 @@ def fit(
             StepLog(options.out / name, keep_until=first_step) for name in ("log.jsonl", "validation.jsonl")
         )
         callback = _Callback(log, on_step, interrupted, _Validation(validations, validate, options.eval_steps))
-        trainer = _HeadTrainer(
+        trainer = (trainer_class or HeadTrainer)(
             model=learner,
             args=_arguments(options, folder, len(batches)),
             train_dataset=batches,
@@ -63,7 +68,7 @@ def fit(
             callbacks=[callback],
         )
         trainer.remove_callback(PrinterCallback)
-        callback.take_head_losses = trainer.take_head_losses
+        callback.take_means = trainer.take_means
         try:
             trainer.train(resume_from_checkpoint=checkpoint)
         except (OSError, SafetensorError, RuntimeError) as error:
@@ -124,35 +129,35 @@ class _Validation:
             self.log.add({"step": step, **self.validate()})
 
 
-class _HeadTrainer(Trainer):
-    """Batches come ready from the plan, in its order; losses are checked, and kept per head."""
+class HeadTrainer(Trainer):
+    """Batches come ready from the plan, in its order; losses are checked, and what the learner reports is averaged."""
 
-    _head_losses: Tensor | None = None  # (K,) sums since they were last taken
-    _num_losses = 0
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._reported: dict[str, list[Tensor]] = {}  # by name, since they were last taken
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        batches: PlannedBatches = self.train_dataset if train_dataset is None else train_dataset  # type: ignore[assignment]
+        batches: PlannedBatches | PlannedTexts = self.train_dataset if train_dataset is None else train_dataset  # type: ignore[assignment]
         return SequentialSampler(batches)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> Tensor:
+        """The learner's loss; one that is no number ends the run."""
         documents = inputs.pop("documents")
         output = model(**inputs)
         loss: Tensor = output["loss"]
         if not torch.isfinite(loss):
             raise NonFiniteLoss(
                 f"the loss is {loss.item()} at step {self.state.global_step + 1}, on the texts with the "
-                f"numbers {documents.tolist()} in the features: look at them, or lower --learning-rate"
+                f"numbers {documents.tolist()} in the data: look at them, or lower --learning-rate"
             )
-        self._head_losses = output["head_losses"] + (0 if self._head_losses is None else self._head_losses)
-        self._num_losses += 1
+        for name in output.keys() - {"loss"}:
+            self._reported.setdefault(name, []).append(output[name].detach())
         return loss
 
-    def take_head_losses(self) -> list[float]:
-        """Mean loss per head since the last call."""
-        if self._head_losses is None:
-            return []
-        means: list[float] = (self._head_losses / self._num_losses).tolist()
-        self._head_losses, self._num_losses = None, 0
+    def take_means(self) -> dict[str, Any]:
+        """Means of what the learner reported since the last call: ``head_losses``, and what else it names."""
+        means = {name: torch.stack(values).mean(0).tolist() for name, values in sorted(self._reported.items())}
+        self._reported.clear()
         return means
 
 
@@ -165,7 +170,7 @@ class _Callback(TrainerCallback):
         self.on_step = on_step
         self.interrupted = interrupted
         self.loss: float | None = None
-        self.take_head_losses: Callable[[], list[float]] = list
+        self.take_means: Callable[[], dict[str, Any]] = dict
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.global_step == 0:
@@ -188,7 +193,7 @@ class _Callback(TrainerCallback):
         if logs and "loss" in logs:
             self.loss = logs["loss"]
             record = {name: logs[name] for name in ("loss", "learning_rate", "grad_norm")}
-            self.log.add({"step": state.global_step, **record, "head_losses": self.take_head_losses()})
+            self.log.add({"step": state.global_step, **record, **self.take_means()})
 
 
 def _arguments(options: TrainOptions, folder: Path, num_steps: int) -> TrainingArguments:

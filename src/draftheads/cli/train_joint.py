@@ -1,0 +1,36 @@
+"""``draftheads train-joint``: tunes a model and its heads together and shows how it goes."""
+
+from rich.console import Console
+from rich.table import Table
+
+from draftheads.cli.train import Display, accuracy_table
+from draftheads.train.joint import train_jointly
+from draftheads.train.joint_options import JointOptions
+from draftheads.train.movement import Movement
+
+
+def run(options: JointOptions) -> None:
+    """Trains, then prints what the heads can do and how far the model moved."""
+    console = Console()
+    with Display(console) as display:
+        report = train_jointly(options, display)
+    heads = report.heads
+    console.print(accuracy_table(heads))
+    console.print(
+        f"expected tokens per step on text kept apart: chain {heads.tokens_per_step_chain:.2f}, "
+        f"tree of {len(heads.tree) + 1} nodes {heads.tokens_per_step_tree:.2f}"
+    )
+    console.print(movement_table(report.movement))
+    merge = f"draftheads merge --model {options.model} --adapter {options.out} --out …"
+    console.print(f"saved in {options.out}; `{merge}` makes one model of it", soft_wrap=True)
+
+
+def movement_table(movement: Movement) -> Table:
+    """How far the tuned model is from the original."""
+    table = Table(
+        "", "original", "tuned", title=f"how far the model moved, on {movement.num_tokens:,} tokens kept apart"
+    )
+    table.add_row("perplexity", f"{movement.original_perplexity:.3f}", f"{movement.tuned_perplexity:.3f}")
+    table.add_row("KL(original || tuned) per token", "", f"{movement.kl:.4f}")
+    table.add_row("same greedy token", "", f"{movement.agreement:.1%}")
+    return table

@@ -1,0 +1,224 @@
+"""A whole Medusa-2 run: chats to an adapter and heads that were tuned together, measured and saved.
+
+Knows the order of the work and the output folder; shows nothing: progress goes to a :class:`Reporter`.
+
+The output folder holds ``adapter/`` (peft's format, and ``base.json``: which model it is for), ``head/`` (see
+``checkpoint``), ``movement.json``, ``metrics.json`` and ``log.jsonl``; while the run is not complete ``run.json`` and
+``checkpoints/``.
+"""
+
+import shutil
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftheads.checkpoint import load_head, save_head
+from draftheads.data.batches import PlannedTexts, plan_batches, split_held_out
+from draftheads.data.extract import load_texts
+from draftheads.data.live import LiveStore
+from draftheads.draft import TargetWeights
+from draftheads.errors import DataError
+from draftheads.files import atomic_directory, write_atomic
+from draftheads.heads.base import DraftHead
+from draftheads.provenance import provenance
+from draftheads.search.grow import best_tree
+from draftheads.target.fingerprint import Fingerprints
+from draftheads.target.model import TargetModel
+from draftheads.target.pretrained import default_device
+from draftheads.train.card import model_card
+from draftheads.train.joint_learner import JointLearner
+from draftheads.train.joint_options import JointOptions
+from draftheads.train.joint_schedule import JointSchedule
+from draftheads.train.joint_trainer import JointTrainer
+from draftheads.train.learner import Learner
+from draftheads.train.lora import Adapter, TunedModel, require_peft
+from draftheads.train.measure import Measurement, measure
+from draftheads.train.movement import Movement, measure_movement
+from draftheads.train.report import Report
+from draftheads.train.run import (
+    HELD_OUT_AT_MOST,
+    Reporter,
+    Speedometer,
+    as_json,
+    check_out,
+    in_between,
+    in_float32,
+    new_head,
+    new_learner,
+    plain,
+    remember,
+    report_on,
+)
+from draftheads.train.trainer import computes_in_bf16, fit
+
+ADAPTER_FOLDER, HEAD_FOLDER, BASE_FILE = "adapter", "head", "base.json"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class JointReport:
+    """What a run found; ``metrics.json`` holds the heads' part and, under ``movement``, the other."""
+
+    heads: Report  # as measured with the tuned model
+    movement: Movement  # of the tuned model
+
+
+def train_jointly(options: JointOptions, reporter: Reporter) -> JointReport:
+    """Tunes a model and its heads as the options say and leaves adapter and heads in ``options.out``.
+
+    Raises:
+        DraftHeadsError: bad data or settings, a missing package, a loss that is not finite, a full disk, Ctrl-C.
+    """
+    check_out(options, options.out / HEAD_FOLDER)
+    require_peft()
+    reporter.stage(f"loading {options.model}")
+    dtype = torch.bfloat16 if computes_in_bf16(options, default_device().type) else torch.float32
+    return train_jointly_for(TargetModel.load(options.model, dtype=dtype, four_bit=options.four_bit), options, reporter)
+
+
+def train_jointly_for(target: TargetModel, options: JointOptions, reporter: Reporter) -> JointReport:
+    """:func:`train_jointly` for a loaded model; its weights stay as they are, the adapter is gone at the end."""
+    reporter.stage("reading data")
+    texts = load_texts(target, options.data, max_length=options.max_length, max_tokens=options.max_tokens)
+    store = LiveStore(target, texts)
+    head = _starting_head(target, options, store)
+    torch.manual_seed(options.seed)
+    adapter = Adapter.attach(
+        target.model,
+        rank=options.lora_rank,
+        alpha=options.lora_alpha,
+        dropout=options.lora_dropout,
+        targets=options.lora_targets,
+    )
+    try:
+        tuned = TunedModel(target.model, target.tokenizer, f"{target.model_id} (tuned)")
+        return _Run(options, target, tuned, adapter, head, store, reporter).go()
+    finally:
+        adapter.remove()
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What the parts of a run work on."""
+
+    options: JointOptions
+    target: TargetModel  # as it was; its modules are the tuned one's
+    tuned: TunedModel
+    adapter: Adapter
+    head: DraftHead
+    store: LiveStore  # of the target
+    reporter: Reporter
+
+    def go(self) -> JointReport:
+        """Trains, measures, saves."""
+        training, held_out = _split(self.store, self.options)
+        num_steps, speed = self._train(training, held_out)
+        self.reporter.stage(f"measuring on {len(held_out)} texts kept apart")
+        movement = measure_movement(self.tuned, self.adapter, self.store, held_out)
+        found = self._measure(held_out)
+        self.head.tree = best_tree(found.joint_ranks, self.options.tree_nodes)
+        heads = report_on(
+            self.head,
+            found,
+            model_id=self.tuned.model_id,
+            num_training_texts=len(training),
+            num_held_out_texts=len(held_out),
+            num_steps=num_steps,
+            seconds=speed.seconds,
+            tokens_per_second=speed.tokens_per_second,
+        )
+        self._save(JointReport(heads, movement))
+        return JointReport(heads, movement)
+
+    def _train(self, training: list[int], held_out: list[int]) -> tuple[int, Speedometer]:
+        """Fits adapter and head; returns the number of steps."""
+        options = self.options
+        plan = plan_batches(
+            training, self.store.lengths, max_tokens=options.batch_tokens, num_epochs=options.epochs, seed=options.seed
+        )
+        remember(options, model=self.target.model_id, num_steps=len(plan), data=self.store.fingerprint)
+        schedule = JointSchedule(
+            num_steps=len(plan),
+            num_head_steps=int(options.heads_first * len(plan)),
+            peak=options.peak_head_weight,
+            rise=options.head_weight_rise,
+            warmup=options.warmup,
+        )
+        joint = JointLearner(
+            self._learner(self.target.weights), self.tuned, self.adapter, backbone_loss=options.backbone_loss
+        )
+        self.reporter.stage(f"training {self.head.config.method} and its backbone on {len(training)} texts")
+        trainer_class = partial(JointTrainer, schedule=schedule, head_rate_factor=options.head_rate_factor)
+        batches = PlannedTexts(self.store, plan)
+        speed = Speedometer([sum(self.store.lengths[i] for i in batch) for batch in plan])
+        some = held_out[: options.eval_texts]
+
+        def validate() -> dict[str, Any]:
+            joint.eval()
+            found = in_between(self._measure(some), options)
+            self.head.bind(in_float32(self.target.weights))
+            joint.train()
+            return found
+
+        fit(
+            joint,
+            batches,
+            options,
+            on_step=speed.counting(self.reporter.progress),
+            validate=validate,
+            trainer_class=trainer_class,
+        )
+        joint.eval()
+        return len(plan), speed
+
+    def _measure(self, held_out: list[int]) -> Measurement:
+        """The heads on the tuned model: its hidden states, its lm_head where they share it."""
+        weights = in_float32(self.tuned.weights)
+        self.head.bind(weights)
+        return measure(self._learner(weights), self.store, held_out, batch_tokens=self.options.batch_tokens)
+
+    def _learner(self, weights: TargetWeights) -> Learner:
+        options = self.options
+        return new_learner(options, self.head, in_float32(weights))
+
+    def _save(self, report: JointReport) -> None:
+        """The head last of all: where it is, the run is complete."""
+        options, out = self.options, self.options.out
+        made = {"options": plain(options), "provenance": dict(provenance())}
+        write_atomic(out / "movement.json", as_json({**asdict(report.movement), **made}))
+        write_atomic(
+            out / "metrics.json", as_json({**asdict(report.heads), "movement": asdict(report.movement), **made})
+        )
+        with atomic_directory(out / ADAPTER_FOLDER, replace=True) as staged:
+            self.adapter.save(staged)
+            base = {"model_id": self.target.model_id, "fingerprints": asdict(Fingerprints.of(self.target))}
+            (staged / BASE_FILE).write_bytes(as_json({"format_version": FORMAT_VERSION, "base": base}))
+        measured = {
+            "tokens_per_step": report.heads.tokens_per_step_tree,
+            "num_held_out_texts": report.heads.num_held_out_texts,
+        }
+        card = model_card(report.heads, made["options"], made["provenance"])
+        save_head(self.head, out / HEAD_FOLDER, base=self.tuned, card=card, plan_details=measured)
+        shutil.rmtree(out / "checkpoints", ignore_errors=True)
+        (out / "run.json").unlink(missing_ok=True)
+
+
+def _split(store: LiveStore, options: JointOptions) -> tuple[list[int], list[int]]:
+    """Texts for training and for measuring."""
+    training, held_out = split_held_out(
+        len(store), fraction=options.held_out, at_most=HELD_OUT_AT_MOST, seed=options.seed
+    )
+    if not training:
+        raise DataError("only one text: training needs another one to measure on")
+    return training, held_out
+
+
+def _starting_head(target: TargetModel, options: JointOptions, store: LiveStore) -> DraftHead:
+    """The head that ``--head`` names, in fp32, or a new one."""
+    if options.head is not None:
+        return load_head(Path(options.head), target, dtype=torch.float32).requires_grad_(requires_grad=True)
+    training, _ = _split(store, options)
+    return new_head(options, in_float32(target.weights), store, training, target.eos_ids)

@@ -1,0 +1,178 @@
+"""Heads and backbone in one training harness: a batch of tokens goes in, the combined loss comes out.
+
+Knows heads, objectives and the adapter in the backbone; knows nothing of files, schedules or the Trainer.
+Alphabet as in ``objectives``: S = B·T flat positions, P of which count.
+"""
+
+from dataclasses import replace
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from draftheads.train.learner import Learner
+from draftheads.train.lora import Adapter, LowRankUpdate, TunedModel
+from draftheads.train.losses import Labels, objective
+from draftheads.train.objectives import Guesses, LabelMaker, head_losses
+
+BackboneLoss = Literal["text", "original"]
+
+
+class JointLearner(nn.Module):
+    """L = L_LM + λ0 L_heads (Medusa, equation 2), the heads reading the backbone's live hidden states.
+
+    Its state dict holds what is trained, the head and the adapter, and none of the backbone.
+    """
+
+    def __init__(self, learner: Learner, tuned: TunedModel, adapter: Adapter, *, backbone_loss: BackboneLoss) -> None:
+        super().__init__()
+        self.learner = learner
+        self.backbone = tuned.model
+        self.tuned = tuned
+        self.adapter = adapter
+        self.backbone_loss = backbone_loss
+        config = learner.head.config
+        self.vocab = learner.head.to_target_ids(torch.arange(config.num_draft_tokens, device=tuned.device))  # (V',)
+
+    def forward(
+        self, token_ids: Tensor, loss_mask: Tensor, *, head_weight: float = 1.0, only_heads: bool = False
+    ) -> dict[str, Tensor]:
+        """Losses of a batch.
+
+        Args:
+            token_ids: (B, T) int64.
+            loss_mask: (B, T) bool, False on padding.
+            head_weight: λ0.
+            only_heads: the backbone is the original one, and is not trained.
+
+        Returns:
+            ``loss``, to differentiate; ``head_losses`` (K,) and, unless ``only_heads``, ``backbone_loss`` to look at.
+
+        Raises:
+            DataError: the batch has nothing to guess.
+        """
+        if only_heads:
+            with torch.no_grad(), self.adapter.off():
+                hidden = self._read(token_ids)
+            loss, means = self._heads(hidden, token_ids, loss_mask, None)
+            return {"loss": head_weight * loss, "head_losses": means}
+        hidden = self._read(token_ids)  # (B, T, D)
+        backbone_loss = self._backbone(hidden, token_ids, loss_mask)
+        loss, means = self._heads(hidden, token_ids, loss_mask, self.tuned.update)
+        return {
+            "loss": backbone_loss + head_weight * loss,
+            "head_losses": means,
+            "backbone_loss": backbone_loss.detach(),
+        }
+
+    def train(self, mode: bool = True) -> Self:  # noqa: FBT001, FBT002 - torch's own signature
+        """Dropout is the adapter's alone: with its own the backbone would not be the model that decodes."""
+        super().train(mode)
+        self.backbone.eval()
+        self.adapter.set_dropout(on=mode)
+        return self
+
+    def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+        """The head's and the adapter's tensors."""
+        trained = {id(parameter) for parameter in self.adapter.parameters}
+        named = self.backbone.named_parameters()
+        kept = {f"backbone.{name}" for name, parameter in named if id(parameter) in trained}
+        whole: dict[str, Any] = super().state_dict(*arguments, **options)
+        return {name: value for name, value in whole.items() if name.startswith("learner.") or name in kept}
+
+    def _read(self, token_ids: Tensor) -> Tensor:
+        """h_t with gradients: (B, T) -> (B, T, D)."""
+        return self.tuned.decoder(input_ids=token_ids, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
+
+    def _heads(
+        self, hidden: Tensor, token_ids: Tensor, loss_mask: Tensor, update: LowRankUpdate | None
+    ) -> tuple[Tensor, Tensor]:
+        """The heads' loss and each head's; ``update`` is what the adapter adds to the lm_head now."""
+        learner, head = self.learner, self.learner.head
+        hidden = hidden.to(learner.teacher.dtype)
+        rows = update.rows(self.vocab) if update else None
+        guesses, labels = learner.task(hidden.detach(), token_ids, loss_mask)
+        if learner.objective.reads_teacher and rows:
+            labels = self._tuned_labels(labels, hidden.detach().flatten(0, 1), rows)
+        is_shared = rows is not None and head.config.lm_head == "shared"
+
+        def logits(features: Tensor, head_index: int) -> Tensor:
+            found = head.logits(features, head_index)
+            return found + rows(features) * learner.logit_scale if rows and is_shared else found
+
+        return head_losses(
+            head(hidden, token_ids).flatten(1, 2),  # (K, S, D)
+            guesses,
+            labels=labels,
+            row_loss=learner.objective.loss,
+            logits=logits,
+            weights=learner.depth_weights,
+            parameters=[*head.lm_heads.parameters(), *((rows.down, rows.up) if rows and is_shared else ())],
+        )
+
+    def _tuned_labels(self, original: LabelMaker, hidden: Tensor, rows: LowRankUpdate) -> LabelMaker:
+        """The same labels with the tuned model's distribution at flat positions of ``hidden`` (S, D), within V'."""
+        learner = self.learner
+        # without gradients, dropout, and the copies that autocast keeps of what has gradients
+        rows = LowRankUpdate(rows.down.detach(), rows.up.detach(), rows.scaling, nn.Identity())
+
+        @torch.no_grad()
+        def labels(positions: Tensor) -> Labels:
+            inputs = hidden[positions]
+            logits = F.linear(inputs, learner.teacher, learner.teacher_bias) + rows(inputs)  # (n, V')
+            probs = learner.capped(logits * learner.logit_scale).softmax(-1)
+            return replace(original(positions), probs=probs)
+
+        return labels
+
+    def _backbone(self, hidden: Tensor, token_ids: Tensor, loss_mask: Tensor) -> Tensor:
+        """L_LM per token of the assistant's: cross-entropy with the text, or KL(original || tuned) (section 3.3.2).
+
+        The lm_head guesses x_{p+1} from h_p as head 0 guesses x_{q+1} from h_{q-1}: it is head 0 at q = p + 1.
+        """
+        flat = token_ids.flatten()  # (S,)
+        positions = said_next(loss_mask)  # (P,)
+        guesses = Guesses(positions + 1, torch.ones_like(positions, dtype=torch.bool)[None])
+        original = _OriginalLabels(self, token_ids) if self.backbone_loss == "original" else None
+        loss, _ = head_losses(
+            hidden.flatten(0, 1)[None],  # (1, S, D)
+            guesses,
+            labels=original or (lambda q: Labels(token_ids=flat[q])),
+            row_loss=objective("hard" if original is None else "teacher").loss,
+            logits=lambda features, _: self.tuned.logits(features),
+            weights=torch.ones(1),
+            parameters=[parameter for parameter in self.tuned.lm_head.parameters() if parameter.requires_grad],
+        )
+        return loss if original is None else loss - original.entropy_sum / len(positions)
+
+
+class _OriginalLabels:
+    """The model's distributions with its adapter off; sums their entropies, which cross-entropy lacks to be KL."""
+
+    def __init__(self, learner: JointLearner, token_ids: Tensor) -> None:
+        self.learner = learner
+        with torch.no_grad(), learner.adapter.off():
+            self.hidden = learner._read(token_ids).flatten(0, 1)  # noqa: SLF001 - its own helper; (S, D)
+        self.entropy_sum = torch.zeros((), device=token_ids.device)
+
+    @torch.no_grad()
+    def __call__(self, positions: Tensor) -> Labels:
+        """Of (n,) flat q = p + 1."""
+        with self.learner.adapter.off():
+            logits = self.learner.tuned.logits(self.hidden[positions - 1])
+        log_probs = logits.float().log_softmax(-1)
+        probs = log_probs.exp()
+        self.entropy_sum -= (probs * log_probs).sum()
+        return Labels(probs)
+
+
+def said_next(loss_mask: Tensor) -> Tensor:
+    """(P,) flat positions p whose next token, in the same text, is the assistant's.
+
+    >>> said_next(torch.tensor([[False, True, True], [True, False, True]])).tolist()
+    [0, 1, 4]
+    """
+    is_next = torch.zeros_like(loss_mask)
+    is_next[:, :-1] = loss_mask[:, 1:]
+    return is_next.flatten().nonzero()[:, 0]

@@ -1,0 +1,112 @@
+"""From a model and its adapter to one ordinary model folder, with the head that was tuned with it.
+
+A model whose embedding and lm_head are one matrix, and whose lm_head was adapted, comes out with two: the adapter
+changed what the model says, not how it reads.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftheads.checkpoint import load_head, read_head, save_head
+from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, InvalidSettings, ModelNotFound
+from draftheads.files import atomic_directory
+from draftheads.target.fingerprint import MAX_DIFFERENCE, Fingerprints, difference
+from draftheads.target.model import TargetModel
+from draftheads.target.pretrained import stored_dtype
+from draftheads.train.joint import ADAPTER_FOLDER, BASE_FILE, FORMAT_VERSION, HEAD_FOLDER
+from draftheads.train.lora import Adapter
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions:
+    """Make one model folder of a model and the adapter that was tuned for it; OUT/head is its head."""
+
+    model: str
+    """The model that was tuned: a name, a folder or a Hugging Face id."""
+    adapter: Path
+    """Folder of a `draftheads train-joint` run."""
+    out: Path
+    """Folder to make."""
+    dtype: str | None = None
+    """Type of the saved weights: bf16, fp16 or fp32; the model's own when left out."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (None, *_DTYPES):
+            raise InvalidSettings(f"--dtype is {self.dtype!r}: choose {', '.join(_DTYPES)}")
+
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def merge(options: MergeOptions) -> None:
+    """Merges in fp32 on the CPU, and writes the folder whole or not at all.
+
+    Raises:
+        ModelNotFound: no such model, or no adapter.
+        CheckpointMismatch: the adapter was tuned for another model.
+        CheckpointCorrupt: files of the run are damaged.
+        StorageError: the folder exists, or cannot be written.
+    """
+    dtype = _DTYPES[options.dtype] if options.dtype else stored_dtype(options.model)
+    base = TargetModel.load(options.model, dtype=torch.float32, device="cpu")
+    merged = merged_model(base, options.adapter, dtype=dtype, model_id=str(options.out.expanduser().resolve()))
+    with atomic_directory(options.out) as staged:
+        merged.model.save_pretrained(staged)
+        merged.tokenizer.save_pretrained(staged)
+        saved = read_head(options.adapter / HEAD_FOLDER)
+        head = load_head(saved.folder, merged, dtype=torch.float32)
+        save_head(head, staged / HEAD_FOLDER, base=merged, card=saved.card, plan_details=saved.measured)
+
+
+def merged_model(base: TargetModel, run: Path, *, dtype: torch.dtype, model_id: str) -> TargetModel:
+    """The tuned model of a run as an ordinary one; the base's modules become its own."""
+    folder = run / ADAPTER_FOLDER
+    check_adapter_base(folder, base)
+    model = Adapter.load(base.model, folder).merge()
+    return TargetModel(model.to(dtype).eval().requires_grad_(requires_grad=False), base.tokenizer, model_id)
+
+
+def check_adapter_base(folder: Path, base: TargetModel) -> None:
+    """Is this the model that the adapter was tuned for?
+
+    Raises:
+        ModelNotFound: no adapter there.
+        CheckpointMismatch: another tokenizer, or other weights.
+        CheckpointCorrupt: the folder does not say what its base was.
+    """
+    model_id, theirs = _read_base(folder / BASE_FILE)
+    ours = Fingerprints.of(base)
+    if theirs.tokenizer != ours.tokenizer:
+        what = f"tokenizer is {ours.tokenizer}, not {theirs.tokenizer}"
+    elif apart := [name for name in ("embedding", "lm_head") if _differ(getattr(theirs, name), getattr(ours, name))]:
+        what = f"{' and '.join(apart)} are another model's"
+    else:
+        return
+    raise CheckpointMismatch(
+        f"{folder} was tuned for {model_id}; this model is {base.model_id}, whose {what}: "
+        f"merge it with --model {model_id}"
+    )
+
+
+def _differ(one: str, other: str) -> bool:
+    return not difference(one, other) <= MAX_DIFFERENCE
+
+
+def _read_base(path: Path) -> tuple[str, Fingerprints]:
+    """Model id and fingerprints of ``base.json``."""
+    if not path.parent.is_dir():
+        raise ModelNotFound(f"no adapter at {path.parent}: give the folder of a `draftheads train-joint` run")
+    try:
+        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if raw["format_version"] != FORMAT_VERSION:
+            raise CheckpointMismatch(
+                f"{path}: format_version is {raw['format_version']} and this package reads {FORMAT_VERSION}: "
+                "upgrade it with `pip install --upgrade draftheads`"
+            )
+        return str(raw["base"]["model_id"]), Fingerprints(**raw["base"]["fingerprints"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointCorrupt(f"{path} does not say which model the adapter is for: {error}") from None
