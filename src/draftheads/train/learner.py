@@ -104,7 +104,8 @@ class Learner(nn.Module):
             logits = logits * self.logit_scale
         if self.logit_softcap is not None:
             logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
-        return logits.softmax(-1)
+        probs: Tensor = logits.softmax(-1)
+        return probs
 
 
 def with_noise(hidden: Tensor, alpha: float) -> Tensor:
@@ -116,4 +117,5 @@ def with_noise(hidden: Tensor, alpha: float) -> Tensor:
     if alpha == 0:
         return hidden
     _, length, size = hidden.shape
-    return hidden + torch.empty_like(hidden).uniform_(-1, 1) * (alpha / (length * size) ** 0.5)
+    noise: Tensor = torch.empty_like(hidden).uniform_(-1, 1) * (alpha / (length * size) ** 0.5)
+    return hidden + noise
