@@ -274,6 +274,12 @@ def test_a_checkpoint_holds_what_is_trained_and_no_backbone(data: Path) -> None:
     parameters = [*joint.learner.head.parameters(), *joint.adapter.parameters]
     pointers = {parameter.data_ptr() for parameter in parameters}
     assert {tensor.data_ptr() for tensor in state.values()} == pointers | {joint.learner.head.draft_vocab.data_ptr()}
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    joint.load_state_dict(zeros)
+    assert not any(parameter.any() for parameter in parameters)
+    zeros.pop(next(iter(zeros)))
+    with pytest.raises(CheckpointCorrupt, match="is missing or surplus"):
+        joint.load_state_dict(zeros)
 
 
 def test_the_movement_is_that_of_the_definition() -> None:
@@ -491,7 +497,7 @@ def test_the_merged_model_decodes_losslessly_with_its_head(data: Path, tmp_path:
     model = on_disk(tmp_path / "base", tie_word_embeddings=tied)
     out, merged = tmp_path / "out", tmp_path / "merged"
     settings = options(out, data, method=method, model=model, epochs=4, learning_rate=0.01)
-    report = train_jointly(settings, Silent())
+    train_jointly(settings, Silent())
     merge(MergeOptions(model=model, adapter=out, out=merged))
     tuned = TargetModel.load(str(merged), dtype=torch.float32)
     assert not tuned.config.tie_word_embeddings
@@ -510,7 +516,6 @@ def test_the_merged_model_decodes_losslessly_with_its_head(data: Path, tmp_path:
     headed = draftheads.load(merged, head=merged / "head", dtype=torch.float32).generate(prompts, max_new_tokens=24)
     assert [result.token_ids for result in headed] == [result.token_ids for result in plain]
     assert max(result.tokens_per_step for result in headed) > 1.3
-    assert report.heads.tokens_per_step_chain > 1.2
     saved = json.loads((merged / "head" / "config.json").read_text())["base"]
     assert saved["model_id"] == str(merged)
     assert saved["fingerprints"] == vars(Fingerprints.of(tuned))

@@ -4,6 +4,7 @@ Knows heads, objectives and the adapter in the backbone; knows nothing of files,
 Alphabet as in ``objectives``: S = B·T flat positions, P of which count.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, Self
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from draftheads.errors import CheckpointCorrupt
 from draftheads.train.learner import Learner
 from draftheads.train.lora import Adapter, LowRankUpdate, TunedModel
 from draftheads.train.losses import Labels, objective
@@ -80,6 +82,20 @@ class JointLearner(nn.Module):
         kept = {f"backbone.{name}" for name, parameter in named if id(parameter) in trained}
         whole: dict[str, Any] = super().state_dict(*arguments, **options)
         return {name: value for name, value in whole.items() if name.startswith("learner.") or name in kept}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: FBT001, FBT002 - torch's own signature
+        """What :meth:`state_dict` gave, all of it; the backbone's own tensors are not missed.
+
+        Raises:
+            CheckpointCorrupt: a tensor is missing or surplus.
+        """
+        if differing := sorted(self.state_dict().keys() ^ state_dict.keys()):
+            raise CheckpointCorrupt(
+                f"a checkpoint of another run, or a damaged one: {differing[0]} is missing or surplus"
+            )
+        found = super().load_state_dict(state_dict, strict=False, assign=assign)
+        found.missing_keys.clear()
+        return found
 
     def _read(self, token_ids: Tensor) -> Tensor:
         """h_t with gradients: (B, T) -> (B, T, D)."""

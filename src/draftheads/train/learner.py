@@ -102,7 +102,8 @@ class Learner(nn.Module):
         logits = F.linear(hidden, self.teacher, self.teacher_bias)
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
-        return self.capped(logits).softmax(-1)
+        probs: Tensor = self.capped(logits).softmax(-1)
+        return probs
 
     def capped(self, logits: Tensor) -> Tensor:
         """Scaled logits as the target ends them."""
@@ -120,4 +121,5 @@ def with_noise(hidden: Tensor, alpha: float) -> Tensor:
     if alpha == 0:
         return hidden
     _, length, size = hidden.shape
-    return hidden + torch.empty_like(hidden).uniform_(-1, 1) * (alpha / (length * size) ** 0.5)
+    noise: Tensor = torch.empty_like(hidden).uniform_(-1, 1) * (alpha / (length * size) ** 0.5)
+    return hidden + noise

@@ -196,6 +196,10 @@ class _Callback(TrainerCallback):
             self.log.add({"step": state.global_step, **record, **self.take_means()})
 
 
+def _schedule(options: TrainOptions) -> dict[str, float]:
+    return {"min_lr_rate": options.final_learning_rate}
+
+
 def _arguments(options: TrainOptions, folder: Path, num_steps: int) -> TrainingArguments:
     use_cpu = not torch.cuda.is_available()
     return TrainingArguments(
@@ -204,7 +208,7 @@ def _arguments(options: TrainOptions, folder: Path, num_steps: int) -> TrainingA
         per_device_train_batch_size=1,  # one batch of the plan
         learning_rate=options.learning_rate,
         lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr_rate": options.final_learning_rate},
+        lr_scheduler_kwargs=_schedule(options),
         warmup_steps=int(options.warmup * num_steps),
         weight_decay=options.weight_decay,
         max_grad_norm=options.max_grad_norm,
@@ -236,7 +240,7 @@ def learning_rates(options: TrainOptions, *, num_steps: int) -> list[float]:
         optimizer,
         num_warmup_steps=args.get_warmup_steps(num_steps),
         num_training_steps=num_steps,
-        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        scheduler_specific_kwargs=_schedule(options),
     )
     rates = []
     for _ in range(num_steps):
