@@ -75,7 +75,7 @@ class JointLearner(nn.Module):
         self.adapter.set_dropout(on=mode)
         return self
 
-    def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+    def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]  # torch overloads it
         """The head's and the adapter's tensors."""
         trained = {id(parameter) for parameter in self.adapter.parameters}
         named = self.backbone.named_parameters()

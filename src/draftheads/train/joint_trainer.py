@@ -36,7 +36,7 @@ class JointTrainer(HeadTrainer):
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Each group's own rise and fall."""
         if self.lr_scheduler is None:
-            rates = [self.schedule.head_rate, self.schedule.backbone_rate]
+            rates: Any = [self.schedule.head_rate, self.schedule.backbone_rate]
             self.lr_scheduler = LambdaLR(optimizer or self.create_optimizer(), rates)
             self._created_lr_scheduler = True
         return self.lr_scheduler

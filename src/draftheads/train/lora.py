@@ -144,7 +144,7 @@ class TunedModel(TargetModel):
         return update_of(self.lm_head)
 
     @property
-    def weights(self) -> TargetWeights:  # type: ignore[override]  # not cached: they change
+    def weights(self) -> TargetWeights:  # not cached as the original: they change
         """What a draft head may read; the lm_head's tuned values, in fp32."""
         original = super().weights
         if self.update is None:
