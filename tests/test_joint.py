@@ -240,7 +240,7 @@ def slow_twin(joint: JointLearner, original: TargetModel, batch: dict[str, Tenso
                     is_shared = head.config.lm_head == "shared"
                     guess = model.lm_head(features[i, t])[vocab] if is_shared else head.logits(features[i, t], i)
                     log_probs = guess.log_softmax(-1)
-                    if joint.learner.loss == "teacher":
+                    if joint.learner.objective.reads_teacher:
                         teacher = logits[t + 1 + i][vocab].softmax(-1).detach()
                         heads[i].append(-(teacher * log_probs).sum())
                     elif text[t + 2 + i] in vocab:
@@ -374,7 +374,8 @@ def test_the_groups_have_their_own_rates_and_stages(
 def test_the_folder_holds_adapter_head_and_movement(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     report = train_jointly_for(chat_model(), options(out, data, epochs=1), Silent())
-    assert {path.name for path in out.iterdir()} == {"adapter", "head", "log.jsonl", "metrics.json", "movement.json"}
+    names = {"adapter", "head", "log.jsonl", "metrics.json", "movement.json", "validation.jsonl"}
+    assert {path.name for path in out.iterdir()} == names
     metrics = json.loads((out / "metrics.json").read_text())
     assert Movement(**metrics["movement"]) == report.movement
     assert metrics["top1"] == report.heads.top1
@@ -386,6 +387,18 @@ def test_the_folder_holds_adapter_head_and_movement(data: Path, tmp_path: Path) 
     assert all("lora_" in name for name in tensors)
     with pytest.raises(InvalidSettings, match="holds a trained head"):
         train_jointly(options(out, data), Silent())
+
+
+def test_measuring_in_between_changes_nothing_and_sees_the_tuned_model(data: Path, tmp_path: Path) -> None:
+    often = options(tmp_path / "often", data, epochs=1, heads_first=0.2, eval_steps=2, eval_texts=1000)
+    never = replace(often, out=tmp_path / "never", eval_steps=0)
+    report = train_jointly_for(chat_model(), often, Silent())
+    assert without_time(report) == without_time(train_jointly_for(chat_model(), never, Silent()))
+    for name in ("head/model.safetensors", "adapter/adapter_model.safetensors"):
+        assert (often.out / name).read_bytes() == (never.out / name).read_bytes()
+    last = json.loads((often.out / "validation.jsonl").read_text().splitlines()[-1])
+    assert last["losses"] == pytest.approx(report.heads.losses, rel=1e-5)
+    assert last["top1"] == report.heads.top1
 
 
 @pytest.mark.parametrize("stop", [stop_by_ctrl_c, stop_by_crash])
@@ -411,7 +424,7 @@ def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(data: Path, tmp_path:
 
 
 def without_time(report: Any) -> Any:
-    return replace(report, heads=replace(report.heads, training_seconds=0.0))
+    return replace(report, heads=replace(report.heads, training_seconds=0.0, tokens_per_second=0.0))
 
 
 def test_resuming_with_other_settings_or_data_is_an_error(data: Path, tmp_path: Path) -> None:
