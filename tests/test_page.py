@@ -88,6 +88,15 @@ def test_a_folder_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "no metrics.json" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "content"), [("metrics.json", "{"), ("metrics.json", "{}"), ("metrics.json", "[]"), ("log.jsonl", "{")]
+)
+def test_damaged_files(folder: Path, name: str, content: str) -> None:
+    (folder / name).write_text(content)
+    with pytest.raises(DataError, match="no training run that can be read"):
+        write_page(folder)
+
+
 def test_the_command_says_where_the_page_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(folder)]) == 0
     assert capsys.readouterr().out == f"{folder / 'report.html'}\n"

@@ -1,12 +1,15 @@
 """On the real model: plain text is transformers', speculative text is plain's, to the bit where promised."""
 
 import json
+import shlex
+from pathlib import Path
 
 import pytest
 import torch
 
 from draftheads import Engine, GenerationResult, TargetModel, Tree
 from draftheads.bench.margins import Scorer
+from draftheads.cli.main import main
 from draftheads.errors import InvalidSettings
 from draftheads.loading import load, load_target
 from draftheads.zoo.registry import find_head
@@ -116,6 +119,16 @@ def test_bundled_heads_are_small(head: str):
     assert (folder / "model.safetensors").stat().st_size <= 20e6
     plan = json.loads((folder / "plan.json").read_text())
     assert f"tree of {plan['num_nodes']} nodes" in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("verb", ["generate", "info"])
+def test_the_session_in_the_readme(verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    session = readme.split("```console\n")[1].split("```")[0]
+    command, said = next(part for part in session.split("$ draftheads ") if part.startswith(verb)).split("\n", 1)
+    assert main(shlex.split(command)) == 0
+    assert capsys.readouterr().out.strip() == said.strip()
 
 
 def test_streamed_text_is_the_results_text():

@@ -45,14 +45,17 @@ def write_page(folder: Path) -> Path:
     """Writes ``report.html`` into the folder of a finished run.
 
     Raises:
-        DataError: the folder holds no finished run.
+        DataError: the folder holds no finished run, or its files are damaged.
         MissingDependency: matplotlib or jinja2 is not installed.
     """
     path = folder / "metrics.json"
     if not path.is_file():
         raise DataError(f"{folder} holds no finished training run: there is no metrics.json in it")
-    metrics = json.loads(path.read_text(encoding="utf-8"))
-    page = render(metrics, _lines(folder / "log.jsonl"), _lines(folder / "validation.jsonl"))
+    try:
+        metrics = json.loads(path.read_text(encoding="utf-8"))
+        page = render(metrics, _lines(folder / "log.jsonl"), _lines(folder / "validation.jsonl"))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{folder} holds no training run that can be read: {error!r}") from error
     write_atomic(folder / PAGE, page.encode())
     return folder / PAGE
 
