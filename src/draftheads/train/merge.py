@@ -7,7 +7,7 @@ changed what the model says, not how it reads.
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -31,8 +31,8 @@ class MergeOptions:
     """Folder of a `draftheads train-joint` run."""
     out: Path
     """Folder to make."""
-    dtype: str | None = None
-    """Type of the saved weights: bf16, fp16 or fp32; the model's own when left out."""
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    """Type of the saved weights; the model's own when left out."""
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, *_DTYPES):
