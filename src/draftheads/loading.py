@@ -37,7 +37,7 @@ def load(
         max_batch_size: requests that are decoded together.
         fast: on a CPU, packed weights and grouped attention; off is the stock model.
         exact_bits: compute so that plain and speculative text are equal to the bit on a CPU, also in bf16; a step takes
-            10 to 17 % longer. Without it they are equal in fp32, and in bf16 up to near-ties.
+            8 to 17 % longer. Without it they are equal in fp32, and in bf16 up to near-ties.
 
     Raises:
         ModelNotFound, UnsupportedModel: the model.

@@ -30,7 +30,7 @@ def speed_up(model: Any, *, exact_bits: bool) -> None:
 
     Args:
         model: a transformers causal LM in fp32 or bf16 on a CPU; others are left as they are.
-        exact_bits: see the module's text; costs 10 to 17 % of a step (LOG.md), so it is off unless asked for.
+        exact_bits: see the module's text; costs 8 to 17 % of a step (LOG.md), so it is off unless asked for.
     """
     weight = model.get_output_embeddings().weight
     plan = LinearPlan(packed=can_pack(weight.dtype, weight.device), exact_bits=exact_bits)
