@@ -67,10 +67,11 @@ class Batch:
         return events
 
     def _drop_finished(self) -> None:
-        """Finished rows leave; the others move up."""
-        kept = [row for row, sequence in enumerate(self.sequences) if sequence.finish_reason is None]
-        if len(kept) == len(self.sequences):
+        """Finished rows leave; the last ones take their places."""
+        going = [row for row, sequence in enumerate(self.sequences) if sequence.finish_reason is None]
+        if len(going) == len(self.sequences):
             return
+        kept = without_holes(going)
         self.sequences = [self.sequences[row] for row in kept]
         rows = torch.tensor(kept, dtype=torch.long, device=self.target.model.device)
         assert self._context is not None
@@ -120,6 +121,17 @@ class Batch:
         width = hidden.shape[1]
         tokens = torch.tensor([s.prompt_ids + [0] * (width - len(s.prompt_ids)) for s in sequences], device=device)
         return Context(hidden, tokens, lengths, roots)
+
+
+def without_holes(rows: Listing[int]) -> list[int]:
+    """Those rows (ascending) in an order in which as many as possible keep their number.
+
+    >>> without_holes([0, 2, 3, 4])
+    [0, 4, 2, 3]
+    """
+    staying = {row for row in rows if row < len(rows)}
+    movers = iter(sorted(set(rows) - staying, reverse=True))
+    return [row if row in staying else next(movers) for row in range(len(rows))]
 
 
 def _tokens_of(draft: Draft, verdict: Verdict) -> tuple[list[list[int]], list[int]]:

@@ -2,7 +2,8 @@
 
 Two things cost a small model most of its step on a CPU, and both are mended from outside, on a stock model: products of
 few rows (``draftheads.kernels``), and attention, which copies each key and value head once per query head of its group;
-here the query heads of a group stand as rows beside each other instead.
+here the query heads of a group stand as rows beside each other instead. In a large batch in bf16 two batched products
+are up to twice as fast as the fused kernel, as long as keys and values lie without gaps, and as exact.
 
 **Exact bits.** A token that plain decoding checks alone and a tree checks among fifteen would get other last bits from
 kernels that sum in another order at another shape. With ``exact_bits`` every product has a multiple of eight rows,
@@ -23,6 +24,8 @@ from draftheads.kernels import EXACT_ROWS, MAX_TREE_ROWS, LinearPlan, can_pack, 
 
 GROUPED_ATTENTION = "draftheads_grouped"
 EXACT_ATTENTION = "draftheads_exact"
+MANY_TEXTS = 16  # from here on a batch is large; key heads come in groups, so three times as many products or more
+FEW_NODES = 16
 
 
 def speed_up(model: Any, *, exact_bits: bool) -> None:
@@ -69,6 +72,9 @@ def grouped_attention(
     groups = key.shape[1]
     rows = query.reshape(batch, groups, heads // groups * nodes, size)
     mask = None if attention_mask is None else _REPEATED.of(attention_mask, heads // groups)
+    if mask is not None and is_large_batch(batch, nodes, query.dtype, query.device) and key.is_contiguous() and value.is_contiguous():
+        out = _by_products(rows, key, value, mask, size**-0.5 if scaling is None else scaling)
+        return out.view(batch, heads, nodes, -1).transpose(1, 2).contiguous(), None
     causal = attention_mask is None and nodes > 1
     if causal:  # a whole text without a mask: the heads of a group must not stand as rows of one causal square
         out = F.scaled_dot_product_attention(
@@ -77,6 +83,19 @@ def grouped_attention(
     else:
         out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
     return out.reshape(batch, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+def is_large_batch(num_rows: int, nodes: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether batched products are the faster way to attend, for that many texts and nodes in each."""
+    return num_rows >= MANY_TEXTS and nodes <= FEW_NODES and dtype == torch.bfloat16 and device.type == "cpu"
+
+
+def _by_products(rows: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
+    """Softmax in fp32 between two batched products: (b, G, n, d) over (b, G, S, d), mask (b, 1, n, S)."""
+    batch, groups, num, _ = rows.shape
+    scores = torch.bmm(rows.flatten(0, 1), key.flatten(0, 1).transpose(1, 2)).view(batch, groups, num, -1)
+    weights = scores.float().mul_(scaling).add_(mask).softmax(-1).to(value.dtype)
+    return torch.bmm(weights.flatten(0, 1), value.flatten(0, 1))
 
 
 def exact_attention(

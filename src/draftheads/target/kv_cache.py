@@ -1,5 +1,8 @@
 """The target's keys and values, one slot per token and row, written in place and grown in blocks.
 
+Rows that leave make no copy of the others: their place is used again, and memory is given back when less than half of
+it is needed.
+
 Knows ``transformers``' cache interface and nothing of text or trees: callers say which slots to write and to read.
 """
 
@@ -24,7 +27,7 @@ class Window:
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer: (rows, kv heads, capacity, head size)."""
+    """Keys and values of one layer: (rows, kv heads, capacity, head size), some rows perhaps spare."""
 
     is_sliding = False  # sliding layers keep the full history here; their mask does the sliding
     keys: Tensor
@@ -75,11 +78,11 @@ class SlotLayer(CacheLayerMixin):
             for buffer in (self.keys, self.values):
                 buffer[rows, :, target] = buffer[rows, :, source]
 
-    def keep(self, rows: Tensor) -> None:
-        """Keeps the given rows, in that order."""
-        self.shape = (len(rows), self.shape[1])
+    def take(self, source: Tensor, target: Tensor) -> None:
+        """Copies whole rows ``source`` (n,) to the rows ``target`` (n,)."""
         if self.is_initialized:
-            self.keys, self.values = self.keys[rows], self.values[rows]
+            for buffer in (self.keys, self.values):
+                buffer[target] = buffer[source]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Every pass brings its own mask over the window's span."""
@@ -114,8 +117,9 @@ class SlotCache(Cache):
     def __init__(self, num_layers: int) -> None:
         self.window = Window()
         super().__init__(layers=[SlotLayer(self.window) for _ in range(num_layers)])
-        self.num_rows = 0
-        self.capacity = 0
+        self.num_rows = 0  # in use; they come first
+        self.held_rows = 0  # that the buffers have
+        self.capacity = 0  # slots of each
 
     @property
     def num_bytes(self) -> int:
@@ -125,11 +129,10 @@ class SlotCache(Cache):
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
         """Makes room for that many rows of that many slots; slots come in blocks."""
-        capacity = max(self.capacity, -(-num_slots // BLOCK_SLOTS) * BLOCK_SLOTS)
-        if (num_rows, capacity) != (self.num_rows, self.capacity):
-            for layer in self.layers:
-                layer.resize(num_rows, capacity)
-            self.num_rows, self.capacity = num_rows, capacity
+        capacity = max(self.capacity, _whole_blocks(num_slots))
+        self.num_rows = num_rows
+        if num_rows > self.held_rows or capacity > self.capacity:
+            self._resize(capacity)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """In every row copies the entries of slots ``source`` (rows, P) to slots ``target`` (rows, P)."""
@@ -138,12 +141,23 @@ class SlotCache(Cache):
             layer.move(rows, source, target)
 
     def keep(self, rows: Tensor, num_slots: int) -> None:
-        """Keeps the given rows, in that order, and gives back the blocks beyond ``num_slots``."""
-        for layer in self.layers:
-            layer.keep(rows)
-        self.num_rows = len(rows)
-        capacity = -(-num_slots // BLOCK_SLOTS) * BLOCK_SLOTS
-        if capacity < self.capacity:
+        """Keeps the given rows (n,), in that order, and of each at least ``num_slots`` slots."""
+        places = torch.arange(len(rows), device=rows.device)
+        moved = (rows != places).nonzero()[:, 0]
+        if len(moved):
             for layer in self.layers:
-                layer.resize(self.num_rows, capacity)
-            self.capacity = capacity
+                layer.take(rows[moved], moved)
+        self.num_rows = len(rows)
+        capacity = min(self.capacity, _whole_blocks(num_slots))
+        if 2 * self.num_rows * capacity <= self.held_rows * self.capacity:
+            self._resize(capacity)
+
+    def _resize(self, capacity: int) -> None:
+        """Buffers of just the rows in use."""
+        for layer in self.layers:
+            layer.resize(self.num_rows, capacity)
+        self.held_rows, self.capacity = self.num_rows, capacity
+
+
+def _whole_blocks(num_slots: int) -> int:
+    return -(-num_slots // BLOCK_SLOTS) * BLOCK_SLOTS

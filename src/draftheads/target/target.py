@@ -7,16 +7,18 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn import functional as F
 
 from draftheads.draft import Draft, Verdict
 from draftheads.errors import UnsupportedModel
+from draftheads.target.fast import is_large_batch
 from draftheads.target.kv_cache import SlotCache
 from draftheads.target.masks import as_float_mask, tree_visibility, within_window
 from draftheads.target.model import TargetModel
 from draftheads.tree import Tree
 
 PREFILL_CHUNK = 512  # tokens of a long prompt per pass: bounds the mask and the activations
+PREFILL_TOKENS = 2048  # of a pass over several prompts, padding included; more in a pass is no faster
 
 
 class Target:
@@ -40,8 +42,9 @@ class Target:
             The logits after each prompt's last token (b, V) and the hidden states of all its tokens (b, T, D),
             right-padded.
         """
-        if self.model.exact_bits and len(prompts) > 1:  # who is read beside it must not show
-            return _side_by_side([self.prefill([prompt]) for prompt in prompts])
+        groups = self._groups(prompts)
+        if len(groups) > 1:
+            return _side_by_side([self.prefill(group) for group in groups])
         device, old, lengths = self.model.device, self.num_rows, [len(prompt) for prompt in prompts]
         longest = max(lengths)
         tokens = torch.zeros(len(prompts), longest, dtype=torch.long)
@@ -94,11 +97,27 @@ class Target:
         self.lengths = [self.lengths[row] for row in rows]
         self.cache.keep(torch.tensor(rows, dtype=torch.long, device=self.model.device), max(self.lengths, default=0))
 
+    def _groups(self, prompts: Sequence[Sequence[int]]) -> list[Sequence[Sequence[int]]]:
+        """Neighbours that are read in the same passes."""
+        if self.model.exact_bits:  # who is read beside it must not show
+            return [[prompt] for prompt in prompts]
+        groups: list[list[Sequence[int]]] = []
+        longest = 0
+        for prompt in prompts:
+            longest = max(longest, len(prompt))
+            if not groups or (len(groups[-1]) + 1) * longest > PREFILL_TOKENS:
+                groups.append([])
+                longest = len(prompt)
+            groups[-1].append(prompt)
+        return list(groups)
+
     def _forward(self, rows: slice, starts: Sequence[int], tokens: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor:
         """Reads tokens (b, N) that stand ``depths`` after ``starts``; returns (b, N, D)."""
         nodes = tokens.shape[1]
         span = max(starts) + nodes
         self.cache.reserve(self.cache.num_rows, span)
+        if is_large_batch(len(tokens), nodes, self.model.dtype, self.model.device) and not self.model.exact_bits:
+            span = self.cache.capacity  # keys without gaps
         lengths = torch.tensor(starts, device=tokens.device)
         window = self.cache.window
         window.rows, window.span = rows, span
@@ -133,9 +152,10 @@ class Target:
 
 
 def _side_by_side(read: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Logits (1, V) and hidden states (1, T, D) of single rows as those of all, right-padded."""
+    """Logits (b, V) and hidden states (b, T, D) of groups of rows as those of all, right-padded."""
     logits, hidden = zip(*read, strict=True)
-    return torch.cat(logits), pad_sequence([states[0] for states in hidden], batch_first=True)
+    longest = max(states.shape[1] for states in hidden)
+    return torch.cat(logits), torch.cat([F.pad(states, (0, 0, 0, longest - states.shape[1])) for states in hidden])
 
 
 @torch.inference_mode()
