@@ -34,7 +34,6 @@ from training_world import chat, chat_model, counting_chats, write_chats
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extract, "DOCUMENTS_PER_SHARD", 4)
-    monkeypatch.setattr(extract, "TOKENS_PER_PASS", 64)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ from draftheads.train import run
 from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import RECIPES
 from draftheads.train.report import Report
-from draftheads.train.trainer import learning_rates
+from draftheads.train.schedule import Stage
+from draftheads.train.trainer import learning_rate_of
 from training_world import chat_model, counting_chats, distilled_chats, write_chats
 
 
@@ -109,7 +110,7 @@ def test_the_run_prints_what_its_recipe_sets(
 @pytest.mark.parametrize("final", [0.0, 0.25])
 def test_the_learning_rate_rises_and_falls_along_a_cosine(final: float) -> None:
     options = parsed(*BASICS, "--warmup", "0.2", "--learning-rate", "0.01", "--final-learning-rate", str(final))
-    rates = torch.tensor(learning_rates(options, num_steps=50))
+    rates = 0.01 * torch.tensor([learning_rate_of(options, [Stage(50)])(step) for step in range(50)])
     warm = torch.arange(10) / 10
     cosine = 0.5 * (1 + torch.cos(torch.arange(40) / 40 * torch.pi))
     torch.testing.assert_close(rates, 0.01 * torch.cat([warm, final + (1 - final) * cosine]))

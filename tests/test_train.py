@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from draftheads.checkpoint import load_head
@@ -459,9 +461,13 @@ def test_a_loss_that_is_no_number_names_step_and_texts(
     content = load_file(shard_path(broken, 0))
     start = int(content["lengths"][:9].sum())
     content["hidden"][start : start + int(content["lengths"][9])] = float("nan")
-    save_file(content, shard_path(broken, 0))
+    with safe_open(shard_path(features, 0), framework="pt") as file:
+        metadata = file.metadata()
+    is_known = loss == "teacher"  # where the texts are from
+    save_file(content, shard_path(broken, 0), metadata=metadata if is_known else None)
     settings = options(tmp_path / "out", broken, loss=loss)
-    with pytest.raises(NonFiniteLoss, match=r"nan at step \d+, .* \[[\d, ]*\b9\b[\d, ]*\]") as caught:
+    place = r"chats\.jsonl:10\b" if is_known else r"text 9 of the features\b"
+    with pytest.raises(NonFiniteLoss, match=rf"nan at step \d+, on .*{place}") as caught:
         run.train_for(target, settings, Silent())
     store = FeatureStore(broken)
     training, _ = split_held_out(len(store), fraction=0.2, at_most=200, seed=0)
@@ -583,6 +589,8 @@ TargetModel.load = lambda *_, **__: chat_model()
 train.run(options(Path({str(tmp_path / "out")!r}), Path({str(features)!r}), epochs=1))
 """
     done = subprocess.run([sys.executable, "-W", "default", "-c", program], capture_output=True, text=True, check=True)
-    assert done.stderr == ""
+    # what bitsandbytes says when peft imports it is not ours to silence
+    foreign = re.compile(r"Failed to load CPU gemm|DeprecationWarning: `torch\.jit|^  warnings\.warn\($")
+    assert [line for line in done.stderr.splitlines() if not foreign.search(line)] == []
     assert "saved in" in done.stdout
     assert "grad_norm" not in done.stdout  # the Trainer's own lines

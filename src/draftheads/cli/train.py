@@ -21,6 +21,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from draftheads.train import processes
 from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import recipe
 from draftheads.train.report import Report
@@ -46,11 +47,13 @@ def expanded(arguments: Sequence[str]) -> list[str]:
 
 def run(options: TrainOptions) -> None:
     """Trains, then prints a table of what the heads can do."""
-    console = Console()
+    console = Console(quiet=not processes.is_first())
     if options.recipe is not None:
         console.print(_recipe_table(options))
     with Display(console) as display:
         report = train(options, display)
+    if report is None:  # of several processes the first one tells
+        return
     console.print(accuracy_table(report))
     console.print(
         f"expected tokens per step on text kept apart: chain {report.tokens_per_step_chain:.2f}, "

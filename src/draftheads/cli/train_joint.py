@@ -4,6 +4,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftheads.cli.train import Display, accuracy_table
+from draftheads.train import processes
 from draftheads.train.joint import train_jointly
 from draftheads.train.joint_options import JointOptions
 from draftheads.train.movement import Movement
@@ -11,9 +12,11 @@ from draftheads.train.movement import Movement
 
 def run(options: JointOptions) -> None:
     """Trains, then prints what the heads can do and how far the model moved."""
-    console = Console()
+    console = Console(quiet=not processes.is_first())
     with Display(console) as display:
         report = train_jointly(options, display)
+    if report is None:  # of several processes the first one tells
+        return
     heads = report.heads
     console.print(accuracy_table(heads))
     console.print(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from draftheads.data.features import Document, Documents, FeatureStore
+from draftheads.data.features import Document, Documents
 
 _WINDOW_BATCHES = 32  # texts of that many batches are sorted by length together: little padding, still a mixture
 
@@ -96,6 +96,16 @@ def plan_batches(
     return plan
 
 
+def in_whole_steps(plan: Sequence[list[int]], batches_per_step: int) -> list[list[int]]:
+    """The plan with enough of its first batches once more at its end to fill the last step.
+
+    >>> in_whole_steps([[0], [1], [2]], 2)
+    [[0], [1], [2], [0]]
+    """
+    missing = -len(plan) % batches_per_step
+    return [*plan, *(plan[i % len(plan)] for i in range(missing))]
+
+
 def bucket_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Indices in groups of similar length, of at most ``max_tokens`` padded tokens (or one long text alone).
 
@@ -113,7 +123,7 @@ def bucket_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]
 class PlannedBatches(Dataset[dict[str, Any]]):
     """Batch n of a plan: the keyword arguments of a training step, and which documents they are."""
 
-    def __init__(self, store: FeatureStore, plan: Sequence[Sequence[int]], *, skip_prompts: bool) -> None:
+    def __init__(self, store: Documents, plan: Sequence[Sequence[int]], *, skip_prompts: bool) -> None:
         self.store = store
         self.plan = plan
         self.skip_prompts = skip_prompts
@@ -124,6 +134,11 @@ class PlannedBatches(Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         batch = collate([self.store[i] for i in self.plan[index]], skip_prompts=self.skip_prompts)
         return {**vars(batch), "documents": torch.tensor(self.plan[index])}
+
+    @property
+    def sources(self) -> Sequence[str]:
+        """Where each document is from."""
+        return self.store.sources
 
 
 class PlannedTexts(Dataset[dict[str, Any]]):
@@ -143,6 +158,11 @@ class PlannedTexts(Dataset[dict[str, Any]]):
             "loss_mask": pad_sequence([self.store.loss_masks[i] for i in documents], batch_first=True),  # (B, T)
             "documents": torch.tensor(documents),
         }
+
+    @property
+    def sources(self) -> Sequence[str]:
+        """Where each document is from."""
+        return self.store.sources
 
 
 def _without_prompt(document: Document) -> Document:

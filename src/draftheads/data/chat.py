@@ -43,6 +43,7 @@ class EncodedChat:
 
     token_ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]  # True on what the assistant says, the token that ends its turn included
+    source: str = ""  # where it is from, as FILE:LINE
 
 
 def read_chats(path: Path) -> Iterator[Chat]:

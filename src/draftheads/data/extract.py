@@ -4,17 +4,14 @@ Knows the target model and the store's files; knows nothing of heads. Shards tha
 so a run that was killed goes on where it stopped.
 """
 
-import hashlib
-import json
+import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from draftheads.data.batches import bucket_by_length
 from draftheads.data.chat import EncodedChat, encode_chat, read_chats
 from draftheads.data.features import (
     DOCUMENTS_PER_SHARD,
@@ -26,10 +23,9 @@ from draftheads.data.features import (
     write_meta,
     write_shard,
 )
-from draftheads.errors import DataError
+from draftheads.data.live import fingerprint_of, read_alone
+from draftheads.errors import DataError, StorageError
 from draftheads.target.model import TargetModel
-
-TOKENS_PER_PASS = 4096
 
 Progress = Callable[[int, int], None]  # tokens done, tokens in all
 
@@ -58,7 +54,7 @@ def load_texts(
         except DataError as error:
             raise DataError(str(error), path=chat.path, line_number=chat.line_number) from error
         if any(text.loss_mask):
-            texts.append(text)
+            texts.append(replace(text, source=f"{chat.path}:{chat.line_number}"))
             num_tokens += len(text.token_ids)
         if max_tokens is not None and num_tokens >= max_tokens:
             break
@@ -67,34 +63,32 @@ def load_texts(
     return texts
 
 
+def needed_bytes(target: TargetModel, texts: Sequence[EncodedChat]) -> int:
+    """What the store of these texts takes on the disk, nearly."""
+    return sum(len(text.token_ids) for text in texts) * (2 * target.hidden_size + 5)
+
+
 def build_features(target: TargetModel, texts: Sequence[EncodedChat], folder: Path, progress: Progress) -> FeatureStore:
-    """The store of these texts, made or completed.
+    """The store of these texts, made or completed; errors as of :func:`claim` and :func:`build_shards`."""
+    claim(target, texts, folder)
+    build_shards(target, texts, folder, progress)
+    return FeatureStore(folder)
+
+
+def claim(target: TargetModel, texts: Sequence[EncodedChat], folder: Path) -> None:
+    """Says in the folder what it is to hold, unless it says so already.
 
     Raises:
-        DataError: the folder holds features of other texts or of another model.
-        StorageError: a shard cannot be written; those before it are complete.
+        DataError: it holds features of other texts or of another model.
     """
     meta = StoreMeta(
         model_id=target.model_id,
         hidden_size=target.hidden_size,
         num_documents=len(texts),
         num_tokens=sum(len(text.token_ids) for text in texts),
-        num_shards=-(-len(texts) // DOCUMENTS_PER_SHARD),
-        fingerprint=_fingerprint(target, texts),
+        num_shards=_num_shards(texts),
+        fingerprint=fingerprint_of(target, texts),
     )
-    _claim(folder, meta)
-    done = 0
-    for index in range(meta.num_shards):
-        part = texts[index * DOCUMENTS_PER_SHARD : (index + 1) * DOCUMENTS_PER_SHARD]
-        if not shard_path(folder, index).exists():
-            write_shard(folder, index, _read(target, part, progress, done, meta.num_tokens))
-        done += sum(len(text.token_ids) for text in part)
-        progress(done, meta.num_tokens)
-    return FeatureStore(folder)
-
-
-def _claim(folder: Path, meta: StoreMeta) -> None:
-    """Says in the folder what it is to hold, unless it says so already."""
     there = read_meta(folder)
     if there is None:
         write_meta(folder, meta)
@@ -107,31 +101,56 @@ def _claim(folder: Path, meta: StoreMeta) -> None:
         )
 
 
-def _read(
-    target: TargetModel, texts: Sequence[EncodedChat], progress: Progress, done: int, total: int
-) -> list[Document]:
-    """The texts with their hidden states, read in groups of similar length."""
-    documents: dict[int, Document] = {}
-    for group in bucket_by_length([len(text.token_ids) for text in texts], TOKENS_PER_PASS):
-        token_ids = [torch.tensor(texts[i].token_ids) for i in group]
-        hidden = _hidden_states(target, pad_sequence(token_ids, batch_first=True))
-        for row, i in enumerate(group):
-            length = len(token_ids[row])
-            documents[i] = Document(hidden[row, :length], token_ids[row], torch.tensor(texts[i].loss_mask))
-            done += length
-        progress(done, total)
-    return [documents[i] for i in range(len(texts))]
+def build_shards(
+    target: TargetModel,
+    texts: Sequence[EncodedChat],
+    folder: Path,
+    progress: Progress,
+    *,
+    share: tuple[int, int] = (0, 1),
+) -> None:
+    """Makes those shards of the store of these texts that are not there.
+
+    Args:
+        target: the model that reads them.
+        texts: the texts.
+        folder: of the store.
+        progress: told of every text.
+        share: (r, n): only every n-th shard, from r on.
+
+    Raises:
+        StorageError: there is too little room, or a shard cannot be written; those before it are complete.
+    """
+    first, step = share
+    parts = {
+        index: texts[index * DOCUMENTS_PER_SHARD : (index + 1) * DOCUMENTS_PER_SHARD]
+        for index in range(first, _num_shards(texts), step)
+    }
+    total = sum(len(text.token_ids) for part in parts.values() for text in part)
+    done = sum(len(text.token_ids) for index in parts if shard_path(folder, index).exists() for text in parts[index])
+    missing = {index: part for index, part in parts.items() if not shard_path(folder, index).exists()}
+    _check_room(folder, sum(needed_bytes(target, part) for part in missing.values()))
+    progress(done, total)
+    for index, part in missing.items():
+        documents = []
+        for text in part:
+            token_ids = torch.tensor(text.token_ids)
+            documents.append(Document(read_alone(target, token_ids), token_ids, torch.tensor(text.loss_mask)))
+            done += len(token_ids)
+            progress(done, total)
+        write_shard(folder, index, documents, sources=[text.source for text in part])
 
 
-def _hidden_states(target: TargetModel, token_ids: Tensor) -> Tensor:
-    return target.hidden_states(token_ids.to(target.device)).to("cpu", torch.bfloat16)
+def _check_room(folder: Path, needed: int) -> None:
+    """Says before hours of work that their result would not fit."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise StorageError(
+            f"{folder}: the hidden states need {needed / 1e9:.2f} GB and the disk has {free / 1e9:.2f} GB left: name "
+            "another disk with --features, read less with --max-tokens, or keep none with --features-budget 0"
+        )
 
 
-def _fingerprint(target: TargetModel, texts: Sequence[EncodedChat]) -> str:
-    """Of what the hidden states depend on: the texts, and the model by name, type and some of its weights."""
-    digest = hashlib.sha256(json.dumps([target.model_id, str(target.dtype)]).encode())
-    digest.update(target.weights.lm_head[:64].detach().float().cpu().numpy().tobytes())
-    for text in texts:
-        digest.update(torch.tensor(text.token_ids, dtype=torch.int32).numpy().tobytes())
-        digest.update(torch.tensor(text.loss_mask).numpy().tobytes())
-    return digest.hexdigest()[:16]
+def _num_shards(texts: Sequence[EncodedChat]) -> int:
+    return -(-len(texts) // DOCUMENTS_PER_SHARD)

@@ -56,6 +56,11 @@ class Documents(Protocol):
 
     token_ids: list[Tensor]  # per document (T,) int64
     loss_masks: list[Tensor]  # per document (T,) bool
+    sources: list[str]  # per document FILE:LINE; empty where it is not known
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the texts and the model; None where it is not known."""
 
     @property
     def lengths(self) -> list[int]:
@@ -101,15 +106,15 @@ def read_meta(folder: Path) -> StoreMeta | None:
     return StoreMeta(**content)
 
 
-def write_shard(folder: Path, index: int, documents: Sequence[Document]) -> None:
-    """Writes one shard at once."""
+def write_shard(folder: Path, index: int, documents: Sequence[Document], *, sources: Sequence[str] = ()) -> None:
+    """Writes one shard at once; ``sources`` says where each text is from."""
     tensors = {
         "hidden": torch.cat([document.hidden for document in documents]).to(torch.bfloat16),
         "token_ids": torch.cat([document.token_ids for document in documents]).to(torch.int32),
         "loss_mask": torch.cat([document.loss_mask for document in documents]),
         "lengths": torch.tensor([len(document.token_ids) for document in documents], dtype=torch.int32),
     }
-    write_atomic(shard_path(folder, index), save(tensors))
+    write_atomic(shard_path(folder, index), save(tensors, metadata={"sources": json.dumps(list(sources))}))
 
 
 class FeatureStore:
@@ -133,6 +138,7 @@ class FeatureStore:
         self._starts: list[tuple[int, int]] = []  # per document: shard, first token in it
         self.token_ids: list[Tensor] = []  # per document (T,) int64
         self.loss_masks: list[Tensor] = []  # per document (T,) bool
+        self.sources: list[str] = []  # per document FILE:LINE; empty where it is not known
         for index in range(meta.num_shards):
             self._open(index)
         if len(self) != meta.num_documents:
@@ -151,6 +157,11 @@ class FeatureStore:
         return (self[index] for index in range(len(self)))
 
     @property
+    def fingerprint(self) -> str | None:
+        """Of the texts and the model; None where it is not known."""
+        return self.meta.fingerprint
+
+    @property
     def lengths(self) -> list[int]:
         """Tokens of each document."""
         return [len(ids) for ids in self.token_ids]
@@ -165,7 +176,8 @@ class FeatureStore:
             token_ids = file.get_tensor("token_ids").long()
             loss_mask = file.get_tensor("loss_mask").bool()
             hidden = file.get_slice("hidden")
-        except (OSError, SafetensorError) as error:
+            sources = json.loads((file.metadata() or {}).get("sources", "[]"))
+        except (OSError, SafetensorError, ValueError) as error:
             raise DataError(f"{path}: {error}; delete the damaged shard to make it anew") from None
         found = (hidden.get_shape(), len(token_ids), len(loss_mask), sum(lengths))
         expected = ([len(token_ids), self.meta.hidden_size], *(3 * [len(token_ids)]))
@@ -175,3 +187,4 @@ class FeatureStore:
         self._starts += [(index, sum(lengths[:i])) for i in range(len(lengths))]
         self.token_ids += token_ids.split(lengths)
         self.loss_masks += loss_mask.split(lengths)
+        self.sources += sources if len(sources) == len(lengths) else [""] * len(lengths)

@@ -1,43 +1,57 @@
-"""Texts whose hidden states are computed when they are asked for: of a model that changes, they cannot be stored.
+"""Texts whose hidden states are computed when they are asked for: of a model that changes, or where there is no room.
 
 Knows the target model; knows nothing of heads or training.
 """
 
 import hashlib
+import json
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from draftheads.data.chat import EncodedChat
 from draftheads.data.features import Document
 from draftheads.target.model import TargetModel
 
 
+def read_alone(target: TargetModel, token_ids: Tensor) -> Tensor:
+    """The hidden states of one text: (T,) -> (T, D) bf16, on the CPU.
+
+    Texts are never read side by side: their numbers would depend on their neighbours, so that hidden states that are
+    stored and those that are computed anew would differ. On a CPU it is as fast, since nothing is padded.
+    """
+    return target.hidden_states(token_ids[None].to(target.device))[0].to("cpu", torch.bfloat16)
+
+
+def fingerprint_of(target: TargetModel, texts: Sequence[EncodedChat]) -> str:
+    """Of what hidden states depend on: the texts, and the model by name, type and some of its weights."""
+    digest = hashlib.sha256(json.dumps([target.model_id, str(target.dtype)]).encode())
+    digest.update(target.weights.lm_head[:64].detach().float().cpu().numpy().tobytes())
+    for text in texts:
+        digest.update(torch.tensor(text.token_ids, dtype=torch.int32).numpy().tobytes())
+        digest.update(torch.tensor(text.loss_mask).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
 class LiveStore:
-    """The same face as a feature store; a document is read by the model as it is now."""
+    """The same face as a feature store, and the same numbers; a document is read by the model as it is now."""
 
     def __init__(self, target: TargetModel, texts: Sequence[EncodedChat]) -> None:
         self.target = target
         self.token_ids = [torch.tensor(text.token_ids) for text in texts]
         self.loss_masks = [torch.tensor(text.loss_mask) for text in texts]
+        self.sources = [text.source for text in texts]
+        self.fingerprint = fingerprint_of(target, texts)
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def __getitem__(self, index: int) -> Document:
         token_ids = self.token_ids[index]
-        hidden = self.target.hidden_states(token_ids[None].to(self.target.device))[0]
-        return Document(hidden.cpu(), token_ids, self.loss_masks[index])
+        return Document(read_alone(self.target, token_ids), token_ids, self.loss_masks[index])
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each document."""
         return [len(ids) for ids in self.token_ids]
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the texts: 16 hexadecimal digits."""
-        digest = hashlib.sha256()
-        for token_ids, loss_mask in zip(self.token_ids, self.loss_masks, strict=True):
-            digest.update(token_ids.numpy().tobytes() + loss_mask.numpy().tobytes())
-        return digest.hexdigest()[:16]

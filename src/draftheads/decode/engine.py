@@ -101,7 +101,7 @@ class Engine:
         while line or batch.sequences:
             room = self.max_batch_size - len(batch.sequences)
             joining = [line.popleft() for _ in range(min(room, len(line)))]
-            joining.sort(key=lambda sequence: len(sequence.prompt_ids))  # those that are read together need less padding
+            joining.sort(key=lambda sequence: len(sequence.prompt_ids))  # neighbours are read together: little padding
             if joining:
                 yield from batch.join(joining)
             if batch.sequences:

@@ -72,7 +72,8 @@ def grouped_attention(
     groups = key.shape[1]
     rows = query.reshape(batch, groups, heads // groups * nodes, size)
     mask = None if attention_mask is None else _REPEATED.of(attention_mask, heads // groups)
-    if mask is not None and is_large_batch(batch, nodes, query.dtype, query.device) and key.is_contiguous() and value.is_contiguous():
+    has_no_gaps = key.is_contiguous() and value.is_contiguous()
+    if mask is not None and has_no_gaps and is_large_batch(batch, nodes, query.dtype, query.device):
         out = _by_products(rows, key, value, mask, size**-0.5 if scaling is None else scaling)
         return out.view(batch, heads, nodes, -1).transpose(1, 2).contiguous(), None
     causal = attention_mask is None and nodes > 1

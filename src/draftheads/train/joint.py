@@ -8,6 +8,7 @@ The output folder holds ``adapter/`` (peft's format, and ``base.json``: which mo
 """
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,10 @@ from typing import Any
 import torch
 
 from draftheads.checkpoint import load_head, save_head
-from draftheads.data.batches import PlannedTexts, plan_batches, split_held_out
+from draftheads.data.batches import PlannedTexts
 from draftheads.data.extract import load_texts
 from draftheads.data.live import LiveStore
 from draftheads.draft import TargetWeights
-from draftheads.errors import DataError
 from draftheads.files import atomic_directory, write_atomic
 from draftheads.heads.base import DraftHead
 from draftheads.provenance import provenance
@@ -28,6 +28,7 @@ from draftheads.search.grow import best_tree
 from draftheads.target.fingerprint import Fingerprints
 from draftheads.target.model import TargetModel
 from draftheads.target.pretrained import default_device
+from draftheads.train import processes
 from draftheads.train.card import model_card
 from draftheads.train.joint_learner import JointLearner
 from draftheads.train.joint_options import JointOptions
@@ -35,11 +36,11 @@ from draftheads.train.joint_schedule import JointSchedule
 from draftheads.train.joint_trainer import JointTrainer
 from draftheads.train.learner import Learner
 from draftheads.train.lora import Adapter, TunedModel, require_peft
+from draftheads.train.material import Material, arrange
 from draftheads.train.measure import Measurement, measure
 from draftheads.train.movement import Movement, measure_movement
 from draftheads.train.report import Report
 from draftheads.train.run import (
-    HELD_OUT_AT_MOST,
     Reporter,
     Speedometer,
     as_json,
@@ -66,25 +67,30 @@ class JointReport:
     movement: Movement  # of the tuned model
 
 
-def train_jointly(options: JointOptions, reporter: Reporter) -> JointReport:
+def train_jointly(options: JointOptions, reporter: Reporter) -> JointReport | None:
     """Tunes a model and its heads as the options say and leaves adapter and heads in ``options.out``.
+
+    Returns:
+        What was found; None in every process but the first, where there are several.
 
     Raises:
         DraftHeadsError: bad data or settings, a missing package, a loss that is not finite, a full disk, Ctrl-C.
     """
     check_out(options, options.out / HEAD_FOLDER)
+    processes.wait()  # nobody writes before all have looked
     require_peft()
     reporter.stage(f"loading {options.model}")
     dtype = torch.bfloat16 if computes_in_bf16(options, default_device().type) else torch.float32
     return train_jointly_for(TargetModel.load(options.model, dtype=dtype, four_bit=options.four_bit), options, reporter)
 
 
-def train_jointly_for(target: TargetModel, options: JointOptions, reporter: Reporter) -> JointReport:
+def train_jointly_for(target: TargetModel, options: JointOptions, reporter: Reporter) -> JointReport | None:
     """:func:`train_jointly` for a loaded model; its weights stay as they are, the adapter is gone at the end."""
     reporter.stage("reading data")
     texts = load_texts(target, options.data, max_length=options.max_length, max_tokens=options.max_tokens)
     store = LiveStore(target, texts)
-    head = _starting_head(target, options, store)
+    material = arrange(store, options)
+    head = _starting_head(target, options, store, material.training)
     torch.manual_seed(options.seed)
     adapter = Adapter.attach(
         target.model,
@@ -95,7 +101,7 @@ def train_jointly_for(target: TargetModel, options: JointOptions, reporter: Repo
     )
     try:
         tuned = TunedModel(target.model, target.tokenizer, f"{target.model_id} (tuned)")
-        return _Run(options, target, tuned, adapter, head, store, reporter).go()
+        return _Run(options, target, tuned, adapter, head, material, store, reporter).go()
     finally:
         adapter.remove()
 
@@ -109,13 +115,17 @@ class _Run:
     tuned: TunedModel
     adapter: Adapter
     head: DraftHead
-    store: LiveStore  # of the target
+    material: Material
+    store: LiveStore  # the material's: of the target
     reporter: Reporter
 
-    def go(self) -> JointReport:
-        """Trains, measures, saves."""
-        training, held_out = _split(self.store, self.options)
-        num_steps, speed = self._train(training, held_out)
+    def go(self) -> JointReport | None:
+        """Trains; in the first process measures and saves."""
+        training, held_out = self.material.training, self.material.held_out
+        speed = self._train(training, held_out)
+        if not processes.is_first():
+            processes.wait()
+            return None
         self.reporter.stage(f"measuring on {len(held_out)} texts kept apart")
         movement = measure_movement(self.tuned, self.adapter, self.store, held_out)
         found = self._measure(held_out)
@@ -126,23 +136,21 @@ class _Run:
             model_id=self.tuned.model_id,
             num_training_texts=len(training),
             num_held_out_texts=len(held_out),
-            num_steps=num_steps,
+            num_steps=self.material.num_steps,
             seconds=speed.seconds,
             tokens_per_second=speed.tokens_per_second,
         )
         self._save(JointReport(heads, movement))
+        processes.wait()
         return JointReport(heads, movement)
 
-    def _train(self, training: list[int], held_out: list[int]) -> tuple[int, Speedometer]:
-        """Fits adapter and head; returns the number of steps."""
-        options = self.options
-        plan = plan_batches(
-            training, self.store.lengths, max_tokens=options.batch_tokens, num_epochs=options.epochs, seed=options.seed
-        )
-        remember(options, model=self.target.model_id, num_steps=len(plan), data=self.store.fingerprint)
+    def _train(self, training: list[int], held_out: list[int]) -> Speedometer:
+        """Fits adapter and head."""
+        options, num_steps = self.options, self.material.num_steps
+        remember(options, self.material, model=self.target.model_id)
         schedule = JointSchedule(
-            num_steps=len(plan),
-            num_head_steps=int(options.heads_first * len(plan)),
+            num_steps=num_steps,
+            num_head_steps=int(options.heads_first * num_steps),
             peak=options.peak_head_weight,
             rise=options.head_weight_rise,
             warmup=options.warmup,
@@ -152,8 +160,8 @@ class _Run:
         )
         self.reporter.stage(f"training {self.head.config.method} and its backbone on {len(training)} texts")
         trainer_class = partial(JointTrainer, schedule=schedule, head_rate_factor=options.head_rate_factor)
-        batches = PlannedTexts(self.store, plan)
-        speed = Speedometer([sum(self.store.lengths[i] for i in batch) for batch in plan])
+        batches = PlannedTexts(self.store, self.material.plan)
+        speed = Speedometer(self.material.tokens_per_step)
         some = held_out[: options.eval_texts]
 
         def validate() -> dict[str, Any]:
@@ -167,12 +175,13 @@ class _Run:
             joint,
             batches,
             options,
+            stages=self.material.stages,
             on_step=speed.counting(self.reporter.progress),
             validate=validate,
             trainer_class=trainer_class,
         )
         joint.eval()
-        return len(plan), speed
+        return speed
 
     def _measure(self, held_out: list[int]) -> Measurement:
         """The heads on the tuned model: its hidden states, its lm_head where they share it."""
@@ -206,19 +215,8 @@ class _Run:
         (out / "run.json").unlink(missing_ok=True)
 
 
-def _split(store: LiveStore, options: JointOptions) -> tuple[list[int], list[int]]:
-    """Texts for training and for measuring."""
-    training, held_out = split_held_out(
-        len(store), fraction=options.held_out, at_most=HELD_OUT_AT_MOST, seed=options.seed
-    )
-    if not training:
-        raise DataError("only one text: training needs another one to measure on")
-    return training, held_out
-
-
-def _starting_head(target: TargetModel, options: JointOptions, store: LiveStore) -> DraftHead:
+def _starting_head(target: TargetModel, options: JointOptions, store: LiveStore, training: Sequence[int]) -> DraftHead:
     """The head that ``--head`` names, in fp32, or a new one."""
     if options.head is not None:
         return load_head(Path(options.head), target, dtype=torch.float32).requires_grad_(requires_grad=True)
-    training, _ = _split(store, options)
     return new_head(options, in_float32(target.weights), store, training, target.eos_ids)

@@ -52,6 +52,14 @@ class JointOptions(TrainOptions):
     """The backbone changes, so its hidden states cannot be stored."""
     keep_features: Annotated[bool, Suppress] = False
     """Likewise."""
+    features_budget: Annotated[float, Suppress] = 50.0
+    """Likewise."""
+    text: Annotated[tuple[Path, ...], Suppress] = ()
+    """The backbone is tuned on chats."""
+    text_part: Annotated[float, Suppress] = 5 / 7
+    """Likewise."""
+    second_stage_rate: Annotated[float, Suppress] = 0.1
+    """Likewise."""
 
     def __post_init__(self) -> None:
         if not self.data:

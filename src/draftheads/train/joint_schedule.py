@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from draftheads.train.schedule import rise_and_cosine
+
 
 @dataclass(frozen=True)
 class JointSchedule:
@@ -39,23 +41,10 @@ class JointSchedule:
 
     def head_rate(self, step: int) -> float:
         """The heads' learning rate, as part of its highest: one rise and one cosine over the run."""
-        return _rise_and_cosine(step, self.num_steps, self.warmup)
+        return rise_and_cosine(step, self.num_steps, warmup=self.warmup)
 
     def backbone_rate(self, step: int) -> float:
         """The backbone's, likewise over the second stage; zero before."""
         if self.only_heads(step):
             return 0.0
-        return _rise_and_cosine(step - self.num_head_steps, self.num_steps - self.num_head_steps, self.warmup)
-
-
-def _rise_and_cosine(step: int, num_steps: int, warmup: float) -> float:
-    """As ``transformers.get_cosine_schedule_with_warmup``.
-
-    >>> [round(_rise_and_cosine(step, 6, 0.4), 3) for step in range(7)]
-    [0.0, 0.5, 1.0, 0.854, 0.5, 0.146, 0.0]
-    """
-    num_warmup_steps = int(warmup * num_steps)
-    if step < num_warmup_steps:
-        return step / num_warmup_steps
-    part = (step - num_warmup_steps) / max(1, num_steps - num_warmup_steps)
-    return 0.5 * (1.0 + math.cos(math.pi * min(1.0, part)))
+        return rise_and_cosine(step - self.num_head_steps, self.num_steps - self.num_head_steps, warmup=self.warmup)

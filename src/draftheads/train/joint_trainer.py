@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 
 from draftheads.train.joint_learner import JointLearner
 from draftheads.train.joint_schedule import JointSchedule
@@ -15,7 +14,8 @@ class JointTrainer(HeadTrainer):
     """Group 0 is the heads, group 1 the adapter; before the second stage its gradients are None and it stays."""
 
     def __init__(self, *, schedule: JointSchedule, head_rate_factor: float, **arguments: Any) -> None:
-        super().__init__(**arguments)
+        arguments["args"].ddp_find_unused_parameters = True  # the adapter's, before the second stage
+        super().__init__(**{**arguments, "rates": [schedule.head_rate, schedule.backbone_rate]})
         self.schedule = schedule
         self.head_rate_factor = head_rate_factor
 
@@ -32,14 +32,6 @@ class JointTrainer(HeadTrainer):
             self.optimizer = kind(groups, **{"weight_decay": self.args.weight_decay, **settings})
         optimizer: torch.optim.Optimizer = self.optimizer
         return optimizer
-
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """Each group's own rise and fall."""
-        if self.lr_scheduler is None:
-            rates: Any = [self.schedule.head_rate, self.schedule.backbone_rate]
-            self.lr_scheduler = LambdaLR(optimizer or self.create_optimizer(), rates)
-            self._created_lr_scheduler = True
-        return self.lr_scheduler
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> Tensor:
         """The combined loss of the step's stage."""

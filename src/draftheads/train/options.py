@@ -22,8 +22,16 @@ class TrainOptions:
     """Folder for the trained head, its metrics and the checkpoints on the way."""
     data: tuple[Path, ...] = ()
     """Chat files (.jsonl, .jsonl.gz), one {"messages": [...]} a line; not needed with finished --features."""
+    text: tuple[Path, ...] = ()
+    """Plain text files (.txt, or .jsonl with {"text": ...} a line), learned from in a first stage before the chats."""
+    text_part: float = 5 / 7
+    """Part of the steps that plain text gets where there are chats, too; it is repeated or cut as needed."""
+    second_stage_rate: float = 0.1
+    """After a first stage on plain text, chats are learned with that part of the learning rate."""
     model: str = "smollm2-135m"
     """The model to train heads for: a name, a folder or a Hugging Face id."""
+    four_bit: bool = False
+    """Hold the model's linear layers in 4 bits while it reads the texts; needs bitsandbytes."""
     num_heads: int = 4
     """How many tokens beyond the next one are guessed."""
     num_layers: int = 1
@@ -55,12 +63,16 @@ class TrainOptions:
     """Where the cosine ends, as a part of the highest learning rate."""
     warmup: float = 0.05
     """Part of the steps in which the learning rate rises."""
+    optimizer: Literal["adamw", "adamw-8bit"] = "adamw"
+    """adamw-8bit keeps its moments in 8 bits: a quarter of the memory; needs bitsandbytes."""
     weight_decay: float = 0.0
     """Weight decay of AdamW."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
     batch_tokens: int = 1024
     """Tokens in a batch, padding included."""
+    accumulate: int = 1
+    """Batches whose gradients are averaged to one step, in every process."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """What the heads' products are computed in (weights and losses stay fp32); auto takes bf16 where it is native."""
     max_length: int = 2048
@@ -75,6 +87,8 @@ class TrainOptions:
     """Decides batches, their order and random starting values."""
     features: Path | None = None
     """Folder of the model's hidden states, made if they are not there; OUT/features when left out."""
+    features_budget: float = 50.0
+    """Gigabytes that hidden states may take on the disk; where they need more they are computed anew for each batch."""
     keep_features: bool = False
     """Keep OUT/features after a successful end."""
     resume: bool = False
@@ -87,24 +101,28 @@ class TrainOptions:
     """Steps between measurements on held-out text (OUT/validation.jsonl), also before the first step; 0 for none."""
     eval_texts: int = 32
     """Held-out texts that are measured in between; at the end all of them are."""
+    tensorboard: bool = False
+    """Write the losses to OUT/tensorboard, too; needs tensorboard."""
 
     def __post_init__(self) -> None:
         head_classes(self.method)
-        for name in ("epochs", "batch_tokens", "max_length", "tree_nodes", "save_steps", "log_steps", "eval_texts"):
+        counts = ("epochs", "batch_tokens", "accumulate", "max_length", "tree_nodes")
+        for name in (*counts, "save_steps", "log_steps", "eval_texts"):
             self._require(name, getattr(self, name) >= 1, "must be at least 1")
-        for name in ("held_out", "warmup", "final_learning_rate"):
+        for name in ("held_out", "warmup", "final_learning_rate", "text_part"):
             self._require(name, 0 <= getattr(self, name) < 1, "must be at least 0 and below 1")
-        for name in ("learning_rate", "depth_decay", "max_grad_norm"):
+        for name in ("learning_rate", "depth_decay", "max_grad_norm", "second_stage_rate"):
             self._require(name, getattr(self, name) > 0, "must be above 0")
         self._require("precision", self.precision in ("auto", "bf16", "fp32"), "choose auto, bf16 or fp32")
         self._require("loss", self.loss in get_args(LossKind), f"choose among {', '.join(get_args(LossKind))}")
-        for name in ("alignment_weight", "lm_weight", "lk_eta", "noise_alpha"):
+        self._require("optimizer", self.optimizer in ("adamw", "adamw-8bit"), "choose adamw or adamw-8bit")
+        for name in ("alignment_weight", "lm_weight", "lk_eta", "noise_alpha", "features_budget"):
             self._require(name, getattr(self, name) >= 0, "must be at least 0")
         self._require("eval_steps", self.eval_steps >= 0, "give 0 for none")
         self._require("draft_vocab_size", self.draft_vocab_size >= 0, "give 0 for the whole vocabulary")
         self._require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "must be at least 1")
-        if not self.data and self.features is None:
-            raise InvalidSettings("give --data FILE… or a finished --features DIR to learn from")
+        if not self.data and not self.text and self.features is None:
+            raise InvalidSettings("give --data FILE…, --text FILE… or a finished --features DIR to learn from")
 
     def _require(self, name: str, is_fine: bool, mend: str) -> None:  # noqa: FBT001
         if not is_fine:

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from draftheads.checkpoint import save_head
-from draftheads.data.batches import PlannedBatches, plan_batches, split_held_out, with_guesses
-from draftheads.data.extract import build_features, load_texts
+from draftheads.data.batches import PlannedBatches
 from draftheads.data.features import Documents, FeatureStore
 from draftheads.draft import TargetWeights
 from draftheads.errors import DataError, InvalidSettings, MissingDependency
@@ -29,9 +28,11 @@ from draftheads.heads.base import DraftHead
 from draftheads.provenance import provenance
 from draftheads.search.grow import best_tree
 from draftheads.target.model import TargetModel
+from draftheads.train import processes
 from draftheads.train.card import model_card
 from draftheads.train.learner import Learner
 from draftheads.train.losses import objective
+from draftheads.train.material import Material, arrange, read_data, with_hidden_states
 from draftheads.train.measure import NUM_RANKS, Measurement, measure
 from draftheads.train.options import TrainOptions
 from draftheads.train.page import write_page
@@ -39,11 +40,10 @@ from draftheads.train.report import Report
 from draftheads.train.trainer import OnStep, TrainingInterrupted, find_checkpoint, fit
 from draftheads.tree import Tree
 
-HELD_OUT_AT_MOST = 200
 _MAY_CHANGE_ON_RESUME = frozenset(
     {
-        *("out", "data", "features", "keep_features", "resume"),
-        *("save_steps", "log_steps", "eval_steps", "eval_texts", "tree_nodes"),
+        *("out", "data", "text", "features", "features_budget", "keep_features", "resume"),
+        *("save_steps", "log_steps", "eval_steps", "eval_texts", "tree_nodes", "tensorboard"),
     }
 )
 
@@ -58,49 +58,50 @@ class Reporter(Protocol):
         """So many tokens or steps of the stage are done."""
 
 
-def train(options: TrainOptions, reporter: Reporter) -> Report:
+def train(options: TrainOptions, reporter: Reporter) -> Report | None:
     """Trains a head as the options say and leaves it in ``options.out``.
+
+    Returns:
+        What was found; None in every process but the first, where there are several.
 
     Raises:
         DraftHeadsError: bad data or settings, a loss that is not finite, a full disk, Ctrl-C (it can go on).
     """
     check_out(options, options.out)
+    processes.wait()  # nobody writes before all have looked
     reporter.stage(f"loading {options.model}")
-    target = TargetModel.load(options.model)
+    target = TargetModel.load(options.model, four_bit=options.four_bit)
     return train_for(target, options, reporter)
 
 
-def train_for(target: TargetModel, options: TrainOptions, reporter: Reporter) -> Report:
+def train_for(target: TargetModel, options: TrainOptions, reporter: Reporter) -> Report | None:
     """:func:`train` for a model that is loaded already, whatever ``options.model`` says."""
-    store = _features(target, options, reporter)
-    training, held_out = split_held_out(
-        len(store), fraction=options.held_out, at_most=HELD_OUT_AT_MOST, seed=options.seed
-    )
-    if not training:
-        raise DataError("only one text: training needs another one to measure on")
-    training = with_guesses(training, store.loss_masks)
-    if not training:
-        raise DataError("no two assistant tokens in a row in any text: give longer answers")
+    store = _hidden_states(target, options, reporter)
+    material = arrange(store, options)
+    training, held_out = material.training, material.held_out
     weights = in_float32(target.weights)
     head = new_head(options, weights, store, training, target.eos_ids)
     learner = new_learner(options, head, weights)
-    plan = plan_batches(
-        training,
-        store.lengths,
-        max_tokens=options.batch_tokens,
-        num_epochs=options.epochs,
-        seed=options.seed,
-    )
-    remember(options, model=target.model_id, num_steps=len(plan), data=store.meta.fingerprint)
+    remember(options, material, model=target.model_id)
     reporter.stage(f"training {options.method} on {len(training)} texts")
-    batches = PlannedBatches(store, plan, skip_prompts=not head.needs_history)
+    batches = PlannedBatches(store, material.plan, skip_prompts=not head.needs_history)
     some = held_out[: options.eval_texts]
 
     def validate() -> dict[str, Any]:
         return in_between(measure(learner, store, some, batch_tokens=options.batch_tokens), options)
 
-    speed = Speedometer([sum(store.lengths[i] for i in batch) for batch in plan])
-    fit(learner, batches, options, on_step=speed.counting(reporter.progress), validate=validate)
+    speed = Speedometer(material.tokens_per_step)
+    fit(
+        learner,
+        batches,
+        options,
+        stages=material.stages,
+        on_step=speed.counting(reporter.progress),
+        validate=validate,
+    )
+    if not processes.is_first():
+        processes.wait()
+        return None
     reporter.stage(f"measuring on {len(held_out)} texts kept apart")
     found = measure(learner, store, held_out, batch_tokens=options.batch_tokens)
     head.tree = best_tree(found.joint_ranks, options.tree_nodes)
@@ -110,7 +111,7 @@ def train_for(target: TargetModel, options: TrainOptions, reporter: Reporter) ->
         model_id=target.model_id,
         num_training_texts=len(training),
         num_held_out_texts=len(held_out),
-        num_steps=len(plan),
+        num_steps=material.num_steps,
         seconds=speed.seconds,
         tokens_per_second=speed.tokens_per_second,
     )
@@ -119,6 +120,7 @@ def train_for(target: TargetModel, options: TrainOptions, reporter: Reporter) ->
         write_page(options.out)
     except MissingDependency as error:  # the head is what counts
         reporter.stage(f"no report.html: {error}")
+    processes.wait()
     return report
 
 
@@ -283,15 +285,15 @@ def check_out(options: TrainOptions, head: Path) -> None:
         raise InvalidSettings(f"--resume: there is no {options.out} to go on with; start without it")
 
 
-def _features(target: TargetModel, options: TrainOptions, reporter: Reporter) -> FeatureStore:
-    """The hidden states of the data, or those in ``--features`` as they are."""
+def _hidden_states(target: TargetModel, options: TrainOptions, reporter: Reporter) -> Documents:
+    """The data with its hidden states, or the features in ``--features`` as they are."""
     folder = options.features or options.out / "features"
-    if options.data:
+    if options.data or options.text:
         try:
             reporter.stage("reading data")
-            texts = load_texts(target, options.data, max_length=options.max_length, max_tokens=options.max_tokens)
+            texts = read_data(target, options)
             reporter.stage(f"hidden states of {len(texts)} texts")
-            return build_features(target, texts, folder, reporter.progress)
+            return with_hidden_states(target, texts, options, reporter.progress)
         except KeyboardInterrupt:
             raise TrainingInterrupted(
                 f"stopped before training; hidden states so far are in {folder}: the same command goes on from there"
@@ -305,9 +307,17 @@ def _features(target: TargetModel, options: TrainOptions, reporter: Reporter) ->
     return store
 
 
-def remember(options: TrainOptions, **facts: str | int | None) -> None:
+def remember(options: TrainOptions, material: Material, *, model: str) -> None:
     """Notes in the output folder what the run depends on; a resumed run must find the same."""
+    if not processes.is_first():
+        return
     path = options.out / "run.json"
+    facts = {
+        "model": model,
+        "num_steps": material.num_steps,
+        "data": material.store.fingerprint,
+        "processes": processes.count(),
+    }
     settings = {key: value for key, value in plain(options).items() if key not in _MAY_CHANGE_ON_RESUME}
     now = {**settings, **facts}
     if options.resume and path.exists():

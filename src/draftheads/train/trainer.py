@@ -10,21 +10,26 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Sampler, SequentialSampler
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, get_scheduler
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from draftheads.data.batches import PlannedBatches, PlannedTexts
-from draftheads.errors import NonFiniteLoss, StorageError, TrainingError
+from draftheads.errors import MissingDependency, NonFiniteLoss, StorageError, TrainingError
 from draftheads.target.pretrained import default_dtype
+from draftheads.train import processes
 from draftheads.train.options import TrainOptions
+from draftheads.train.schedule import Stage, staged_rate
 
 OnStep = Callable[[int, int, float | None], None]  # steps done, steps in all, the last logged loss
 Validate = Callable[[], dict[str, Any]]  # what to note of the head as it is
@@ -39,6 +44,7 @@ def fit(
     batches: PlannedBatches | PlannedTexts,
     options: TrainOptions,
     *,
+    stages: Sequence[Stage],
     on_step: OnStep,
     validate: Validate,
     trainer_class: "Callable[..., HeadTrainer] | None" = None,
@@ -46,7 +52,7 @@ def fit(
     """Trains a learner in place over all batches; from the last checkpoint on with ``--resume``.
 
     ``validate`` is called before the first step, every ``eval_steps`` and after the last; what it finds goes to
-    ``validation.jsonl``.
+    ``validation.jsonl``. Of several processes only the first validates and writes.
 
     Raises:
         NonFiniteLoss: the loss became NaN or infinite; names the step and the documents of its batch.
@@ -56,13 +62,16 @@ def fit(
     checkpoint = find_checkpoint(options.out) if options.resume else None
     first_step = int(checkpoint.rpartition("-")[2]) if checkpoint else 0
     with _interruptible() as interrupted:
+        board = _Board.open(options.out / "tensorboard", first_step) if options.tensorboard else _Board(None)
         log, validations = (
-            StepLog(options.out / name, keep_until=first_step) for name in ("log.jsonl", "validation.jsonl")
+            StepLog(options.out / f"{name}.jsonl", keep_until=first_step, board=board, name=name)
+            for name in ("log", "validation")
         )
         callback = _Callback(log, on_step, interrupted, _Validation(validations, validate, options.eval_steps))
         trainer = (trainer_class or HeadTrainer)(
+            rates=[learning_rate_of(options, stages)],
             model=learner,
-            args=_arguments(options, folder, len(batches)),
+            args=_arguments(options, folder),
             train_dataset=batches,
             data_collator=_only,
             callbacks=[callback],
@@ -100,10 +109,17 @@ def _drop_incomplete(folder: Path) -> None:
 
 
 class StepLog:
-    """``log.jsonl``: a JSON object a line, each written at once, so that a killed run leaves whole lines."""
+    """``log.jsonl``: a JSON object a line, each written at once, so that a killed run leaves whole lines.
 
-    def __init__(self, path: Path, *, keep_until: int) -> None:
+    Written by the first process alone, and shown on a TensorBoard if there is one.
+    """
+
+    def __init__(self, path: Path, *, keep_until: int, board: "_Board | None" = None, name: str = "log") -> None:
         self.path = path
+        self.board = board or _Board(None)
+        self.name = name
+        if not processes.is_first():
+            return
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         kept = [line for line in lines if keep_until and json.loads(line)["step"] <= keep_until]
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,8 +127,46 @@ class StepLog:
 
     def add(self, record: dict[str, Any]) -> None:
         """Appends a line."""
+        if not processes.is_first():
+            return
+        self.board.show(self.name, record)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
+
+
+class _Board:
+    """TensorBoard's view of the log, if it is wanted."""
+
+    def __init__(self, writer: Any) -> None:
+        self.writer = writer
+
+    @classmethod
+    def open(cls, folder: Path, first_step: int) -> Self:
+        """What an earlier part of the run showed after ``first_step`` is taken back.
+
+        Raises:
+            MissingDependency: TensorBoard is not installed.
+        """
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
+        except ImportError as error:
+            raise MissingDependency("--tensorboard needs tensorboard: pip install 'draftheads[tensorboard]'") from error
+        writer = SummaryWriter(str(folder), purge_step=first_step + 1) if processes.is_first() else None
+        return cls(writer)
+
+    def show(self, name: str, record: dict[str, Any]) -> None:
+        """A curve for each number, and for each head's."""
+        if self.writer is None:
+            return
+        for key, value in record.items():
+            if isinstance(value, list):
+                numbers = {f"{name}/{key}/{i + 1}": number for i, number in enumerate(value)}
+            else:
+                numbers = {f"{name}/{key}": value}
+            for curve, number in numbers.items():
+                if key != "step":
+                    self.writer.add_scalar(curve, number, record["step"])
+        self.writer.flush()
 
 
 @dataclass(frozen=True)
@@ -125,20 +179,30 @@ class _Validation:
 
     def at(self, step: int, last_step: int) -> None:
         """Measures and notes, if it is time."""
-        if self.eval_steps and (step % self.eval_steps == 0 or step == last_step):
+        if processes.is_first() and self.eval_steps and (step % self.eval_steps == 0 or step == last_step):
             self.log.add({"step": step, **self.validate()})
 
 
 class HeadTrainer(Trainer):
     """Batches come ready from the plan, in its order; losses are checked, and what the learner reports is averaged."""
 
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, *, rates: Sequence[Callable[[int], float]], **arguments: Any) -> None:
         super().__init__(**arguments)
+        self.rates = rates  # of each group of parameters, or of all: the part of its highest learning rate by step
         self._reported: dict[str, list[Tensor]] = {}  # by name, since they were last taken
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         batches: PlannedBatches | PlannedTexts = self.train_dataset if train_dataset is None else train_dataset  # type: ignore[assignment]
         return SequentialSampler(batches)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """Each group's own rates."""
+        if self.lr_scheduler is None:
+            optimizer = optimizer or self.create_optimizer()
+            rates = list(self.rates) if len(self.rates) > 1 else list(self.rates) * len(optimizer.param_groups)
+            self.lr_scheduler = LambdaLR(optimizer, rates)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> Tensor:
         """The learner's loss; one that is no number ends the run."""
@@ -146,17 +210,22 @@ class HeadTrainer(Trainer):
         output = model(**inputs)
         loss: Tensor = output["loss"]
         if not torch.isfinite(loss):
+            sources = self.train_dataset.sources  # type: ignore[union-attr]
+            texts = ", ".join(sources[i] or f"text {i} of the features" for i in documents.tolist())
             raise NonFiniteLoss(
-                f"the loss is {loss.item()} at step {self.state.global_step + 1}, on the texts with the "
-                f"numbers {documents.tolist()} in the data: look at them, or lower --learning-rate"
+                f"the loss is {loss.item()} at step {self.state.global_step + 1}, on {texts}: look there, "
+                "or lower --learning-rate"
             )
         for name in output.keys() - {"loss"}:
             self._reported.setdefault(name, []).append(output[name].detach())
         return loss
 
     def take_means(self) -> dict[str, Any]:
-        """Means of what the learner reported since the last call: ``head_losses``, and what else it names."""
-        means = {name: torch.stack(values).mean(0).tolist() for name, values in sorted(self._reported.items())}
+        """Means of what all learners reported since the last call: ``head_losses``, and what else they name."""
+        means = {
+            name: processes.mean_of(torch.stack(values).mean(0)).tolist()
+            for name, values in sorted(self._reported.items())
+        }
         self._reported.clear()
         return means
 
@@ -179,7 +248,8 @@ class _Callback(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.on_step(state.global_step, state.max_steps, self.loss)
         self.validation.at(state.global_step, state.max_steps)
-        if self.interrupted.is_set():
+        if processes.any_of(self.interrupted.is_set()):
+            self.interrupted.set()
             control.should_save = control.should_training_stop = True
 
     def on_log(
@@ -196,23 +266,24 @@ class _Callback(TrainerCallback):
             self.log.add({"step": state.global_step, **record, **self.take_means()})
 
 
-def _schedule(options: TrainOptions) -> dict[str, float]:
-    return {"min_lr_rate": options.final_learning_rate}
+def learning_rate_of(options: TrainOptions, stages: Sequence[Stage]) -> Callable[[int], float]:
+    """A step's part of ``options.learning_rate``."""
+    return partial(staged_rate, stages=stages, warmup=options.warmup, final=options.final_learning_rate)
 
 
-def _arguments(options: TrainOptions, folder: Path, num_steps: int) -> TrainingArguments:
+def _arguments(options: TrainOptions, folder: Path) -> TrainingArguments:
+    if options.optimizer == "adamw-8bit" and find_spec("bitsandbytes") is None:
+        raise MissingDependency("--optimizer adamw-8bit needs bitsandbytes: pip install 'draftheads[quantised]'")
     use_cpu = not torch.cuda.is_available()
     return TrainingArguments(
         output_dir=str(folder),
         num_train_epochs=1,  # the plan holds all epochs
         per_device_train_batch_size=1,  # one batch of the plan
+        gradient_accumulation_steps=options.accumulate,
         learning_rate=options.learning_rate,
-        lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs=_schedule(options),
-        warmup_steps=int(options.warmup * num_steps),
         weight_decay=options.weight_decay,
         max_grad_norm=options.max_grad_norm,
-        optim="adamw_torch_fused",
+        optim="adamw_torch_fused" if options.optimizer == "adamw" else "adamw_bnb_8bit",
         logging_steps=options.log_steps,
         logging_nan_inf_filter=False,
         save_steps=options.save_steps,
@@ -223,31 +294,13 @@ def _arguments(options: TrainOptions, folder: Path, num_steps: int) -> TrainingA
         use_cpu=use_cpu,
         dataloader_num_workers=0,
         dataloader_pin_memory=not use_cpu,
+        ddp_find_unused_parameters=False,
         remove_unused_columns=False,
         label_names=[],
         disable_tqdm=True,
         report_to="none",
         log_level="error",
     )
-
-
-def learning_rates(options: TrainOptions, *, num_steps: int) -> list[float]:
-    """The learning rate of every step, as the Trainer's scheduler gives it."""
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=options.learning_rate)
-    args = _arguments(options, options.out, num_steps)
-    scheduler = get_scheduler(
-        args.lr_scheduler_type,
-        optimizer,
-        num_warmup_steps=args.get_warmup_steps(num_steps),
-        num_training_steps=num_steps,
-        scheduler_specific_kwargs=_schedule(options),
-    )
-    rates = []
-    for _ in range(num_steps):
-        rates.append(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
-    return rates
 
 
 def computes_in_bf16(options: TrainOptions, device: str) -> bool:

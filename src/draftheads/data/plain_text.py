@@ -1,0 +1,85 @@
+"""Plain text to learn from: files to blocks of tokens, every one of which is learned.
+
+Knows text files and tokenizers; knows nothing of chats. Texts follow each other without padding: the end token closes
+one, and a block may hold the end of one text and the start of the next.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from draftheads.data.chat import EncodedChat
+from draftheads.data.jsonl import read_json_lines, short
+from draftheads.errors import DataError
+
+
+def read_texts(path: Path) -> Iterator[tuple[str, str]]:
+    """Texts with where they are from: a ``.txt`` file is one; a line of ``.jsonl`` or ``.jsonl.gz`` has a "text".
+
+    Raises:
+        DataError: a file that cannot be read, or a line without a text; names file and line.
+    """
+    if path.suffix == ".txt":
+        try:
+            yield path.read_text(encoding="utf-8"), f"{path}:1"
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"cannot be read: {error}", path=path, line_number=1) from None
+        return
+    for line_number, record in read_json_lines(path):
+        text = record.get("text") if isinstance(record, dict) else None
+        if not isinstance(text, str):
+            raise DataError(
+                f'plain text is an object such as {{"text": "…"}}, not {short(repr(record))}; chats go to --data',
+                path=path,
+                line_number=line_number,
+            )
+        yield text, f"{path}:{line_number}"
+
+
+def load_blocks(
+    tokenizer: Any, paths: Sequence[Path], *, eos_ids: frozenset[int], length: int, max_tokens: int | None = None
+) -> list[EncodedChat]:
+    """All texts as blocks of ``length`` tokens, until ``max_tokens`` tokens are there; a block names its first text.
+
+    Raises:
+        DataError: a bad line, or no text at all.
+    """
+    limit = max_tokens if max_tokens is not None else float("inf")
+    blocks: list[EncodedChat] = []
+    rest: list[int] = []
+    source = ""
+    for path in paths:
+        for text, place in read_texts(path):
+            if len(blocks) * length >= limit:
+                break
+            source = source or place
+            rest += _tokens(tokenizer, text, eos_ids)
+            while len(rest) >= length:
+                blocks.append(_block(rest[:length], source))
+                rest, source = rest[length:], place
+    if len(rest) > 1:
+        blocks.append(_block(rest, source))
+    blocks = blocks[: -int(-limit // length)] if max_tokens is not None else blocks
+    if not blocks:
+        raise DataError(f"no text in {', '.join(map(str, paths))}")
+    return blocks
+
+
+def is_plain(loss_mask: Sequence[bool] | Any) -> bool:
+    """Whether a text is plain: it is learned from its first token on, where a chat starts with somebody else's words.
+
+    >>> is_plain([True, True]), is_plain([False, True])
+    (True, False)
+    """
+    return bool(loss_mask[0])
+
+
+def _block(token_ids: list[int], source: str) -> EncodedChat:
+    return EncodedChat(tuple(token_ids), (True,) * len(token_ids), source)
+
+
+def _tokens(tokenizer: Any, text: str, eos_ids: frozenset[int]) -> list[int]:
+    ids = list(tokenizer(text)["input_ids"])
+    if eos_ids and (not ids or ids[-1] not in eos_ids):
+        ids.append(min(eos_ids))
+    return ids
