@@ -21,6 +21,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from draftheads.cli.show import quiet_transformers
 from draftheads.train import processes
 from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import recipe
@@ -47,6 +48,7 @@ def expanded(arguments: Sequence[str]) -> list[str]:
 
 def run(options: TrainOptions) -> None:
     """Trains, then prints a table of what the heads can do."""
+    quiet_transformers()
     console = Console(quiet=not processes.is_first())
     if options.recipe is not None:
         console.print(_recipe_table(options))

@@ -3,6 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
+from draftheads.cli.show import quiet_transformers
 from draftheads.cli.train import Display, accuracy_table
 from draftheads.train import processes
 from draftheads.train.joint import train_jointly
@@ -12,6 +13,7 @@ from draftheads.train.movement import Movement
 
 def run(options: JointOptions) -> None:
     """Trains, then prints what the heads can do and how far the model moved."""
+    quiet_transformers()
     console = Console(quiet=not processes.is_first())
     with Display(console) as display:
         report = train_jointly(options, display)

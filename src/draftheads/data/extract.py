@@ -121,14 +121,11 @@ def build_shards(
     Raises:
         StorageError: there is too little room, or a shard cannot be written; those before it are complete.
     """
-    first, step = share
-    parts = {
-        index: texts[index * DOCUMENTS_PER_SHARD : (index + 1) * DOCUMENTS_PER_SHARD]
-        for index in range(first, _num_shards(texts), step)
-    }
-    total = sum(len(text.token_ids) for part in parts.values() for text in part)
-    done = sum(len(text.token_ids) for index in parts if shard_path(folder, index).exists() for text in parts[index])
-    missing = {index: part for index, part in parts.items() if not shard_path(folder, index).exists()}
+    missing = missing_shards(texts, folder, share)
+    numbers = range(share[0], _num_shards(texts), share[1])
+    sizes = {index: sum(len(text.token_ids) for text in _part(texts, index)) for index in numbers}
+    total = sum(sizes.values())
+    done = total - sum(sizes[index] for index in missing)
     _check_room(folder, sum(needed_bytes(target, part) for part in missing.values()))
     progress(done, total)
     for index, part in missing.items():
@@ -139,6 +136,18 @@ def build_shards(
             done += len(token_ids)
             progress(done, total)
         write_shard(folder, index, documents, sources=[text.source for text in part])
+
+
+def missing_shards(
+    texts: Sequence[EncodedChat], folder: Path, share: tuple[int, int] = (0, 1)
+) -> dict[int, Sequence[EncodedChat]]:
+    """The texts of each shard that has still to be made, of the share ``(r, n)``: every n-th, from r on."""
+    numbers = range(share[0], _num_shards(texts), share[1])
+    return {index: _part(texts, index) for index in numbers if not shard_path(folder, index).exists()}
+
+
+def _part(texts: Sequence[EncodedChat], index: int) -> Sequence[EncodedChat]:
+    return texts[index * DOCUMENTS_PER_SHARD : (index + 1) * DOCUMENTS_PER_SHARD]
 
 
 def _check_room(folder: Path, needed: int) -> None:

@@ -58,6 +58,8 @@ class JointOptions(TrainOptions):
     """The backbone is tuned on chats."""
     text_part: Annotated[float, Suppress] = 5 / 7
     """Likewise."""
+    shard_model: Annotated[bool, Suppress] = False
+    """Each process holds the model that it tunes."""
     second_stage_rate: Annotated[float, Suppress] = 0.1
     """Likewise."""
 

@@ -6,13 +6,15 @@ Knows texts, stores and plans; knows nothing of heads.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from draftheads.data.batches import in_whole_steps, plan_batches, split_held_out, with_guesses
 from draftheads.data.chat import EncodedChat
-from draftheads.data.extract import Progress, build_shards, claim, load_texts, needed_bytes
+from draftheads.data.extract import Progress, build_shards, claim, load_texts, missing_shards, needed_bytes
 from draftheads.data.features import Documents, FeatureStore
-from draftheads.data.live import LiveStore
+from draftheads.data.live import LiveStore, read_alone
 from draftheads.data.plain_text import is_plain, load_blocks
-from draftheads.errors import DataError
+from draftheads.errors import DataError, InvalidSettings
 from draftheads.target.model import TargetModel
 from draftheads.train import processes
 from draftheads.train.options import TrainOptions
@@ -72,13 +74,24 @@ def with_hidden_states(
 
     Several processes share the reading, each has every n-th shard.
     """
-    if needed_bytes(target, texts) > options.features_budget * 1e9:
+    if (needed := needed_bytes(target, texts)) > options.features_budget * 1e9:
+        if options.shard_model:
+            raise InvalidSettings(
+                f"hidden states of {needed / 1e9:.2f} GB do not fit --features-budget {options.features_budget}, and a "
+                "model spread with --shard-model cannot compute them anew for each batch: give a larger budget"
+            )
         return LiveStore(target, texts)
     folder = options.features or options.out / "features"
     if processes.is_first():
         claim(target, texts, folder)
     processes.wait()  # for nobody writes into a folder that holds something else
-    build_shards(target, texts, folder, progress, share=(processes.number(), processes.count()))
+    share = (processes.number(), processes.count())
+    here = sum(map(len, missing_shards(texts, folder, share).values()))
+    most = processes.most_of(here)
+    build_shards(target, texts, folder, progress, share=share)
+    if options.shard_model:  # its processes make their passes together
+        for _ in range(most - here):
+            read_alone(target, torch.tensor(texts[0].token_ids[:1]))
     processes.wait()
     return FeatureStore(folder)
 

@@ -32,6 +32,9 @@ class TrainOptions:
     """The model to train heads for: a name, a folder or a Hugging Face id."""
     four_bit: bool = False
     """Hold the model's linear layers in 4 bits while it reads the texts; needs bitsandbytes."""
+    shard_model: bool = False
+    """With several processes, spread the model over them (FSDP) while it reads the texts: for one too large for one
+    device. Each process still loads it whole into memory first."""
     num_heads: int = 4
     """How many tokens beyond the next one are guessed."""
     num_layers: int = 1
@@ -118,6 +121,7 @@ class TrainOptions:
         self._require("optimizer", self.optimizer in ("adamw", "adamw-8bit"), "choose adamw or adamw-8bit")
         for name in ("alignment_weight", "lm_weight", "lk_eta", "noise_alpha", "features_budget"):
             self._require(name, getattr(self, name) >= 0, "must be at least 0")
+        self._require("shard_model", not (self.shard_model and self.four_bit), "it goes without --four-bit")
         self._require("eval_steps", self.eval_steps >= 0, "give 0 for none")
         self._require("draft_vocab_size", self.draft_vocab_size >= 0, "give 0 for the whole vocabulary")
         self._require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "must be at least 1")

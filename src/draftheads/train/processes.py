@@ -30,6 +30,11 @@ def count() -> int:
     return int(_state().num_processes)
 
 
+def device() -> torch.device:
+    """Of this process."""
+    return torch.device(_state().device)
+
+
 def is_first() -> bool:
     """Whether this is the process that writes and speaks."""
     return number() == 0
@@ -42,11 +47,16 @@ def wait() -> None:
 
 def any_of(here: bool) -> bool:  # noqa: FBT001 - a question about one flag
     """Whether it is so in at least one process; all must ask."""
+    return bool(most_of(int(here)))
+
+
+def most_of(here: int) -> int:
+    """The largest number in any process; all must ask."""
     if count() == 1:
         return here
-    flag = torch.tensor(int(here), device=_state().device)
-    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
-    return bool(flag)
+    number = torch.tensor(here, device=_state().device)
+    torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX)
+    return int(number)
 
 
 def mean_of(values: torch.Tensor) -> torch.Tensor:

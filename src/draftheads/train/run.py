@@ -28,6 +28,8 @@ from draftheads.heads.base import DraftHead
 from draftheads.provenance import provenance
 from draftheads.search.grow import best_tree
 from draftheads.target.model import TargetModel
+from draftheads.target.pretrained import default_dtype
+from draftheads.target.shard import shard_layers
 from draftheads.train import processes
 from draftheads.train.card import model_card
 from draftheads.train.learner import Learner
@@ -70,7 +72,10 @@ def train(options: TrainOptions, reporter: Reporter) -> Report | None:
     check_out(options, options.out)
     processes.wait()  # nobody writes before all have looked
     reporter.stage(f"loading {options.model}")
-    target = TargetModel.load(options.model, four_bit=options.four_bit)
+    if options.shard_model:
+        target = _spread(TargetModel.load(options.model, dtype=default_dtype(processes.device()), device="cpu"))
+    else:
+        target = TargetModel.load(options.model, four_bit=options.four_bit)
     return train_for(target, options, reporter)
 
 
@@ -122,6 +127,14 @@ def train_for(target: TargetModel, options: TrainOptions, reporter: Reporter) ->
         reporter.stage(f"no report.html: {error}")
     processes.wait()
     return report
+
+
+def _spread(target: TargetModel) -> TargetModel:
+    """The model over all processes."""
+    if processes.count() == 1:
+        raise InvalidSettings("--shard-model is for several processes: start them with accelerate launch or torchrun")
+    shard_layers(target, processes.device())
+    return target
 
 
 class Speedometer:
