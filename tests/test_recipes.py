@@ -8,9 +8,12 @@ import torch
 import tyro
 
 from draftheads.cli import train as command
+from draftheads.cli import train_joint
 from draftheads.cli.main import main
 from draftheads.target.model import TargetModel
 from draftheads.train import run
+from draftheads.train.joint import train_jointly_for
+from draftheads.train.joint_options import JointOptions
 from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import RECIPES
 from draftheads.train.report import Report
@@ -19,7 +22,9 @@ from draftheads.train.trainer import learning_rate_of
 from training_world import chat_model, counting_chats, distilled_chats, write_chats
 
 
-def parsed(*arguments: str) -> TrainOptions:
+def parsed(*arguments: str, tunes_model: bool = False) -> TrainOptions:
+    if tunes_model:
+        return tyro.cli(JointOptions, args=train_joint.expanded(arguments))
     return tyro.cli(TrainOptions, args=command.expanded(arguments))
 
 
@@ -30,9 +35,9 @@ BASICS = ("--out", "out", "--data", "chats.jsonl", "--method", "medusa")
 @pytest.mark.parametrize("joined", [False, True])
 def test_a_recipe_sets_what_it_says_and_nothing_else(name: str, joined: bool) -> None:
     arguments = [*BASICS[:4], *([f"--recipe={name}"] if joined else ["--recipe", name])]
-    settings = RECIPES[name].settings
-    found = parsed(*arguments, *([] if "method" in settings else BASICS[4:]))
-    plain = parsed(*BASICS)
+    settings, tunes = RECIPES[name].settings, RECIPES[name].tunes_model
+    found = parsed(*arguments, *([] if "method" in settings else BASICS[4:]), tunes_model=tunes)
+    plain = parsed(*BASICS, tunes_model=tunes)
     assert {key: getattr(found, key) for key in settings} == dict(settings)
     others = set(vars(plain)) - set(settings) - {"recipe", "method"}
     assert {key: getattr(found, key) for key in others} == {key: getattr(plain, key) for key in others}
@@ -56,6 +61,13 @@ def test_an_unknown_recipe_is_named(arguments: list[str], capsys: pytest.Capture
     assert "no recipe 'medusa-7'; choose among medusa-1, hydra" in capsys.readouterr().err
 
 
+def test_a_recipe_of_the_other_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *BASICS, "--recipe", "medusa-2"]) == 1
+    assert "medusa-2 tunes the model, too: draftheads train-joint --recipe medusa-2" in capsys.readouterr().err
+    assert main(["train-joint", *BASICS, "--recipe", "hydra"]) == 1
+    assert "hydra leaves the model as it is: draftheads train --recipe hydra" in capsys.readouterr().err
+
+
 class Quiet:
     def stage(self, what: str) -> None: ...
 
@@ -71,11 +83,12 @@ def target() -> TargetModel:
 def test_every_recipe_learns(target: TargetModel, tmp_path: Path, name: str) -> None:
     """Heads rise above untrained ones; a tiny model needs a higher rate and smaller batches than the papers' models."""
     data = write_chats(tmp_path / "chats.jsonl", [*distilled_chats(target) * 4, *counting_chats(20)])
+    tunes = RECIPES[name].tunes_model
     options = parsed(
         *("--method", "medusa", "--recipe", name, "--out", str(tmp_path / "out"), "--data", str(data)),
         *(
             "--learning-rate",
-            "0.02",
+            "0.005" if tunes else "0.02",  # the heads' own is four times the model's
             "--batch-tokens",
             "128",
             "--draft-vocab-size",
@@ -85,8 +98,12 @@ def test_every_recipe_learns(target: TargetModel, tmp_path: Path, name: str) -> 
             "--eval-texts",
             "500",
         ),
+        tunes_model=tunes,
     )
-    report = run.train_for(target, options, Quiet())
+    if isinstance(options, JointOptions):
+        report = train_jointly_for(chat_model(), options, Quiet()).heads
+    else:
+        report = run.train_for(target, options, Quiet())
     untrained = json.loads((tmp_path / "out" / "validation.jsonl").read_text().splitlines()[0])
     assert report.tokens_per_step_tree > untrained["tokens_per_step_tree"] + 0.05
     assert sum(report.losses) < 0.9 * sum(untrained["losses"])

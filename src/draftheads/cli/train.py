@@ -31,7 +31,7 @@ from draftheads.train.run import train
 _SECONDS_BETWEEN_LINES = 30.0  # where the output is no terminal
 
 
-def expanded(arguments: Sequence[str]) -> list[str]:
+def expanded(arguments: Sequence[str], *, tunes_model: bool = False) -> list[str]:
     """The arguments with those of ``--recipe`` before them; of an option that comes twice the last one counts.
 
     >>> expanded(["--recipe=hydra", "--epochs", "3"])[:2]
@@ -42,7 +42,10 @@ def expanded(arguments: Sequence[str]) -> list[str]:
     name = parser.parse_known_args(arguments)[0].recipe
     if name is None:
         return list(arguments)
-    flags = ([f"--{key.replace('_', '-')}", str(value)] for key, value in recipe(name).settings.items())
+    flags = (
+        [f"--{key.replace('_', '-')}", str(value)]
+        for key, value in recipe(name, tunes_model=tunes_model).settings.items()
+    )
     return [*itertools.chain.from_iterable(flags), *arguments]
 
 
@@ -51,7 +54,7 @@ def run(options: TrainOptions) -> None:
     quiet_transformers()
     console = Console(quiet=not processes.is_first())
     if options.recipe is not None:
-        console.print(_recipe_table(options))
+        console.print(recipe_table(options))
     with Display(console) as display:
         report = train(options, display)
     if report is None:  # of several processes the first one tells
@@ -125,10 +128,10 @@ class _Speed(ProgressColumn):
         return Text(f"{speed:,.1f}/s" if speed else "")
 
 
-def _recipe_table(options: TrainOptions) -> Table:
+def recipe_table(options: TrainOptions, *, tunes_model: bool = False) -> Table:
     """All that the recipe sets, and what was asked for instead."""
     assert options.recipe is not None
-    chosen = recipe(options.recipe)
+    chosen = recipe(options.recipe, tunes_model=tunes_model)
     table = Table("option", "value", title=f"recipe {options.recipe}: {chosen.source}")
     for name, value in chosen.settings.items():
         now = getattr(options, name)

@@ -1,20 +1,30 @@
 """``draftheads train-joint``: tunes a model and its heads together and shows how it goes."""
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.table import Table
 
 from draftheads.cli.show import quiet_transformers
-from draftheads.cli.train import Display, accuracy_table
+from draftheads.cli.train import Display, accuracy_table, recipe_table
+from draftheads.cli.train import expanded as expanded_for_heads
 from draftheads.train import processes
 from draftheads.train.joint import train_jointly
 from draftheads.train.joint_options import JointOptions
 from draftheads.train.movement import Movement
 
 
+def expanded(arguments: Sequence[str]) -> list[str]:
+    """The arguments with those of ``--recipe`` before them."""
+    return expanded_for_heads(arguments, tunes_model=True)
+
+
 def run(options: JointOptions) -> None:
     """Trains, then prints what the heads can do and how far the model moved."""
     quiet_transformers()
     console = Console(quiet=not processes.is_first())
+    if options.recipe is not None:
+        console.print(recipe_table(options, tunes_model=True))
     with Display(console) as display:
         report = train_jointly(options, display)
     if report is None:  # of several processes the first one tells

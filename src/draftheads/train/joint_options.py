@@ -16,6 +16,8 @@ HEAD_WEIGHTS = {"text": 0.2, "original": 0.01}  # λ0 of Medusa, sections 4.1 an
 class JointOptions(TrainOptions):
     """Tune a model and its draft heads together (Medusa-2): the model changes, `draftheads merge` makes it whole."""
 
+    recipe: str | None = None
+    """Settings of a paper to start from (medusa-2, medusa-2-self); options beside it win."""
     method: str = "medusa"
     """Architecture of the heads: medusa or hydra."""
     out: Path

@@ -1,6 +1,7 @@
 """Settings that papers trained their heads with, by name; every value can be overridden.
 
-A recipe is the defaults of :class:`TrainOptions` with some values changed: what is given on the command line wins.
+A recipe is the defaults of :class:`TrainOptions`, or of :class:`JointOptions`, with some values changed: what is given
+on the command line wins.
 """
 
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from draftheads.errors import InvalidSettings
+from draftheads.train.joint_options import JointOptions
 from draftheads.train.options import TrainOptions
 
 
@@ -18,19 +20,51 @@ class Recipe:
 
     source: str
     settings: Mapping[str, Any]
+    tunes_model: bool = False  # for train-joint
 
     def __post_init__(self) -> None:
-        unknown = set(self.settings) - {field.name for field in fields(TrainOptions)}
+        unknown = set(self.settings) - {
+            field.name for field in fields(JointOptions if self.tunes_model else TrainOptions)
+        }
         assert not unknown, f"no such options: {sorted(unknown)}"
 
 
 _MEDUSA = {"method": "medusa", "loss": "hard", "depth_decay": 0.8, "learning_rate": 1e-3, "warmup": 0.1}
+_MEDUSA_2 = {
+    "method": "medusa",
+    "loss": "hard",
+    "depth_decay": 0.8,
+    "num_heads": 5,
+    "num_layers": 1,
+    "epochs": 2,
+    "head_rate_factor": 4.0,
+    "lora_rank": 32,
+    "lora_alpha": 16,
+    "lora_dropout": 0.05,
+}
 _HYDRA = {"method": "hydra", "num_heads": 4, "num_layers": 1, "learning_rate": 1e-3, "epochs": 1, "depth_decay": 1.0}
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
         "medusa-1": Recipe(
             "Medusa, appendix B: five heads of one layer on a frozen model",
             {**_MEDUSA, "num_heads": 5, "num_layers": 1, "epochs": 2},
+        ),
+        "medusa-2": Recipe(
+            "Medusa, section 4.1 and appendix B: heads first, then heads and model together, on the text",
+            {**_MEDUSA_2, "learning_rate": 5e-4, "backbone_loss": "text", "head_weight": 0.2, "heads_first": 0.5},
+            tunes_model=True,
+        ),
+        "medusa-2-self": Recipe(
+            "Medusa, section 4.2: the model keeps to its own distribution, the heads' weight rises along a sine",
+            {
+                **_MEDUSA_2,
+                "learning_rate": 1e-4,
+                "backbone_loss": "original",
+                "head_weight": 0.01,
+                "head_weight_rise": "sine",
+                "heads_first": 0.0,
+            },
+            tunes_model=True,
         ),
         "hydra": Recipe("Hydra, section 5: four grounded heads, one epoch on the text", {**_HYDRA, "loss": "hard"}),
         "hydra-teacher": Recipe(
@@ -44,12 +78,17 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 )
 
 
-def recipe(name: str) -> Recipe:
-    """The recipe of that name.
+def recipe(name: str, *, tunes_model: bool = False) -> Recipe:
+    """The recipe of that name, for heads alone or for heads and model.
 
     Raises:
-        InvalidSettings: there is none.
+        InvalidSettings: there is none, or it is for the other command.
     """
+    fitting = [known for known, found in RECIPES.items() if found.tunes_model == tunes_model]
     if name not in RECIPES:
-        raise InvalidSettings(f"no recipe {name!r}; choose among {', '.join(RECIPES)}")
+        raise InvalidSettings(f"no recipe {name!r}; choose among {', '.join(fitting)}")
+    if name not in fitting:
+        other = "train" if tunes_model else "train-joint"
+        what = "leaves the model as it is" if tunes_model else "tunes the model, too"
+        raise InvalidSettings(f"recipe {name} {what}: draftheads {other} --recipe {name} …")
     return RECIPES[name]

@@ -1,0 +1,163 @@
+"""Several real processes (gloo on the CPU), started as users start them: the same head as one process makes."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draftheads.errors import InvalidSettings
+from draftheads.train.options import TrainOptions
+from draftheads.train.run import train
+from training_world import chat_model, counting_chats, distilled_chats, write_chats
+
+# small shards, so that both processes have some to read
+PROGRAM = """
+import sys
+from draftheads.cli.main import main
+from draftheads.data import extract
+extract.DOCUMENTS_PER_SHARD = 16
+sys.exit(main())
+"""
+HEADS = ("--method", "hydra", "--num-heads", "3", "--epochs", "2", "--batch-tokens", "96", "--max-length", "64")
+COMMON = ("--draft-vocab-size", "0", "--log-steps", "1", "--eval-steps", "10", "--precision", "fp32")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, chats and the program."""
+    folder = tmp_path_factory.mktemp("world")
+    target = chat_model()
+    target.model.save_pretrained(folder / "model")
+    target.tokenizer.save_pretrained(folder / "model")
+    write_chats(folder / "chats.jsonl", distilled_chats(target) + counting_chats(20))
+    (folder / "program.py").write_text(PROGRAM, encoding="utf-8")
+    return folder
+
+
+def start(world: Path, *arguments: str, processes: int) -> subprocess.Popen[str]:
+    """The command, in that many processes or (with 1) without a launcher."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", free_port()]
+    command = [sys.executable, *(launcher if processes > 1 else []), "program.py", *arguments]
+    data = ("--model", "model", "--data", "chats.jsonl")
+    return subprocess.Popen(
+        [*command, *data, *COMMON],
+        cwd=world,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
+def free_port() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    return output
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def assert_same_training(one: Path, two: Path) -> None:
+    """Losses step by step, and the heads."""
+    for name in ("log.jsonl", "validation.jsonl"):
+        first, second = lines(one / name), lines(two / name)
+        assert [line["step"] for line in first] == [line["step"] for line in second]
+        for before, after in zip(first, second, strict=True):
+            assert before.keys() == after.keys()
+            for key, value in before.items():
+                assert after[key] == pytest.approx(value, rel=1e-4, abs=1e-7), (name, before["step"], key)
+
+
+def assert_same_tensors(one: Path, two: Path) -> None:
+    first, second = load_file(one), load_file(two)
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        torch.testing.assert_close(second[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.fixture(scope="module")
+def single(world: Path) -> Path:
+    """A head of one process, of batches that are twice as large: two at a time."""
+    finish(start(world, "train", *HEADS, "--out", "single", "--accumulate", "2", "--keep-features", processes=1))
+    return world / "single"
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_two_processes_make_the_head_of_one(world: Path, single: Path) -> None:
+    """The model is spread over both while it reads; each reads half of the texts, and writes them where they belong."""
+    spread = ("--shard-model", "--keep-features", "--out", "double")
+    output = finish(start(world, "train", *HEADS, *spread, processes=2))
+    double = world / "double"
+    assert len(files(double / "features")) > 4
+    assert files(double / "features") == files(single / "features")
+    assert_same_training(single, double)
+    assert_same_tensors(single / "model.safetensors", double / "model.safetensors")
+    assert output.count("saved in") == output.count("reading data") == 1  # only the first one speaks
+    assert {path.name for path in double.iterdir()} == {path.name for path in single.iterdir()}
+    metrics = [json.loads((folder / "metrics.json").read_text()) for folder in (single, double)]
+    assert metrics[0]["num_steps"] == metrics[1]["num_steps"] == len(lines(double / "log.jsonl"))
+
+
+def test_stopped_processes_go_on_to_the_same_head(world: Path, single: Path) -> None:
+    """Ctrl-C reaches all at once, but not at the same step: they agree on one, and save it."""
+    arguments = ("train", *HEADS, "--out", "stopped")
+    process = start(world, *arguments, processes=2)
+    log = world / "stopped" / "log.jsonl"
+    while process.poll() is None and not (log.exists() and len(lines(log)) >= 3):
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    output = process.communicate(timeout=120)[0]
+    checkpoints = list((world / "stopped" / "checkpoints").glob("checkpoint-*/trainer_state.json"))
+    assert checkpoints, output
+    assert 3 <= len(lines(log)) < len(lines(single / "log.jsonl"))
+    finish(start(world, *arguments, "--resume", processes=2))
+    assert_same_training(single, world / "stopped")
+    assert_same_tensors(single / "model.safetensors", world / "stopped" / "model.safetensors")
+
+
+def test_two_processes_tune_the_model_of_one(world: Path) -> None:
+    """In the first stage the adapter has no gradients, in the second it has."""
+    tuning = ("--batch-tokens", "96", "--max-length", "64", "--lora-dropout", "0", "--num-heads", "2", "--epochs", "1")
+    finish(start(world, "train-joint", *tuning, "--accumulate", "2", "--out", "tuned-by-one", processes=1))
+    finish(start(world, "train-joint", *tuning, "--out", "tuned-by-two", processes=2))
+    one, two = world / "tuned-by-one", world / "tuned-by-two"
+    assert_same_training(one, two)
+    assert_same_tensors(one / "head" / "model.safetensors", two / "head" / "model.safetensors")
+    adapter = Path("adapter") / "adapter_model.safetensors"
+    assert_same_tensors(one / adapter, two / adapter)
+    moved = load_file(one / adapter)
+    assert any(float(moved[name].abs().max()) > 0 for name in moved if "lora_B" in name)
+
+
+def test_a_model_is_spread_over_several_processes_only(world: Path) -> None:
+    options = TrainOptions(
+        method="medusa", model=str(world / "model"), data=(world / "chats.jsonl",), out=world / "x", shard_model=True
+    )
+
+    class Silent:
+        def stage(self, what: str) -> None: ...
+        def progress(self, done: int, total: int, loss: float | None = None) -> None: ...
+
+    with pytest.raises(InvalidSettings, match="--shard-model is for several processes"):
+        train(options, Silent())
