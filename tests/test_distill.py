@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -25,6 +26,7 @@ from draftheads.distill.template import TurnEnd, user_turn_end, user_turn_openin
 from draftheads.errors import DataError, InvalidSettings, UnsupportedModel
 from draftheads.sampling import SamplingSettings
 from draftheads.target.model import TargetModel
+from draftheads.tree import Tree
 from families import TREES, tiny_head
 from training_world import EOS, chat_model, chat_tokenizer
 
@@ -324,6 +326,8 @@ def test_a_model_without_a_chat_template_is_refused(tmp_path: Path):
         ({"top_k": 0}, "--top-k is 0"),
         ({"batch_size": 0}, "--batch-size is 0: must be at least 1"),
         ({"chunk_size": 0}, "--chunk-size is 0"),
+        ({"chain": 0, "head": "hydra"}, "--chain is 0"),
+        ({"chain": 2}, "--chain is 2: give --head"),
         ({"num_self_talk": -1}, "--num-self-talk is -1"),
         ({"request_timeout": 0.0}, "--request-timeout is 0.0"),
         ({"out": Path("out.jsonl.gz")}, "--out is .*zip it when it is whole"),
@@ -337,6 +341,20 @@ def test_impossible_options_name_the_flag_and_the_mend(changes: dict[str, Any], 
     values: dict[str, Any] = {"out": Path("out.jsonl"), "prompts": (Path("prompts.jsonl"),), **changes}
     with pytest.raises(InvalidSettings, match=words):
         DistillOptions(**values)
+
+
+def test_a_chain_takes_the_place_of_the_heads_tree(monkeypatch: pytest.MonkeyPatch, target: TargetModel):
+    asked: list[Any] = []
+
+    def loading(*_: Any, tree: Any, **__: Any) -> Engine:
+        asked.append(tree)
+        return Engine(target)
+
+    monkeypatch.setattr(command_line, "load", loading)
+    for chain in (None, 2):
+        chosen = DistillOptions(out=Path("out.jsonl"), prompts=(Path("prompts.jsonl"),), head="hydra", chain=chain)
+        command_line._source(chosen, Mock())
+    assert asked == [None, Tree.chain(2)]
 
 
 # --- what stands beside it ---

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from draftheads.draft import Draft
 from draftheads.kernels import (
     EXACT_ROWS,
     MAX_TREE_ROWS,
@@ -18,6 +19,8 @@ from draftheads.kernels import (
     can_pack,
     replace_linears,
 )
+from draftheads.target import fast as fast_module
+from draftheads.target import target as target_module
 from draftheads.target.fast import (
     EXACT_ATTENTION,
     GROUPED_ATTENTION,
@@ -26,8 +29,10 @@ from draftheads.target.fast import (
     rows_keep_their_bits,
     speed_up,
 )
+from draftheads.target.kv_cache import BLOCK_SLOTS
 from draftheads.target.masks import as_float_mask
 from draftheads.target.target import Target
+from draftheads.tree import Tree
 from families import FAMILIES, VOCAB, tiny_model
 
 CPU = torch.device("cpu")
@@ -320,6 +325,62 @@ def test_attention_is_attention(attention: Any, heads: int, groups: int, masked:
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=5e-6)
 
 
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2)])
+@pytest.mark.parametrize("scaling", [None, 0.7])
+def test_attention_in_large_batches(
+    monkeypatch: pytest.MonkeyPatch, heads: int, groups: int, scaling: float | None
+) -> None:
+    """Many texts in bf16 go another way, as long as their keys lie without gaps; it is as exact as the usual one."""
+    torch.manual_seed(0)
+    module = nn.Module()
+    used: list[int] = []
+    by_products = fast_module._by_products
+
+    def spying(rows: Tensor, *rest: Any) -> Tensor:
+        used.append(len(rows))
+        return by_products(rows, *rest)
+
+    monkeypatch.setattr(fast_module, "_by_products", spying)
+    for batch, nodes, gaps in ((15, 2, 0), (16, 2, 0), (16, 2, 3), (16, 17, 0), (40, 1, 0)):
+        slots = nodes + 30
+        query = torch.randn(batch, heads, nodes, 16).bfloat16()
+        buffers = torch.randn(2, batch, groups, slots + gaps, 16).bfloat16()
+        key, value = buffers[0, :, :, :slots], buffers[1, :, :, :slots]
+        visible = torch.rand(batch, nodes, slots) < 0.6
+        visible[:, :, 0] = True
+        mask = as_float_mask(visible, torch.bfloat16)
+        used.clear()
+        found, _ = grouped_attention(module, query, key, value, mask, scaling=scaling)
+        assert used == ([batch] if (batch, nodes, gaps) in {(16, 2, 0), (40, 1, 0)} else [])
+        assert found.is_contiguous()
+        expected = eager(query, key, value, mask, 16**-0.5 if scaling is None else scaling)
+        torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.04)
+
+
+def test_large_batches_in_bf16_read_keys_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    speed_up(model.model, exact_bits=False)
+    spans: list[int] = []
+    by_products = fast_module._by_products
+
+    def spying(rows: Tensor, key: Tensor, *rest: Any) -> Tensor:
+        spans.append(key.shape[2])
+        return by_products(rows, key, *rest)
+
+    monkeypatch.setattr(fast_module, "_by_products", spying)
+    target = Target(model)
+    target.prefill([[token % VOCAB for token in range(3 + row)] for row in range(20)])
+    spans.clear()
+    draft = Draft.on_tree(Tree.chain(1), torch.full((20, 2), 5))
+    logits, _ = target.verify(draft)
+    assert spans == [BLOCK_SLOTS] * len(model.layer_kinds)
+    for row in (0, 7, 19):
+        alone = Target(model)
+        alone.prefill([[token % VOCAB for token in range(3 + row)]])
+        expected, _ = alone.verify(Draft.on_tree(Tree.chain(1), torch.full((1, 2), 5)))
+        torch.testing.assert_close(logits[row], expected[0], rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_exact_attention_does_not_see_where_keys_lie(dtype: torch.dtype):
     """The same keys in other slots, among others that the mask hides, and other nodes beside: not a bit changes."""
@@ -441,3 +502,28 @@ def test_with_exact_bits_a_prompt_is_read_alone(monkeypatch: pytest.MonkeyPatch)
         alone, states = Target(model).prefill([prompt])
         assert torch.equal(alone[0], logits[row])
         assert torch.equal(states[0], hidden[row, : len(prompt)])
+
+
+def test_prompts_are_read_in_groups_of_like_length(monkeypatch: pytest.MonkeyPatch):
+    """Neighbours share a pass until it is full; a prompt that is longer than that has one of its own."""
+    monkeypatch.setattr(target_module, "PREFILL_TOKENS", 60)
+    model = tiny_model("llama")
+    prompts = [[(3 * token + row) % VOCAB for token in range(length)] for row, length in enumerate((9, 10, 20, 21, 70))]
+    read: list[tuple[int, ...]] = []
+    forward = Target._forward
+
+    def spying(target: Target, rows: slice, starts: Any, tokens: Tensor, *rest: Any) -> Tensor:
+        read.append(tuple(tokens.shape))
+        return forward(target, rows, starts, tokens, *rest)
+
+    target = Target(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(Target, "_forward", spying)
+        logits, hidden = target.prefill(prompts)
+    assert read == [(3, 20), (1, 21), (1, 70)]
+    assert target.lengths == [9, 10, 20, 21, 70]
+    assert hidden.shape[:2] == (5, 70)
+    for row, prompt in enumerate(prompts):
+        alone, states = Target(model).prefill([prompt])
+        torch.testing.assert_close(logits[row], alone[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(hidden[row, : len(prompt)], states[0], rtol=1e-4, atol=1e-5)

@@ -17,6 +17,7 @@ from draftheads.distill.options import DistillOptions
 from draftheads.distill.run import Outcome, distill
 from draftheads.distill.source import Source
 from draftheads.loading import load
+from draftheads.tree import Tree
 
 _SECONDS_BETWEEN_LINES = 30.0  # where the output is no terminal
 _SECONDS_OF_SPEED = 600.0  # that the time left is estimated from: answers end in bursts
@@ -38,7 +39,13 @@ def _source(options: DistillOptions, display: "_Display") -> Source:
     if options.endpoint is not None:
         return EndpointSource(options)
     display.stage(f"loading {options.model}")
-    engine = load(options.model, options.head, dtype=DTYPES.get(options.dtype), max_batch_size=options.batch_size)
+    engine = load(
+        options.model,
+        options.head,
+        tree=None if options.chain is None else Tree.chain(options.chain),
+        dtype=DTYPES.get(options.dtype),
+        max_batch_size=options.batch_size,
+    )
     return EngineSource(engine, options)
 
 

@@ -27,6 +27,7 @@ _MAY_CHANGE = frozenset(  # the answers do not depend on these, or not on purpos
         "model",  # what is loaded counts
         "dtype",
         "head",
+        "chain",
         "batch_size",
         "chunk_size",
         "endpoint",
