@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -610,6 +611,43 @@ def test_without_bitsandbytes_four_bits_are_an_error(
     settings = options(tmp_path / "out", data, model=on_disk(tmp_path / "base"), four_bit=True)
     with pytest.raises(MissingDependency, match="pip install bitsandbytes"):
         train_jointly(settings, Silent())
+
+
+def test_gradients_pass_layers_of_four_bits(data: Path, tmp_path: Path) -> None:
+    """QLoRA: the adapter's gradients are those of the same model with the rounded weights in full."""
+    base = on_disk(tmp_path / "base", hidden_size=64, intermediate_size=128)
+    small = TargetModel.load(base, dtype=torch.float32, four_bit=True)
+    full = TargetModel.load(base, dtype=torch.float32)
+    layers = dict(full.model.named_modules())
+    for name, module in small.model.named_modules():
+        if hasattr(getattr(module, "weight", None), "quant_state"):
+            rounded = bitsandbytes.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+            assert not torch.equal(layers[name].weight, rounded)
+            layers[name].weight.data.copy_(rounded)
+    gradients = []
+    for target in (small, full):
+        target.hidden_states(torch.tensor([[5, 6, 7]]))  # inference first, as in a run's first stage
+        torch.manual_seed(0)
+        joint, batch = harness(target, data)
+        joint(**batch)["loss"].backward()
+        gradients.append([parameter.grad for parameter in joint.adapter.parameters])
+    assert len(gradients[0]) > 20
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_a_model_in_four_bits_is_tuned(data: Path, tmp_path: Path) -> None:
+    base = on_disk(tmp_path / "base", hidden_size=64, intermediate_size=128)
+    settings = options(tmp_path / "out", data, model=base, four_bit=True, optimizer="adamw-8bit", epochs=1)
+    report = train_jointly(settings, Silent())
+    assert report is not None
+    assert report.movement.tuned_perplexity < report.movement.original_perplexity
+    merged = tmp_path / "merged"
+    merge(MergeOptions(model=base, adapter=tmp_path / "out", out=merged))
+    prompts = [f"w{i} w{i + 1}" for i in range(6)]
+    plain = draftheads.load(merged, dtype=torch.float32).generate(prompts, max_new_tokens=12)
+    headed = draftheads.load(merged, head=merged / "head", dtype=torch.float32).generate(prompts, max_new_tokens=12)
+    assert [result.token_ids for result in headed] == [result.token_ids for result in plain]
 
 
 @pytest.mark.parametrize(

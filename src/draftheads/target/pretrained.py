@@ -80,6 +80,7 @@ def load_pretrained(
         options = _four_bit_options(compute, place) if four_bit else {}
         loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=compute, output_loading_info=True, **options)
         model: PreTrainedModel = loaded[0]
+        _keep_differentiable(model)
         _check_complete(name, loaded[1]["missing_keys"])
         if not four_bit:  # those are where they were loaded
             model.to(place)  # type: ignore[arg-type]  # its stub mistakes the device for self
@@ -106,6 +107,13 @@ def _four_bit_options(dtype: torch.dtype, device: torch.device) -> dict[str, Any
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
     return {"quantization_config": quantization, "device_map": {"": str(device)}}
+
+
+def _keep_differentiable(model: Any) -> None:
+    """Keeps bitsandbytes from repacking 4-bit weights for inference on a CPU: gradients do not pass what it makes."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def default_device() -> torch.device:
