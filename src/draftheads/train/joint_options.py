@@ -58,7 +58,7 @@ class JointOptions(TrainOptions):
     """Likewise."""
     text: Annotated[tuple[Path, ...], Suppress] = ()
     """The backbone is tuned on chats."""
-    text_part: Annotated[float, Suppress] = 5 / 7
+    text_part: Annotated[float, Suppress] = 0.714
     """Likewise."""
     shard_model: Annotated[bool, Suppress] = False
     """Each process holds the model that it tunes."""

@@ -24,7 +24,7 @@ class TrainOptions:
     """Chat files (.jsonl, .jsonl.gz), one {"messages": [...]} a line; not needed with finished --features."""
     text: tuple[Path, ...] = ()
     """Plain text files (.txt, or .jsonl with {"text": ...} a line), learned from in a first stage before the chats."""
-    text_part: float = 5 / 7
+    text_part: float = 0.714
     """Part of the steps that plain text gets where there are chats, too; it is repeated or cut as needed."""
     second_stage_rate: float = 0.1
     """After a first stage on plain text, chats are learned with that part of the learning rate."""
