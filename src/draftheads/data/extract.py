@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from draftheads.data.batches import bucket_by_length
-from draftheads.data.chat import EncodedChat, encode_chat, read_chats
+from draftheads.data.chat import ChatReader, EncodedChat, encode_chat, read_chats
 from draftheads.data.features import (
     DOCUMENTS_PER_SHARD,
     Document,
@@ -35,7 +35,7 @@ Progress = Callable[[int, int], None]  # tokens done, tokens in all
 
 
 def load_texts(
-    target: TargetModel, paths: Sequence[Path], *, max_length: int, max_tokens: int | None = None
+    model: ChatReader, paths: Sequence[Path], *, max_length: int, max_tokens: int | None = None
 ) -> list[EncodedChat]:
     """The chats of all files, encoded, until ``max_tokens`` tokens are there.
 
@@ -44,27 +44,36 @@ def load_texts(
     Raises:
         DataError: a bad line, named by file and line; no text at all.
     """
+    return load_and_count(model, paths, max_length=max_length, max_tokens=max_tokens)[0]
+
+
+def load_and_count(
+    model: ChatReader, paths: Sequence[Path], *, max_length: int, max_tokens: int | None = None
+) -> tuple[list[EncodedChat], int]:
+    """What :func:`load_texts` gives, and how many texts were left out."""
     texts: list[EncodedChat] = []
-    num_tokens = 0
+    num_tokens = num_left_out = 0
     for chat in chain.from_iterable(map(read_chats, paths)):
         try:
             text = encode_chat(
-                target.tokenizer,
+                model.tokenizer,
                 chat.messages,
                 finished=chat.finished,
                 max_length=max_length,
-                eos_ids=target.eos_ids,
+                eos_ids=model.eos_ids,
             )
         except DataError as error:
             raise DataError(str(error), path=chat.path, line_number=chat.line_number) from error
         if any(text.loss_mask):
             texts.append(text)
             num_tokens += len(text.token_ids)
+        else:
+            num_left_out += 1
         if max_tokens is not None and num_tokens >= max_tokens:
             break
     if not texts:
         raise DataError(f"no answer within the first {max_length} tokens in {', '.join(map(str, paths))}")
-    return texts
+    return texts, num_left_out
 
 
 def build_features(target: TargetModel, texts: Sequence[EncodedChat], folder: Path, progress: Progress) -> FeatureStore:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from draftheads.checkpoint import load_head, save_head
-from draftheads.data.batches import PlannedTexts, plan_batches, split_held_out
+from draftheads.data.batches import HELD_OUT_AT_MOST, PlannedTexts, plan_batches, split_held_out
 from draftheads.data.extract import load_texts
 from draftheads.data.live import LiveStore
 from draftheads.draft import TargetWeights
@@ -39,7 +39,6 @@ from draftheads.train.measure import Measurement, measure
 from draftheads.train.movement import Movement, measure_movement
 from draftheads.train.report import Report
 from draftheads.train.run import (
-    HELD_OUT_AT_MOST,
     Reporter,
     Speedometer,
     as_json,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from draftheads.checkpoint import save_head
-from draftheads.data.batches import PlannedBatches, plan_batches, split_held_out, with_guesses
+from draftheads.data.batches import PlannedBatches, choose_texts, plan_batches
 from draftheads.data.extract import build_features, load_texts
 from draftheads.data.features import Documents, FeatureStore
 from draftheads.draft import TargetWeights
@@ -39,7 +39,6 @@ from draftheads.train.report import Report
 from draftheads.train.trainer import OnStep, TrainingInterrupted, find_checkpoint, fit
 from draftheads.tree import Tree
 
-HELD_OUT_AT_MOST = 200
 _MAY_CHANGE_ON_RESUME = frozenset(
     {
         *("out", "data", "features", "keep_features", "resume"),
@@ -73,14 +72,7 @@ def train(options: TrainOptions, reporter: Reporter) -> Report:
 def train_for(target: TargetModel, options: TrainOptions, reporter: Reporter) -> Report:
     """:func:`train` for a model that is loaded already, whatever ``options.model`` says."""
     store = _features(target, options, reporter)
-    training, held_out = split_held_out(
-        len(store), fraction=options.held_out, at_most=HELD_OUT_AT_MOST, seed=options.seed
-    )
-    if not training:
-        raise DataError("only one text: training needs another one to measure on")
-    training = with_guesses(training, store.loss_masks)
-    if not training:
-        raise DataError("no two assistant tokens in a row in any text: give longer answers")
+    training, held_out = choose_texts(store.loss_masks, held_out=options.held_out, seed=options.seed)
     weights = in_float32(target.weights)
     head = new_head(options, weights, store, training, target.eos_ids)
     learner = new_learner(options, head, weights)
