@@ -79,6 +79,7 @@ def test_cutting_keeps_the_beginning(length: int) -> None:
     whole, cut = encode(record), encode(record, max_length=length)
     assert cut.token_ids == whole.token_ids[:length]
     assert cut.loss_mask == whole.loss_mask[:length]
+    assert cut.is_cut == (length < len(whole.token_ids))
 
 
 @pytest.mark.parametrize(

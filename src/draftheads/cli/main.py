@@ -24,6 +24,7 @@ VERBS = {
     "info": Verb("draftheads.cli.info", "InfoOptions", "describe a head, list the bundled ones, or draw a tree"),
     "merge": Verb("draftheads.cli.merge", "MergeOptions", "make one model of a model and its tuned adapter"),
     "report": Verb("draftheads.cli.report", "ReportOptions", "make the page of a finished training run once more"),
+    "show-batch": Verb("draftheads.cli.show_batch", "ShowBatchOptions", "show what is learned of a training batch"),
     "train": Verb("draftheads.cli.train", "TrainOptions", "train draft heads for a model"),
     "train-joint": Verb("draftheads.cli.train_joint", "JointOptions", "tune a model and its draft heads together"),
 }

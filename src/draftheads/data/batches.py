@@ -15,7 +15,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from draftheads.data.features import Document, Documents
+from draftheads.errors import DataError
 
+HELD_OUT_AT_MOST = 200
 _WINDOW_BATCHES = 32  # texts of that many batches are sorted by length together: little padding, still a mixture
 
 
@@ -43,6 +45,26 @@ def collate(documents: Sequence[Document], *, skip_prompts: bool) -> Batch:
         pad_sequence([document.token_ids for document in documents], batch_first=True),
         pad_sequence([document.loss_mask for document in documents], batch_first=True),
     )
+
+
+def choose_texts(loss_masks: Sequence[Tensor], *, held_out: float, seed: int) -> tuple[list[int], list[int]]:
+    """Indices of the texts that a run learns from, and of those that are kept apart to measure on.
+
+    Args:
+        loss_masks: of every text.
+        held_out: the part kept apart, at most ``HELD_OUT_AT_MOST`` texts.
+        seed: decides which.
+
+    Raises:
+        DataError: too few texts, or none that a draft head can learn from.
+    """
+    training, kept_apart = split_held_out(len(loss_masks), fraction=held_out, at_most=HELD_OUT_AT_MOST, seed=seed)
+    if not training:
+        raise DataError("only one text: training needs another one to measure on")
+    training = with_guesses(training, loss_masks)
+    if not training:
+        raise DataError("no two assistant tokens in a row in any text: give longer answers")
+    return training, kept_apart
 
 
 def split_held_out(num_documents: int, *, fraction: float, at_most: int, seed: int) -> tuple[list[int], list[int]]:

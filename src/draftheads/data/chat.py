@@ -27,6 +27,18 @@ class ChatTokenizer(Protocol):
         """``["input_ids"]`` of a text."""
 
 
+class ChatReader(Protocol):
+    """How a model reads chats: the model itself, or no more of it than that."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """A :class:`ChatTokenizer`."""
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Token ids that end a text."""
+
+
 @dataclass(frozen=True)
 class Chat:
     """One conversation and where it came from."""
@@ -39,11 +51,12 @@ class Chat:
 
 @dataclass(frozen=True)
 class EncodedChat:
-    """A conversation as tokens; both sequences have the same length."""
+    """A conversation as tokens; ids and mask have the same length."""
 
     token_ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]  # True on what the assistant says, the token that ends its turn included
     source: str = ""  # where it is from, as FILE:LINE
+    is_cut: bool = False  # whether there was more of it
 
 
 def read_chats(path: Path) -> Iterator[Chat]:
@@ -78,9 +91,16 @@ def encode_chat(
     for ids, is_said in _segments(tokenizer, messages, finished=finished, eos_ids=eos_ids):
         token_ids += ids
         loss_mask += [is_said] * len(ids)
-        if len(token_ids) >= max_length:
+        if len(token_ids) > max_length:
             break
-    return EncodedChat(tuple(token_ids[:max_length]), tuple(loss_mask[:max_length]))
+    is_cut = len(token_ids) > max_length
+    return EncodedChat(tuple(token_ids[:max_length]), tuple(loss_mask[:max_length]), is_cut=is_cut)
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Token ids of a transformers tokenizer that stand for no text, such as the end of a turn."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {*tokenizer.all_special_ids, *(token_id for token_id, token in added.items() if token.special)}
 
 
 def _segments(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from draftheads.data.chat import EncodedChat, encode_chat, read_chats
+from draftheads.data.chat import ChatReader, EncodedChat, encode_chat, read_chats
 from draftheads.data.features import (
     DOCUMENTS_PER_SHARD,
     Document,
@@ -31,7 +31,7 @@ Progress = Callable[[int, int], None]  # tokens done, tokens in all
 
 
 def load_texts(
-    target: TargetModel, paths: Sequence[Path], *, max_length: int, max_tokens: int | None = None
+    model: ChatReader, paths: Sequence[Path], *, max_length: int, max_tokens: int | None = None
 ) -> list[EncodedChat]:
     """The chats of all files, encoded, until ``max_tokens`` tokens are there.
 
@@ -40,27 +40,36 @@ def load_texts(
     Raises:
         DataError: a bad line, named by file and line; no text at all.
     """
+    return load_and_count(model, paths, max_length=max_length, max_tokens=max_tokens)[0]
+
+
+def load_and_count(
+    model: ChatReader, paths: Sequence[Path], *, max_length: int, max_tokens: int | None = None
+) -> tuple[list[EncodedChat], int]:
+    """What :func:`load_texts` gives, and how many texts were left out."""
     texts: list[EncodedChat] = []
-    num_tokens = 0
+    num_tokens = num_left_out = 0
     for chat in chain.from_iterable(map(read_chats, paths)):
         try:
             text = encode_chat(
-                target.tokenizer,
+                model.tokenizer,
                 chat.messages,
                 finished=chat.finished,
                 max_length=max_length,
-                eos_ids=target.eos_ids,
+                eos_ids=model.eos_ids,
             )
         except DataError as error:
             raise DataError(str(error), path=chat.path, line_number=chat.line_number) from error
         if any(text.loss_mask):
             texts.append(replace(text, source=f"{chat.path}:{chat.line_number}"))
             num_tokens += len(text.token_ids)
+        else:
+            num_left_out += 1
         if max_tokens is not None and num_tokens >= max_tokens:
             break
     if not texts:
         raise DataError(f"no answer within the first {max_length} tokens in {', '.join(map(str, paths))}")
-    return texts
+    return texts, num_left_out
 
 
 def needed_bytes(target: TargetModel, texts: Sequence[EncodedChat]) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from draftheads.data.chat import special_ids
 from draftheads.errors import UnsupportedModel
 
 _WORDS = "seventeen purple elephants"  # put where the user's words go; templates cut off white space around them
@@ -38,7 +39,7 @@ def user_turn_end(tokenizer: Any) -> TurnEnd:
     if not first_line:
         raise UnsupportedModel("the chat template puts nothing behind a user's words: nobody could tell where they end")
     token = tokenizer(after.strip(), add_special_tokens=False)["input_ids"][0]
-    return TurnEnd((token,), ()) if token in _special_ids(tokenizer) else TurnEnd((), (first_line,))
+    return TurnEnd((token,), ()) if token in special_ids(tokenizer) else TurnEnd((), (first_line,))
 
 
 def _around_words(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> tuple[str, str]:
@@ -51,8 +52,3 @@ def _around_words(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> tupl
     if not found:
         raise UnsupportedModel("the chat template does not show the user's words: the model cannot make them up")
     return before, after
-
-
-def _special_ids(tokenizer: Any) -> set[int]:
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {*tokenizer.all_special_ids, *(token_id for token_id, token in added.items() if token.special)}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from draftheads.draft import TargetWeights
 from draftheads.errors import UnsupportedModel
 from draftheads.target.fast import EXACT_ATTENTION
-from draftheads.target.pretrained import load_pretrained
+from draftheads.target.pretrained import eos_ids_of, load_pretrained
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 _SLOT_BOUND_TYPES = {"bloom", "gpt_neo", "mpt"}  # by ALiBi, or by a causal mask of their own
@@ -104,11 +104,7 @@ class TargetModel:
     @cached_property
     def eos_ids(self) -> frozenset[int]:
         """Token ids that end a text."""
-        found: set[int] = set()
-        for source in (getattr(self.model, "generation_config", None), self.config, self.tokenizer):
-            ids = getattr(source, "eos_token_id", None)
-            found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-        return frozenset(found)
+        return eos_ids_of(getattr(self.model, "generation_config", None), self.config, self.tokenizer)
 
     @property
     def lm_head(self) -> nn.Linear:

@@ -8,7 +8,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -85,6 +85,37 @@ def load_pretrained(
         if not four_bit:  # those are where they were loaded
             model.to(place)  # type: ignore[arg-type]  # its stub mistakes the device for self
     return model.eval().requires_grad_(requires_grad=False), tokenizer, _model_id(name)
+
+
+class ModelTokenizer(NamedTuple):
+    """How a model reads and ends texts, without the model."""
+
+    tokenizer: Any  # a transformers tokenizer
+    eos_ids: frozenset[int]  # token ids that end a text
+
+
+def load_tokenizer(name: str) -> ModelTokenizer:
+    """The tokenizer of the model ``name``; its weights are not read. Errors as on loading."""
+    source = resolve_model(name)
+    with _as_our_errors(name):
+        from transformers import AutoConfig, AutoTokenizer, GenerationConfig  # noqa: PLC0415
+
+        tokenizer: Any = AutoTokenizer.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source)
+        try:
+            generation = GenerationConfig.from_pretrained(source)
+        except OSError:  # no such file: a loaded model makes its own in the same way
+            generation = GenerationConfig.from_model_config(config)
+        return ModelTokenizer(tokenizer, eos_ids_of(generation, config.get_text_config(), tokenizer))
+
+
+def eos_ids_of(*sources: Any) -> frozenset[int]:
+    """Token ids that end a text by any of a model's configurations or its tokenizer."""
+    found: set[int] = set()
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return frozenset(found)
 
 
 def stored_dtype(name: str) -> torch.dtype:

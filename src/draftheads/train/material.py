@@ -8,19 +8,17 @@ from dataclasses import dataclass
 
 import torch
 
-from draftheads.data.batches import in_whole_steps, plan_batches, split_held_out, with_guesses
+from draftheads.data.batches import choose_texts, in_whole_steps, plan_batches, with_guesses
 from draftheads.data.chat import EncodedChat
 from draftheads.data.extract import Progress, build_shards, claim, load_texts, missing_shards, needed_bytes
 from draftheads.data.features import Documents, FeatureStore
 from draftheads.data.live import LiveStore, read_alone
 from draftheads.data.plain_text import is_plain, load_blocks
-from draftheads.errors import DataError, InvalidSettings
+from draftheads.errors import InvalidSettings
 from draftheads.target.model import TargetModel
 from draftheads.train import processes
 from draftheads.train.options import TrainOptions
 from draftheads.train.schedule import Stage
-
-HELD_OUT_AT_MOST = 200
 
 
 @dataclass(frozen=True)
@@ -106,12 +104,8 @@ def arrange(store: Documents, options: TrainOptions) -> Material:
     plain = [index for index, kind in enumerate(kinds) if kind]
     chats = [index for index, kind in enumerate(kinds) if not kind]
     judged = chats or plain  # what the heads are for
-    training, held_out = _split(judged, options)
-    if not training:
-        raise DataError("only one text: training needs another one to measure on")
-    training = with_guesses(training, store.loss_masks)
-    if not training:
-        raise DataError("no two assistant tokens in a row in any text: give longer answers")
+    parts = choose_texts([store.loss_masks[i] for i in judged], held_out=options.held_out, seed=options.seed)
+    training, held_out = ([judged[i] for i in part] for part in parts)
     per_step = options.accumulate * processes.count()
     plan = in_whole_steps(_plan(training, store, options, num_epochs=options.epochs), per_step)
     stages: tuple[Stage, ...] = (Stage(len(plan) // per_step),)
@@ -122,12 +116,6 @@ def arrange(store: Documents, options: TrainOptions) -> Material:
         stages = (Stage(num_steps), Stage(stages[0].num_steps, peak=options.second_stage_rate))
         training = [*plain, *training]
     return Material(store, training, held_out, plan, per_step, stages)
-
-
-def _split(documents: Sequence[int], options: TrainOptions) -> tuple[list[int], list[int]]:
-    parts = split_held_out(len(documents), fraction=options.held_out, at_most=HELD_OUT_AT_MOST, seed=options.seed)
-    training, held_out = ([documents[i] for i in part] for part in parts)
-    return training, held_out
 
 
 def _plan(documents: Sequence[int], store: Documents, options: TrainOptions, *, num_epochs: int) -> list[list[int]]:
