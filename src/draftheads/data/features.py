@@ -13,6 +13,7 @@ written in one go: one that is there is complete.
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -150,7 +151,7 @@ class FeatureStore:
     def __iter__(self) -> Iterator[Document]:
         return (self[index] for index in range(len(self)))
 
-    @property
+    @cached_property  # asked for once per text of every batch
     def lengths(self) -> list[int]:
         """Tokens of each document."""
         return [len(ids) for ids in self.token_ids]

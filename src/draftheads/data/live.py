@@ -5,6 +5,7 @@ Knows the target model; knows nothing of heads or training.
 
 import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
@@ -29,7 +30,7 @@ class LiveStore:
         hidden = self.target.hidden_states(token_ids[None].to(self.target.device))[0]
         return Document(hidden.cpu(), token_ids, self.loss_masks[index])
 
-    @property
+    @cached_property  # asked for once per text of every batch
     def lengths(self) -> list[int]:
         """Tokens of each document."""
         return [len(ids) for ids in self.token_ids]
