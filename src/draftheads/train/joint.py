@@ -7,7 +7,6 @@ The output folder holds ``adapter/`` (peft's format, and ``base.json``: which mo
 ``checkpoints/``.
 """
 
-import shutil
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -42,6 +41,7 @@ from draftheads.train.run import (
     HELD_OUT_AT_MOST,
     Reporter,
     Speedometer,
+    already_found,
     as_json,
     check_out,
     in_between,
@@ -51,6 +51,8 @@ from draftheads.train.run import (
     plain,
     remember,
     report_on,
+    say_where_it_starts,
+    tidy_up,
 )
 from draftheads.train.trainer import computes_in_bf16, fit
 
@@ -72,7 +74,12 @@ def train_jointly(options: JointOptions, reporter: Reporter) -> JointReport:
     Raises:
         DraftHeadsError: bad data or settings, a missing package, a loss that is not finite, a full disk, Ctrl-C.
     """
+    if metrics := already_found(options, options.out / HEAD_FOLDER):
+        reporter.stage(f"{options.out} is complete already: nothing is left to do")
+        _tidy_up(options)
+        return JointReport(Report.of(metrics), Movement(**metrics["movement"]))
     check_out(options, options.out / HEAD_FOLDER)
+    say_where_it_starts(options, reporter)
     require_peft()
     reporter.stage(f"loading {options.model}")
     dtype = torch.bfloat16 if computes_in_bf16(options, default_device().type) else torch.float32
@@ -202,8 +209,11 @@ class _Run:
         }
         card = model_card(report.heads, made["options"], made["provenance"])
         save_head(self.head, out / HEAD_FOLDER, base=self.tuned, card=card, plan_details=measured)
-        shutil.rmtree(out / "checkpoints", ignore_errors=True)
-        (out / "run.json").unlink(missing_ok=True)
+        _tidy_up(options)
+
+
+def _tidy_up(options: JointOptions) -> None:
+    tidy_up(options, "movement.json", ADAPTER_FOLDER, HEAD_FOLDER)
 
 
 def _split(store: LiveStore, options: JointOptions) -> tuple[list[int], list[int]]:
