@@ -5,8 +5,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +20,7 @@ from draftheads.distill.options import DistillOptions
 from draftheads.distill.run import Outcome, distill
 from draftheads.distill.source import Heard
 from draftheads.errors import DataError, DistillationInterrupted, InvalidSettings, StorageError
+from nursery import Nursery
 from training_world import chat_model
 
 NUM_SELF_TALK = 60
@@ -304,61 +303,10 @@ def test_an_output_that_cannot_be_is_said(tmp_path: Path):
 
 # --- real processes ---
 
-# forks one process per line: only the first one pays for the imports
-NURSERY = """
-import json, os, sys
-from draftheads.cli import distill, main
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
-print("ready", flush=True)
-for line in sys.stdin:
-    process = os.fork()
-    if process == 0:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        code = 1
-        try:
-            code = main.main(json.loads(line))
-        finally:
-            os._exit(code)
-    print(process, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
-"""
-
-
-class Nursery:
-    """Starts ``draftheads`` commands as processes of their own, quickly."""
-
-    def __init__(self) -> None:
-        self.parent = subprocess.Popen(
-            [sys.executable, "-c", NURSERY],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        assert self._line() == "ready"
-
-    def start(self, command: list[str]) -> int:
-        """The process's number."""
-        assert self.parent.stdin
-        self.parent.stdin.write(json.dumps(command) + "\n")
-        self.parent.stdin.flush()
-        return int(self._line())
-
-    def wait(self) -> int:
-        """The exit code of the process that was started last; negative where a signal ended it."""
-        return int(self._line())
-
-    def close(self) -> None:
-        self.parent.communicate(timeout=60)
-
-    def _line(self) -> str:
-        assert self.parent.stdout
-        return self.parent.stdout.readline().strip()
-
 
 @pytest.fixture
 def nursery() -> Iterator[Nursery]:
-    found = Nursery()
+    found = Nursery("distill")
     yield found
     found.close()
 
@@ -378,13 +326,13 @@ def test_killed_ten_times_at_random_moments_the_file_is_the_same_to_the_byte(nur
     prompts = write_prompts(
         tmp_path / "prompts.jsonl", [{"turns": [f"w{i % 57} w{i // 57}", "w1"]} for i in range(150)]
     )
-    command = f"distill --model {tmp_path}/model --prompts {prompts} --num-self-talk 30 --temperature 0 0.8".split()
+    command = f"--model {tmp_path}/model --prompts {prompts} --num-self-talk 30 --temperature 0 0.8".split()
     command += ["--max-new-tokens", "20", "--max-question-tokens", "20", "--batch-size", "4", "--chunk-size", "6"]
     out = tmp_path / "killed.jsonl"
     chance = random.Random(0)  # noqa: S311 - nothing secret
     done: list[int] = []
     for number in range(10):
-        process = nursery.start([*command, "--out", str(out)])
+        process = nursery.start([*command, "--out", str(out)], folder=tmp_path)
         before = num_done(out)
         deadline = time.monotonic() + 60
         while number % 3 and num_done(out) == before and time.monotonic() < deadline:  # every third dies where it may
@@ -396,7 +344,7 @@ def test_killed_ten_times_at_random_moments_the_file_is_the_same_to_the_byte(nur
     assert done == sorted(done)
     assert 0 < done[-1] < 180  # there was something to lose, and something left to do
     for path in (out, tmp_path / "whole.jsonl"):
-        nursery.start([*command, "--out", str(path)])
+        nursery.start([*command, "--out", str(path)], folder=tmp_path)
         assert nursery.wait() == 0
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert not list(tmp_path.glob("*.part"))

@@ -26,6 +26,7 @@ from draftheads.data.batches import (
 from draftheads.data.chat import EncodedChat
 from draftheads.data.extract import build_features, load_texts
 from draftheads.data.features import FeatureStore, shard_path
+from draftheads.data.live import LiveStore
 from draftheads.errors import DataError, StorageError
 from draftheads.target.model import TargetModel
 from training_world import chat, chat_model, counting_chats, write_chats
@@ -239,3 +240,11 @@ def test_a_batch_says_which_documents_it_is_made_of(
     batch = PlannedBatches(store, [[3, 1]], skip_prompts=False)[0]
     assert batch["documents"].tolist() == [3, 1]
     assert batch["token_ids"][0, : store.lengths[3]].tolist() == list(texts[3].token_ids)
+
+
+@pytest.mark.parametrize("kind", ["stored", "live"])
+def test_lengths_are_counted_once(target: TargetModel, texts: list[EncodedChat], tmp_path: Path, kind: str) -> None:
+    """A plan asks for them once per text: counting them all each time takes hours for a hundred thousand texts."""
+    store = LiveStore(target, texts) if kind == "live" else build_features(target, texts, tmp_path / "store", ignore)
+    assert store.lengths is store.lengths
+    assert store.lengths == [len(text.token_ids) for text in texts]

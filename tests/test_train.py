@@ -488,11 +488,6 @@ def test_a_trained_head_is_not_written_over(target: TargetModel, features: Path,
         run.train(settings, Silent())
 
 
-def test_resuming_nothing_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(InvalidSettings, match=r"no .*out to go on with"):
-        run.train(options(tmp_path / "out", tmp_path, resume=True), Silent())
-
-
 def test_features_of_another_model_are_refused(features: Path, tmp_path: Path) -> None:
     other = replace(chat_model(), model_id="another")
     with pytest.raises(DataError, match=r"of tiny-chat .* not of another"):

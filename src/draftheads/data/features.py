@@ -13,6 +13,7 @@ written in one go: one that is there is complete.
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -161,7 +162,7 @@ class FeatureStore:
         """Of the texts and the model; None where it is not known."""
         return self.meta.fingerprint
 
-    @property
+    @cached_property  # asked for once per text of every batch
     def lengths(self) -> list[int]:
         """Tokens of each document."""
         return [len(ids) for ids in self.token_ids]

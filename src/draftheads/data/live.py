@@ -6,6 +6,7 @@ Knows the target model; knows nothing of heads or training.
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ class LiveStore:
         token_ids = self.token_ids[index]
         return Document(read_alone(self.target, token_ids), token_ids, self.loss_masks[index])
 
-    @property
+    @cached_property  # asked for once per text of every batch
     def lengths(self) -> list[int]:
         """Tokens of each document."""
         return [len(ids) for ids in self.token_ids]

@@ -7,7 +7,6 @@ The output folder holds ``adapter/`` (peft's format, and ``base.json``: which mo
 ``checkpoints/``.
 """
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -43,6 +42,7 @@ from draftheads.train.report import Report
 from draftheads.train.run import (
     Reporter,
     Speedometer,
+    already_found,
     as_json,
     check_out,
     in_between,
@@ -52,6 +52,8 @@ from draftheads.train.run import (
     plain,
     remember,
     report_on,
+    say_where_it_starts,
+    tidy_up,
 )
 from draftheads.train.trainer import computes_in_bf16, fit
 
@@ -76,8 +78,14 @@ def train_jointly(options: JointOptions, reporter: Reporter) -> JointReport | No
     Raises:
         DraftHeadsError: bad data or settings, a missing package, a loss that is not finite, a full disk, Ctrl-C.
     """
+    if metrics := already_found(options, options.out / HEAD_FOLDER):
+        reporter.stage(f"{options.out} is complete already: nothing is left to do")
+        if processes.is_first():
+            _tidy_up(options)
+        return JointReport(Report.of(metrics), Movement(**metrics["movement"]))
     check_out(options, options.out / HEAD_FOLDER)
     processes.wait()  # nobody writes before all have looked
+    say_where_it_starts(options, reporter)
     require_peft()
     reporter.stage(f"loading {options.model}")
     dtype = torch.bfloat16 if computes_in_bf16(options, default_device().type) else torch.float32
@@ -211,8 +219,11 @@ class _Run:
         }
         card = model_card(report.heads, made["options"], made["provenance"])
         save_head(self.head, out / HEAD_FOLDER, base=self.tuned, card=card, plan_details=measured)
-        shutil.rmtree(out / "checkpoints", ignore_errors=True)
-        (out / "run.json").unlink(missing_ok=True)
+        _tidy_up(options)
+
+
+def _tidy_up(options: JointOptions) -> None:
+    tidy_up(options, "movement.json", ADAPTER_FOLDER, HEAD_FOLDER)
 
 
 def _starting_head(target: TargetModel, options: JointOptions, store: LiveStore, training: Sequence[int]) -> DraftHead:

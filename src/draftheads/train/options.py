@@ -95,11 +95,11 @@ class TrainOptions:
     keep_features: bool = False
     """Keep OUT/features after a successful end."""
     resume: bool = False
-    """Go on from the last checkpoint in OUT."""
+    """Go on from the last checkpoint in OUT; start where there is none, so that the same command is always right."""
     save_steps: int = 200
     """Steps between checkpoints."""
     log_steps: int = 10
-    """Steps between lines of OUT/log.jsonl."""
+    """Steps between lines of OUT/log.jsonl; a checkpoint adds one, too."""
     eval_steps: int = 500
     """Steps between measurements on held-out text (OUT/validation.jsonl), also before the first step; 0 for none."""
     eval_texts: int = 32

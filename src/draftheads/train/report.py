@@ -1,6 +1,8 @@
 """What a training run found, as plain numbers; ``metrics.json`` holds them under these names."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 
 @dataclass(frozen=True)
@@ -22,3 +24,8 @@ class Report:
     tokens_per_step_chain: float  # expected, with a chain as deep as there are heads
     tokens_per_step_tree: float  # expected, with the tree below
     tree: list[list[int]]  # rank paths, root left out
+
+    @classmethod
+    def of(cls, metrics: Mapping[str, Any]) -> Self:
+        """The report in the content of a ``metrics.json``."""
+        return cls(**{field.name: metrics[field.name] for field in fields(cls)})

@@ -22,7 +22,7 @@ from draftheads.data.batches import PlannedBatches
 from draftheads.data.features import Documents, FeatureStore
 from draftheads.draft import TargetWeights
 from draftheads.errors import DataError, InvalidSettings, MissingDependency
-from draftheads.files import write_atomic
+from draftheads.files import remove_leftovers, write_atomic
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead
 from draftheads.provenance import provenance
@@ -37,7 +37,7 @@ from draftheads.train.losses import objective
 from draftheads.train.material import Material, arrange, read_data, with_hidden_states
 from draftheads.train.measure import NUM_RANKS, Measurement, measure
 from draftheads.train.options import TrainOptions
-from draftheads.train.page import write_page
+from draftheads.train.page import PAGE, write_page
 from draftheads.train.report import Report
 from draftheads.train.trainer import OnStep, TrainingInterrupted, find_checkpoint, fit
 from draftheads.tree import Tree
@@ -69,8 +69,14 @@ def train(options: TrainOptions, reporter: Reporter) -> Report | None:
     Raises:
         DraftHeadsError: bad data or settings, a loss that is not finite, a full disk, Ctrl-C (it can go on).
     """
+    if metrics := already_found(options, options.out):
+        reporter.stage(f"{options.out} is complete already: nothing is left to do")
+        if processes.is_first():
+            _wind_up(options, reporter)
+        return Report.of(metrics)
     check_out(options, options.out)
     processes.wait()  # nobody writes before all have looked
+    say_where_it_starts(options, reporter)
     reporter.stage(f"loading {options.model}")
     if options.shard_model:
         target = _spread(TargetModel.load(options.model, dtype=default_dtype(processes.device()), device="cpu"))
@@ -121,10 +127,7 @@ def train_for(target: TargetModel, options: TrainOptions, reporter: Reporter) ->
         tokens_per_second=speed.tokens_per_second,
     )
     _save(head, target, report, options)
-    try:
-        write_page(options.out)
-    except MissingDependency as error:  # the head is what counts
-        reporter.stage(f"no report.html: {error}")
+    _wind_up(options, reporter)
     processes.wait()
     return report
 
@@ -294,8 +297,28 @@ def check_out(options: TrainOptions, head: Path) -> None:
         raise InvalidSettings(
             f"{options.out} holds a run that is not complete: add --resume to go on with it, or delete it"
         )
-    if options.resume and not options.out.is_dir():
-        raise InvalidSettings(f"--resume: there is no {options.out} to go on with; start without it")
+
+
+def already_found(options: TrainOptions, head: Path) -> dict[str, Any] | None:
+    """What ``metrics.json`` holds where ``--resume`` asks for a run that is complete, its head in the folder ``head``.
+
+    The same command may come once more after a kill that hit the very end, or from a loop that knows no better.
+    """
+    path = options.out / "metrics.json"
+    if not (options.resume and (head / "config.json").exists() and path.exists()):
+        return None
+    metrics: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return metrics if {**metrics.get("options", {}), "resume": True} == plain(options) else None
+
+
+def say_where_it_starts(options: TrainOptions, reporter: Reporter) -> None:
+    """With ``--resume``, which may be there from the first start on: so a mistyped --out is seen."""
+    if options.resume:
+        checkpoint = find_checkpoint(options.out)
+        if checkpoint is None:
+            reporter.stage(f"no checkpoint in {options.out}: training starts from the beginning")
+        else:
+            reporter.stage(f"going on from {checkpoint}")
 
 
 def _hidden_states(target: TargetModel, options: TrainOptions, reporter: Reporter) -> Documents:
@@ -333,7 +356,7 @@ def remember(options: TrainOptions, material: Material, *, model: str) -> None:
     }
     settings = {key: value for key, value in plain(options).items() if key not in _MAY_CHANGE_ON_RESUME}
     now = {**settings, **facts}
-    if options.resume and path.exists():
+    if options.resume and path.exists() and find_checkpoint(options.out):
         before = json.loads(path.read_text(encoding="utf-8"))
         changes = [f"{key} was {before.get(key)!r} and is {now[key]!r}" for key in now if before.get(key) != now[key]]
         if changes:
@@ -351,10 +374,25 @@ def _save(head: DraftHead, target: TargetModel, report: Report, options: TrainOp
     }
     card = model_card(report, made["options"], made["provenance"])
     save_head(head, options.out, base=target, card=card, plan_details=measured)
+
+
+def tidy_up(options: TrainOptions, *names: str) -> None:
+    """Removes what a complete run needs no more, and what kills left of writing its files, those of ``names`` too."""
     shutil.rmtree(options.out / "checkpoints", ignore_errors=True)
     (options.out / "run.json").unlink(missing_ok=True)
+    for name in ("run.json", "metrics.json", "log.jsonl", "validation.jsonl", PAGE, ".incoming", *names):
+        remove_leftovers(options.out / name)
+
+
+def _wind_up(options: TrainOptions, reporter: Reporter) -> None:
+    """What is left to do once the head is saved."""
+    tidy_up(options)
     if not options.keep_features and options.features is None:
         shutil.rmtree(options.out / "features", ignore_errors=True)
+    try:
+        write_page(options.out)
+    except MissingDependency as error:  # the head is what counts
+        reporter.stage(f"no report.html: {error}")
 
 
 def in_float32(weights: TargetWeights) -> TargetWeights:

@@ -26,6 +26,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from draftheads.data.batches import PlannedBatches, PlannedTexts
 from draftheads.errors import MissingDependency, NonFiniteLoss, StorageError, TrainingError
+from draftheads.files import write_atomic
 from draftheads.target.pretrained import default_dtype
 from draftheads.train import processes
 from draftheads.train.options import TrainOptions
@@ -59,6 +60,7 @@ def fit(
         TrainingInterrupted: Ctrl-C; a checkpoint was saved.
     """
     folder = options.out / "checkpoints"
+    _drop_incomplete(folder)  # or the Trainer, which keeps two, might count them and drop whole ones
     checkpoint = find_checkpoint(options.out) if options.resume else None
     first_step = int(checkpoint.rpartition("-")[2]) if checkpoint else 0
     with _interruptible() as interrupted:
@@ -95,16 +97,24 @@ def fit(
 
 def find_checkpoint(out: Path) -> str | None:
     """The newest checkpoint of a run that is not complete, if it left one."""
-    # the Trainer writes its state after all else: a folder without it was cut short
-    whole = [path.parent for path in (out / "checkpoints").glob("checkpoint-*/trainer_state.json")]
+    whole = filter(_is_whole, (out / "checkpoints").glob("checkpoint-*"))
     newest = max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
     return None if newest is None else str(newest)
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether all of it was written: the Trainer writes its state after all else, but not in one go."""
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _drop_incomplete(folder: Path) -> None:
     """Removes checkpoints that were cut short."""
     for path in folder.glob("checkpoint-*"):
-        if not (path / "trainer_state.json").exists():
+        if not _is_whole(path):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -121,9 +131,8 @@ class StepLog:
         if not processes.is_first():
             return
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        kept = [line for line in lines if keep_until and json.loads(line)["step"] <= keep_until]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        kept = [line for line in lines if keep_until and _step(line) <= keep_until]
+        write_atomic(path, "".join(line + "\n" for line in kept).encode())
 
     def add(self, record: dict[str, Any]) -> None:
         """Appends a line."""
@@ -167,6 +176,14 @@ class _Board:
                 if key != "step":
                     self.writer.add_scalar(curve, number, record["step"])
         self.writer.flush()
+
+
+def _step(line: str) -> float:
+    """Of a log's line; infinite where a full disk or a power cut left only a part of it."""
+    try:
+        return int(json.loads(line)["step"])
+    except ValueError:
+        return float("inf")
 
 
 @dataclass(frozen=True)
@@ -242,6 +259,7 @@ class _Callback(TrainerCallback):
         self.take_means: Callable[[], dict[str, Any]] = dict
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        state.compute_steps(args, state.max_steps)  # a checkpoint brings the --save-steps and --log-steps of its time
         if state.global_step == 0:
             self.validation.at(0, state.max_steps)
 
@@ -251,6 +269,8 @@ class _Callback(TrainerCallback):
         if processes.any_of(self.interrupted.is_set()):
             self.interrupted.set()
             control.should_save = control.should_training_stop = True
+        # a resumed run knows no losses from before its checkpoint: no line of the log may need them
+        control.should_log |= control.should_save
 
     def on_log(
         self,
