@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftheads.errors import DataError
 from draftheads.train.losses import Labels, LossKind, objective
 from draftheads.train.objectives import depth_weights, find_guesses, head_losses
 from test_losses import slow_loss
@@ -174,14 +173,19 @@ def test_without_gradients_the_losses_are_the_same() -> None:
     torch.testing.assert_close(without, tuple(tensor.detach() for tensor in losses()))
 
 
-def test_nothing_to_learn_from_is_an_error() -> None:
+def test_without_a_guess_the_loss_is_zero_and_so_are_its_gradients() -> None:
     world = World("everything")
-    with pytest.raises(DataError, match="nothing to learn from"):
-        head_losses(
-            world.features,
-            find_guesses(torch.zeros(B, T).bool(), K),
-            labels=world.labels,
-            row_loss=objective("hard").loss,
-            logits=world.logits,
-            weights=torch.ones(K),
-        )
+    guesses = find_guesses(world.loss_mask, K)
+    loss, means = head_losses(
+        world.features,
+        guesses.only(torch.zeros_like(guesses.positions, dtype=torch.bool)),
+        labels=world.labels,
+        row_loss=objective("hard").loss,
+        logits=world.logits,
+        weights=depth_weights(K, 0.5),
+        parameters=world.lm_heads,
+    )
+    assert loss.item() == 0
+    assert means.tolist() == [0] * K
+    for gradient in torch.autograd.grad(loss, [world.features, *world.lm_heads]):
+        assert not gradient.any()

@@ -305,6 +305,40 @@ def test_every_kind_of_lm_head_learns(target: TargetModel, features: Path, tmp_p
     assert names == ({"blocks"} if lm_head == "shared" else {"blocks", "lm_heads"})
 
 
+@pytest.mark.parametrize("method", ["medusa", "hydra"])
+@pytest.mark.parametrize("lm_head", ["shared", "own"])
+def test_a_batch_without_a_word_that_can_be_guessed_changes_nothing(
+    target: TargetModel, features: Path, method: str, lm_head: Any
+) -> None:
+    settings = options(Path("out"), features, method=method, lm_head=lm_head, draft_vocab_size=2)
+    store = FeatureStore(features)
+    head = run.new_head(settings, target.weights, store, range(len(store)), target.eos_ids)
+    learner = Learner(head, target.weights, objective=objective("hard"), depth_decay=0.8)
+    batch = vars(collate([store[0], store[1]], skip_prompts=False))
+    unknown = next(i for i in range(10) if not learner.in_vocab[i])
+    found = learner(**{**batch, "token_ids": torch.full_like(batch["token_ids"], unknown)})
+    assert found["loss"].item() == 0
+    assert found["head_losses"].tolist() == [0, 0, 0]
+    found["loss"].backward()
+    gradients = [parameter.grad for parameter in learner.parameters()]
+    assert gradients
+    assert all(gradient is not None and not gradient.any() for gradient in gradients)
+    with pytest.raises(DataError, match="no two assistant tokens in a row"):
+        learner(**{**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])})
+
+
+def test_training_goes_on_over_texts_without_a_word_that_can_be_guessed(
+    target: TargetModel, features: Path, tmp_path: Path
+) -> None:
+    """Every text is a batch by itself, and most have none of the two words."""
+    settings = options(tmp_path / "out", features, loss="hard", draft_vocab_size=2, batch_tokens=1, epochs=1)
+    report = run.train_for(target, settings, Silent())
+    losses = [line["loss"] for line in lines(tmp_path / "out")]
+    assert len(losses) == report.num_steps
+    assert 0 < losses.count(0.0) < report.num_steps
+    assert all(torch.isfinite(tensor).all() for tensor in tensors(tmp_path / "out").values())
+
+
 def test_the_same_seed_gives_the_same_head(target: TargetModel, features: Path, tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         torch.rand(7)  # whatever was drawn before must not matter

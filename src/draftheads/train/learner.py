@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.draft import TargetWeights
+from draftheads.errors import DataError
 from draftheads.heads.base import DraftHead
 from draftheads.train.losses import Labels, Objective
 from draftheads.train.objectives import Guesses, LabelMaker, depth_weights, find_guesses, head_losses
@@ -63,7 +64,8 @@ class Learner(nn.Module):
             loss_mask: (B, T) bool.
 
         Returns:
-            ``loss``, to differentiate, and ``head_losses`` (K,), to look at.
+            ``loss``, to differentiate, and ``head_losses`` (K,), to look at; 0 with gradients of 0 where the text is
+            all there is to learn from, and the draft vocabulary has none of its words.
 
         Raises:
             DataError: the batch has nothing to guess.
@@ -83,18 +85,28 @@ class Learner(nn.Module):
         return {"loss": loss, "head_losses": means}
 
     def task(self, hidden: Tensor, token_ids: Tensor, loss_mask: Tensor) -> tuple[Guesses, LabelMaker]:
-        """What is to be guessed in a batch, and the labels for it."""
+        """What is to be guessed in a batch, and the labels for it.
+
+        Raises:
+            DataError: there is nothing to guess, whatever the draft vocabulary has.
+        """
         guesses = find_guesses(loss_mask, self.head.config.num_heads)
-        flat_hidden, flat_ids = hidden.flatten(0, 1), token_ids.flatten()  # (S, D), (S,)
+        if not guesses.counts.any():
+            raise DataError("nothing to learn from: no two assistant tokens in a row")
         if not self.objective.reads_teacher:  # then the text is all there is to learn from
-            guesses = guesses.only(self.in_vocab[flat_ids[guesses.positions + 1]])
+            guesses = guesses.only(self.in_vocab[token_ids.flatten()[guesses.positions + 1]])
+        return guesses, self.labels(hidden, token_ids)
+
+    def labels(self, hidden: Tensor, token_ids: Tensor) -> LabelMaker:
+        """What is true at flat positions of a batch."""
+        flat_hidden, flat_ids = hidden.flatten(0, 1), token_ids.flatten()  # (S, D), (S,)
 
         def labels(positions: Tensor) -> Labels:
             said = flat_ids[positions + 1]
             probs = self._teacher_probs(flat_hidden[positions]) if self.objective.reads_teacher else None
             return Labels(probs, self.draft_index[said], self.in_vocab[said])
 
-        return guesses, labels
+        return labels
 
     @torch.no_grad()
     def _teacher_probs(self, hidden: Tensor) -> Tensor:

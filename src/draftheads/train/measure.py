@@ -76,7 +76,7 @@ def _measure_batch(learner: Learner, batch: Batch) -> tuple[Tensor, Tensor, Tens
     hidden, token_ids = batch.hidden.to(device, dtype), batch.token_ids.to(device)
     loss_mask = batch.loss_mask.to(device)
     features = learner.head(hidden, token_ids).flatten(1, 2)  # (K, B·T, D)
-    _, labels = learner.task(hidden, token_ids, loss_mask)
+    labels = learner.labels(hidden, token_ids)
     flat_ids = token_ids.flatten()
     ranks = flat_ids.new_full((len(features), len(flat_ids)), NUM_RANKS)
     counts = torch.zeros_like(ranks, dtype=torch.bool)
