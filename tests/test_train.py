@@ -601,7 +601,10 @@ def test_the_command_prints_a_table(
     command.run(options(tmp_path / "out", features, num_heads=2, epochs=1))
     printed = capfd.readouterr()
     assert printed.err == ""
-    assert all(word in printed.out for word in ("top-1", "top-3", "top-10", "expected tokens per step", "saved in"))
+    assert all(
+        word in printed.out
+        for word in ("top-1", "top-3", "top-10", "expected tokens per step", "tokens of text a second", "saved in")
+    )
     assert "tree of 8 nodes" in printed.out
 
 

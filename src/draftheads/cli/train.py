@@ -64,7 +64,16 @@ def run(options: TrainOptions) -> None:
         f"expected tokens per step on text kept apart: chain {report.tokens_per_step_chain:.2f}, "
         f"tree of {len(report.tree) + 1} nodes {report.tokens_per_step_tree:.2f}"
     )
+    console.print(speed_line(report))
     console.print(f"saved in {options.out}")
+
+
+def speed_line(report: Report) -> str:
+    """How fast the heads learned."""
+    return (
+        f"{report.num_steps:,} steps; {report.tokens_per_second:,.0f} tokens of text a second "
+        f"in the {report.training_seconds:,.0f} s of this process"
+    )
 
 
 class Display:

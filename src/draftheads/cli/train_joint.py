@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftheads.cli.show import quiet_transformers
-from draftheads.cli.train import Display, accuracy_table, recipe_table
+from draftheads.cli.train import Display, accuracy_table, recipe_table, speed_line
 from draftheads.cli.train import expanded as expanded_for_heads
 from draftheads.train import processes
 from draftheads.train.joint import train_jointly
@@ -36,6 +36,7 @@ def run(options: JointOptions) -> None:
         f"tree of {len(heads.tree) + 1} nodes {heads.tokens_per_step_tree:.2f}"
     )
     console.print(movement_table(report.movement))
+    console.print(speed_line(heads))
     merge = f"draftheads merge --model {options.model} --adapter {options.out} --out …"
     console.print(f"saved in {options.out}; `{merge}` makes one model of it", soft_wrap=True)
 
