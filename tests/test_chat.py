@@ -140,6 +140,13 @@ def test_empty_lines_are_skipped_but_counted(tmp_path: Path) -> None:
         ('{"messages": [{"role": 3, "content": "w1"}]}', "message 0: role is 3"),
         ('{"messages": [{"role": "user", "content": "w1"}]}', "no message of role 'assistant'"),
         ('{"messages": [{"role": "assistant", "content": "w1"}], "finished": 1}', "finished is 1"),
+        (
+            '{"messages": [{"role": "user", "content": "w1 \\ud800"}]}',
+            r"message 0: content holds half .*'\\ud800' as its",
+        ),
+        ('{"messages": [{"role": "\\udfff", "content": "w1"}]}', "message 0: role holds half a character"),
+        ("[" * 100_000, r"nested too deeply to be read: '\[{57}…'"),
+        ('{"messages": ' + '{"a":' * 100_000, "nested too deeply"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line: str, message: str) -> None:

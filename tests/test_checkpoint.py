@@ -545,7 +545,7 @@ def test_a_missing_file_is_named(base: TargetModel, folder: Path, file: str) -> 
 
 
 @pytest.mark.parametrize("file", [CONFIG_FILE, PLAN_FILE])
-@pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe{}"])
+@pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe{}", pytest.param(b"[" * 100_000, id="deep")])
 def test_what_is_not_json_is_named(base: TargetModel, folder: Path, file: str, content: bytes) -> None:
     (folder / file).write_bytes(content)
     with pytest.raises(CheckpointCorrupt, match=f"{file} cannot be read as JSON"):

@@ -4,6 +4,7 @@ import importlib.metadata
 import io
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -178,6 +179,12 @@ ERRORS = {
     "generate --prompts empty.jsonl": "nothing to answer",
     "generate abc --prompts bad.jsonl": "a prompt on the command line and --prompts bad.jsonl: give one of them",
     f"generate abc {ON_MODEL} --max-new-tokens 2 --out bad.jsonl/out": "cannot save bad.jsonl/out",
+    f"generate abc {ON_MODEL} --temperature 1 --seed {10**23}": f"seed is {10**23}; it must be",
+    "generate abc --model ~nobody-9/x": "~nobody-9/x: no home folder is known for ~nobody-9; write the whole path",
+    f"generate abc {ON_MODEL} --head ~nobody-9/x": "~nobody-9/x: no home folder is known",
+    "info --tree ~nobody-9/x": "~nobody-9/x: no home folder is known",
+    "merge --model model --adapter model --out ~nobody-9/x": "~nobody-9/x: no home folder is known",
+    f"train --method medusa --out out --data bad.jsonl --seed {10**23}": f"--seed is {10**23}",
     "demo --prompts bad.jsonl": "bad.jsonl, line 2: not JSON",
     "demo --prompts empty.jsonl": "empty.jsonl: holds no prompt",
     "demo --limit 0": "holds no prompt",
@@ -224,6 +231,16 @@ def test_a_reader_that_has_gone_is_no_error(tmp_path: Path):
 
 
 # --- generate ---
+
+
+def test_bytes_that_are_no_text(folder: Path):
+    """On standard input and, as half characters, on the command line."""
+    for arguments, given in (([], b"\xff"), ([b"\xff"], b"")):
+        command = [sys.executable, "-m", "draftheads.cli.main", "generate", "--model", "model", *arguments]
+        environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, input=given, check=False)
+        assert done.returncode == 1
+        assert re.match(rb"error: (standard input is no text|.*half a character, '\\udcff').*\n$", done.stderr)
 
 
 @pytest.mark.parametrize("head", [None, "medusa", "./hydra"])
@@ -354,6 +371,10 @@ def test_all_options_arrive(here: Path, monkeypatch: pytest.MonkeyPatch):
         '{"turns": []}',
         '{"turns": [5]}',
         '{"turns": [""]}',
+        '{"turns": ["\\ud800"]}',
+        '{"prompt": "a \\ud800"}',
+        '{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        pytest.param("[" * 100_000, id="deep"),
     ],
 )
 def test_a_line_that_is_no_prompt_is_named(line: str, tmp_path: Path):
@@ -361,7 +382,8 @@ def test_a_line_that_is_no_prompt_is_named(line: str, tmp_path: Path):
     path.write_text(f'{{"prompt": "fine"}}\n\n{line}\n', encoding="utf-8")
     found = read_prompts(path)
     assert next(found) == "fine"
-    with pytest.raises(DataError, match=r"prompts\.jsonl, line 3: (not JSON|needs \"prompt\")") as error:
+    words = r"not JSON|needs \"prompt\"|holds half a character, '\\ud800'|nested too deeply"
+    with pytest.raises(DataError, match=rf"prompts\.jsonl, line 3: ({words})") as error:
         next(found)
     assert error.value.line_number == 3
 

@@ -283,6 +283,7 @@ def test_a_conversation_that_becomes_too_long_keeps_what_was_said(target: Target
         ('{"messages": [{"role": "assistant", "content": "w1"}]}', "needs"),
         ('{"messages": [{"role": "tool", "content": "w1"}, {"role": "user", "content": "w1"}]}', "'tool'"),
         ('{"prompt": "w1 \\ud800"}', "half a character"),
+        ("[" * 100_000, "nested too deeply"),
     ],
 )
 def test_bad_lines_are_named_before_a_model_is_loaded(tmp_path: Path, line: str, words: str):

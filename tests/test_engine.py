@@ -301,6 +301,8 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "a token beyond the vocabulary": ([[5, VOCAB]], f"token ids must lie in 0 … {VOCAB - 1}"),
     "too long": ([[5] * 256], "has 256 tokens; tiny-llama takes at most 255"),
     "one of two": ([[5, 6], []], "the prompt is empty"),
+    "half a character": (["w1 \ud800"], r"half a character, '\\ud800' as its number \d+, which no tokenizer can read"),
+    "half a character in a message": ([[{"role": "user", "content": "\udcff"}]], r"half a character, '\\udcff'"),
 }
 BAD_SETTINGS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "unknown": (None, {"max_tokens": 5}, "unknown setting 'max_tokens'; choose among acceptance, .*max_new_tokens"),

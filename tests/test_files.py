@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from draftheads.errors import DataError, StorageError
-from draftheads.files import append_synced, atomic_directory, remove_leftovers, write_atomic
+from draftheads.errors import DataError, InvalidSettings, StorageError
+from draftheads.files import append_synced, atomic_directory, remove_leftovers, user_path, write_atomic
 
 DISK_BYTES = 2 << 20
 TOO_MUCH = torch.zeros(DISK_BYTES, dtype=torch.uint8)
@@ -192,6 +192,24 @@ def test_a_kill_leaves_no_folder_of_that_name(tmp_path: Path) -> None:
     with atomic_directory(target) as folder:
         (folder / "whole").touch()
     assert _names(tmp_path) == ["head", "whole"]
+
+
+# --- paths ---
+
+
+def test_a_path_from_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    assert user_path("~/a") == tmp_path / "a"
+    assert user_path("a/~") == Path("a/~")
+
+
+def test_a_home_that_nobody_knows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidSettings, match=r"^~nobody-9/a: no home folder is known for ~nobody-9; write the whole"):
+        user_path("~nobody-9/a")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it does for want of HOME and of a user's entry
+    with pytest.raises(InvalidSettings, match=r"^~/a: no home folder is known for ~;"):
+        user_path(Path("~/a"))
 
 
 # --- growing files ---

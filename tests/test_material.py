@@ -180,6 +180,7 @@ def read_zipped(path: Path) -> list[dict[str, str]]:
     ("content", "message"),
     [
         ('{"text": 3}\n', r"bad\.jsonl.*1.*plain text is an object"),
+        ('{"text": "\\ud800"}\n', r"bad\.jsonl, line 1: text holds half a character"),
         ('{"text": "w1 w2"}\n{"messages": []}\n', r"bad\.jsonl.*2.*chats go to --data"),
         ("", "no text in"),
     ],

@@ -26,7 +26,7 @@ from transformers import (
     T5Config,
 )
 
-from draftheads.errors import ModelNotFound, StorageError, UnsupportedModel
+from draftheads.errors import InvalidSettings, ModelNotFound, StorageError, UnsupportedModel
 from draftheads.target import embedded
 from draftheads.target.embedded import SMOLLM2_135M, cache_folder, converted_folder, find_gguf
 from draftheads.target.pretrained import default_dtype, load_pretrained, resolve_model
@@ -175,6 +175,21 @@ def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: p
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "c"))
     assert cache_folder() == tmp_path / "c" / ".cache" / "draftheads"
+
+
+def test_a_home_that_nobody_knows_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidSettings, match="~nobody-9/model: no home folder is known"):
+        resolve_model("~nobody-9/model")
+    monkeypatch.setenv("DRAFTHEADS_CACHE", "~nobody-9/cache")
+    with pytest.raises(
+        InvalidSettings, match=r"no place for .*: ~nobody-9/cache: .* into the variable DRAFTHEADS_CACHE"
+    ):
+        cache_folder()
+    monkeypatch.delenv("DRAFTHEADS_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it does for want of HOME and of a user's entry
+    with pytest.raises(InvalidSettings, match=r"no place for converted models: ~/\.cache: .* DRAFTHEADS_CACHE"):
+        cache_folder()
 
 
 @pytest.mark.usefixtures("no_package", "offline", "cache")

@@ -203,6 +203,7 @@ NAN, INFINITY = math.nan, math.inf
         *(("typical_epsilon", value) for value in (0.0, -0.1, 1.1, NAN)),
         *(("typical_delta", value) for value in (0.0, -0.1, NAN)),
         *(("stop", value) for value in (("",), ("a", ""), "END")),
+        *(("seed", value) for value in (2**64, -(2**63) - 1, 1e23, 10**23)),  # PyTorch's generators take no such
     ],
 )
 def test_an_impossible_setting_is_named_with_its_value(name: str, value: Any) -> None:
@@ -225,6 +226,8 @@ def test_an_impossible_setting_is_named_with_its_value(name: str, value: Any) ->
         ("typical_delta", 1e-9),
         ("stop", ("a",)),
         ("seed", -1),
+        ("seed", -(2**63)),
+        ("seed", 2**64 - 1),
     ],
 )
 def test_the_edges_of_what_is_allowed(name: str, value: Any) -> None:

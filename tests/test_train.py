@@ -568,6 +568,10 @@ def test_the_draft_vocabulary_is_the_most_frequent_and_the_end(target: TargetMod
         ({"draft_vocab_size": -1}, "--draft-vocab-size is -1"),
         ({"max_tokens": 0}, "--max-tokens is 0"),
         ({"loss": "soft"}, "--loss is 'soft'"),
+        ({"seed": -1}, "--seed is -1: must be at least 0 and below"),
+        ({"seed": 2**32}, "--seed is 4294967296"),
+        ({"seed": 10**23}, "--seed is 1000"),
+        ({"seed": 1e23}, r"--seed is 1e\+23"),
         ({"features": None}, "--data FILE"),
     ],
 )

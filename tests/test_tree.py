@@ -173,6 +173,11 @@ def test_json_that_is_no_list_of_paths(text: str) -> None:
         Tree.from_json(text)
 
 
+def test_json_that_is_nested_too_deeply() -> None:
+    with pytest.raises(InvalidTree, match="must be a JSON list of rank paths"):
+        Tree.from_json("[" * 100_000)
+
+
 @pytest.mark.parametrize(
     "paths",
     [

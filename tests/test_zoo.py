@@ -7,7 +7,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from draftheads.errors import ModelNotFound
+from draftheads.errors import InvalidSettings, ModelNotFound
 from draftheads.zoo import registry
 from draftheads.zoo.registry import ZooHead, find_head, zoo_heads
 
@@ -75,6 +75,12 @@ def test_a_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     assert find_head(str(tmp_path / "runs" / "mine"), "any") == tmp_path / "runs" / "mine"
     assert find_head("~/runs/mine", "any") == tmp_path / "runs" / "mine"
+
+
+@pytest.mark.usefixtures("no_zoo")
+def test_a_folder_in_the_home_of_nobody_is_an_error() -> None:
+    with pytest.raises(InvalidSettings, match="~nobody-9/x: no home folder is known for ~nobody-9"):
+        find_head("~nobody-9/x", "any")
 
 
 @pytest.mark.usefixtures("no_zoo")

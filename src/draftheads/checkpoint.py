@@ -285,7 +285,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     """The JSON object of a file of ours, in a version that we know."""
     try:
         value = json.loads(_present(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # not UTF-8 is a ValueError as well
+    except (OSError, ValueError, RecursionError) as error:  # not UTF-8 is a ValueError as well
         raise CheckpointCorrupt(f"{path} cannot be read as JSON: {error}") from None
     version = _as_object(value, path).get("format_version")
     if type(version) is not int or version < 1:

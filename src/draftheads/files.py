@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from draftheads.errors import DraftHeadsError, StorageError
+from draftheads.errors import DraftHeadsError, InvalidSettings, StorageError
 
 _STORAGE_ERRNOS = frozenset(  # those that the place to save to is to blame for
     {
@@ -33,6 +33,19 @@ _NO_SPACE_TEXT = f"(os error {errno.ENOSPC})"  # as Rust, so safetensors and tok
 _FULL_DISK_BYTES = 1 << 20  # less free than this when a save fails: the disk is what failed
 _TEMPORARY_SUFFIX = ".tmp"
 _REPLACED_SUFFIX = ".old"
+
+
+def user_path(path: str | os.PathLike[str]) -> Path:
+    """The path with the home folder in place of a leading ``~``.
+
+    Raises:
+        InvalidSettings: nobody knows that folder.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        whose = Path(path).parts[0]
+        raise InvalidSettings(f"{path}: no home folder is known for {whose}; write the whole path") from None
 
 
 def write_atomic(path: str | os.PathLike[str], content: bytes | Callable[[BinaryIO], object]) -> None:

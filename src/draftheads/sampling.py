@@ -64,6 +64,7 @@ class SamplingSettings:
             (self.acceptance in ("exact", "typical"), "acceptance", "'exact' or 'typical'"),
             (0.0 < self.typical_epsilon <= 1.0, "typical_epsilon", "above 0 and at most 1"),
             (self.typical_delta is None or self.typical_delta > 0.0, "typical_delta", "a positive number"),
+            (self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "at least -2**63 and below 2**64, or None"),
             (not isinstance(self.stop, str) and all(self.stop), "stop", "a tuple of strings that are not empty"),
         )
         for holds, name, rule in checks:

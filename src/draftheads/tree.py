@@ -86,7 +86,7 @@ class Tree:
         """
         try:
             paths = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise InvalidTree(f"a tree must be a JSON list of rank paths such as [[0], [0, 0]]: {error}") from None
         if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
             raise InvalidTree("a tree must be a JSON list of rank paths such as [[0], [0, 0]]")

@@ -102,7 +102,10 @@ def _prompts(options: GenerateOptions) -> list[Prompt]:
     elif options.prompt or sys.stdin.isatty():
         prompts = list(options.prompt)
     else:
-        prompts = [sys.stdin.read()]
+        try:
+            prompts = [sys.stdin.read()]
+        except UnicodeDecodeError as error:
+            raise InvalidPrompt(f"standard input is no text: {error}") from None
     if not prompts:
         raise InvalidPrompt("nothing to answer: give a prompt, --prompts FILE, or text on standard input")
     return prompts

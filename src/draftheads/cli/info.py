@@ -6,7 +6,6 @@ Reads configurations and headers only; no model is loaded.
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import tyro
 from rich.console import Console
@@ -16,6 +15,7 @@ from rich.text import Text
 
 from draftheads.checkpoint import SavedHead, read_head, read_plan
 from draftheads.errors import InvalidSettings, InvalidTree
+from draftheads.files import user_path
 from draftheads.tree import Tree
 from draftheads.zoo.registry import find_head, zoo_heads
 
@@ -57,7 +57,7 @@ def _read_tree(text_or_path: str) -> Tree:
     """From the JSON itself, a file of it, or a head's ``plan.json``."""
     if text_or_path.lstrip().startswith("["):
         return Tree.from_json(text_or_path)
-    path = Path(text_or_path).expanduser()
+    path = user_path(text_or_path)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

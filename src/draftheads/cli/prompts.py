@@ -1,10 +1,11 @@
 """Prompts from files, in the forms that evaluation sets have."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from draftheads.data.jsonl import json_value
+from draftheads.decode.text import half_character
 from draftheads.errors import DataError
 
 TextPrompt = str | list[dict[str, str]]
@@ -27,14 +28,14 @@ def read_prompts(path: Path) -> Iterator[TextPrompt]:
 
 
 def _prompt_of(line: str, path: Path, number: int) -> TextPrompt:
-    try:
-        record: Any = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"not JSON: {error}", path=path, line_number=number) from None
+    record = json_value(line, path, number)
     prompt = _found_in(record) if isinstance(record, dict) else None
     if not prompt:
         forms = '"prompt" (text), "messages" (a list of objects with "role" and "content") or "turns" (a list of texts)'
         raise DataError(f"needs {forms}, and not an empty one", path=path, line_number=number)
+    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    for problem in filter(None, map(half_character, texts)):
+        raise DataError(problem, path=path, line_number=number)
     return prompt
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from draftheads.data.jsonl import read_json_lines, short
+from draftheads.decode.text import half_character
 from draftheads.errors import DataError
 
 Message = Mapping[str, str]  # role and content
@@ -185,13 +186,22 @@ def _problem(record: object) -> str | None:
     if not isinstance(record, dict) or not isinstance(record.get("messages"), list):
         return 'a chat is an object such as {"messages": [{"role": "user", "content": "…"}, …]}'
     for i, message in enumerate(record["messages"]):
-        if not isinstance(message, dict):
-            return f"message {i} is {short(repr(message))}; it must be an object with role and content"
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                return f"message {i}: {key} is {short(repr(message.get(key)))}; it must be a string"
+        if problem := _message_problem(message):
+            return f"message {i}{problem}"
     if not isinstance(record.get("finished", True), bool):
         return f"finished is {record['finished']!r}; it must be true or false"
     if not any(message["role"] == "assistant" for message in record["messages"]):
         return _NO_ANSWER
+    return None
+
+
+def _message_problem(message: object) -> str | None:
+    """What keeps a JSON value from being a message."""
+    if not isinstance(message, dict):
+        return f" is {short(repr(message))}; it must be an object with role and content"
+    for key in ("role", "content"):
+        if not isinstance(message.get(key), str):
+            return f": {key} is {short(repr(message.get(key)))}; it must be a string"
+        if problem := half_character(message[key]):
+            return f": {key} {problem}"
     return None

@@ -14,14 +14,14 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Line number (from 1) and value of each line of a ``.jsonl`` or ``.jsonl.gz`` file; empty lines are skipped.
 
     Raises:
-        DataError: the file cannot be read, or a line is not JSON; names file and line.
+        DataError: the file cannot be read, or a line is not JSON or nested too deeply; names file and line.
     """
     line_number = 0
     try:
         with _open_text(path) as file:
             for line_number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield line_number, _value(line, path, line_number)
+                    yield line_number, json_value(line, path, line_number)
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise DataError(f"cannot be read: {error}", path=path, line_number=line_number + 1) from None
 
@@ -37,8 +37,16 @@ def _open_text(path: Path) -> IO[str]:
     return path.open(encoding="utf-8")
 
 
-def _value(line: str, path: Path, line_number: int) -> Any:
+def json_value(line: str, path: Path, line_number: int) -> Any:
+    """The value in a line.
+
+    Raises:
+        DataError: it is not JSON, or nested too deeply.
+    """
     try:
         return json.loads(line)
     except ValueError as error:
         raise DataError(f"not JSON: {error}", path=path, line_number=line_number) from None
+    except RecursionError:
+        problem = f"nested too deeply to be read: {short(line.strip())!r}; a line is one object with few levels"
+        raise DataError(problem, path=path, line_number=line_number) from None

@@ -10,6 +10,7 @@ from typing import Any
 
 from draftheads.data.chat import EncodedChat
 from draftheads.data.jsonl import read_json_lines, short
+from draftheads.decode.text import half_character
 from draftheads.errors import DataError
 
 
@@ -33,6 +34,8 @@ def read_texts(path: Path) -> Iterator[tuple[str, str]]:
                 path=path,
                 line_number=line_number,
             )
+        if problem := half_character(text):
+            raise DataError(f"text {problem}", path=path, line_number=line_number)
         yield text, f"{path}:{line_number}"
 
 

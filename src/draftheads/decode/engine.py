@@ -9,6 +9,7 @@ from typing import Any
 from draftheads.decode.batch import Batch
 from draftheads.decode.plain import NoDraft
 from draftheads.decode.sequence import GenerationResult, Sequence, StreamEvent
+from draftheads.decode.text import half_character
 from draftheads.draft import Drafter
 from draftheads.errors import InvalidPrompt, InvalidSettings, PromptTooLong
 from draftheads.sampling import SamplingSettings
@@ -141,8 +142,14 @@ def _encode(tokenizer: Any, prompt: Prompt) -> list[int]:
             text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # a template is a program of the model's author: it may refuse in any way
             raise InvalidPrompt(f"the model's chat template refuses these messages: {error}") from error
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return list(tokenizer("\n".join(message["content"] for message in messages))["input_ids"])
+        return _token_ids(tokenizer, text, add_special_tokens=False)
+    return _token_ids(tokenizer, "\n".join(message["content"] for message in messages))
+
+
+def _token_ids(tokenizer: Any, text: str, **options: bool) -> list[int]:
+    if problem := half_character(text):
+        raise InvalidPrompt(f"the prompt as the model reads it {problem}")
+    return list(tokenizer(text, **options)["input_ids"])
 
 
 def _message(item: object) -> dict[str, str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from draftheads.data.jsonl import read_json_lines, short
+from draftheads.decode.text import half_character
 from draftheads.errors import DataError
 
 SELF_TALK = "self-talk"
@@ -135,8 +136,9 @@ def _problem(messages: Sequence[tuple[str, str]], turns: Sequence[str]) -> str |
     """What keeps messages from being asked one by one."""
     if not turns or not all(text.strip() for text in turns):
         return _FORMS
-    if any(text.encode(errors="replace").decode() != text for _, text in messages):
-        return "holds half a character (a lone surrogate such as \\ud800), which no tokenizer can read"
+    problem = next(filter(None, (half_character(text) for _, text in messages)), None)
+    if problem is not None:
+        return problem
     unknown = next((role for role, _ in messages if role not in ("system", "user", "assistant")), None)
     if unknown is not None:
         return f"role is {short(repr(unknown))}; only system, user and assistant can be asked again"

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from draftheads.errors import ModelNotFound, StorageError, UnsupportedModel
-from draftheads.files import atomic_directory, remove_leftovers
+from draftheads.errors import InvalidSettings, ModelNotFound, StorageError, UnsupportedModel
+from draftheads.files import atomic_directory, remove_leftovers, user_path
 
 if TYPE_CHECKING:  # each costs a second or more that a start from the cache need not pay
     from gguf import GGUFReader, ReaderTensor
@@ -62,12 +62,16 @@ SMOLLM2_135M = EmbeddedModel(
 
 
 def cache_folder() -> Path:
-    """Where converted models are kept: ``$DRAFTHEADS_CACHE``, else ``draftheads`` in the user's cache."""
-    chosen = os.environ.get("DRAFTHEADS_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "draftheads"
+    """Where converted models are kept: ``$DRAFTHEADS_CACHE``, else ``draftheads`` in the user's cache.
+
+    Raises:
+        InvalidSettings: it would be in the home folder of nobody.
+    """
+    chosen, shared = os.environ.get("DRAFTHEADS_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    try:
+        return user_path(chosen) if chosen else (Path(shared) if shared else user_path("~/.cache")) / "draftheads"
+    except InvalidSettings as error:
+        raise InvalidSettings(f"no place for converted models: {error} into the variable DRAFTHEADS_CACHE") from None
 
 
 def find_gguf(model: EmbeddedModel) -> Path | None:

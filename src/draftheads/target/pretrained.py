@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from draftheads.errors import DraftHeadsError, MissingDependency, ModelNotFound, UnsupportedModel
+from draftheads.files import user_path
 from draftheads.target.embedded import SMOLLM2_135M, converted_folder
 
 if TYPE_CHECKING:  # three seconds that finding out where a model is need not pay
@@ -34,11 +35,12 @@ def resolve_model(name: str) -> Path | str:
 
     Raises:
         ModelNotFound: none of these; the text says what was tried and what to do.
+        InvalidSettings: a path in the home folder of nobody.
         StorageError: the embedded model cannot be written into the cache.
     """
     if name == SMOLLM2_135M.name:
         return converted_folder(SMOLLM2_135M) or _resolve_embedded_on_hub()
-    folder = Path(name).expanduser()
+    folder = user_path(name)
     if folder.exists():
         if not (folder / "config.json").is_file():
             raise ModelNotFound(f"{name} is here, but is no model folder: it has no config.json")
@@ -174,7 +176,7 @@ def _cpu_has_bf16() -> bool:
 def _model_id(name: str) -> str:
     if name == SMOLLM2_135M.name:
         return SMOLLM2_135M.hub_id
-    folder = Path(name).expanduser()
+    folder = user_path(name)
     return str(folder.resolve()) if folder.exists() else name
 
 

@@ -13,7 +13,7 @@ import torch
 
 from draftheads.checkpoint import load_head, read_head, save_head
 from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, InvalidSettings, ModelNotFound
-from draftheads.files import atomic_directory
+from draftheads.files import atomic_directory, user_path
 from draftheads.target.fingerprint import MAX_DIFFERENCE, Fingerprints, difference
 from draftheads.target.model import TargetModel
 from draftheads.target.pretrained import stored_dtype
@@ -50,11 +50,13 @@ def merge(options: MergeOptions) -> None:
         CheckpointMismatch: the adapter was tuned for another model.
         CheckpointCorrupt: files of the run are damaged.
         StorageError: the folder exists, or cannot be written.
+        InvalidSettings: a path in the home folder of nobody.
     """
+    out = user_path(options.out)
     dtype = _DTYPES[options.dtype] if options.dtype else stored_dtype(options.model)
     base = TargetModel.load(options.model, dtype=torch.float32, device="cpu")
-    merged = merged_model(base, options.adapter, dtype=dtype, model_id=str(options.out.expanduser().resolve()))
-    with atomic_directory(options.out) as staged:
+    merged = merged_model(base, options.adapter, dtype=dtype, model_id=str(out.resolve()))
+    with atomic_directory(out) as staged:
         merged.model.save_pretrained(staged)
         merged.tokenizer.save_pretrained(staged)
         saved = read_head(options.adapter / HEAD_FOLDER)

@@ -112,6 +112,7 @@ class TrainOptions:
         counts = ("epochs", "batch_tokens", "accumulate", "max_length", "tree_nodes")
         for name in (*counts, "save_steps", "log_steps", "eval_texts"):
             self._require(name, getattr(self, name) >= 1, "must be at least 1")
+        self._require("seed", 0 <= self.seed < 2**32, "must be at least 0 and below 2**32")  # as NumPy wants it
         for name in ("held_out", "warmup", "final_learning_rate", "text_part"):
             self._require(name, 0 <= getattr(self, name) < 1, "must be at least 0 and below 1")
         for name in ("learning_rate", "depth_decay", "max_grad_norm", "second_stage_rate"):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from draftheads.checkpoint import CONFIG_FILE, HEAD_FILES
 from draftheads.errors import ModelNotFound
+from draftheads.files import user_path
 from draftheads.target.embedded import SMOLLM2_135M
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -46,7 +47,7 @@ def find_head(name: str, base_name: str) -> Path:
     for head in zoo_heads():
         if (head.base_name, head.method) == (base_name, name):
             return head.folder
-    folder = Path(name).expanduser()
+    folder = user_path(name)
     if name and folder.is_dir():  # "" is a path, too: the working directory
         return folder
     if _HUB_ID.fullmatch(name):
