@@ -323,14 +323,15 @@ def test_a_model_that_is_spread_needs_stored_features(target: TargetModel, chats
         options(tmp_path / "out", data=(chats,), four_bit=True, shard_model=True)
 
 
-def test_heads_for_a_model_in_four_bits(chats: Path, tmp_path: Path) -> None:
+def test_heads_for_a_model_in_four_bits(tmp_path: Path) -> None:
     """Medusa-1 reads a quantised copy of its model; the head counts as one for the model itself."""
     folder = tmp_path / "model"
     target = chat_model(hidden_size=64, intermediate_size=128)
     target.model.save_pretrained(folder)
     target.tokenizer.save_pretrained(folder)
-    settings = options(tmp_path / "out", data=(chats,), model=str(folder), four_bit=True, method="medusa", epochs=2)
+    few = write_chats(tmp_path / "few.jsonl", counting_chats(24))  # bitsandbytes is slow without a GPU
+    settings = options(tmp_path / "out", data=(few,), model=str(folder), four_bit=True, method="medusa", epochs=2)
     report = run.train(settings, Silent())
     first = lines(tmp_path / "out", "validation.jsonl")[0]
     assert report is not None
-    assert report.tokens_per_step_tree > first["tokens_per_step_tree"]
+    assert sum(report.losses) < 0.9 * sum(first["losses"])
