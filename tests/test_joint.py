@@ -269,6 +269,16 @@ def test_dropout_is_the_adapter_s_and_only_in_training(data: Path) -> None:
     assert still(**batch)["loss"].item() == still(**batch)["loss"].item()
 
 
+def test_noise_and_the_last_rate_are_heeded(data: Path, tmp_path: Path) -> None:
+    runs = {"plain": {}, "noise": {"noise_alpha": 75.0}, "rate": {"final_learning_rate": 0.5}}
+    for name, changes in runs.items():
+        train_jointly_for(chat_model(), options(tmp_path / name, data, epochs=1, lora_dropout=0.0, **changes), Silent())
+    logs = {name: lines(tmp_path / name) for name in runs}
+    assert logs["noise"][0]["head_losses"] != logs["plain"][0]["head_losses"]
+    assert logs["plain"][-1]["learning_rate"] < 0.1 * logs["plain"][len(logs["plain"]) // 2]["learning_rate"]
+    assert logs["rate"][-1]["learning_rate"] > 0.5 * 4 * 0.005 * 0.99  # the heads'
+
+
 def test_a_checkpoint_holds_what_is_trained_and_no_backbone(data: Path) -> None:
     joint, _ = harness(chat_model(), data)
     state = joint.state_dict()

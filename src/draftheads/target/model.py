@@ -4,6 +4,7 @@ Knows ``transformers``; knows nothing of caches, trees or heads.
 """
 
 import copy
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -105,6 +106,15 @@ class TargetModel:
     def eos_ids(self) -> frozenset[int]:
         """Token ids that end a text."""
         return eos_ids_of(getattr(self.model, "generation_config", None), self.config, self.tokenizer)
+
+    @cached_property
+    def weights_print(self) -> str:
+        """A digest of some numbers of every weight, 4-bit ones as they are held: tells versions of a model apart."""
+        digest = hashlib.sha256()
+        for name, weight in self.model.named_parameters():
+            places = torch.linspace(0, weight.numel() - 1, 16, dtype=torch.float64).long().to(weight.device)
+            digest.update(name.encode() + weight.detach().reshape(-1)[places].double().cpu().numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     @property
     def lm_head(self) -> nn.Linear:

@@ -162,6 +162,7 @@ class _Run:
             peak=options.peak_head_weight,
             rise=options.head_weight_rise,
             warmup=options.warmup,
+            final=options.final_learning_rate,
         )
         joint = JointLearner(
             self._learner(self.target.weights), self.tuned, self.adapter, backbone_loss=options.backbone_loss

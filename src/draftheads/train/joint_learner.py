@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.errors import CheckpointCorrupt
-from draftheads.train.learner import Learner
+from draftheads.train.learner import Learner, with_noise
 from draftheads.train.lora import Adapter, LowRankUpdate, TunedModel
 from draftheads.train.losses import Labels, objective
 from draftheads.train.objectives import Guesses, LabelMaker, head_losses
@@ -117,8 +117,9 @@ class JointLearner(nn.Module):
             found = head.logits(features, head_index)
             return found + rows(features) * learner.logit_scale if rows and is_shared else found
 
+        seen = with_noise(hidden, learner.noise_alpha) if self.training else hidden
         return head_losses(
-            head(hidden, token_ids).flatten(1, 2),  # (K, S, D)
+            head(seen, token_ids).flatten(1, 2),  # (K, S, D)
             guesses,
             labels=labels,
             row_loss=learner.objective.loss,

@@ -19,6 +19,7 @@ class JointSchedule:
     peak: float  # λ0
     rise: Literal["constant", "sine"]
     warmup: float  # part of a stage's steps in which a learning rate rises
+    final: float = 0.0  # where a learning rate ends, as part of its highest
 
     def only_heads(self, step: int) -> bool:
         """Whether the backbone is frozen."""
@@ -41,10 +42,11 @@ class JointSchedule:
 
     def head_rate(self, step: int) -> float:
         """The heads' learning rate, as part of its highest: one rise and one cosine over the run."""
-        return rise_and_cosine(step, self.num_steps, warmup=self.warmup)
+        return rise_and_cosine(step, self.num_steps, warmup=self.warmup, final=self.final)
 
     def backbone_rate(self, step: int) -> float:
         """The backbone's, likewise over the second stage; zero before."""
         if self.only_heads(step):
             return 0.0
-        return rise_and_cosine(step - self.num_head_steps, self.num_steps - self.num_head_steps, warmup=self.warmup)
+        num_steps = self.num_steps - self.num_head_steps
+        return rise_and_cosine(step - self.num_head_steps, num_steps, warmup=self.warmup, final=self.final)

@@ -23,7 +23,8 @@ class TrainOptions:
     data: tuple[Path, ...] = ()
     """Chat files (.jsonl, .jsonl.gz), one {"messages": [...]} a line; not needed with finished --features."""
     text: tuple[Path, ...] = ()
-    """Plain text files (.txt, or .jsonl with {"text": ...} a line), learned from in a first stage before the chats."""
+    """Plain text files (.txt, or .jsonl with {"text": ...} a line), learned from in a first stage before the chats.
+    --max-tokens counts for them and for the chats, each."""
     text_part: float = 0.714
     """Part of the steps that plain text gets where there are chats, too; it is repeated or cut as needed."""
     second_stage_rate: float = 0.1
@@ -109,7 +110,7 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         head_classes(self.method)
-        counts = ("epochs", "batch_tokens", "accumulate", "max_length", "tree_nodes")
+        counts = ("num_heads", "num_layers", "epochs", "batch_tokens", "accumulate", "max_length", "tree_nodes")
         for name in (*counts, "save_steps", "log_steps", "eval_texts"):
             self._require(name, getattr(self, name) >= 1, "must be at least 1")
         self._require("seed", 0 <= self.seed < 2**32, "must be at least 0 and below 2**32")  # as NumPy wants it
@@ -120,7 +121,7 @@ class TrainOptions:
         self._require("precision", self.precision in ("auto", "bf16", "fp32"), "choose auto, bf16 or fp32")
         self._require("loss", self.loss in get_args(LossKind), f"choose among {', '.join(get_args(LossKind))}")
         self._require("optimizer", self.optimizer in ("adamw", "adamw-8bit"), "choose adamw or adamw-8bit")
-        for name in ("alignment_weight", "lm_weight", "lk_eta", "noise_alpha", "features_budget"):
+        for name in ("alignment_weight", "lm_weight", "lk_eta", "noise_alpha", "features_budget", "weight_decay"):
             self._require(name, getattr(self, name) >= 0, "must be at least 0")
         self._require("shard_model", not (self.shard_model and self.four_bit), "it goes without --four-bit")
         self._require("eval_steps", self.eval_steps >= 0, "give 0 for none")

@@ -29,14 +29,21 @@ class Recipe:
         assert not unknown, f"no such options: {sorted(unknown)}"
 
 
-_MEDUSA = {"method": "medusa", "loss": "hard", "depth_decay": 0.8, "learning_rate": 1e-3, "warmup": 0.1}
-_MEDUSA_2 = {
+# each head has a matrix of the vocabulary of its own, as the papers' heads have; batches are smaller here than theirs,
+# of 64 and more texts, and AdamW holds its moments in full: --batch-tokens, --accumulate and --optimizer change that
+_MEDUSA_HEADS = {
     "method": "medusa",
-    "loss": "hard",
-    "depth_decay": 0.8,
     "num_heads": 5,
     "num_layers": 1,
+    "lm_head": "own",
+    "draft_vocab_size": 0,
+    "loss": "hard",
+    "depth_decay": 0.8,
     "epochs": 2,
+}
+_MEDUSA = {**_MEDUSA_HEADS, "learning_rate": 1e-3, "warmup": 0.1}
+_MEDUSA_2 = {
+    **_MEDUSA_HEADS,
     "head_rate_factor": 4.0,
     "lora_rank": 32,
     "lora_alpha": 16,
@@ -47,7 +54,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
         "medusa-1": Recipe(
             "Medusa, appendix B: five heads of one layer on a frozen model",
-            {**_MEDUSA, "num_heads": 5, "num_layers": 1, "epochs": 2},
+            _MEDUSA,
         ),
         "medusa-2": Recipe(
             "Medusa, section 4.1 and appendix B: heads first, then heads and model together, on the text",

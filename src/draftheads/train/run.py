@@ -10,7 +10,7 @@ import json
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from draftheads.checkpoint import save_head
 from draftheads.data.batches import PlannedBatches
 from draftheads.data.features import Documents, FeatureStore
+from draftheads.data.live import LiveStore
 from draftheads.draft import TargetWeights
 from draftheads.errors import DataError, InvalidSettings, MissingDependency
 from draftheads.files import remove_leftovers, write_atomic
@@ -39,7 +40,7 @@ from draftheads.train.measure import NUM_RANKS, Measurement, measure
 from draftheads.train.options import TrainOptions
 from draftheads.train.page import PAGE, write_page
 from draftheads.train.report import Report
-from draftheads.train.trainer import OnStep, TrainingInterrupted, find_checkpoint, fit
+from draftheads.train.trainer import OnStep, TrainingInterrupted, find_checkpoint, fit, require_packages
 from draftheads.tree import Tree
 
 _MAY_CHANGE_ON_RESUME = frozenset(
@@ -87,13 +88,11 @@ def train(options: TrainOptions, reporter: Reporter) -> Report | None:
 
 def train_for(target: TargetModel, options: TrainOptions, reporter: Reporter) -> Report | None:
     """:func:`train` for a model that is loaded already, whatever ``options.model`` says."""
-    store = _hidden_states(target, options, reporter)
-    material = arrange(store, options)
-    training, held_out = material.training, material.held_out
+    material = _material(target, options, reporter)
+    store, training, held_out = material.store, material.training, material.held_out
     weights = in_float32(target.weights)
     head = new_head(options, weights, store, training, target.eos_ids)
     learner = new_learner(options, head, weights)
-    remember(options, material, model=target.model_id)
     reporter.stage(f"training {options.method} on {len(training)} texts")
     batches = PlannedBatches(store, material.plan, skip_prompts=not head.needs_history)
     some = held_out[: options.eval_texts]
@@ -136,6 +135,7 @@ def _spread(target: TargetModel) -> TargetModel:
     """The model over all processes."""
     if processes.count() == 1:
         raise InvalidSettings("--shard-model is for several processes: start them with accelerate launch or torchrun")
+    assert target.weights_print  # taken while it is whole
     shard_layers(target, processes.device())
     return target
 
@@ -177,7 +177,7 @@ def in_between(found: Measurement, options: TrainOptions) -> dict[str, Any]:
         "top1": found.accuracy(1),
         "top3": found.accuracy(3),
         "top10": found.accuracy(10),
-        "tokens_per_step_chain": found.tokens_per_step(Tree.chain(options.num_heads)),
+        "tokens_per_step_chain": found.tokens_per_step(Tree.chain(found.ranks.shape[1])),
         "tokens_per_step_tree": found.tokens_per_step(tree),
     }
 
@@ -290,7 +290,10 @@ def frequent_tokens(
 
 
 def check_out(options: TrainOptions, head: Path) -> None:
-    """Keeps a run from writing over another one, whose head is in the folder ``head``."""
+    """Keeps a run from writing over another one, whose head is in the folder ``head``, and from failing late."""
+    require_packages(options)
+    if options.out.exists() and not options.out.is_dir():
+        raise InvalidSettings(f"--out is {options.out}, which is a file: name a folder")
     if (head / "config.json").exists():  # of a head's files the last one to be there
         raise InvalidSettings(f"{options.out} holds a trained head: name another --out, or delete it")
     if not options.resume and find_checkpoint(options.out):
@@ -321,15 +324,20 @@ def say_where_it_starts(options: TrainOptions, reporter: Reporter) -> None:
             reporter.stage(f"going on from {checkpoint}")
 
 
-def _hidden_states(target: TargetModel, options: TrainOptions, reporter: Reporter) -> Documents:
-    """The data with its hidden states, or the features in ``--features`` as they are."""
+def _material(target: TargetModel, options: TrainOptions, reporter: Reporter) -> Material:
+    """The data with its hidden states, or the features in ``--features`` as they are.
+
+    Batches are decided, and compared with those of the run that goes on, before the model reads for hours.
+    """
     folder = options.features or options.out / "features"
     if options.data or options.text:
         try:
             reporter.stage("reading data")
             texts = read_data(target, options)
+            material = arrange(LiveStore(target, texts), options)
+            remember(options, material, model=target.model_id)
             reporter.stage(f"hidden states of {len(texts)} texts")
-            return with_hidden_states(target, texts, options, reporter.progress)
+            return replace(material, store=with_hidden_states(target, texts, options, reporter.progress))
         except KeyboardInterrupt:
             raise TrainingInterrupted(
                 f"stopped before training; hidden states so far are in {folder}: the same command goes on from there"
@@ -340,7 +348,9 @@ def _hidden_states(target: TargetModel, options: TrainOptions, reporter: Reporte
             f"{folder} holds hidden states of {store.meta.model_id} (size {store.meta.hidden_size}), "
             f"not of {target.model_id} (size {target.hidden_size})"
         )
-    return store
+    material = arrange(store, options)
+    remember(options, material, model=target.model_id)
+    return material
 
 
 def remember(options: TrainOptions, material: Material, *, model: str) -> None:

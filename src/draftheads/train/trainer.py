@@ -59,6 +59,7 @@ def fit(
         NonFiniteLoss: the loss became NaN or infinite; names the step and the documents of its batch.
         TrainingInterrupted: Ctrl-C; a checkpoint was saved.
     """
+    require_packages(options)
     folder = options.out / "checkpoints"
     _drop_incomplete(folder)  # or the Trainer, which keeps two, might count them and drop whole ones
     checkpoint = find_checkpoint(options.out) if options.resume else None
@@ -151,15 +152,9 @@ class _Board:
 
     @classmethod
     def open(cls, folder: Path, first_step: int) -> Self:
-        """What an earlier part of the run showed after ``first_step`` is taken back.
+        """What an earlier part of the run showed after ``first_step`` is taken back."""
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
 
-        Raises:
-            MissingDependency: TensorBoard is not installed.
-        """
-        try:
-            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
-        except ImportError as error:
-            raise MissingDependency("--tensorboard needs tensorboard: pip install 'draftheads[tensorboard]'") from error
         writer = SummaryWriter(str(folder), purge_step=first_step + 1) if processes.is_first() else None
         return cls(writer)
 
@@ -291,9 +286,19 @@ def learning_rate_of(options: TrainOptions, stages: Sequence[Stage]) -> Callable
     return partial(staged_rate, stages=stages, warmup=options.warmup, final=options.final_learning_rate)
 
 
-def _arguments(options: TrainOptions, folder: Path) -> TrainingArguments:
+def require_packages(options: TrainOptions) -> None:
+    """Asks for packages that will be needed later.
+
+    Raises:
+        MissingDependency: one is not installed.
+    """
     if options.optimizer == "adamw-8bit" and find_spec("bitsandbytes") is None:
         raise MissingDependency("--optimizer adamw-8bit needs bitsandbytes: pip install 'draftheads[quantised]'")
+    if options.tensorboard and find_spec("tensorboard") is None:
+        raise MissingDependency("--tensorboard needs tensorboard: pip install 'draftheads[tensorboard]'")
+
+
+def _arguments(options: TrainOptions, folder: Path) -> TrainingArguments:
     use_cpu = not torch.cuda.is_available()
     return TrainingArguments(
         output_dir=str(folder),
