@@ -26,6 +26,7 @@ from draftheads.data.live import LiveStore
 from draftheads.errors import (
     CheckpointCorrupt,
     CheckpointMismatch,
+    DataError,
     InvalidSettings,
     MissingDependency,
     ModelNotFound,
@@ -445,7 +446,7 @@ def test_resuming_with_other_settings_or_data_is_an_error(data: Path, tmp_path: 
     with pytest.raises(InvalidSettings, match=r"lora_rank was 4 and is 8"):
         train_jointly_for(chat_model(), replace(settings, resume=True, lora_rank=8), Silent())
     other = write_chats(tmp_path / "other.jsonl", counting_chats(60))
-    with pytest.raises(InvalidSettings, match=r"data was '\w{16}' and is"):
+    with pytest.raises(DataError, match=r"have changed since \(fingerprint \w{16}, now \w{16}"):
         train_jointly_for(chat_model(), replace(settings, resume=True, data=(other,)), Silent())
 
 

@@ -452,7 +452,7 @@ def test_resuming_with_other_data_is_an_error(target: TargetModel, tmp_path: Pat
     with pytest.raises(TrainingInterrupted):
         run.train_for(target, settings, Silent(2, stop_by_ctrl_c))
     write_chats(data, counting_chats(39))
-    with pytest.raises(DataError, match="delete this one"):
+    with pytest.raises(DataError, match=r"texts or the model have changed since .* start anew with another --out"):
         run.train_for(target, replace(settings, resume=True), Silent())
 
 

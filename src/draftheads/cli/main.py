@@ -1,6 +1,7 @@
 """The command line: finds the verb, lets tyro read its options, calls it, and shows errors as one clear line."""
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -67,6 +68,7 @@ def _command(arguments: list[str]) -> int:
 def _run(name: str, verb: Verb, arguments: Sequence[str]) -> None:
     import tyro  # noqa: PLC0415 - the list of commands must not wait for it
 
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells what it lacks wherever it is only imported
     module: Any = importlib.import_module(verb.module)
     expanded = getattr(module, "expanded", list)  # a verb's own, where an argument stands for several
     options = tyro.cli(getattr(module, verb.options), args=expanded(arguments), prog=f"draftheads {name}")
