@@ -371,9 +371,9 @@ def remember(options: TrainOptions, material: Material, *, model: str) -> None:
         changes = [f"{key} was {before.get(key)!r} and is {now[key]!r}" for key in now if before.get(key) != now[key]]
         if before.get("data") != now["data"]:
             raise DataError(
-                f"--resume goes on with the same run, but the texts or the model have changed since (fingerprint "
-                f"{before.get('data')}, now {now['data']}; {before.get('num_steps')} steps, now {now['num_steps']}): give "
-                "the data as it was, or start anew with another --out"
+                "--resume goes on with the same run, but the texts or the model have changed since (fingerprint "
+                f"{before.get('data')}, now {now['data']}; {before.get('num_steps')} steps, now {now['num_steps']}): "
+                "give the data as it was, or start anew with another --out"
             )
         if changes:
             raise InvalidSettings(f"--resume goes on with the same run, but {', '.join(changes)}")
