@@ -135,7 +135,7 @@ def build_shards(
     sizes = {index: sum(len(text.token_ids) for text in _part(texts, index)) for index in numbers}
     total = sum(sizes.values())
     done = total - sum(sizes[index] for index in missing)
-    _check_room(folder, sum(needed_bytes(target, part) for part in missing.values()))
+    _check_room(folder, sum(needed_bytes(target, part) for part in missing_shards(texts, folder).values()))
     progress(done, total)
     for index, part in missing.items():
         documents = []

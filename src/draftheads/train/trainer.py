@@ -109,7 +109,9 @@ def _is_whole(checkpoint: Path) -> bool:
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return True
+    # each process writes the state of its own random numbers, and waits for none of the others
+    states = [checkpoint / f"rng_state_{number}.pth" for number in range(processes.count())]
+    return processes.count() == 1 or all(state.exists() for state in states)
 
 
 def _drop_incomplete(folder: Path) -> None:
