@@ -199,6 +199,23 @@ def test_a_checkpoint_without_its_whole_state_is_passed_over(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("loaded")
+def test_another_number_of_processes_is_an_error_and_drops_nothing(data: Path, tmp_path: Path):
+    """A checkpoint of two processes is whole with both of their random numbers, whoever looks at it."""
+    settings = options(tmp_path / "out", data)
+    with pytest.raises(KilledError):
+        run.train(settings, Reporter(SAVE_STEPS + 1))
+    path = settings.out / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "processes": 2}), encoding="utf-8")
+    assert find_checkpoint(settings.out) is None
+    whole = settings.out / "checkpoints" / f"checkpoint-{SAVE_STEPS}"
+    for number in range(2):
+        (whole / f"rng_state_{number}.pth").touch()
+    with pytest.raises(InvalidSettings, match="processes was 2 and is 1"):
+        run.train(replace(settings, resume=True), Reporter())
+    assert find_checkpoint(settings.out) == str(whole)
+
+
+@pytest.mark.usefixtures("loaded")
 def test_checkpoints_that_were_cut_short_do_not_push_out_whole_ones(data: Path, tmp_path: Path):
     """The Trainer keeps the two that look newest."""
     settings = options(tmp_path / "out", data)

@@ -110,8 +110,16 @@ def _is_whole(checkpoint: Path) -> bool:
     except (OSError, ValueError):
         return False
     # each process writes the state of its own random numbers, and waits for none of the others
-    states = [checkpoint / f"rng_state_{number}.pth" for number in range(processes.count())]
-    return processes.count() == 1 or all(state.exists() for state in states)
+    count = _processes_of(checkpoint.parents[1])
+    return count == 1 or all((checkpoint / f"rng_state_{number}.pth").exists() for number in range(count))
+
+
+def _processes_of(out: Path) -> int:
+    """How many made the checkpoints of a run, whoever asks now: it may be resumed, by mistake, with another number."""
+    try:
+        return int(json.loads((out / "run.json").read_text(encoding="utf-8"))["processes"])
+    except (OSError, ValueError, KeyError):
+        return 1
 
 
 def _drop_incomplete(folder: Path) -> None:
