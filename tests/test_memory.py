@@ -194,7 +194,7 @@ def check_equal(cache: SlotCache, twin: DictionaryCache, heads: int) -> None:
 
 
 @given(data=st.data(), heads=st.integers(1, 2), num_layers=st.integers(1, 2))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=250)
 def test_the_cache_does_what_a_dictionary_does(data: st.DataObject, heads: int, num_layers: int):
     block = 4
     with patch("draftheads.target.kv_cache.BLOCK_SLOTS", block):
