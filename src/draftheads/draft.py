@@ -4,7 +4,7 @@ Alphabet: B rows, N nodes of a tree (root included), P tokens accepted in a step
 Trees may be shared by all rows (leading dimension 1) or differ by row (leading dimension B).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol, Self
 
@@ -27,12 +27,28 @@ class Draft:
     ancestors: Tensor  # (1 or B, N, N) bool: [n, m] says that m lies on the path from the root to n, n included
     max_depth: int  # of the deepest node, known without asking the device
     log_probs: Tensor | None = None  # (B, N): the drafter's log-probability of each node given its path, if it has one
+    path_log_probs: Tensor | None = None  # (B, N): of each node's whole path; falls from node to node of grown trees
     sampled: bool = False  # whether the nodes were drawn from the drafter's distribution (not its top ranks)
 
     @property
     def num_nodes(self) -> int:
         """N, root included."""
         return self.token_ids.shape[1]
+
+    def first(self, num_nodes: int) -> Self:
+        """The tree of the first ``num_nodes`` nodes; they must hang together, as those of grown trees always do."""
+        if num_nodes >= self.num_nodes:
+            return self
+        return replace(
+            self,
+            token_ids=self.token_ids[:, :num_nodes],
+            parents=self.parents[:, :num_nodes],
+            depths=self.depths[:, :num_nodes],
+            ancestors=self.ancestors[:, :num_nodes, :num_nodes],
+            max_depth=min(self.max_depth, num_nodes - 1),
+            log_probs=None if self.log_probs is None else self.log_probs[:, :num_nodes],
+            path_log_probs=None if self.path_log_probs is None else self.path_log_probs[:, :num_nodes],
+        )
 
     @classmethod
     def on_tree(cls, tree: Tree, token_ids: Tensor, *, log_probs: Tensor | None = None) -> Self:
@@ -54,12 +70,13 @@ class TreeTensors:
 @lru_cache(maxsize=256)
 def tree_tensors(tree: Tree, device: torch.device) -> TreeTensors:
     """The tensors of ``tree`` on ``device``, made once."""
-    return TreeTensors(
-        torch.tensor([tree.parents], device=device).clamp_min_(0),
-        torch.tensor([tree.depths], device=device),
-        tree.ancestor_mask[None].to(device),
-        torch.tensor(tree.ranks, device=device),
-    )
+    with torch.inference_mode(mode=False):  # whoever asks first: who trains may use them later
+        return TreeTensors(
+            torch.tensor([tree.parents], device=device).clamp_min_(0),
+            torch.tensor([tree.depths], device=device),
+            tree.ancestor_mask[None].to(device),
+            torch.tensor(tree.ranks, device=device),
+        )
 
 
 @dataclass(frozen=True)
@@ -114,6 +131,9 @@ class Drafter(Protocol):
 
     def propose(self, context: Context) -> Draft:
         """Guesses for every row of the context."""
+
+    def follow(self, context: Context) -> None:
+        """Takes note of a context without guessing: this step checks the root alone. Stateless drafters do nothing."""
 
     def keep(self, rows: Tensor) -> None:
         """Rows left or moved: row ``rows[i]`` is row i from now on. Stateless drafters need do nothing."""

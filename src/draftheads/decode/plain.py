@@ -17,5 +17,8 @@ class NoDraft:
         """The root alone."""
         return Draft.on_tree(_ROOT_ONLY, context.root_ids[:, None])
 
+    def follow(self, context: Context) -> None:
+        """Nothing to note."""
+
     def keep(self, rows: torch.Tensor) -> None:
         """Nothing to keep."""

@@ -5,14 +5,17 @@ K heads; head i (0-based) reads position t and guesses x_{t+2+i}; V' is the draf
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from draftheads.draft import Context, Draft, TargetWeights
 from draftheads.errors import InvalidSettings, InvalidTree
+from draftheads.growth import Shape
+from draftheads.heads.drafting import fill, grow
 from draftheads.heads.layers import LmHeads
 from draftheads.kernels import LinearPlan, can_pack, replace_linears
 from draftheads.tree import Tree
@@ -62,11 +65,12 @@ class HeadConfig:
 class DraftHead(nn.Module, ABC):
     """A set of K heads on the target's last hidden state.
 
-    Life: build from a config, ``bind`` to the target's weights (also after loading), set ``tree``, then either train
-    with ``forward`` and ``logits`` or draft with ``propose``.
+    Life: build from a config, ``bind`` to the target's weights (also after loading), set ``tree`` or ``shape``, then
+    train with ``forward`` and ``logits`` or draft with ``propose``, which calls ``begin``, ``guess``, ``descend``.
     """
 
     needs_history: ClassVar[bool] = False
+    reads_path: ClassVar[bool] = True  # whether a guess depends on the guesses above it
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -82,6 +86,8 @@ class DraftHead(nn.Module, ABC):
             self.register_buffer("draft_vocab", torch.arange(config.draft_vocab_size))
         self.register_buffer("target_embedding", None, persistent=False)
         self._tree = Tree.chain(config.num_heads)
+        self._shape: Shape = self._tree
+        self.confidence: Sequence[float] = (1.0,) * config.num_heads
 
     draft_vocab: Tensor  # (V',) int64: target id of each draft token; only with a trimmed vocabulary
     target_embedding: Tensor  # (V, D): the target's, frozen, not saved
@@ -99,8 +105,33 @@ class DraftHead(nn.Module, ABC):
         """
 
     @abstractmethod
+    def begin(self, context: Context, depth: int) -> Any:
+        """The state at the root of every row, for guesses down to ``depth`` (at most K)."""
+
+    @abstractmethod
+    def guess(self, state: Any, depth: int) -> Tensor:
+        """Logits of head ``depth``, (B, W, V'), for children of the W nodes at hand; W = 1 unless it reads the path."""
+
+    def descend(self, state: Any, depth: int, parents: Tensor, token_ids: Tensor) -> Any:
+        """The state at some of the children that were guessed at ``depth``.
+
+        Args:
+            state: at their parents.
+            depth: of their parents.
+            parents: (B, W') int64, places among the W nodes at hand.
+            token_ids: (B, W') the children's tokens, as target ids.
+        """
+        return state
+
     def propose(self, context: Context) -> Draft:
-        """Guesses on this head's tree for every row of the context."""
+        """Guesses in this head's shape for every row of the context."""
+        shape = self._shape
+        if isinstance(shape, Tree):
+            return fill(self, shape, context)
+        return grow(self, shape, context, self.config.num_heads)
+
+    def follow(self, context: Context) -> None:
+        """Stateless heads have nothing to note of a step without guesses."""
 
     def keep(self, rows: Tensor) -> None:
         """Stateless heads have nothing to move when rows leave."""
@@ -115,20 +146,38 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def tree(self) -> Tree:
-        """The static tree that :meth:`propose` fills."""
+        """The static tree that is saved with the head; :meth:`propose` fills it unless ``shape`` says otherwise."""
         return self._tree
 
     @tree.setter
     def tree(self, tree: Tree) -> None:
-        if tree.max_depth > self.config.num_heads:
+        self.shape = tree
+        self._tree = tree
+
+    @property
+    def shape(self) -> Shape:
+        """What :meth:`propose` fills: a static tree, or a rule by which each row's tree grows at each step."""
+        return self._shape
+
+    @shape.setter
+    def shape(self, shape: Shape) -> None:
+        self.check_shape(shape)
+        self._shape = shape
+
+    def check_shape(self, shape: Shape) -> None:
+        """Can this head fill it?
+
+        Raises:
+            InvalidTree: deeper than there are heads, or wider than the draft vocabulary.
+        """
+        depth, widest = (shape.max_depth, max(shape.ranks)) if isinstance(shape, Tree) else (shape.depth, shape.widest)
+        if depth is not None and depth > self.config.num_heads:
             raise InvalidTree(
-                f"the tree is {tree.max_depth} deep but the head has {self.config.num_heads} heads: "
+                f"the tree is {depth} deep but the head has {self.config.num_heads} heads: "
                 "cut the tree or train more heads"
             )
-        widest = max(tree.ranks)
-        if widest >= self.config.num_draft_tokens:
+        if isinstance(shape, Tree) and widest >= self.config.num_draft_tokens:
             raise InvalidTree(f"rank {widest} is beyond the draft vocabulary of {self.config.num_draft_tokens}")
-        self._tree = tree
 
     def bind(self, weights: TargetWeights) -> None:
         """Reads the target's embedding and, where this head shares it, its lm_head. Call it again after a device move.

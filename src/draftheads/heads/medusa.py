@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from draftheads.draft import Context, Draft, tree_tensors
+from draftheads.draft import Context
 from draftheads.heads.base import DraftHead, HeadConfig
 from draftheads.heads.layers import ResidualBlock
 
@@ -21,6 +21,8 @@ class MedusaConfig(HeadConfig):
 class MedusaHead(DraftHead):
     """p_i = softmax(lm_head_i(blocks_i(h_t))). Every layer has weights of its own."""
 
+    reads_path: ClassVar[bool] = False
+
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)
         self.blocks = nn.ModuleList(
@@ -32,22 +34,16 @@ class MedusaHead(DraftHead):
         """(B, T, D) -> (K, B, T, D); Medusa heads do not look at the tokens."""
         return torch.stack([blocks(hidden) for blocks in self.blocks])
 
-    def propose(self, context: Context) -> Draft:
-        """The same ranked guesses at a depth whatever the path above them: one pass, then a look-up by rank."""
-        tree = self.tree
-        features = [blocks(context.last_hidden) for blocks in self.blocks[: tree.max_depth]]  # each (B, D)
-        num_ranks = max(tree.ranks) + 1
-        tokens = [context.root_ids[:, None]]
-        scores = [torch.zeros_like(tokens[0], dtype=torch.float32)]
-        if features:
-            logits = self._all_logits(torch.stack(features))  # (depth, B, V')
-            top = logits.float().log_softmax(-1).topk(num_ranks, dim=-1)
-            ids = self.to_target_ids(top.indices)  # (depth, B, R)
-            shape = tree_tensors(tree, ids.device)
-            level, rank = shape.depths[0, 1:] - 1, shape.ranks[1:]
-            tokens.append(ids[level, :, rank].T)
-            scores.append(top.values[level, :, rank].T)
-        return Draft.on_tree(tree, torch.cat(tokens, 1), log_probs=torch.cat(scores, 1))
+    def begin(self, context: Context, depth: int) -> Tensor:
+        """Logits of all heads, (depth, B, V'): one pass, whatever the tree."""
+        if depth == 0:
+            return context.last_hidden[None]
+        features = [blocks(context.last_hidden) for blocks in self.blocks[:depth]]  # each (B, D)
+        return self._all_logits(torch.stack(features))
+
+    def guess(self, state: Tensor, depth: int) -> Tensor:
+        """(B, 1, V'), the same for all nodes of a depth."""
+        return state[depth][:, None]
 
     def _all_logits(self, features: Tensor) -> Tensor:
         """(K, B, D) -> (K, B, V'); with a shared lm_head the K projections are one product."""

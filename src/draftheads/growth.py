@@ -1,0 +1,86 @@
+"""Rules by which a tree of guesses is grown anew at every step and row, from how sure the drafter is.
+
+Knows nothing of models or tensors: :mod:`draftheads.heads.drafting` carries the rules out.
+"""
+
+import math
+from dataclasses import dataclass
+
+from draftheads.errors import InvalidTree
+from draftheads.tree import Tree
+
+
+@dataclass(frozen=True)
+class BestFirst:
+    """The guesses that are most likely to be kept, by the probability of their whole path.
+
+    For heads that guess side by side this is best-first search over products of their probabilities (DDTree); for
+    heads that read the guesses above them, EAGLE-2's: at each depth the ``beam`` likeliest guesses are expanded, and
+    of all guesses the likeliest are checked. As a path is never likelier than its beginning, they form a tree.
+    """
+
+    num_nodes: int
+    """How many nodes are checked, root included."""
+    num_ranks: int = 8
+    """How many children a node may have."""
+    beam: int = 8
+    """How many guesses of a depth are expanded by heads that read the guesses above them."""
+    max_depth: int | None = None
+    """How deep the tree may grow; as deep as there are heads when left out."""
+    threshold: float = 0.0
+    """Guesses that are less likely than this to be kept are left out, in steps in which that holds for every row."""
+
+    def __post_init__(self) -> None:
+        _check_at_least_1(self, "num_nodes", "num_ranks", "beam")
+        if self.max_depth is not None:
+            _check_at_least_1(self, "max_depth")
+        if not 0.0 <= self.threshold < 1.0:
+            raise InvalidTree(f"threshold is {self.threshold}; it must be at least 0 and below 1")
+
+    @property
+    def widest(self) -> int:
+        """Children of a node at most."""
+        return self.num_ranks
+
+    @property
+    def depth(self) -> int | None:
+        """Of the deepest node; None where the number of heads decides."""
+        return self.max_depth
+
+
+@dataclass(frozen=True)
+class BestPaths:
+    """The likeliest whole paths of a full tree, common beginnings merged (MLP Speculator, section 4)."""
+
+    widths: tuple[int, ...] = (6, 3, 2)
+    """How many guesses each node of a depth gets; all are expanded."""
+    num_paths: int = 5
+    """How many paths, from the root to the last depth, are checked."""
+
+    def __post_init__(self) -> None:
+        _check_at_least_1(self, "num_paths")
+        if not self.widths or min(self.widths) < 1:
+            raise InvalidTree(f"widths {list(self.widths)}: at least one, and every one at least 1")
+        if self.num_paths > math.prod(self.widths):
+            raise InvalidTree(
+                f"num_paths is {self.num_paths} but widths {list(self.widths)} have {math.prod(self.widths)} paths"
+            )
+
+    @property
+    def widest(self) -> int:
+        """Children of a node at most."""
+        return max(self.widths)
+
+    @property
+    def depth(self) -> int:
+        """Of the deepest node."""
+        return len(self.widths)
+
+
+Shape = Tree | BestFirst | BestPaths  # what a drafter fills at a step
+
+
+def _check_at_least_1(rule: object, *names: str) -> None:
+    for name in names:
+        if getattr(rule, name) < 1:
+            raise InvalidTree(f"{name} is {getattr(rule, name)}; it must be at least 1")

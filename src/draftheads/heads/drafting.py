@@ -1,0 +1,218 @@
+"""How a head's guesses become a tree: a static one filled rank by rank, or one that grows where the head is sure.
+
+Knows heads by three calls: ``begin`` reads the context, ``guess`` gives logits for the children of the W nodes at
+hand, ``descend`` steps down to some of those children. Heads whose guesses do not depend on the path answer ``guess``
+with one set of logits (W = 1) for all nodes of a depth.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from draftheads.draft import Context, Draft, tree_tensors
+from draftheads.growth import BestFirst, BestPaths
+from draftheads.tree import Tree
+
+
+class Guesser(Protocol):
+    """What drafting needs of a head."""
+
+    confidence: Sequence[float]  # per depth: what logits are divided by before they count as confidence
+
+    @property
+    def reads_path(self) -> bool:
+        """Whether a guess depends on the guesses above it."""
+
+    def begin(self, context: Context, depth: int) -> Any:
+        """The state at the root, of a head that is to guess down to ``depth``."""
+
+    def guess(self, state: Any, depth: int) -> Tensor:
+        """Logits (B, W, V') of the children, at depth+1, of the W nodes at hand."""
+
+    def descend(self, state: Any, depth: int, parents: Tensor, token_ids: Tensor) -> Any:
+        """The state at children (B, W'): places (B, W') of their parents among the nodes at hand, and their tokens."""
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Draft vocabulary indices as the target's token ids."""
+
+
+@dataclass(frozen=True)
+class _Level:
+    """The nodes of one depth d+1 of a static tree, and how they hang on the expanded nodes of depth d."""
+
+    depth: int  # d: the head that guesses them
+    start: int  # their node indices, start … stop-1
+    stop: int
+    num_ranks: int  # how many ranks the head must give
+    parents: tuple[int, ...]  # for each node: its parent's place among the expanded nodes of depth d
+    expanded: tuple[int, ...]  # the places in start … stop-1 of nodes that have children
+
+
+@lru_cache(maxsize=256)
+def _levels(tree: Tree) -> tuple[_Level, ...]:
+    """The levels below the root, which are guessed one after the other.
+
+    >>> [level.expanded for level in _levels(Tree.from_paths([(0,), (1,), (1, 0)]))]
+    [(1,), ()]
+    """
+    with_children = set(tree.parents)
+    levels = []
+    for depth in range(tree.max_depth):
+        nodes = [node for node, d in enumerate(tree.depths) if d == depth + 1]
+        above = [node for node, d in enumerate(tree.depths) if d == depth and node in with_children]
+        levels.append(
+            _Level(
+                depth=depth,
+                start=nodes[0],
+                stop=nodes[-1] + 1,
+                num_ranks=max(tree.ranks[node] for node in nodes) + 1,
+                parents=tuple(above.index(tree.parents[node]) for node in nodes),
+                expanded=tuple(i for i, node in enumerate(nodes) if node in with_children),
+            )
+        )
+    return tuple(levels)
+
+
+@lru_cache(maxsize=1024)
+def _on_device(places: tuple[int, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(mode=False):  # who trains may use it later
+        return torch.tensor(places, dtype=torch.long, device=device)
+
+
+def fill(head: Guesser, tree: Tree, context: Context) -> Draft:
+    """Guesses on a static tree, the same for all rows."""
+    device = context.root_ids.device
+    ranks = tree_tensors(tree, device).ranks
+    tokens = [context.root_ids[:, None]]
+    scores = [torch.zeros_like(tokens[0], dtype=torch.float32)]
+    state = head.begin(context, tree.max_depth)
+    for level in _levels(tree):
+        logits = head.guess(state, level.depth).float()  # (B, W, V')
+        top = logits.topk(level.num_ranks, dim=-1)
+        log_probs = top.values - logits.logsumexp(-1, keepdim=True)
+        parents = _on_device(level.parents, device)
+        rank = ranks[level.start : level.stop]
+        place = parents if head.reads_path else torch.zeros_like(parents)
+        children = head.to_target_ids(top.indices[:, place, rank])  # (B, nodes of this depth)
+        tokens.append(children)
+        scores.append(log_probs[:, place, rank])
+        if level.expanded:
+            chosen = _on_device(level.expanded, device)
+            above = parents[chosen].expand(len(children), -1)
+            state = head.descend(state, level.depth, above, children[:, chosen])
+    return Draft.on_tree(tree, torch.cat(tokens, 1), log_probs=torch.cat(scores, 1))
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    """Guesses of all depths in one list, the root first: M of them, parents before children."""
+
+    token_ids: Tensor  # (B, M)
+    parents: Tensor  # (B, M): places in this list
+    depths: Tensor  # (M,)
+    log_probs: Tensor  # (B, M): of each given its path
+    path_log_probs: Tensor  # (B, M): of the whole path
+
+
+def grow(head: Guesser, shape: BestFirst | BestPaths, context: Context, num_heads: int) -> Draft:
+    """Guesses on trees of each row's own, likeliest first: the first n nodes are the tree of n nodes."""
+    depth = min(shape.depth or num_heads, num_heads)
+    if isinstance(shape, BestPaths):
+        found = _expand(head, context, shape.widths[:depth], beam=None)
+        priority = _best_path_through(found.path_log_probs, shape.widths[:depth])
+        count = _nodes_on_paths(priority, shape, depth)
+    else:
+        # where the path does not matter nothing is computed for a node at hand, and the search is exact
+        beam = shape.beam if head.reads_path else max(shape.beam, shape.num_nodes)
+        found = _expand(head, context, (shape.num_ranks,) * depth, beam=beam)
+        priority = found.path_log_probs
+        count = _likely_enough(priority, shape)
+    return _best(found, priority, min(count, found.token_ids.shape[1]), depth)
+
+
+def _expand(head: Guesser, context: Context, widths: Sequence[int], *, beam: int | None) -> _Candidates:
+    """Every guess that is looked at: ``widths[d]`` below each node at hand; the likeliest ``beam`` of them go on."""
+    root = context.root_ids[:, None]  # (B, 1)
+    score = torch.zeros_like(root, dtype=torch.float32)  # of the nodes at hand: their paths' log-probability
+    node = torch.zeros_like(root)  # and their places in the list
+    tokens, parents, own, total, counts = [root], [node], [score], [score], [1]
+    state = head.begin(context, len(widths))
+    for depth, width in enumerate(widths):
+        logits = head.guess(state, depth).float() / head.confidence[depth]  # (B, W or 1, V')
+        top = logits.topk(min(width, logits.shape[-1]), dim=-1)
+        # rounding must not make a child likelier than its parent
+        log_probs = (top.values - logits.logsumexp(-1, keepdim=True)).clamp_max(0.0)
+        paths = score[:, :, None] + log_probs  # (B, W, R)
+        ids = head.to_target_ids(top.indices).expand(paths.shape)
+        offset, count = sum(counts), paths[0].numel()
+        tokens.append(ids.flatten(1))
+        parents.append(node[:, :, None].expand(paths.shape).flatten(1))
+        own.append(log_probs.expand(paths.shape).flatten(1))
+        total.append(paths.flatten(1))
+        counts.append(count)
+        if depth + 1 < len(widths):
+            if beam is None or beam >= count:
+                score, place = total[-1], torch.arange(count, device=root.device).expand(len(root), -1)
+            else:
+                score, place = total[-1].topk(beam, dim=1)
+            node = offset + place
+            if head.reads_path:
+                above = place // paths.shape[2]
+                state = head.descend(state, depth, above, tokens[-1].gather(1, place))
+    depths = torch.repeat_interleave(
+        torch.arange(len(counts), device=root.device), torch.tensor(counts, device=root.device)
+    )
+    return _Candidates(torch.cat(tokens, 1), torch.cat(parents, 1), depths, torch.cat(own, 1), torch.cat(total, 1))
+
+
+def _likely_enough(priority: Tensor, shape: BestFirst) -> int:
+    """The budget, or what the row with most guesses above the threshold needs of it."""
+    if shape.threshold == 0.0:
+        return shape.num_nodes
+    return min(shape.num_nodes, int((priority.exp() >= shape.threshold).sum(1).max()))
+
+
+def _best_path_through(path_log_probs: Tensor, widths: Sequence[int]) -> Tensor:
+    """(B, M) for each node of a full tree: the log-probability of the best whole path on which it lies."""
+    last = torch.Size(widths).numel()
+    leaves = path_log_probs[:, -last:]  # (B, Π widths)
+    levels, size = [], 1
+    for width in (1, *widths):
+        size *= width
+        levels.append(leaves.unflatten(1, (size, last // size)).amax(2))
+    return torch.cat(levels, 1)
+
+
+def _nodes_on_paths(priority: Tensor, shape: BestPaths, depth: int) -> int:
+    """How many nodes the best paths have together, in the row where they are most."""
+    last = torch.Size(shape.widths[:depth]).numel()
+    worst = priority[:, -last:].topk(min(shape.num_paths, last), dim=1).values[:, -1:]
+    return int((priority >= worst).sum(1).max())
+
+
+def _best(found: _Candidates, priority: Tensor, count: int, depth: int) -> Draft:
+    """The ``count`` nodes of highest priority; of equals the one that was found first, so a parent before its child."""
+    order = priority.sort(dim=1, descending=True, stable=True).indices
+    place = torch.empty_like(order).scatter_(
+        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
+    )
+    order = order[:, :count]
+    parents = place.gather(1, found.parents.gather(1, order))  # (B, N)
+    ancestors = torch.eye(count, dtype=torch.bool, device=order.device).repeat(len(order), 1, 1)
+    above = parents
+    for _ in range(min(depth, count - 1)):
+        ancestors.scatter_(2, above[:, :, None], value=True)
+        above = parents.gather(1, above)
+    return Draft(
+        token_ids=found.token_ids.gather(1, order),
+        parents=parents,
+        depths=found.depths[order],
+        ancestors=ancestors,
+        max_depth=min(depth, count - 1),
+        log_probs=found.log_probs.gather(1, order),
+        path_log_probs=found.path_log_probs.gather(1, order),
+    )
