@@ -6,7 +6,7 @@ A head is a folder of four files:
 =====================  ======================================================================================
 ``config.json``        format_version, method, head (every option), base (model_id, fingerprints), provenance
 ``model.safetensors``  the head's own tensors, bf16 unless asked otherwise; never the base's
-``plan.json``          format_version, tree (rank paths), num_nodes, and measured: what the tree was chosen on
+``plan.json``          which tree to draft on, see :mod:`draftheads.plan`
 ``README.md``          the model card
 =====================  ======================================================================================
 
@@ -14,11 +14,11 @@ These keys are public names. A reader refuses what it does not know, so a new ke
 """
 
 import contextlib
+import hashlib
 import json
 import math
-import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from os import PathLike
 from pathlib import Path
@@ -42,7 +42,9 @@ from draftheads.errors import (
 from draftheads.files import atomic_directory
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead, HeadConfig
+from draftheads.plan import Plan, Tuned, read_plan
 from draftheads.provenance import provenance
+from draftheads.strict_json import checked, read_object
 from draftheads.target.fingerprint import MAX_DIFFERENCE, Fingerprints, difference
 from draftheads.target.model import TargetModel
 from draftheads.tree import Tree
@@ -53,7 +55,6 @@ HEAD_FILES = (TENSORS_FILE, PLAN_FILE, CARD_FILE, CONFIG_FILE)
 
 _CONFIG_KEYS = {"format_version": int, "method": str, "head": dict, "base": dict, "provenance": dict}
 _BASE_KEYS = {"model_id": str, "fingerprints": dict}
-_PLAN_KEYS = {"format_version": int, "tree": list, "num_nodes": int, "measured": dict}
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,24 @@ class SavedHead:
     model_id: str  # of the base it was trained for
     fingerprints: Fingerprints  # of that base
     provenance: dict[str, Any]  # how it was made
-    tree: Tree  # to draft with
-    measured: dict[str, Any]  # what the tree was chosen on; empty where nobody said
+    plan: Plan  # what to draft on
     shapes: dict[str, tuple[int, ...]]  # of its tensors
+
+    @property
+    def tree(self) -> Tree:
+        """The tree to draft on where nothing is tuned."""
+        return self.plan.tree
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """What the tree was chosen on; empty where nobody said."""
+        return self.plan.measured
+
+    @property
+    def digest(self) -> str:
+        """Of its tensors."""
+        with (self.folder / TENSORS_FILE).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
     @property
     def num_parameters(self) -> int:
@@ -115,7 +131,7 @@ def save_head(
     folder = Path(folder)
     tensors = {name: _cast(tensor.cpu(), dtype).contiguous() for name, tensor in head.state_dict().items()}
     texts = {
-        PLAN_FILE: json.dumps(_plan_object(head.tree, plan_details or {})),
+        PLAN_FILE: Plan(head.tree, plan_details or {}).to_json(),
         CARD_FILE: (card or f"# {head.config.method} head for {base.model_id}").rstrip("\n"),
         CONFIG_FILE: json.dumps(_config_object(head.config, base), indent=2),
     }
@@ -174,44 +190,40 @@ def read_head(folder: str | PathLike[str]) -> SavedHead:
     if not folder.is_dir():
         raise ModelNotFound(f"no head at {folder}: no such folder")
     path = folder / CONFIG_FILE
-    raw = _checked(_read_object(path), _CONFIG_KEYS, path)
-    base = _checked(raw["base"], _BASE_KEYS, path, "base")
+    raw = checked(read_object(_present(path), newest=FORMAT_VERSION), _CONFIG_KEYS, path)
+    base = checked(raw["base"], _BASE_KEYS, path, "base")
     digits = {field.name: str for field in fields(Fingerprints)}
     config = _read_config(raw["method"], raw["head"], path)
-    tree, measured = read_plan(folder / PLAN_FILE)
+    plan = read_plan(_present(folder / PLAN_FILE))
     skeleton = _skeleton(config)
     with _said_of(folder / PLAN_FILE):
-        skeleton.tree = tree
+        skeleton.tree = plan.tree
+        if plan.tuned is not None:
+            check_tuned(skeleton, plan.tuned)
     return SavedHead(
         folder=folder,
         method=raw["method"],
         config=config,
         model_id=base["model_id"],
-        fingerprints=Fingerprints(**_checked(base["fingerprints"], digits, path, "base.fingerprints")),
+        fingerprints=Fingerprints(**checked(base["fingerprints"], digits, path, "base.fingerprints")),
         provenance=raw["provenance"],
-        tree=tree,
-        measured=measured,
+        plan=plan,
         shapes=_read_shapes(folder / TENSORS_FILE, skeleton),
     )
 
 
-def read_plan(path: str | PathLike[str]) -> tuple[Tree, dict[str, Any]]:
-    """The tree of a ``plan.json`` and what it was chosen on.
+def check_tuned(head: DraftHead, tuned: Tuned) -> None:
+    """Can this head draft as it was tuned?
 
     Raises:
-        CheckpointCorrupt: not a plan, or its num_nodes is not the tree's.
-        CheckpointMismatch: written by a newer version.
-        InvalidTree: its paths form no tree.
+        InvalidTree: its trees are too deep or too wide for the head.
+        CheckpointCorrupt: it was tuned for another number of heads.
     """
-    path = Path(path)
-    raw = _checked({"measured": {}, **_read_object(path)}, _PLAN_KEYS, path)
-    with _said_of(path):
-        tree = Tree.from_json(json.dumps(raw["tree"]))
-    if tree.num_nodes != raw["num_nodes"]:
+    head.check_shape(tuned.tree(len(tuned.paths) + 1))
+    if len(tuned.confidence) != head.config.num_heads:
         raise CheckpointCorrupt(
-            f"{path}: num_nodes is {raw['num_nodes']} but the tree has {tree.num_nodes}, root included"
+            f"tuned.confidence has {len(tuned.confidence)} numbers but the head has {head.config.num_heads} heads"
         )
-    return tree, raw["measured"]
 
 
 def check_base(saved: SavedHead, base: TargetModel) -> None:
@@ -262,15 +274,6 @@ def _config_object(config: HeadConfig, base: TargetModel) -> dict[str, Any]:
     }
 
 
-def _plan_object(tree: Tree, measured: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "format_version": FORMAT_VERSION,
-        "tree": json.loads(tree.to_json()),
-        "num_nodes": tree.num_nodes,
-        "measured": measured,
-    }
-
-
 def _move_files(source: Path, folder: Path) -> None:
     """Renames need no room, so a full disk cannot come between them."""
     try:
@@ -281,76 +284,10 @@ def _move_files(source: Path, folder: Path) -> None:
         raise StorageError(f"cannot save {folder}: {error.strerror}; the new head is at {source}") from error
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object of a file of ours, in a version that we know."""
-    try:
-        value = json.loads(_present(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # not UTF-8 is a ValueError as well
-        raise CheckpointCorrupt(f"{path} cannot be read as JSON: {error}") from None
-    version = _as_object(value, path).get("format_version")
-    if type(version) is not int or version < 1:
-        raise CheckpointCorrupt(
-            f"{path}: format_version is {version!r}, not 1 … {FORMAT_VERSION}: is this a draft head's file?"
-        )
-    if version > FORMAT_VERSION:
-        raise CheckpointMismatch(
-            f"{path}: format_version is {version} and this package reads up to {FORMAT_VERSION}: "
-            "upgrade it with `pip install --upgrade draftheads`"
-        )
-    return _as_object(value, path)
-
-
 def _present(path: Path) -> Path:
     if not path.is_file():
         raise CheckpointCorrupt(f"{path} is missing; a head's folder has {', '.join(sorted(HEAD_FILES))}")
     return path
-
-
-def _as_object(value: Any, path: Path, place: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise CheckpointCorrupt(f"{path}: {place or 'it'} is {value!r}; it must be an object")
-    return value
-
-
-def _checked(value: Any, types_by_key: Mapping[str, Any], path: Path, place: str = "") -> dict[str, Any]:
-    """``value`` if it is an object with just these keys and values of these types."""
-    found, dot = _as_object(value, path, place), place and f"{place}."
-    if missing := sorted(set(types_by_key) - set(found)):
-        raise CheckpointCorrupt(f"{path}: {dot}{missing[0]} is missing")
-    if unknown := sorted(set(found) - set(types_by_key)):
-        known = ", ".join(sorted(types_by_key))
-        raise CheckpointCorrupt(f"{path}: unknown key {dot}{unknown[0]}; known are {known}")
-    for name, hint in types_by_key.items():
-        if not _matches(found[name], hint):
-            raise CheckpointCorrupt(f"{path}: {dot}{name} is {found[name]!r}; it must be {_in_words(hint)}")
-    return found
-
-
-def _matches(value: Any, hint: Any) -> bool:
-    """Is a JSON value of that type?
-
-    >>> _matches(None, int | None), _matches(True, int), _matches("own", typing.Literal["own", "shared"])
-    (True, False, True)
-    """
-    kind = typing.get_origin(hint)
-    if kind is typing.Literal:
-        return value in typing.get_args(hint)
-    if kind in (typing.Union, types.UnionType):
-        return any(_matches(value, one) for one in typing.get_args(hint))
-    return type(value) is hint or (hint is float and type(value) is int)
-
-
-def _in_words(hint: Any) -> str:
-    """A type for people.
-
-    >>> _in_words(int | None), _in_words(typing.Literal["own", "shared"])
-    ('int or null', "'own' or 'shared'")
-    """
-    parts = typing.get_args(hint)
-    if not parts:
-        return "null" if hint is types.NoneType else str(hint.__name__)
-    in_words = repr if typing.get_origin(hint) is typing.Literal else _in_words
-    return " or ".join(in_words(part) for part in parts)
 
 
 def _read_config(method: str, options: Any, path: Path) -> HeadConfig:
@@ -361,7 +298,7 @@ def _read_config(method: str, options: Any, path: Path) -> HeadConfig:
     hints = typing.get_type_hints(config_class)
     types_by_key = {field.name: hints[field.name] for field in fields(config_class)}
     try:
-        return config_class(**_checked(options, types_by_key, path, "head"))
+        return config_class(**checked(options, types_by_key, path, "head"))
     except InvalidSettings as error:
         raise CheckpointCorrupt(f"{path}: head: {error}") from None
 

@@ -13,9 +13,10 @@ from rich.markdown import Markdown
 from rich.table import Table
 from rich.text import Text
 
-from draftheads.checkpoint import SavedHead, read_head, read_plan
+from draftheads.checkpoint import SavedHead, read_head
 from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.files import user_path
+from draftheads.plan import read_plan
 from draftheads.tree import Tree
 from draftheads.zoo.registry import find_head, zoo_heads
 
@@ -63,7 +64,7 @@ def _read_tree(text_or_path: str) -> Tree:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidTree(f"{text_or_path} is no JSON list of rank paths, nor a file of one: {error}") from None
     if text.lstrip().startswith("{"):
-        return read_plan(path)[0]
+        return read_plan(path).tree
     return Tree.from_json(text)
 
 

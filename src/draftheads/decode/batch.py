@@ -1,11 +1,14 @@
 """The decoding loop: rows that join, step together and leave. Plain and speculative decoding are the same loop."""
 
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
 
 import torch
 from torch import Tensor
 
 from draftheads.accept import accept
+from draftheads.decode.pace import Pace
 from draftheads.decode.sequence import Sequence, StreamEvent
 from draftheads.draft import Context, Draft, Drafter, Verdict
 from draftheads.sampling import RowSettings, choose
@@ -14,11 +17,15 @@ from draftheads.target.target import Target
 
 
 class Batch:
-    """The rows that are being decoded. Row b of every tensor belongs to ``sequences[b]``."""
+    """The rows that are being decoded. Row b of every tensor belongs to ``sequences[b]``.
 
-    def __init__(self, model: TargetModel, drafter: Drafter) -> None:
+    ``lap`` is called after each part of a step, "draft", "verify" and "rest", by who wants to know how long they take.
+    """
+
+    def __init__(self, model: TargetModel, drafter: Drafter, *, lap: Callable[[str], object] = str) -> None:
         self.target = Target(model)
         self.drafter = drafter
+        self.lap = lap
         self.sequences: list[Sequence] = []
         self._context: Context | None = None
         self._rows: RowSettings | None = None
@@ -51,8 +58,11 @@ class Batch:
         """Draft, verify, accept, commit: at least one new token for every row."""
         assert self._context is not None, "a step needs rows"
         assert self._rows is not None
+        start = time.perf_counter()
         draft = self.drafter.propose(self._context)
+        self.lap("draft")
         logits, hidden = self.target.verify(draft)
+        self.lap("verify")
         uniforms = self._uniforms(self.sequences, draft.max_depth + 1)
         verdict = accept(draft, logits, self._rows, uniforms, self._seen)
         new_ids, counts = _tokens_of(draft, verdict)  # the step's one transfer to the host
@@ -63,7 +73,10 @@ class Batch:
             sequence.num_steps += 1
             events.append(sequence.append(ids[:count], num_drafted=count - 1))
         self._note_seen(new_ids, counts)
+        if isinstance(self.drafter, Pace):
+            self.drafter.note([count - 1 for count in counts], time.perf_counter() - start)
         self._drop_finished()
+        self.lap("rest")
         return events
 
     def _drop_finished(self) -> None:

@@ -7,11 +7,14 @@ from dataclasses import fields, replace
 from typing import Any
 
 from draftheads.decode.batch import Batch
+from draftheads.decode.pace import Pace
 from draftheads.decode.plain import NoDraft
 from draftheads.decode.sequence import GenerationResult, Sequence, StreamEvent
 from draftheads.decode.text import half_character
 from draftheads.draft import Drafter
 from draftheads.errors import InvalidPrompt, InvalidSettings, PromptTooLong
+from draftheads.heads.base import DraftHead
+from draftheads.plan import Tuned
 from draftheads.sampling import SamplingSettings
 from draftheads.target.model import TargetModel
 
@@ -26,12 +29,36 @@ class Engine:
     distribution, except for ``acceptance="typical"``.
     """
 
-    def __init__(self, model: TargetModel, drafter: Drafter | None = None, *, max_batch_size: int = 16) -> None:
+    def __init__(
+        self,
+        model: TargetModel,
+        drafter: Drafter | None = None,
+        *,
+        max_batch_size: int = 16,
+        tuned: Tuned | None = None,
+        adaptive: bool = True,
+    ) -> None:
+        """Puts the parts together.
+
+        Args:
+            model: the target.
+            drafter: what guesses; None decodes plainly.
+            max_batch_size: requests that are decoded together.
+            tuned: what ``draftheads tune`` found for a draft head: it decides what is drafted at each step. None leaves
+                the drafter's own shape.
+            adaptive: whether to depart from the tuned choices by how it goes. Off, equal requests meet equal trees.
+        """
         if max_batch_size < 1:
             raise InvalidSettings(f"max_batch_size is {max_batch_size}; it must be at least 1")
+        if tuned is not None and not isinstance(drafter, DraftHead):
+            raise InvalidSettings("a tuned plan is for a draft head")
         self.model = model
         self.drafter: Drafter = NoDraft() if drafter is None else drafter
         self.max_batch_size = max_batch_size
+        self.tuned = tuned
+        self.adaptive = adaptive
+        if tuned is not None and isinstance(drafter, DraftHead):
+            drafter.confidence = tuple(tuned.confidence)
 
     def generate(
         self,
@@ -98,7 +125,7 @@ class Engine:
 
         Who reads the events may add requests, such as the next turn of a conversation whose last turn just ended.
         """
-        batch = Batch(self.model, self.drafter)
+        batch = Batch(self.model, self._paced())
         while line or batch.sequences:
             room = self.max_batch_size - len(batch.sequences)
             joining = [line.popleft() for _ in range(min(room, len(line)))]
@@ -107,6 +134,11 @@ class Engine:
                 yield from batch.join(joining)
             if batch.sequences:
                 yield from batch.step()
+
+    def _paced(self) -> Drafter:
+        if self.tuned is None or not isinstance(self.drafter, DraftHead):
+            return self.drafter
+        return Pace(self.drafter, self.tuned, adaptive=self.adaptive)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, with the model's chat template where it has one.

@@ -1,0 +1,107 @@
+"""JSON files of ours, read strictly: a version that is known, just these keys, values of these types.
+
+Errors name the file, the place in it, what was found and what should be there.
+"""
+
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from draftheads.errors import CheckpointCorrupt, CheckpointMismatch
+
+T = TypeVar("T")
+
+
+def read_object(path: Path, *, newest: int) -> dict[str, Any]:
+    """The JSON object of a file, whose ``format_version`` must lie in 1 … ``newest``.
+
+    Raises:
+        CheckpointCorrupt: not there, not JSON, no object, or without a version.
+        CheckpointMismatch: of a newer version.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # not UTF-8 is a ValueError as well
+        raise CheckpointCorrupt(f"{path} cannot be read as JSON: {error}") from None
+    version = _as_object(value, path).get("format_version")
+    if type(version) is not int or version < 1:
+        raise CheckpointCorrupt(
+            f"{path}: format_version is {version!r}, not 1 … {newest}: is this a draft head's file?"
+        )
+    if version > newest:
+        raise CheckpointMismatch(
+            f"{path}: format_version is {version} and this package reads up to {newest}: "
+            "upgrade it with `pip install --upgrade draftheads`"
+        )
+    return _as_object(value, path)
+
+
+def checked(value: Any, types_by_key: Mapping[str, Any], path: Path, place: str = "") -> dict[str, Any]:
+    """``value`` if it is an object with just these keys and values of these types.
+
+    Raises:
+        CheckpointCorrupt: it is not.
+    """
+    found, dot = _as_object(value, path, place), place and f"{place}."
+    if missing := sorted(set(types_by_key) - set(found)):
+        raise CheckpointCorrupt(f"{path}: {dot}{missing[0]} is missing")
+    if unknown := sorted(set(found) - set(types_by_key)):
+        known = ", ".join(sorted(types_by_key))
+        raise CheckpointCorrupt(f"{path}: unknown key {dot}{unknown[0]}; known are {known}")
+    for name, hint in types_by_key.items():
+        if not _matches(found[name], hint):
+            raise CheckpointCorrupt(f"{path}: {dot}{name} is {found[name]!r}; it must be {_in_words(hint)}")
+    return found
+
+
+def read_dataclass(kind: type[T], value: Any, path: Path, place: str) -> T:
+    """An instance of a dataclass from an object with just its fields.
+
+    Raises:
+        CheckpointCorrupt: another key, or a value of another type.
+    """
+    hints = typing.get_type_hints(kind)
+    return kind(**checked(value, {field.name: hints[field.name] for field in fields(kind)}, path, place))  # type: ignore[arg-type]
+
+
+def _as_object(value: Any, path: Path, place: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise CheckpointCorrupt(f"{path}: {place or 'it'} is {value!r}; it must be an object")
+    return value
+
+
+def _matches(value: Any, hint: Any) -> bool:
+    """Is a JSON value of that type?
+
+    >>> _matches(None, int | None), _matches(True, int), _matches("own", typing.Literal["own", "shared"])
+    (True, False, True)
+    >>> _matches([1, 2.5], list[float]), _matches([[0], "x"], list[list[int]])
+    (True, False)
+    """
+    kind = typing.get_origin(hint)
+    if kind is typing.Literal:
+        return value in typing.get_args(hint)
+    if kind in (typing.Union, types.UnionType):
+        return any(_matches(value, one) for one in typing.get_args(hint))
+    if kind is list:
+        return type(value) is list and all(_matches(item, typing.get_args(hint)[0]) for item in value)
+    return type(value) is hint or (hint is float and type(value) is int)
+
+
+def _in_words(hint: Any) -> str:
+    """A type for people.
+
+    >>> _in_words(int | None), _in_words(typing.Literal["own", "shared"]), _in_words(list[int])
+    ('int or null', "'own' or 'shared'", 'a list of int')
+    """
+    parts = typing.get_args(hint)
+    if not parts:
+        return "null" if hint is types.NoneType else str(hint.__name__)
+    if typing.get_origin(hint) is list:
+        return f"a list of {_in_words(parts[0])}"
+    in_words = repr if typing.get_origin(hint) is typing.Literal else _in_words
+    return " or ".join(in_words(part) for part in parts)
