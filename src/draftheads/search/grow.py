@@ -3,6 +3,11 @@
 Knows ranks and trees; knows nothing of models. Ranks are (S, K) int64: at position s head i gave the true
 token rank r, 0 the best; what was not among the recorded ranks carries a higher one, that of a miss.
 
+Two ways lead to a sequence of trees T_1, T_2 …, each one node larger than the last. The joint way counts how often each
+whole path was the truth (Hydra, section 4: simulated acceptance on recorded text). The marginal way multiplies each
+head's accuracies as if they were independent (Medusa, section 3.3.3). In both the node that is added is the one that
+promises most, and since no path promises more than its beginning, each tree is the best of its size.
+
 >>> ranks = torch.tensor([[0, 1], [0, 1], [1, 0], [0, 0]])
 >>> best_tree(ranks, num_nodes=3).paths
 ((), (0,), (0, 1))
@@ -12,6 +17,7 @@ token rank r, 0 the best; what was not among the recorded ranks carries a higher
 
 import heapq
 from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +36,32 @@ def path_counts(ranks: Tensor, *, num_ranks: int) -> Counter[Path]:
     return counts
 
 
+def path_shares(ranks: Tensor, probs: Tensor) -> dict[Path, float]:
+    """How often each path is kept when the text is sampled: the mean of the target's probability of it.
+
+    The text stands at one of the paths; of those one guess longer the target's own probability counts instead of
+    whether it was drawn, so that few texts tell much: the probability of a path is the chance that the text takes its
+    beginning, times that of its last guess there.
+
+    Args:
+        ranks: (S, K) of the tokens that were drawn.
+        probs: (S, K, R) at each position and depth, if the text took its way there, the target's probability of the
+            guesses of rank 0 … R-1.
+    """
+    num_ranks = probs.shape[2]
+    shares: dict[Path, float] = {(): 1.0}
+    going = torch.arange(len(ranks))
+    for depth in range(ranks.shape[1]):
+        beginnings, which = torch.unique(ranks[going, :depth], dim=0, return_inverse=True)
+        sums = torch.zeros(len(beginnings), num_ranks, dtype=torch.float64)
+        sums.index_add_(0, which, probs[going, depth].double())
+        for beginning, row in zip(map(tuple, beginnings.tolist()), (sums / len(ranks)).tolist(), strict=True):
+            limit = shares[beginning]  # chance must not make a path more frequent than its beginning
+            shares.update({(*beginning, rank): min(share, limit) for rank, share in enumerate(row) if share > 0})
+        going = going[ranks[going, depth] < num_ranks]
+    return shares
+
+
 def expected_tokens(ranks: Tensor, tree: Tree) -> float:
     """Mean tokens that a step gains at these positions: one for each node on the true path, the root too."""
     if len(ranks) == 0:
@@ -41,10 +73,6 @@ def expected_tokens(ranks: Tensor, tree: Tree) -> float:
 def best_tree(ranks: Tensor, num_nodes: int, *, num_ranks: int = 10) -> Tree:
     """The tree of at most ``num_nodes`` nodes, root included, that gains most at these positions.
 
-    Taking the most frequent paths is exact: a path is never the truth more often than the path to its parent,
-    so they form a tree. Paths that were never the truth are left out. Ties go to the shallower, then to the
-    better-ranked path.
-
     Args:
         ranks: (S, K).
         num_nodes: the tree's size.
@@ -53,8 +81,94 @@ def best_tree(ranks: Tensor, num_nodes: int, *, num_ranks: int = 10) -> Tree:
     Raises:
         InvalidSettings: no room for the root.
     """
+    return Tree.from_paths(joint_order(path_counts(ranks, num_ranks=num_ranks), num_nodes))
+
+
+def joint_order(values: Mapping[Path, float], num_nodes: int) -> list[Path]:
+    """The paths of the best tree of ``num_nodes`` nodes in the order in which it grew, root left out.
+
+    Taking the most frequent paths is exact: a path is never the truth more often than the path to its parent,
+    so they form a tree. Paths that were never the truth are left out. Ties go to the shallower, then to the
+    better-ranked path.
+
+    Raises:
+        InvalidSettings: no room for the root.
+    """
     if num_nodes < 1:
         raise InvalidSettings(f"num_nodes is {num_nodes}; a tree has at least its root")
-    counts = path_counts(ranks, num_ranks=num_ranks)
-    best = heapq.nsmallest(num_nodes, counts, key=lambda path: (-counts[path], len(path), path))
-    return Tree.from_paths(path for path in best if path)
+    best = heapq.nsmallest(num_nodes, values, key=lambda path: (-values[path], len(path), path))
+    return [path for path in best if path]
+
+
+def marginal_order(accuracy: Sequence[Sequence[float]], num_nodes: int) -> list[Path]:
+    """As :func:`joint_order`, from each head's accuracies alone: a path is worth the product of those on it.
+
+    Args:
+        accuracy: K lists, for each head how often its guess of rank 0, 1, … is right.
+        num_nodes: the tree's size.
+
+    >>> marginal_order([[0.6, 0.2], [0.5, 0.3]], 5)
+    [(0,), (0, 0), (1,), (0, 1)]
+    """
+    if num_nodes < 1:
+        raise InvalidSettings(f"num_nodes is {num_nodes}; a tree has at least its root")
+    order: list[Path] = []
+    heap: list[tuple[float, int, Path]] = []
+
+    def offer(beginning: Path, value: float) -> None:
+        for rank, share in enumerate(accuracy[len(beginning)] if len(beginning) < len(accuracy) else []):
+            if value * share > 0:
+                heapq.heappush(heap, (-value * share, len(beginning) + 1, (*beginning, rank)))
+
+    offer((), 1.0)
+    while heap and len(order) < num_nodes - 1:
+        value, _, path = heapq.heappop(heap)
+        order.append(path)
+        offer(path, -value)
+    return order
+
+
+def entries(ranks: Tensor, order: Sequence[Path]) -> Tensor:
+    """(S, K) int64: the size of tree from which on the true token at each depth is in it.
+
+    A tree of n nodes keeps the guess at depth d+1 where entry d is at most n. What no tree has gets a size that none
+    has.
+
+    >>> entries(torch.tensor([[0, 1], [1, 0]]), [(0,), (0, 1)]).tolist()
+    [[2, 3], [4, 4]]
+    """
+    size = {path: number for number, path in enumerate(order, 2)}
+    never = len(order) + 2
+    table = [[size.get(tuple(row[: depth + 1]), never) for depth in range(len(row))] for row in ranks.tolist()]
+    return torch.tensor(table, dtype=torch.long).reshape(ranks.shape)
+
+
+def simulate(texts: Sequence[Tensor], num_nodes: int) -> tuple[float, float]:
+    """Tokens per step of decoding recorded answers with the tree of ``num_nodes`` nodes, and one standard error.
+
+    Greedy answers are decoded just so: a step at a token keeps the guesses that agree with what follows, and the next
+    step begins behind the token after them. Averages over all positions differ, since steps end where guesses fail.
+
+    Args:
+        texts: for each answer of m tokens the :func:`entries` at its tokens (m, K), of guesses at what follows each.
+        num_nodes: of the tree.
+
+    Returns:
+        The ratio of all tokens to all steps, and its standard error, texts taken as independent.
+    """
+    tokens, steps = [], []
+    for text in texts:
+        kept = (text <= num_nodes).sum(1).tolist()
+        place, count = 0, 0
+        while place < len(kept) - 1:
+            place += 1 + kept[place]
+            count += 1
+        if count:
+            tokens.append(len(kept) - 1)
+            steps.append(count)
+    if not steps:
+        return 1.0, 0.0
+    ratio = sum(tokens) / sum(steps)
+    deviations = [(token - ratio * step) ** 2 for token, step in zip(tokens, steps, strict=True)]
+    factor = len(steps) / max(1, len(steps) - 1)
+    return ratio, float((sum(deviations) * factor) ** 0.5 / sum(steps))
