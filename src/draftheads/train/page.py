@@ -4,32 +4,18 @@ Knows the names in ``metrics.json``, ``log.jsonl`` and ``validation.jsonl``; kno
 its pictures inside, that opens anywhere.
 """
 
-import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from draftheads.errors import DataError, MissingDependency
+from draftheads.errors import DataError
 from draftheads.files import write_atomic
+from draftheads.pictures import finish, page, picture
 
 PAGE = "report.html"
 _SMOOTHING = 20  # log lines in a moving mean
-_TEMPLATE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{{ title }}</title>
-<style>
-body { font: 16px/1.5 system-ui, sans-serif; color: #1c2530; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2.2rem }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-th, td { padding: .2rem .8rem .2rem 0; text-align: left; border-bottom: 1px solid #dde3ea; vertical-align: top }
-table.numbers :not(:first-child) { text-align: right }
-td { overflow-wrap: anywhere }
-figure { margin: 1rem 0 } figure svg { width: 100%; height: auto } figcaption { color: #55606e }
-</style></head><body>
-<h1>{{ title }}</h1>
-<p>{{ summary }}</p>
-<h2>Accuracy on text kept apart</h2>
+_BODY = """<h2>Accuracy on text kept apart</h2>
 <table class="numbers"><tr>{% for name in heads.columns %}<th>{{ name }}</th>{% endfor %}</tr>
 {% for row in heads.rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}</table>
@@ -37,8 +23,7 @@ figure { margin: 1rem 0 } figure svg { width: 100%; height: auto } figcaption { 
 {% endfor %}
 {% for table in tables %}<h2>{{ table.title }}</h2>
 <table>{% for name, value in table.rows %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
-{% endfor %}</body></html>
-"""
+{% endfor %}"""
 
 
 def write_page(folder: Path) -> Path:
@@ -53,46 +38,39 @@ def write_page(folder: Path) -> Path:
         raise DataError(f"{folder} holds no finished training run: there is no metrics.json in it")
     try:
         metrics = json.loads(path.read_text(encoding="utf-8"))
-        page = render(metrics, _lines(folder / "log.jsonl"), _lines(folder / "validation.jsonl"))
+        html = render(metrics, _lines(folder / "log.jsonl"), _lines(folder / "validation.jsonl"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{folder} holds no training run that can be read: {error!r}") from error
-    write_atomic(folder / PAGE, page.encode())
+    write_atomic(folder / PAGE, html.encode())
     return folder / PAGE
 
 
 def render(metrics: dict[str, Any], log: Sequence[dict[str, Any]], validation: Sequence[dict[str, Any]]) -> str:
     """The page's HTML from what the files hold."""
-    try:
-        from jinja2 import Environment  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise _missing(error) from error
     pictures = [
         (
             "Loss per head: a moving mean of training, dots on text kept apart.",
-            lambda ax: _draw_losses(ax, log, validation),
+            lambda figure: _draw_losses(figure.add_subplot(), log, validation),
         ),
         (
             "How often the true token is among a head's best guesses, by how many are looked at.",
-            lambda ax: _draw_ranks(ax, metrics["accuracy_by_rank"]),
+            lambda figure: _draw_ranks(figure.add_subplot(), metrics["accuracy_by_rank"]),
         ),
         (
             "Expected tokens per step on text kept apart while training.",
-            lambda ax: _draw_tokens_per_step(ax, validation),
+            lambda figure: _draw_tokens_per_step(figure.add_subplot(), validation),
         ),
     ]
-    return (
-        Environment(autoescape=True)
-        .from_string(_TEMPLATE)
-        .render(
-            title=f"{metrics['method']} heads for {metrics['model_id']}",
-            summary=_summary(metrics),
-            heads=_heads(metrics),
-            pictures=[{"caption": caption, "svg": _picture(draw)} for caption, draw in pictures],
-            tables=[
-                {"title": "Settings", "rows": list(metrics["options"].items())},
-                {"title": "Where it comes from", "rows": list(metrics["provenance"].items())},
-            ],
-        )
+    return page(
+        _BODY,
+        title=f"{metrics['method']} heads for {metrics['model_id']}",
+        summary=_summary(metrics),
+        heads=_heads(metrics),
+        pictures=[{"caption": caption, "svg": picture(draw)} for caption, draw in pictures],
+        tables=[
+            {"title": "Settings", "rows": list(metrics["options"].items())},
+            {"title": "Where it comes from", "rows": list(metrics["provenance"].items())},
+        ],
     )
 
 
@@ -126,47 +104,21 @@ def _draw_losses(ax: Any, log: Sequence[dict[str, Any]], validation: Sequence[di
             markersize=4,
             color=line.get_color(),
         )
-    _finish(ax, "step", "loss")
+    finish(ax, "step", "loss")
 
 
 def _draw_ranks(ax: Any, accuracy_by_rank: Sequence[Sequence[float]]) -> None:
     for head, shares in enumerate(accuracy_by_rank, 1):
         ax.plot(range(1, len(shares) + 1), [100 * share for share in shares], "o-", markersize=4, label=f"head {head}")
     ax.set_ylim(0, 100)
-    _finish(ax, "best guesses looked at", "true token among them, %")
+    finish(ax, "best guesses looked at", "true token among them, %")
 
 
 def _draw_tokens_per_step(ax: Any, validation: Sequence[dict[str, Any]]) -> None:
     steps = [line["step"] for line in validation]
     for name, label in (("tokens_per_step_chain", "chain"), ("tokens_per_step_tree", "tree")):
         ax.plot(steps, [line[name] for line in validation], "o-", markersize=4, label=label)
-    _finish(ax, "step", "expected tokens per step")
-
-
-def _finish(ax: Any, x: str, y: str) -> None:
-    ax.set_xlabel(x)
-    ax.set_ylabel(y)
-    ax.grid(alpha=0.25)
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
-    if ax.get_legend_handles_labels()[0]:
-        ax.legend(frameon=False)
-
-
-def _picture(draw: Callable[[Any], None]) -> str:
-    """What ``draw`` puts on axes, as SVG that is the same each time."""
-    try:
-        import matplotlib as mpl  # noqa: PLC0415 - an extra
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError as error:
-        raise _missing(error) from error
-    with mpl.rc_context({"svg.hashsalt": "draftheads", "svg.fonttype": "none", "font.size": 10}):
-        figure = Figure(figsize=(8, 3.6), layout="constrained")
-        draw(figure.add_subplot())
-        file = io.StringIO()
-        figure.savefig(file, format="svg", metadata={"Date": None}, transparent=True)
-    svg = file.getvalue()
-    return svg[svg.index("<svg") :]
+    finish(ax, "step", "expected tokens per step")
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
@@ -183,7 +135,3 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def _missing(error: ImportError) -> MissingDependency:
-    return MissingDependency(f"the report needs {error.name}", pip_install="'draftheads[report]'")
