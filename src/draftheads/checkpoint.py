@@ -42,9 +42,10 @@ from draftheads.errors import (
 from draftheads.files import atomic_directory
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead, HeadConfig
-from draftheads.plan import Plan, Tuned, read_plan
+from draftheads.plan import Conditions, Plan, Tuned, read_plan
 from draftheads.provenance import provenance
 from draftheads.strict_json import checked, read_object
+from draftheads.target.fast import kernels_of
 from draftheads.target.fingerprint import MAX_DIFFERENCE, Fingerprints, difference
 from draftheads.target.model import TargetModel
 from draftheads.tree import Tree
@@ -224,6 +225,22 @@ def check_tuned(head: DraftHead, tuned: Tuned) -> None:
         raise CheckpointCorrupt(
             f"tuned.confidence has {len(tuned.confidence)} numbers but the head has {head.config.num_heads} heads"
         )
+
+
+def conditions(digest: str, base: TargetModel) -> Conditions:
+    """What speeds that are measured now hold for: this machine, the model as it was loaded, a head of that digest."""
+    here = provenance()
+    return Conditions(
+        processor=str(here["processor"]),
+        device=torch.cuda.get_device_name(base.device) if base.device.type == "cuda" else str(base.device),
+        threads=torch.get_num_threads(),
+        dtype=str(base.dtype).removeprefix("torch."),
+        kernels=kernels_of(base.model),
+        torch=str(here["torch"]),
+        transformers=str(here["transformers"]),
+        draftheads=str(here["draftheads"]),
+        head=digest,
+    )
 
 
 def check_base(saved: SavedHead, base: TargetModel) -> None:

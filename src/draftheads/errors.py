@@ -120,3 +120,7 @@ class MissingDependency(DraftHeadsError):
 
     def __init__(self, message: str, *, pip_install: str | None = None) -> None:
         super().__init__(f"{message}; install it with: pip install {pip_install}" if pip_install else message)
+
+
+class PlanWarning(UserWarning):
+    """A tuned plan was made under other conditions than those it is used in."""

@@ -1,13 +1,18 @@
 """From names to an engine that decodes: the model, the head that was trained for it, and the tree."""
 
+import warnings
 from os import PathLike, fspath
+from pathlib import Path
 
 import torch
 
-from draftheads.checkpoint import load_head
+from draftheads.checkpoint import PLAN_FILE, check_tuned, conditions, load_head, read_head
 from draftheads.decode.engine import Engine
-from draftheads.errors import InvalidSettings
+from draftheads.errors import CheckpointCorrupt, InvalidSettings, ModelNotFound, PlanWarning
+from draftheads.files import user_path
 from draftheads.heads.base import DraftHead
+from draftheads.plan import Tuned, read_plan
+from draftheads.target.embedded import cache_folder
 from draftheads.target.fast import rows_keep_their_bits, speed_up
 from draftheads.target.model import TargetModel
 from draftheads.target.target import check_trees
@@ -20,6 +25,8 @@ def load(
     head: str | PathLike[str] | None = None,
     *,
     tree: Tree | None = None,
+    plan: str | PathLike[str] | None = "auto",
+    adaptive: bool = True,
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
     max_batch_size: int = 16,
@@ -31,7 +38,10 @@ def load(
     Args:
         model: ``smollm2-135m``, a folder, or a Hugging Face id.
         head: a bundled head's name (``medusa``, ``hydra``), a folder, or a Hugging Face id; None decodes plainly.
-        tree: the tree of guesses; the head's own plan when left out.
+        tree: always draft on this tree, whatever the plan.
+        plan: which tree pays, by the number of rows: ``auto`` takes what ``draftheads tune`` left for this head, if it
+            did, else the head's fixed tree; a ``plan.json`` or a folder with one; None is the head's fixed tree.
+        adaptive: with a tuned plan, whether to guess more or less by how it goes. Off, equal requests meet equal trees.
         dtype: what the model computes in; bf16 on CUDA and on CPUs that have it, else fp32.
         device: where; CUDA if there is one.
         max_batch_size: requests that are decoded together.
@@ -43,17 +53,82 @@ def load(
         ModelNotFound, UnsupportedModel: the model.
         CheckpointError, ModelNotFound: the head.
         InvalidTree: ``tree`` is deeper than the head.
-        InvalidSettings: ``tree`` without ``head``, or ``exact_bits`` on a machine whose kernels do not keep it.
+        InvalidSettings: ``tree`` or ``plan`` without ``head``, both of them, or ``exact_bits`` on a machine whose
+            kernels do not keep it.
+
+    Warns:
+        PlanWarning: the plan was tuned on another machine, for another type, or with another version.
     """
+    is_own_plan = plan not in (None, "auto")
+    if is_own_plan and head is None:
+        raise InvalidSettings("a plan needs a head to draft by it: give head=…")
+    if is_own_plan and tree is not None:
+        raise InvalidSettings(f"tree and plan {plan} contradict each other: give one of them")
     if tree is not None and head is None:
         raise InvalidSettings("a tree needs a head to fill it: give head=…")
     target = load_target(model, dtype=dtype, device=device, fast=fast, exact_bits=exact_bits)
-    drafter = None
+    drafter = tuned = None
     if head is not None:
         drafter = load_drafter(head, model, target, fast=fast)
         if tree is not None:
             drafter.tree = tree
-    return Engine(target, drafter, max_batch_size=max_batch_size)
+        elif plan is not None:
+            tuned = find_tuned(head, model, target, drafter, plan=plan)
+    return Engine(target, drafter, max_batch_size=max_batch_size, tuned=tuned, adaptive=adaptive)
+
+
+def find_tuned(
+    head: str | PathLike[str],
+    model: str | PathLike[str],
+    target: TargetModel,
+    drafter: DraftHead,
+    *,
+    plan: str | PathLike[str] = "auto",
+) -> Tuned | None:
+    """What ``draftheads tune`` found for a head; None where nobody tuned it. Arguments as for :func:`load`.
+
+    Raises:
+        CheckpointCorrupt, CheckpointMismatch, InvalidTree: a plan that is broken, or not one for this head.
+        ModelNotFound: no such file.
+        InvalidSettings: a plan that was asked for by name, and is not tuned.
+
+    Warns:
+        PlanWarning: it was tuned under other conditions.
+    """
+    saved = read_head(find_head(fspath(head), fspath(model)))
+    here = conditions(saved.digest, target)
+    path = _plan_file(plan) if plan != "auto" else plans_folder(saved.method, here.head, here.dtype) / PLAN_FILE
+    if plan == "auto" and not path.is_file():
+        path = saved.folder / PLAN_FILE
+    tuned = read_plan(path).tuned
+    if tuned is None:
+        if plan != "auto":
+            raise InvalidSettings(f"{path} is not tuned: run `draftheads tune {model} {head}`, or leave the plan out")
+        return None
+    try:
+        check_tuned(drafter, tuned)
+    except CheckpointCorrupt as error:
+        raise CheckpointCorrupt(f"{path}: {error}") from None
+    if differences := tuned.conditions.differences(here):
+        warnings.warn(
+            f"{path} was tuned under other conditions ({'; '.join(differences)}): tune again with `{tuned.command}`",
+            PlanWarning,
+            stacklevel=3,
+        )
+    return tuned
+
+
+def plans_folder(method: str, digest: str, dtype: str) -> Path:
+    """Where plans are kept of heads whose own folder is not the user's."""
+    return cache_folder() / "plans" / f"{method}-{digest}-{dtype}"
+
+
+def _plan_file(plan: str | PathLike[str]) -> Path:
+    path = user_path(plan)
+    path = path / PLAN_FILE if path.is_dir() else path
+    if not path.is_file():
+        raise ModelNotFound(f"no plan at {plan}: no such file; `draftheads tune` makes one")
+    return path
 
 
 def load_drafter(

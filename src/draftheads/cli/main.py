@@ -27,6 +27,7 @@ VERBS = {
     "report": Verb("draftheads.cli.report", "ReportOptions", "make the page of a finished training run once more"),
     "show-batch": Verb("draftheads.cli.show_batch", "ShowBatchOptions", "show what is learned of a training batch"),
     "train": Verb("draftheads.cli.train", "TrainOptions", "train draft heads for a model"),
+    "tune": Verb("draftheads.cli.tune", "TuneOptions", "find the trees that make a head fast on this machine"),
     "train-joint": Verb("draftheads.cli.train_joint", "JointOptions", "tune a model and its draft heads together"),
 }
 

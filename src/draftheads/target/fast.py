@@ -43,6 +43,12 @@ def speed_up(model: Any, *, exact_bits: bool) -> None:
         model.set_attn_implementation(EXACT_ATTENTION if exact_bits else GROUPED_ATTENTION)
 
 
+def kernels_of(model: Any) -> str:
+    """``fast``, ``exact_bits``, or ``stock`` where :func:`speed_up` did nothing."""
+    attention = model.config.get_text_config()._attn_implementation
+    return {GROUPED_ATTENTION: "fast", EXACT_ATTENTION: "exact_bits"}.get(attention, "stock")
+
+
 @torch.inference_mode()
 def rows_keep_their_bits(model: Any) -> bool:
     """Whether this machine's kernels give a row the same bits at every multiple of eight rows, in these layers."""

@@ -1,0 +1,194 @@
+"""``draftheads tune``: finds the trees that pay for a head on this machine, and shows why."""
+
+import json
+import shlex
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import tyro
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from draftheads.checkpoint import PLAN_FILE, SavedHead, conditions, read_head
+from draftheads.cli.generate import DTYPES, Dtype
+from draftheads.cli.prompts import read_prompts
+from draftheads.cli.show import quiet_transformers
+from draftheads.decode.engine import Prompt
+from draftheads.errors import DataError, MissingDependency
+from draftheads.files import user_path, write_atomic
+from draftheads.loading import load_drafter, load_target, plans_folder
+from draftheads.plan import Plan
+from draftheads.provenance import provenance
+from draftheads.search.page import RECORD, write_page
+from draftheads.search.prompts import CALIBRATION_PROMPTS
+from draftheads.search.tune import Tuner, TuneSettings
+from draftheads.search.verify import Verified, Verifier
+from draftheads.search.workbook import locked
+from draftheads.zoo.registry import find_head, zoo_heads
+
+_WORK_FOLDER = "tune.work"
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """Find the trees of guesses that make a head fast on this machine, for each number of requests at a time.
+
+    Writes plan.json, which loading the head then goes by, and tune.html, which shows why. Stopped or killed and
+    started again, it goes on where it was.
+    """
+
+    model: tyro.conf.Positional[str]
+    """A model: a name, a folder or a Hugging Face id."""
+    head: tyro.conf.Positional[str]
+    """Its draft head: a bundled one's name, a folder or a Hugging Face id."""
+    out: Path | None = None
+    """Where to write; the head's own folder when left out, and for a bundled or downloaded head the user's cache."""
+    prompts: Path | None = None
+    """A JSONL file of prompts to calibrate on, best the kind that will come, instead of 64 of our own."""
+    settings: tyro.conf.OmitArgPrefixes[TuneSettings] = field(default_factory=TuneSettings)
+    verify: Path | None = None
+    """Then compare the plan on these other prompts (a JSONL file) with no guesses and fixed trees; long."""
+    verify_prompts: int = 16
+    """How many of them are timed at each batch size; tokens per step are counted on all."""
+    dtype: Dtype = "auto"
+    """What the model computes in; auto is bf16 where the machine has it, else fp32."""
+    exact_bits: bool = False
+    """Tune for decoding with exact_bits."""
+
+
+def run(options: TuneOptions) -> None:
+    """Searches, writes and shows."""
+    console = Console(highlight=False)
+    quiet_transformers()
+    saved = read_head(find_head(options.head, options.model))
+    prompts: list[Prompt] = list(read_prompts(options.prompts)) if options.prompts else list(CALIBRATION_PROMPTS)
+    target = load_target(options.model, dtype=DTYPES.get(options.dtype), exact_bits=options.exact_bits)
+    head = load_drafter(options.head, options.model, target)
+    here = conditions(saved.digest, target)
+    folder = user_path(options.out) if options.out else _own_folder(saved, here.dtype)
+    with locked(folder), _Display(console) as display:
+        tuner = Tuner(
+            target,
+            head,
+            prompts,
+            options.settings,
+            conditions=here,
+            command=_command(),
+            folder=folder / _WORK_FOLDER,
+            anew=options.verify is None,
+            display=display,
+        )
+        outcome = tuner.run()
+        verified = None
+        if options.verify is not None:
+            held_out: list[Prompt] = list(read_prompts(options.verify))
+            if not held_out:
+                raise DataError("holds no prompt", path=options.verify)
+            verified = Verifier(
+                target,
+                head,
+                outcome.plan,
+                outcome.record,
+                held_out,
+                num_speed_prompts=options.verify_prompts,
+                settings=options.settings,
+                book=tuner.book,
+                display=display,
+            ).run()
+        record = {
+            **outcome.record,
+            "head": options.head,
+            "verified": verified and {"prompts": options.verify and options.verify.name, **asdict(verified)},
+            "provenance": provenance(),
+        }
+        write_atomic(folder / RECORD, json.dumps(record).encode())
+        outcome.plan.save(folder / PLAN_FILE)
+        tuner.book.finish()
+    _show(console, outcome.plan, verified)
+    console.print(f"wrote {folder / PLAN_FILE}", soft_wrap=True)
+    try:
+        console.print(f"wrote {write_page(folder)}", soft_wrap=True)
+    except MissingDependency as error:
+        console.print(f"no page: {error}", soft_wrap=True)
+
+
+def _own_folder(saved: SavedHead, dtype: str) -> Path:
+    """The head's, unless it belongs to the package or to the Hub's cache."""
+    from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415 - slow to import
+
+    folder = saved.folder.resolve()
+    foreign = [head.folder.resolve() for head in zoo_heads()]
+    if folder in foreign or folder.is_relative_to(Path(HF_HUB_CACHE).resolve()):
+        return plans_folder(saved.method, saved.digest, dtype)
+    return saved.folder
+
+
+def _command() -> str:
+    return shlex.join(["draftheads", *sys.argv[1:]])
+
+
+def _show(console: Console, plan: Plan, verified: Verified | None) -> None:
+    """The winners, and how they did on other prompts."""
+    assert plan.tuned is not None
+    table = Table("rows", "tree", "nodes", "tokens/s", "over plain", box=SIMPLE_HEAD, show_edge=False)
+    for choice in plan.tuned.choices:
+        kind = "no guesses" if choice.kind == "none" else choice.kind
+        speed = f"{choice.tokens_per_second:.1f}"
+        table.add_row(str(choice.batch_size), kind, str(choice.num_nodes), speed, f"{choice.speedup:.2f}")
+    console.print(table)
+    if verified is not None:
+        table = Table(
+            "rows", "way", "tokens/s", "tokens/step", "predicted", "over plain", box=SIMPLE_HEAD, show_edge=False
+        )
+        for row in verified.rows:
+            predicted = "" if row.predicted_tokens_per_step is None else f"{row.predicted_tokens_per_step:.2f}"
+            table.add_row(
+                str(row.batch_size),
+                row.way,
+                f"{row.tokens_per_second:.1f}",
+                f"{row.tokens_per_step:.2f}",
+                predicted,
+                f"{row.speedup:.2f}",
+            )
+        console.print(table)
+
+
+class _Display:
+    """A bar in a terminal; elsewhere a line for each stage."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self.task = self.bar.add_task("", total=None)
+        self.started = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+    def stage(self, what: str, total: int) -> None:
+        """Something new begins."""
+        self.bar.update(self.task, description=what, total=total, completed=0)
+        if not self.console.is_terminal:
+            self.console.print(f"{time.monotonic() - self.started:5.0f} s  {what}", soft_wrap=True)
+
+    def advance(self) -> None:
+        """A piece is done."""
+        self.bar.advance(self.task)

@@ -1,0 +1,184 @@
+"""What a step costs on this machine, by kind and size of tree and by rows, and how fast whole answers come.
+
+Everything is measured in the decoding loop itself, on rows in the midst of recorded answers. Knows engines and heads;
+knows nothing of what a tree is worth.
+"""
+
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftheads.decode.batch import Batch
+from draftheads.decode.engine import Engine
+from draftheads.decode.plain import NoDraft
+from draftheads.draft import Context, Draft, Drafter
+from draftheads.growth import Shape
+from draftheads.heads.base import DraftHead
+from draftheads.plan import Cost, Kind
+from draftheads.search.calibrate import Answer
+from draftheads.target.model import TargetModel
+
+_PARTS = ("draft", "verify", "rest")
+
+
+@dataclass(frozen=True)
+class Way:
+    """Something to decode with: a kind of tree and its size."""
+
+    kind: Kind
+    num_nodes: int
+    shape: Shape | None  # None for plain decoding
+
+
+class Stopwatch:
+    """Seconds of each part of a step; on an accelerator it waits for the work to be done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds = dict.fromkeys(_PARTS, 0.0)
+        self._last = 0.0
+
+    def start(self) -> None:
+        """A step begins."""
+        self._last = self._now()
+
+    def lap(self, part: str) -> None:
+        """A part of it has ended."""
+        now = self._now()
+        self.seconds[part], self._last = now - self._last, now
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+class StepBench:
+    """Rows in the midst of answers, stepped with one way after the other.
+
+    Args:
+        target: the model.
+        head: what drafts.
+        answers: recorded ones; rows stand in the middle of them.
+        batch_size: rows.
+    """
+
+    def __init__(self, target: TargetModel, head: DraftHead, answers: Sequence[Answer], batch_size: int) -> None:
+        self.head = head
+        self.batch_size = batch_size
+        self.watch = Stopwatch(target.device)
+        self.batch = Batch(target, _Switch(head), lap=self.watch.lap)
+        engine = Engine(target)
+        texts = [answers[row % len(answers)] for row in range(batch_size)]
+        halves = [[*text.prompt_ids, *text.token_ids[: len(text.token_ids) // 2]] for text in texts]
+        self.batch.join(engine.sequences(halves, max_new_tokens=1 << 20, ignore_eos=True))
+
+    def measure(self, way: Way, *, repeats: int) -> Cost:
+        """Median seconds of the parts of a step, after one that warms up."""
+        switch = self.batch.drafter
+        assert isinstance(switch, _Switch)
+        switch.guesses = way.shape is not None
+        if way.shape is not None:
+            self.head.shape = way.shape
+        seen: dict[str, list[float]] = {part: [] for part in _PARTS}
+        for number in range(repeats + 1):
+            self.watch.start()
+            self.batch.step()
+            if number:
+                for part, seconds in self.watch.seconds.items():
+                    seen[part].append(seconds)
+        medians = {part: statistics.median(seconds) for part, seconds in seen.items()}
+        return Cost(self.batch_size, way.kind, way.num_nodes, **medians)
+
+
+class _Switch:
+    """A drafter that can be switched off."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.plain = NoDraft()
+        self.guesses = True
+
+    @property
+    def needs_history(self) -> bool:
+        return self.drafter.needs_history
+
+    def propose(self, context: Context) -> Draft:
+        if self.guesses:
+            return self.drafter.propose(context)
+        self.drafter.follow(context)
+        return self.plain.propose(context)
+
+    def follow(self, context: Context) -> None:
+        self.drafter.follow(context)
+
+    def keep(self, rows: Tensor) -> None:
+        self.drafter.keep(rows)
+
+
+def mean_costs(costs: Iterable[Cost]) -> list[Cost]:
+    """Several measurements of the same steps as one each, in ascending order."""
+    groups: dict[tuple[int, Kind, int], list[Cost]] = {}
+    for cost in costs:
+        groups.setdefault((cost.batch_size, cost.kind, cost.num_nodes), []).append(cost)
+    means: list[Cost] = []
+    for (batch_size, kind, num_nodes), group in sorted(groups.items()):
+        draft, verify, rest = (statistics.fmean(getattr(cost, part) for cost in group) for part in _PARTS)
+        means.append(Cost(batch_size, kind, num_nodes, draft, verify, rest))
+    return means
+
+
+@dataclass
+class Speed:
+    """How a way did on whole answers."""
+
+    batch_size: int
+    kind: Kind
+    num_nodes: int
+    tokens_per_second: list[float]  # of each round
+    tokens_per_step: float
+
+
+def measure_speeds(
+    target: TargetModel,
+    head: DraftHead,
+    ways: Sequence[Way],
+    prompts: Sequence[Sequence[int]],
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+    temperature: float,
+    rounds: int,
+) -> list[Speed]:
+    """All ways answer all prompts, in turn, in several rounds; the order changes from round to round."""
+    speeds = [Speed(batch_size, way.kind, way.num_nodes, [], 1.0) for way in ways]
+    for number in range(rounds):
+        turns = list(zip(ways, speeds, strict=True))
+        for way, speed in reversed(turns) if number % 2 else turns:
+            engine = Engine(target, None if way.shape is None else head, max_batch_size=batch_size)
+            if way.shape is not None:
+                head.shape = way.shape
+            tokens, steps, seconds = timed_answers(
+                engine, prompts, max_new_tokens=max_new_tokens, temperature=temperature
+            )
+            speed.tokens_per_second.append(tokens / seconds)
+            speed.tokens_per_step = (tokens - len(prompts)) / steps if steps else 1.0
+    return speeds
+
+
+def timed_answers(
+    engine: Engine, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, temperature: float
+) -> tuple[int, int, float]:
+    """Answers all prompts; tokens, steps of single rows, and seconds, prompts included."""
+    if engine.model.device.type == "cuda":
+        torch.cuda.synchronize(engine.model.device)
+    start = time.perf_counter()
+    results = engine.generate(
+        [list(prompt) for prompt in prompts], max_new_tokens=max_new_tokens, temperature=temperature, seed=0
+    )
+    seconds = time.perf_counter() - start
+    return sum(len(result.token_ids) for result in results), sum(result.num_steps for result in results), seconds

@@ -1,0 +1,80 @@
+"""What a long search has found so far, a file for each finding, so that it goes on where it was stopped or killed."""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from draftheads.errors import StorageError
+from draftheads.files import write_atomic
+
+_IDENTITY, _FINISHED = "identity.json", "finished.json"
+
+
+class Workbook:
+    """Findings of one search in a folder of their own; another search in the same place begins anew.
+
+    Args:
+        folder: of the findings.
+        identity: what they depend on, JSON values.
+        anew: whether findings of a search that was finished are forgotten.
+    """
+
+    def __init__(self, folder: Path, identity: dict[str, Any], *, anew: bool) -> None:
+        self.folder = folder
+        known = _read(folder / _IDENTITY)
+        is_same = known is not None and known == json.loads(json.dumps(identity))
+        if not is_same or (anew and _read(folder / _FINISHED)):
+            shutil.rmtree(folder, ignore_errors=True)
+            _write(folder / _IDENTITY, identity)
+
+    def get(self, name: str, find: Callable[[], Any]) -> Any:
+        """What was found under that name; found now, and kept, if it was not."""
+        path = self.folder / f"{name}.json"
+        found = _read(path)
+        if found is None:
+            _write(path, find())
+            found = _read(path)  # JSON's own types, as the next time
+        return found
+
+    def finish(self) -> None:
+        """The search is over, and what it was for is saved elsewhere."""
+        _write(self.folder / _FINISHED, value=True)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Nobody else searches into the folder meanwhile.
+
+    Raises:
+        StorageError: somebody does, or it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".tune.lock")
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise StorageError(
+            f"{folder}: another process is tuning into this folder: wait for it, or give --out"
+        ) from None
+    except OSError as error:
+        raise StorageError(f"cannot write to {folder}: {error.strerror}; choose another folder by --out") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # not there, or half of it: found anew
+        return None
+
+
+def _write(path: Path, value: Any) -> None:
+    write_atomic(path, json.dumps(value).encode())
