@@ -88,23 +88,20 @@ def fill(head: Guesser, tree: Tree, context: Context) -> Draft:
     device = context.root_ids.device
     ranks = tree_tensors(tree, device).ranks
     tokens = [context.root_ids[:, None]]
-    scores = [torch.zeros_like(tokens[0], dtype=torch.float32)]
     state = head.begin(context, tree.max_depth)
     for level in _levels(tree):
-        logits = head.guess(state, level.depth).float()  # (B, W, V')
-        top = logits.topk(level.num_ranks, dim=-1)
-        log_probs = top.values - logits.logsumexp(-1, keepdim=True)
+        # in fp32, which has the faster search; probabilities would cost as much again and nobody reads them
+        best = head.guess(state, level.depth).float().topk(level.num_ranks, dim=-1).indices  # (B, W, ranks)
         parents = _on_device(level.parents, device)
         rank = ranks[level.start : level.stop]
         place = parents if head.reads_path else torch.zeros_like(parents)
-        children = head.to_target_ids(top.indices[:, place, rank])  # (B, nodes of this depth)
+        children = head.to_target_ids(best[:, place, rank])  # (B, nodes of this depth)
         tokens.append(children)
-        scores.append(log_probs[:, place, rank])
         if level.expanded:
             chosen = _on_device(level.expanded, device)
             above = parents[chosen].expand(len(children), -1)
             state = head.descend(state, level.depth, above, children[:, chosen])
-    return Draft.on_tree(tree, torch.cat(tokens, 1), log_probs=torch.cat(scores, 1))
+    return Draft.on_tree(tree, torch.cat(tokens, 1))
 
 
 @dataclass(frozen=True)
@@ -141,13 +138,13 @@ def _expand(head: Guesser, context: Context, widths: Sequence[int], *, beam: int
     node = torch.zeros_like(root)  # and their places in the list
     tokens, parents, own, total, counts = [root], [node], [score], [score], [1]
     state = head.begin(context, len(widths))
+    # heads that do not read the path are asked all at once
+    ready = None if head.reads_path else _likeliest(head, state, range(len(widths)), max(widths))
     for depth, width in enumerate(widths):
-        logits = head.guess(state, depth).float() / head.confidence[depth]  # (B, W or 1, V')
-        top = logits.topk(min(width, logits.shape[-1]), dim=-1)
-        # rounding must not make a child likelier than its parent
-        log_probs = (top.values - logits.logsumexp(-1, keepdim=True)).clamp_max(0.0)
+        log_probs, ids = ready or _likeliest(head, state, (depth,), width)
+        log_probs, ids = (part[depth if ready else 0, :, :, :width] for part in (log_probs, ids))  # (B, W or 1, R)
         paths = score[:, :, None] + log_probs  # (B, W, R)
-        ids = head.to_target_ids(top.indices).expand(paths.shape)
+        ids = ids.expand(paths.shape)
         offset, count = sum(counts), paths[0].numel()
         tokens.append(ids.flatten(1))
         parents.append(node[:, :, None].expand(paths.shape).flatten(1))
@@ -167,6 +164,15 @@ def _expand(head: Guesser, context: Context, widths: Sequence[int], *, beam: int
         torch.arange(len(counts), device=root.device), torch.tensor(counts, device=root.device)
     )
     return _Candidates(torch.cat(tokens, 1), torch.cat(parents, 1), depths, torch.cat(own, 1), torch.cat(total, 1))
+
+
+def _likeliest(head: Guesser, state: Any, depths: Sequence[int], num_ranks: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and target ids of the best guesses at some depths, each (depths, B, W, R)."""
+    logits = torch.stack([head.guess(state, depth).float() / head.confidence[depth] for depth in depths])
+    top = logits.topk(min(num_ranks, logits.shape[-1]), dim=-1)
+    # rounding must not make a child likelier than its parent
+    log_probs = (top.values - logits.logsumexp(-1, keepdim=True)).clamp_max(0.0)
+    return log_probs, head.to_target_ids(top.indices)
 
 
 def _likely_enough(priority: Tensor, shape: BestFirst) -> int:
