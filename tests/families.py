@@ -158,12 +158,15 @@ class Prophet:
         return int(torch.randint(0, nodes, (1,), generator=self.generator))
 
     def _plant(self, token_ids: torch.Tensor, path: list[int], row: int) -> None:
-        text = [*self.texts[row], self.roots[row]]
+        for node, token in zip(path, self._coming([*self.texts[row], self.roots[row]]), strict=False):
+            token_ids[node] = token
+
+    def _coming(self, text: list[int]) -> tuple[int, ...]:
+        """How plain decoding goes on."""
         prompt, answer = next((p, a) for p, a in self.answers.items() if tuple(text[: len(p)]) == p)
         done = len(text) - len(prompt)
         assert tuple(text[len(prompt) :]) == answer[:done]
-        for node, token in zip(path, answer[done:], strict=False):
-            token_ids[node] = token
+        return answer[done:]
 
 
 class WildProphet(Prophet):

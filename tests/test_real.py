@@ -29,10 +29,9 @@ TREE = Tree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0,
 class Oracle(Prophet):
     """Plants what plain decoding said along a random path; where the text left it (a near-tie), it guesses noise."""
 
-    def _plant(self, token_ids: torch.Tensor, text: list[int]) -> None:
+    def _coming(self, text: list[int]) -> tuple[int, ...]:
         prompt, answer = next((p, a) for p, a in self.answers.items() if tuple(text[: len(p)]) == p)
-        if tuple(text[len(prompt) :]) == answer[: len(text) - len(prompt)]:
-            super()._plant(token_ids, text)
+        return super()._coming(text) if tuple(text[len(prompt) :]) == answer[: len(text) - len(prompt)] else ()
 
 
 def answers(engine: Engine, num_tokens: int) -> list[GenerationResult]:
