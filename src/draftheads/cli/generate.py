@@ -35,7 +35,11 @@ class GenerateOptions:
     head: str | None = None
     """A draft head: a bundled one's name (medusa, hydra), a folder or a Hugging Face id; plain when left out."""
     tree: Path | None = None
-    """A JSON file of rank paths to draft on, instead of the head's own tree."""
+    """A JSON file of rank paths to draft on, whatever the plan."""
+    plan: str = "auto"
+    """auto: what `draftheads tune` found for the head, if it did; none: the head's fixed tree; or a plan.json."""
+    adaptive: bool = True
+    """With a tuned plan: guess more or less by how it goes."""
     prompts: Path | None = None
     """A JSONL file of prompts ("prompt", "messages" or "turns" in each line), in place of PROMPT."""
     out: Path | None = None
@@ -74,6 +78,8 @@ def run(options: GenerateOptions) -> None:
         options.model,
         options.head,
         tree=_tree(options.tree) if options.tree else None,
+        plan=None if options.plan == "none" else options.plan,
+        adaptive=options.adaptive,
         dtype=DTYPES.get(options.dtype),
         max_batch_size=options.batch_size,
         exact_bits=options.exact_bits,
