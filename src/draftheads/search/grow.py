@@ -52,10 +52,12 @@ def path_shares(ranks: Tensor, probs: Tensor) -> dict[Path, float]:
     shares: dict[Path, float] = {(): 1.0}
     going = torch.arange(len(ranks))
     for depth in range(ranks.shape[1]):
-        beginnings, which = torch.unique(ranks[going, :depth], dim=0, return_inverse=True)
+        # a column in front, since rows of no length cannot be told apart
+        marked = torch.cat([torch.zeros(len(going), 1, dtype=torch.long), ranks[going, :depth]], 1)
+        beginnings, which = torch.unique(marked, dim=0, return_inverse=True)
         sums = torch.zeros(len(beginnings), num_ranks, dtype=torch.float64)
         sums.index_add_(0, which, probs[going, depth].double())
-        for beginning, row in zip(map(tuple, beginnings.tolist()), (sums / len(ranks)).tolist(), strict=True):
+        for beginning, row in zip(map(tuple, beginnings[:, 1:].tolist()), (sums / len(ranks)).tolist(), strict=True):
             limit = shares[beginning]  # chance must not make a path more frequent than its beginning
             shares.update({(*beginning, rank): min(share, limit) for rank, share in enumerate(row) if share > 0})
         going = going[ranks[going, depth] < num_ranks]
