@@ -39,6 +39,8 @@ class GenerateOptions:
     """A JSON file of rank paths to draft on, whatever the plan."""
     grow: int | None = None
     """Draft on trees of so many nodes that grow anew at each step, where the head is sure."""
+    threshold: float = 0.0
+    """With --grow: leave out guesses that are less likely than this to be kept."""
     plan: str = "auto"
     """auto: what `draftheads tune` found for the head, if it did; none: the head's fixed tree; or a plan.json."""
     adaptive: bool = True
@@ -123,8 +125,10 @@ def _prompts(options: GenerateOptions) -> list[Prompt]:
 def _shape(options: GenerateOptions) -> Shape | None:
     if options.tree is not None and options.grow is not None:
         raise InvalidSettings(f"--tree {options.tree} and --grow {options.grow}: give one of them")
+    if options.threshold and options.grow is None:
+        raise InvalidSettings(f"--threshold {options.threshold} is for growing trees: give --grow, too")
     if options.grow is not None:
-        return BestFirst(options.grow)
+        return BestFirst(options.grow, threshold=options.threshold)
     return None if options.tree is None else _tree(options.tree)
 
 
