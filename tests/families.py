@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from draftheads.draft import Context, Draft
+from draftheads.growth import BestFirst, BestPaths
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead
 from draftheads.target.model import TargetModel
@@ -70,6 +71,14 @@ TREES = {
     ),
 }
 
+# rules by which each row's tree grows at each step
+GROWING: dict[str, BestFirst | BestPaths] = {
+    "best first": BestFirst(24, num_ranks=6, beam=4),
+    "sure ones": BestFirst(40, num_ranks=VOCAB, beam=6, threshold=0.03),
+    "fewer nodes than depths": BestFirst(3, num_ranks=2),
+    "best paths": BestPaths((6, 3, 2), 5),
+}
+
 
 class IntegerTokenizer:
     """Token 65 is the text "<65>"; enough of a tokenizer for the engine."""
@@ -118,27 +127,66 @@ class Prophet:
         self.answers = answers  # prompt -> plain answer
         self.generator = torch.Generator().manual_seed(seed)
         self.texts: list[list[int]] = []  # of the rows, as the contexts told
+        self.roots: list[int] = []
 
     def propose(self, context: Context) -> Draft:
         """Also checks that the context says what was accepted."""
+        self._note(context)
         batch, nodes = len(context.root_ids), self.tree.num_nodes
-        for row in range(len(self.texts), batch):  # rows that joined: their context is the whole prompt
-            self.texts.append([])
-            assert int(context.num_accepted[row]) >= 1
         token_ids = torch.randint(0, VOCAB, (batch, nodes), generator=self.generator)
-        token_ids[:, 0] = context.root_ids
         for row in range(batch):
-            self.texts[row] += context.token_ids[row, : context.num_accepted[row]].tolist()
-            self._plant(token_ids[row], [*self.texts[row], int(context.root_ids[row])])
+            path = self.tree.paths[self._any_node(nodes)]
+            self._plant(token_ids[row], [self.tree.paths.index(path[:depth]) for depth in range(1, len(path) + 1)], row)
+        token_ids[:, 0] = context.root_ids
         return Draft.on_tree(self.tree, token_ids)
+
+    def follow(self, context: Context) -> None:
+        self._note(context)
 
     def keep(self, rows: torch.Tensor) -> None:
         self.texts = [self.texts[row] for row in rows.tolist()]
 
-    def _plant(self, token_ids: torch.Tensor, text: list[int]) -> None:
+    def _note(self, context: Context) -> None:
+        for row in range(len(self.texts), len(context.root_ids)):  # rows that joined: their context is the whole prompt
+            self.texts.append([])
+            assert int(context.num_accepted[row]) >= 1
+        self.roots = context.root_ids.tolist()
+        for row in range(len(self.texts)):
+            self.texts[row] += context.token_ids[row, : context.num_accepted[row]].tolist()
+
+    def _any_node(self, nodes: int) -> int:
+        return int(torch.randint(0, nodes, (1,), generator=self.generator))
+
+    def _plant(self, token_ids: torch.Tensor, path: list[int], row: int) -> None:
+        text = [*self.texts[row], self.roots[row]]
         prompt, answer = next((p, a) for p, a in self.answers.items() if tuple(text[: len(p)]) == p)
         done = len(text) - len(prompt)
         assert tuple(text[len(prompt) :]) == answer[:done]
-        path = self.tree.paths[int(torch.randint(0, self.tree.num_nodes, (1,), generator=self.generator))]
-        for depth, token in zip(range(len(path)), answer[done:], strict=False):
-            token_ids[self.tree.paths.index(path[: depth + 1])] = token
+        for node, token in zip(path, answer[done:], strict=False):
+            token_ids[node] = token
+
+
+class WildProphet(Prophet):
+    """The same on trees that no rule explains: of any size at each step, and in each row with any parents."""
+
+    def __init__(self, answers: dict[tuple[int, ...], tuple[int, ...]], *, max_nodes: int, seed: int = 0) -> None:
+        super().__init__(Tree.chain(0), answers, seed=seed)
+        self.max_nodes = max_nodes
+
+    def propose(self, context: Context) -> Draft:
+        self._note(context)
+        batch, nodes = len(context.root_ids), 1 + self._any_node(self.max_nodes)
+        token_ids = torch.randint(0, VOCAB, (batch, nodes), generator=self.generator)
+        chances = torch.rand(batch, nodes, generator=self.generator) ** 0.5  # rather deep than flat
+        parents = (chances * torch.arange(nodes)).long()
+        ancestors = torch.eye(nodes, dtype=torch.bool).repeat(batch, 1, 1)
+        for row in range(batch):
+            for node in range(1, nodes):
+                ancestors[row, node] |= ancestors[row, parents[row, node]]
+            path = ancestors[row, self._any_node(nodes)].nonzero()[1:, 0].tolist()  # parents come first
+            self._plant(token_ids[row], path, row)
+        token_ids[:, 0] = context.root_ids
+        depths = ancestors.sum(-1) - 1
+        deepest = int(depths.max())
+        # it may say that the tree is deeper than it is, as who has not asked the device must
+        return Draft(token_ids, parents, depths, ancestors, deepest + self._any_node(nodes - deepest))

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draftheads.accept import accept
-from draftheads.draft import Draft, Verdict
+from draftheads.draft import Context, Draft, Verdict
+from draftheads.growth import BestFirst, BestPaths, Shape
+from draftheads.heads.drafting import fill, grow
 from draftheads.sampling import RowSettings, SamplingSettings, choose
 from draftheads.tree import Tree
 
@@ -66,26 +68,43 @@ class Toy:
     """A target and a drafter that are both fixed functions of the context, with a table row per context."""
 
     logits: Tensor  # (rows, V) float64
-    ranked: Tensor  # (rows, V) int64: a permutation of the tokens, the drafter's ranks
+    guesses: Tensor  # (rows, V): the drafter's logits
+    shape: Shape
+    confidence = (1.0, 1.0)
+    reads_path = True
 
     @classmethod
-    def random(cls, seed: int) -> "Toy":
+    def random(cls, seed: int, shape: Shape) -> "Toy":
         generator = torch.Generator().manual_seed(seed)
-        shape = (sum(V**length for length in range(ANSWER + 2)), V)
-        logits = 1.5 * torch.randn(shape, generator=generator, dtype=torch.float64)
-        return cls(logits, torch.rand(shape, generator=generator).argsort(-1))
+        rows = (sum(V**length for length in range(ANSWER + 2)), V)
+        logits = 1.5 * torch.randn(rows, generator=generator, dtype=torch.float64)
+        return cls(logits, logits.float() + 1.5 * torch.randn(rows, generator=generator), shape)
+
+    def begin(self, context: Context, depth: int) -> Tensor:
+        """Codes of contexts; the last hidden state is the code of the text."""
+        return context.last_hidden.long()
+
+    def guess(self, state: Tensor, depth: int) -> Tensor:
+        return self.guesses[state]
+
+    def descend(self, state: Tensor, depth: int, parents: Tensor, token_ids: Tensor) -> Tensor:
+        return state.gather(1, parents) * V + token_ids + 1
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        return draft_ids
 
     def draft(self, texts: list[list[int]]) -> tuple[Draft, Tensor]:
         """The tree after each text, whose last token is the root, and the target's logits at its nodes."""
-        tokens = torch.zeros(len(texts), RAGGED.num_nodes, dtype=torch.long)
-        codes = torch.zeros_like(tokens)
-        tokens[:, 0] = torch.tensor([text[-1] for text in texts])
-        codes[:, 0] = torch.tensor([context_code(text) for text in texts])
-        for node in range(1, RAGGED.num_nodes):
-            above = codes[:, RAGGED.parents[node]]
-            tokens[:, node] = self.ranked[above, RAGGED.ranks[node]]
-            codes[:, node] = above * V + tokens[:, node] + 1
-        return Draft.on_tree(RAGGED, tokens), self.logits[codes]
+        codes = torch.tensor([[context_code(text)] for text in texts])
+        roots = torch.tensor([text[-1] for text in texts])
+        context = Context(codes[:, :, None].double(), roots[:, None], torch.ones_like(roots), roots)
+        shape = self.shape
+        draft = fill(self, shape, context) if isinstance(shape, Tree) else grow(self, shape, context, 2)
+        parents = draft.parents.expand_as(draft.token_ids)
+        for node in range(1, draft.num_nodes):
+            above = codes.gather(1, parents[:, node, None])
+            codes = torch.cat([codes, above * V + draft.token_ids[:, node, None] + 1], 1)
+        return draft, self.logits[codes]
 
 
 def context_code(context: Sequence[int]) -> int:
@@ -148,6 +167,12 @@ def answers(toy: Toy, own: SamplingSettings, points: Tensor) -> tuple[list[tuple
     return [tuple(text[:ANSWER]) for text in texts], first
 
 
+SHAPES = {
+    "static": RAGGED,
+    "best first": BestFirst(5, num_ranks=3, beam=2),
+    "best paths": BestPaths((3, 2), 2),
+    "fewer nodes than depths": BestFirst(2),
+}
 EXACT = {
     "plain softmax": SamplingSettings(temperature=1.0),
     "temperature": SamplingSettings(temperature=0.6),
@@ -158,9 +183,10 @@ EXACT = {
 
 
 @pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", EXACT)
-def test_exact_gives_the_targets_distribution(name: str, seed: int) -> None:
-    own, toy = EXACT[name], Toy.random(seed)
+def test_exact_gives_the_targets_distribution(name: str, shape: str, seed: int) -> None:
+    own, toy = EXACT[name], Toy.random(seed, SHAPES[shape])
     points, measures = cells(toy, own, where=0.5)
     found, _ = answers(toy, own, points)
     assert answers(toy, own, cells(toy, own, where=0.02)[0])[0] == found, "a cell holds two outcomes"
@@ -179,19 +205,20 @@ def test_exact_gives_the_targets_distribution(name: str, seed: int) -> None:
     assert distance < 1e-9
 
 
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", EXACT)
-def test_exact_keeps_as_much_as_any_lossless_rule_can(name: str) -> None:
+def test_exact_keeps_as_much_as_any_lossless_rule_can(name: str, shape: str) -> None:
     """A node is kept with the target's own probability of its path, and never less."""
-    own, toy = EXACT[name], Toy.random(2)
+    own, toy = EXACT[name], Toy.random(4, SHAPES[shape])
     points, measures = cells(toy, own, where=0.5)
     _, num_accepted = answers(toy, own, points)
     expected = 0.0
     for root, mass in enumerate(slow_distribution(toy.logits[0].tolist(), [], own)):
         draft, logits = toy.draft([[root]])
         masses = [mass]
-        for node in range(1, RAGGED.num_nodes):
-            parent = RAGGED.parents[node]
-            path = [int(draft.token_ids[0, n]) for n in range(node) if RAGGED.ancestor_mask[parent, n]]
+        for node in range(1, draft.num_nodes):
+            parent = int(draft.parents[0, node])
+            path = [int(draft.token_ids[0, n]) for n in range(node) if draft.ancestors[0, parent, n]]
             probs = slow_distribution(logits[0, parent].tolist(), path, own)
             masses.append(masses[parent] * probs[int(draft.token_ids[0, node])])
         expected += sum(masses)
@@ -278,10 +305,11 @@ class World:
             seen[row, text] = True
         return seen
 
-    def verdict(self) -> Verdict:
+    def verdict(self, draft: Draft | None = None) -> Verdict:
+        draft = self.draft if draft is None else draft
         rows = RowSettings.of(self.settings, vocab_size=WIDE, device=CPU)
-        uniforms = self.uniforms[:, : self.draft.max_depth + 1]
-        return accept(self.draft, self.logits, rows, uniforms, self.seen if rows.any_penalty else None)
+        uniforms = self.uniforms[:, : draft.max_depth + 1]
+        return accept(draft, self.logits, rows, uniforms, self.seen if rows.any_penalty else None)
 
     def alone(self, row: int) -> "World":
         one = slice(row, row + 1)
@@ -399,6 +427,19 @@ def test_a_row_is_judged_as_if_alone(world: World) -> None:
     """Greedy, exact and typical rows in one batch, on a shared tree or on a tree each."""
     together = outcomes(world)
     assert together == [outcome for row in range(world.num_rows) for outcome in outcomes(world.alone(row))]
+
+
+@settings(deadline=None)
+@given(worlds(row_settings()), st.integers(0, 9))
+def test_a_tree_may_be_shallower_than_it_says(world: World, depth: int) -> None:
+    """As grown trees may be, whose depth is not asked for; it is never as deep as it has nodes."""
+    draft = world.draft
+    deep = replace(draft, max_depth=min(max(depth, draft.max_depth), draft.num_nodes - 1))
+    verdict = world.verdict(deep)
+    found = [(kept_nodes(verdict, row), int(verdict.next_ids[row])) for row in range(world.num_rows)]
+    assert found == outcomes(world)
+    assert verdict.path.shape == (world.num_rows, deep.max_depth + 1)
+    assert int(verdict.path.max()) < world.num_nodes, "what is not accepted is looked up, too"
 
 
 @settings(deadline=None, max_examples=30)

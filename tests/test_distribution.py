@@ -11,11 +11,13 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from draftheads.accept import accept
 from draftheads.decode.engine import Engine
-from draftheads.draft import Draft, Drafter, Verdict
+from draftheads.draft import Context, Draft, Drafter, Verdict
+from draftheads.growth import BestFirst, BestPaths, Shape
+from draftheads.heads.base import DraftHead
 from draftheads.sampling import RowSettings, SamplingSettings, choose
 from draftheads.target.model import TargetModel
 from draftheads.tree import Tree
-from families import PROMPTS, TREES, tiny_head, tiny_model
+from families import GROWING, PROMPTS, TREES, tiny_head, tiny_model
 
 PROMPT = [5, 6, 7]
 LENGTH = 3  # tokens of an answer
@@ -80,13 +82,23 @@ def exact(model: TargetModel) -> dict[Answer, float]:
     return joint
 
 
-@pytest.mark.parametrize(("method", "first_seed"), [("plain", 0), ("medusa", 10_000), ("hydra", 20_000)])
+@pytest.mark.parametrize(
+    ("method", "shape", "first_seed"),
+    [
+        ("plain", WIDE, 0),
+        ("medusa", WIDE, 10_000),
+        ("hydra", WIDE, 20_000),
+        ("medusa", BestFirst(16, num_ranks=6), 30_000),
+        ("hydra", BestFirst(16, num_ranks=6, beam=3, threshold=0.03), 40_000),
+        ("hydra", BestPaths((5, 3), 5), 50_000),
+    ],
+)
 def test_answers_have_the_models_distribution(
-    model: TargetModel, exact: dict[Answer, float], method: str, first_seed: int
+    model: TargetModel, exact: dict[Answer, float], method: str, shape: Shape, first_seed: int
 ) -> None:
     head = None if method == "plain" else tiny_head(method, model)
     if head is not None:
-        head.tree = WIDE
+        head.shape = shape
     counts = sampled_answers(model, head, first_seed=first_seed)
     assert counts.total() == NUM_ANSWERS
     assert set(counts) <= set(exact), "an answer that the model cannot give"
@@ -116,30 +128,89 @@ def greedy_root(
     return Verdict(verdict.path, verdict.num_accepted, best)
 
 
-@pytest.mark.parametrize("wrong", [resampling, greedy_root])
+@pytest.mark.parametrize(
+    ("wrong", "shape"), [(resampling, WIDE), (greedy_root, WIDE), (resampling, BestFirst(16, num_ranks=6, beam=3))]
+)
 def test_wrong_rules_are_found_out(
-    model: TargetModel, exact: dict[Answer, float], monkeypatch: pytest.MonkeyPatch, wrong: object
+    model: TargetModel, exact: dict[Answer, float], monkeypatch: pytest.MonkeyPatch, wrong: object, shape: Shape
 ) -> None:
     monkeypatch.setattr("draftheads.decode.batch.accept", wrong)
     head = tiny_head("hydra", model)
-    head.tree = WIDE
+    head.shape = shape
     assert p_value(sampled_answers(model, head), exact) < ODDS
 
 
-@pytest.mark.parametrize("tree", ["chain", "ragged", "64 nodes"])
+@pytest.mark.parametrize("shape", ["chain", "ragged", "64 nodes", *GROWING])
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
-def test_a_seeds_answer_is_plain_decodings_token_for_token(model: TargetModel, method: str, tree: str) -> None:
+def test_a_seeds_answer_is_plain_decodings_token_for_token(model: TargetModel, method: str, shape: str) -> None:
     """A random number belongs to a place in the answer, so drafting changes no token (in fp32)."""
-    cases = list(itertools.product(PROMPTS, [0.5, 1.0], [1.0, 1.25]))
+    cases = list(itertools.product(PROMPTS, [0.0, 0.5, 1.0], [1.0, 1.25]))
     own = [
         SamplingSettings(max_new_tokens=30, temperature=t, top_p=0.95, repetition_penalty=r, ignore_eos=True, seed=n)
         for n, (_, t, r) in enumerate(cases)
     ]
     prompts = [prompt for prompt, _, _ in cases]
     head = tiny_head(method, model)
-    head.tree = TREES[tree]
+    head.shape = {**TREES, **GROWING}[shape]
     plain = Engine(model).generate(prompts, own)
     drafted = Engine(model, head).generate(prompts, own)
     assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
     assert max(result.tokens_per_step for result in drafted) > 1.0, "nothing was ever accepted"
     assert len({result.token_ids for result in plain}) == len(cases)
+
+
+class Recorder:
+    """A head whose drafts are remembered."""
+
+    needs_history = False
+
+    def __init__(self, head: DraftHead) -> None:
+        self.head = head
+        self.drafts: list[Draft] = []
+
+    def propose(self, context: Context) -> Draft:
+        self.drafts.append(self.head.propose(context))
+        return self.drafts[-1]
+
+    def follow(self, context: Context) -> None:
+        self.head.follow(context)
+
+    def keep(self, rows: Tensor) -> None:
+        self.head.keep(rows)
+
+
+@pytest.mark.parametrize("num_heads", [3, 6])
+@pytest.mark.parametrize("rule", GROWING)
+@pytest.mark.parametrize("method", ["medusa", "hydra"])
+def test_where_everything_is_typical_the_deepest_guesses_are_the_answer(
+    model: TargetModel, method: str, rule: str, num_heads: int
+) -> None:
+    """On grown trees, of which some have fewer nodes than there are heads."""
+    head = tiny_head(method, model, num_heads=num_heads)
+    head.shape = GROWING[rule]
+    recorder = Recorder(head)
+    own = replace(SAMPLED, max_new_tokens=30, top_k=None, top_p=1.0, acceptance="typical", typical_epsilon=1e-200)
+    for seed, prompt in enumerate(PROMPTS):
+        recorder.drafts.clear()
+        answer = Engine(model, recorder).generate([prompt], replace(own, seed=seed))[0].token_ids
+        place = 0
+        for draft in recorder.drafts:
+            assert draft.max_depth < draft.num_nodes
+            deepest = int(draft.depths.max())
+            ends = [node for node in range(draft.num_nodes) if int(draft.depths[0, node]) == deepest]
+            paths = [draft.token_ids[0, draft.ancestors[0, node]].tolist() for node in ends]
+            assert list(answer[place : place + deepest + 1]) in [path[: len(answer) - place] for path in paths]
+            place += deepest + 1
+        assert place >= len(answer) - 1, "the last step may add the last token"
+
+
+@pytest.mark.parametrize("rule", GROWING)
+def test_where_nothing_is_typical_the_answer_is_plain_decodings(model: TargetModel, rule: str) -> None:
+    head = tiny_head("hydra", model)
+    head.shape = GROWING[rule]
+    own = [replace(SAMPLED, max_new_tokens=20, seed=seed) for seed in range(len(PROMPTS))]
+    plain = Engine(model).generate(PROMPTS, own)
+    strict = [replace(each, acceptance="typical", typical_epsilon=1.0, typical_delta=1e9) for each in own]
+    found = Engine(model, head).generate(PROMPTS, strict)
+    assert [result.token_ids for result in found] == [result.token_ids for result in plain]
+    assert {result.tokens_per_step for result in found} == {1.0}

@@ -7,10 +7,13 @@ import torch
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.sequence import GenerationResult
+from draftheads.draft import Context, Draft
+from draftheads.growth import BestFirst, Shape
+from draftheads.heads.base import DraftHead
 from draftheads.target.fast import speed_up
 from draftheads.target.model import TargetModel
 from draftheads.tree import Tree
-from families import FAMILIES, PROMPTS, TREES, Prophet, tiny_head, tiny_model
+from families import FAMILIES, GROWING, PROMPTS, TREES, VOCAB, Prophet, WildProphet, tiny_head, tiny_model
 
 NEW_TOKENS = 40
 # prompts for batches of eight: no two rows alike, lengths from 1 to 14
@@ -61,6 +64,18 @@ def test_heads_equal_plain(
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize("rule", ["best first", "best paths"])
+@pytest.mark.parametrize("method", ["medusa", "hydra"])
+def test_heads_on_growing_trees_equal_plain(
+    family: TargetModel, plain: list[tuple[int, ...]], method: str, rule: str, batch_size: int
+) -> None:
+    head = tiny_head(method, family)
+    head.shape = GROWING[rule]
+    results = decode(Engine(family, head, max_batch_size=batch_size), EIGHT[:batch_size])
+    assert ids(results) == plain[:batch_size]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
 @pytest.mark.parametrize("tree", TREES)
 def test_any_accepted_path_equals_plain(
     family: TargetModel, plain: list[tuple[int, ...]], tree: str, batch_size: int
@@ -71,6 +86,57 @@ def test_any_accepted_path_equals_plain(
     results = decode(Engine(family, prophet, max_batch_size=batch_size), EIGHT)
     assert ids(results) == plain
     assert sum(result.tokens_per_step for result in results) / len(results) > 1.4
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_any_accepted_path_on_any_trees_equals_plain(
+    family: TargetModel, plain: list[tuple[int, ...]], batch_size: int
+) -> None:
+    answers = {tuple(prompt): answer for prompt, answer in zip(EIGHT, plain, strict=True)}
+    prophet = WildProphet(answers, max_nodes=24)
+    results = decode(Engine(family, prophet, max_batch_size=batch_size), EIGHT)
+    assert ids(results) == plain
+    assert sum(result.tokens_per_step for result in results) / len(results) > 2.0
+
+
+class Fickle:
+    """A head with another shape at each step: a static tree, one that grows, one cut short, or none."""
+
+    needs_history = False
+
+    def __init__(self, head: DraftHead, *, seed: int = 0) -> None:
+        self.head = head
+        self.generator = torch.Generator().manual_seed(seed)
+        self.met: set[object] = set()
+
+    def propose(self, context: Context) -> Draft:
+        shapes = [None, *TREES.values(), *GROWING.values()]
+        shape = shapes[self._below(len(shapes))]
+        self.met.add(shape)
+        if shape is None:
+            self.head.follow(context)
+            return Draft.on_tree(Tree.chain(0), context.root_ids[:, None])
+        self.head.shape = shape
+        return self.head.propose(context).first(1 + self._below(40))
+
+    def follow(self, context: Context) -> None:
+        self.head.follow(context)
+
+    def keep(self, rows: torch.Tensor) -> None:
+        self.head.keep(rows)
+
+    def _below(self, limit: int) -> int:
+        return int(torch.randint(0, limit, (1,), generator=self.generator))
+
+
+@pytest.mark.parametrize("method", ["medusa", "hydra"])
+def test_shapes_that_change_from_step_to_step_equal_plain(
+    family: TargetModel, plain: list[tuple[int, ...]], method: str
+) -> None:
+    fickle = Fickle(tiny_head(method, family))
+    results = decode(Engine(family, fickle, max_batch_size=3), EIGHT)
+    assert ids(results) == plain
+    assert len(fickle.met) == 1 + len(TREES) + len(GROWING)
 
 
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
@@ -88,9 +154,13 @@ def test_every_kind_of_head_equals_plain(method: str, options: dict[str, object]
     model = tiny_model("llama")
     head = tiny_head(method, model, **options)
     head.tree = TREES["cartesian"]
+    plain = ids(decode(Engine(model), PROMPTS))
     found = decode(Engine(model, head), PROMPTS)
-    assert ids(found) == ids(decode(Engine(model), PROMPTS))
+    assert ids(found) == plain
     assert max(result.tokens_per_step for result in found) > 1.0, "nothing was ever accepted"
+    for rule in GROWING.values():
+        head.shape = rule
+        assert ids(decode(Engine(model, head), PROMPTS)) == plain
 
 
 @pytest.mark.parametrize("exact_bits", [False, True])
@@ -100,14 +170,18 @@ def test_the_fast_path_equals_the_stock_model(exact_bits: bool) -> None:
     speed_up(fast.model, exact_bits=exact_bits)
     assert ids(decode(Engine(fast), EIGHT)) == ids(stock)
     head = tiny_head("hydra", fast)
-    head.tree = TREES["64 nodes"]
-    assert ids(decode(Engine(fast, head), EIGHT)) == ids(stock)
+    for shape in (TREES["64 nodes"], *GROWING.values()):
+        head.shape = shape
+        assert ids(decode(Engine(fast, head), EIGHT)) == ids(stock)
+    answers = {tuple(prompt): result.token_ids for prompt, result in zip(EIGHT, stock, strict=True)}
+    assert ids(decode(Engine(fast, WildProphet(answers, max_nodes=24)), EIGHT)) == ids(stock)
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
+@pytest.mark.parametrize("shape", [TREES["cartesian"], GROWING["sure ones"], GROWING["best paths"]])
+def test_a_row_does_not_depend_on_its_neighbours(shape: Shape) -> None:
     model = tiny_model("qwen2")
     head = tiny_head("hydra", model)
-    head.tree = TREES["cartesian"]
+    head.shape = shape
     engine = Engine(model, head, max_batch_size=4)
     alone = [ids(decode(engine, [prompt], temperature=t, seed=7))[0] for prompt in PROMPTS for t in (0.0, 0.9)]
     prompts = [prompt for prompt in PROMPTS for _ in range(2)]
@@ -161,3 +235,19 @@ def test_trees_only_change_the_speed() -> None:
     assert all(before >= after for before, after in pairwise(steps))
     assert steps[0] == len(PROMPTS) * (NEW_TOKENS - 1)
     assert steps[-1] < steps[0]
+
+
+def test_larger_trees_need_no_more_steps() -> None:
+    """Trees that grow best first are nested in their number of nodes."""
+    model = tiny_model("llama")
+    head = tiny_head("medusa", model)
+    plain = decode(Engine(model), EIGHT)
+    steps = []
+    for num_nodes in (1, 2, 4, 16, 64, 256):
+        head.shape = BestFirst(num_nodes, num_ranks=VOCAB)
+        results = decode(Engine(model, head), EIGHT)
+        assert ids(results) == ids(plain)
+        steps.append(sum(result.num_steps for result in results))
+    assert all(before >= after for before, after in pairwise(steps))
+    assert steps[0] == len(EIGHT) * (NEW_TOKENS - 1)
+    assert steps[-1] < 0.9 * steps[0]

@@ -27,7 +27,7 @@ class Draft:
     ancestors: Tensor  # (1 or B, N, N) bool: [n, m] says that m lies on the path from the root to n, n included
     max_depth: int  # of the deepest node, known without asking the device
     log_probs: Tensor | None = None  # (B, N): the drafter's log-probability of each node given its path, if it has one
-    path_log_probs: Tensor | None = None  # (B, N): of each node's whole path; falls from node to node of grown trees
+    path_log_probs: Tensor | None = None  # (B, N): of each node's whole path; falls along what grew best first
     sampled: bool = False  # whether the nodes were drawn from the drafter's distribution (not its top ranks)
 
     @property

@@ -38,11 +38,6 @@ class BestFirst:
             raise InvalidTree(f"threshold is {self.threshold}; it must be at least 0 and below 1")
 
     @property
-    def widest(self) -> int:
-        """Children of a node at most."""
-        return self.num_ranks
-
-    @property
     def depth(self) -> int | None:
         """Of the deepest node; None where the number of heads decides."""
         return self.max_depth
@@ -65,11 +60,6 @@ class BestPaths:
             raise InvalidTree(
                 f"num_paths is {self.num_paths} but widths {list(self.widths)} have {math.prod(self.widths)} paths"
             )
-
-    @property
-    def widest(self) -> int:
-        """Children of a node at most."""
-        return max(self.widths)
 
     @property
     def depth(self) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from draftheads.draft import Context, Draft, TargetWeights
 from draftheads.errors import InvalidSettings, InvalidTree
-from draftheads.growth import Shape
+from draftheads.growth import BestFirst, Shape
 from draftheads.heads.drafting import fill, grow
 from draftheads.heads.layers import LmHeads
 from draftheads.kernels import LinearPlan, can_pack, replace_linears
@@ -170,14 +170,17 @@ class DraftHead(nn.Module, ABC):
         Raises:
             InvalidTree: deeper than there are heads, or wider than the draft vocabulary.
         """
-        depth, widest = (shape.max_depth, max(shape.ranks)) if isinstance(shape, Tree) else (shape.depth, shape.widest)
+        depth = shape.max_depth if isinstance(shape, Tree) else shape.depth
         if depth is not None and depth > self.config.num_heads:
             raise InvalidTree(
                 f"the tree is {depth} deep but the head has {self.config.num_heads} heads: "
                 "cut the tree or train more heads"
             )
-        if isinstance(shape, Tree) and widest >= self.config.num_draft_tokens:
-            raise InvalidTree(f"rank {widest} is beyond the draft vocabulary of {self.config.num_draft_tokens}")
+        if isinstance(shape, BestFirst):  # takes as many as there are
+            return
+        rank = max(shape.ranks) if isinstance(shape, Tree) else max(shape.widths) - 1
+        if rank >= self.config.num_draft_tokens:
+            raise InvalidTree(f"rank {rank} is beyond the draft vocabulary of {self.config.num_draft_tokens}")
 
     def bind(self, weights: TargetWeights) -> None:
         """Reads the target's embedding and, where this head shares it, its lm_head. Call it again after a device move.
