@@ -41,10 +41,10 @@ model_of = cache(tiny_model)
 
 
 @cache
-def said(model: TargetModel, *, temperature: float, max_new_tokens: int = 14, seed: int = 0) -> list[Answer]:
+def said(model: TargetModel, *, temperature: float, max_new_tokens: int = 14) -> list[Answer]:
     """What the model answers to all prompts."""
     results = Engine(model).generate(
-        PROMPTS, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, ignore_eos=True
+        PROMPTS, max_new_tokens=max_new_tokens, temperature=temperature, seed=0, ignore_eos=True
     )
     return [Answer(tuple(prompt), result.token_ids) for prompt, result in zip(PROMPTS, results, strict=True)]
 
