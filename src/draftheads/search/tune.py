@@ -262,10 +262,9 @@ class Tuner:
 
     def _most_grown(self) -> int:
         """Nodes that a growing tree can have."""
-        heads, ranks, beam = self.head.config.num_heads, self.num_ranks, self.settings.beam
         found = level = 1
-        for _ in range(heads):
-            level = (min(level, beam) if self.head.reads_path else level) * ranks
+        for _ in range(self.head.config.num_heads):
+            level = (min(level, self.settings.beam) if self.head.reads_path else level) * self.num_ranks
             found += level
         return min(self.settings.max_nodes, found)
 
