@@ -27,6 +27,7 @@ from draftheads.cli.prompts import read_prompts
 from draftheads.cli.show import show_stream
 from draftheads.decode.engine import Engine
 from draftheads.errors import DataError
+from draftheads.growth import BestFirst
 from draftheads.heads.base import DraftHead
 from draftheads.sampling import SamplingSettings
 from draftheads.target.model import TargetModel
@@ -174,6 +175,14 @@ ERRORS = {
     f"generate abc {ON_MODEL} --head medusa --tree none.json": "none.json cannot be read",
     f"generate abc {ON_MODEL} --head medusa --tree no.json": "a tree must be a JSON list of rank paths",
     f"generate abc {ON_MODEL} --head medusa --tree deep.json": "the tree is 4 deep but the head has 3 heads",
+    f"generate abc {ON_MODEL} --head medusa --tree chain.json --grow 5": "--tree chain.json and --grow 5",
+    f"generate abc {ON_MODEL} --head medusa --grow 0": "num_nodes is 0",
+    f"generate abc {ON_MODEL} --head medusa --grow 5 --threshold 1": "threshold is 1.0",
+    f"generate abc {ON_MODEL} --head medusa --threshold 0.5": "--threshold 0.5 is for growing trees",
+    f"generate abc {ON_MODEL} --head medusa --plan none.json": "no plan at none.json",
+    f"generate abc {ON_MODEL} --head medusa --plan medusa": "plan.json is not tuned",
+    f"generate abc {ON_MODEL} --plan medusa": "a plan needs a head",
+    f"generate abc {ON_MODEL} --head medusa --plan medusa --tree chain.json": "tree and plan medusa contradict",
     "generate --prompts none.jsonl": "none.jsonl: cannot be read",
     "generate --prompts bad.jsonl": "bad.jsonl, line 2: not JSON",
     "generate --prompts empty.jsonl": "nothing to answer",
@@ -328,10 +337,12 @@ def test_all_options_arrive(here: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(generate, "_batch", batch)
     words = """abc def --model here --head there --tree chain.json --max-new-tokens 5 --temperature 0.5 --top-k 3
         --top-p 0.75 --repetition-penalty 1.5 --seed 11 --stop x yz --acceptance typical --batch-size 2
-        --dtype bf16 --exact-bits --out o"""
+        --dtype bf16 --exact-bits --out o --no-adaptive --plan p"""
     assert main(["generate", *shlex.split(words)]) == 0
     options = {
         "tree": Tree.chain(2),
+        "plan": "p",
+        "adaptive": False,
         "dtype": torch.bfloat16,
         "max_batch_size": 2,
         "exact_bits": True,
@@ -348,8 +359,18 @@ def test_all_options_arrive(here: Path, monkeypatch: pytest.MonkeyPatch):
     )
     assert seen == [(("here", "there"), options), ("engine", ["abc", "def"], settings, Path("o"))]
     assert main(["generate", "abc", "def"]) == 0
-    assert seen[2][1] == {"tree": None, "dtype": None, "max_batch_size": 16, "exact_bits": False}
+    defaults = {
+        "tree": None,
+        "plan": "auto",
+        "adaptive": True,
+        "dtype": None,
+        "max_batch_size": 16,
+        "exact_bits": False,
+    }
+    assert seen[2][1] == defaults
     assert seen[3][2] == SamplingSettings()
+    assert main(["generate", "abc", "def", "--grow", "9", "--threshold", "0.25", "--plan", "none"]) == 0
+    assert seen[4][1] == {**defaults, "tree": BestFirst(9, threshold=0.25), "plan": None}
 
 
 # --- prompt files ---

@@ -137,6 +137,12 @@ def _record(
         "verified": {
             "prompts": "question.jsonl",
             "num_prompts": 80,
+            "predictions": [{"way": "static 10", "predicted": 2.2, "error": 0.031, "measured": 2.145}],
+            "mixed_load": [
+                {"phase": phase, "batch_size": size, "way": way, "tokens_per_second": speed * size}
+                for way, speed in (("plain", 31.25), ("plan", 47.5))
+                for phase, size in enumerate((1, 4, 1))
+            ],
             "rows": [
                 {
                     "batch_size": 1,
@@ -270,14 +276,17 @@ def _pictures_of(html: str) -> list[str]:
 
 
 def test_tables_hold_what_was_verified_and_where_it_comes_from(record: Record, html: str):
-    assert "Checked on 80 other prompts, from question.jsonl" in html
+    assert "Speed on some of 80 other prompts, from question.jsonl" in html
+    assert "<td>static 10</td><td>2.200</td><td>0.031</td><td>2.145</td><td>0.975</td>" in html
+    assert "<th>way</th><th>1 at a time</th><th>4 at a time</th><th>1 at a time</th>" in html
+    assert "<td>plan</td><td>47.5</td><td>190.0</td><td>47.5</td>" in html
     for way, *numbers in (("plain", "57.0", "1.00", "–", "1.00×"), ("plan", "96.2", "2.12", "2.20", "1.69×")):
         assert "".join(f"<td>{cell}</td>" for cell in ("1", way, *numbers)) in html
     for name, value in (("dtype", "bfloat16"), ("num_tokens", 7800), ("torch", "2.13.0")):
         assert f"<th>{name}</th><td>{value}</td>" in html
     assert "<th>confidence temperatures</th><td>1.31, 1.42, 1.53, 1.64</td>" in html
     without = render({**record, "verified": None})
-    assert "Checked on" not in without
+    assert "other prompts" not in without
     assert "paper 64" not in without
 
 
@@ -289,7 +298,7 @@ def test_names_are_text_not_html(record: Record):
         {**record, "model_id": strange, "head": strange, "verified": verified, "provenance": {strange: strange}}
     )
     assert "<script" not in page
-    assert page.count("&lt;script&gt;a &amp; b&lt;/script&gt;") == 10, "title twice, its parts in the settings"
+    assert page.count("&lt;script&gt;a &amp; b&lt;/script&gt;") == 11, "title twice, its parts in the settings"
 
 
 def test_a_small_record_has_a_page():

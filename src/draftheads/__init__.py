@@ -13,12 +13,15 @@ if TYPE_CHECKING:  # importing the package must not cost torch's seconds to who 
     from draftheads.decode.engine import Engine
     from draftheads.decode.sequence import GenerationResult, StreamEvent
     from draftheads.errors import DraftHeadsError
+    from draftheads.growth import BestFirst, BestPaths
     from draftheads.loading import load
     from draftheads.sampling import SamplingSettings
     from draftheads.target.model import TargetModel
     from draftheads.tree import Tree
 
 __all__ = [
+    "BestFirst",
+    "BestPaths",
     "DraftHeadsError",
     "Engine",
     "GenerationResult",
@@ -32,6 +35,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BestFirst": "draftheads.growth",
+    "BestPaths": "draftheads.growth",
     "DraftHeadsError": "draftheads.errors",
     "Engine": "draftheads.decode.engine",
     "GenerationResult": "draftheads.decode.sequence",

@@ -10,6 +10,7 @@ from draftheads.checkpoint import PLAN_FILE, check_tuned, conditions, load_head,
 from draftheads.decode.engine import Engine
 from draftheads.errors import CheckpointCorrupt, InvalidSettings, ModelNotFound, PlanWarning
 from draftheads.files import user_path
+from draftheads.growth import Shape
 from draftheads.heads.base import DraftHead
 from draftheads.plan import Tuned, read_plan
 from draftheads.target.embedded import cache_folder
@@ -24,7 +25,7 @@ def load(
     model: str | PathLike[str],
     head: str | PathLike[str] | None = None,
     *,
-    tree: Tree | None = None,
+    tree: Shape | None = None,
     plan: str | PathLike[str] | None = "auto",
     adaptive: bool = True,
     dtype: torch.dtype | None = None,
@@ -38,7 +39,7 @@ def load(
     Args:
         model: ``smollm2-135m``, a folder, or a Hugging Face id.
         head: a bundled head's name (``medusa``, ``hydra``), a folder, or a Hugging Face id; None decodes plainly.
-        tree: always draft on this tree, whatever the plan.
+        tree: always draft on this tree, or by this rule (:class:`BestFirst`, :class:`BestPaths`), whatever the plan.
         plan: which tree pays, by the number of rows: ``auto`` takes what ``draftheads tune`` left for this head, if it
             did, else the head's fixed tree; a ``plan.json`` or a folder with one; None is the head's fixed tree.
         adaptive: with a tuned plan, whether to guess more or less by how it goes. Off, equal requests meet equal trees.
@@ -70,8 +71,10 @@ def load(
     drafter = tuned = None
     if head is not None:
         drafter = load_drafter(head, model, target, fast=fast)
-        if tree is not None:
+        if isinstance(tree, Tree):
             drafter.tree = tree
+        elif tree is not None:
+            drafter.shape = tree
         elif plan is not None:
             tuned = find_tuned(head, model, target, drafter, plan=plan)
     return Engine(target, drafter, max_batch_size=max_batch_size, tuned=tuned, adaptive=adaptive)

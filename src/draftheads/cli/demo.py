@@ -19,7 +19,7 @@ from draftheads.cli.prompts import TextPrompt, read_prompts
 from draftheads.cli.show import DRAFTED, quiet_transformers, show_stream
 from draftheads.decode.engine import Engine
 from draftheads.errors import DataError, InvalidSettings
-from draftheads.loading import load_drafter, load_target
+from draftheads.loading import find_tuned, load_drafter, load_target
 from draftheads.provenance import provenance
 from draftheads.target.fast import rows_keep_their_bits, speed_up
 from draftheads.target.model import TargetModel
@@ -47,7 +47,7 @@ class DemoOptions:
     model: str = "smollm2-135m"
     """A model: a name, a folder or a Hugging Face id."""
     heads: tuple[str, ...] = ("medusa", "hydra")
-    """Draft heads to compare: bundled ones' names, folders or Hugging Face ids."""
+    """Draft heads to compare: bundled ones' names, folders or Hugging Face ids; with their tuned plans."""
     prompts: Path | None = None
     """A JSONL file of prompts ("prompt", "messages" or "turns" in each line) instead of a handful of our own."""
     limit: int | None = None
@@ -73,10 +73,7 @@ def run(options: DemoOptions) -> None:
     stock = load_target(options.model, dtype=DTYPES.get(options.dtype), fast=False, exact_bits=False)
     plain = _faster(stock, exact_bits=False)
     drafted = _for_heads(stock, plain, exact_bits=options.exact_bits)
-    engines = {
-        label: Engine(drafted, load_drafter(name, options.model, drafted))
-        for label, name in zip(labels, options.heads, strict=True)
-    }
+    engines = {label: _engine(drafted, name, options.model) for label, name in zip(labels, options.heads, strict=True)}
     encoded = [Engine(plain).encode(prompt) for prompt in prompts]
     if options.stream and engines:
         _show_one(prompts[0], labels[-1], engines[labels[-1]], options.max_new_tokens, console)
@@ -90,6 +87,11 @@ def run(options: DemoOptions) -> None:
     if not options.exact_bits and not all(row.identical for row in table):
         console.print(NEAR_TIES if stock.dtype == torch.bfloat16 else DIFFERENT, highlight=False)
     print(json.dumps(_record(stock, options, table, exact_bits=drafted is not plain)))
+
+
+def _engine(target: TargetModel, head: str, model: str) -> Engine:
+    drafter = load_drafter(head, model, target)
+    return Engine(target, drafter, tuned=find_tuned(head, model, target, drafter))
 
 
 def _labels(heads: Sequence[str]) -> list[str]:

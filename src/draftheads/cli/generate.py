@@ -16,6 +16,7 @@ from draftheads.cli.show import quiet_transformers, show_stream
 from draftheads.decode.engine import Engine, Prompt
 from draftheads.errors import InvalidPrompt, InvalidSettings, InvalidTree
 from draftheads.files import write_atomic
+from draftheads.growth import BestFirst, Shape
 from draftheads.loading import load
 from draftheads.sampling import AcceptanceRule, SamplingSettings
 from draftheads.tree import Tree
@@ -35,7 +36,15 @@ class GenerateOptions:
     head: str | None = None
     """A draft head: a bundled one's name (medusa, hydra), a folder or a Hugging Face id; plain when left out."""
     tree: Path | None = None
-    """A JSON file of rank paths to draft on, instead of the head's own tree."""
+    """A JSON file of rank paths to draft on, whatever the plan."""
+    grow: int | None = None
+    """Draft on trees of so many nodes that grow anew at each step, where the head is sure."""
+    threshold: float = 0.0
+    """With --grow: leave out guesses that are less likely than this to be kept."""
+    plan: str = "auto"
+    """auto: what `draftheads tune` found for the head, if it did; none: the head's fixed tree; or a plan.json."""
+    adaptive: bool = True
+    """With a tuned plan: guess more or less by how it goes."""
     prompts: Path | None = None
     """A JSONL file of prompts ("prompt", "messages" or "turns" in each line), in place of PROMPT."""
     out: Path | None = None
@@ -73,7 +82,9 @@ def run(options: GenerateOptions) -> None:
     engine = load(
         options.model,
         options.head,
-        tree=_tree(options.tree) if options.tree else None,
+        tree=_shape(options),
+        plan=None if options.plan == "none" else options.plan,
+        adaptive=options.adaptive,
         dtype=DTYPES.get(options.dtype),
         max_batch_size=options.batch_size,
         exact_bits=options.exact_bits,
@@ -109,6 +120,16 @@ def _prompts(options: GenerateOptions) -> list[Prompt]:
     if not prompts:
         raise InvalidPrompt("nothing to answer: give a prompt, --prompts FILE, or text on standard input")
     return prompts
+
+
+def _shape(options: GenerateOptions) -> Shape | None:
+    if options.tree is not None and options.grow is not None:
+        raise InvalidSettings(f"--tree {options.tree} and --grow {options.grow}: give one of them")
+    if options.threshold and options.grow is None:
+        raise InvalidSettings(f"--threshold {options.threshold} is for growing trees: give --grow, too")
+    if options.grow is not None:
+        return BestFirst(options.grow, threshold=options.threshold)
+    return None if options.tree is None else _tree(options.tree)
 
 
 def _tree(path: Path) -> Tree:

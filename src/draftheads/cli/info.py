@@ -16,7 +16,7 @@ from rich.text import Text
 from draftheads.checkpoint import SavedHead, read_head
 from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.files import user_path
-from draftheads.plan import read_plan
+from draftheads.plan import Tuned, read_plan
 from draftheads.tree import Tree
 from draftheads.zoo.registry import find_head, zoo_heads
 
@@ -99,8 +99,20 @@ def _print_head(console: Console, saved: SavedHead) -> None:
     if figures := _figures(saved.card):
         console.print(Text("\nFrom its card", style="bold"))
         console.print(Markdown(figures))
+    if saved.plan.tuned is not None:
+        _print_section(console, "Tuned", _choices(saved.plan.tuned))
     console.print(Text("\nTree", style="bold"))
     _print_tree(console, saved.tree)
+
+
+def _choices(tuned: Tuned) -> dict[str, object]:
+    """What is drafted with how many rows."""
+    shown: dict[str, object] = {"processor": tuned.conditions.processor, "dtype": tuned.conditions.dtype}
+    for choice in tuned.choices:
+        what = "no guesses" if choice.kind == "none" else f"{choice.kind} tree of {choice.num_nodes} nodes"
+        rows = "1 row" if choice.batch_size == 1 else f"{choice.batch_size} rows"
+        shown[rows] = f"{what}, {choice.tokens_per_second:.1f} tokens/s, {choice.speedup:.2f} x plain"
+    return shown
 
 
 def _print_section(console: Console, title: str, facts: Mapping[str, object]) -> None:

@@ -24,7 +24,9 @@ VERBS = {
     "generate": Verb("draftheads.cli.generate", "GenerateOptions", "answer prompts"),
     "info": Verb("draftheads.cli.info", "InfoOptions", "describe a head, list the bundled ones, or draw a tree"),
     "merge": Verb("draftheads.cli.merge", "MergeOptions", "make one model of a model and its tuned adapter"),
-    "report": Verb("draftheads.cli.report", "ReportOptions", "make the page of a finished training run once more"),
+    "report": Verb(
+        "draftheads.cli.report", "ReportOptions", "make the page of a training run or a search for trees once more"
+    ),
     "show-batch": Verb("draftheads.cli.show_batch", "ShowBatchOptions", "show what is learned of a training batch"),
     "train": Verb("draftheads.cli.train", "TrainOptions", "train draft heads for a model"),
     "tune": Verb("draftheads.cli.tune", "TuneOptions", "find the trees that make a head fast on this machine"),

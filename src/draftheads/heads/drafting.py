@@ -119,27 +119,38 @@ def grow(head: Guesser, shape: BestFirst | BestPaths, context: Context, num_head
     """Guesses on trees of each row's own, likeliest first: the first n nodes are the tree of n nodes."""
     depth = min(shape.depth or num_heads, num_heads)
     if isinstance(shape, BestPaths):
-        found = _expand(head, context, shape.widths[:depth], beam=None)
+        found = _expand(head, context, shape.widths[:depth], [None] * depth)
         priority = _best_path_through(found.path_log_probs, shape.widths[:depth])
         count = _nodes_on_paths(priority, shape, depth)
     else:
-        # where the path does not matter nothing is computed for a node at hand, and the search is exact
-        beam = shape.beam if head.reads_path else max(shape.beam, shape.num_nodes)
-        found = _expand(head, context, (shape.num_ranks,) * depth, beam=beam)
+        beams = _beams(shape, depth, reads_path=head.reads_path)
+        depth = min(depth, len(beams))
+        found = _expand(head, context, (shape.num_ranks,) * depth, beams)
         priority = found.path_log_probs
         count = _likely_enough(priority, shape)
     return _best(found, priority, min(count, found.token_ids.shape[1]), depth)
 
 
-def _expand(head: Guesser, context: Context, widths: Sequence[int], *, beam: int | None) -> _Candidates:
-    """Every guess that is looked at: ``widths[d]`` below each node at hand; the likeliest ``beam`` of them go on."""
+def _beams(shape: BestFirst, depth: int, *, reads_path: bool) -> list[int]:
+    """How many nodes of depth 0, 1, … get children, as deep as any child can be among the likeliest.
+
+    A child at depth d+1 brings its d+1 ancestors along, and every node of its parent's depth that is likelier than its
+    parent. So of depth d only the N - d - 1 likeliest need children: the tree is the same, and a small one is cheap.
+    Where the path does not matter nothing is computed for a node, and that is the only limit.
+    """
+    limits = [shape.num_nodes - d - 1 for d in range(depth)]
+    return [min(limit, shape.beam) if reads_path else limit for limit in limits if limit > 0]
+
+
+def _expand(head: Guesser, context: Context, widths: Sequence[int], beams: Sequence[int | None]) -> _Candidates:
+    """Every guess that is looked at: ``widths[d]`` below each of the likeliest ``beams[d]`` nodes of depth d."""
     root = context.root_ids[:, None]  # (B, 1)
     score = torch.zeros_like(root, dtype=torch.float32)  # of the nodes at hand: their paths' log-probability
     node = torch.zeros_like(root)  # and their places in the list
     tokens, parents, own, total, counts = [root], [node], [score], [score], [1]
     state = head.begin(context, len(widths))
     # heads that do not read the path are asked all at once
-    ready = None if head.reads_path else _likeliest(head, state, range(len(widths)), max(widths))
+    ready = None if head.reads_path or not widths else _likeliest(head, state, range(len(widths)), max(widths))
     for depth, width in enumerate(widths):
         log_probs, ids = ready or _likeliest(head, state, (depth,), width)
         log_probs, ids = (part[depth if ready else 0, :, :, :width] for part in (log_probs, ids))  # (B, W or 1, R)
@@ -152,6 +163,7 @@ def _expand(head: Guesser, context: Context, widths: Sequence[int], *, beam: int
         total.append(paths.flatten(1))
         counts.append(count)
         if depth + 1 < len(widths):
+            beam = beams[depth + 1]
             if beam is None or beam >= count:
                 score, place = total[-1], torch.arange(count, device=root.device).expand(len(root), -1)
             else:

@@ -6,6 +6,7 @@ knows nothing of what a tree is worth.
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -15,10 +16,12 @@ from torch import Tensor
 from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 from draftheads.decode.plain import NoDraft
+from draftheads.decode.sequence import Sequence as Request
 from draftheads.draft import Context, Draft, Drafter
 from draftheads.growth import Shape
 from draftheads.heads.base import DraftHead
 from draftheads.plan import Cost, Kind
+from draftheads.sampling import SamplingSettings
 from draftheads.search.calibrate import Answer
 from draftheads.target.model import TargetModel
 
@@ -52,8 +55,7 @@ class Stopwatch:
         self.seconds[part], self._last = now - self._last, now
 
     def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        _wait_for(self.device)
         return time.perf_counter()
 
 
@@ -150,35 +152,71 @@ def measure_speeds(
     prompts: Sequence[Sequence[int]],
     *,
     batch_size: int,
-    max_new_tokens: int,
-    temperature: float,
+    num_tokens: int,
+    settings: SamplingSettings,
     rounds: int,
 ) -> list[Speed]:
-    """All ways answer all prompts, in turn, in several rounds; the order changes from round to round."""
+    """All ways decode the same prompts, in turn, in several rounds; order and first prompt change from round to round.
+
+    Args:
+        target: the model.
+        head: what drafts.
+        ways: to compare.
+        prompts: token ids; begun again when there are no more.
+        batch_size: so many are always at work: what a server under load does. Their first reading is not timed.
+        num_tokens: of all rows together, in a round.
+        settings: of the answers.
+        rounds: repetitions.
+    """
     speeds = [Speed(batch_size, way.kind, way.num_nodes, [], 1.0) for way in ways]
+    totals = [[0, 0] for _ in ways]  # tokens and steps of single rows
     for number in range(rounds):
-        turns = list(zip(ways, speeds, strict=True))
-        for way, speed in reversed(turns) if number % 2 else turns:
-            engine = Engine(target, None if way.shape is None else head, max_batch_size=batch_size)
+        first = number * len(prompts) // rounds
+        turns = list(zip(ways, speeds, totals, strict=True))
+        for way, speed, total in reversed(turns) if number % 2 else turns:
             if way.shape is not None:
                 head.shape = way.shape
-            tokens, steps, seconds = timed_answers(
-                engine, prompts, max_new_tokens=max_new_tokens, temperature=temperature
-            )
+            drafter = NoDraft() if way.shape is None else head
+            line = Engine(target).sequences([list(prompt) for prompt in [*prompts[first:], *prompts[:first]]], settings)
+            tokens, steps, seconds = _busy(Batch(target, drafter), line, batch_size=batch_size, num_tokens=num_tokens)
             speed.tokens_per_second.append(tokens / seconds)
-            speed.tokens_per_step = (tokens - len(prompts)) / steps if steps else 1.0
+            total[0] += tokens
+            total[1] += steps
+            speed.tokens_per_step = total[0] / total[1]
     return speeds
+
+
+def _busy(batch: Batch, line: Sequence[Request], *, batch_size: int, num_tokens: int) -> tuple[int, int, float]:
+    """Tokens, steps of single rows, and seconds of decoding with all rows at work."""
+    waiting = deque(line)
+    first = [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
+    batch.join(first)
+    _wait_for(batch.target.model.device)
+    tokens = steps = 0
+    start = time.perf_counter()
+    while tokens < num_tokens and batch.sequences:
+        steps += len(batch.sequences)
+        tokens += sum(len(event.token_ids) for event in batch.step())
+        joining = [waiting.popleft() for _ in range(min(batch_size - len(batch.sequences), len(waiting)))]
+        if joining:
+            batch.join(joining)
+    _wait_for(batch.target.model.device)
+    return tokens, max(steps, 1), time.perf_counter() - start
 
 
 def timed_answers(
     engine: Engine, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, temperature: float
 ) -> tuple[int, int, float]:
     """Answers all prompts; tokens, steps of single rows, and seconds, prompts included."""
-    if engine.model.device.type == "cuda":
-        torch.cuda.synchronize(engine.model.device)
+    _wait_for(engine.model.device)
     start = time.perf_counter()
     results = engine.generate(
         [list(prompt) for prompt in prompts], max_new_tokens=max_new_tokens, temperature=temperature, seed=0
     )
     seconds = time.perf_counter() - start
     return sum(len(result.token_ids) for result in results), sum(result.num_steps for result in results), seconds
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -25,6 +25,8 @@ from torch import Tensor
 from draftheads.errors import InvalidSettings
 from draftheads.tree import Path, Tree
 
+NEVER = 1 << 30  # nodes; no tree is so large
+
 
 def path_counts(ranks: Tensor, *, num_ranks: int) -> Counter[Path]:
     """At how many positions each path of ranks below ``num_ranks`` is the truth; the root has all of them."""
@@ -52,12 +54,16 @@ def path_shares(ranks: Tensor, probs: Tensor) -> dict[Path, float]:
     shares: dict[Path, float] = {(): 1.0}
     going = torch.arange(len(ranks))
     for depth in range(ranks.shape[1]):
-        beginnings, which = torch.unique(ranks[going, :depth], dim=0, return_inverse=True)
+        # a column in front, since rows of no length cannot be told apart
+        marked = torch.cat([torch.zeros(len(going), 1, dtype=torch.long), ranks[going, :depth]], 1)
+        beginnings, which = torch.unique(marked, dim=0, return_inverse=True)
         sums = torch.zeros(len(beginnings), num_ranks, dtype=torch.float64)
         sums.index_add_(0, which, probs[going, depth].double())
-        for beginning, row in zip(map(tuple, beginnings.tolist()), (sums / len(ranks)).tolist(), strict=True):
-            limit = shares[beginning]  # chance must not make a path more frequent than its beginning
-            shares.update({(*beginning, rank): min(share, limit) for rank, share in enumerate(row) if share > 0})
+        for beginning, row in zip(map(tuple, beginnings[:, 1:].tolist()), (sums / len(ranks)).tolist(), strict=True):
+            # chance must not make a path more frequent than its beginning, which rounding can have made impossible
+            limit = shares.get(beginning, 0.0)
+            kept = [min(share, limit) for share in row]
+            shares.update({(*beginning, rank): share for rank, share in enumerate(kept) if share > 0})
         going = going[ranks[going, depth] < num_ranks]
     return shares
 
@@ -131,15 +137,14 @@ def marginal_order(accuracy: Sequence[Sequence[float]], num_nodes: int) -> list[
 def entries(ranks: Tensor, order: Sequence[Path]) -> Tensor:
     """(S, K) int64: the size of tree from which on the true token at each depth is in it.
 
-    A tree of n nodes keeps the guess at depth d+1 where entry d is at most n. What no tree has gets a size that none
-    has.
+    A tree of n nodes keeps the guess at depth d+1 where entry d is at most n. What no tree has gets NEVER, so that
+    sizes beyond the last path's may be asked for, too: their trees are the last one.
 
-    >>> entries(torch.tensor([[0, 1], [1, 0]]), [(0,), (0, 1)]).tolist()
-    [[2, 3], [4, 4]]
+    >>> entries(torch.tensor([[0, 1], [1, 0]]), [(0,), (0, 1)]).clamp_max(9).tolist()
+    [[2, 3], [9, 9]]
     """
     size = {path: number for number, path in enumerate(order, 2)}
-    never = len(order) + 2
-    table = [[size.get(tuple(row[: depth + 1]), never) for depth in range(len(row))] for row in ranks.tolist()]
+    table = [[size.get(tuple(row[: depth + 1]), NEVER) for depth in range(len(row))] for row in ranks.tolist()]
     return torch.tensor(table, dtype=torch.long).reshape(ranks.shape)
 
 

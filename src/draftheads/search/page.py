@@ -28,9 +28,9 @@ many guesses at all nodes of a level.</p>
 <h2>Why</h2>
 {% for picture in pictures %}<figure>{{ picture.svg | safe }}<figcaption>{{ picture.caption }}</figcaption></figure>
 {% endfor %}
-{% if verified %}<h2>{{ verified.title }}</h2>
-{{ numbers(verified) }}
-{% endif %}
+{% for table in verified %}<h2>{{ table.title }}</h2>
+{{ numbers(table) }}
+{% endfor %}
 {% for table in tables %}<h2>{{ table.title }}</h2>
 <table>{% for name, value in table.rows %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
 {% endfor %}"""
@@ -109,10 +109,11 @@ def _winners(record: Record) -> dict[str, Any]:
     return {"columns": columns, "rows": rows}
 
 
-def _verified(record: Record) -> dict[str, Any] | None:
+def _verified(record: Record) -> list[dict[str, Any]]:
+    """Tables of what was compared on other prompts."""
     verified = record["verified"]
     if verified is None:
-        return None
+        return []
     rows = [
         [
             row["batch_size"],
@@ -124,10 +125,38 @@ def _verified(record: Record) -> dict[str, Any] | None:
         ]
         for row in verified["rows"]
     ]
-    return {
-        "title": f"Checked on {verified['num_prompts']:,} other prompts, from {verified['prompts']}",
+    source = f"{verified['num_prompts']:,} other prompts, from {verified['prompts']}"
+    compared = {
+        "title": f"Speed on some of {source}",
         "columns": ["batch size", "way", "tokens a second", "tokens per step", "predicted", "speed-up"],
         "rows": rows,
+    }
+    predicted = {
+        "title": f"Tokens per step on {source}",
+        "columns": ["tree", "predicted", "one standard error", "measured", "measured over predicted"],
+        "rows": [
+            [
+                row["way"],
+                f"{row['predicted']:.3f}",
+                f"{row['error']:.3f}",
+                f"{row['measured']:.3f}",
+                f"{row['measured'] / row['predicted']:.3f}",
+            ]
+            for row in verified["predictions"]
+        ],
+    }
+    return [compared, predicted, _mixed_load(verified["mixed_load"])]
+
+
+def _mixed_load(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """A way a row, a phase a column."""
+    phases = {row["phase"]: row["batch_size"] for row in found}
+    speeds = {(row["way"], row["phase"]): row["tokens_per_second"] for row in found}
+    ways = list(dict.fromkeys(row["way"] for row in found))
+    return {
+        "title": "Tokens a second under a load that grows and shrinks",
+        "columns": ["way", *(f"{size} at a time" for size in phases.values())],
+        "rows": [[way, *(f"{speeds[way, phase]:,.1f}" for phase in phases)] for way in ways],
     }
 
 

@@ -19,6 +19,7 @@ from draftheads.errors import DataError, InvalidSettings
 from draftheads.growth import BestFirst
 from draftheads.heads.base import DraftHead
 from draftheads.plan import Choice, Conditions, Cost, Kind, Plan, Tuned
+from draftheads.sampling import SamplingSettings
 from draftheads.search.calibrate import Answer, Observation, fit_confidence, observe, reliability, replay
 from draftheads.search.cost import StepBench, Way, mean_costs, measure_speeds
 from draftheads.search.grow import entries, joint_order, marginal_order, path_counts, path_shares, simulate
@@ -32,7 +33,8 @@ _ANSWERS_AT_ONCE = 16
 _ROWS_AT_ONCE = 64  # answers that growing trees are tried on side by side
 _HOPELESS = 0.65  # of the best speed so far: larger trees are not measured
 _WORTHWHILE = 1.01  # times plain decoding's speed, or there is no speculation
-_MOST_DENSE = 60  # dense trees that are shown
+_MOST_DENSE = 100  # dense trees that are shown
+_BUSY_ROWS = 6  # at least so many half answers are timed at once
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,8 @@ class Tuner:
 
     def _dense(self, seen: Sequence[Observation]) -> Iterator[dict[str, Any]]:
         """Full trees whose widths do not grow with depth."""
-        for widths in dense_widths(self.head.config.num_heads, self.num_ranks, self.settings.max_nodes)[:_MOST_DENSE]:
+        every = dense_widths(self.head.config.num_heads, self.num_ranks, self.settings.max_nodes)
+        for widths in every[:: 1 + len(every) // _MOST_DENSE]:
             tree = Tree.cartesian(widths)
             width = torch.tensor([*widths, *[0] * (self.head.config.num_heads - len(widths))])
             texts = [2 - (one.ranks < width).long().cumprod(1) for one in seen]  # 1 where it is kept, else 2
@@ -259,10 +262,9 @@ class Tuner:
 
     def _most_grown(self) -> int:
         """Nodes that a growing tree can have."""
-        heads, ranks, beam = self.head.config.num_heads, self.num_ranks, self.settings.beam
         found = level = 1
-        for _ in range(heads):
-            level = (min(level, beam) if self.head.reads_path else level) * ranks
+        for _ in range(self.head.config.num_heads):
+            level = (min(level, self.settings.beam) if self.head.reads_path else level) * self.num_ranks
             found += level
         return min(self.settings.max_nodes, found)
 
@@ -334,7 +336,9 @@ class Tuner:
         ways = [self._way("none", 1, []), *(self._way(c.kind, c.num_nodes, found["static"]["paths"]) for c in picked)]
         rounds = self.settings.rounds
         self.display.stage(f"timing answers, {batch_size} at a time, in {len(ways)} ways", 1)
-        count = min(len(self.prompts), max(8, 2 * batch_size))
+        sampling = SamplingSettings(
+            max_new_tokens=self.settings.max_new_tokens, temperature=self.settings.temperature, seed=0
+        )
         speeds: list[dict[str, Any]] = self.book.get(
             f"speeds-{batch_size}",
             lambda: [
@@ -343,10 +347,10 @@ class Tuner:
                     self.target,
                     self.head,
                     ways,
-                    self.prompts[-count:],
+                    self.prompts * (1 + batch_size),
                     batch_size=batch_size,
-                    max_new_tokens=max(2, self.settings.max_new_tokens // 2),
-                    temperature=self.settings.temperature,
+                    num_tokens=self.settings.max_new_tokens // 2 * max(_BUSY_ROWS, batch_size),
+                    settings=sampling,
                     rounds=rounds,
                 )
             ],

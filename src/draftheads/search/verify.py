@@ -214,7 +214,7 @@ class Verifier:
     def _predictions(self) -> Iterator[dict[str, Any]]:
         """Trees of the sizes that were chosen, and some others, on all prompts and whole answers."""
         chosen = {(choice.kind, choice.num_nodes) for choice in self.tuned.choices if choice.kind != "none"}
-        chosen |= {(kind, size) for kind in ("static", "dynamic") for size in (8, 16)}
+        chosen |= {(kind, size) for kind in ("static", "dynamic") for size in FIXED_SIZES[:3]}
         for kind, size in sorted(chosen):
             if size > len(self.tuned.tokens(kind)):
                 continue

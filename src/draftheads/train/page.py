@@ -26,6 +26,11 @@ _BODY = """<h2>Accuracy on text kept apart</h2>
 {% endfor %}"""
 
 
+def has_run(folder: Path) -> bool:
+    """Whether there is a finished training run in the folder."""
+    return (folder / "metrics.json").is_file()
+
+
 def write_page(folder: Path) -> Path:
     """Writes ``report.html`` into the folder of a finished run.
 
@@ -34,7 +39,7 @@ def write_page(folder: Path) -> Path:
         MissingDependency: matplotlib or jinja2 is not installed.
     """
     path = folder / "metrics.json"
-    if not path.is_file():
+    if not has_run(folder):
         raise DataError(f"{folder} holds no finished training run: there is no metrics.json in it")
     try:
         metrics = json.loads(path.read_text(encoding="utf-8"))
