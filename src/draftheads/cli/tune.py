@@ -136,27 +136,37 @@ def _command() -> str:
 def _show(console: Console, plan: Plan, verified: Verified | None) -> None:
     """The winners, and how they did on other prompts."""
     assert plan.tuned is not None
-    table = Table("rows", "tree", "nodes", "tokens/s", "over plain", box=SIMPLE_HEAD, show_edge=False)
+    table = _table("rows", "tree", "nodes", "tokens/s", "over plain")
     for choice in plan.tuned.choices:
         kind = "no guesses" if choice.kind == "none" else choice.kind
         speed = f"{choice.tokens_per_second:.1f}"
         table.add_row(str(choice.batch_size), kind, str(choice.num_nodes), speed, f"{choice.speedup:.2f}")
     console.print(table)
     if verified is not None:
-        table = Table(
-            "rows", "way", "tokens/s", "tokens/step", "predicted", "over plain", box=SIMPLE_HEAD, show_edge=False
-        )
-        for row in verified.rows:
-            predicted = "" if row.predicted_tokens_per_step is None else f"{row.predicted_tokens_per_step:.2f}"
-            table.add_row(
-                str(row.batch_size),
-                row.way,
-                f"{row.tokens_per_second:.1f}",
-                f"{row.tokens_per_step:.2f}",
-                predicted,
-                f"{row.speedup:.2f}",
-            )
-        console.print(table)
+        _show_verified(console, verified)
+
+
+def _show_verified(console: Console, verified: Verified) -> None:
+    table = _table("rows", "way", "tokens/s", "tokens/step", "predicted", "over plain")
+    for row in verified.rows:
+        predicted = "" if row.predicted_tokens_per_step is None else f"{row.predicted_tokens_per_step:.2f}"
+        speed, step = f"{row.tokens_per_second:.1f}", f"{row.tokens_per_step:.2f}"
+        table.add_row(str(row.batch_size), row.way, speed, step, predicted, f"{row.speedup:.2f}")
+    console.print(table)
+    table = _table("tokens/step of", "predicted", "± 1 s.e.", f"measured, {verified.num_prompts} prompts")
+    for tree in verified.predictions:
+        table.add_row(tree.way, f"{tree.predicted:.3f}", f"{tree.error:.3f}", f"{tree.measured:.3f}")
+    console.print(table)
+    phases = {phase.phase: phase.batch_size for phase in verified.mixed_load}
+    table = _table("tokens/s with rows:", *map(str, phases.values()))
+    for way in dict.fromkeys(phase.way for phase in verified.mixed_load):
+        speeds = [f"{phase.tokens_per_second:.1f}" for phase in verified.mixed_load if phase.way == way]
+        table.add_row(way, *speeds)
+    console.print(table)
+
+
+def _table(*columns: str) -> Table:
+    return Table(*columns, box=SIMPLE_HEAD, show_edge=False)
 
 
 class _Display:
