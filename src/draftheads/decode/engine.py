@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from draftheads.decode.batch import Batch
-from draftheads.decode.pace import Pace
+from draftheads.decode.pace import Experience, Pace
 from draftheads.decode.plain import NoDraft
 from draftheads.decode.sequence import GenerationResult, Sequence, StreamEvent
 from draftheads.decode.text import half_character
@@ -16,6 +16,7 @@ from draftheads.errors import InvalidPrompt, InvalidSettings, PromptTooLong
 from draftheads.heads.base import DraftHead
 from draftheads.plan import Tuned
 from draftheads.sampling import SamplingSettings
+from draftheads.target.fast import packs_by_size
 from draftheads.target.model import TargetModel
 
 Message = Mapping[str, str]
@@ -57,6 +58,7 @@ class Engine:
         self.max_batch_size = max_batch_size
         self.tuned = tuned
         self.adaptive = adaptive
+        self._experience = Experience()
         if tuned is not None and isinstance(drafter, DraftHead):
             drafter.confidence = tuple(tuned.confidence)
 
@@ -138,7 +140,13 @@ class Engine:
     def _paced(self) -> Drafter:
         if self.tuned is None or not isinstance(self.drafter, DraftHead):
             return self.drafter
-        return Pace(self.drafter, self.tuned, adaptive=self.adaptive)
+        return Pace(
+            self.drafter,
+            self.tuned,
+            adaptive=self.adaptive,
+            any_size=not packs_by_size(self.model.model),
+            experience=self._experience,
+        )
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, with the model's chat template where it has one.

@@ -258,7 +258,7 @@ class Tuner:
             bins += sure
             for _ in answers[rows]:
                 self.display.advance()
-        return {**_promises(texts, count), "reliability": bins}
+        return {**_promises(texts, count), "reliability": _together(bins)}
 
     def _most_grown(self) -> int:
         """Nodes that a growing tree can have."""
@@ -477,6 +477,19 @@ def dense_widths(depth: int, widest: int, max_nodes: int) -> list[tuple[int, ...
 
     extend((), 1, 1)
     return [widths for _, widths in sorted(found, key=lambda item: (item[0], len(item[1]), item[1]))]
+
+
+def _together(bins: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Bins of [mean probability, share, count] of several groups as those of all, by probability in twelfths.
+
+    >>> _together([[0.1, 0.0, 1.0], [0.9, 1.0, 2.0], [0.12, 0.5, 3.0]])
+    [[0.115, 0.375, 4.0], [0.9, 1.0, 2.0]]
+    """
+    sums: dict[int, list[float]] = {}
+    for said, right, count in bins:
+        one = sums.setdefault(int(said * 12), [0.0, 0.0, 0.0])
+        one[:] = [one[0] + said * count, one[1] + right * count, one[2] + count]
+    return [[said / count, right / count, count] for _, (said, right, count) in sorted(sums.items())]
 
 
 def _promises(texts: Sequence[Tensor], count: int) -> dict[str, list[float]]:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from draftheads.kernels import EXACT_ROWS, MAX_TREE_ROWS, LinearPlan, can_pack, replace_linears
+from draftheads.kernels import EXACT_ROWS, MAX_TREE_ROWS, FastLinear, LinearPlan, can_pack, replace_linears
 
 GROUPED_ATTENTION = "draftheads_grouped"
 EXACT_ATTENTION = "draftheads_exact"
@@ -47,6 +47,14 @@ def kernels_of(model: Any) -> str:
     """``fast``, ``exact_bits``, or ``stock`` where :func:`speed_up` did nothing."""
     attention = model.config.get_text_config()._attn_implementation
     return {GROUPED_ATTENTION: "fast", EXACT_ATTENTION: "exact_bits"}.get(attention, "stock")
+
+
+def packs_by_size(model: Any) -> bool:
+    """Whether a pass of another number of rows than the last ones first packs all weights anew: MKL's fp32."""
+    weight = model.get_output_embeddings().weight
+    return weight.dtype == torch.float32 and any(
+        isinstance(layer, FastLinear) and layer.plan.packed for layer in model.modules()
+    )
 
 
 @torch.inference_mode()
