@@ -28,6 +28,7 @@ from draftheads.target.model import TargetModel
 from draftheads.tree import Tree
 from families import PROMPTS, tiny_head, tiny_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 K = 3
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa": ("medusa", {}),

@@ -25,6 +25,7 @@ from draftheads.search.grow import (
 )
 from draftheads.tree import Path, Tree
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 DEPTH, MOST_NODES = 3, 8  # of the trees that are searched through
 
 

@@ -16,6 +16,7 @@ from draftheads.tree import Tree
 from families import TREES, VOCAB, tiny_model
 from test_calibrate import head_of, replayed
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_PROMPTS, NEW_TOKENS, BATCH, RANKS = 8, 32, 4, 10
 model_of = cache(tiny_model)
 

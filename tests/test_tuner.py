@@ -22,6 +22,7 @@ from draftheads.tree import Path as RankPath
 from draftheads.tree import Tree
 from families import PROMPTS, tiny_head, tiny_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 K, R = 2, 3
 HERE = Conditions("cpu", "cpu", 1, "fp32", "stock", "0", "0", "0", "0")
 

@@ -464,7 +464,7 @@ def dense_widths(depth: int, widest: int, max_nodes: int) -> list[tuple[int, ...
     """Widths of full trees of at most that many nodes, none growing with depth, small trees first.
 
     >>> dense_widths(2, 3, 8)
-    [(1,), (2,), (1, 1), (3,), (2, 1), (3, 1), (2, 2)]
+    [(1,), (2,), (1, 1), (3,), (2, 1), (2, 2), (3, 1)]
     """
     found: list[tuple[int, tuple[int, ...]]] = []
 
