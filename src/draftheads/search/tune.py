@@ -482,8 +482,8 @@ def dense_widths(depth: int, widest: int, max_nodes: int) -> list[tuple[int, ...
 def _together(bins: Sequence[Sequence[float]]) -> list[list[float]]:
     """Bins of [mean probability, share, count] of several groups as those of all, by probability in twelfths.
 
-    >>> _together([[0.1, 0.0, 1.0], [0.9, 1.0, 2.0], [0.12, 0.5, 3.0]])
-    [[0.115, 0.375, 4.0], [0.9, 1.0, 2.0]]
+    >>> _together([[0.25, 0.0, 1.0], [0.75, 1.0, 2.0], [0.25, 0.5, 3.0]])
+    [[0.25, 0.375, 4.0], [0.75, 1.0, 2.0]]
     """
     sums: dict[int, list[float]] = {}
     for said, right, count in bins:
