@@ -199,8 +199,8 @@ def read_head(folder: str | PathLike[str]) -> SavedHead:
     skeleton = _skeleton(config)
     with _said_of(folder / PLAN_FILE):
         skeleton.tree = plan.tree
-        if plan.tuned is not None:
-            check_tuned(skeleton, plan.tuned)
+    if plan.tuned is not None:
+        check_tuned(skeleton, plan.tuned, folder / PLAN_FILE)
     return SavedHead(
         folder=folder,
         method=raw["method"],
@@ -213,17 +213,19 @@ def read_head(folder: str | PathLike[str]) -> SavedHead:
     )
 
 
-def check_tuned(head: DraftHead, tuned: Tuned) -> None:
-    """Can this head draft as it was tuned?
+def check_tuned(head: DraftHead, tuned: Tuned, path: Path) -> None:
+    """Can this head draft as the plan at ``path`` says?
 
     Raises:
         InvalidTree: its trees are too deep or too wide for the head.
         CheckpointCorrupt: it was tuned for another number of heads.
     """
-    head.check_shape(tuned.tree(len(tuned.paths) + 1))
+    with _said_of(path):
+        head.check_shape(tuned.tree(len(tuned.paths) + 1))
     if len(tuned.confidence) != head.config.num_heads:
         raise CheckpointCorrupt(
-            f"tuned.confidence has {len(tuned.confidence)} numbers but the head has {head.config.num_heads} heads"
+            f"{path}: tuned.confidence has {len(tuned.confidence)} numbers "
+            f"but the head has {head.config.num_heads} heads"
         )
 
 

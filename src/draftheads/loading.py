@@ -8,7 +8,7 @@ import torch
 
 from draftheads.checkpoint import PLAN_FILE, check_tuned, conditions, load_head, read_head
 from draftheads.decode.engine import Engine
-from draftheads.errors import CheckpointCorrupt, InvalidSettings, ModelNotFound, PlanWarning
+from draftheads.errors import InvalidSettings, ModelNotFound, PlanWarning
 from draftheads.files import user_path
 from draftheads.heads.base import DraftHead
 from draftheads.plan import Tuned, read_plan
@@ -105,10 +105,7 @@ def find_tuned(
         if plan != "auto":
             raise InvalidSettings(f"{path} is not tuned: run `draftheads tune {model} {head}`, or leave the plan out")
         return None
-    try:
-        check_tuned(drafter, tuned)
-    except CheckpointCorrupt as error:
-        raise CheckpointCorrupt(f"{path}: {error}") from None
+    check_tuned(drafter, tuned, path)
     if differences := tuned.conditions.differences(here):
         warnings.warn(
             f"{path} was tuned under other conditions ({'; '.join(differences)}): tune again with `{tuned.command}`",

@@ -96,14 +96,31 @@ class Tuned:
     choices: list[Choice]  # by batch size, ascending
 
     def __post_init__(self) -> None:
-        self.tree(len(self.paths) + 1)
+        for num_nodes in range(len(self.paths) + 1):
+            self.tree(num_nodes + 1)
+        self.growing(1)
         sizes = [choice.batch_size for choice in self.choices]
+        steps = [(cost.batch_size, cost.kind, cost.num_nodes) for cost in self.costs]
+        parts = [part for cost in self.costs for part in (cost.draft, cost.verify, cost.rest)]
         problems = {
-            "choices: batch sizes must be there and ascend": not sizes or sizes != sorted(set(sizes)),
+            "temperature must be at least 0": not 0 <= self.temperature < math.inf,
+            "confidence must be positive": not self.confidence or not all(0 < t < math.inf for t in self.confidence),
+            "paths must not have the root": [] in self.paths,
             "static_tokens must have one number for each tree": len(self.static_tokens) != len(self.paths) + 1,
-            "confidence must be positive": not self.confidence or min(self.confidence) <= 0,
-            "costs must be positive": any(not 0 < cost.total < math.inf for cost in self.costs),
-            "costs must have plain steps of one row": not any(cost.num_nodes == 1 for cost in self.costs),
+            "a step has at least one token": not all(
+                1 <= tokens < math.inf for tokens in (*self.static_tokens, *self.dynamic_tokens)
+            ),
+            "choices: batch sizes must be there, be at least 1 and ascend": not sizes
+            or sizes != sorted(set(sizes))
+            or sizes[0] < 1,
+            "costs must be positive": not all(0 <= part < math.inf for part in parts)
+            or not all(cost.total > 0 for cost in self.costs),
+            "costs are of at least one row and node": any(min(c.batch_size, c.num_nodes) < 1 for c in self.costs),
+            "costs: steps without guesses have one node": any(
+                cost.kind == "none" and cost.num_nodes != 1 for cost in self.costs
+            ),
+            "costs must have steps without guesses": not any(cost.kind == "none" for cost in self.costs),
+            "costs must have each step once": len(steps) != len(set(steps)),
             "a choice needs a tree of that many nodes": any(
                 not 1 <= choice.num_nodes <= len(self.tokens(choice.kind)) for choice in self.choices
             ),
@@ -232,6 +249,8 @@ def _read_tuned(raw: dict[str, Any], path: Path) -> Tuned:
             ],
             **values,
         )
+    except InvalidTree as error:
+        raise InvalidTree(f"tuned: {error}") from None
     except ValueError as error:
         raise CheckpointCorrupt(f"{path}: tuned: {error}") from None
 

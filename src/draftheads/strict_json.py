@@ -4,6 +4,7 @@ Errors name the file, the place in it, what was found and what should be there.
 """
 
 import json
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ def read_object(path: Path, *, newest: int) -> dict[str, Any]:
         CheckpointMismatch: of a newer version.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=_number, parse_float=_number)
     except (OSError, ValueError, RecursionError) as error:  # not UTF-8 is a ValueError as well
         raise CheckpointCorrupt(f"{path} cannot be read as JSON: {error}") from None
     version = _as_object(value, path).get("format_version")
@@ -66,6 +67,14 @@ def read_dataclass(kind: type[T], value: Any, path: Path, place: str) -> T:
     """
     hints = typing.get_type_hints(kind)
     return kind(**checked(value, {field.name: hints[field.name] for field in fields(kind)}, path, place))  # type: ignore[arg-type]
+
+
+def _number(text: str) -> float:
+    """Python's JSON also has NaN and infinities, with which nothing can be reckoned; 1e999 becomes one."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no number")
+    return number
 
 
 def _as_object(value: Any, path: Path, place: str = "") -> dict[str, Any]:
