@@ -1,13 +1,15 @@
-"""The command line: finds the verb, lets tyro read its options, calls it, and shows errors as one clear line."""
+"""The command line: finds the verb, lets tyro read its options, calls it, and says in one line what is wrong."""
 
 import importlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from draftheads.errors import DraftHeadsError
+from draftheads.errors import DraftHeadsError, PlanWarning
 
 
 class Verb(NamedTuple):
@@ -35,7 +37,9 @@ VERBS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the process's exit code."""
     try:
-        code = _command(list(sys.argv[1:] if arguments is None else arguments))
+        with warnings.catch_warnings():  # puts back what is set here
+            warnings.showwarning = partial(_show_warning, warnings.showwarning)
+            code = _command(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()  # a reader that has gone shows here at the latest
     except DraftHeadsError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -47,6 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains on its way out
         return 0
     return code
+
+
+def _show_warning(others: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any) -> None:
+    """Our own as one clear line, without the line of code that Python adds; others as ever."""
+    if issubclass(category, PlanWarning):
+        print(f"warning: {message}", file=sys.stderr)
+    else:
+        others(message, category, *where)
 
 
 def _command(arguments: list[str]) -> int:
