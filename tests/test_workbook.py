@@ -1,0 +1,160 @@
+"""Findings of a long search are kept for whoever goes on with it, and for nobody else."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftheads.errors import StorageError
+from draftheads.search.workbook import Workbook, locked
+
+IDENTITY: dict[str, Any] = {"settings": {"batch_sizes": (1, 2)}, "prompts": [[5, 6], [7]]}
+
+
+class Search:
+    """Finds something, and counts how often it had to."""
+
+    def __init__(self, answer: Any = None) -> None:
+        self.answer = answer if answer is not None else {"ranks": [0, 1], "error": 0.5}
+        self.count = 0
+
+    def __call__(self) -> Any:
+        self.count += 1
+        return self.answer
+
+
+def opened(folder: Path, *, anew: bool = False, **changes: Any) -> Workbook:
+    return Workbook(folder, {**IDENTITY, **changes}, anew=anew)
+
+
+def found(book: Workbook, name: str = "costs-1", answer: Any = None) -> tuple[Any, int]:
+    """What the book says, and how often it was looked for."""
+    search = Search(answer)
+    return book.get(name, search), search.count
+
+
+def test_what_was_found_is_not_looked_for_again(tmp_path: Path) -> None:
+    book = opened(tmp_path / "work")
+    assert found(book) == ({"ranks": [0, 1], "error": 0.5}, 1)
+    assert found(book, answer="other") == ({"ranks": [0, 1], "error": 0.5}, 0)
+    assert found(book, "costs-2", answer="other") == ("other", 1)
+
+
+def test_findings_survive(tmp_path: Path) -> None:
+    found(opened(tmp_path / "work"))
+    assert found(opened(tmp_path / "work"), answer="other") == ({"ranks": [0, 1], "error": 0.5}, 0)
+
+
+def test_a_finding_is_the_same_the_first_time_and_later(tmp_path: Path) -> None:
+    """JSON knows no tuples: who sees one the first time only has a search that ends differently when it goes on."""
+    book = opened(tmp_path / "work")
+    assert found(book, answer={"ids": ((5, 6), (7,))}) == ({"ids": [[5, 6], [7]]}, 1)
+    assert found(book, answer="other") == ({"ids": [[5, 6], [7]]}, 0)
+
+
+def test_a_finding_of_nothing_is_one(tmp_path: Path) -> None:
+    book = opened(tmp_path / "work")
+    assert found(book, answer=[]) == ([], 1)
+    assert found(book, answer="other") == ([], 0)
+
+
+def test_a_search_that_fails_leaves_no_finding(tmp_path: Path) -> None:
+    book = opened(tmp_path / "work")
+
+    def fail() -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        book.get("costs-1", fail)
+    assert found(book)[1] == 1
+
+
+@pytest.mark.parametrize(
+    "changes", [{"settings": {"batch_sizes": [1, 4]}}, {"prompts": [[5, 6]]}, {"model": "another"}], ids=str
+)
+def test_another_search_begins_anew(tmp_path: Path, changes: dict[str, Any]) -> None:
+    found(opened(tmp_path / "work"))
+    book = opened(tmp_path / "work", **changes)
+    assert found(book, answer="other") == ("other", 1)
+    assert found(opened(tmp_path / "work"))[1] == 1, "the first one's findings came back"
+
+
+@pytest.mark.parametrize("cut", [lambda text: text[: len(text) // 2], lambda text: "", lambda text: "\x00\x00"])
+def test_what_is_half_written_is_found_anew(tmp_path: Path, cut: Callable[[str], str]) -> None:
+    found(opened(tmp_path / "work"))
+    path = tmp_path / "work" / "costs-1.json"
+    path.write_text(cut(path.read_text()))
+    assert found(opened(tmp_path / "work"), answer="other") == ("other", 1)
+    assert found(opened(tmp_path / "work"))[1] == 0
+
+
+def test_a_half_written_identity_is_nobodys(tmp_path: Path) -> None:
+    found(opened(tmp_path / "work"))
+    (tmp_path / "work" / "identity.json").write_text('{"settings"')
+    assert found(opened(tmp_path / "work"))[1] == 1
+
+
+@pytest.mark.parametrize(
+    ("is_finished", "anew", "times"), [(False, False, 0), (False, True, 0), (True, False, 0), (True, True, 1)]
+)
+def test_anew_forgets_a_search_that_was_finished_and_no_other(
+    tmp_path: Path, is_finished: bool, anew: bool, times: int
+) -> None:
+    book = opened(tmp_path / "work", anew=True)
+    found(book)
+    if is_finished:
+        book.finish()
+    assert found(opened(tmp_path / "work", anew=anew))[1] == times
+
+
+def test_a_search_that_began_anew_is_not_finished(tmp_path: Path) -> None:
+    opened(tmp_path / "work").finish()
+    found(opened(tmp_path / "work", anew=True))
+    assert found(opened(tmp_path / "work", anew=True))[1] == 0, "it was interrupted and goes on"
+
+
+def test_two_at_once_are_refused(tmp_path: Path) -> None:
+    with (
+        locked(tmp_path / "head"),
+        pytest.raises(StorageError, match=r"another process is tuning .*: wait for it, or give --out"),
+        locked(tmp_path / "head"),
+    ):
+        pytest.fail("two search at once")
+    with locked(tmp_path / "head"):  # the first one is done
+        pass
+
+
+def test_a_process_that_is_killed_leaves_no_lock(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from pathlib import Path; from filelock import FileLock; "
+        "lock = FileLock(Path(sys.argv[1]) / '.tune.lock'); lock.acquire(timeout=0); print('locked', flush=True); "
+        "time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    assert process.stdout.readline() == "locked\n"
+    with pytest.raises(StorageError, match="another process"), locked(tmp_path):
+        pytest.fail("two search at once")
+    process.kill()
+    process.communicate(timeout=30)
+    with locked(tmp_path):
+        pass
+
+
+def test_the_lock_is_given_back_when_the_search_fails(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), locked(tmp_path):
+        raise KeyboardInterrupt
+    with locked(tmp_path):
+        pass
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with (
+        pytest.raises(StorageError, match=r"cannot write to .*file.*; choose another folder by --out"),
+        locked(tmp_path / "file" / "head"),
+    ):
+        pytest.fail("it was written")
