@@ -2,11 +2,13 @@
 
 The number of nodes n is the one that promises most tokens per second, none at all where that is plain decoding. What a
 tree of n nodes brings was measured when the head was tuned, and so was what a step costs; while decoding both are
-corrected: by row, how many guesses were kept of those expected; by size of step, how long it took. Where trees grow at
-each step, the head's own confidence says what this very tree brings, and a guess is checked as long as it promises more
-tokens than its seconds bring elsewhere.
+corrected: by row, how many guesses were kept of those expected; by size of step, how long it took. As only what is
+done is seen, a step without guesses is tried now and then among those with, and one with guesses among those without.
+Where trees grow at each step, the head's own confidence says what this very tree brings, and a guess is checked as long
+as it promises more tokens than its seconds bring elsewhere.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,13 +24,18 @@ from draftheads.tree import Tree
 
 Floats = npt.NDArray[np.float64]
 
-_PRIOR_GUESSES = 4.0  # kept guesses that "as expected" weighs as much as
-_MEMORY = 0.95  # of a row's guesses, per step: the last twenty steps count
-_FORGETTING = 0.98  # the same in steps without guesses, so that a row that was left alone is tried again
+_OWN_PRIOR = 8.0  # expected guesses that "as in all rows so far" weighs as much as, in a row's record
+_OWN_MEMORY = 0.98  # of a row's guesses, per step: the last fifty steps count
+_COMMON_PRIOR = 2.0  # the same of "as tuned" in the record of all rows
+_COMMON_MEMORY = 0.995
+_FORGETTING = 0.997  # of both in steps without guesses, so that rows that were left alone are tried again
 _SMALLEST_GAIN = 1.02  # over plain decoding, or none is drafted
-_SPEED_WEIGHT = 0.1  # of a new step in how fast this machine is against the tuned one
-_CORRECTION_WEIGHT = 0.1  # of a new step in what steps of its size take against others
-_PLAIN_EVERY = 128  # steps: then one without guesses, to know what it takes by now
+_WEIGHT = 0.1  # of a new step in what steps of its size take; the first ones weigh more
+_FADING = 0.01  # per step: of how the cost of other trees differed from its own
+_TRY_AFTER = 16  # steps with guesses: then one without, to know what it takes; and the other way round
+_TRY_EVERY = 128  # steps at most, when each try has doubled the wait
+_WORTH_A_TRY = 0.7  # of plain decoding's speed; guesses that promise less are not tried
+_NUM_SIZES = 16  # powers of two of nodes
 _PLAIN = Tree.chain(0)
 
 
@@ -39,21 +46,67 @@ class ShapedDrafter(Drafter, Protocol):
 
 
 @dataclass
-class _Row:
-    """What came of a row's guesses lately."""
+class _Record:
+    """What came of guesses lately."""
 
     kept: float = 0.0
     expected: float = 0.0
 
-    @property
-    def factor(self) -> float:
-        """Guesses kept for each that was expected."""
-        return (_PRIOR_GUESSES + self.kept) / (_PRIOR_GUESSES + self.expected)
+    def factor(self, prior: float, weight: float) -> float:
+        """Guesses kept for each that was expected; at first the prior, which weighs as much as some guesses."""
+        return (weight * prior + self.kept) / (weight + self.expected)
 
-    def note(self, kept: float, expected: float) -> None:
-        memory = _MEMORY if expected else _FORGETTING
+    def note(self, kept: float, expected: float, memory: float) -> None:
+        memory = memory if expected else _FORGETTING
         self.kept = memory * self.kept + kept
         self.expected = memory * self.expected + expected
+
+
+class _Timings:
+    """Seconds for each tuned one, by size of step (powers of two of nodes), of steps with about as many rows."""
+
+    def __init__(self, ratios: dict[int, float]) -> None:
+        self.ratios = ratios
+        self.counts: Counter[int] = Counter()
+        self.since_plain: list[int] = []  # sizes of the steps since the last one without guesses
+        self.plain_steps = 0  # since the last one with guesses
+        self.tries = 0  # steps with guesses after many without
+
+    def by_size(self) -> Floats:
+        """The ratios of all sizes; where there were no such steps, hopefully, the lower one of their neighbours."""
+        if not self.ratios:
+            return np.ones(_NUM_SIZES)
+        known, sizes = sorted(self.ratios), np.arange(_NUM_SIZES)
+        ratios = np.array([self.ratios[size] for size in known])
+        above = ratios[np.searchsorted(known, sizes).clip(max=len(known) - 1)]
+        below = ratios[(np.searchsorted(known, sizes, side="right") - 1).clip(min=0)]
+        lower: Floats = np.minimum(above, below)
+        return lower
+
+    def is_due(self, *, plain: bool) -> bool:
+        """Is it long ago that a step without guesses, or with them, was timed?"""
+        steps, tries = (len(self.since_plain), self.counts[1]) if plain else (self.plain_steps, self.tries)
+        return steps >= min(_TRY_EVERY, _TRY_AFTER << min(tries, 8))
+
+    def note(self, nodes: int, ratio: float) -> None:
+        """A step took so many times what was tuned."""
+        size = nodes.bit_length()
+        before = float(self.by_size()[size]) if self.ratios else ratio
+        ratio = min(max(ratio, before / 2), before * 2)  # a hiccup must not count as a trend
+        self.ratios[size] = before + max(_WEIGHT, 1 / (2 + self.counts[size])) * (ratio - before)
+        self.counts[size] += 1
+        others = set(self.ratios) - {1, size}
+        if nodes > 1:
+            self.since_plain.append(size)
+            self.plain_steps = 0
+        else:
+            others -= set(self.since_plain)
+            for other in others:  # the machine changes for all
+                self.ratios[other] *= self.ratios[1] / before
+            self.since_plain = []
+            self.plain_steps += 1
+        for other in others:  # nothing holds for ever
+            self.ratios[other] += _FADING * (self.ratios[size] - self.ratios[other])
 
 
 @dataclass(frozen=True)
@@ -63,6 +116,7 @@ class _Outlook:
     kind: Kind
     gains: Floats  # expected guesses kept, per row and step
     seconds: Floats  # of a step, as tuned
+    sizes: npt.NDArray[np.int64]  # powers of two
 
 
 class Pace:
@@ -76,13 +130,13 @@ class Pace:
         self.drafter = drafter
         self.tuned = tuned
         self.adaptive = adaptive
-        self._rows: list[_Row] = []
+        self._rows: list[_Record] = []
+        self._all = _Record()  # a mean row
+        self._sureness = _Record()  # of growing trees: what the head promises of what was expected when it was tuned
         self._outlooks: dict[int, _Outlook] = {}
-        self._speed = 1.0  # seconds here for each tuned one
-        self._corrections: dict[tuple[int, int], float] = {}  # by powers of two of rows and nodes
-        self._since_plain = 0
+        self._timings: dict[int, _Timings] = {}  # by powers of two of rows
         self._expected: Sequence[float] = ()  # of this step's guesses, per row
-        self._nodes = 1  # of this step
+        self._nodes = 1  # of this step; 0 where none of what was guessed is checked
 
     @property
     def needs_history(self) -> bool:
@@ -92,13 +146,14 @@ class Pace:
     def propose(self, context: Context) -> Draft:
         """The drafter's guesses, as many as pay, or the root alone."""
         batch = len(context.root_ids)
-        self._rows += [_Row() for _ in range(batch - len(self._rows))]
+        self._rows += [_Record() for _ in range(batch - len(self._rows))]
         draft = self._planned(context) if self.adaptive else self._as_tuned(context)
         if draft is None:
             self.drafter.follow(context)
             draft = Draft.on_tree(_PLAIN, context.root_ids[:, None])
             self._expected = (0.0,) * batch
-        self._nodes = draft.num_nodes
+            self._nodes = 1
+            self._sureness.note(0.0, 0.0, _COMMON_MEMORY)
         return draft
 
     def follow(self, context: Context) -> None:
@@ -112,48 +167,54 @@ class Pace:
 
     def note(self, num_kept: Sequence[int], seconds: float) -> None:
         """How the last step went: guesses kept per row, and how long it took."""
+        if not self.adaptive:
+            return
+        batch = len(num_kept)
         for row, kept, expected in zip(self._rows, num_kept, self._expected, strict=True):
-            row.note(kept, expected)
-        batch, nodes = len(num_kept), self._nodes
-        outlook = self._outlook(batch)
-        tuned = float(outlook.seconds[min(nodes, len(outlook.seconds)) - 1])
-        ratio = min(max(seconds / tuned, 0.1), 10.0)  # a hiccup must not count as a trend
-        size = _size(batch, nodes)
-        correction = self._corrections.get(size, 1.0)
-        self._corrections[size] = correction + _CORRECTION_WEIGHT * (ratio / self._speed - correction)
-        self._speed += _SPEED_WEIGHT * (ratio - self._speed)
+            row.note(kept, expected, _OWN_MEMORY)
+        self._all.note(sum(num_kept) / batch, sum(self._expected) / batch, _COMMON_MEMORY)
+        tuned = self._outlook(batch).seconds
+        if 1 <= self._nodes <= len(tuned):
+            self._timing(batch).note(self._nodes, seconds / float(tuned[self._nodes - 1]))
 
     def _as_tuned(self, context: Context) -> Draft | None:
         choice = self.tuned.choice(len(context.root_ids))
         if choice.num_nodes == 1:
             return None
-        self._expected = (0.0,) * len(context.root_ids)
         self.drafter.shape = self._shape(choice.kind, choice.num_nodes)
         return self.drafter.propose(context)
 
     def _planned(self, context: Context) -> Draft | None:
         batch = len(context.root_ids)
-        outlook = self._outlook(batch)
-        factors = np.array([row.factor for row in self._rows])
-        seconds = outlook.seconds * self._correction(batch, len(outlook.seconds)) * self._speed
-        rates = (batch + factors.sum() * outlook.gains) / seconds
+        outlook, timings = self._outlook(batch), self._timing(batch)
+        prior = self._all.factor(1.0, _COMMON_PRIOR)
+        factors = np.array([row.factor(prior, _OWN_PRIOR) for row in self._rows])
+        seconds = outlook.seconds * timings.by_size()[outlook.sizes]
+        sureness = self._sureness.factor(1.0, _COMMON_PRIOR)
+        rates = (batch + factors.sum() * sureness * outlook.gains) / seconds
         best = int(rates.argmax()) + 1
-        self._since_plain += 1
-        if rates[best - 1] < _SMALLEST_GAIN * rates[0] or self._since_plain > _PLAIN_EVERY:
-            self._since_plain = 0
+        if rates[best - 1] < _SMALLEST_GAIN * rates[0]:
+            best = int(rates[1:].argmax()) + 2 if len(rates) > 1 else 1
+            if not timings.is_due(plain=False) or rates[best - 1] < _WORTH_A_TRY * rates[0]:
+                return None
+            timings.tries += 1
+            timings.plain_steps = 0
+        if best == 1 or timings.is_due(plain=True):
             return None
         if outlook.kind == "static":
             self.drafter.shape = self._shape("static", best)
-            self._expected = (factors * 0 + outlook.gains[best - 1]).tolist()
+            self._expected = (float(outlook.gains[best - 1]),) * batch
+            self._nodes = best
             return self.drafter.propose(context)
-        budget = min(2 * best, len(rates))
-        self.drafter.shape = self._shape("dynamic", budget)
+        self.drafter.shape = self._shape("dynamic", min(2 * best, len(rates)))
         draft = self.drafter.propose(context)
         assert draft.path_log_probs is not None, "grown trees come with their probabilities"
         likely = draft.path_log_probs.exp().double().cpu().numpy()  # (B, N), 1 for the root
+        self._sureness.note(float(likely[:, 1:best].sum()) / batch, float(outlook.gains[best - 1]), _COMMON_MEMORY)
         promised = (factors @ likely).cumsum()
         nodes = int((promised - rates[best - 1] * seconds[: len(promised)]).argmax()) + 1
         self._expected = (likely[:, :nodes].sum(1) - 1.0).tolist()
+        self._nodes = nodes if nodes > 1 else 0
         return draft.first(nodes)
 
     def _outlook(self, batch: int) -> _Outlook:
@@ -165,21 +226,17 @@ class Pace:
             count = min(len(self.tuned.tokens(kind)), max([1, *self.tuned.sizes(kind)]))
             gains = np.array(self.tuned.tokens(kind)[:count]) - 1.0
             seconds = np.array([self.tuned.seconds(kind, batch, nodes) for nodes in range(1, count + 1)])
-            self._outlooks[batch] = _Outlook(kind, gains, seconds)
+            sizes = np.array([nodes.bit_length() for nodes in range(1, count + 1)])
+            self._outlooks[batch] = _Outlook(kind, gains, seconds, sizes)
         return self._outlooks[batch]
 
-    def _correction(self, batch: int, count: int) -> Floats:
-        """What steps of 1, 2, … nodes take against what was tuned, the machine's speed aside."""
-        return np.array([self._corrections.get(_size(batch, nodes), 1.0) for nodes in range(1, count + 1)])
+    def _timing(self, batch: int) -> _Timings:
+        """Begins with what is known of the number of rows that is nearest."""
+        size = batch.bit_length()
+        if size not in self._timings:
+            nearest = min(self._timings, key=lambda known: abs(known - size), default=None)
+            self._timings[size] = _Timings({} if nearest is None else dict(self._timings[nearest].ratios))
+        return self._timings[size]
 
     def _shape(self, kind: Kind, num_nodes: int) -> Shape:
         return self.tuned.growing(num_nodes) if kind == "dynamic" else self.tuned.tree(num_nodes)
-
-
-def _size(batch: int, nodes: int) -> tuple[int, int]:
-    """Steps that are alike.
-
-    >>> _size(3, 8) == _size(2, 15), _size(3, 8) == _size(3, 1)
-    (True, False)
-    """
-    return batch.bit_length(), nodes.bit_length()
