@@ -256,7 +256,9 @@ def test_a_hiccup_is_no_trend() -> None:
     steps(pace, 100)
     pace.propose(context(1))
     pace.note([1], 20.0)
-    assert usual(steps(pace, 100)) == STATIC.choice(1).num_nodes
+    nodes = steps(pace, 500)
+    assert nodes.count(1) <= 5
+    assert usual(nodes[-100:]) == STATIC.choice(1).num_nodes
 
 
 # --- trees that grow ---
@@ -376,7 +378,7 @@ def test_a_drafter_with_a_history_hears_of_every_token(
     """Plain steps between others must not leave gaps in what it was told; it checks that itself."""
     model = tiny_model("llama")
     prompts = [*PROMPTS, [4, 5], [22, 3, 9, 4]]
-    options: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True}
+    options: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True}
     plain = ids(Engine(model).generate(prompts, **options))
     listener = Listener(Tree.chain(0), dict(zip(map(tuple, prompts), plain, strict=True)))
     plan = replace(STATIC, choices=[Choice(1, "static", 6, 1.0, 1.0), Choice(3, "none", 1, 1.0, 1.0)])
@@ -464,7 +466,7 @@ def settings_of(temperature: float) -> dict[str, Any]:
 def answers(engine: Engine, temperature: float = 0.0) -> list[GenerationResult]:
     """Answers of different lengths: rows leave and join at different steps."""
     sequences = [
-        engine.sequences([prompt], max_new_tokens=12 + 5 * (number % 4), **settings_of(temperature))[0]
+        engine.sequences([prompt], max_new_tokens=8 + 5 * (number % 4), **settings_of(temperature))[0]
         for number, prompt in enumerate(EIGHT)
     ]
     for _ in engine.run(sequences):
@@ -489,7 +491,7 @@ def witnessed(
         return answers(engine, temperature), seen
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2", "gemma3_text", "mixtral"])
+@pytest.fixture(scope="module", params=["llama", "gpt2", "gemma3_text"])
 def family(request: pytest.FixtureRequest) -> TargetModel:
     return tiny_model(request.param)
 
