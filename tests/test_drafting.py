@@ -484,6 +484,52 @@ def test_a_path_is_as_good_as_its_end_and_a_node_as_its_best_path() -> None:
     assert (5, 5) not in found
 
 
+@pytest.mark.parametrize("above", [0, 1, 2])
+def test_even_the_last_guess_of_a_depth_has_a_child_if_that_is_the_likeliest(above: int) -> None:
+    """Below a path of certain guesses four are nearly alike, and the last of them has a certain child."""
+    lines = torch.zeros(97, 4)
+    world = world_of(lines.tolist(), above + 2)
+    state = world.head.begin(world.context, above + 2)[:1]
+    for depth in range(above + 2):
+        line = (state + 7 * depth) % len(lines)
+        lines[line] = torch.tensor([0.0, -0.01, -0.02, -0.03]) if depth == above else torch.tensor([300.0, 0, 0, 0])
+        token = 11 if depth == above else 2  # the last or the first of the four
+        state = world.head.descend(state, depth, torch.zeros(1, 1, dtype=torch.long), torch.tensor([[token]]))
+    world = world_of(lines.tolist(), above + 2)
+    path = (2,) * above
+    expected = [path[:depth] for depth in range(above + 1)]
+    expected += [(*path, 2), (*path, 5), (*path, 8), (*path, 11), (*path, 11, 2)]
+    assert [node.tokens for node in nodes_of(world.grow(BestFirst(len(expected))), 0)] == expected
+
+
+def table_guesses(world: World, row: int) -> Guesses:
+    """What the table says, line by line."""
+    head, start = world.head, int(world.context.last_hidden[row, 0]) * 31 + int(world.context.root_ids[row])
+
+    def guesses(tokens: Tokens) -> list[tuple[float, int]]:
+        line = start % len(head.table)
+        for token in tokens if head.reads_path else ():
+            line = (line * 13 + token + 1) % len(head.table)
+        depth = len(tokens)
+        logits = head.table[(line + 7 * depth) % len(head.table)].double() / head.confidence[depth]
+        log_probs = enumerate(logits.log_softmax(-1).tolist())
+        return sorted(((log_prob, draft_id * 3 + 2) for draft_id, log_prob in log_probs), reverse=True)
+
+    return guesses
+
+
+@settings(deadline=None)
+@given(worlds(ties=False), best_first_rules())
+def test_no_tree_of_so_many_nodes_is_likelier(world: World, shape: BestFirst) -> None:
+    """With a beam that is wide enough. Equal guesses are left aside: any of them may have the children."""
+    shape = replace(shape, beam=10_000, threshold=0.0)
+    draft = world.grow(shape)
+    for row in range(world.num_rows):
+        best = slow_best_first(table_guesses(world, row), shape, min(shape.max_depth or world.depth, world.depth))
+        totals = [node.path_log_prob for node in best]
+        assert [node.path_log_prob for node in nodes_of(draft, row)] == pytest.approx(totals, abs=1e-3)
+
+
 # --- numbers that no rule can have ---
 
 
