@@ -26,6 +26,8 @@ from draftheads.target.fast import (
     GROUPED_ATTENTION,
     exact_attention,
     grouped_attention,
+    kernels_of,
+    packs_by_size,
     rows_keep_their_bits,
     speed_up,
 )
@@ -527,3 +529,16 @@ def test_prompts_are_read_in_groups_of_like_length(monkeypatch: pytest.MonkeyPat
         alone, states = Target(model).prefill([prompt])
         torch.testing.assert_close(logits[row], alone[0], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(hidden[row, : len(prompt)], states[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("exact_bits", [False, True])
+def test_a_model_says_which_kernels_it_has_and_whether_they_are_packed_for_a_size(
+    dtype: torch.dtype, *, exact_bits: bool
+) -> None:
+    model = tiny_model("llama", dtype=dtype).model
+    assert kernels_of(model) == "stock"
+    assert not packs_by_size(model)
+    speed_up(model, exact_bits=exact_bits)
+    assert kernels_of(model) == ("exact_bits" if exact_bits else "fast")
+    assert packs_by_size(model) is (dtype == torch.float32 and can_pack(torch.float32, CPU))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from draftheads.decode.engine import Engine
-from draftheads.decode.pace import Pace, _Record
+from draftheads.decode.pace import Experience, Pace, _Record
 from draftheads.decode.sequence import GenerationResult
 from draftheads.draft import Context, Draft
 from draftheads.errors import InvalidSettings
@@ -113,6 +113,57 @@ def test_a_plan_without_measured_trees_is_plain_decoding() -> None:
         drafter = Scripted()
         assert steps(Pace(drafter, none, adaptive=adaptive), 300) == [1] * 300
         assert drafter.shapes == [None] * 300, "a drafter with a history must hear of every step"
+
+
+def test_with_far_more_rows_than_were_measured_nothing_is_guessed() -> None:
+    cheap = replace(STATIC, choices=[choice for choice in STATIC.choices if choice.batch_size <= 4])
+    for adaptive in (True, False):
+        drafter = Scripted()
+        assert steps(Pace(drafter, cheap, adaptive=adaptive), 50, 9) == [1] * 50
+        assert drafter.shapes == [None] * 50
+
+
+def test_what_one_batch_learned_the_next_one_begins_with() -> None:
+    experience = Experience()
+    steps(Pace(Scripted(), STATIC, experience=experience), 300, kept=never)
+    assert steps(Pace(Scripted(), STATIC, experience=experience), 1) == [1]
+    assert steps(Pace(Scripted(), STATIC), 1) != [1]
+    slow = scaled(trees=4.0)
+    experience = Experience()
+    steps(Pace(Scripted(), STATIC, experience=experience), 300, cost=slow)
+    assert steps(Pace(Scripted(), STATIC, experience=experience), 1) == [1]
+
+
+def test_an_engine_hands_on_what_its_batches_learned() -> None:
+    model = tiny_model("llama")
+    engine = Engine(model, tiny_head("medusa", model, num_heads=4), tuned=STATIC)
+    assert engine._paced()._timings is engine._paced()._timings  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_where_a_change_of_size_costs_the_size_stays(kind: Any) -> None:
+    """Small trends move the best size; where weights are packed for each size it is kept until another is worth it."""
+    sure = [0.8, 0.7, 0.4, 0.3, 0.25, 0.2, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]
+
+    def sizes(*, any_size: bool) -> set[int]:
+        flicker = np.random.default_rng(0)
+
+        def sure_now(row: int) -> Sequence[float]:
+            return [value * (0.6 + 0.4 * flicker.random()) for value in sure]
+
+        pace = Pace(Scripted(sure_now), tuned(kind=kind), any_size=any_size)
+        nodes = steps(pace, 600, kept=lambda row, nodes: float(flicker.random() < 0.6) * min(2, nodes - 1))
+        return set(nodes) - {1}
+
+    assert len(sizes(any_size=False)) <= 2
+    assert len(sizes(any_size=True)) > len(sizes(any_size=False))
+
+
+def test_where_a_change_of_size_costs_a_much_better_size_is_taken() -> None:
+    pace = Pace(Scripted(), STATIC, any_size=False)
+    before = usual(steps(pace, 200))
+    after = usual(steps(pace, 600, kept=lambda row, nodes: min(4, nodes - 1)))
+    assert after > before
 
 
 # --- guesses that are kept, or not ---
