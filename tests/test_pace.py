@@ -126,12 +126,12 @@ def test_with_far_more_rows_than_were_measured_nothing_is_guessed() -> None:
 def test_what_one_batch_learned_the_next_one_begins_with() -> None:
     experience = Experience()
     steps(Pace(Scripted(), STATIC, experience=experience), 300, kept=never)
-    assert steps(Pace(Scripted(), STATIC, experience=experience), 1) == [1]
-    assert steps(Pace(Scripted(), STATIC), 1) != [1]
+    assert steps(Pace(Scripted(), STATIC, experience=experience), 9, kept=never).count(1) >= 8
+    assert steps(Pace(Scripted(), STATIC), 9, kept=never).count(1) < 8
     slow = scaled(trees=4.0)
     experience = Experience()
     steps(Pace(Scripted(), STATIC, experience=experience), 300, cost=slow)
-    assert steps(Pace(Scripted(), STATIC, experience=experience), 1) == [1]
+    assert steps(Pace(Scripted(), STATIC, experience=experience), 9, cost=slow).count(1) >= 8
 
 
 def test_an_engine_hands_on_what_its_batches_learned() -> None:
@@ -162,8 +162,8 @@ def test_where_a_change_of_size_costs_the_size_stays(kind: Any) -> None:
 def test_where_a_change_of_size_costs_a_much_better_size_is_taken() -> None:
     pace = Pace(Scripted(), STATIC, any_size=False)
     before = usual(steps(pace, 200))
-    after = usual(steps(pace, 600, kept=lambda row, nodes: min(4, nodes - 1)))
-    assert after > before
+    after = usual(steps(pace, 800, kept=lambda row, nodes: 0.4 * WORTH[nodes - 1])[200:])
+    assert 1 < after < before
 
 
 # --- guesses that are kept, or not ---

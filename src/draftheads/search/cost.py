@@ -205,14 +205,12 @@ def _busy(batch: Batch, line: Sequence[Request], *, batch_size: int, num_tokens:
 
 
 def timed_answers(
-    engine: Engine, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, temperature: float
+    engine: Engine, prompts: Sequence[Sequence[int]], settings: Sequence[SamplingSettings]
 ) -> tuple[int, int, float]:
-    """Answers all prompts; tokens, steps of single rows, and seconds, prompts included."""
+    """Answers all prompts, each by its settings; tokens, steps of single rows, and seconds, prompts included."""
     _wait_for(engine.model.device)
     start = time.perf_counter()
-    results = engine.generate(
-        [list(prompt) for prompt in prompts], max_new_tokens=max_new_tokens, temperature=temperature, seed=0
-    )
+    results = engine.generate([list(prompt) for prompt in prompts], settings)
     seconds = time.perf_counter() - start
     return sum(len(result.token_ids) for result in results), sum(result.num_steps for result in results), seconds
 

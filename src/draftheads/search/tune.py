@@ -32,7 +32,7 @@ SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 100)  # where
 _ANSWERS_AT_ONCE = 16
 _ROWS_AT_ONCE = 64  # answers that growing trees are tried on side by side
 _HOPELESS = 0.65  # of the best speed so far: larger trees are not measured
-_WORTHWHILE = 1.01  # times plain decoding's speed, or there is no speculation
+_WORTHWHILE = 1.03  # times plain decoding's speed, or there is no speculation
 _MOST_DENSE = 100  # dense trees that are shown
 _BUSY_ROWS = 6  # at least so many half answers are timed at once
 

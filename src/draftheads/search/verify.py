@@ -5,7 +5,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from draftheads.draft import Drafter
 from draftheads.growth import Shape
 from draftheads.heads.base import DraftHead
 from draftheads.plan import Plan
+from draftheads.sampling import SamplingSettings
 from draftheads.search.cost import timed_answers
 from draftheads.search.tune import Display, TuneSettings
 from draftheads.search.workbook import Workbook
@@ -45,7 +46,6 @@ PAPER_TREE = Tree.from_paths(
 )
 PHASES = (1, 4, 16, 4, 1)  # requests that are answered together, one load after the other
 _PHASE_PROMPTS = 8  # at least, in each phase
-_SPEED_TOKENS = 64  # of an answer whose speed is compared
 
 Build = Callable[[int], Engine]  # an engine for a batch size
 
@@ -151,6 +151,21 @@ class Verifier:
             [Phase(**row) for row in phases],
         )
 
+    def _sampling(self) -> SamplingSettings:
+        return SamplingSettings(
+            max_new_tokens=self.settings.max_new_tokens, temperature=self.settings.temperature, seed=0
+        )
+
+    def _of_all_lengths(self, count: int) -> list[SamplingSettings]:
+        """Answers of a quarter to three quarters of the usual length.
+
+        If all ended in the same step, plain decoding would read the next prompts together and leave no row idle, which
+        is not what happens where requests come and go.
+        """
+        usual = self.settings.max_new_tokens
+        lengths = [usual // 4 + usual * ((7 * number) % 16) // 30 for number in range(count)]
+        return [replace(self._sampling(), max_new_tokens=max(2, length)) for length in lengths]
+
     def _fixed(self, shape: Shape, batch_size: int) -> Engine:
         self.head.shape = shape
         return Engine(self.target, self.head, max_batch_size=batch_size)
@@ -181,12 +196,7 @@ class Verifier:
         sums = dict.fromkeys(ways, (0, 0, 0.0))
         for half, names in ((prompts[:middle], list(ways)), (prompts[middle:], list(reversed(ways)))):
             for name in names if half else ():
-                done = timed_answers(
-                    ways[name](batch_size),
-                    half,
-                    max_new_tokens=min(_SPEED_TOKENS, self.settings.max_new_tokens),
-                    temperature=self.settings.temperature,
-                )
+                done = timed_answers(ways[name](batch_size), half, self._of_all_lengths(len(half)))
                 sums[name] = (sums[name][0] + done[0], sums[name][1] + done[1], sums[name][2] + done[2])
         plain = sums["plain"][0] / sums["plain"][2]
         return [
@@ -219,12 +229,8 @@ class Verifier:
             if size > len(self.tuned.tokens(kind)):
                 continue
             shape = self.tuned.tree(size) if kind == "static" else self.tuned.growing(size)
-            tokens, steps, _ = timed_answers(
-                self._fixed(shape, min(8, self.settings.batch_sizes[-1])),
-                self.prompts,
-                max_new_tokens=self.settings.max_new_tokens,
-                temperature=self.settings.temperature,
-            )
+            engine = self._fixed(shape, min(8, self.settings.batch_sizes[-1]))
+            tokens, steps, _ = timed_answers(engine, self.prompts, [self._sampling()] * len(self.prompts))
             predicted, error = self._predicted(f"{kind} {size}")
             assert predicted is not None
             measured = (tokens - len(self.prompts)) / steps if steps else 1.0
@@ -267,12 +273,8 @@ class Verifier:
         """Answers some prompts, so many at a time; tokens and seconds."""
         count = max(_PHASE_PROMPTS, batch_size)
         prompts = [self.prompts[(phase * count + i) % len(self.prompts)] for i in range(count)]
-        requests = Engine(self.target).sequences(
-            [list(prompt) for prompt in prompts],
-            max_new_tokens=min(_SPEED_TOKENS, self.settings.max_new_tokens),
-            temperature=self.settings.temperature,
-            seed=0,
-        )
+        lengths = self._of_all_lengths(len(prompts))
+        requests = Engine(self.target).sequences([list(prompt) for prompt in prompts], lengths)
         line: deque[Request] = deque(requests)
         tokens, start = 0, time.perf_counter()
         while line or batch.sequences:
