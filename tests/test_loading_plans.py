@@ -1,6 +1,7 @@
 """Which plan a head is loaded with: the user's before the head's own, one asked for by name before both."""
 
 import json
+import re
 import sys
 import warnings
 from dataclasses import replace
@@ -85,7 +86,7 @@ def save(folder: Path, found: Tuned | None) -> Path:
 
 
 def own_cache(here: Conditions) -> Path:
-    return plans_folder("medusa", here.head, here.dtype)
+    return plans_folder("medusa", here)
 
 
 def load(world: Path, **options: Any) -> Engine:
@@ -118,9 +119,9 @@ def test_the_plan_in_the_cache_comes_before_the_heads(world: Path, here: Conditi
 
 
 def test_the_cache_keeps_a_plan_for_each_type_and_each_head(world: Path, here: Conditions) -> None:
-    save(plans_folder("medusa", here.head, "bfloat16"), tuned(here, 4))
-    save(plans_folder("medusa", "0" * 16, here.dtype), tuned(here, 4))
-    save(plans_folder("hydra", here.head, here.dtype), tuned(here, 4))
+    for other in ({"dtype": "bfloat16"}, {"kernels": "exact_bits"}, {"device": "a GPU"}, {"head": "0" * 16}):
+        save(plans_folder("medusa", replace(here, **other)), tuned(here, 4))
+    save(plans_folder("hydra", here), tuned(here, 4))
     assert load(world).tuned is None
 
 
@@ -176,7 +177,7 @@ def test_a_plan_by_name_that_is_not_there(world: Path, tmp_path: Path) -> None:
 
 
 def test_a_plan_by_name_that_is_not_tuned(world: Path) -> None:
-    with pytest.raises(InvalidSettings, match=r"is not tuned: run `draftheads tune .*model .*head`") as caught:
+    with pytest.raises(InvalidSettings, match=r"is not tuned: run `draftheads tune .*model .*head --dtype fp32`") as caught:
         load(world, plan=world / "head")
     assert str(world / "head" / PLAN_FILE) in str(caught.value)
 
@@ -269,7 +270,9 @@ def test_a_plan_from_elsewhere_is_used_with_a_warning(world: Path, here: Conditi
     with pytest.warns(PlanWarning) as caught:
         engine = load(world)
     difference = f"{name} {OTHERS[name]}, here {getattr(here, name)}"
-    expected = f"{path} was tuned under other conditions ({difference}): tune again with `{COMMAND}`"
+    # the command tunes what was loaded, whatever it was that tuned this plan
+    command = f"draftheads tune {world / 'model'} {world / 'head'} --dtype fp32"
+    expected = f"{path} was tuned under other conditions ({difference}): tune again with `{command}`"
     assert [str(warning.message) for warning in caught] == [expected]
     assert caught[0].filename == __file__, "it must point at who loads"
     assert engine.tuned == tuned(here, **{name: OTHERS[name]})
@@ -337,7 +340,7 @@ def test_the_command_line_warns_in_one_line(
     told = [line for line in lines if "tuned" in line]
     assert len(told) == 1
     assert told[0].startswith("warning: head/plan.json was tuned under other conditions (processor Another CPU, here ")
-    assert told[0].endswith(f": tune again with `{COMMAND}`")
+    assert re.search(r": tune again with `draftheads tune \S+ \S+ --dtype fp32`$", told[0])
     assert not any(".py:" in line or "warnings.warn" in line for line in lines), "Python's own form"
 
 

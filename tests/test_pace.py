@@ -137,7 +137,7 @@ def test_what_one_batch_learned_the_next_one_begins_with() -> None:
 def test_an_engine_hands_on_what_its_batches_learned() -> None:
     model = tiny_model("llama")
     engine = Engine(model, tiny_head("medusa", model, num_heads=4), tuned=STATIC)
-    assert engine._paced()._timings is engine._paced()._timings  # type: ignore[attr-defined]
+    assert engine.paced()._timings is engine.paced()._timings  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
@@ -162,7 +162,7 @@ def test_where_a_change_of_size_costs_the_size_stays(kind: Any) -> None:
 def test_where_a_change_of_size_costs_a_much_better_size_is_taken() -> None:
     pace = Pace(Scripted(), STATIC, any_size=False)
     before = usual(steps(pace, 200))
-    after = usual(steps(pace, 800, kept=lambda row, nodes: 0.4 * WORTH[nodes - 1])[200:])
+    after = usual(steps(pace, 800, cost=lambda batch, nodes: seconds(batch, nodes) + 0.01 * nodes)[200:])
     assert 1 < after < before
 
 
@@ -434,7 +434,7 @@ def test_a_drafter_with_a_history_hears_of_every_token(
     listener = Listener(Tree.chain(0), dict(zip(map(tuple, prompts), plain, strict=True)))
     plan = replace(STATIC, choices=[Choice(1, "static", 6, 1.0, 1.0), Choice(3, "none", 1, 1.0, 1.0)])
     engine = Engine(model, max_batch_size=room)
-    monkeypatch.setattr(engine, "_paced", lambda: Pace(listener, plan, adaptive=adaptive))
+    monkeypatch.setattr(engine, "paced", lambda: Pace(listener, plan, adaptive=adaptive))
     assert ids(engine.generate(prompts, **options)) == plain
 
 

@@ -15,8 +15,7 @@ from draftheads.loading import load, load_target
 from draftheads.zoo.registry import find_head
 from families import Prophet
 
-# the plans of the bundled heads were tuned on another machine than most
-pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore::draftheads.errors.PlanWarning")]
+pytestmark = pytest.mark.real
 
 MODEL = "smollm2-135m"
 PROMPTS = [

@@ -13,16 +13,21 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import draftheads
+from draftheads.checkpoint import read_head
 from draftheads.cli.main import main
+from draftheads.cli.tune import own_folder
 from draftheads.errors import InvalidSettings
-from draftheads.growth import BestFirst
-from draftheads.plan import read_plan
+from draftheads.loading import plans_folder
+from draftheads.plan import Conditions, read_plan
+from draftheads.search.calibrate import Answer
+from draftheads.search.cost import StepBench, Way
 from draftheads.search.tune import TuneSettings
 from draftheads.search.verify import PAPER_TREE
 from draftheads.search.workbook import locked
 from draftheads.target.model import TargetModel
 from draftheads.tree import Tree
-from families import SMALL, VOCAB, tiny_head
+from draftheads.zoo.registry import zoo_heads
+from families import SMALL, VOCAB, tiny_head, tiny_model
 from nursery import Nursery
 from test_cli import SPECIAL, letters_tokenizer
 
@@ -133,7 +138,6 @@ def test_a_head_of_ones_own_gets_its_plan_into_its_folder(
     assert main(tune("medusa")) == 0
     shown = capsys.readouterr().out
     assert "over plain" in shown
-    assert str(here / "medusa" / "plan.json").endswith("medusa/plan.json")
     saved = read_plan("medusa/plan.json").tuned
     assert saved is not None
     assert saved.command.split()[:4] == ["draftheads", "tune", "./model", "./medusa"]
@@ -237,8 +241,38 @@ def test_two_searches_into_one_folder_do_not_meet(
         assert "another process is tuning" in refused(tune("hydra", "--out", str(tmp_path / "busy")), capsys)
 
 
-def test_shapes_are_left_as_they_were(here: Path, tuned: Path) -> None:
-    """A search steps with many trees; the head that is saved keeps its own."""
-    saved = draftheads.load("./model", "./hydra", plan=None, dtype=torch.float32).drafter
-    assert saved.tree == Tree.chain(3)  # type: ignore[attr-defined]
-    assert not isinstance(saved.shape, BestFirst)  # type: ignore[attr-defined]
+def test_plans_of_heads_that_are_not_ones_own_go_to_the_cache(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
+    saved = read_head("hydra")
+    conditions = Conditions("a processor", "cpu", 2, "float32", "fast", "2.9", "5.10", "0.1.0", saved.digest)
+    assert own_folder(saved, conditions) == Path("hydra")
+    in_cache = plans_folder("hydra", conditions)
+    assert in_cache.is_relative_to(tmp_path / "cache")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(here))
+    assert own_folder(saved, conditions) == in_cache
+    monkeypatch.undo()
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(here)
+    for head in zoo_heads():
+        bundled = read_head(head.folder)
+        assert own_folder(bundled, conditions).is_relative_to(tmp_path / "cache")
+
+
+def test_a_file_of_prompts_to_verify_on_is_read_before_the_search(
+    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert "cannot be read" in refused(tune("hydra", "--out", str(out), "--verify", "nothing.jsonl"), capsys)
+    assert not (out / "plan.json").exists()
+
+
+def test_steps_are_timed_up_to_the_last_position_that_a_model_knows() -> None:
+    model = tiny_model("llama", max_position_embeddings=40)
+    head = tiny_head("medusa", model)
+    bench = StepBench(model, head, [Answer((3, 4, 5), (6, 7, 8, 9))] * 2, 2)
+    for _ in range(6):
+        cost = bench.measure(Way("static", 4, Tree.chain(3)), repeats=6)
+        assert (cost.batch_size, cost.num_nodes) == (2, 4)
+        assert len(bench.batch.sequences) in (1, 2)

@@ -1,5 +1,8 @@
 """From names to an engine that decodes: the model, the head that was trained for it, and the tree."""
 
+import contextlib
+import re
+import shlex
 import warnings
 from os import PathLike, fspath
 from pathlib import Path
@@ -12,13 +15,15 @@ from draftheads.errors import InvalidSettings, ModelNotFound, PlanWarning
 from draftheads.files import user_path
 from draftheads.growth import Shape
 from draftheads.heads.base import DraftHead
-from draftheads.plan import Tuned, read_plan
+from draftheads.plan import Conditions, Tuned, read_plan
 from draftheads.target.embedded import cache_folder
 from draftheads.target.fast import rows_keep_their_bits, speed_up
 from draftheads.target.model import TargetModel
 from draftheads.target.target import check_trees
 from draftheads.tree import Tree
 from draftheads.zoo.registry import find_head
+
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # as the command line has them
 
 
 def load(
@@ -75,6 +80,11 @@ def load(
             drafter.tree = tree
         elif tree is not None:
             drafter.shape = tree
+            with warnings.catch_warnings():  # how sure the head may be does not depend on the machine
+                warnings.simplefilter("ignore", PlanWarning)
+                known = None if plan is None else find_tuned(head, model, target, drafter)
+            if known is not None:
+                drafter.confidence = tuple(known.confidence)
         elif plan is not None:
             tuned = find_tuned(head, model, target, drafter, plan=plan)
     return Engine(target, drafter, max_batch_size=max_batch_size, tuned=tuned, adaptive=adaptive)
@@ -100,27 +110,46 @@ def find_tuned(
     """
     saved = read_head(find_head(fspath(head), fspath(model)))
     here = conditions(saved.digest, target)
-    path = _plan_file(plan) if plan != "auto" else plans_folder(saved.method, here.head, here.dtype) / PLAN_FILE
-    if plan == "auto" and not path.is_file():
-        path = saved.folder / PLAN_FILE
+    path = _plan_file(plan) if plan != "auto" else _kept_plan(saved.method, here) or saved.folder / PLAN_FILE
     tuned = read_plan(path).tuned
     if tuned is None:
         if plan != "auto":
-            raise InvalidSettings(f"{path} is not tuned: run `draftheads tune {model} {head}`, or leave the plan out")
+            raise InvalidSettings(f"{path} is not tuned: run `{_tuning(model, head, here)}`, or leave the plan out")
         return None
     check_tuned(drafter, tuned, path)
     if differences := tuned.conditions.differences(here):
         warnings.warn(
-            f"{path} was tuned under other conditions ({'; '.join(differences)}): tune again with `{tuned.command}`",
+            f"{path} was tuned under other conditions ({'; '.join(differences)}): "
+            f"tune again with `{_tuning(model, head, here)}`",
             PlanWarning,
             stacklevel=3,
         )
     return tuned
 
 
-def plans_folder(method: str, digest: str, dtype: str) -> Path:
-    """Where plans are kept of heads whose own folder is not the user's."""
-    return cache_folder() / "plans" / f"{method}-{digest}-{dtype}"
+def plans_folder(method: str, here: Conditions) -> Path:
+    """Where plans are kept of heads whose own folder is not the user's: one for each type, kind of kernel and device.
+
+    Raises:
+        InvalidSettings: there is no place for a cache.
+    """
+    device = re.sub(r"\W+", "-", here.device)
+    return cache_folder() / "plans" / f"{method}-{here.head}-{here.dtype}-{here.kernels}-{device}"
+
+
+def _kept_plan(method: str, here: Conditions) -> Path | None:
+    """The plan in the user's cache, if there is one that can be reached."""
+    with contextlib.suppress(InvalidSettings, OSError):
+        path = plans_folder(method, here) / PLAN_FILE
+        return path if path.is_file() else None
+    return None
+
+
+def _tuning(model: str | PathLike[str], head: str | PathLike[str], here: Conditions) -> str:
+    """The command that makes a plan for just these conditions."""
+    words = ["draftheads", "tune", fspath(model), fspath(head)]
+    words += ["--dtype", _SHORT[here.dtype]] if here.dtype in _SHORT else []
+    return shlex.join(words + ["--exact-bits"] * (here.kernels == "exact_bits"))
 
 
 def _plan_file(plan: str | PathLike[str]) -> Path:

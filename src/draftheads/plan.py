@@ -21,6 +21,7 @@ from draftheads.strict_json import checked, read_dataclass, read_object
 from draftheads.tree import Tree
 
 PLAN_VERSION = 2
+_LARGEST = 1 << 20  # rows or nodes
 Kind = Literal["none", "static", "dynamic"]  # plain decoding, the same tree for all, a tree for each row and step
 
 
@@ -102,7 +103,14 @@ class Tuned:
         sizes = [choice.batch_size for choice in self.choices]
         steps = [(cost.batch_size, cost.kind, cost.num_nodes) for cost in self.costs]
         parts = [part for cost in self.costs for part in (cost.draft, cost.verify, cost.rest)]
+        largest = max(
+            *(choice.batch_size for choice in self.choices),
+            *(number for cost in self.costs for number in (cost.batch_size, cost.num_nodes)),
+            0,
+            0,
+        )
         problems = {
+            "numbers of rows and nodes must be of this world": largest > _LARGEST,
             "temperature must be at least 0": not 0 <= self.temperature < math.inf,
             "confidence must be positive": not self.confidence or not all(0 < t < math.inf for t in self.confidence),
             "paths must not have the root": [] in self.paths,
@@ -257,7 +265,7 @@ def _read_tuned(raw: dict[str, Any], path: Path) -> Tuned:
         )
     except InvalidTree as error:
         raise InvalidTree(f"tuned: {error}") from None
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise CheckpointCorrupt(f"{path}: tuned: {error}") from None
 
 

@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import tyro
 from rich.box import SIMPLE_HEAD
@@ -19,11 +19,11 @@ from draftheads.checkpoint import PLAN_FILE, SavedHead, conditions, read_head
 from draftheads.cli.generate import DTYPES, Dtype
 from draftheads.cli.prompts import read_prompts
 from draftheads.cli.show import quiet_transformers
-from draftheads.decode.engine import Prompt
+from draftheads.decode.engine import Engine, Prompt
 from draftheads.errors import DataError, MissingDependency
 from draftheads.files import user_path, write_atomic
 from draftheads.loading import load_drafter, load_target, plans_folder
-from draftheads.plan import Plan
+from draftheads.plan import Conditions, Plan
 from draftheads.provenance import provenance
 from draftheads.search.page import RECORD, write_page
 from draftheads.search.prompts import CALIBRATION_PROMPTS
@@ -68,10 +68,13 @@ def run(options: TuneOptions) -> None:
     quiet_transformers()
     saved = read_head(find_head(options.head, options.model))
     prompts: list[Prompt] = list(read_prompts(options.prompts)) if options.prompts else list(CALIBRATION_PROMPTS)
+    others: list[Prompt] = list(read_prompts(options.verify)) if options.verify else []
+    if options.verify and not others:
+        raise DataError("holds no prompt", path=options.verify)
     target = load_target(options.model, dtype=DTYPES.get(options.dtype), exact_bits=options.exact_bits)
     head = load_drafter(options.head, options.model, target)
     here = conditions(saved.digest, target)
-    folder = user_path(options.out) if options.out else _own_folder(saved, here.dtype)
+    folder = user_path(options.out) if options.out else own_folder(saved, here)
     with locked(folder), _Display(console) as display:
         tuner = Tuner(
             target,
@@ -84,31 +87,31 @@ def run(options: TuneOptions) -> None:
             anew=options.verify is None,
             display=display,
         )
-        outcome = tuner.run()
-        verified = None
-        if options.verify is not None:
-            held_out: list[Prompt] = list(read_prompts(options.verify))
-            if not held_out:
-                raise DataError("holds no prompt", path=options.verify)
-            verified = Verifier(
-                target,
-                head,
-                outcome.plan,
-                outcome.record,
-                held_out,
-                num_speed_prompts=options.verify_prompts,
-                settings=options.settings,
-                book=tuner.book,
-                display=display,
-            ).run()
-        record = {
-            **outcome.record,
-            "head": options.head,
-            "verified": verified and {"prompts": options.verify and options.verify.name, **asdict(verified)},
-            "provenance": provenance(),
-        }
-        write_atomic(folder / RECORD, json.dumps(record).encode())
-        outcome.plan.save(folder / PLAN_FILE)
+        for prompt in others:
+            Engine(target).encode(prompt)  # or say now that one is too long
+        try:
+            outcome = tuner.run()
+            record = {**outcome.record, "head": options.head, "provenance": provenance()}
+            _save(folder, outcome.plan, record)
+            verified = None
+            if options.verify is not None:
+                verified = Verifier(
+                    target,
+                    head,
+                    outcome.plan,
+                    outcome.record,
+                    others,
+                    num_speed_prompts=options.verify_prompts,
+                    settings=options.settings,
+                    book=tuner.book,
+                    display=display,
+                ).run()
+                _save(
+                    folder, outcome.plan, {**record, "verified": {"prompts": options.verify.name, **asdict(verified)}}
+                )
+        except KeyboardInterrupt:
+            console.print("stopped; the same command goes on with it")
+            raise
         tuner.book.finish()
     _show(console, outcome.plan, verified)
     console.print(f"wrote {folder / PLAN_FILE}", soft_wrap=True)
@@ -118,14 +121,19 @@ def run(options: TuneOptions) -> None:
         console.print(f"no page: {error}", soft_wrap=True)
 
 
-def _own_folder(saved: SavedHead, dtype: str) -> Path:
+def _save(folder: Path, plan: Plan, record: dict[str, Any]) -> None:
+    write_atomic(folder / RECORD, json.dumps(record).encode())
+    plan.save(folder / PLAN_FILE)
+
+
+def own_folder(saved: SavedHead, here: Conditions) -> Path:
     """The head's, unless it belongs to the package or to the Hub's cache."""
     from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415 - slow to import
 
     folder = saved.folder.resolve()
     foreign = [head.folder.resolve() for head in zoo_heads()]
     if folder in foreign or folder.is_relative_to(Path(HF_HUB_CACHE).resolve()):
-        return plans_folder(saved.method, saved.digest, dtype)
+        return plans_folder(saved.method, here)
     return saved.folder
 
 

@@ -47,7 +47,8 @@ class Engine:
             max_batch_size: requests that are decoded together.
             tuned: what ``draftheads tune`` found for a draft head: it decides what is drafted at each step. None leaves
                 the drafter's own shape.
-            adaptive: whether to depart from the tuned choices by how it goes. Off, equal requests meet equal trees.
+            adaptive: whether to depart from the tuned choices by how it goes. Off, equal requests meet equal trees; on,
+                trees go by the clock, too, and where a kernel rounds by size (bf16) a near-tie may fall otherwise.
         """
         if max_batch_size < 1:
             raise InvalidSettings(f"max_batch_size is {max_batch_size}; it must be at least 1")
@@ -127,7 +128,7 @@ class Engine:
 
         Who reads the events may add requests, such as the next turn of a conversation whose last turn just ended.
         """
-        batch = Batch(self.model, self._paced())
+        batch = Batch(self.model, self.paced())
         while line or batch.sequences:
             room = self.max_batch_size - len(batch.sequences)
             joining = [line.popleft() for _ in range(min(room, len(line)))]
@@ -137,7 +138,8 @@ class Engine:
             if batch.sequences:
                 yield from batch.step()
 
-    def _paced(self) -> Drafter:
+    def paced(self) -> Drafter:
+        """What guesses for one batch: the drafter, or, where it was tuned, the pace that decides for it."""
         if self.tuned is None or not isinstance(self.drafter, DraftHead):
             return self.drafter
         return Pace(

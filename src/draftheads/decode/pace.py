@@ -235,7 +235,7 @@ class Pace:
             return None
         if outlook.kind == "static":
             self.drafter.shape = self._shape("static", best)
-            self._expected = (float(outlook.gains[best - 1]),) * batch
+            self._expected = (sureness * float(outlook.gains[best - 1]),) * batch
             self._nodes = best
             return self.drafter.propose(context)
         self.drafter.shape = self._shape("dynamic", min(2 * best, len(rates)) if self.any_size else best)

@@ -70,24 +70,30 @@ class StepBench:
     """
 
     def __init__(self, target: TargetModel, head: DraftHead, answers: Sequence[Answer], batch_size: int) -> None:
+        self.target = target
         self.head = head
         self.batch_size = batch_size
         self.watch = Stopwatch(target.device)
-        self.batch = Batch(target, _Switch(head), lap=self.watch.lap)
-        engine = Engine(target)
         texts = [answers[row % len(answers)] for row in range(batch_size)]
-        halves = [[*text.prompt_ids, *text.token_ids[: len(text.token_ids) // 2]] for text in texts]
-        self.batch.join(engine.sequences(halves, max_new_tokens=1 << 20, ignore_eos=True))
+        self.halves = [[*text.prompt_ids, *text.token_ids[: len(text.token_ids) // 2]] for text in texts]
+        self._begin()
+
+    def _begin(self) -> None:
+        self.head.keep(torch.empty(0, dtype=torch.long))  # who keeps a state of its rows forgets earlier ones
+        self.batch = Batch(self.target, _Switch(self.head), lap=self.watch.lap)
+        self.batch.join(Engine(self.target).sequences(self.halves, max_new_tokens=1 << 20, ignore_eos=True))
 
     def measure(self, way: Way, *, repeats: int) -> Cost:
         """Median seconds of the parts of a step, after one that warms up."""
-        switch = self.batch.drafter
-        assert isinstance(switch, _Switch)
-        switch.guesses = way.shape is not None
         if way.shape is not None:
             self.head.shape = way.shape
         seen: dict[str, list[float]] = {part: [] for part in _PARTS}
         for number in range(repeats + 1):
+            if len(self.batch.sequences) < self.batch_size:  # some have come to the last position that the model knows
+                self._begin()
+            switch = self.batch.drafter
+            assert isinstance(switch, _Switch)
+            switch.guesses = way.shape is not None
             self.watch.start()
             self.batch.step()
             if number:
@@ -153,7 +159,7 @@ def measure_speeds(
     *,
     batch_size: int,
     num_tokens: int,
-    settings: SamplingSettings,
+    settings: Sequence[SamplingSettings],
     rounds: int,
 ) -> list[Speed]:
     """All ways decode the same prompts, in turn, in several rounds; order and first prompt change from round to round.
@@ -165,7 +171,7 @@ def measure_speeds(
         prompts: token ids; begun again when there are no more.
         batch_size: so many are always at work: what a server under load does. Their first reading is not timed.
         num_tokens: of all rows together, in a round.
-        settings: of the answers.
+        settings: of each answer.
         rounds: repetitions.
     """
     speeds = [Speed(batch_size, way.kind, way.num_nodes, [], 1.0) for way in ways]
@@ -177,7 +183,8 @@ def measure_speeds(
             if way.shape is not None:
                 head.shape = way.shape
             drafter = NoDraft() if way.shape is None else head
-            line = Engine(target).sequences([list(prompt) for prompt in [*prompts[first:], *prompts[:first]]], settings)
+            turned = [list(prompt) for prompt in [*prompts[first:], *prompts[:first]]]
+            line = Engine(target).sequences(turned, [*settings[first:], *settings[:first]])
             tokens, steps, seconds = _busy(Batch(target, drafter), line, batch_size=batch_size, num_tokens=num_tokens)
             speed.tokens_per_second.append(tokens / seconds)
             total[0] += tokens
@@ -201,7 +208,9 @@ def _busy(batch: Batch, line: Sequence[Request], *, batch_size: int, num_tokens:
         if joining:
             batch.join(joining)
     _wait_for(batch.target.model.device)
-    return tokens, max(steps, 1), time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    batch.drafter.keep(torch.empty(0, dtype=torch.long))  # who keeps a state of its rows is done with these
+    return tokens, max(steps, 1), seconds
 
 
 def timed_answers(

@@ -5,7 +5,7 @@ The steps are apart and each leaves what it found in a :class:`Workbook`, so a s
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -29,6 +29,7 @@ from draftheads.tree import Path as RankPath
 from draftheads.tree import Tree
 
 SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 100)  # where costs are measured to begin with
+_SEARCH = 2  # a search that finds otherwise gets another number: what an older one found is then found anew
 _ANSWERS_AT_ONCE = 16
 _ROWS_AT_ONCE = 64  # answers that growing trees are tried on side by side
 _HOPELESS = 0.65  # of the best speed so far: larger trees are not measured
@@ -124,6 +125,7 @@ class Tuner:
         self.book = Workbook(
             folder,
             {
+                "search": _SEARCH,
                 "settings": asdict(settings),
                 "conditions": asdict(conditions),
                 "model": target.model_id,
@@ -148,7 +150,8 @@ class Tuner:
         self.display.stage(f"answering {len(self.prompts)} prompts", len(chunks))
         answers = []
         for number, chunk in enumerate(chunks):
-            said = self.book.get(f"answers-{number:03}", partial(self._said, engine, chunk))
+            first = number * _ANSWERS_AT_ONCE
+            said = self.book.get(f"answers-{number:03}", partial(self._said, engine, chunk, first))
             answers += [Answer(tuple(prompt), tuple(ids)) for prompt, ids in zip(chunk, said, strict=True)]
             self.display.advance()
         answers = [answer for answer in answers if len(answer.token_ids) > 1]
@@ -156,12 +159,14 @@ class Tuner:
             raise DataError(f"{self.target.model_id} ends its answers at once: there is nothing to calibrate on")
         return answers
 
-    def _said(self, engine: Engine, prompts: Sequence[list[int]]) -> list[tuple[int, ...]]:
-        settings = self.settings
-        results = engine.generate(
-            prompts, max_new_tokens=settings.max_new_tokens, temperature=settings.temperature, seed=0
-        )
+    def _said(self, engine: Engine, prompts: Sequence[list[int]], first: int) -> list[tuple[int, ...]]:
+        results = engine.generate(prompts, self._samplings(len(prompts), first))
         return [result.token_ids for result in results]
+
+    def _samplings(self, count: int, first: int = 0) -> list[SamplingSettings]:
+        """Every answer draws numbers of its own."""
+        one = SamplingSettings(max_new_tokens=self.settings.max_new_tokens, temperature=self.settings.temperature)
+        return [replace(one, seed=first + number) for number in range(count)]
 
     def _calibrate(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Ranks, trees and what they promise."""
@@ -336,9 +341,7 @@ class Tuner:
         ways = [self._way("none", 1, []), *(self._way(c.kind, c.num_nodes, found["static"]["paths"]) for c in picked)]
         rounds = self.settings.rounds
         self.display.stage(f"timing answers, {batch_size} at a time, in {len(ways)} ways", 1)
-        sampling = SamplingSettings(
-            max_new_tokens=self.settings.max_new_tokens, temperature=self.settings.temperature, seed=0
-        )
+        line = self.prompts * (1 + batch_size)
         speeds: list[dict[str, Any]] = self.book.get(
             f"speeds-{batch_size}",
             lambda: [
@@ -347,10 +350,10 @@ class Tuner:
                     self.target,
                     self.head,
                     ways,
-                    self.prompts * (1 + batch_size),
+                    line,
                     batch_size=batch_size,
                     num_tokens=self.settings.max_new_tokens // 2 * max(_BUSY_ROWS, batch_size),
-                    settings=sampling,
+                    settings=self._samplings(len(line)),
                     rounds=rounds,
                 )
             ],
@@ -435,7 +438,8 @@ def choose(batch_size: int, runs: Iterable[dict[str, Any]]) -> dict[str, Any]:
     speed = {id(run): math.fsum(run["tokens_per_second"]) / len(run["tokens_per_second"]) for run in here}
     plain = next(run for run in here if run["kind"] == "none")
     best = max(here, key=lambda run: speed[id(run)])
-    if speed[id(best)] < _WORTHWHILE * speed[id(plain)]:
+    is_clear = min(best["tokens_per_second"]) > max(plain["tokens_per_second"])
+    if not is_clear or speed[id(best)] < _WORTHWHILE * speed[id(plain)]:
         best = plain
     return {
         "batch_size": batch_size,

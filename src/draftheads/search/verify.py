@@ -11,7 +11,6 @@ from typing import Any
 
 from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine, Prompt
-from draftheads.decode.pace import Pace
 from draftheads.decode.plain import NoDraft
 from draftheads.decode.sequence import Sequence as Request
 from draftheads.draft import Drafter
@@ -151,10 +150,10 @@ class Verifier:
             [Phase(**row) for row in phases],
         )
 
-    def _sampling(self) -> SamplingSettings:
-        return SamplingSettings(
-            max_new_tokens=self.settings.max_new_tokens, temperature=self.settings.temperature, seed=0
-        )
+    def _samplings(self, count: int) -> list[SamplingSettings]:
+        """Every answer draws numbers of its own, others than the search drew."""
+        one = SamplingSettings(max_new_tokens=self.settings.max_new_tokens, temperature=self.settings.temperature)
+        return [replace(one, seed=(1 << 32) + number) for number in range(count)]
 
     def _of_all_lengths(self, count: int) -> list[SamplingSettings]:
         """Answers of a quarter to three quarters of the usual length.
@@ -164,7 +163,8 @@ class Verifier:
         """
         usual = self.settings.max_new_tokens
         lengths = [usual // 4 + usual * ((7 * number) % 16) // 30 for number in range(count)]
-        return [replace(self._sampling(), max_new_tokens=max(2, length)) for length in lengths]
+        samplings = self._samplings(count)
+        return [replace(one, max_new_tokens=max(2, length)) for one, length in zip(samplings, lengths, strict=True)]
 
     def _fixed(self, shape: Shape, batch_size: int) -> Engine:
         self.head.shape = shape
@@ -230,7 +230,7 @@ class Verifier:
                 continue
             shape = self.tuned.tree(size) if kind == "static" else self.tuned.growing(size)
             engine = self._fixed(shape, min(8, self.settings.batch_sizes[-1]))
-            tokens, steps, _ = timed_answers(engine, self.prompts, [self._sampling()] * len(self.prompts))
+            tokens, steps, _ = timed_answers(engine, self.prompts, self._samplings(len(self.prompts)))
             predicted, error = self._predicted(f"{kind} {size}")
             assert predicted is not None
             measured = (tokens - len(self.prompts)) / steps if steps else 1.0
@@ -265,7 +265,7 @@ class Verifier:
         }
         return {
             "plain": NoDraft,
-            "plan": lambda: Pace(self.head, self.tuned),
+            "plan": self._planned(1, adaptive=True).paced,
             **{name: partial(fixed, shape) for name, shape in shapes.items()},
         }
 
