@@ -177,7 +177,7 @@ def test_a_plan_by_name_that_is_not_there(world: Path, tmp_path: Path) -> None:
 
 
 def test_a_plan_by_name_that_is_not_tuned(world: Path) -> None:
-    with pytest.raises(InvalidSettings, match=r"is not tuned: run `draftheads tune .*model .*head --dtype fp32`") as caught:
+    with pytest.raises(InvalidSettings, match=r"is not tuned: run `draftheads tune .* --dtype fp32`") as caught:
         load(world, plan=world / "head")
     assert str(world / "head" / PLAN_FILE) in str(caught.value)
 

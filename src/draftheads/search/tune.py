@@ -491,7 +491,7 @@ def _together(bins: Sequence[Sequence[float]]) -> list[list[float]]:
     """
     sums: dict[int, list[float]] = {}
     for said, right, count in bins:
-        one = sums.setdefault(int(said * 12), [0.0, 0.0, 0.0])
+        one = sums.setdefault(min(int(said * 12), 11), [0.0, 0.0, 0.0])
         one[:] = [one[0] + said * count, one[1] + right * count, one[2] + count]
     return [[said / count, right / count, count] for _, (said, right, count) in sorted(sums.items())]
 
