@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from draftheads.decode.engine import Engine
-from draftheads.decode.pace import Experience, Pace, _Record
+from draftheads.decode.pace import Experience, Pace, _Record, _Timings
 from draftheads.decode.sequence import GenerationResult
 from draftheads.draft import Context, Draft
 from draftheads.errors import InvalidSettings
@@ -302,6 +302,37 @@ def test_a_machine_that_becomes_slower_changes_nothing_for_long() -> None:
     assert nodes[100:].count(1) < 0.15 * 300
 
 
+def test_what_few_rows_showed_many_begin_with() -> None:
+    dear = scaled(trees=1.8)
+    pace = Pace(Scripted(), STATIC)
+    assert steps(pace, 1, 4) == [2], "unknown, it is as tuned"
+    pace = Pace(Scripted(), STATIC)
+    steps(pace, 300, cost=dear)
+    assert steps(pace, 8, 4, cost=dear) == [1] * 8
+
+
+def test_steps_without_guesses_tell_how_fast_the_machine_is_for_trees_not_seen_lately() -> None:
+    timings = _Timings({})
+    for nodes in (1, 4, 1):
+        for _ in range(20):
+            timings.note(nodes, 1.0)
+    for _ in range(30):
+        timings.note(1, 2.0)
+    plain, tree = timings.by_size()[[1, 3]]
+    assert plain == pytest.approx(2.0, rel=0.1)
+    assert tree == pytest.approx(plain, rel=0.05)
+
+
+def test_steps_without_guesses_tell_nothing_of_trees_just_seen() -> None:
+    timings = _Timings({})
+    for _ in range(20):
+        timings.note(4, 1.3)
+    timings.note(1, 1.0)
+    plain, tree = timings.by_size()[[1, 3]]
+    assert tree == pytest.approx(1.3)
+    assert plain < 1.2
+
+
 def test_a_hiccup_is_no_trend() -> None:
     pace = Pace(Scripted(), STATIC)
     steps(pace, 100)
@@ -585,6 +616,25 @@ def test_equal_requests_meet_equal_trees_where_nothing_adapts(monkeypatch: pytes
     assert first == second
     nodes = {1: 10, 2: 4, 3: 1}  # the plan's; three rows are nearer to four
     assert set(first) == set(nodes.items())
+
+
+@pytest.mark.parametrize("nodes", [1, 10])
+def test_the_pace_is_told_the_guesses_that_were_kept_and_the_time(monkeypatch: pytest.MonkeyPatch, nodes: int) -> None:
+    told: list[tuple[Sequence[int], float]] = []
+    monkeypatch.setattr(Pace, "note", lambda pace, kept, seconds: told.append((list(kept), seconds)))
+    model = tiny_model("llama")
+    plan = replace(plan_of("static"), choices=[Choice(1, "static" if nodes > 1 else "none", nodes, 1.0, 1.0)])
+    engine = Engine(model, tiny_head("hydra", model), max_batch_size=1, tuned=plan, adaptive=False)
+    found = answers(engine)
+    assert len(told) == sum(result.num_steps for result in found)
+    assert all(0 < seconds < 60 for _, seconds in told)
+    kept = [count for counts, _ in told for count in counts]
+    if nodes == 1:
+        assert set(kept) == {0}
+    else:
+        most = sum(kept) + len(told) + len(found)  # an answer's end may cut off guesses that were kept
+        assert most - 3 * len(found) <= sum(len(result.token_ids) for result in found) <= most
+        assert max(kept) > 0
 
 
 def test_a_tuned_plan_is_for_draft_heads() -> None:
