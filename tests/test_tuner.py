@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 from draftheads.errors import DataError
 from draftheads.growth import BestFirst
 from draftheads.heads.base import DraftHead
 from draftheads.plan import Conditions
+from draftheads.sampling import SamplingSettings
 from draftheads.search import tune
 from draftheads.search.calibrate import Answer, Observation
+from draftheads.search.cost import Way, measure_speeds
 from draftheads.search.tune import Tuner, TuneSettings, choose, dense_widths, marginal_accuracy
 from draftheads.target.model import TargetModel
 from draftheads.tree import Path as RankPath
@@ -294,3 +297,30 @@ def test_too_little_to_calibrate_on_is_an_error(model: TargetModel, tmp_path: Pa
     ended = tiny_model("llama", eos_token_id=list(range(24)))
     with pytest.raises(DataError, match="ends its answers at once"):
         tuner(ended, tiny_head("medusa", ended), tmp_path, PROMPTS)._answers()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_answers_that_are_shorter_than_the_heads_reach_still_grow_trees(
+    model: TargetModel, tmp_path: Path, temperature: float
+) -> None:
+    head = tiny_head("hydra", model)
+    one = tuner(model, head, tmp_path, PROMPTS, max_new_tokens=3, max_nodes=6, temperature=temperature)
+    found = one._calibrate(one._answers())
+    assert len(found["static"]["shares"]) == len(found["static"]["paths"]) + 1
+
+
+def test_each_round_of_timing_begins_with_another_prompt(model: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[list[int]] = []
+    join = Batch.join
+
+    def noted(batch: Batch, sequences: Any) -> Any:
+        read.append(sequences[0].prompt_ids)
+        return join(batch, sequences)
+
+    monkeypatch.setattr(Batch, "join", noted)
+    settings = [SamplingSettings(max_new_tokens=4, ignore_eos=True)] * 2
+    ways = [Way("none", 1, None)]
+    head = tiny_head("medusa", model)
+    speeds = measure_speeds(model, head, ways, [[5, 6], [7]], batch_size=1, num_tokens=2, settings=settings, rounds=2)
+    assert read == [[5, 6], [7]]
+    assert len(speeds[0].tokens_per_second) == 2

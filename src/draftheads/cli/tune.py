@@ -114,7 +114,7 @@ def run(options: TuneOptions) -> None:
             raise
         tuner.book.finish()
     _show(console, outcome.plan, verified)
-    hint = "" if options.out is None else f"; `draftheads generate --plan {folder}` goes by it"
+    hint = "" if options.out is None else f"; `--head {options.head} --plan {folder}` goes by it"
     console.print(f"wrote {folder / PLAN_FILE}{hint}", soft_wrap=True)
     try:
         console.print(f"wrote {write_page(folder)}", soft_wrap=True)

@@ -183,8 +183,9 @@ def measure_speeds(
             if way.shape is not None:
                 head.shape = way.shape
             drafter = NoDraft() if way.shape is None else head
-            turned = [list(prompt) for prompt in [*prompts[first:], *prompts[:first]]]
-            line = Engine(target).sequences(turned, [*settings[first:], *settings[:first]])
+            times = 1 + batch_size  # enough that no row is ever left alone
+            turned = [list(prompt) for prompt in [*prompts[first:], *prompts[:first]]] * times
+            line = Engine(target).sequences(turned, [*settings[first:], *settings[:first]] * times)
             tokens, steps, seconds = _busy(Batch(target, drafter), line, batch_size=batch_size, num_tokens=num_tokens)
             speed.tokens_per_second.append(tokens / seconds)
             total[0] += tokens

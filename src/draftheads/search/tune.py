@@ -227,11 +227,12 @@ class Tuner:
 
     def _values(self, seen: Sequence[Observation]) -> dict[RankPath, float]:
         """Of each path, how often it is kept."""
-        ranks = torch.cat([one.ranks[one.complete] for one in seen])
-        if len(ranks) == 0:  # answers shorter than the heads reach
-            ranks = torch.cat([one.ranks for one in seen])
+        used = torch.cat([one.complete for one in seen])
+        if not used.any():  # answers shorter than the heads reach
+            used = torch.ones_like(used)
+        ranks = torch.cat([one.ranks for one in seen])[used]
         if self.settings.temperature > 0:
-            return path_shares(ranks, torch.cat([one.probs[one.complete] for one in seen]))
+            return path_shares(ranks, torch.cat([one.probs for one in seen])[used])
         return {path: n / len(ranks) for path, n in path_counts(ranks, num_ranks=self.num_ranks).items()}
 
     def _dense(self, seen: Sequence[Observation]) -> Iterator[dict[str, Any]]:
@@ -341,7 +342,6 @@ class Tuner:
         ways = [self._way("none", 1, []), *(self._way(c.kind, c.num_nodes, found["static"]["paths"]) for c in picked)]
         rounds = self.settings.rounds
         self.display.stage(f"timing answers, {batch_size} at a time, in {len(ways)} ways", 1)
-        line = self.prompts * (1 + batch_size)
         speeds: list[dict[str, Any]] = self.book.get(
             f"speeds-{batch_size}",
             lambda: [
@@ -350,10 +350,10 @@ class Tuner:
                     self.target,
                     self.head,
                     ways,
-                    line,
+                    self.prompts,
                     batch_size=batch_size,
                     num_tokens=self.settings.max_new_tokens // 2 * max(_BUSY_ROWS, batch_size),
-                    settings=self._samplings(len(line)),
+                    settings=self._samplings(len(self.prompts)),
                     rounds=rounds,
                 )
             ],
