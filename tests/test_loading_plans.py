@@ -125,6 +125,24 @@ def test_the_cache_keeps_a_plan_for_each_type_and_each_head(world: Path, here: C
     assert load(world).tuned is None
 
 
+def test_info_shows_the_plans_in_the_cache(
+    world: Path, here: Conditions, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    paths = [
+        save(plans_folder("medusa", one), tuned(one, nodes))
+        for nodes, one in ((3, here), (4, replace(here, dtype="bf16")))
+    ]
+    (save(plans_folder("medusa", replace(here, dtype="broken")), None)).write_text("{")
+    other = save(plans_folder("medusa", replace(here, head="0" * 16)), tuned(here, 4))
+    assert main(["info", str(world / "head")]) == 0
+    shown = capsys.readouterr().out
+    assert all(str(path) in shown for path in paths)
+    assert str(other) not in shown
+    assert "static tree of 3 nodes" in shown
+    assert "static tree of 4 nodes" in shown
+
+
 def test_a_plan_in_the_cache_that_is_not_tuned_is_no_tuned_plan(world: Path, here: Conditions) -> None:
     save(world / "head", tuned(here))
     save(own_cache(here), None)

@@ -149,7 +149,7 @@ def test_where_a_change_of_size_costs_the_size_stays(kind: Any) -> None:
         flicker = np.random.default_rng(0)
 
         def sure_now(row: int) -> Sequence[float]:
-            return [value * (0.6 + 0.4 * flicker.random()) for value in sure]
+            return [value * (0.2 + 0.8 * flicker.random()) for value in sure]
 
         pace = Pace(Scripted(sure_now), tuned(kind=kind), any_size=any_size)
         nodes = steps(pace, 600, kept=lambda row, nodes: float(flicker.random() < 0.6) * min(2, nodes - 1))
@@ -195,7 +195,7 @@ def test_guesses_that_are_kept_more_or_less_often_make_larger_or_smaller_trees()
         kept = lambda row, nodes: quality * WORTH[nodes - 1]  # noqa: E731
         return usual(steps(Pace(Scripted(), plan), 600, 1, kept, cheap)[-200:])
 
-    assert 1 < found(0.2) < found(0.6) < found(1.0) < found(2.0)
+    assert 1 < found(0.2) < found(0.4) < found(1.0) < found(2.5)
 
 
 def test_a_record_begins_with_the_prior_and_ends_with_what_was_seen() -> None:
@@ -357,10 +357,43 @@ def test_growing_trees_are_cut_where_guesses_are_unlikely() -> None:
     best = GROWN.choice(1).num_nodes
     unsure, drafter = grown([0.3, 0.02] + [0.01] * 40)
     assert unsure == [2]
-    assert drafter.shapes == [BestFirst(2 * best, num_ranks=4, beam=4)]
+    assert drafter.shapes == [BestFirst(best, num_ranks=4, beam=4)]
     sure, _ = grown([0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65] + [0.01] * 40)
-    assert sure == [min(2 * best, 8)]
-    assert grown([0.5, 0.4, 0.3] + [0.001] * 40)[0] == [4]
+    assert sure == [best]
+    assert best > 3
+    assert grown([0.5, 0.4] + [0.001] * 40)[0] == [3]
+
+
+def test_what_was_guessed_is_paid_for_whether_it_is_checked_or_not() -> None:
+    """A dear head: its guesses are not dropped to save what they have cost already, only what checking them takes."""
+    plan = tuned(kind="dynamic")
+    dear = replace(
+        plan,
+        costs=[replace(c, draft=0.5 * c.total, verify=0.5 * c.total) if c.num_nodes > 1 else c for c in plan.costs],
+    )
+    sure = [0.3] + [0.09] * 40
+    nodes = [steps(Pace(Scripted(lambda row: sure), p), 1, kept=lambda row, nodes: 0.3)[0] for p in (plan, dear)]
+    assert nodes[0] < nodes[1] == plan.choice(1).num_nodes
+
+
+def test_a_cut_step_is_timed_with_all_of_its_drafting() -> None:
+    """Else cutting would seem to make steps of that size slower than they were tuned."""
+    plan = tuned(kind="dynamic")
+    plan = replace(plan, costs=[replace(c, draft=0.001 * c.num_nodes) if c.num_nodes > 1 else c for c in plan.costs])
+    pace = Pace(Scripted(lambda row: [0.5, 0.4] + [0.001] * 40), plan)
+    best = plan.choice(1).num_nodes
+    assert pace.propose(context(1)).num_nodes == 3 < best
+    took = float(pace._outlook(1).seconds[2]) + 0.001 * (best - 3)
+    pace.note([1], took)
+    assert list(pace._timings[1].ratios.values()) == pytest.approx([1.0])
+
+
+def test_what_was_fastest_on_whole_answers_is_no_slower_than_others_by_their_steps() -> None:
+    """Steps are timed one by one, answers as they come: where the two differ, answers are right."""
+    cheap: Cost = lambda batch, nodes: 0.03 if nodes == 4 else seconds(batch, nodes)  # noqa: E731
+    plan = tuned(cheap)
+    plan = replace(plan, choices=[replace(choice, num_nodes=6) for choice in plan.choices])
+    assert usual(steps(Pace(Scripted(), plan), 20, cost=seconds)) == 6
 
 
 def test_a_growing_tree_that_is_not_sure_of_anything_is_not_checked_at_all() -> None:

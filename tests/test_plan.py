@@ -108,6 +108,7 @@ def plans(draw: st.DrawFn) -> Plan:
         choices.append(Choice(size, kind, draw(st.integers(1, limits[kind])), draw(finite), draw(finite)))
     steps = draw(st.sets(st.tuples(st.integers(1, 64), st.sampled_from(kinds[1:]), st.integers(2, 64)), max_size=12))
     steps |= {(size, "none", 1) for size in draw(st.sets(st.integers(1, 64), min_size=1, max_size=4))}
+    steps |= {(1, choice.kind, 2) for choice in choices if choice.kind != "none"}
     costs = [Cost(*step, draw(finite), draw(finite), draw(finite)) for step in sorted(steps)]
     conditions = Conditions(
         *(draw(names) for _ in range(2)), draw(st.integers(1, 64)), *(draw(names) for _ in range(6))
@@ -120,7 +121,7 @@ def plans(draw: st.DrawFn) -> Plan:
             command=draw(names),
             conditions=conditions,
             temperature=draw(st.floats(0.0, 2.0)),
-            confidence=draw(st.lists(finite, min_size=1, max_size=5)),
+            confidence=draw(st.lists(st.floats(0.01, 100.0), min_size=1, max_size=5)),
             paths=[list(path) for path in paths],
             static_tokens=draw(st.lists(above_one, min_size=count, max_size=count)),
             dynamic_tokens=draw(st.lists(above_one, min_size=grown, max_size=grown)),
@@ -223,9 +224,10 @@ BROKEN: dict[str, tuple[Callable[[Any], object], type[DraftHeadsError], str]] = 
     "true nodes": (put("choices", 1, "num_nodes", value=True), C, r"choices\[1\]\.num_nodes is True; it must be int"),
     "confidence that is no list": (put("confidence", value=1.0), C, r"confidence is 1\.0; it must be a list of float"),
     "confidence in words": (put("confidence", value=["high"]), C, r"confidence is \['high'\]; it must be a list"),
-    "no confidence": (put("confidence", value=[]), C, "tuned: confidence must be positive"),
-    "confidence of zero": (put("confidence", 1, value=0.0), C, "tuned: confidence must be positive"),
-    "confidence below zero": (put("confidence", 1, value=-1.0), C, "tuned: confidence must be positive"),
+    "no confidence": (put("confidence", value=[]), C, "tuned: confidence must lie between"),
+    "confidence next to nothing": (put("confidence", 1, value=1e-300), C, "tuned: confidence must lie between"),
+    "confidence of zero": (put("confidence", 1, value=0.0), C, "tuned: confidence must lie between"),
+    "confidence below zero": (put("confidence", 1, value=-1.0), C, "tuned: confidence must lie between"),
     "a temperature in words": (put("temperature", value="hot"), C, r"tuned\.temperature is 'hot'; it must be float"),
     "a temperature below zero": (put("temperature", value=-0.5), C, "tuned: temperature must be at least 0"),
     "no ranks": (put("num_ranks", value=0), T, "tuned: num_ranks is 0; it must be at least 1"),
@@ -281,6 +283,11 @@ BROKEN: dict[str, tuple[Callable[[Any], object], type[DraftHeadsError], str]] = 
         "a choice needs a tree of that many nodes",
     ),
     "a choice beyond grown trees": (put("choices", 0, "num_nodes", value=5), C, "a choice needs a tree of that many"),
+    "a choice whose steps nobody measured": (
+        lambda plan: plan["tuned"]["costs"].pop(3),
+        C,
+        "a choice needs measured steps of its kind",
+    ),
     "a choice of no nodes": (put("choices", 1, "num_nodes", value=0), C, "a choice needs a tree of that many nodes"),
     "a plain choice of two nodes": (put("choices", 2, "num_nodes", value=2), C, "a choice needs a tree of that many"),
     "grown trees that are not there": (put("dynamic_tokens", value=[]), C, "a choice needs a tree of that many nodes"),

@@ -3,8 +3,10 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import draftheads
 from draftheads.checkpoint import read_head
 from draftheads.cli.main import main
-from draftheads.cli.tune import own_folder
-from draftheads.errors import InvalidSettings
+from draftheads.cli.tune import own_folder, work_folder
+from draftheads.errors import CheckpointCorrupt, InvalidSettings
 from draftheads.loading import plans_folder
 from draftheads.plan import Conditions, read_plan
 from draftheads.search.calibrate import Answer
@@ -33,6 +35,15 @@ from test_cli import SPECIAL, letters_tokenizer
 
 QUICK = ["--num-prompts", "6", "--max-new-tokens", "10", "--batch-sizes", "1", "3", "--max-nodes", "6", "--rounds", "1"]
 PROMPTS = ["a dog", "hello", "fog and ice", "black ice on a hill", "mom", "a bad lad", "peking", "old film"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Nothing goes to the user's."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAFTHEADS_CACHE", str(folder))
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +163,24 @@ def test_a_head_of_ones_own_gets_its_plan_into_its_folder(
     assert Path("medusa/tune.html").read_bytes() == before
 
 
+@pytest.mark.parametrize("plan", ["{}", "not JSON", None])
+def test_a_broken_plan_is_mended_by_tuning(here: Path, tmp_path: Path, plan: str | None) -> None:
+    folder = shutil.copytree("medusa", tmp_path / "head")
+    (folder / "plan.json").unlink()
+    if plan is not None:
+        (folder / "plan.json").write_text(plan)
+    with pytest.raises(CheckpointCorrupt, match=r"plan\.json"):
+        draftheads.load("./model", folder, dtype=torch.float32)
+    assert main(["tune", "./model", str(folder), *tune("medusa")[3:]]) == 0
+    assert draftheads.load("./model", folder, dtype=torch.float32).tuned is not None
+
+
+def test_prompts_do_not_travel_with_a_head(here: Path, tuned: Path) -> None:
+    assert {path.name for path in tuned.iterdir()} == {"plan.json", "tune.json", "tune.html", ".tune.lock"}
+    assert (work_folder(tuned) / "answers-000.json").exists()
+    assert not work_folder(tuned).is_relative_to(tuned)
+
+
 def test_calibrating_twice_finds_the_same(here: Path, tuned: Path, tmp_path: Path) -> None:
     assert main(tune("hydra", "--out", str(tmp_path / "again"))) == 0
     first, second = (json.loads((place / "tune.json").read_text()) for place in (tuned, tmp_path / "again"))
@@ -177,18 +206,18 @@ def test_killed_in_the_middle_it_goes_on_with_what_it_had(world: Path, tmp_path:
         for name in ("answers-000", "calibration", "costs-1"):
             process = nursery.start(arguments, folder=world)
             until = time.monotonic() + 60
-            while not (out / "tune.work" / f"{name}.json").exists() and time.monotonic() < until:
+            while not (work_folder(out) / f"{name}.json").exists() and time.monotonic() < until:
                 time.sleep(0.01)
             os.kill(process, signal.SIGKILL)
             assert nursery.wait() == -signal.SIGKILL
-        found = {path.name: path.stat().st_mtime_ns for path in (out / "tune.work").glob("*.json")}
+        found = {path.name: path.stat().st_mtime_ns for path in work_folder(out).glob("*.json")}
         assert {"answers-000.json", "calibration.json", "costs-1.json"} <= set(found)
         assert not (out / "plan.json").exists()
         nursery.start(arguments, folder=world)
         assert nursery.wait() == 0
     finally:
         nursery.close()
-    after = {path.name: path.stat().st_mtime_ns for path in (out / "tune.work").glob("*.json")}
+    after = {path.name: path.stat().st_mtime_ns for path in work_folder(out).glob("*.json")}
     assert {name: after[name] for name in found} == found, "what was found before the kill was found again"
     assert read_plan(out / "plan.json").tuned is not None
 
@@ -196,7 +225,7 @@ def test_killed_in_the_middle_it_goes_on_with_what_it_had(world: Path, tmp_path:
 def test_a_finished_search_begins_anew_and_verifying_uses_what_it_found(here: Path, tmp_path: Path) -> None:
     out = tmp_path / "twice"
     assert main(tune("medusa", "--out", str(out))) == 0
-    work = out / "tune.work" / "costs-1.json"
+    work = work_folder(out) / "costs-1.json"
     first = work.stat().st_mtime_ns
     assert main(tune("medusa", "--out", str(out), "--verify", "others.jsonl", "--verify-prompts", "2")) == 0
     assert work.stat().st_mtime_ns == first

@@ -146,7 +146,9 @@ def save_head(
         _move_files(incoming, folder)
 
 
-def load_head(folder: str | PathLike[str], base: TargetModel, *, dtype: torch.dtype | None = None) -> DraftHead:
+def load_head(
+    folder: str | PathLike[str], base: TargetModel, *, dtype: torch.dtype | None = None, ignore_plan: bool = False
+) -> DraftHead:
     """A saved head, ready to draft for ``base``: on its device, bound to its weights, with its tree, frozen.
 
     Args:
@@ -154,6 +156,7 @@ def load_head(folder: str | PathLike[str], base: TargetModel, *, dtype: torch.dt
         base: the model that the head was trained for.
         dtype: of the head; the base's where left out. With another one the base's matrices that the head
             reads are copied, and who calls the head casts the hidden states.
+        ignore_plan: as for :func:`read_head`.
 
     Raises:
         ModelNotFound: no such folder.
@@ -162,7 +165,7 @@ def load_head(folder: str | PathLike[str], base: TargetModel, *, dtype: torch.dt
         UnknownMethod: no such architecture here.
         InvalidTree: its tree is none, or deeper than its heads.
     """
-    saved = read_head(folder)
+    saved = read_head(folder, ignore_plan=ignore_plan)
     check_base(saved, base)
     dtype = base.dtype if dtype is None else dtype
     head = _skeleton(saved.config)
@@ -177,8 +180,12 @@ def load_head(folder: str | PathLike[str], base: TargetModel, *, dtype: torch.dt
     return head.eval().requires_grad_(requires_grad=False)
 
 
-def read_head(folder: str | PathLike[str]) -> SavedHead:
+def read_head(folder: str | PathLike[str], *, ignore_plan: bool = False) -> SavedHead:
     """Everything about a saved head but its tensors' values, checked; needs no base model.
+
+    Args:
+        folder: written by :func:`save_head`.
+        ignore_plan: do without its ``plan.json``, for who makes a new one; the tree is then the method's own.
 
     Raises:
         ModelNotFound: no such folder.
@@ -195,8 +202,8 @@ def read_head(folder: str | PathLike[str]) -> SavedHead:
     base = checked(raw["base"], _BASE_KEYS, path, "base")
     digits = {field.name: str for field in fields(Fingerprints)}
     config = _read_config(raw["method"], raw["head"], path)
-    plan = read_plan(_present(folder / PLAN_FILE))
     skeleton = _skeleton(config)
+    plan = Plan(skeleton.tree) if ignore_plan else read_plan(_present(folder / PLAN_FILE))
     with _said_of(folder / PLAN_FILE):
         skeleton.tree = plan.tree
     if plan.tuned is not None:

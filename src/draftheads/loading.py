@@ -137,6 +137,13 @@ def plans_folder(method: str, here: Conditions) -> Path:
     return cache_folder() / "plans" / f"{method}-{here.head}-{here.dtype}-{here.kernels}-{device}"
 
 
+def kept_plans(digest: str) -> list[Path]:
+    """Plans in the user's cache for a head of that digest."""
+    with contextlib.suppress(InvalidSettings, OSError):
+        return sorted((cache_folder() / "plans").glob(f"*-{digest}-*/{PLAN_FILE}"))
+    return []
+
+
 def _kept_plan(method: str, here: Conditions) -> Path | None:
     """The plan in the user's cache, if there is one that can be reached."""
     with contextlib.suppress(InvalidSettings, OSError):
@@ -161,10 +168,18 @@ def _plan_file(plan: str | PathLike[str]) -> Path:
 
 
 def load_drafter(
-    head: str | PathLike[str], model: str | PathLike[str], target: TargetModel, *, fast: bool = True
+    head: str | PathLike[str],
+    model: str | PathLike[str],
+    target: TargetModel,
+    *,
+    fast: bool = True,
+    ignore_plan: bool = False,
 ) -> DraftHead:
-    """The head alone, ready to draft for ``target``, which is ``model``; arguments and errors as for :func:`load`."""
-    drafter = load_head(find_head(fspath(head), fspath(model)), target)
+    """The head alone, ready to draft for ``target``, which is ``model``; arguments and errors as for :func:`load`.
+
+    ``ignore_plan`` is for who makes a new plan: the one that is there may be broken or missing.
+    """
+    drafter = load_head(find_head(fspath(head), fspath(model)), target, ignore_plan=ignore_plan)
     if fast:
         drafter.speed_up()
     return drafter

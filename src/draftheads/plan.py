@@ -22,6 +22,7 @@ from draftheads.tree import Tree
 
 PLAN_VERSION = 2
 _LARGEST = 1 << 20  # rows or nodes
+Part = Literal["draft", "verify", "rest", "total"]  # of a step
 Kind = Literal["none", "static", "dynamic"]  # plain decoding, the same tree for all, a tree for each row and step
 
 
@@ -112,7 +113,8 @@ class Tuned:
         problems = {
             "numbers of rows and nodes must be of this world": largest > _LARGEST,
             "temperature must be at least 0": not 0 <= self.temperature < math.inf,
-            "confidence must be positive": not self.confidence or not all(0 < t < math.inf for t in self.confidence),
+            "confidence must lie between 0.01 and 100": not self.confidence
+            or not all(0.01 <= divisor <= 100 for divisor in self.confidence),
             "paths must not have the root": [] in self.paths,
             "static_tokens must have one number for each tree": len(self.static_tokens) != len(self.paths) + 1,
             "a step has at least one token": not all(
@@ -129,6 +131,9 @@ class Tuned:
             ),
             "costs must have steps without guesses": not any(cost.kind == "none" for cost in self.costs),
             "costs must have each step once": len(steps) != len(set(steps)),
+            "a choice needs measured steps of its kind": any(
+                choice.kind not in {cost.kind for cost in self.costs} for choice in self.choices
+            ),
             "a choice needs a tree of that many nodes": any(
                 not 1 <= choice.num_nodes <= len(self.tokens(choice.kind)) for choice in self.choices
             ),
@@ -163,12 +168,12 @@ class Tuned:
         """Numbers of nodes whose cost was measured, ascending."""
         return sorted({cost.num_nodes for cost in self.costs if cost.kind == kind})
 
-    def seconds(self, kind: Kind, batch_size: int, num_nodes: int) -> float:
+    def seconds(self, kind: Kind, batch_size: int, num_nodes: int, part: Part = "total") -> float:
         """Seconds of a step, by straight lines between what was measured; beyond the largest batch in proportion."""
         largest = self.cost_batch_sizes[-1]
         if batch_size > largest:
-            return self.seconds(kind, largest, num_nodes) * batch_size / largest
-        points = [(size, self._at(kind, size, num_nodes)) for size in self.cost_batch_sizes]
+            return self.seconds(kind, largest, num_nodes, part) * batch_size / largest
+        points = [(size, self._at(kind, size, num_nodes, part)) for size in self.cost_batch_sizes]
         return _between([(size, seconds) for size, seconds in points if seconds is not None], batch_size)
 
     @cached_property
@@ -176,15 +181,15 @@ class Tuned:
         """Batch sizes at which steps were measured, ascending."""
         return sorted({cost.batch_size for cost in self.costs})
 
-    def _at(self, kind: Kind, batch_size: int, num_nodes: int) -> float | None:
+    def _at(self, kind: Kind, batch_size: int, num_nodes: int, part: Part) -> float | None:
         found = self._points.get(("none" if num_nodes == 1 else kind, batch_size))
-        return _between(found, num_nodes) if found else None
+        return _between([(cost.num_nodes, getattr(cost, part)) for cost in found], num_nodes) if found else None
 
     @cached_property
-    def _points(self) -> dict[tuple[str, int], list[tuple[int, float]]]:
-        points: dict[tuple[str, int], list[tuple[int, float]]] = {}
+    def _points(self) -> dict[tuple[str, int], list[Cost]]:
+        points: dict[tuple[str, int], list[Cost]] = {}
         for cost in sorted(self.costs, key=lambda cost: cost.num_nodes):
-            points.setdefault((cost.kind, cost.batch_size), []).append((cost.num_nodes, cost.total))
+            points.setdefault((cost.kind, cost.batch_size), []).append(cost)
         return points
 
 

@@ -3,6 +3,7 @@
 Reads configurations and headers only; no model is loaded.
 """
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -14,8 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from draftheads.checkpoint import SavedHead, read_head
-from draftheads.errors import InvalidSettings, InvalidTree
+from draftheads.errors import CheckpointError, InvalidSettings, InvalidTree
 from draftheads.files import user_path
+from draftheads.loading import kept_plans
 from draftheads.plan import Tuned, read_plan
 from draftheads.tree import Tree
 from draftheads.zoo.registry import find_head, zoo_heads
@@ -101,6 +103,10 @@ def _print_head(console: Console, saved: SavedHead) -> None:
         console.print(Markdown(figures))
     if saved.plan.tuned is not None:
         _print_section(console, "Tuned", _choices(saved.plan.tuned))
+    for path in kept_plans(saved.digest):
+        with contextlib.suppress(CheckpointError, InvalidTree):  # a broken one is said when it is used
+            if (tuned := read_plan(path).tuned) is not None:
+                _print_section(console, "Tuned, in the cache", {"plan": str(path), **_choices(tuned)})
     console.print(Text("\nTree", style="bold"))
     _print_tree(console, saved.tree)
 

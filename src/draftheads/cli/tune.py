@@ -1,5 +1,6 @@
 """``draftheads tune``: finds the trees that pay for a head on this machine, and shows why."""
 
+import hashlib
 import json
 import shlex
 import sys
@@ -20,7 +21,7 @@ from draftheads.cli.generate import DTYPES, Dtype
 from draftheads.cli.prompts import read_prompts
 from draftheads.cli.show import quiet_transformers
 from draftheads.decode.engine import Engine, Prompt
-from draftheads.errors import DataError, MissingDependency
+from draftheads.errors import DataError, InvalidSettings, MissingDependency
 from draftheads.files import user_path, write_atomic
 from draftheads.loading import load_drafter, load_target, plans_folder
 from draftheads.plan import Conditions, Plan
@@ -30,9 +31,10 @@ from draftheads.search.prompts import CALIBRATION_PROMPTS
 from draftheads.search.tune import Tuner, TuneSettings
 from draftheads.search.verify import Verified, Verifier
 from draftheads.search.workbook import locked
+from draftheads.target.embedded import cache_folder
 from draftheads.zoo.registry import find_head, zoo_heads
 
-_WORK_FOLDER = "tune.work"
+_WORK_FOLDER = "tune.work"  # where there is no cache
 
 
 @dataclass(frozen=True)
@@ -66,13 +68,13 @@ def run(options: TuneOptions) -> None:
     """Searches, writes and shows."""
     console = Console(highlight=False)
     quiet_transformers()
-    saved = read_head(find_head(options.head, options.model))
+    saved = read_head(find_head(options.head, options.model), ignore_plan=True)
     prompts: list[Prompt] = list(read_prompts(options.prompts)) if options.prompts else list(CALIBRATION_PROMPTS)
     others: list[Prompt] = list(read_prompts(options.verify)) if options.verify else []
     if options.verify and not others:
         raise DataError("holds no prompt", path=options.verify)
     target = load_target(options.model, dtype=DTYPES.get(options.dtype), exact_bits=options.exact_bits)
-    head = load_drafter(options.head, options.model, target)
+    head = load_drafter(options.head, options.model, target, ignore_plan=True)
     here = conditions(saved.digest, target)
     folder = user_path(options.out) if options.out else own_folder(saved, here)
     with locked(folder), _Display(console) as display:
@@ -83,7 +85,7 @@ def run(options: TuneOptions) -> None:
             options.settings,
             conditions=here,
             command=_command(),
-            folder=folder / _WORK_FOLDER,
+            folder=work_folder(folder),
             anew=options.verify is None,
             display=display,
         )
@@ -136,6 +138,14 @@ def own_folder(saved: SavedHead, here: Conditions) -> Path:
     if folder in foreign or folder.is_relative_to(Path(HF_HUB_CACHE).resolve()):
         return plans_folder(saved.method, here)
     return saved.folder
+
+
+def work_folder(folder: Path) -> Path:
+    """Where findings on the way to the plan in ``folder`` lie: they hold prompts, which must not travel with a head."""
+    try:
+        return cache_folder() / "tune" / hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    except InvalidSettings:
+        return folder / _WORK_FOLDER
 
 
 def _command() -> str:

@@ -35,6 +35,7 @@ _FADING = 0.01  # per step: of how the cost of other trees differed from its own
 _TRY_AFTER = 16  # steps with guesses: then one without, to know what it takes; and the other way round
 _TRY_EVERY = 128  # steps at most, when each try has doubled the wait
 _WORTH_A_TRY = 0.7  # of plain decoding's speed; guesses that promise less are not tried
+_BEHIND_CHOICE = 1.01  # what was found fastest on whole answers is so much faster than others, at least
 _CHANGE_OF_SIZE = 1.1  # how much faster another size must promise to be where a change costs
 _NUM_SIZES = 16  # powers of two of nodes
 _PLAIN = Tree.chain(0)
@@ -117,6 +118,7 @@ class _Outlook:
     kind: Kind
     gains: Floats  # expected guesses kept, per row and step
     seconds: Floats  # of a step, as tuned
+    drafting: Floats  # of that, what guessing takes
     sizes: npt.NDArray[np.int64]  # powers of two
 
 
@@ -164,6 +166,7 @@ class Pace:
         self._held: dict[int, int] = {}  # nodes, by rows, where a change of size costs
         self._expected: Sequence[float] = ()  # of this step's guesses, per row
         self._nodes = 1  # of this step; 0 where none of what was guessed is checked
+        self._cost = 0.0  # seconds, as tuned
 
     @property
     def needs_history(self) -> bool:
@@ -180,6 +183,7 @@ class Pace:
             draft = Draft.on_tree(_PLAIN, context.root_ids[:, None])
             self._expected = (0.0,) * batch
             self._nodes = 1
+            self._cost = float(self._outlook(batch).seconds[0]) if self.adaptive else 0.0
             self._sureness.note(0.0, 0.0, _COMMON_MEMORY)
         return draft
 
@@ -200,9 +204,8 @@ class Pace:
         for row, kept, expected in zip(self._rows, num_kept, self._expected, strict=True):
             row.note(kept, expected, _OWN_MEMORY)
         self._all.note(sum(num_kept) / batch, sum(self._expected) / batch, _COMMON_MEMORY)
-        tuned = self._outlook(batch).seconds
-        if 1 <= self._nodes <= len(tuned):
-            self._timing(batch).note(self._nodes, seconds / float(tuned[self._nodes - 1]))
+        if self._nodes:
+            self._timing(batch).note(self._nodes, seconds / self._cost)
 
     def _as_tuned(self, context: Context) -> Draft | None:
         choice = self.tuned.choice(len(context.root_ids))
@@ -237,30 +240,43 @@ class Pace:
             self.drafter.shape = self._shape("static", best)
             self._expected = (sureness * float(outlook.gains[best - 1]),) * batch
             self._nodes = best
+            self._cost = float(outlook.seconds[best - 1])
             return self.drafter.propose(context)
-        self.drafter.shape = self._shape("dynamic", min(2 * best, len(rates)) if self.any_size else best)
+        self.drafter.shape = self._shape("dynamic", best)
         draft = self.drafter.propose(context)
         assert draft.path_log_probs is not None, "grown trees come with their probabilities"
         likely = draft.path_log_probs.exp().double().cpu().numpy()  # (B, N), 1 for the root
         self._sureness.note(float(likely[:, 1:best].sum()) / batch, float(outlook.gains[best - 1]), _COMMON_MEMORY)
         promised = (factors @ likely).cumsum()
-        worth = promised - rates[best - 1] * seconds[: len(promised)]
+        checking = (outlook.seconds - outlook.drafting)[: len(promised)] * (seconds / outlook.seconds)[: len(promised)]
+        worth = promised - rates[best - 1] * checking
         nodes = int(worth.argmax()) + 1 if self.any_size else len(promised)
         self._expected = (likely[:, :nodes].sum(1) - 1.0).tolist()
         self._nodes = nodes if nodes > 1 else 0
+        self._cost = float(
+            outlook.seconds[nodes - 1] - outlook.drafting[nodes - 1] + outlook.drafting[len(promised) - 1]
+        )
         return draft.first(nodes)
 
     def _outlook(self, batch: int) -> _Outlook:
         """By measured steps, as far as they go."""
         if batch not in self._outlooks:
-            kind = self.tuned.choice(batch).kind
+            choice = self.tuned.choice(batch)
+            kind = choice.kind
             if kind == "none":  # if ever any is drafted here, it is what pays elsewhere
                 kind = next((c.kind for c in reversed(self.tuned.choices) if c.kind != "none"), "static")
             count = min(len(self.tuned.tokens(kind)), max([1, *self.tuned.sizes(kind)]))
             gains = np.array(self.tuned.tokens(kind)[:count]) - 1.0
             seconds = np.array([self.tuned.seconds(kind, batch, nodes) for nodes in range(1, count + 1)])
             sizes = np.array([nodes.bit_length() for nodes in range(1, count + 1)])
-            self._outlooks[batch] = _Outlook(kind, gains, seconds, sizes)
+            if 1 < choice.num_nodes <= count:  # whole answers said that none is faster than this one
+                others = np.arange(1, count + 1) > 1
+                others[choice.num_nodes - 1] = False
+                fastest = (1.0 + gains[choice.num_nodes - 1]) / seconds[choice.num_nodes - 1]
+                slower = _BEHIND_CHOICE * (1.0 + gains) / fastest
+                seconds = np.where(others, np.maximum(seconds, slower), seconds)
+            drafting = np.array([self.tuned.seconds(kind, batch, nodes, "draft") for nodes in range(1, count + 1)])
+            self._outlooks[batch] = _Outlook(kind, gains, seconds, drafting, sizes)
         return self._outlooks[batch]
 
     def _timing(self, batch: int) -> _Timings:

@@ -39,7 +39,7 @@ def path_counts(ranks: Tensor, *, num_ranks: int) -> Counter[Path]:
 
 
 def path_shares(ranks: Tensor, probs: Tensor) -> dict[Path, float]:
-    """How often each path is kept when the text is sampled: the mean of the target's probability of it.
+    """How often each path is kept when the text is sampled: by the target's probabilities of its guesses.
 
     The text stands at one of the paths; of those one guess longer the target's own probability counts instead of
     whether it was drawn, so that few texts tell much: the probability of a path is the chance that the text takes its
@@ -59,11 +59,10 @@ def path_shares(ranks: Tensor, probs: Tensor) -> dict[Path, float]:
         beginnings, which = torch.unique(marked, dim=0, return_inverse=True)
         sums = torch.zeros(len(beginnings), num_ranks, dtype=torch.float64)
         sums.index_add_(0, which, probs[going, depth].double())
-        for beginning, row in zip(map(tuple, beginnings[:, 1:].tolist()), (sums / len(ranks)).tolist(), strict=True):
-            # chance must not make a path more frequent than its beginning, which rounding can have made impossible
-            limit = shares.get(beginning, 0.0)
-            kept = [min(share, limit) for share in row]
-            shares.update({(*beginning, rank): share for rank, share in enumerate(kept) if share > 0})
+        means = sums / torch.bincount(which, minlength=len(beginnings))[:, None]
+        for beginning, row in zip(map(tuple, beginnings[:, 1:].tolist()), means.tolist(), strict=True):
+            taken = shares.get(beginning, 0.0)  # rounding can have made it impossible
+            shares.update({(*beginning, rank): taken * mean for rank, mean in enumerate(row) if taken * mean > 0})
         going = going[ranks[going, depth] < num_ranks]
     return shares
 

@@ -29,7 +29,7 @@ from draftheads.tree import Path as RankPath
 from draftheads.tree import Tree
 
 SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 100)  # where costs are measured to begin with
-_SEARCH = 2  # a search that finds otherwise gets another number: what an older one found is then found anew
+_SEARCH = 3  # a search that finds otherwise gets another number: what an older one found is then found anew
 _ANSWERS_AT_ONCE = 16
 _ROWS_AT_ONCE = 64  # answers that growing trees are tried on side by side
 _HOPELESS = 0.65  # of the best speed so far: larger trees are not measured

@@ -44,6 +44,7 @@ PAPER_TREE = Tree.from_paths(
     ]
 )
 PHASES = (1, 4, 16, 4, 1)  # requests that are answered together, one load after the other
+_WARM_UP = 8  # tokens of answers that are not timed
 _PHASE_PROMPTS = 8  # at least, in each phase
 
 Build = Callable[[int], Engine]  # an engine for a batch size
@@ -192,6 +193,9 @@ class Verifier:
         """Every way answers one half of the prompts, then in the opposite order the other half."""
         count = max(2, self.num_speed_prompts, 2 * batch_size)
         prompts = self.prompts[:count]
+        for build in ways.values():  # the first steps of a size are slower
+            warm_up = replace(self._samplings(1)[0], max_new_tokens=_WARM_UP)
+            timed_answers(build(batch_size), prompts[:batch_size], [warm_up] * len(prompts[:batch_size]))
         middle = (len(prompts) + 1) // 2
         sums = dict.fromkeys(ways, (0, 0, 0.0))
         for half, names in ((prompts[:middle], list(ways)), (prompts[middle:], list(reversed(ways)))):
