@@ -1,6 +1,6 @@
 """Tiny random models of many families, an integer tokenizer and untrained heads: the world of the tests."""
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -101,10 +101,20 @@ def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
     return TargetModel(model, IntegerTokenizer(), f"tiny-{family}")
 
 
+def fitting(method: str, **options: Any) -> dict[str, Any]:
+    """The options as far as the method has them: an even number of Amphista heads, one layer where there can be one."""
+    if method == "amphista" and "num_heads" in options:
+        options["num_heads"] += options["num_heads"] % 2
+    if method in ("eagle", "mlp-speculator"):
+        options.pop("num_layers", None)
+    return options
+
+
 def tiny_head(method: str, model: TargetModel, *, num_heads: int = 3, seed: int = 0, **options: Any) -> DraftHead:
     """An untrained head with weights that are not its starting values."""
     config_class, head_class = head_classes(method)
-    config = config_class(hidden_size=model.hidden_size, vocab_size=model.vocab_size, num_heads=num_heads, **options)
+    sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size, "num_heads": num_heads}
+    config = config_class(**{**sizes, **fitting(method, num_heads=num_heads, **options)})
     torch.manual_seed(seed)
     head = head_class(config)
     vocab = torch.arange(model.vocab_size)[-config.draft_vocab_size :] if config.draft_vocab_size else None
@@ -128,6 +138,9 @@ class Prophet:
         self.generator = torch.Generator().manual_seed(seed)
         self.texts: list[list[int]] = []  # of the rows, as the contexts told
         self.roots: list[int] = []
+
+    def fresh(self) -> Self:
+        return self
 
     def propose(self, context: Context) -> Draft:
         """Also checks that the context says what was accepted."""

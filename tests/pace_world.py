@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 import torch
@@ -77,6 +78,9 @@ class Scripted:
         self.sure = sure  # of a row: probabilities of a growing tree's paths, root left out, falling
         self.shapes: list[Shape | None] = []  # per step; None where it was told to follow
         self.kept: list[list[int]] = []
+
+    def fresh(self) -> Self:
+        return self
 
     def propose(self, context: Context) -> Draft:
         self.shapes.append(self.shape)

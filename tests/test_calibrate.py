@@ -2,7 +2,7 @@
 
 import itertools
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -322,6 +322,11 @@ class Remembering(HydraHead):
             memory = self.further(memory, hidden[:, place], token_ids[:, place])
             memories.append(memory)
         return super().forward(torch.stack(memories, 1), token_ids)
+
+    def fresh(self) -> Self:
+        other = super().fresh()
+        other.memories = []
+        return other
 
     def begin(self, context: Context, depth: int) -> Tensor:
         for row, count in enumerate(context.num_accepted.tolist()):

@@ -45,6 +45,7 @@ from draftheads.target import fingerprint
 from draftheads.target.fingerprint import Fingerprints, difference
 from draftheads.target.model import TargetModel
 from draftheads.tree import Tree
+from families import fitting
 
 VOCAB, SIZE = 64, 32
 TREE = Tree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
@@ -86,7 +87,8 @@ def tiny_base(
 def random_head(base: TargetModel, method: str = "medusa", *, seed: int = 1, **options: Any) -> DraftHead:
     """A head whose values, and whose draft vocabulary, say something."""
     config_class, head_class = HEADS[method]
-    config = config_class(hidden_size=base.hidden_size, vocab_size=base.vocab_size, num_heads=3, **options)
+    sizes = {"hidden_size": base.hidden_size, "vocab_size": base.vocab_size}
+    config = config_class(**sizes, **fitting(method, num_heads=3, **options))
     head = head_class(config)
     size = config.draft_vocab_size
     head.initialise(base.weights, None if size is None else torch.arange(size).flip(0) * 3 + 1)
@@ -480,7 +482,7 @@ BROKEN = [
         CONFIG_FILE,
         put("method", value="telepathy"),
         UnknownMethod,
-        "'telepathy'; choose one of hydra, medusa",
+        "'telepathy'; choose one of amphista, eagle, hydra, ",
     ),
     Broken(CONFIG_FILE, put("format_version", value=2), CheckpointMismatch, "is 2 .* up to 1: upgrade"),
     Broken(CONFIG_FILE, put("format_version", value=0), CheckpointCorrupt, "format_version is 0"),

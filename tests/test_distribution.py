@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter
 from dataclasses import replace
+from typing import Self
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from draftheads.accept import accept
 from draftheads.decode.engine import Engine
 from draftheads.draft import Context, Draft, Drafter, Verdict
 from draftheads.growth import BestFirst, BestPaths, Shape
+from draftheads.heads import HEADS
 from draftheads.heads.base import DraftHead
 from draftheads.sampling import RowSettings, SamplingSettings, choose
 from draftheads.target.model import TargetModel
@@ -141,7 +143,7 @@ def test_wrong_rules_are_found_out(
 
 
 @pytest.mark.parametrize("shape", ["chain", "ragged", "64 nodes", *GROWING])
-@pytest.mark.parametrize("method", ["medusa", "hydra"])
+@pytest.mark.parametrize("method", list(HEADS))
 def test_a_seeds_answer_is_plain_decodings_token_for_token(model: TargetModel, method: str, shape: str) -> None:
     """A random number belongs to a place in the answer, so drafting changes no token (in fp32)."""
     cases = list(itertools.product(PROMPTS, [0.0, 0.5, 1.0], [1.0, 1.25]))
@@ -168,6 +170,9 @@ class Recorder:
         self.head = head
         self.drafts: list[Draft] = []
 
+    def fresh(self) -> Self:
+        return self
+
     def propose(self, context: Context) -> Draft:
         self.drafts.append(self.head.propose(context))
         return self.drafts[-1]
@@ -181,7 +186,7 @@ class Recorder:
 
 @pytest.mark.parametrize("num_heads", [3, 6])
 @pytest.mark.parametrize("rule", GROWING)
-@pytest.mark.parametrize("method", ["medusa", "hydra"])
+@pytest.mark.parametrize("method", list(HEADS))
 def test_where_everything_is_typical_the_deepest_guesses_are_the_answer(
     model: TargetModel, method: str, rule: str, num_heads: int
 ) -> None:

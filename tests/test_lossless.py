@@ -1,6 +1,7 @@
 """Losslessness in fp32: every drafter, tree, batch and family gives plain's tokens, and plain gives transformers'."""
 
 from itertools import pairwise
+from typing import Self
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.sequence import GenerationResult
 from draftheads.draft import Context, Draft
 from draftheads.growth import BestFirst, Shape
+from draftheads.heads import HEADS
 from draftheads.heads.base import DraftHead
 from draftheads.target.fast import speed_up
 from draftheads.target.model import TargetModel
@@ -53,7 +55,7 @@ def test_plain_equals_transformers(family: TargetModel, plain: list[tuple[int, .
 
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("method", ["medusa", "hydra"])
+@pytest.mark.parametrize("method", list(HEADS))
 def test_heads_equal_plain(
     family: TargetModel, plain: list[tuple[int, ...]], method: str, tree: str, batch_size: int
 ) -> None:
@@ -65,7 +67,7 @@ def test_heads_equal_plain(
 
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 @pytest.mark.parametrize("rule", ["best first", "best paths"])
-@pytest.mark.parametrize("method", ["medusa", "hydra"])
+@pytest.mark.parametrize("method", list(HEADS))
 def test_heads_on_growing_trees_equal_plain(
     family: TargetModel, plain: list[tuple[int, ...]], method: str, rule: str, batch_size: int
 ) -> None:
@@ -109,6 +111,9 @@ class Fickle:
         self.generator = torch.Generator().manual_seed(seed)
         self.met: set[object] = set()
 
+    def fresh(self) -> Self:
+        return self
+
     def propose(self, context: Context) -> Draft:
         shapes = [None, *TREES.values(), *GROWING.values()]
         shape = shapes[self._below(len(shapes))]
@@ -129,7 +134,7 @@ class Fickle:
         return int(torch.randint(0, limit, (1,), generator=self.generator))
 
 
-@pytest.mark.parametrize("method", ["medusa", "hydra"])
+@pytest.mark.parametrize("method", list(HEADS))
 def test_shapes_that_change_from_step_to_step_equal_plain(
     family: TargetModel, plain: list[tuple[int, ...]], method: str
 ) -> None:
@@ -139,7 +144,7 @@ def test_shapes_that_change_from_step_to_step_equal_plain(
     assert len(fickle.met) == 1 + len(TREES) + len(GROWING)
 
 
-@pytest.mark.parametrize("method", ["medusa", "hydra"])
+@pytest.mark.parametrize("method", list(HEADS))
 @pytest.mark.parametrize(
     "options",
     [

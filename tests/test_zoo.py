@@ -92,10 +92,10 @@ def test_a_folder_comes_before_the_hub(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("zoo")
 def test_an_unknown_name_lists_what_is_bundled() -> None:
-    with pytest.raises(ModelNotFound, match=r"no head 'eagle': .*bundled for smollm2-135m: hydra, medusa$"):
-        find_head("eagle", "smollm2-135m")
+    with pytest.raises(ModelNotFound, match=r"no head 'telepathy': .*bundled for smollm2-135m: hydra, medusa$"):
+        find_head("telepathy", "smollm2-135m")
     with pytest.raises(ModelNotFound, match=r"bundled for no-heads-1b, only medusa for other-1b, hydra for smollm"):
-        find_head("eagle", "no-heads-1b")
+        find_head("telepathy", "no-heads-1b")
 
 
 @pytest.mark.usefixtures("no_zoo")

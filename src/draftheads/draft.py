@@ -129,6 +129,9 @@ class Drafter(Protocol):
     def needs_history(self) -> bool:
         """Whether a context must carry all accepted tokens (stateful) or the last one only (stateless)."""
 
+    def fresh(self) -> Self:
+        """The same drafter for a batch of its own, which knows no rows. Stateless drafters may give themselves."""
+
     def propose(self, context: Context) -> Draft:
         """Guesses for every row of the context."""
 

@@ -54,8 +54,8 @@ def checked(value: Any, types_by_key: Mapping[str, Any], path: Path, place: str 
         known = ", ".join(sorted(types_by_key))
         raise CheckpointCorrupt(f"{path}: unknown key {dot}{unknown[0]}; known are {known}")
     for name, hint in types_by_key.items():
-        if not _matches(found[name], hint):
-            raise CheckpointCorrupt(f"{path}: {dot}{name} is {found[name]!r}; it must be {_in_words(hint)}")
+        if not matches(found[name], hint):
+            raise CheckpointCorrupt(f"{path}: {dot}{name} is {found[name]!r}; it must be {in_words(hint)}")
     return found
 
 
@@ -83,34 +83,34 @@ def _as_object(value: Any, path: Path, place: str = "") -> dict[str, Any]:
     return value
 
 
-def _matches(value: Any, hint: Any) -> bool:
+def matches(value: Any, hint: Any) -> bool:
     """Is a JSON value of that type?
 
-    >>> _matches(None, int | None), _matches(True, int), _matches("own", typing.Literal["own", "shared"])
+    >>> matches(None, int | None), matches(True, int), matches("own", typing.Literal["own", "shared"])
     (True, False, True)
-    >>> _matches([1, 2.5], list[float]), _matches([[0], "x"], list[list[int]])
+    >>> matches([1, 2.5], list[float]), matches([[0], "x"], list[list[int]])
     (True, False)
     """
     kind = typing.get_origin(hint)
     if kind is typing.Literal:
         return value in typing.get_args(hint)
     if kind in (typing.Union, types.UnionType):
-        return any(_matches(value, one) for one in typing.get_args(hint))
+        return any(matches(value, one) for one in typing.get_args(hint))
     if kind is list:
-        return type(value) is list and all(_matches(item, typing.get_args(hint)[0]) for item in value)
+        return type(value) is list and all(matches(item, typing.get_args(hint)[0]) for item in value)
     return type(value) is hint or (hint is float and type(value) is int)
 
 
-def _in_words(hint: Any) -> str:
+def in_words(hint: Any) -> str:
     """A type for people.
 
-    >>> _in_words(int | None), _in_words(typing.Literal["own", "shared"]), _in_words(list[int])
+    >>> in_words(int | None), in_words(typing.Literal["own", "shared"]), in_words(list[int])
     ('int or null', "'own' or 'shared'", 'a list of int')
     """
     parts = typing.get_args(hint)
     if not parts:
         return "null" if hint is types.NoneType else str(hint.__name__)
     if typing.get_origin(hint) is list:
-        return f"a list of {_in_words(parts[0])}"
-    in_words = repr if typing.get_origin(hint) is typing.Literal else _in_words
-    return " or ".join(in_words(part) for part in parts)
+        return f"a list of {in_words(parts[0])}"
+    word = repr if typing.get_origin(hint) is typing.Literal else in_words
+    return " or ".join(word(part) for part in parts)

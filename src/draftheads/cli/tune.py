@@ -170,7 +170,7 @@ def _show_verified(console: Console, verified: Verified) -> None:
     for row in verified.rows:
         predicted = "" if row.predicted_tokens_per_step is None else f"{row.predicted_tokens_per_step:.2f}"
         speed, step = f"{row.tokens_per_second:.1f}", f"{row.tokens_per_step:.2f}"
-        table.add_row(str(row.batch_size), row.way, speed, step, predicted, f"{row.speedup:.2f}")
+        table.add_row(str(row.batch_size), row.way, speed, step, predicted, f"{row.speedup:.2f} ± {row.error:.2f}")
     console.print(table)
     table = _table("tokens/step of", "predicted", "± 1 s.e.", f"measured, {verified.num_prompts} prompts")
     for tree in verified.predictions:

@@ -141,9 +141,9 @@ class Engine:
     def paced(self) -> Drafter:
         """What guesses for one batch: the drafter, or, where it was tuned, the pace that decides for it."""
         if self.tuned is None or not isinstance(self.drafter, DraftHead):
-            return self.drafter
+            return self.drafter.fresh()
         return Pace(
-            self.drafter,
+            self.drafter.fresh(),
             self.tuned,
             adaptive=self.adaptive,
             any_size=not packs_by_size(self.model.model),

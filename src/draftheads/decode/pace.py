@@ -11,7 +11,7 @@ as it promises more tokens than its seconds bring elsewhere.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -167,6 +167,12 @@ class Pace:
         self._expected: Sequence[float] = ()  # of this step's guesses, per row
         self._nodes = 1  # of this step; 0 where none of what was guessed is checked
         self._cost = 0.0  # seconds, as tuned
+
+    def fresh(self) -> Self:
+        """For other rows; what was learned beyond rows is shared."""
+        experience = Experience(self._all, self._sureness, self._timings)
+        options: dict[str, Any] = {"adaptive": self.adaptive, "any_size": self.any_size, "experience": experience}
+        return type(self)(self.drafter.fresh(), self.tuned, **options)
 
     @property
     def needs_history(self) -> bool:

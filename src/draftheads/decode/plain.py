@@ -1,5 +1,7 @@
 """Plain decoding: the drafter that guesses nothing. The oracle of every drafter, and the honest baseline."""
 
+from typing import Self
+
 import torch
 
 from draftheads.draft import Context, Draft
@@ -12,6 +14,10 @@ class NoDraft:
     """A tree of one node: each step checks the root and gets one token."""
 
     needs_history = False
+
+    def fresh(self) -> Self:
+        """Itself."""
+        return self
 
     def propose(self, context: Context) -> Draft:
         """The root alone."""

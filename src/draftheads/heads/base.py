@@ -4,10 +4,11 @@ Knows the target only as :class:`TargetWeights` (its embedding and lm_head, froz
 K heads; head i (0-based) reads position t and guesses x_{t+2+i}; V' is the draft vocabulary.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,7 @@ class HeadConfig:
 
     method: ClassVar[str]
     reads_embeddings: ClassVar[bool] = False  # then it has a field embedding_scale, which training sets
+    has_layers: ClassVar[bool] = False  # then it is a LayerConfig, whose sizes training takes from the target
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "vocab_size", "num_heads", "num_layers", "lm_head_rank"):
@@ -55,6 +57,16 @@ class HeadConfig:
             raise InvalidSettings(
                 f"draft_vocab_size is {self.draft_vocab_size}; it must lie in 1 … vocab_size ({self.vocab_size})"
             )
+
+    @property
+    def num_lm_heads(self) -> int:
+        """How many lm_heads there are, unless they are the target's."""
+        return self.num_heads
+
+    @property
+    def feature_size(self) -> int:
+        """F, the size of what an lm_head reads."""
+        return self.hidden_size
 
     @property
     def num_draft_tokens(self) -> int:
@@ -76,8 +88,8 @@ class DraftHead(nn.Module, ABC):
         super().__init__()
         self.config = config
         self.lm_heads = LmHeads(
-            config.num_heads,
-            config.hidden_size,
+            config.num_lm_heads,
+            config.feature_size,
             config.num_draft_tokens,
             kind=config.lm_head,
             rank=config.lm_head_rank,
@@ -101,7 +113,7 @@ class DraftHead(nn.Module, ABC):
             token_ids: (B, T) the text x_t.
 
         Returns:
-            (K, B, T, D). Entry (i, b, t) guesses x_{t+2+i}; it means nothing where t+2+i ≥ T.
+            (K, B, T, F), F = D for most heads. Entry (i, b, t) guesses x_{t+2+i}; it means nothing where t+2+i ≥ T.
         """
 
     @abstractmethod
@@ -135,6 +147,10 @@ class DraftHead(nn.Module, ABC):
 
     def keep(self, rows: Tensor) -> None:
         """Stateless heads have nothing to move when rows leave."""
+
+    def fresh(self) -> Self:
+        """This head for a batch of its own: the same weights, none of the rows it has drafted for."""
+        return copy.copy(self)
 
     def speed_up(self) -> None:
         """Drafts with the kernels that are fastest for a few rows, where this machine has them; after ``bind``."""
@@ -208,12 +224,24 @@ class DraftHead(nn.Module, ABC):
                 )
             self.draft_vocab.copy_(draft_vocab)
         self.bind(weights)
+        self.initialise_lm_heads(weights, draft_vocab)
+
+    def initialise_lm_heads(self, weights: TargetWeights, draft_vocab: Tensor | None) -> None:
+        """As the target's, for heads whose features stand where hidden states do."""
         self.lm_heads.initialise(weights, draft_vocab)
 
+    def logit_parameters(self) -> list[nn.Parameter]:
+        """What :meth:`logits` depends on besides its inputs, as far as it is trained."""
+        return list(self.lm_heads.parameters())
+
     def logits(self, features: Tensor, head_index: int) -> Tensor:
-        """Head ``head_index``'s logits over the draft vocabulary: (…, D) -> (…, V')."""
+        """Head ``head_index``'s logits over the draft vocabulary: (…, F) -> (…, V')."""
         found: Tensor = self.lm_heads(features, head_index)
         return found
+
+    def lm_head_inputs(self, features: Tensor) -> Tensor:
+        """The part of features (…, F) that an lm_head reads."""
+        return features
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft vocabulary indices as the target's token ids, any shape."""

@@ -66,7 +66,7 @@ class HydraHead(DraftHead):
 
     def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
         """(B, T, D), (B, T) -> (K, B, T, D); the true text stands in for the guesses above each head."""
-        embedded = self._embed(token_ids)  # (B, T, D)
+        embedded = self.embed(token_ids)  # (B, T, D)
         inputs = [hidden]
         features = []
         for i, blocks in enumerate(self.blocks):
@@ -76,7 +76,7 @@ class HydraHead(DraftHead):
 
     def begin(self, context: Context, depth: int) -> Tensor:
         """What the children of the root are guessed from: h_t and E(x_{t+1}), (B, 1, 2·D)."""
-        return torch.cat([context.last_hidden, self._embed(context.root_ids)], -1)[:, None]
+        return torch.cat([context.last_hidden, self.embed(context.root_ids)], -1)[:, None]
 
     def guess(self, state: Tensor, depth: int) -> Tensor:
         """(B, W, M) -> (B, W, V')."""
@@ -85,9 +85,9 @@ class HydraHead(DraftHead):
     def descend(self, state: Tensor, depth: int, parents: Tensor, token_ids: Tensor) -> Tensor:
         """The parents' inputs with the child's embedding behind: (B, W', M + D)."""
         rows = torch.arange(len(state), device=state.device)[:, None]
-        return torch.cat([state[rows, parents], self._embed(token_ids)], -1)
+        return torch.cat([state[rows, parents], self.embed(token_ids)], -1)
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor) -> Tensor:
         """E(x) times the scale, (…) -> (…, D)."""
         embedded: Tensor = self.target_embedding[token_ids]
         return embedded * self.scale

@@ -168,42 +168,40 @@ def replay(
         :func:`draftheads.search.grow.entries`; and how often whole paths are kept by how sure the head is, as
         :func:`reliability`.
     """
-    before, head.shape = head.shape, shape
+    head = head.fresh()
+    head.shape = shape
     heads = head.config.num_heads
     found = [torch.full((len(answer.token_ids), heads), shape.num_nodes + 1) for answer in answers]
     sums = torch.zeros(12, 3, dtype=torch.float64)
     going = list(range(len(answers)))
-    try:
-        for place in range(max(len(answer.token_ids) for answer in answers)):
-            staying = [i for i, row in enumerate(going) if place < len(answers[row].token_ids)]
-            if len(staying) < len(going):
-                head.keep(torch.tensor(staying, device=hidden[0].device))
-                going = [going[i] for i in staying]
-            context = _context(head, [answers[row] for row in going], [hidden[row] for row in going], prompts, place)
-            draft = head.propose(context)
-            truth = torch.tensor(
-                [[*answers[row].token_ids[place + 1 : place + 1 + heads], *[-1] * heads][:heads] for row in going],
-                device=draft.token_ids.device,
-            )
-            node = torch.zeros(len(going), 1, dtype=torch.long, device=truth.device)
-            on_path = torch.zeros_like(draft.token_ids, dtype=torch.bool)
-            alive = torch.ones_like(node, dtype=torch.bool)
-            for depth in range(heads):
-                child = (draft.parents == node) & (draft.token_ids == truth[:, depth, None]) & (draft.depths > 0)
-                alive = alive & child.any(1, keepdim=True)
-                node = torch.where(alive, child.int().argmax(1, keepdim=True), node)
-                on_path |= child & alive
-                sizes = torch.where(alive[:, 0], node[:, 0] + 1, shape.num_nodes + 1).tolist()
-                for row, size in zip(going, sizes, strict=True):
-                    found[row][place, depth] = size
-            whole = [i for i, row in enumerate(going) if place < len(answers[row].token_ids) - heads]
-            assert draft.path_log_probs is not None, "grown trees come with their probabilities"
-            said = draft.path_log_probs[whole, 1:].exp().double().flatten().cpu()
-            which = (said * len(sums)).long().clamp_(0, len(sums) - 1)
-            right = on_path[whole, 1:].double().flatten().cpu()
-            sums.index_add_(0, which, torch.stack([said, right, torch.ones_like(said)], 1))
-    finally:
-        head.shape = before
+    for place in range(max(len(answer.token_ids) for answer in answers)):
+        staying = [i for i, row in enumerate(going) if place < len(answers[row].token_ids)]
+        if len(staying) < len(going):
+            head.keep(torch.tensor(staying, device=hidden[0].device))
+            going = [going[i] for i in staying]
+        context = _context(head, [answers[row] for row in going], [hidden[row] for row in going], prompts, place)
+        draft = head.propose(context)
+        truth = torch.tensor(
+            [[*answers[row].token_ids[place + 1 : place + 1 + heads], *[-1] * heads][:heads] for row in going],
+            device=draft.token_ids.device,
+        )
+        node = torch.zeros(len(going), 1, dtype=torch.long, device=truth.device)
+        on_path = torch.zeros_like(draft.token_ids, dtype=torch.bool)
+        alive = torch.ones_like(node, dtype=torch.bool)
+        for depth in range(heads):
+            child = (draft.parents == node) & (draft.token_ids == truth[:, depth, None]) & (draft.depths > 0)
+            alive = alive & child.any(1, keepdim=True)
+            node = torch.where(alive, child.int().argmax(1, keepdim=True), node)
+            on_path |= child & alive
+            sizes = torch.where(alive[:, 0], node[:, 0] + 1, shape.num_nodes + 1).tolist()
+            for row, size in zip(going, sizes, strict=True):
+                found[row][place, depth] = size
+        whole = [i for i, row in enumerate(going) if place < len(answers[row].token_ids) - heads]
+        assert draft.path_log_probs is not None, "grown trees come with their probabilities"
+        said = draft.path_log_probs[whole, 1:].exp().double().flatten().cpu()
+        which = (said * len(sums)).long().clamp_(0, len(sums) - 1)
+        right = on_path[whole, 1:].double().flatten().cpu()
+        sums.index_add_(0, which, torch.stack([said, right, torch.ones_like(said)], 1))
     return found, [[said / count, right / count, count] for said, right, count in sums.tolist() if count]
 
 

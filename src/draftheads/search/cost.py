@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 from draftheads.decode.plain import NoDraft
 from draftheads.decode.sequence import Sequence as Request
-from draftheads.draft import Context, Draft, Drafter
+from draftheads.draft import Context, Draft
 from draftheads.growth import Shape
 from draftheads.heads.base import DraftHead
 from draftheads.plan import Cost, Kind
@@ -79,14 +80,11 @@ class StepBench:
         self._begin()
 
     def _begin(self) -> None:
-        self.head.keep(torch.empty(0, dtype=torch.long))  # who keeps a state of its rows forgets earlier ones
-        self.batch = Batch(self.target, _Switch(self.head), lap=self.watch.lap)
+        self.batch = Batch(self.target, _Switch(self.head.fresh()), lap=self.watch.lap)
         self.batch.join(Engine(self.target).sequences(self.halves, max_new_tokens=1 << 20, ignore_eos=True))
 
     def measure(self, way: Way, *, repeats: int) -> Cost:
         """Median seconds of the parts of a step, after one that warms up."""
-        if way.shape is not None:
-            self.head.shape = way.shape
         seen: dict[str, list[float]] = {part: [] for part in _PARTS}
         for number in range(repeats + 1):
             if len(self.batch.sequences) < self.batch_size:  # some have come to the last position that the model knows
@@ -94,6 +92,8 @@ class StepBench:
             switch = self.batch.drafter
             assert isinstance(switch, _Switch)
             switch.guesses = way.shape is not None
+            if way.shape is not None:
+                switch.drafter.shape = way.shape
             self.watch.start()
             self.batch.step()
             if number:
@@ -106,10 +106,13 @@ class StepBench:
 class _Switch:
     """A drafter that can be switched off."""
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: DraftHead) -> None:
         self.drafter = drafter
         self.plain = NoDraft()
         self.guesses = True
+
+    def fresh(self) -> Self:
+        return type(self)(self.drafter.fresh())
 
     @property
     def needs_history(self) -> bool:
@@ -182,7 +185,7 @@ def measure_speeds(
         for way, speed, total in reversed(turns) if number % 2 else turns:
             if way.shape is not None:
                 head.shape = way.shape
-            drafter = NoDraft() if way.shape is None else head
+            drafter = NoDraft() if way.shape is None else head.fresh()
             times = 1 + batch_size  # enough that no row is ever left alone
             turned = [list(prompt) for prompt in [*prompts[first:], *prompts[:first]]] * times
             line = Engine(target).sequences(turned, [*settings[first:], *settings[:first]] * times)
@@ -210,7 +213,6 @@ def _busy(batch: Batch, line: Sequence[Request], *, batch_size: int, num_tokens:
             batch.join(joining)
     _wait_for(batch.target.model.device)
     seconds = time.perf_counter() - start
-    batch.drafter.keep(torch.empty(0, dtype=torch.long))  # who keeps a state of its rows is done with these
     return tokens, max(steps, 1), seconds
 
 

@@ -121,7 +121,7 @@ def _verified(record: Record) -> list[dict[str, Any]]:
             f"{row['tokens_per_second']:,.1f}",
             f"{row['tokens_per_step']:.2f}",
             "–" if row["predicted_tokens_per_step"] is None else f"{row['predicted_tokens_per_step']:.2f}",
-            f"{row['speedup']:.2f}×",
+            f"{row['speedup']:.2f} ± {row['error']:.2f}",
         ]
         for row in verified["rows"]
     ]

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import math
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +46,7 @@ PAPER_TREE = Tree.from_paths(
     ]
 )
 PHASES = (1, 4, 16, 4, 1)  # requests that are answered together, one load after the other
+_LEAST_TURNS = 4  # in which each way answers some prompts
 _WARM_UP = 8  # tokens of answers that are not timed
 _PHASE_PROMPTS = 8  # at least, in each phase
 
@@ -60,6 +63,7 @@ class Row:
     tokens_per_step: float
     predicted_tokens_per_step: float | None
     speedup: float  # over plain decoding
+    error: float  # one standard error of that, from turn to turn
 
 
 @dataclass(frozen=True)
@@ -168,8 +172,13 @@ class Verifier:
         return [replace(one, max_new_tokens=max(2, length)) for one, length in zip(samplings, lengths, strict=True)]
 
     def _fixed(self, shape: Shape, batch_size: int) -> Engine:
-        self.head.shape = shape
-        return Engine(self.target, self.head, max_batch_size=batch_size)
+        return Engine(self.target, self._shaped(shape), max_batch_size=batch_size)
+
+    def _shaped(self, shape: Shape) -> DraftHead:
+        """The head, always drafting in that shape."""
+        head = self.head.fresh()
+        head.shape = shape
+        return head
 
     def _planned(self, batch_size: int, *, adaptive: bool) -> Engine:
         return Engine(self.target, self.head, max_batch_size=batch_size, tuned=self.tuned, adaptive=adaptive)
@@ -190,32 +199,42 @@ class Verifier:
         }
 
     def _compared(self, ways: dict[str, Build], batch_size: int) -> list[dict[str, Any]]:
-        """Every way answers one half of the prompts, then in the opposite order the other half."""
-        count = max(2, self.num_speed_prompts, 2 * batch_size)
+        """All ways answer the same few prompts in turn, then the next ones in the opposite order, and so on.
+
+        What else a machine does comes and goes by the minute: ways are compared within one.
+        """
+        count = max(2, self.num_speed_prompts, _LEAST_TURNS * batch_size)
         prompts = self.prompts[:count]
+        turns = [prompts[start : start + batch_size] for start in range(0, len(prompts), batch_size)]
+        lengths = self._of_all_lengths(len(prompts))
         for build in ways.values():  # the first steps of a size are slower
             warm_up = replace(self._samplings(1)[0], max_new_tokens=_WARM_UP)
             timed_answers(build(batch_size), prompts[:batch_size], [warm_up] * len(prompts[:batch_size]))
-        middle = (len(prompts) + 1) // 2
-        sums = dict.fromkeys(ways, (0, 0, 0.0))
-        for half, names in ((prompts[:middle], list(ways)), (prompts[middle:], list(reversed(ways)))):
-            for name in names if half else ():
-                done = timed_answers(ways[name](batch_size), half, self._of_all_lengths(len(half)))
-                sums[name] = (sums[name][0] + done[0], sums[name][1] + done[1], sums[name][2] + done[2])
-        plain = sums["plain"][0] / sums["plain"][2]
-        return [
-            asdict(
+        engines = {name: build(batch_size) for name, build in ways.items()}
+        done: dict[str, list[tuple[int, int, float]]] = {name: [] for name in ways}
+        for number, turn in enumerate(turns):
+            own = lengths[number * batch_size :][: len(turn)]
+            for name in reversed(ways) if number % 2 else ways:
+                done[name].append(timed_answers(engines[name], turn, own))
+        rows = []
+        for name, timed in done.items():
+            tokens, steps, seconds = (math.fsum(column) for column in zip(*timed, strict=True))
+            ratios = [
+                (own[0] / own[2]) / (other[0] / other[2]) for own, other in zip(timed, done["plain"], strict=True)
+            ]
+            plain = sum(one[0] for one in done["plain"]) / sum(one[2] for one in done["plain"])
+            rows.append(
                 Row(
                     batch_size,
                     name,
-                    tokens / seconds,
-                    (tokens - len(prompts)) / steps if steps else 1.0,
-                    self._predicted(name)[0],
-                    tokens / seconds / plain,
+                    tokens_per_second=tokens / seconds,
+                    tokens_per_step=(tokens - len(prompts)) / steps if steps else 1.0,
+                    predicted_tokens_per_step=self._predicted(name)[0],
+                    speedup=tokens / seconds / plain,
+                    error=statistics.stdev(ratios) / len(ratios) ** 0.5,
                 )
             )
-            for name, (tokens, steps, seconds) in sums.items()
-        ]
+        return [asdict(row) for row in rows]
 
     def _predicted(self, name: str) -> tuple[float | None, float]:
         """Tokens per step that calibration promised, and one standard error."""
@@ -241,14 +260,13 @@ class Verifier:
             yield asdict(Prediction(f"{kind} {size}", predicted, error, measured))
 
     def _mixed_load(self) -> Iterator[dict[str, Any]]:
-        """One batch lives through all phases; every way does so twice, the second time in the opposite order."""
-        ways = self._mixed_ways()
+        """Each way has one batch, which lives through all phases, twice; the ways take turns in each phase."""
+        batches = {name: Batch(self.target, build()) for name, build in self._mixed_ways().items()}
         sums: dict[tuple[int, str], tuple[int, float]] = {}
-        for names in (list(ways), list(reversed(ways))):
-            for name in names:
-                batch = Batch(self.target, ways[name]())
-                for phase, batch_size in enumerate(PHASES):
-                    tokens, seconds = self._phase(batch, phase, batch_size)
+        for turn in (1, -1):
+            for phase, batch_size in enumerate(PHASES):
+                for name in list(batches)[::turn]:
+                    tokens, seconds = self._phase(batches[name], phase, batch_size)
                     before = sums.get((phase, name), (0, 0.0))
                     sums[phase, name] = (before[0] + tokens, before[1] + seconds)
         for (phase, name), (tokens, seconds) in sorted(sums.items()):
@@ -256,11 +274,6 @@ class Verifier:
 
     def _mixed_ways(self) -> dict[str, Callable[[], Drafter]]:
         """The adaptive plan, and every setting that was chosen for some number of rows, held fast; and two more."""
-
-        def fixed(shape: Shape) -> Drafter:
-            self.head.shape = shape
-            return self.head
-
         chosen = {(choice.kind, choice.num_nodes) for choice in self.tuned.choices if choice.kind != "none"}
         chosen |= {("static", size) for size in (4, 8) if size <= len(self.tuned.static_tokens)}
         shapes = {
@@ -270,7 +283,7 @@ class Verifier:
         return {
             "plain": NoDraft,
             "plan": self._planned(1, adaptive=True).paced,
-            **{name: partial(fixed, shape) for name, shape in shapes.items()},
+            **{name: partial(self._shaped, shape) for name, shape in shapes.items()},
         }
 
     def _phase(self, batch: Batch, phase: int, batch_size: int) -> tuple[int, float]:

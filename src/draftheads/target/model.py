@@ -154,6 +154,25 @@ class TargetModel:
             self._softcap,
         )
 
+    @cached_property
+    def layer_sizes(self) -> dict[str, float]:
+        """Sizes of the model's layers, for heads with layers of the same kind; usual ones where it has none."""
+        config = self.config
+        heads = int(config.num_attention_heads)
+        rope = getattr(config, "rope_parameters", None) or {}
+        rope = rope.get("full_attention", rope)  # by kind of layer
+        theta = rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
+        epsilons = (getattr(config, name, None) for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"))
+        inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+        return {
+            "num_attention_heads": heads,
+            "num_key_value_heads": int(getattr(config, "num_key_value_heads", None) or heads),
+            "head_size": int(getattr(config, "head_dim", None) or self.hidden_size // heads),
+            "intermediate_size": int(inner or 4 * self.hidden_size),
+            "rope_theta": float(theta),
+            "norm_epsilon": float(next((value for value in epsilons if value), 1e-5)),
+        }
+
     @torch.inference_mode()
     def hidden_states(self, token_ids: Tensor) -> Tensor:
         """h_t for a whole text in one pass: (B, T) -> (B, T, D). Padding on the right changes nothing left of it."""

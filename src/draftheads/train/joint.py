@@ -23,7 +23,6 @@ from draftheads.draft import TargetWeights
 from draftheads.files import atomic_directory, write_atomic
 from draftheads.heads.base import DraftHead
 from draftheads.provenance import provenance
-from draftheads.search.grow import best_tree
 from draftheads.target.fingerprint import Fingerprints
 from draftheads.target.model import TargetModel
 from draftheads.target.pretrained import default_device
@@ -45,6 +44,7 @@ from draftheads.train.run import (
     already_found,
     as_json,
     check_out,
+    chosen_tree,
     in_between,
     in_float32,
     new_head,
@@ -137,7 +137,7 @@ class _Run:
         self.reporter.stage(f"measuring on {len(held_out)} texts kept apart")
         movement = measure_movement(self.tuned, self.adapter, self.store, held_out)
         found = self._measure(held_out)
-        self.head.tree = best_tree(found.joint_ranks, self.options.tree_nodes)
+        self.head.tree = chosen_tree(found, self.options)
         heads = report_on(
             self.head,
             found,
@@ -231,4 +231,5 @@ def _starting_head(target: TargetModel, options: JointOptions, store: LiveStore,
     """The head that ``--head`` names, in fp32, or a new one."""
     if options.head is not None:
         return load_head(Path(options.head), target, dtype=torch.float32).requires_grad_(requires_grad=True)
-    return new_head(options, in_float32(target.weights), store, training, target.eos_ids)
+    weights = in_float32(target.weights)
+    return new_head(options, weights, store, training, target.eos_ids, layer_sizes=target.layer_sizes)

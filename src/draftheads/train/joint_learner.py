@@ -115,7 +115,9 @@ class JointLearner(nn.Module):
 
         def logits(features: Tensor, head_index: int) -> Tensor:
             found = head.logits(features, head_index)
-            return found + rows(features) * learner.logit_scale if rows and is_shared else found
+            if not (rows and is_shared):
+                return found
+            return found + rows(head.lm_head_inputs(features)) * learner.logit_scale
 
         seen = with_noise(hidden, learner.noise_alpha) if self.training else hidden
         return head_losses(
@@ -125,7 +127,7 @@ class JointLearner(nn.Module):
             row_loss=learner.objective.loss,
             logits=logits,
             weights=learner.depth_weights,
-            parameters=[*head.lm_heads.parameters(), *((rows.down, rows.up) if rows and is_shared else ())],
+            parameters=[*head.logit_parameters(), *((rows.down, rows.up) if rows and is_shared else ())],
         )
 
     def _tuned_labels(self, original: LabelMaker, hidden: Tensor, rows: LowRankUpdate) -> LabelMaker:

@@ -19,7 +19,7 @@ class JointOptions(TrainOptions):
     recipe: str | None = None
     """Settings of a paper to start from (medusa-2, medusa-2-self); options beside it win."""
     method: str = "medusa"
-    """Architecture of the heads: medusa or hydra."""
+    """Architecture of the heads; see `draftheads train --help`."""
     out: Path
     """Folder for the adapter, the heads, how far the model moved, and the checkpoints on the way."""
     data: tuple[Path, ...] = ()
@@ -55,6 +55,8 @@ class JointOptions(TrainOptions):
     keep_features: Annotated[bool, Suppress] = False
     """Likewise."""
     features_budget: Annotated[float, Suppress] = 50.0
+    """Likewise."""
+    feature_weight: Annotated[float, Suppress] = 0.0
     """Likewise."""
     text: Annotated[tuple[Path, ...], Suppress] = ()
     """The backbone is tuned on chats."""

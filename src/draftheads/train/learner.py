@@ -31,11 +31,13 @@ class Learner(nn.Module):
         objective: Objective,
         depth_decay: float,
         noise_alpha: float = 0.0,
+        feature_weight: float = 0.0,
     ) -> None:
         super().__init__()
         self.head = head
         self.objective = objective
         self.noise_alpha = noise_alpha
+        self.feature_weight = feature_weight
         self.logit_scale = weights.logit_scale
         self.logit_softcap = weights.logit_softcap
         device, config = weights.lm_head.device, head.config
@@ -73,16 +75,29 @@ class Learner(nn.Module):
         hidden = hidden.to(self.teacher.dtype)
         guesses, labels = self.task(hidden, token_ids, loss_mask)
         seen = with_noise(hidden, self.noise_alpha) if self.training else hidden
+        features = self.head(seen, token_ids).flatten(1, 2)  # (K, S, F)
         loss, means = head_losses(
-            self.head(seen, token_ids).flatten(1, 2),  # (K, S, D)
+            features,
             guesses,
             labels=labels,
             row_loss=self.objective.loss,
             logits=self.head.logits,
             weights=self.depth_weights,
-            parameters=list(self.head.lm_heads.parameters()),
+            parameters=self.head.logit_parameters(),
         )
+        if self.feature_weight:
+            loss = loss + self.feature_weight * self._feature_loss(features, hidden.flatten(0, 1), guesses)
         return {"loss": loss, "head_losses": means}
+
+    def _feature_loss(self, features: Tensor, hidden: Tensor, guesses: Guesses) -> Tensor:
+        """Σ λ_i · smooth L1 between head i's features at t and h_{t+1+i}, which the target reads (EAGLE's loss)."""
+        total = features.new_zeros(())
+        for i, weight in enumerate(self.depth_weights):
+            counted = guesses.counts[i]
+            if counted.any():
+                inputs = self.head.lm_head_inputs(features[i, guesses.sources(i)[counted]])
+                total = total + weight * F.smooth_l1_loss(inputs.float(), hidden[guesses.positions[counted]].float())
+        return total
 
     def task(self, hidden: Tensor, token_ids: Tensor, loss_mask: Tensor) -> tuple[Guesses, LabelMaker]:
         """What is to be guessed in a batch, and the labels for it.

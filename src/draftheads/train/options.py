@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from draftheads.errors import InvalidSettings
-from draftheads.heads import head_classes
+from draftheads.heads import head_classes, parse_head_options
 from draftheads.heads.base import LmHeadKind
 from draftheads.train.losses import LK_ETA, LossKind
 
@@ -15,9 +15,12 @@ class TrainOptions:
     """Train draft heads for a frozen model on chats."""
 
     recipe: str | None = None
-    """Settings of a paper to start from (medusa-1, hydra, hydra-teacher, small); options beside it win."""
+    """Settings of a paper to start from (medusa-1, hydra, hydra-teacher, hydra++, prefix-mlp, amphista,
+    amphista-alpha, mlp-speculator, eagle, blockwise, small); options beside it win."""
     method: str
-    """Architecture of the heads: medusa or hydra."""
+    """Architecture of the heads: medusa, hydra, hydra++, amphista, mlp-speculator, eagle or markov-medusa."""
+    head_options: tuple[str, ...] = ()
+    """Further options of the architecture, NAME=VALUE, such as num_auto_embedding_blocks=2; a wrong name lists them."""
     out: Path
     """Folder for the trained head, its metrics and the checkpoints on the way."""
     data: tuple[Path, ...] = ()
@@ -55,6 +58,8 @@ class TrainOptions:
     """Weight of the text's tokens in the amphista loss."""
     lk_eta: float = LK_ETA
     """How fast the lk loss turns from divergence to acceptance."""
+    feature_weight: float = 0.0
+    """Weight of a second loss (smooth L1) that draws heads' features to the hidden states that come; 10 for EAGLE."""
     noise_alpha: float = 0.0
     """Strength of uniform noise on the hidden states that heads read in training; 75 in Hydra's experiment."""
     depth_decay: float = 0.8
@@ -69,6 +74,8 @@ class TrainOptions:
     """Part of the steps in which the learning rate rises."""
     optimizer: Literal["adamw", "adamw-8bit"] = "adamw"
     """adamw-8bit keeps its moments in 8 bits: a quarter of the memory; needs bitsandbytes."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """β1 and β2 of AdamW."""
     weight_decay: float = 0.0
     """Weight decay of AdamW."""
     max_grad_norm: float = 1.0
@@ -87,6 +94,8 @@ class TrainOptions:
     """Part of the texts kept for measuring, at most 200 texts."""
     tree_nodes: int = 16
     """Nodes of the tree that is chosen from the held-out ranks and saved with the head, root included."""
+    chain: bool = False
+    """Save a chain of the best guesses with the head instead of a tree."""
     seed: int = 0
     """Decides batches, their order and random starting values."""
     features: Path | None = None
@@ -121,8 +130,18 @@ class TrainOptions:
         self._require("precision", self.precision in ("auto", "bf16", "fp32"), "choose auto, bf16 or fp32")
         self._require("loss", self.loss in get_args(LossKind), f"choose among {', '.join(get_args(LossKind))}")
         self._require("optimizer", self.optimizer in ("adamw", "adamw-8bit"), "choose adamw or adamw-8bit")
-        for name in ("alignment_weight", "lm_weight", "lk_eta", "noise_alpha", "features_budget", "weight_decay"):
+        for name in (
+            "alignment_weight",
+            "lm_weight",
+            "lk_eta",
+            "noise_alpha",
+            "feature_weight",
+            "features_budget",
+            "weight_decay",
+        ):
             self._require(name, getattr(self, name) >= 0, "must be at least 0")
+        self._require("betas", all(0 <= beta < 1 for beta in self.betas), "both must be at least 0 and below 1")
+        parse_head_options(self.method, self.head_options)
         self._require("shard_model", not (self.shard_model and self.four_bit), "it goes without --four-bit")
         self._require("eval_steps", self.eval_steps >= 0, "give 0 for none")
         self._require("draft_vocab_size", self.draft_vocab_size >= 0, "give 0 for the whole vocabulary")

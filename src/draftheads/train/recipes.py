@@ -50,6 +50,25 @@ _MEDUSA_2 = {
     "lora_dropout": 0.05,
 }
 _HYDRA = {"method": "hydra", "num_heads": 4, "num_layers": 1, "learning_rate": 1e-3, "epochs": 1, "depth_decay": 1.0}
+_HYDRA_PLUS_PLUS = {
+    **_HYDRA,
+    "method": "hydra++",
+    "loss": "teacher",
+    "learning_rate": 5e-4,
+    "final_learning_rate": 0.33,
+    "weight_decay": 0.1,
+    "epochs": 10,
+}
+_AMPHISTA = {
+    "method": "amphista",
+    "num_heads": 4,
+    "lm_head": "own",
+    "draft_vocab_size": 0,
+    "loss": "amphista",
+    "depth_decay": 1.0,
+    "learning_rate": 1e-3,
+    "epochs": 4,
+}
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
         "medusa-1": Recipe(
@@ -76,6 +95,53 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "hydra": Recipe("Hydra, section 5: four grounded heads, one epoch on the text", {**_HYDRA, "loss": "hard"}),
         "hydra-teacher": Recipe(
             "Hydra, appendix A: the same with the model's own distribution as the label", {**_HYDRA, "loss": "teacher"}
+        ),
+        "prefix-mlp": Recipe(
+            "Hydra, appendix A.2: as hydra-teacher, with a prefix attention layer",
+            {**_HYDRA, "method": "hydra++", "loss": "teacher"},
+        ),
+        "hydra++": Recipe(
+            "Hydra, sections 3.1 and 5: a prefix attention layer, four layers a head, the model's own distribution",
+            {**_HYDRA_PLUS_PLUS, "num_layers": 4},
+        ),
+        "amphista": Recipe("Amphista, section 4.1 and equation 7: four heads, four epochs", _AMPHISTA),
+        "amphista-alpha": Recipe(
+            "Amphista, A.2.3: the same with two auto-embedding blocks",
+            {**_AMPHISTA, "head_options": ("num_auto_embedding_blocks=2",)},
+        ),
+        "mlp-speculator": Recipe(
+            "MLP Speculator, section 4: own embeddings and lm_heads, first on plain text (--text), then on the model's "
+            "own answers",
+            {
+                "method": "mlp-speculator",
+                "num_heads": 3,
+                "lm_head": "own",
+                "draft_vocab_size": 0,
+                "head_options": ('embeddings="own"',),
+                "loss": "hard",
+                "depth_decay": 1.0,
+                "learning_rate": 1e-3,
+                "final_learning_rate": 0.1,
+                "betas": (0.9, 0.95),
+                "weight_decay": 0.1,
+            },
+        ),
+        "eagle": Recipe(
+            "EAGLE, section 4: features by smooth L1, tokens by a tenth of that, noise on hidden states",
+            {
+                "method": "eagle",
+                "draft_vocab_size": 0,
+                "loss": "teacher",
+                "feature_weight": 10.0,
+                "learning_rate": 3e-4,
+                "betas": (0.9, 0.95),
+                "max_grad_norm": 0.5,
+                "epochs": 20,
+            },
+        ),
+        "blockwise": Recipe(
+            "Blockwise parallel decoding (Stern et al. 2018): Medusa's heads, a chain of guesses, on the text",
+            {**_MEDUSA, "depth_decay": 1.0, "chain": True},
         ),
         "small": Recipe(
             "what the bundled hydra head was trained with: small batches, a low rate; give --method beside it",

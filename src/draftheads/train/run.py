@@ -9,9 +9,10 @@ run is not complete ``run.json`` (what it depends on), ``checkpoints/`` and ``fe
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +25,7 @@ from draftheads.data.live import LiveStore
 from draftheads.draft import TargetWeights
 from draftheads.errors import DataError, InvalidSettings, MissingDependency
 from draftheads.files import remove_leftovers, write_atomic
-from draftheads.heads import head_classes
+from draftheads.heads import head_classes, parse_head_options
 from draftheads.heads.base import DraftHead
 from draftheads.provenance import provenance
 from draftheads.search.grow import best_tree
@@ -91,7 +92,7 @@ def train_for(target: TargetModel, options: TrainOptions, reporter: Reporter) ->
     material = _material(target, options, reporter)
     store, training, held_out = material.store, material.training, material.held_out
     weights = in_float32(target.weights)
-    head = new_head(options, weights, store, training, target.eos_ids)
+    head = new_head(options, weights, store, training, target.eos_ids, layer_sizes=target.layer_sizes)
     learner = new_learner(options, head, weights)
     reporter.stage(f"training {options.method} on {len(training)} texts")
     batches = PlannedBatches(store, material.plan, skip_prompts=not head.needs_history)
@@ -114,7 +115,7 @@ def train_for(target: TargetModel, options: TrainOptions, reporter: Reporter) ->
         return None
     reporter.stage(f"measuring on {len(held_out)} texts kept apart")
     found = measure(learner, store, held_out, batch_tokens=options.batch_tokens)
-    head.tree = best_tree(found.joint_ranks, options.tree_nodes)
+    head.tree = chosen_tree(found, options)
     report = report_on(
         head,
         found,
@@ -171,7 +172,7 @@ class Speedometer:
 
 def in_between(found: Measurement, options: TrainOptions) -> dict[str, Any]:
     """A line of ``validation.jsonl``."""
-    tree = best_tree(found.joint_ranks, options.tree_nodes)
+    tree = chosen_tree(found, options)
     return {
         "losses": found.losses.tolist(),
         "top1": found.accuracy(1),
@@ -226,7 +227,15 @@ def new_learner(options: TrainOptions, head: DraftHead, weights: TargetWeights) 
         ),
         depth_decay=options.depth_decay,
         noise_alpha=options.noise_alpha,
+        feature_weight=options.feature_weight,
     )
+
+
+def chosen_tree(found: Measurement, options: TrainOptions) -> Tree:
+    """What is saved with the head: the best tree of so many nodes for the ranks that were found, or a chain."""
+    if options.chain:
+        return Tree.chain(min(options.num_heads, options.tree_nodes - 1))
+    return best_tree(found.joint_ranks, options.tree_nodes)
 
 
 def new_head(
@@ -235,15 +244,22 @@ def new_head(
     store: Documents,
     documents: Sequence[int],
     eos_ids: frozenset[int],
+    *,
+    layer_sizes: Mapping[str, float] = MappingProxyType({}),
 ) -> DraftHead:
-    """An untrained head with its starting values, on the weights' device, the same for the same seed."""
+    """An untrained head with its starting values, on the weights' device, the same for the same seed.
+
+    ``layer_sizes`` are those of the target's layers, for heads that have some of their own.
+    """
     torch.manual_seed(options.seed)
     vocab_size, hidden_size = weights.lm_head.shape
     vocab = None
     if 0 < options.draft_vocab_size < vocab_size:
         vocab = frequent_tokens(store, documents, options.draft_vocab_size, vocab_size=vocab_size, always=eos_ids)
     config_class, head_class = head_classes(options.method)
-    measured: dict[str, float] = {}
+    measured: dict[str, Any] = {}
+    if config_class.has_layers:
+        measured |= layer_sizes
     if config_class.reads_embeddings:
         measured["embedding_scale"] = embedding_scale(weights, store, documents)
     config = config_class(
@@ -254,7 +270,7 @@ def new_head(
         lm_head=options.lm_head,
         lm_head_rank=options.lm_head_rank,
         draft_vocab_size=None if vocab is None else len(vocab),
-        **measured,
+        **{**measured, **parse_head_options(options.method, options.head_options)},
     )
     head = head_class(config).to(weights.lm_head.device)
     head.initialise(weights, None if vocab is None else vocab.to(weights.lm_head.device))

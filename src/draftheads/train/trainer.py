@@ -318,6 +318,8 @@ def _arguments(options: TrainOptions, folder: Path) -> TrainingArguments:
         learning_rate=options.learning_rate,
         weight_decay=options.weight_decay,
         max_grad_norm=options.max_grad_norm,
+        adam_beta1=options.betas[0],
+        adam_beta2=options.betas[1],
         optim="adamw_torch_fused" if options.optimizer == "adamw" else "adamw_bnb_8bit",
         logging_steps=options.log_steps,
         logging_nan_inf_filter=False,

@@ -1,0 +1,139 @@
+"""Amphista: heads that see each other, on layers that adapt hidden states to guessing (Li et al. 2024).
+
+No code of the authors' is public. Where the paper is silent, this is chosen, and said so below:
+
+* The adaptation layers are Llama's kind of layer with rotary positions, sized as the target's ("built upon the target
+  model").
+* MLP_k is ``num_layers`` of Medusa's residual blocks, x + SiLU(W x): "∈ R^{d×d}", and Medusa is what it builds on.
+* The auto-embedding block is a transformer encoder layer: normed attention of all heads to all, then a feed-forward
+  part, each added to its input; the paper writes the attention alone (equation 5) but calls it an encoder module. There
+  is no norm behind it, as Medusa has none before its lm_heads.
+* Everything starts such that head k's features are h_t, Medusa's starting point.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from draftheads.draft import Context
+from draftheads.errors import InvalidSettings
+from draftheads.heads.attention import LayerConfig, StatefulHead, TransformerLayer, last_of, next_tokens, run_layers
+from draftheads.heads.layers import ResidualBlock
+
+
+@dataclass(frozen=True)
+class AmphistaConfig(LayerConfig):
+    """Amphista: staged adaptation layers, MLPs, and attention across heads; the switches of its table 4."""
+
+    embedding_scale: float = 1.0
+    """Embeddings are multiplied by it before a head reads them, so that they weigh as much as hidden states do."""
+    num_adaptation_layers: int = 2
+    """2: the first half of the heads reads stage one, the second half stage two; 1: all read one; 0: all read h_t."""
+    num_auto_embedding_blocks: int = 1
+    """Encoder layers across heads; 2 is Amphista-α, 0 leaves the heads apart."""
+    head_positions: bool = True
+    """Whether heads are told apart by learned positions before they see each other."""
+    sampled_token: bool = True
+    """Whether adaptation layers read the embedding of x_{t+1}, too."""
+
+    method: ClassVar[str] = "amphista"
+    reads_embeddings: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.embedding_scale > 0:
+            raise InvalidSettings(f"embedding_scale is {self.embedding_scale}; it must be above 0")
+        if self.num_adaptation_layers not in (0, 1, 2):
+            raise InvalidSettings(f"num_adaptation_layers is {self.num_adaptation_layers}; choose 0, 1 or 2")
+        if self.num_auto_embedding_blocks < 0:
+            raise InvalidSettings(f"num_auto_embedding_blocks is {self.num_auto_embedding_blocks}; give 0 for none")
+        if self.num_adaptation_layers == 2 and self.num_heads % 2:
+            raise InvalidSettings(
+                f"num_heads is {self.num_heads}: each of the two stages of Amphista serves half of the heads; "
+                "give an even number, or num_adaptation_layers 1"
+            )
+
+
+class AmphistaHead(StatefulHead):
+    """Equations 1 to 6; all heads guess at once, whatever the path."""
+
+    reads_path: ClassVar[bool] = False
+
+    def __init__(self, config: AmphistaConfig) -> None:
+        super().__init__(config, num_layers=config.num_adaptation_layers)
+        self.scale = config.embedding_scale
+        self.sampled_token = config.sampled_token
+        size, stages = config.hidden_size, config.num_adaptation_layers
+        self.fusions = nn.ModuleList(_fusion(size) for _ in range(stages if config.sampled_token else 0))
+        self.adaptations = nn.ModuleList(TransformerLayer(config) for _ in range(stages))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(ResidualBlock(size) for _ in range(config.num_layers))) for _ in range(config.num_heads)
+        )
+        self.positions = nn.Parameter(torch.zeros(config.num_heads, size)) if config.head_positions else None
+        self.auto_embedding = nn.ModuleList(
+            TransformerLayer(config, rotary=False) for _ in range(config.num_auto_embedding_blocks)
+        )
+
+    def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
+        """(B, T, D), (B, T) -> (K, B, T, D)."""
+        embedded = self._embed(token_ids.roll(-1, dims=1))  # e_{t+1}; the wrapped tail means nothing
+        stages = [hidden]
+        for i, layer in enumerate(self.adaptations):
+            stages.append(layer(self._fused(i, stages[-1], embedded)))
+        return self._heads(stages)
+
+    def begin(self, context: Context, depth: int) -> Tensor:
+        """Logits of all heads, (depth, B, V'): one pass, whatever the tree."""
+        states = self.advance(context)  # (B, stages, D)
+        features = self._heads(list(states.unbind(1)))[:depth]  # (depth, B, D)
+        if self.config.lm_head == "shared" or depth == 0:
+            return self.logits(features, 0) if depth else features
+        return torch.stack([self.logits(feature, i) for i, feature in enumerate(features)])
+
+    def guess(self, state: Tensor, depth: int) -> Tensor:
+        """(B, 1, V'), the same for all nodes of a depth."""
+        return state[depth][:, None]
+
+    def read(self, context: Context, rows: slice) -> Tensor:
+        """h_t and the stages' outputs, (rows, 1 + stages, D)."""
+        embedded = self._embed(next_tokens(context))
+        stages = [context.hidden]
+        for i, layer in enumerate(self.adaptations):
+            assert isinstance(layer, TransformerLayer)
+            stages.append(layer.step(self._fused(i, stages[-1], embedded), self.history, i, rows))
+        return torch.stack([last_of(states, context.num_accepted) for states in stages], 1)
+
+    def _fused(self, stage: int, states: Tensor, embedded: Tensor) -> Tensor:
+        """fc([h; e]), (…, D)."""
+        if not self.sampled_token:
+            return states
+        fused: Tensor = self.fusions[stage](torch.cat([states, embedded], -1))
+        return fused
+
+    def _heads(self, stages: list[Tensor]) -> Tensor:
+        """[h_t, stage one, stage two as far as there are], each (…, D), to features (K, …, D)."""
+        count = len(self.blocks)
+        inputs = [stages[-1] if i >= count // 2 else stages[min(1, len(stages) - 1)] for i in range(count)]
+        heads = torch.stack([block(x) for block, x in zip(self.blocks, inputs, strict=True)], -2)  # (…, K, D)
+        if self.positions is not None:
+            heads = heads + self.positions
+        if len(self.auto_embedding):
+            flat = run_layers(list(self.auto_embedding), heads.reshape(-1, count, heads.shape[-1]))  # type: ignore[arg-type]
+            heads = flat.view(heads.shape)
+        return heads.movedim(-2, 0)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        embedded: Tensor = self.target_embedding[token_ids]
+        return embedded * self.scale
+
+
+def _fusion(size: int) -> nn.Linear:
+    """[h; e] -> D, which starts as h."""
+    layer = nn.Linear(2 * size, size)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    with torch.no_grad():
+        layer.weight[:, :size] = torch.eye(size)
+    return layer

@@ -1,0 +1,51 @@
+"""Hydra++: deeper Hydra heads on a layer of their own over the whole text (Ankner et al. 2024, 3.1 and A.2)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from draftheads.draft import Context, TargetWeights
+from draftheads.heads.attention import LayerConfig, RmsNorm, StatefulHead, TransformerLayer, last_of
+from draftheads.heads.hydra import HydraConfig, HydraHead
+
+
+@dataclass(frozen=True)
+class HydraPlusPlusConfig(LayerConfig, HydraConfig):
+    """Hydra++: as Hydra, with s_t of a prefix attention layer for h_t; one block in each head makes it PrefixMLP."""
+
+    method: ClassVar[str] = "hydra++"
+
+
+class HydraPlusPlusHead(StatefulHead, HydraHead):
+    """f_i(s_t, x_{t+1}, …, x_{t+1+i}) with s_t = norm(layer(h_1 … h_t)).
+
+    The layer reads each accepted hidden state once and is asked once a step. The norm behind it, which the reference
+    code has and the paper does not speak of, starts at the size that hidden states have, so that s_t starts as h_t.
+    """
+
+    def __init__(self, config: HydraPlusPlusConfig) -> None:
+        super().__init__(config, num_layers=1)
+        self.prefix = TransformerLayer(config)
+        self.prefix_norm = RmsNorm(config.hidden_size, config.norm_epsilon)
+
+    def initialise(self, weights: TargetWeights, draft_vocab: Tensor | None = None) -> None:
+        """Also the norm, from the size of the target's hidden states."""
+        super().initialise(weights, draft_vocab)
+        with torch.no_grad():
+            self.prefix_norm.weight.fill_(self.scale * weights.embedding.float().square().mean().sqrt())
+
+    def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
+        """(B, T, D), (B, T) -> (K, B, T, D)."""
+        return super().forward(self.prefix_norm(self.prefix(hidden)), token_ids)
+
+    def begin(self, context: Context, depth: int) -> Tensor:
+        """What the children of the root are guessed from: s_t and E(x_{t+1}), (B, 1, 2·D)."""
+        return torch.cat([self.advance(context), self.embed(context.root_ids)], -1)[:, None]
+
+    def read(self, context: Context, rows: slice) -> Tensor:
+        """s_t, (rows, D)."""
+        states = self.prefix.step(context.hidden, self.history, 0, rows)
+        normed: Tensor = self.prefix_norm(last_of(states, context.num_accepted))
+        return normed

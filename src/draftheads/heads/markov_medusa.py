@@ -1,0 +1,119 @@
+"""Markov-Medusa: Medusa's heads, each with a low-rank word on what follows the guess before it.
+
+Of our own making, after DSpark's Markov head (2026): a guess depends on the one above it as in Hydra, but what depends
+is one product of rank r per node; all else is computed once for all nodes of a depth, as in Medusa.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from draftheads.draft import Context
+from draftheads.errors import InvalidSettings
+from draftheads.heads.medusa import MedusaConfig, MedusaHead
+
+
+@dataclass(frozen=True)
+class MarkovMedusaConfig(MedusaConfig):
+    """Markov-Medusa: logits_i = lm_head_i(blocks_i(h_t)) + U_i (gate_i(h_t) * A_i E(x_{t+1+i}))."""
+
+    markov_rank: int = 128
+    """r, the rank of what the guess before adds to the logits."""
+    gated: bool = True
+    """Whether h_t says how much each of the r numbers counts."""
+    embedding_scale: float = 1.0
+    """Embeddings are multiplied by it before a head reads them, so that they weigh as much as hidden states do."""
+
+    method: ClassVar[str] = "markov-medusa"
+    reads_embeddings: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.markov_rank < 1:
+            raise InvalidSettings(f"markov_rank is {self.markov_rank}; it must be at least 1")
+        if not self.embedding_scale > 0:
+            raise InvalidSettings(f"embedding_scale is {self.embedding_scale}; it must be above 0")
+
+
+class _State(NamedTuple):
+    """At W nodes of a depth."""
+
+    logits: Tensor  # (depth, B, V') of what does not depend on the path
+    gates: Tensor  # (depth, B, r)
+    token_ids: Tensor  # (B, W) of the nodes
+
+
+class MarkovMedusaHead(MedusaHead):
+    """Medusa with a bias from the token before. Starts as Medusa: U_i is zero at first."""
+
+    reads_path: ClassVar[bool] = True
+
+    def __init__(self, config: MarkovMedusaConfig) -> None:
+        super().__init__(config)
+        self.scale = config.embedding_scale
+        size, rank, count = config.hidden_size, config.markov_rank, config.num_heads
+        self.down = nn.ModuleList(nn.Linear(size, rank, bias=False) for _ in range(count))
+        self.up = nn.ModuleList(nn.Linear(rank, config.num_draft_tokens, bias=False) for _ in range(count))
+        self.gates = nn.ModuleList(nn.Linear(size, rank) for _ in range(count if config.gated else 0))
+        for parameter in (*self.up.parameters(), *self.gates.parameters()):
+            nn.init.zeros_(parameter)
+
+    def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
+        """(B, T, D), (B, T) -> (K, B, T, D + r); the true text stands in for the guess above each head."""
+        embedded = self._embed(token_ids)
+        features = []
+        for i, blocks in enumerate(self.blocks):
+            before = embedded.roll(-(i + 1), dims=1)  # the wrapped tail means nothing, as the contract says
+            features.append(torch.cat([blocks(hidden), self._gate(i, hidden) * self.down[i](before)], -1))
+        return torch.stack(features)
+
+    def logits(self, features: Tensor, head_index: int) -> Tensor:
+        """(…, D + r) -> (…, V')."""
+        size = self.config.hidden_size
+        base: Tensor = super().logits(features[..., :size], head_index)
+        return base + self.up[head_index](features[..., size:])
+
+    def logit_parameters(self) -> list[nn.Parameter]:
+        """The lm_heads' and the U_i."""
+        return [*super().logit_parameters(), *self.up.parameters()]
+
+    def lm_head_inputs(self, features: Tensor) -> Tensor:
+        """The first D numbers."""
+        return features[..., : self.config.hidden_size]
+
+    def begin(self, context: Context, depth: int) -> _State:  # type: ignore[override]  # Medusa's state is its logits
+        """All that does not depend on the path, for all depths at once."""
+        hidden = context.last_hidden
+        gates = [self._gate(i, hidden) for i in range(depth)]
+        return _State(
+            logits=super().begin(context, depth),
+            gates=torch.stack([gate.expand(len(hidden), -1) for gate in gates]) if gates else hidden[None],
+            token_ids=context.root_ids[:, None],
+        )
+
+    def guess(self, state: _State, depth: int) -> Tensor:  # type: ignore[override]
+        """(B, W, V')."""
+        bias = self.up[depth](state.gates[depth][:, None] * self.down[depth](self._embed(state.token_ids)))
+        return state.logits[depth][:, None] + bias
+
+    def descend(self, state: _State, depth: int, parents: Tensor, token_ids: Tensor) -> _State:
+        """Only the token above matters."""
+        return state._replace(token_ids=token_ids)
+
+    def _all_logits(self, features: Tensor) -> Tensor:
+        """(K, B, D) -> (K, B, V') without the bias."""
+        if self.config.lm_head == "shared":
+            return super(MedusaHead, self).logits(features, 0)
+        return torch.stack([super(MedusaHead, self).logits(feature, i) for i, feature in enumerate(features)])
+
+    def _gate(self, head_index: int, hidden: Tensor) -> Tensor:
+        """(…, D) -> (…, r) around 1, or 1."""
+        if not len(self.gates):
+            return hidden.new_ones(1)
+        return 2.0 * torch.sigmoid(self.gates[head_index](hidden))
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        embedded: Tensor = self.target_embedding[token_ids]
+        return embedded * self.scale

@@ -1,0 +1,173 @@
+"""IBM's MLP Speculator: a small recurrent network over the tokens guessed so far (Wertheimer et al. 2024, section 3).
+
+Of its own way of drafting, the top k of each stage expanded and the likeliest whole candidates kept, see
+:class:`draftheads.growth.BestPaths`.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from draftheads.draft import Context, TargetWeights
+from draftheads.errors import InvalidSettings
+from draftheads.heads.base import DraftHead, HeadConfig
+
+Embeddings = Literal["own", "target"]
+_EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class MlpSpeculatorConfig(HeadConfig):
+    """MLP Speculator: z_i = GELU(norm_i(w_s P_i z_{i-1} + w_e E_i(x_{t+1+i}))), logits_i = lm_head_i(z_i)."""
+
+    inner_size: int | None = None
+    """Numbers in a state; as many as in a hidden state when left out."""
+    tie_weights: bool = False
+    """One embedding, norm and lm_head for all stages, and one projection for all but the first."""
+    scale_input: bool = False
+    """Whether h_t is brought to a root mean square of 1/√2 first."""
+    embeddings: Embeddings = "target"
+    """Whose embeddings of tokens: own ones for each stage (IBM's), or the target's, projected."""
+    embedding_scale: float = 1.0
+    """The target's embeddings are multiplied by it first, so that they weigh as much as hidden states do."""
+
+    method: ClassVar[str] = "mlp-speculator"
+    reads_embeddings: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.inner_size is not None and self.inner_size < 1:
+            raise InvalidSettings(f"inner_size is {self.inner_size}; it must be at least 1")
+        if self.num_layers != 1:
+            raise InvalidSettings(f"num_layers is {self.num_layers}; a stage of the MLP Speculator has one layer")
+        if self.embeddings not in get_args(Embeddings):
+            raise InvalidSettings(f"embeddings is {self.embeddings!r}; choose own or target")
+        if not self.embedding_scale > 0:
+            raise InvalidSettings(f"embedding_scale is {self.embedding_scale}; it must be above 0")
+
+    @property
+    def state_size(self) -> int:
+        """Numbers in a state."""
+        return self.inner_size or self.hidden_size
+
+    @property
+    def num_lm_heads(self) -> int:
+        """One where they are tied."""
+        return 1 if self.tie_weights else self.num_heads
+
+    @property
+    def feature_size(self) -> int:
+        """Of what the lm_heads read: the states, but hidden states where the lm_head is the target's."""
+        return self.hidden_size if self.lm_head == "shared" else self.state_size
+
+
+class ParametrisedRmsNorm(nn.Module):
+    """x / rms(x) · w + b: RMS norm with a bias; without parameters where the affine part is off."""
+
+    def __init__(self, size: int, *, affine: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size)) if affine else None
+        self.bias = nn.Parameter(torch.zeros(size)) if affine else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, M) -> (…, M)."""
+        normed = F.rms_norm(x.float(), x.shape[-1:], eps=_EPSILON).to(x.dtype)
+        if self.weight is None or self.bias is None:
+            return normed
+        return normed * self.weight + self.bias
+
+
+class MlpSpeculatorHead(DraftHead):
+    """One stage for each guess.
+
+    State and embedding are weighted such that after n stages of equal variance half of the state's stems from h_t:
+    w_s = 2^(-1/(2n)), w_e = √((1 - w_s²) M / 2), M the size of a state; as a norm follows, only w_e / w_s matters. The
+    target's embeddings are as large as hidden states already: w_e = √(1 - w_s²).
+    The papers' lm_heads are each stage's own. Reading them through the target's, a linear layer brings states, which
+    GELU leaves hardly any negative numbers, to where hidden states are.
+    """
+
+    def __init__(self, config: MlpSpeculatorConfig) -> None:
+        super().__init__(config)
+        self.options = config
+        size, hidden, stages = config.state_size, config.hidden_size, config.num_heads
+        self.scale = config.embedding_scale
+        state_weight = 0.5 ** (0.5 / stages)
+        own = config.embeddings == "own"
+        # own ones have a variance of 1/M, the target's are brought to that of hidden states
+        self.embedding_weight = math.sqrt((1 - state_weight**2) * (size / 2 if own else 1)) / state_weight
+        distinct = 1 if config.tie_weights else stages
+        self.projections = nn.ModuleList(
+            nn.Linear(hidden if i == 0 else size, size, bias=False)
+            for i in range(min(2, stages) if config.tie_weights else stages)
+        )
+        self.norms = nn.ModuleList(ParametrisedRmsNorm(size) for _ in range(distinct))
+        self.input_norm = ParametrisedRmsNorm(hidden, affine=False) if config.scale_input else None
+        self.embeddings = nn.ModuleList(nn.Embedding(config.vocab_size, size) for _ in range(distinct if own else 0))
+        self.embedding_projections = nn.ModuleList(
+            nn.Linear(hidden, size, bias=False) for _ in range(0 if own else distinct)
+        )
+        shared = config.lm_head == "shared"
+        self.outputs = nn.ModuleList(nn.Linear(size, hidden) for _ in range(distinct if shared else 0))
+        for layer in (*self.projections, *self.embeddings, *self.embedding_projections):
+            nn.init.normal_(layer.weight, std=size**-0.5)  # type: ignore[arg-type]
+
+    def initialise_lm_heads(self, weights: TargetWeights, draft_vocab: Tensor | None) -> None:
+        """They read states, not hidden states: they start small and random instead of as the target's."""
+        for parameter in self.lm_heads.parameters():
+            nn.init.normal_(parameter, std=self.options.state_size**-0.5)
+
+    def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
+        """(B, T, D), (B, T) -> (K, B, T, F); the true text stands in for the guesses above each stage."""
+        state = self._input(hidden)
+        features = []
+        for i in range(self.config.num_heads):
+            state = self._advanced(state, i, token_ids.roll(-(i + 1), dims=1))
+            features.append(self._features(state, i))
+        return torch.stack(features)
+
+    def begin(self, context: Context, depth: int) -> Tensor:
+        """State of the first stage, which has read x_{t+1}: (B, 1, M)."""
+        state = self._input(context.last_hidden)[:, None]
+        return self._advanced(state, 0, context.root_ids[:, None])
+
+    def guess(self, state: Tensor, depth: int) -> Tensor:
+        """(B, W, M) -> (B, W, V')."""
+        return self.logits(self._features(state, depth), depth)
+
+    def descend(self, state: Tensor, depth: int, parents: Tensor, token_ids: Tensor) -> Tensor:
+        """(B, W', M), the next stage's."""
+        rows = torch.arange(len(state), device=state.device)[:, None]
+        return self._advanced(state[rows, parents], depth + 1, token_ids)
+
+    def logits(self, features: Tensor, head_index: int) -> Tensor:
+        """(…, F) -> (…, V')."""
+        return super().logits(features, 0 if self.options.tie_weights else head_index)
+
+    def _input(self, hidden: Tensor) -> Tensor:
+        if self.input_norm is None:
+            return hidden
+        scaled: Tensor = self.input_norm(hidden) * 0.5**0.5
+        return scaled
+
+    def _advanced(self, state: Tensor, stage: int, token_ids: Tensor) -> Tensor:
+        """The state (…, M) of a stage, from the one before and the token that is read there."""
+        tied = self.options.tie_weights
+        shared = 0 if tied else stage
+        if len(self.embeddings):
+            embedded = self.embeddings[shared](token_ids)
+        else:
+            embedded = self.embedding_projections[shared](self.target_embedding[token_ids] * self.scale)
+        projected = self.projections[min(stage, 1) if tied else stage](state)
+        advanced: Tensor = F.gelu(self.norms[shared](projected + self.embedding_weight * embedded))
+        return advanced
+
+    def _features(self, state: Tensor, stage: int) -> Tensor:
+        if not len(self.outputs):
+            return state
+        found: Tensor = self.outputs[0 if self.options.tie_weights else stage](state)
+        return found
