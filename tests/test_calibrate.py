@@ -35,6 +35,10 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "hydra": ("hydra", {}),
     "trimmed medusa": ("medusa", {"draft_vocab_size": 14}),
     "trimmed hydra": ("hydra", {"draft_vocab_size": 14, "lm_head": "own"}),
+    "hydra++": ("hydra++", {}),
+    "eagle": ("eagle", {}),
+    "mlp-speculator": ("mlp-speculator", {}),
+    "markov-medusa": ("markov-medusa", {}),
 }
 
 
@@ -400,7 +404,7 @@ def true_nodes(draft: Draft, truth: tuple[int, ...]) -> list[int]:
     return found
 
 
-KINDS = ["medusa", "hydra", "trimmed hydra", "remembering"]
+KINDS = ["medusa", "hydra", "trimmed hydra", "remembering", "hydra++", "eagle"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -171,7 +171,7 @@ ERRORS = {
     f"generate {'abc' * 200} {ON_MODEL}": "the prompt has 601 tokens",
     f"generate abc {ON_MODEL} --temperature -1": "temperature is -1.0",
     f"generate abc {ON_MODEL} --batch-size 0": "max_batch_size is 0",
-    f"generate abc {ON_MODEL} --tree chain.json": "a tree needs a head to fill it",
+    f"generate abc {ON_MODEL} --tree chain.json": "nothing is there to fill it",
     f"generate abc {ON_MODEL} --head medusa --tree none.json": "none.json cannot be read",
     f"generate abc {ON_MODEL} --head medusa --tree no.json": "a tree must be a JSON list of rank paths",
     f"generate abc {ON_MODEL} --head medusa --tree deep.json": "the tree is 4 deep but the head has 3 heads",

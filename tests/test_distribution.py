@@ -108,7 +108,7 @@ def test_answers_have_the_models_distribution(
 
 
 def resampling(
-    draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None = None
+    draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None = None, _: object = None
 ) -> Verdict:
     """A wrong rule: where no guess is right, the next token is drawn anew, as if nothing had been tried."""
     verdict = accept(draft, logits, rows, uniforms, seen)
@@ -121,7 +121,7 @@ def resampling(
 
 
 def greedy_root(
-    draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None = None
+    draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None = None, _: object = None
 ) -> Verdict:
     """Another: the token after the accepted path is the likeliest."""
     verdict = accept(draft, logits, rows, uniforms, seen)
@@ -164,10 +164,9 @@ def test_a_seeds_answer_is_plain_decodings_token_for_token(model: TargetModel, m
 class Recorder:
     """A head whose drafts are remembered."""
 
-    needs_history = False
-
     def __init__(self, head: DraftHead) -> None:
         self.head = head
+        self.needs_history = head.needs_history
         self.drafts: list[Draft] = []
 
     def fresh(self) -> Self:

@@ -452,7 +452,7 @@ def test_load_gives_an_engine(tiny_by_name: list[dict[str, Any]], head_folder: P
 
 
 def test_a_tree_needs_a_head(tiny_by_name: list[dict[str, Any]]):
-    with pytest.raises(InvalidSettings, match=r"a tree needs a head to fill it: give head="):
+    with pytest.raises(InvalidSettings, match=r"nodes: nothing is there to fill it; give a draft head by head="):
         draftheads.load("tiny", tree=Tree.chain(1))
     assert not tiny_by_name, "the model was loaded first"
 

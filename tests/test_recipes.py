@@ -85,7 +85,8 @@ def test_every_recipe_learns(target: TargetModel, tmp_path: Path, name: str) -> 
     data = write_chats(tmp_path / "chats.jsonl", [*distilled_chats(target) * 4, *counting_chats(20)])
     tunes = RECIPES[name].tunes_model
     options = parsed(
-        *("--method", "medusa", "--recipe", name, "--out", str(tmp_path / "out"), "--data", str(data)),
+        *(() if "method" in RECIPES[name].settings else ("--method", "medusa")),
+        *("--recipe", name, "--out", str(tmp_path / "out"), "--data", str(data)),
         *(
             "--learning-rate",
             "0.005" if tunes else "0.02",  # the heads' own is four times the model's

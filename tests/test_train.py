@@ -15,8 +15,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
 
-from draftheads.checkpoint import load_head
+from draftheads.checkpoint import load_head, read_head
 from draftheads.cli import train as command
 from draftheads.data import extract
 from draftheads.data.batches import collate, plan_batches, split_held_out
@@ -24,8 +25,10 @@ from draftheads.data.extract import build_features, load_texts
 from draftheads.data.features import FeatureStore, shard_path
 from draftheads.draft import Context
 from draftheads.errors import DataError, InvalidSettings, NonFiniteLoss, StorageError, UnknownMethod
+from draftheads.heads import HEADS
 from draftheads.target.model import TargetModel
 from draftheads.train import run
+from draftheads.train.joint_options import JointOptions
 from draftheads.train.learner import Learner, with_noise
 from draftheads.train.losses import objective
 from draftheads.train.measure import NUM_RANKS, Measurement, measure
@@ -33,6 +36,7 @@ from draftheads.train.options import TrainOptions
 from draftheads.train.report import Report
 from draftheads.train.trainer import StepLog, TrainingInterrupted, find_checkpoint
 from draftheads.tree import Tree
+from families import fitting
 from training_world import EOS, chat, chat_model, counting_chats, distilled_chats, write_chats
 
 
@@ -94,12 +98,14 @@ def without_time(report: Report) -> Report:
     return replace(report, training_seconds=0.0, tokens_per_second=0.0)
 
 
-@pytest.mark.parametrize("loss", ["teacher", "hard"])
-@pytest.mark.parametrize("method", ["medusa", "hydra"])
+@pytest.mark.parametrize(
+    ("method", "loss"), [*((method, "teacher") for method in HEADS), ("medusa", "hard"), ("hydra", "hard")]
+)
 def test_training_makes_heads_that_guess_better(
     target: TargetModel, features: Path, tmp_path: Path, method: str, loss: Any
 ) -> None:
-    settings = options(tmp_path / "out", features, method=method, loss=loss, epochs=8)
+    heads = fitting(method, num_heads=3)
+    settings = options(tmp_path / "out", features, method=method, loss=loss, epochs=8, **heads)
     run.train_for(target, settings, Silent())
     head = load_head(tmp_path / "out", target, dtype=torch.float32)
     trained, untrained = (measured(target, features, settings, head=made, on="training") for made in (head, None))
@@ -630,3 +636,92 @@ train.run(options(Path({str(tmp_path / "out")!r}), Path({str(features)!r}), epoc
     assert [line for line in done.stderr.splitlines() if not foreign.search(line)] == []
     assert "saved in" in done.stdout
     assert "grad_norm" not in done.stdout  # the Trainer's own lines
+
+
+# --- what only some heads have ---
+
+
+@pytest.mark.parametrize("method", ["hydra++", "amphista", "eagle"])
+def test_layers_are_as_large_as_the_targets(target: TargetModel, features: Path, tmp_path: Path, method: str) -> None:
+    run.train_for(target, options(tmp_path / "out", features, method=method, num_heads=4, epochs=1), Silent())
+    config = read_head(tmp_path / "out").config
+    assert {name: getattr(config, name) for name in target.layer_sizes} == target.layer_sizes
+    assert getattr(config, "embedding_scale") != 1.0  # noqa: B009 - not every config has it
+
+
+def test_options_of_one_architecture_are_trained_with_and_saved(
+    target: TargetModel, features: Path, tmp_path: Path
+) -> None:
+    own = ("num_auto_embedding_blocks=2", "sampled_token=false")
+    run.train_for(
+        target,
+        options(tmp_path / "out", features, method="amphista", num_heads=4, head_options=own, epochs=1),
+        Silent(),
+    )
+    config: Any = read_head(tmp_path / "out").config
+    assert (config.num_auto_embedding_blocks, config.sampled_token) == (2, False)
+    with pytest.raises(InvalidSettings, match="head option 'depth=1': medusa has none"):
+        options(tmp_path, features, head_options=("depth=1",))
+
+
+def test_a_chain_is_saved_where_it_was_asked_for(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    run.train_for(target, options(tmp_path / "out", features, chain=True, epochs=1), Silent())
+    assert load_head(tmp_path / "out", target).tree == Tree.chain(3)
+
+
+def test_features_are_drawn_to_the_hidden_states_that_come(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    store = FeatureStore(features)
+    document = store[0]
+    hidden, text, mask = document.hidden[None].float(), document.token_ids[None], document.loss_mask[None]
+    settings = options(tmp_path / "out", features, method="eagle", num_heads=2)
+    head = run.new_head(settings, target.weights, store, range(len(store)), target.eos_ids)
+    for parameter in head.parameters():
+        parameter.data += 0.02 * torch.randn_like(parameter)
+
+    @torch.no_grad()
+    def loss(weight: float) -> float:
+        learner = Learner(
+            head, target.weights, objective=objective("teacher"), depth_decay=0.5, feature_weight=weight
+        ).eval()
+        return float(learner(hidden, text, mask)["loss"])
+
+    found = head(hidden, text).detach()
+    expected = 0.0
+    for i, decay in enumerate((1.0, 0.5)):
+        gaps = [
+            F.smooth_l1_loss(found[i, 0, t], hidden[0, t + 1 + i])
+            for t in range(text.shape[1] - 2 - i)
+            if mask[0, t + 1 : t + 3 + i][[0, -1]].all()
+        ]
+        expected += decay * float(torch.stack(gaps).mean())
+    assert loss(3.0) - loss(0.0) == pytest.approx(3.0 * expected, rel=1e-3)
+
+    def gap(out: Path, weight: float) -> float:
+        changed = options(out, features, method="eagle", num_heads=2, epochs=6, feature_weight=weight)
+        run.train_for(target, changed, Silent())
+        trained = load_head(out, target, dtype=torch.float32)(hidden, text)
+        return float(F.smooth_l1_loss(trained[0, 0, :-2], hidden[0, 1:-1]))
+
+    assert gap(tmp_path / "drawn", 30.0) < 0.9 * gap(tmp_path / "free", 0.0)
+
+
+def test_betas_are_adams(target: TargetModel, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    met: list[Any] = []
+    step = torch.optim.AdamW.step
+
+    def watched(self: torch.optim.AdamW, *arguments: Any) -> Any:
+        met.append(self.param_groups[0]["betas"])
+        return step(self, *arguments)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+    run.train_for(target, options(tmp_path / "out", features, epochs=1, betas=(0.8, 0.95)), Silent())
+    assert set(met) == {(0.8, 0.95)}
+    with pytest.raises(InvalidSettings, match=r"--betas is \(0\.9, 1\.0\): both must be at least 0 and below 1"):
+        options(tmp_path, features, betas=(0.9, 1.0))
+
+
+def test_features_that_are_no_hidden_states_are_not_drawn_to_them(features: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidSettings, match=r"--feature-weight is 2\.0, but features of mlp-speculator heads are no"):
+        options(tmp_path, features, method="mlp-speculator", feature_weight=2.0)
+    with pytest.raises(InvalidSettings, match=r"--feature-weight is 2\.0: hidden states of the model change here"):
+        JointOptions(out=tmp_path, data=(tmp_path,), feature_weight=2.0)

@@ -151,6 +151,7 @@ def _record(
                     "tokens_per_step": gain,
                     "predicted_tokens_per_step": predicted,
                     "speedup": rate / 57.0,
+                    "error": 0.03125,
                 }
                 for way, rate, gain, predicted in [
                     ("plain", 57.0, 1.0, None),
@@ -280,7 +281,10 @@ def test_tables_hold_what_was_verified_and_where_it_comes_from(record: Record, h
     assert "<td>static 10</td><td>2.200</td><td>0.031</td><td>2.145</td><td>0.975</td>" in html
     assert "<th>way</th><th>1 at a time</th><th>4 at a time</th><th>1 at a time</th>" in html
     assert "<td>plan</td><td>47.5</td><td>190.0</td><td>47.5</td>" in html
-    for way, *numbers in (("plain", "57.0", "1.00", "–", "1.00×"), ("plan", "96.2", "2.12", "2.20", "1.69×")):
+    for way, *numbers in (
+        ("plain", "57.0", "1.00", "–", "1.00 ± 0.03"),
+        ("plan", "96.2", "2.12", "2.20", "1.69 ± 0.03"),
+    ):
         assert "".join(f"<td>{cell}</td>" for cell in ("1", way, *numbers)) in html
     for name, value in (("dtype", "bfloat16"), ("num_tokens", 7800), ("torch", "2.13.0")):
         assert f"<th>{name}</th><td>{value}</td>" in html

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # importing the package must not cost torch's seconds to who 
     from draftheads.decode.engine import Engine
     from draftheads.decode.sequence import GenerationResult, StreamEvent
     from draftheads.errors import DraftHeadsError
-    from draftheads.growth import BestFirst, BestPaths
+    from draftheads.growth import BestFirst, BestPaths, Sampled
     from draftheads.loading import load
     from draftheads.sampling import SamplingSettings
     from draftheads.target.model import TargetModel
@@ -25,6 +25,7 @@ __all__ = [
     "DraftHeadsError",
     "Engine",
     "GenerationResult",
+    "Sampled",
     "SamplingSettings",
     "StreamEvent",
     "TargetModel",
@@ -40,6 +41,7 @@ _HOMES = {
     "DraftHeadsError": "draftheads.errors",
     "Engine": "draftheads.decode.engine",
     "GenerationResult": "draftheads.decode.sequence",
+    "Sampled": "draftheads.growth",
     "SamplingSettings": "draftheads.sampling",
     "StreamEvent": "draftheads.decode.sequence",
     "TargetModel": "draftheads.target.model",

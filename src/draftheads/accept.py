@@ -4,6 +4,8 @@
   distribution), and the walk goes on into the child that equals it. Greedy rows give plain's text and sampled rows the
   target's distribution. For drafts fixed by their context no other lossless rule keeps more, since the probability
   of keeping a node cannot exceed the target's own probability of its path.
+* rejection, block — for guesses that were drawn (:class:`draftheads.growth.Sampled`): keep the target's distribution
+  and more of the guesses, see :mod:`draftheads.rejection`. On other drafts, and for greedy rows, they are exact.
 * typical — keeps draft tokens that are likely enough, p(x) > min(ε, δ·exp(−H(p))) (Medusa section 3.3.1).
   It does **not** keep the distribution. The longest path wins, among equals the likelier.
 
@@ -14,30 +16,114 @@ import torch
 from torch import Tensor
 
 from draftheads.draft import Draft, Verdict
-from draftheads.sampling import RowSettings, choose, penalised, probabilities
+from draftheads.rejection import block_chances, sibling_chances
+from draftheads.sampling import RowSettings, choose, draw, penalised, probabilities
 
 
-def accept(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None = None) -> Verdict:
+def accept(
+    draft: Draft,
+    logits: Tensor,
+    rows: RowSettings,
+    uniforms: Tensor,
+    seen: Tensor | None = None,
+    *,
+    coins: Tensor | None = None,
+) -> Verdict:
     """The verdict on every row.
 
     Args:
-        draft: the tree that was checked; its nodes must be fixed by the context (``sampled`` is False).
+        draft: the tree that was checked; its nodes are fixed by the context, or drawn with other random numbers than
+            those that are given here.
         logits: (B, N, V) the target's logits at each node.
         rows: settings of the B rows.
         uniforms: (B, P) float64 in [0, 1): for each place after the root, that place's random number.
         seen: (B, V) bool, tokens of the text including the root; needed when a row has a repetition penalty.
+        coins: (B, :func:`num_coins`) float64 in [0, 1), for drafts that were drawn, where a row asks for rejection.
     """
-    assert not draft.sampled, "sampled drafts need a rejection rule"
-    exact = _walk(draft, logits, rows, uniforms, seen)
-    if not rows.any_typical:
-        return exact
-    typical = _longest_typical(draft, logits, rows, uniforms, seen)
-    chosen = rows.typical
+    verdict = _walk(draft, logits, rows, uniforms, seen)
+    if rows.any_typical:
+        verdict = _where(rows.typical, _longest_typical(draft, logits, rows, uniforms, seen), verdict)
+    if rows.any_rejection and draft.sampled:
+        assert coins is not None, "rejection needs coins"
+        rejection = _rejection_walk(draft, logits, rows, coins, seen)
+        is_chain = draft.max_siblings <= 1
+        by_sibling = rows.rejection if is_chain else rows.rejection | rows.block
+        verdict = _where(by_sibling, rejection, verdict)
+        if is_chain:
+            verdict = _where(rows.block, _longest_block(draft, logits, rows, coins, seen), verdict)
+    return verdict
+
+
+def num_coins(draft: Draft) -> int:
+    """How many random numbers rejection needs for each row: at each depth one for each sibling and one more."""
+    return (draft.max_depth + 1) * (draft.max_siblings + 1)
+
+
+def _where(chosen: Tensor, one: Verdict, other: Verdict) -> Verdict:
+    """Of two verdicts the first one for the rows that are chosen."""
     return Verdict(
-        torch.where(chosen[:, None], typical.path, exact.path),
-        torch.where(chosen, typical.num_accepted, exact.num_accepted),
-        torch.where(chosen, typical.next_ids, exact.next_ids),
+        torch.where(chosen[:, None], one.path, other.path),
+        torch.where(chosen, one.num_accepted, other.num_accepted),
+        torch.where(chosen, one.next_ids, other.next_ids),
     )
+
+
+def _rejection_walk(draft: Draft, logits: Tensor, rows: RowSettings, coins: Tensor, seen: Tensor | None) -> Verdict:
+    """At each node try the children in turn; step into the first that is accepted, or draw from what is left."""
+    assert draft.probs is not None
+    assert draft.log_probs is not None
+    batch = torch.arange(len(logits), device=logits.device)
+    places = torch.arange(draft.num_nodes, 0, -1, device=logits.device)
+    coins = coins.view(len(logits), draft.max_depth + 1, -1)
+    node = torch.zeros_like(batch)
+    going = torch.ones_like(batch, dtype=torch.bool)
+    num_accepted = torch.ones_like(batch)
+    path = node[:, None].repeat(1, draft.max_depth + 1)
+    next_ids = node
+    width = min(draft.max_siblings, draft.num_nodes)
+    for depth in range(draft.max_depth + 1):
+        p = probabilities(penalised(logits[batch, node], rows, seen), rows)
+        is_child = (draft.parents == node[:, None]) & (draft.depths > 0)
+        order = (is_child * places).expand(len(logits), -1).topk(width, dim=1)  # the first child first
+        children = order.indices  # (B, k)
+        present = (order.values > 0) & (draft.log_probs.gather(1, children) > -torch.inf)
+        tokens = draft.token_ids.gather(1, children)
+        chances, left = sibling_chances(p, draft.probs[batch, node].double(), tokens, present)
+        accepted = coins[:, depth, :width] < chances
+        steps = going & accepted.any(1)
+        first = accepted.int().argmax(1) if width else node
+        taken = tokens[batch, first] if width else node
+        next_ids = torch.where(going & ~steps, draw(left, coins[:, depth, -1]), next_ids)
+        going = steps
+        if depth == draft.max_depth or (going.device.type == "cpu" and not going.any()):
+            break
+        node = torch.where(going, children[batch, first], node)
+        path[:, depth + 1] = node
+        num_accepted = num_accepted + going
+        if seen is not None:
+            seen = seen.clone()
+            seen[batch, taken] |= going
+    return Verdict(path, num_accepted, next_ids)
+
+
+def _longest_block(draft: Draft, logits: Tensor, rows: RowSettings, coins: Tensor, seen: Tensor | None) -> Verdict:
+    """The longest beginning of a chain whose coin says yes, and a draw from what is left there."""
+    assert draft.probs is not None
+    assert draft.log_probs is not None
+    batch = torch.arange(len(logits), device=logits.device)
+    length = draft.num_nodes - 1
+    ancestors = draft.ancestors.expand(len(logits), -1, -1)
+    seen_nodes = None if seen is None else _seen_at_nodes(draft, ancestors, seen)
+    p = probabilities(penalised(logits, rows, seen_nodes), rows)  # (B, L + 1, V)
+    chances, left = block_chances(p, draft.probs[:, :-1].double(), draft.token_ids[:, 1:])
+    present = (draft.log_probs[:, 1:] > -torch.inf).int().cumprod(1).bool()
+    coins = coins.view(len(logits), length + 1, -1)
+    kept = (coins[:, :length, 0] < chances) & present  # (B, L)
+    steps = torch.arange(1, length + 1, device=logits.device)
+    count = (kept * steps).amax(1) if length else torch.zeros_like(batch)
+    path = torch.arange(length + 1, device=logits.device).expand(len(logits), -1)
+    path = torch.where(path <= count[:, None], path, 0)
+    return Verdict(path, count + 1, draw(left[batch, count], coins[batch, count, -1]))
 
 
 def _walk(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None) -> Verdict:

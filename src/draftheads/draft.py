@@ -4,13 +4,15 @@ Alphabet: B rows, N nodes of a tree (root included), P tokens accepted in a step
 Trees may be shared by all rows (leading dimension 1) or differ by row (leading dimension B).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from draftheads.sampling import RowSettings
 from draftheads.tree import Tree
 
 
@@ -28,7 +30,13 @@ class Draft:
     max_depth: int  # of the deepest node, known without asking the device
     log_probs: Tensor | None = None  # (B, N): the drafter's log-probability of each node given its path, if it has one
     path_log_probs: Tensor | None = None  # (B, N): of each node's whole path; falls along what grew best first
-    sampled: bool = False  # whether the nodes were drawn from the drafter's distribution (not its top ranks)
+    probs: Tensor | None = None  # (B, N, V) float32, of sampled drafts: what a node's children were drawn from
+    max_siblings: int = 0  # of sampled drafts: the most children that a node has
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the nodes were drawn: a node's children one after the other, without replacement, in this order."""
+        return self.probs is not None
 
     @property
     def num_nodes(self) -> int:
@@ -48,6 +56,7 @@ class Draft:
             max_depth=min(self.max_depth, num_nodes - 1),
             log_probs=None if self.log_probs is None else self.log_probs[:, :num_nodes],
             path_log_probs=None if self.path_log_probs is None else self.path_log_probs[:, :num_nodes],
+            probs=None if self.probs is None else self.probs[:, :num_nodes],
         )
 
     @classmethod
@@ -99,6 +108,8 @@ class Context:
     token_ids: Tensor  # (B, P) int64: those tokens
     num_accepted: Tensor  # (B,) int64: how many of the P entries are real, counted from the left
     root_ids: Tensor  # (B,) int64: x_{t+1}
+    rows: RowSettings | None = None  # how the next tokens of the B rows are chosen
+    draws: Callable[[int], Tensor] | None = None  # n -> (B, n) float64 random numbers in [0, 1), new ones at each call
 
     @property
     def last_hidden(self) -> Tensor:
@@ -120,6 +131,14 @@ class TargetWeights:
     lm_head_bias: Tensor | None = None  # (V,)
     logit_scale: float = 1.0  # what the target multiplies its logits by
     logit_softcap: float | None = None  # c where the target then takes c · tanh(logits / c)
+
+
+@runtime_checkable
+class Watcher(Protocol):
+    """A drafter that learns from what the target says at the nodes that it checks."""
+
+    def watch(self, draft: Draft, logits: Tensor) -> None:
+        """The target's logits (B, N, V) for its draft."""
 
 
 class Drafter(Protocol):

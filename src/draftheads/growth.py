@@ -67,7 +67,33 @@ class BestPaths:
         return len(self.widths)
 
 
-Shape = Tree | BestFirst | BestPaths  # what a drafter fills at a step
+@dataclass(frozen=True)
+class Sampled:
+    """A static tree whose guesses are drawn: the children of a node one after the other, without replacement.
+
+    What is drawn may be kept by ``rejection`` (or, of a chain, by ``block``), which at a temperature accepts more of a
+    drafter that is like its target than ``exact`` does.
+    """
+
+    tree: Tree
+    """How many children each node has; the n-th draw below a node is its n-th child."""
+
+    def __post_init__(self) -> None:
+        for node, path in enumerate(self.tree.paths):
+            ranks = [self.tree.ranks[child] for child, parent in enumerate(self.tree.parents) if parent == node]
+            if sorted(ranks) != list(range(len(ranks))):
+                raise InvalidTree(
+                    f"below {list(path)} the tree has ranks {sorted(ranks)}: "
+                    "children that are drawn are numbered 0, 1, 2, …"
+                )
+
+    @property
+    def depth(self) -> int:
+        """Of the deepest node."""
+        return self.tree.max_depth
+
+
+Shape = Tree | BestFirst | BestPaths | Sampled  # what a drafter fills at a step
 
 
 def _check_at_least_1(rule: object, *names: str) -> None:

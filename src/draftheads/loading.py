@@ -4,6 +4,7 @@ import contextlib
 import re
 import shlex
 import warnings
+from collections.abc import Callable
 from os import PathLike, fspath
 from pathlib import Path
 
@@ -11,6 +12,10 @@ import torch
 
 from draftheads.checkpoint import PLAN_FILE, check_tuned, conditions, load_head, read_head
 from draftheads.decode.engine import Engine
+from draftheads.draft import Drafter
+from draftheads.drafters.draft_model import DraftModel
+from draftheads.drafters.lookahead import Lookahead
+from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings, ModelNotFound, PlanWarning
 from draftheads.files import user_path
 from draftheads.growth import Shape
@@ -23,6 +28,8 @@ from draftheads.target.target import check_trees
 from draftheads.tree import Tree
 from draftheads.zoo.registry import find_head
 
+# what drafts without a head, by name
+UNTRAINED: dict[str, Callable[[], Drafter]] = {"prompt-lookup": PromptLookup, "lookahead": Lookahead}
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # as the command line has them
 
 
@@ -30,6 +37,7 @@ def load(
     model: str | PathLike[str],
     head: str | PathLike[str] | None = None,
     *,
+    draft_model: str | PathLike[str] | None = None,
     tree: Shape | None = None,
     plan: str | PathLike[str] | None = "auto",
     adaptive: bool = True,
@@ -43,8 +51,12 @@ def load(
 
     Args:
         model: ``smollm2-135m``, a folder, or a Hugging Face id.
-        head: a bundled head's name (``medusa``, ``hydra``), a folder, or a Hugging Face id; None decodes plainly.
-        tree: always draft on this tree, or by this rule (:class:`BestFirst`, :class:`BestPaths`), whatever the plan.
+        head: a bundled head's name (``medusa``, ``hydra``), a folder, or a Hugging Face id; ``prompt-lookup`` copies
+            from the text so far and ``lookahead`` refines guesses of the model itself, neither needs training; None
+            decodes plainly.
+        draft_model: a smaller model of the same tokenizer drafts in place of a head: a folder or a Hugging Face id.
+        tree: always draft on this tree, or by this rule (:class:`BestFirst`, :class:`BestPaths`, :class:`Sampled`),
+            whatever the plan.
         plan: which tree pays, by the number of rows: ``auto`` takes what ``draftheads tune`` left for this head, if it
             did, else the head's fixed tree; a ``plan.json`` or a folder with one; None is the head's fixed tree.
         adaptive: with a tuned plan, whether to guess more or less by how it goes. Off, equal requests meet equal trees.
@@ -59,35 +71,57 @@ def load(
         ModelNotFound, UnsupportedModel: the model.
         CheckpointError, ModelNotFound: the head.
         InvalidTree: ``tree`` is deeper than the head.
-        InvalidSettings: ``tree`` or ``plan`` without ``head``, both of them, or ``exact_bits`` on a machine whose
-            kernels do not keep it.
+        InvalidSettings: ``tree`` or ``plan`` without what drafts, both of them, ``head`` and ``draft_model``, a draft
+            model of another tokenizer, or ``exact_bits`` on a machine whose kernels do not keep it.
 
     Warns:
         PlanWarning: the plan was tuned on another machine, for another type, or with another version.
     """
+    _check_what_drafts(head, draft_model, tree, plan)
+    target = load_target(model, dtype=dtype, device=device, fast=fast, exact_bits=exact_bits)
+    if head in UNTRAINED:
+        return Engine(target, UNTRAINED[str(head)](), max_batch_size=max_batch_size)
+    if draft_model is not None:
+        small = load_target(draft_model, dtype=dtype, device=device, fast=fast)
+        return Engine(target, DraftModel(small, target, shape=tree), max_batch_size=max_batch_size)
+    if head is None:
+        return Engine(target, max_batch_size=max_batch_size)
+    drafter = load_drafter(head, model, target, fast=fast)
+    tuned = None
+    if isinstance(tree, Tree):
+        drafter.tree = tree
+    elif tree is not None:
+        drafter.shape = tree
+        with warnings.catch_warnings():  # how sure the head may be does not depend on the machine
+            warnings.simplefilter("ignore", PlanWarning)
+            known = None if plan is None else find_tuned(head, model, target, drafter)
+        if known is not None:
+            drafter.confidence = tuple(known.confidence)
+    elif plan is not None:
+        tuned = find_tuned(head, model, target, drafter, plan=plan)
+    return Engine(target, drafter, max_batch_size=max_batch_size, tuned=tuned, adaptive=adaptive)
+
+
+def _check_what_drafts(
+    head: str | PathLike[str] | None,
+    draft_model: str | PathLike[str] | None,
+    tree: Shape | None,
+    plan: str | PathLike[str] | None,
+) -> None:
+    """Do the arguments of :func:`load` go together?"""
     is_own_plan = plan not in (None, "auto")
     if is_own_plan and head is None:
         raise InvalidSettings("a plan needs a head to draft by it: give head=…")
     if is_own_plan and tree is not None:
         raise InvalidSettings(f"tree and plan {plan} contradict each other: give one of them")
-    if tree is not None and head is None:
-        raise InvalidSettings("a tree needs a head to fill it: give head=…")
-    target = load_target(model, dtype=dtype, device=device, fast=fast, exact_bits=exact_bits)
-    drafter = tuned = None
-    if head is not None:
-        drafter = load_drafter(head, model, target, fast=fast)
-        if isinstance(tree, Tree):
-            drafter.tree = tree
-        elif tree is not None:
-            drafter.shape = tree
-            with warnings.catch_warnings():  # how sure the head may be does not depend on the machine
-                warnings.simplefilter("ignore", PlanWarning)
-                known = None if plan is None else find_tuned(head, model, target, drafter)
-            if known is not None:
-                drafter.confidence = tuple(known.confidence)
-        elif plan is not None:
-            tuned = find_tuned(head, model, target, drafter, plan=plan)
-    return Engine(target, drafter, max_batch_size=max_batch_size, tuned=tuned, adaptive=adaptive)
+    if head is not None and draft_model is not None:
+        raise InvalidSettings(f"head {head} and draft_model {draft_model}: give one of them")
+    if tree is not None and (head in UNTRAINED or (head is None and draft_model is None)):
+        what = f"{head} fills no tree" if head else "nothing is there to fill it"
+        shown = f"a tree of {tree.num_nodes} nodes" if isinstance(tree, Tree) else str(tree)
+        raise InvalidSettings(f"{shown}: {what}; give a draft head by head=…, or draft_model=…")
+    if is_own_plan and head in UNTRAINED:
+        raise InvalidSettings(f"plan {plan}: {head} has none")
 
 
 def find_tuned(

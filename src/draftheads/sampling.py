@@ -10,7 +10,7 @@ B rows, V vocabulary. Order of processing as in transformers: repetition penalty
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from draftheads.errors import InvalidSettings
 
 LOWEST_TEMPERATURE = 1e-6  # below it scores overflow long before the draw could be told from greedy
-AcceptanceRule = Literal["exact", "typical"]
+AcceptanceRule = Literal["exact", "rejection", "block", "typical"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class SamplingSettings:
     ignore_eos: bool = False
     """Go on after the model's own end of text."""
     acceptance: AcceptanceRule = "exact"
-    """exact keeps the model's distribution (greedy: its text); typical is faster at a temperature, but does not."""
+    """exact keeps the model's distribution (greedy: its text), as do rejection and block (chains only), which are for
+    drafters that draw their guesses; typical is faster at a temperature, but does not."""
     typical_epsilon: float = 0.09
     """ε of typical acceptance: a draft token of at least this probability is always typical."""
     typical_delta: float | None = None
@@ -61,7 +62,11 @@ class SamplingSettings:
             (self.top_k is None or self.top_k >= 1, "top_k", "at least 1, or None for all tokens"),
             (0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1"),
             (0.0 < self.repetition_penalty < float("inf"), "repetition_penalty", "a positive number"),
-            (self.acceptance in ("exact", "typical"), "acceptance", "'exact' or 'typical'"),
+            (
+                self.acceptance in get_args(AcceptanceRule),
+                "acceptance",
+                " or ".join(map(repr, get_args(AcceptanceRule))),
+            ),
             (0.0 < self.typical_epsilon <= 1.0, "typical_epsilon", "above 0 and at most 1"),
             (self.typical_delta is None or self.typical_delta > 0.0, "typical_delta", "a positive number"),
             (self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "at least -2**63 and below 2**64, or None"),
@@ -76,6 +81,7 @@ class SamplingSettings:
 class RowSettings:
     """The settings of B rows as tensors."""
 
+    vocab_size: int  # V
     temperature: Tensor  # (B,) float64; 0 is greedy
     top_k: Tensor  # (B,) int64; V where off
     top_p: Tensor  # (B,) float64; 1 where off
@@ -83,10 +89,13 @@ class RowSettings:
     epsilon: Tensor  # (B,) float64
     delta: Tensor  # (B,) float64
     typical: Tensor  # (B,) bool
-    any_sampled: bool  # these four are known on the host, so that nothing is computed in vain
+    rejection: Tensor  # (B,) bool
+    block: Tensor  # (B,) bool
+    any_sampled: bool  # these five are known on the host, so that nothing is computed in vain
     any_filtered: bool
     any_penalty: bool
     any_typical: bool
+    any_rejection: bool  # or block
 
     @classmethod
     def of(cls, settings: Sequence[SamplingSettings], *, vocab_size: int, device: torch.device) -> Self:
@@ -96,8 +105,11 @@ class RowSettings:
             return torch.tensor(values, dtype=dtype, device=device)
 
         # at temperature 0 the typical set is the most likely token: the exact rule says the same and is cheaper
-        typical = [s.acceptance == "typical" and s.temperature > 0 for s in settings]
+        typical, rejection, block = (
+            [s.acceptance == rule and s.temperature > 0 for s in settings] for rule in ("typical", "rejection", "block")
+        )
         return cls(
+            vocab_size=vocab_size,
             temperature=column([s.temperature for s in settings], torch.float64),
             top_k=column([min(s.top_k or vocab_size, vocab_size) for s in settings], torch.int64),
             top_p=column([s.top_p for s in settings], torch.float64),
@@ -105,10 +117,13 @@ class RowSettings:
             epsilon=column([s.typical_epsilon for s in settings], torch.float64),
             delta=column([s.typical_delta or s.typical_epsilon**0.5 for s in settings], torch.float64),
             typical=column(typical, torch.bool),
+            rejection=column(rejection, torch.bool),
+            block=column(block, torch.bool),
             any_sampled=any(s.temperature > 0 for s in settings),
             any_filtered=any(s.temperature > 0 and (s.top_k is not None or s.top_p < 1.0) for s in settings),
             any_penalty=any(s.repetition_penalty != 1.0 for s in settings),
             any_typical=any(typical),
+            any_rejection=any(rejection) or any(block),
         )
 
     @cached_property
@@ -173,7 +188,8 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
 def _filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Minus infinity outside the k most likely (ties stay) and outside the nucleus; shapes (B, …, V) and (B, …, 1)."""
     ordered, order = scaled.sort(-1, descending=True)
-    kth = ordered.gather(-1, (top_k - 1).expand(*ordered.shape[:-1], 1))
+    last = top_k.clamp(max=scaled.shape[-1]) - 1  # a drafter may know fewer tokens
+    kth = ordered.gather(-1, last.expand(*ordered.shape[:-1], 1))
     ordered = ordered.masked_fill(ordered < kth, -torch.inf)
     probs = ordered.softmax(-1)
     before = probs.cumsum(-1) - probs  # mass of what is more likely

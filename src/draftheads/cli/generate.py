@@ -16,7 +16,7 @@ from draftheads.cli.show import quiet_transformers, show_stream
 from draftheads.decode.engine import Engine, Prompt
 from draftheads.errors import InvalidPrompt, InvalidSettings, InvalidTree
 from draftheads.files import write_atomic
-from draftheads.growth import BestFirst, Shape
+from draftheads.growth import BestFirst, Sampled, Shape
 from draftheads.loading import load
 from draftheads.sampling import AcceptanceRule, SamplingSettings
 from draftheads.tree import Tree
@@ -34,13 +34,18 @@ class GenerateOptions:
     model: str = "smollm2-135m"
     """A model: a name, a folder or a Hugging Face id."""
     head: str | None = None
-    """A draft head: a bundled one's name (medusa, hydra), a folder or a Hugging Face id; plain when left out."""
+    """A draft head: a bundled one's name (medusa, hydra), a folder or a Hugging Face id; prompt-lookup copies from the
+    text so far, lookahead refines guesses of the model itself; plain when left out."""
+    draft_model: str | None = None
+    """A smaller model of the same tokenizer drafts in place of a head: a folder or a Hugging Face id."""
     tree: Path | None = None
     """A JSON file of rank paths to draft on, whatever the plan."""
     grow: int | None = None
     """Draft on trees of so many nodes that grow anew at each step, where the head is sure."""
     threshold: float = 0.0
     """With --grow: leave out guesses that are less likely than this to be kept."""
+    draw: int | None = None
+    """Draft chains of so many guesses that are drawn, not the likeliest ones: for --acceptance rejection or block."""
     plan: str = "auto"
     """auto: what `draftheads tune` found for the head, if it did; none: the head's fixed tree; or a plan.json."""
     adaptive: bool = True
@@ -64,7 +69,8 @@ class GenerateOptions:
     stop: tuple[str, ...] = field(default=())
     """Strings that end an answer."""
     acceptance: AcceptanceRule = "exact"
-    """exact keeps the model's distribution; typical is faster at a temperature, but does not."""
+    """exact keeps the model's distribution; so do rejection and block, which keep more of guesses that are drawn
+    (--draw); typical is faster at a temperature, but does not."""
     batch_size: int = 16
     """Prompts that are decoded together."""
     dtype: Dtype = "auto"
@@ -82,6 +88,7 @@ def run(options: GenerateOptions) -> None:
     engine = load(
         options.model,
         options.head,
+        draft_model=options.draft_model,
         tree=_shape(options),
         plan=None if options.plan == "none" else options.plan,
         adaptive=options.adaptive,
@@ -125,8 +132,15 @@ def _prompts(options: GenerateOptions) -> list[Prompt]:
 def _shape(options: GenerateOptions) -> Shape | None:
     if options.tree is not None and options.grow is not None:
         raise InvalidSettings(f"--tree {options.tree} and --grow {options.grow}: give one of them")
+    if options.draw is not None and (options.tree is not None or options.grow is not None):
+        other = f"--grow {options.grow}" if options.tree is None else f"--tree {options.tree}"
+        raise InvalidSettings(f"--draw {options.draw} and {other}: give one of them")
     if options.threshold and options.grow is None:
         raise InvalidSettings(f"--threshold {options.threshold} is for growing trees: give --grow, too")
+    if options.draw is not None:
+        if options.draw < 1:
+            raise InvalidSettings(f"--draw is {options.draw}; it must be at least 1")
+        return Sampled(Tree.chain(options.draw))
     if options.grow is not None:
         return BestFirst(options.grow, threshold=options.threshold)
     return None if options.tree is None else _tree(options.tree)

@@ -42,11 +42,20 @@ def expanded(arguments: Sequence[str], *, tunes_model: bool = False) -> list[str
     name = parser.parse_known_args(arguments)[0].recipe
     if name is None:
         return list(arguments)
-    flags = (
-        [f"--{key.replace('_', '-')}", str(value)]
-        for key, value in recipe(name, tunes_model=tunes_model).settings.items()
-    )
-    return [*itertools.chain.from_iterable(flags), *arguments]
+    settings = recipe(name, tunes_model=tunes_model).settings
+    return [*itertools.chain.from_iterable(_as_arguments(*setting) for setting in settings.items()), *arguments]
+
+
+def _as_arguments(name: str, value: object) -> list[str]:
+    """A setting as it is given on the command line.
+
+    >>> _as_arguments("num_heads", 4), _as_arguments("chain", True), _as_arguments("betas", (0.9, 0.95))
+    (['--num-heads', '4'], ['--chain'], ['--betas', '0.9', '0.95'])
+    """
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    return [f"--{flag}", *map(str, value if isinstance(value, tuple) else (value,))]
 
 
 def run(options: TrainOptions) -> None:

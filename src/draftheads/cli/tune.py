@@ -71,8 +71,8 @@ def run(options: TuneOptions) -> None:
     saved = read_head(find_head(options.head, options.model), ignore_plan=True)
     prompts: list[Prompt] = list(read_prompts(options.prompts)) if options.prompts else list(CALIBRATION_PROMPTS)
     others: list[Prompt] = list(read_prompts(options.verify)) if options.verify else []
-    if options.verify and not others:
-        raise DataError("holds no prompt", path=options.verify)
+    if options.verify and len(others) < 2:
+        raise DataError(f"prompts to compare on: {len(others)}; give at least 2, better 30", path=options.verify)
     target = load_target(options.model, dtype=DTYPES.get(options.dtype), exact_bits=options.exact_bits)
     head = load_drafter(options.head, options.model, target, ignore_plan=True)
     here = conditions(saved.digest, target)

@@ -3,14 +3,16 @@
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
+from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from draftheads.accept import accept
+from draftheads.accept import accept, num_coins
 from draftheads.decode.pace import Pace
 from draftheads.decode.sequence import Sequence, StreamEvent
-from draftheads.draft import Context, Draft, Drafter, Verdict
+from draftheads.draft import Context, Draft, Drafter, Verdict, Watcher
 from draftheads.sampling import RowSettings, choose
 from draftheads.target.model import TargetModel
 from draftheads.target.target import Target
@@ -59,12 +61,17 @@ class Batch:
         assert self._context is not None, "a step needs rows"
         assert self._rows is not None
         start = time.perf_counter()
-        draft = self.drafter.propose(self._context)
+        draft = self.drafter.propose(replace(self._context, rows=self._rows, draws=self._draws))
         self.lap("draft")
         logits, hidden = self.target.verify(draft)
         self.lap("verify")
+        if isinstance(self.drafter, Watcher):
+            self.drafter.watch(draft, logits)
         uniforms = self._uniforms(self.sequences, draft.max_depth + 1)
-        verdict = accept(draft, logits, self._rows, uniforms, self._seen)
+        coins = None
+        if draft.sampled and self._rows.any_rejection:
+            coins = self._numbers(num_coins(draft), "coins")
+        verdict = accept(draft, logits, self._rows, uniforms, self._seen, coins=coins)
         new_ids, counts = _tokens_of(draft, verdict)  # the step's one transfer to the host
         self.target.commit(verdict, counts)
         self._context = _advanced(draft, verdict, hidden)
@@ -107,6 +114,14 @@ class Batch:
         if not any(sequence.settings.temperature > 0 for sequence in sequences):
             return torch.zeros(len(sequences), count, dtype=torch.float64, device=self.target.model.device)
         numbers = [sequence.uniforms(count) for sequence in sequences]
+        return torch.tensor(numbers, dtype=torch.float64, device=self.target.model.device)
+
+    def _draws(self, count: int) -> Tensor:
+        """(B, count) float64 for a drafter that draws."""
+        return self._numbers(count, "guesses")
+
+    def _numbers(self, count: int, stream: Literal["coins", "guesses"]) -> Tensor:
+        numbers = [sequence.draws(count, stream) for sequence in self.sequences]
         return torch.tensor(numbers, dtype=torch.float64, device=self.target.model.device)
 
     def _seen_of(self, sequences: Listing[Sequence], rows: RowSettings) -> Tensor | None:

@@ -10,6 +10,7 @@ from draftheads.decode.text import StopText, TextStream
 from draftheads.sampling import SamplingSettings
 
 FinishReason = Literal["stop", "length"]
+_STREAMS = {"coins": 0x9E3779B97F4A7C15, "guesses": 0xBF58476D1CE4E5B9}  # far from each other and from 0
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Sequence:
         else:
             self._generator.manual_seed(settings.seed)
         self._uniforms: list[float] = []
+        self._streams: dict[str, torch.Generator] = {}
 
     def uniforms(self, count: int) -> list[float]:
         """Random numbers in [0, 1) for the next ``count`` tokens; a place in the answer always gets the same one."""
@@ -77,6 +79,14 @@ class Sequence:
         while len(self._uniforms) < start + count:
             self._uniforms += torch.rand(64, generator=self._generator, dtype=torch.float64).tolist()
         return self._uniforms[start : start + count]
+
+    def draws(self, count: int, stream: Literal["coins", "guesses"]) -> list[float]:
+        """New random numbers in [0, 1), of a stream of the seed's own that no token is chosen by."""
+        if stream not in self._streams:
+            seed = (self._generator.initial_seed() + _STREAMS[stream]) % 2**64
+            self._streams[stream] = torch.Generator().manual_seed(seed)
+        numbers: list[float] = torch.rand(count, generator=self._streams[stream], dtype=torch.float64).tolist()
+        return numbers
 
     def append(self, token_ids: Ids[int], *, num_drafted: int) -> StreamEvent:
         """Adds a step's tokens up to the first stop; what comes after it in the accepted run is dropped."""

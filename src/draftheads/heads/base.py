@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from draftheads.draft import Context, Draft, TargetWeights
 from draftheads.errors import InvalidSettings, InvalidTree
-from draftheads.growth import BestFirst, Shape
-from draftheads.heads.drafting import fill, grow
+from draftheads.growth import BestFirst, Sampled, Shape
+from draftheads.heads.drafting import fill, grow, sample
 from draftheads.heads.layers import LmHeads
 from draftheads.kernels import LinearPlan, can_pack, replace_linears
 from draftheads.tree import Tree
@@ -82,6 +82,7 @@ class DraftHead(nn.Module, ABC):
     """
 
     needs_history: ClassVar[bool] = False
+    guesses_hidden_states: ClassVar[bool] = True  # whether an lm_head's inputs stand where hidden states do
     reads_path: ClassVar[bool] = True  # whether a guess depends on the guesses above it
 
     def __init__(self, config: HeadConfig) -> None:
@@ -140,6 +141,8 @@ class DraftHead(nn.Module, ABC):
         shape = self._shape
         if isinstance(shape, Tree):
             return fill(self, shape, context)
+        if isinstance(shape, Sampled):
+            return sample(self, shape, context)
         return grow(self, shape, context, self.config.num_heads)
 
     def follow(self, context: Context) -> None:
@@ -194,7 +197,8 @@ class DraftHead(nn.Module, ABC):
             )
         if isinstance(shape, BestFirst):  # takes as many as there are
             return
-        rank = max(shape.ranks) if isinstance(shape, Tree) else max(shape.widths) - 1
+        tree = shape.tree if isinstance(shape, Sampled) else shape
+        rank = max(tree.ranks) if isinstance(tree, Tree) else max(tree.widths) - 1
         if rank >= self.config.num_draft_tokens:
             raise InvalidTree(f"rank {rank} is beyond the draft vocabulary of {self.config.num_draft_tokens}")
 

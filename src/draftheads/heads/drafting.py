@@ -6,7 +6,7 @@ with one set of logits (W = 1) for all nodes of a depth.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from draftheads.draft import Context, Draft, tree_tensors
-from draftheads.growth import BestFirst, BestPaths
+from draftheads.growth import BestFirst, BestPaths, Sampled
+from draftheads.sampling import RowSettings, draw, probabilities
 from draftheads.tree import Tree
 
 
@@ -102,6 +103,86 @@ def fill(head: Guesser, tree: Tree, context: Context) -> Draft:
             above = parents[chosen].expand(len(children), -1)
             state = head.descend(state, level.depth, above, children[:, chosen])
     return Draft.on_tree(tree, torch.cat(tokens, 1))
+
+
+def sample(head: Guesser, shape: Sampled, context: Context) -> Draft:
+    """Guesses that are drawn, as likely as the head says by each row's own settings.
+
+    Raises:
+        ValueError: the context has no settings or random numbers.
+    """
+    if context.rows is None or context.draws is None:
+        raise ValueError("to draw guesses a context needs rows and draws")
+    tree, root = shape.tree, context.root_ids
+    batch = torch.arange(len(root), device=root.device)[:, None]
+    tokens = [root[:, None]]
+    log_probs = [torch.zeros_like(tokens[0], dtype=torch.float32)]
+    probs: Tensor | None = None  # (B, N, V)
+    state = head.begin(context, tree.max_depth)
+    at = torch.zeros(1, dtype=torch.long, device=root.device)  # nodes whose children are next
+    widest = 0
+    for level in _levels(tree):
+        parents = _on_device(level.parents, root.device)
+        count = len(at)
+        drawn = _distributions(head.guess(state, level.depth), context.rows, count)  # (B, W, V') float32
+        whole = _over_vocabulary(head, drawn, context.rows)
+        if probs is None:
+            probs = whole.new_zeros(len(root), tree.num_nodes, whole.shape[-1])
+        probs[:, at] = whole
+        ids, own = _without_replacement(drawn, level.num_ranks, context.draws(count * level.num_ranks))
+        rank = tree_tensors(tree, root.device).ranks[level.start : level.stop]
+        children = head.to_target_ids(ids[:, parents, rank])
+        tokens.append(children)
+        log_probs.append(own[:, parents, rank])
+        widest = max(widest, level.num_ranks)
+        if level.expanded:
+            chosen = _on_device(level.expanded, root.device)
+            state = head.descend(state, level.depth, parents[chosen].expand(len(batch), -1), children[:, chosen])
+            at = level.start + chosen
+    if probs is None:  # a root alone
+        probs = torch.zeros(len(root), 1, 1, device=root.device)
+    draft = Draft.on_tree(tree, torch.cat(tokens, 1), log_probs=torch.cat(log_probs, 1))
+    return replace(draft, probs=probs, max_siblings=widest)
+
+
+def _distributions(logits: Tensor, rows: RowSettings, count: int) -> Tensor:
+    """What is drawn from at W nodes: (B, W or 1, V') logits -> (B, W, V') float32; greedy rows' best guess is sure."""
+    probs = probabilities(logits.float(), rows)
+    best = torch.zeros_like(probs).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    probs = torch.where(rows.greedy[:, None, None], best, probs)
+    return probs.float().expand(-1, count, -1)
+
+
+def _over_vocabulary(head: Guesser, probs: Tensor, rows: RowSettings) -> Tensor:
+    """(B, W, V') -> (B, W, V)."""
+    draft_ids = torch.arange(probs.shape[-1], device=probs.device)
+    size = max(rows.vocab_size, probs.shape[-1])
+    return probs.new_zeros(*probs.shape[:-1], size).index_copy_(-1, head.to_target_ids(draft_ids), probs)
+
+
+def _without_replacement(probs: Tensor, count: int, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """So many draws at each of W nodes, in order, none twice.
+
+    Args:
+        probs: (B, W, V').
+        count: k draws.
+        uniforms: (B, W·k) float64.
+
+    Returns:
+        Draft ids and log-probabilities given the draws before, each (B, W, k); minus infinity where nothing is left.
+    """
+    left = probs.double().flatten(0, 1)  # (B·W, V')
+    uniforms = uniforms.view(len(left), count)
+    ids, log_probs = [], []
+    for number in range(count):
+        total = left.sum(1)
+        chosen = draw(left, uniforms[:, number]).clamp_max(left.shape[1] - 1)
+        share = left.gather(1, chosen[:, None])[:, 0]
+        log_probs.append(torch.where(total > 0, share / total.clamp_min(1e-300), 0.0).log())
+        ids.append(chosen)
+        left = left.scatter(1, chosen[:, None], 0.0)
+    shape = (*probs.shape[:2], count)
+    return torch.stack(ids, 1).view(shape), torch.stack(log_probs, 1).view(shape).float()
 
 
 @dataclass(frozen=True)

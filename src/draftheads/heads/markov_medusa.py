@@ -73,7 +73,8 @@ class MarkovMedusaHead(MedusaHead):
         """(…, D + r) -> (…, V')."""
         size = self.config.hidden_size
         base: Tensor = super().logits(features[..., :size], head_index)
-        return base + self.up[head_index](features[..., size:])
+        bias: Tensor = self.up[head_index](features[..., size:])
+        return base + bias
 
     def logit_parameters(self) -> list[nn.Parameter]:
         """The lm_heads' and the U_i."""
@@ -95,7 +96,7 @@ class MarkovMedusaHead(MedusaHead):
 
     def guess(self, state: _State, depth: int) -> Tensor:  # type: ignore[override]
         """(B, W, V')."""
-        bias = self.up[depth](state.gates[depth][:, None] * self.down[depth](self._embed(state.token_ids)))
+        bias: Tensor = self.up[depth](state.gates[depth][:, None] * self.down[depth](self._embed(state.token_ids)))
         return state.logits[depth][:, None] + bias
 
     def descend(self, state: _State, depth: int, parents: Tensor, token_ids: Tensor) -> _State:

@@ -91,6 +91,8 @@ class MlpSpeculatorHead(DraftHead):
     GELU leaves hardly any negative numbers, to where hidden states are.
     """
 
+    guesses_hidden_states: ClassVar[bool] = False
+
     def __init__(self, config: MlpSpeculatorConfig) -> None:
         super().__init__(config)
         self.options = config
@@ -114,7 +116,7 @@ class MlpSpeculatorHead(DraftHead):
         shared = config.lm_head == "shared"
         self.outputs = nn.ModuleList(nn.Linear(size, hidden) for _ in range(distinct if shared else 0))
         for layer in (*self.projections, *self.embeddings, *self.embedding_projections):
-            nn.init.normal_(layer.weight, std=size**-0.5)  # type: ignore[arg-type]
+            nn.init.normal_(layer.weight, std=size**-0.5)
 
     def initialise_lm_heads(self, weights: TargetWeights, draft_vocab: Tensor | None) -> None:
         """They read states, not hidden states: they start small and random instead of as the target's."""

@@ -158,7 +158,7 @@ class Verifier:
     def _samplings(self, count: int) -> list[SamplingSettings]:
         """Every answer draws numbers of its own, others than the search drew."""
         one = SamplingSettings(max_new_tokens=self.settings.max_new_tokens, temperature=self.settings.temperature)
-        return [replace(one, seed=(1 << 32) + number) for number in range(count)]
+        return [replace(one, seed=(1 << 31) + number) for number in range(count)]  # 32 bits of a seed count
 
     def _of_all_lengths(self, count: int) -> list[SamplingSettings]:
         """Answers of a quarter to three quarters of the usual length.
@@ -205,7 +205,8 @@ class Verifier:
         """
         count = max(2, self.num_speed_prompts, _LEAST_TURNS * batch_size)
         prompts = self.prompts[:count]
-        turns = [prompts[start : start + batch_size] for start in range(0, len(prompts), batch_size)]
+        size = min(batch_size, -(-len(prompts) // 2))  # two turns at least
+        turns = [prompts[start : start + size] for start in range(0, len(prompts), size)]
         lengths = self._of_all_lengths(len(prompts))
         for build in ways.values():  # the first steps of a size are slower
             warm_up = replace(self._samplings(1)[0], max_new_tokens=_WARM_UP)
@@ -213,7 +214,7 @@ class Verifier:
         engines = {name: build(batch_size) for name, build in ways.items()}
         done: dict[str, list[tuple[int, int, float]]] = {name: [] for name in ways}
         for number, turn in enumerate(turns):
-            own = lengths[number * batch_size :][: len(turn)]
+            own = lengths[number * size :][: len(turn)]
             for name in reversed(ways) if number % 2 else ways:
                 done[name].append(timed_answers(engines[name], turn, own))
         rows = []

@@ -73,6 +73,8 @@ class JointOptions(TrainOptions):
         if self.features is not None:
             raise InvalidSettings(f"--features is {self.features}: hidden states of a changing model cannot be stored")
         super().__post_init__()
+        if self.feature_weight:
+            raise InvalidSettings(f"--feature-weight is {self.feature_weight}: hidden states of the model change here")
         self._require("heads_first", 0 <= self.heads_first < 1, "must be at least 0 and below 1")
         self._require("lora_dropout", 0 <= self.lora_dropout < 1, "must be at least 0 and below 1")
         self._require("head_weight", self.head_weight is None or self.head_weight > 0, "must be above 0")

@@ -142,6 +142,10 @@ class TrainOptions:
             self._require(name, getattr(self, name) >= 0, "must be at least 0")
         self._require("betas", all(0 <= beta < 1 for beta in self.betas), "both must be at least 0 and below 1")
         parse_head_options(self.method, self.head_options)
+        if self.feature_weight and not head_classes(self.method)[1].guesses_hidden_states:
+            raise InvalidSettings(
+                f"--feature-weight is {self.feature_weight}, but features of {self.method} heads are no hidden states"
+            )
         self._require("shard_model", not (self.shard_model and self.four_bit), "it goes without --four-bit")
         self._require("eval_steps", self.eval_steps >= 0, "give 0 for none")
         self._require("draft_vocab_size", self.draft_vocab_size >= 0, "give 0 for the whole vocabulary")

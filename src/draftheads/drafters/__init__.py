@@ -1,0 +1,1 @@
+"""Drafters that need no training: a smaller model, and the text so far."""

@@ -1,0 +1,168 @@
+"""A smaller model with the same tokenizer drafts for the target (Leviathan et al. 2023; Chen et al. 2023).
+
+It drafts on any tree that heads draft on, with a cache of its own. A level of guesses is read together with those above
+it, from the root on: a few tokens cost a pass no more than one, and nothing has to be kept between levels.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from draftheads.draft import Context, Draft, Verdict
+from draftheads.errors import InvalidSettings
+from draftheads.growth import Sampled, Shape
+from draftheads.heads.drafting import fill, grow, sample
+from draftheads.target.fingerprint import Fingerprints
+from draftheads.target.model import TargetModel
+from draftheads.target.target import Target
+from draftheads.tree import Tree
+
+
+class _State(NamedTuple):
+    """The tree as far as it is read, and W nodes of it whose children are next."""
+
+    token_ids: Tensor  # (B, n)
+    parents: Tensor  # (B, n)
+    depths: Tensor  # (n,)
+    ancestors: Tensor  # (B, n, n) bool
+    at: Tensor  # (B, W) the nodes at hand
+    logits: Tensor  # (B, W, V) there
+
+
+class DraftModel:
+    """Guesses of a small causal language model.
+
+    Args:
+        model: the small one.
+        target: the model that it drafts for.
+        shape: what it fills; a chain of four when left out. :class:`Sampled` draws its guesses, for ``rejection``.
+        max_depth: how deep trees grow by a rule that does not say it.
+
+    Raises:
+        InvalidSettings: another tokenizer.
+    """
+
+    needs_history = True
+    reads_path = True
+
+    def __init__(
+        self, model: TargetModel, target: TargetModel, *, shape: Shape | None = None, max_depth: int = 6
+    ) -> None:
+        ours, theirs = Fingerprints.of(model).tokenizer, Fingerprints.of(target).tokenizer
+        if ours != theirs:
+            raise InvalidSettings(
+                f"{model.model_id} has another tokenizer ({ours[:16]}) than {target.model_id} ({theirs[:16]}): "
+                "take a draft model of the same family"
+            )
+        self.model = model
+        self.vocab_size = min(model.vocab_size, target.vocab_size)
+        self.shape: Shape = Tree.chain(4) if shape is None else shape
+        self.max_depth = max_depth
+        self.confidence: Sequence[float] = _Ones()
+        self._target = Target(model)
+
+    def fresh(self) -> Self:
+        """The same model with an empty cache."""
+        other = copy.copy(self)
+        other._target = Target(self.model)  # noqa: SLF001 - its own
+        return other
+
+    def propose(self, context: Context) -> Draft:
+        """Guesses in its shape for every row."""
+        shape = self.shape
+        if isinstance(shape, Tree):
+            return fill(self, shape, context)
+        if isinstance(shape, Sampled):
+            return sample(self, shape, context)
+        return grow(self, shape, context, shape.depth or self.max_depth)
+
+    def follow(self, context: Context) -> None:
+        """Reads the accepted tokens."""
+        self._catch_up(context)
+
+    def keep(self, rows: Tensor) -> None:
+        """Their caches move with the rows."""
+        self._target.keep(rows.tolist())
+
+    def begin(self, context: Context, depth: int) -> _State:
+        """The root, once the accepted tokens before it are read; both in one pass."""
+        batch, device = len(context.root_ids), context.root_ids.device
+        logits = self._catch_up(context)
+        one = torch.zeros(batch, 1, dtype=torch.long, device=device)
+        return _State(
+            token_ids=self._known(context.root_ids)[:, None],
+            parents=one,
+            depths=one[0],
+            ancestors=torch.ones(batch, 1, 1, dtype=torch.bool, device=device),
+            at=one,
+            logits=logits[:, None],
+        )
+
+    def guess(self, state: _State, depth: int) -> Tensor:
+        """(B, W, V)."""
+        return state.logits[..., : self.vocab_size]
+
+    def descend(self, state: _State, depth: int, parents: Tensor, token_ids: Tensor) -> _State:
+        """Reads the tree with the chosen children."""
+        batch, width = token_ids.shape
+        old = state.token_ids.shape[1]
+        rows = torch.arange(batch, device=token_ids.device)[:, None]
+        above = state.at[rows, parents]  # (B, W') in the tree
+        new = torch.arange(old, old + width, device=token_ids.device)
+        ancestors = torch.zeros(batch, old + width, old + width, dtype=torch.bool, device=token_ids.device)
+        ancestors[:, :old, :old] = state.ancestors
+        ancestors[:, old:, :old] = state.ancestors[rows, above]
+        ancestors[:, new, new] = True
+        tree = Draft(
+            token_ids=torch.cat([state.token_ids, self._known(token_ids)], 1),
+            parents=torch.cat([state.parents, above], 1),
+            depths=torch.cat([state.depths, torch.full_like(new, depth + 1)])[None],
+            ancestors=ancestors,
+            max_depth=depth + 1,
+        )
+        logits, _ = self._target.verify(tree)
+        at = new.expand(batch, -1)
+        return _State(tree.token_ids, tree.parents, tree.depths[0], ancestors, at, logits[:, old:])
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """The same tokens."""
+        return draft_ids
+
+    def _known(self, token_ids: Tensor) -> Tensor:
+        """Tokens as the small model can read them: of those that it does not have, the last one that it has."""
+        return token_ids.clamp_max(self.model.vocab_size - 1)
+
+    def _catch_up(self, context: Context) -> Tensor:
+        """Reads what was accepted, prompts of new rows included, and the roots, of which nothing is kept: (B, V)."""
+        target, known, batch = self._target, self._target.num_rows, len(context.root_ids)
+        if batch < known:
+            raise ValueError(f"the context has {batch} rows but {known} are at work: tell keep() which of them left")
+        counts = context.num_accepted.tolist()
+        if batch > known:
+            tokens = self._known(context.token_ids[known:]).tolist()
+            target.prefill([ids[:count] for ids, count in zip(tokens, counts[known:], strict=True)])
+            counts[known:] = [0] * (batch - known)
+        width = max(counts) + 1
+        device = context.root_ids.device
+        number = torch.tensor(counts, device=device)
+        steps = torch.arange(width, device=device)
+        before = context.token_ids[:, :width] if known else context.root_ids[:, None]
+        if before.shape[1] < width:
+            before = torch.cat([before, context.root_ids[:, None]], 1)
+        chain = torch.where(steps < number[:, None], before, context.root_ids[:, None])  # (B, width)
+        logits, _ = target.verify(Draft.on_tree(Tree.chain(width - 1), self._known(chain)))
+        target.commit(Verdict(steps.expand(batch, -1), number, context.root_ids), counts)
+        return logits[torch.arange(batch, device=device), number]
+
+
+class _Ones(Sequence[float]):
+    """1.0 for every depth there may be."""
+
+    def __len__(self) -> int:
+        return 1 << 30
+
+    def __getitem__(self, index: Any) -> Any:
+        return 1.0

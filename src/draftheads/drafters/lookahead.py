@@ -1,0 +1,165 @@
+"""Lookahead decoding: the model's own guesses at places to come, refined side by side, become n-grams that are tried.
+
+(Fu et al. 2024.) A window of W columns holds N-1 levels of guesses: level 0 is a guess at the text that comes, one
+token a column; the levels above are what the model made of it in the last steps (Jacobi iteration). Every step reads
+the window along with the tree, level by level: below column i, which sees the columns before it, stand its N-2
+levels. What the model says at their ends is the newest level, and each column is an n-gram that the model itself has
+said: it goes to a pool. N-grams of the pool that begin with the root are the guesses that may be kept. As the window
+is a tree, too, all are one draft, common beginnings merged.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from draftheads.draft import Context, Draft
+from draftheads.errors import InvalidSettings
+
+_POOL = 4096  # n-grams' first tokens that a row remembers, those used last
+
+
+@dataclass
+class _Trie:
+    """A tree of tokens; node 0 is the root. Equal tokens below a node are one node."""
+
+    token_ids: list[int]
+    parents: list[int] = field(default_factory=lambda: [0])
+    depths: list[int] = field(default_factory=lambda: [0])
+    children: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def add(self, parent: int, token: int) -> int:
+        """The node of a token below another one."""
+        known = self.children.get((parent, token))
+        if known is None:
+            known = self.children[parent, token] = len(self.token_ids)
+            self.token_ids.append(token)
+            self.parents.append(parent)
+            self.depths.append(self.depths[parent] + 1)
+        return known
+
+
+class _Row:
+    """The window and the pool of one text."""
+
+    def __init__(self, window: int, ngram: int, guesses: int) -> None:
+        self.window, self.ngram, self.guesses = window, ngram, guesses
+        self.levels: list[list[int]] = []  # up to N-1, each W tokens
+        self.pool: OrderedDict[int, OrderedDict[tuple[int, ...], None]] = OrderedDict()
+        self.seed: list[int] = []  # tokens that the first window is filled with
+        self.ends: list[int] = []  # of this step: node at the end of each column
+        self.root = 0
+
+    def tree(self, root: int) -> _Trie:
+        """Guesses from the pool, the newest first, then the window."""
+        trie = _Trie([root])
+        self.root = root
+        for guess in list(reversed(self.pool.get(root, {})))[: self.guesses]:
+            node = 0
+            for token in guess:
+                node = trie.add(node, token)
+        if not self.levels:
+            fill = self.seed or [root]
+            self.levels = [[fill[i % len(fill)] for i in range(self.window)]]
+        node, self.ends = 0, []
+        for column in range(self.window):
+            # column 0 is the root itself: it is no guess
+            node = trie.add(node, self.levels[0][column]) if column else 0
+            end = node
+            for level in self.levels[1:]:
+                end = trie.add(end, level[column])
+            self.ends.append(end)
+        return trie
+
+    def learn(self, said: Sequence[int]) -> None:
+        """What the model says after each node of the tree: the newest level, and n-grams for the pool."""
+        newest = [said[end] for end in self.ends]
+        if len(self.levels) == self.ngram - 1:
+            for column in range(self.window):
+                first = self.levels[0][column] if column else self.root
+                self._remember(first, (*(level[column] for level in self.levels[1:]), newest[column]))
+            self.levels = self.levels[1:]
+        self.levels.append(newest)
+
+    def _remember(self, first: int, rest: tuple[int, ...]) -> None:
+        known = self.pool.setdefault(first, OrderedDict())
+        self.pool.move_to_end(first)
+        known[rest] = None
+        known.move_to_end(rest)
+        if len(known) > self.guesses:
+            known.popitem(last=False)
+        if len(self.pool) > _POOL:
+            self.pool.popitem(last=False)
+
+
+class Lookahead:
+    """Guesses without a drafter: W, N and G of the paper.
+
+    Args:
+        window: W, columns.
+        ngram: N, tokens of an n-gram, its first included; N-1 are the deepest guess.
+        guesses: G, n-grams that are tried at a step.
+
+    Raises:
+        InvalidSettings: a number that is too small.
+    """
+
+    needs_history = True
+
+    def __init__(self, *, window: int = 5, ngram: int = 4, guesses: int = 5) -> None:
+        for name, value, least in (("window", window, 1), ("ngram", ngram, 2), ("guesses", guesses, 1)):
+            if value < least:
+                raise InvalidSettings(f"{name} is {value}; it must be at least {least}")
+        self.window, self.ngram, self.guesses = window, ngram, guesses
+        self._rows: list[_Row] = []
+
+    def fresh(self) -> Self:
+        """The same settings, no texts."""
+        return type(self)(window=self.window, ngram=self.ngram, guesses=self.guesses)
+
+    def propose(self, context: Context) -> Draft:
+        """Each row's own tree; a row with a smaller one than others guesses its root again."""
+        self._join(context)
+        roots = context.root_ids.tolist()
+        tries = [row.tree(root) for row, root in zip(self._rows, roots, strict=True)]
+        nodes = max(len(trie.token_ids) for trie in tries)
+        for trie in tries:
+            missing = nodes - len(trie.token_ids)
+            trie.token_ids += trie.token_ids[:1] * missing
+            trie.parents += [0] * missing
+            trie.depths += [1] * missing
+        device = context.root_ids.device
+        parents = torch.tensor([trie.parents for trie in tries], device=device)
+        depths = torch.tensor([trie.depths for trie in tries], device=device)
+        deepest = max(max(trie.depths) for trie in tries)
+        ancestors = torch.eye(nodes, dtype=torch.bool, device=device).repeat(len(tries), 1, 1)
+        above = parents
+        for _ in range(deepest):
+            ancestors.scatter_(2, above[:, :, None], value=True)
+            above = parents.gather(1, above)
+        return Draft(
+            torch.tensor([trie.token_ids for trie in tries], device=device), parents, depths, ancestors, deepest
+        )
+
+    def watch(self, draft: Draft, logits: Tensor) -> None:
+        """What the target said at every node of the tree it has just read, (B, N, V)."""
+        for row, said in zip(self._rows, logits.argmax(-1).tolist(), strict=True):
+            row.learn(said)
+
+    def follow(self, context: Context) -> None:
+        """A step without guesses teaches nothing."""
+        self._join(context)
+
+    def keep(self, rows: Tensor) -> None:
+        """Windows and pools move with their rows."""
+        self._rows = [self._rows[row] for row in rows.tolist()]
+
+    def _join(self, context: Context) -> None:
+        counts = context.num_accepted.tolist()
+        for place in range(len(self._rows), len(counts)):
+            row = _Row(self.window, self.ngram, self.guesses)
+            row.seed = context.token_ids[place, : counts[place]].tolist()[-self.window :]
+            self._rows.append(row)

@@ -1,0 +1,151 @@
+"""Lookahead decoding: what is tried was said by the model, what is read is a tree, and no text changes."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import draftheads
+from draftheads.decode.engine import Engine
+from draftheads.draft import Context, Draft
+from draftheads.drafters.draft_model import DraftModel
+from draftheads.drafters.lookahead import Lookahead
+from draftheads.drafters.prompt_lookup import PromptLookup
+from draftheads.errors import InvalidSettings
+from draftheads.growth import Sampled
+from draftheads.tree import Tree
+from families import FAMILIES, PROMPTS, tiny_model
+from test_tune import world
+
+__all__ = ["world"]  # a fixture
+
+
+def after(token: int) -> int:
+    """A language in which each token has one successor."""
+    return (3 * token + 1) % 17
+
+
+def said(draft: Draft) -> Tensor:
+    """Logits of that language."""
+    return torch.nn.functional.one_hot((3 * draft.token_ids + 1) % 17, 17).float()
+
+
+@pytest.mark.parametrize(("window", "ngram", "guesses"), [(5, 4, 3), (1, 3, 2), (4, 2, 4), (3, 5, 1)])
+def test_ngrams_of_the_pool_were_said_by_the_model(window: int, ngram: int, guesses: int) -> None:
+    lookahead = Lookahead(window=window, ngram=ngram, guesses=guesses).fresh()
+    text = [2, 9]
+    met = 0
+    for _ in range(40):
+        context = Context(
+            torch.zeros(1, 1, 1), torch.tensor([text[-2:-1]]), torch.ones(1).long(), torch.tensor(text[-1:])
+        )
+        draft = lookahead.propose(context)
+        assert int(draft.depths.max()) == draft.max_depth
+        lookahead.watch(draft, said(draft))
+        row = lookahead._rows[0]
+        assert all(len(level) == window for level in row.levels)
+        assert len(row.levels) <= ngram - 1
+        for first, known in row.pool.items():
+            assert len(known) <= guesses
+            for rest in known:
+                assert len(rest) == ngram - 1
+                assert all(after(a) == b for a, b in pairwise(rest))
+                met += after(first) == rest[0]
+        # the step keeps what is right below the root
+        node, kept = 0, []
+        while True:
+            token = after(int(draft.token_ids[0, node]))
+            below = (draft.parents[0] == node) & (draft.token_ids[0] == token) & (draft.depths[0] > 0)
+            if not below.any():
+                break
+            node = int(below.int().argmax())
+            kept.append(token)
+        text += [*kept, token]
+    assert text[2:] == [after(token) for token in text[1:-1]]
+    if window > 1:
+        assert met, "no n-gram follows its first token"
+        assert len(text) > 2 + 40 * 1.5, "hardly anything was kept"
+
+
+def test_what_is_read_is_a_tree_of_window_and_guesses() -> None:
+    lookahead = Lookahead(window=3, ngram=4, guesses=2)
+    row_texts = torch.tensor([[4, 5, 6], [7, 8, 9]])
+    context = Context(torch.zeros(2, 3, 1), row_texts, torch.tensor([3, 2]), torch.tensor([10, 11]))
+    draft = lookahead.propose(context)
+    assert draft.token_ids[:, 0].tolist() == [10, 11]
+    parents, depths = draft.parents, draft.depths
+    for row in range(2):
+        for node in range(1, draft.num_nodes):
+            parent = int(parents[row, node])
+            assert parent < node
+            assert depths[row, node] == depths[row, parent] + 1
+            expected = draft.ancestors[row, parent].clone()
+            expected[node] = True
+            assert torch.equal(draft.ancestors[row, node], expected)
+    lookahead.keep(torch.tensor([1]))
+    assert len(lookahead._rows) == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lookahead_changes_nothing(family: str) -> None:
+    target = tiny_model(family)
+    prompts = [*PROMPTS, [4, 5], [22, 3, 9, 4]]
+    options: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True}
+    expected = Engine(target).generate(prompts, **options)
+    for batch_size in (1, 3):
+        found = Engine(target, Lookahead(), max_batch_size=batch_size).generate(prompts, **options)
+        assert [result.token_ids for result in found] == [result.token_ids for result in expected]
+    assert max(result.tokens_per_step for result in found) > 1.2
+
+
+def test_lookahead_changes_no_drawn_token() -> None:
+    target = tiny_model("llama")
+    options: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 0.7, "seed": 5}
+    expected = [result.token_ids for result in Engine(target).generate(PROMPTS, **options)]
+    found = Engine(target, Lookahead()).generate(PROMPTS, **options)
+    assert [result.token_ids for result in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"window": 0}, "window is 0; it must be at least 1"),
+        ({"ngram": 1}, "ngram is 1; it must be at least 2"),
+        ({"guesses": 0}, "guesses is 0; it must be at least 1"),
+    ],
+)
+def test_impossible_windows(options: dict[str, int], words: str) -> None:
+    with pytest.raises(InvalidSettings, match=words):
+        Lookahead(**options)
+
+
+# --- by name ---
+
+
+@pytest.mark.parametrize(("name", "kind"), [("prompt-lookup", PromptLookup), ("lookahead", Lookahead)])
+def test_drafters_without_training_are_loaded_by_name(world: Path, name: str, kind: type) -> None:
+    engine = draftheads.load(world / "model", name, dtype=torch.float32)
+    assert isinstance(engine.drafter, kind)
+    plain = draftheads.load(world / "model", dtype=torch.float32)
+    prompts = ["a dog", "hello, hello, hello"]
+    expected = [result.token_ids for result in plain.generate(prompts, max_new_tokens=20)]
+    assert [result.token_ids for result in engine.generate(prompts, max_new_tokens=20)] == expected
+    with pytest.raises(InvalidSettings, match=f"a tree of 3 nodes: {name} fills no tree; give a draft head"):
+        draftheads.load(world / "model", name, tree=Tree.chain(2))
+    with pytest.raises(InvalidSettings, match=f"plan .*hydra: {name} has none"):
+        draftheads.load(world / "model", name, plan=world / "hydra")
+
+
+def test_a_draft_model_is_loaded_by_name(world: Path) -> None:
+    options: dict[str, Any] = {"dtype": torch.float32}
+    engine = draftheads.load(world / "model", draft_model=world / "model", tree=Sampled(Tree.chain(3)), **options)
+    assert isinstance(engine.drafter, DraftModel)
+    found = engine.generate(["a dog"], max_new_tokens=25, temperature=0.8, acceptance="block", ignore_eos=True, seed=1)
+    assert found[0].tokens_per_step == 4.0
+    with pytest.raises(InvalidSettings, match=r"head .*hydra and draft_model .*model: give one of them"):
+        draftheads.load(world / "model", world / "hydra", draft_model=world / "model", **options)
+    with pytest.raises(InvalidSettings, match="nothing is there to fill it; give a draft head by head="):
+        draftheads.load(world / "model", tree=Tree.chain(1), **options)

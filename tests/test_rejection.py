@@ -1,0 +1,610 @@
+"""Guesses that are drawn: the rules keep the target's law, by enumeration and by counting; drafters without heads."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftheads.accept import accept, num_coins
+from draftheads.decode.engine import Engine
+from draftheads.draft import Context, Draft
+from draftheads.drafters.draft_model import DraftModel
+from draftheads.drafters.prompt_lookup import PromptLookup
+from draftheads.errors import InvalidSettings, InvalidTree
+from draftheads.growth import BestFirst, BestPaths, Sampled, Shape
+from draftheads.heads.drafting import sample
+from draftheads.rejection import block_chances, sibling_chances
+from draftheads.sampling import RowSettings, SamplingSettings
+from draftheads.target.model import TargetModel
+from draftheads.tree import Tree
+from families import FAMILIES, PROMPTS, VOCAB, tiny_head, tiny_model
+from test_distribution import (
+    NUM_ANSWERS,
+    ODDS,
+    PROMPT,
+    SAMPLED,
+    Answer,
+    exact,
+    model,
+    p_value,
+)
+
+__all__ = ["exact", "model"]  # fixtures
+V = 3
+Path = tuple[int, ...]
+SHAPES = {
+    "one": Sampled(Tree.chain(1)),
+    "chain": Sampled(Tree.chain(3)),
+    "siblings": Sampled(Tree.cartesian([3])),
+    "tree": Sampled(Tree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)])),
+}
+
+
+def random_laws(seed: int, *, sharpness: float = 1.5, zeros: bool = False) -> dict[Path, Tensor]:
+    """A distribution of the next token after each beginning of up to three tokens."""
+    chance = torch.Generator().manual_seed(seed)
+    laws = {}
+    for length in range(4):
+        for path in itertools.product(range(V), repeat=length):
+            scores = sharpness * torch.randn(V, generator=chance, dtype=torch.float64)
+            if zeros and torch.rand(1, generator=chance) < 0.5:
+                scores[int(torch.randint(0, V, (1,), generator=chance))] = -torch.inf
+            laws[path] = scores.softmax(0)
+    return laws
+
+
+def whole(found: dict[Path, float], target: dict[Path, Tensor], length: int) -> dict[Path, float]:
+    """What was emitted, continued by the target to that length."""
+    done: dict[Path, float] = {}
+    for path, mass in found.items():
+        if len(path) == length:
+            done[path] = done.get(path, 0.0) + mass
+            continue
+        longer = {(*path, token): mass * float(p) for token, p in enumerate(target[path])}
+        for key, value in whole(longer, target, length).items():
+            done[key] = done.get(key, 0.0) + value
+    return done
+
+
+def distance(found: dict[Path, float], target: dict[Path, Tensor], length: int) -> float:
+    """Total variation from the target's own law of that many tokens."""
+    own = whole({(): 1.0}, target, length)
+    got = whole(found, target, length)
+    return 0.5 * sum(abs(own.get(path, 0.0) - got.get(path, 0.0)) for path in own.keys() | got.keys())
+
+
+def by_siblings(
+    target: dict[Path, Tensor], drafter: dict[Path, Tensor], widths: list[int], path: Path = ()
+) -> tuple[dict[Path, float], float]:
+    """Everything that a step can emit with its probability, and how many guesses it keeps on average."""
+    if len(path) == len(widths):
+        return {(*path, token): float(p) for token, p in enumerate(target[path])}, 0.0
+    emitted: dict[Path, float] = {}
+    kept = 0.0
+    width = widths[len(path)]
+    support = [token for token in range(V) if drafter[path][token] > 0]  # no more than these can be drawn
+    for drawn in itertools.permutations(support, min(width, len(support))):
+        mass, left = 1.0, 1.0
+        for token in drawn:
+            mass *= float(drafter[path][token]) / left
+            left -= float(drafter[path][token])
+        absent = width - len(drawn)
+        ids = torch.tensor([[*drawn, *[0] * absent]])
+        present = torch.tensor([[True] * len(drawn) + [False] * absent])
+        chances, rest = sibling_chances(target[path][None], drafter[path][None], ids, present)
+        going = mass
+        for token, accepted in zip(drawn, chances[0].tolist(), strict=False):
+            below, deeper = by_siblings(target, drafter, widths, (*path, token))
+            for key, value in below.items():
+                emitted[key] = emitted.get(key, 0.0) + going * accepted * value
+            kept += going * accepted * (1 + deeper)
+            going *= 1 - accepted
+        for token, p in enumerate(rest[0].tolist()):
+            emitted[*path, token] = emitted.get((*path, token), 0.0) + going * p
+    return emitted, kept
+
+
+def by_blocks(target: dict[Path, Tensor], drafter: dict[Path, Tensor], length: int) -> tuple[dict[Path, float], float]:
+    """The same for a chain that is judged as a whole."""
+    emitted: dict[Path, float] = {}
+    kept = 0.0
+    for drawn in itertools.product(range(V), repeat=length):
+        mass = 1.0
+        for i, token in enumerate(drawn):
+            mass *= float(drafter[drawn[:i]][token])
+        if mass == 0:
+            continue
+        p = torch.stack([target[drawn[:i]] for i in range(length + 1)])[None]
+        q = torch.stack([drafter[drawn[:i]] for i in range(length)])[None]
+        chances, left = block_chances(p, q, torch.tensor([drawn]))
+        going = mass
+        for count in range(length, -1, -1):
+            accepted = going * (float(chances[0, count - 1]) if count else 1.0)
+            for token, share in enumerate(left[0, count].tolist()):
+                key = (*drawn[:count], token)
+                emitted[key] = emitted.get(key, 0.0) + accepted * share
+            kept += accepted * count
+            going -= accepted
+    return emitted, kept
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("widths", [[1], [2], [3], [1, 1], [2, 1], [2, 2], [1, 2, 1], [3, 2]])
+@pytest.mark.parametrize("seed", range(3))
+def test_siblings_keep_the_targets_law(seed: int, widths: list[int], zeros: bool) -> None:
+    target, drafter = random_laws(seed, zeros=zeros), random_laws(seed + 100, zeros=zeros)
+    emitted, kept = by_siblings(target, drafter, widths)
+    assert sum(emitted.values()) == pytest.approx(1.0)
+    assert distance(emitted, target, len(widths) + 1) < 1e-12
+    same, all_kept = by_siblings(target, target, widths)
+    assert distance(same, target, len(widths) + 1) < 1e-12
+    assert all_kept == pytest.approx(len(widths)), "what is drawn from the target itself is always kept"
+    assert kept < len(widths) or zeros or V in widths
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_keep_the_targets_law_and_more_guesses(seed: int, length: int, zeros: bool) -> None:
+    target, drafter = random_laws(seed, zeros=zeros), random_laws(seed + 100, zeros=zeros)
+    emitted, kept = by_blocks(target, drafter, length)
+    assert sum(emitted.values()) == pytest.approx(1.0)
+    assert distance(emitted, target, length + 1) < 1e-12
+    _, one_by_one = by_siblings(target, drafter, [1] * length)
+    assert kept >= one_by_one - 1e-12
+    if length == 3 and not zeros:
+        assert kept > one_by_one + 1e-4
+
+
+def test_more_siblings_keep_more_and_rejection_more_than_matching() -> None:
+    target, drafter = random_laws(0), random_laws(100)
+    kept = [by_siblings(target, drafter, [width])[1] for width in (1, 2, 3)]
+    assert kept[0] < kept[1] < kept[2]
+    assert kept[2] == pytest.approx(1.0), "all tokens there are"
+    matching = float((target[()] * drafter[()]).sum())
+    assert matching < kept[0]
+    assert kept[0] == pytest.approx(float(torch.minimum(target[()], drafter[()]).sum()))
+
+
+def test_siblings_that_are_not_there_are_not_tried() -> None:
+    p, q = random_laws(0)[()][None], random_laws(1)[()][None]
+    ids = torch.tensor([[1, 0]])
+    chances, left = sibling_chances(p, q, ids, torch.tensor([[True, False]]))
+    alone, rest = sibling_chances(p, q, ids[:, :1], torch.tensor([[True]]))
+    assert float(chances[0, 1]) == 0.0
+    torch.testing.assert_close(chances[:, :1], alone)
+    torch.testing.assert_close(left, rest)
+    none, same = sibling_chances(p, q, ids[:, :0], torch.zeros(1, 0).bool())
+    assert none.shape == (1, 0)
+    assert torch.equal(same, p)
+
+
+# --- the rules at work ---
+
+
+def number(path: Path) -> int:
+    """Of a path: its digits to the base V behind a one."""
+    found = 1
+    for token in path:
+        found = found * V + token
+    return found
+
+
+def table_of(laws: dict[Path, Tensor]) -> Tensor:
+    """Log-probabilities (paths, V) by number."""
+    table = torch.zeros(2 * V**3, V, dtype=torch.float64)
+    for path, law in laws.items():
+        table[number(path)] = law.log()
+    return table
+
+
+class Laws:
+    """A drafter over V tokens whose laws are known; it reads the path."""
+
+    reads_path = True
+    confidence = (1.0,) * 3
+
+    def __init__(self, laws: dict[Path, Tensor]) -> None:
+        self.table = table_of(laws)
+
+    def begin(self, context: Context, depth: int) -> Tensor:
+        return torch.ones(len(context.root_ids), 1, dtype=torch.long)
+
+    def guess(self, state: Tensor, depth: int) -> Tensor:
+        return self.table[state]
+
+    def descend(self, state: Tensor, depth: int, parents: Tensor, token_ids: Tensor) -> Tensor:
+        return state.gather(1, parents) * V + token_ids
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        return draft_ids
+
+
+COUNT = 2500
+
+
+def many(settings: SamplingSettings, seed: int) -> tuple[Context, Callable[[int], Tensor], RowSettings]:
+    """A context of many equal rows with their random numbers."""
+    chance = torch.Generator().manual_seed(seed)
+    rows = RowSettings.of([settings] * COUNT, vocab_size=V, device=torch.device("cpu"))
+
+    def draws(count: int) -> Tensor:
+        return torch.rand(COUNT, count, generator=chance, dtype=torch.float64)
+
+    one = torch.zeros(COUNT, 1, dtype=torch.long)
+    context = Context(torch.zeros(COUNT, 1, 1), one, one[:, 0] + 1, one[:, 0], rows, draws)
+    return context, draws, rows
+
+
+def paths_of(draft: Draft) -> list[list[Path]]:
+    found = []
+    for row in range(len(draft.token_ids)):
+        ids, parents = draft.token_ids[row].tolist(), draft.parents[0].tolist()
+        paths: list[Path] = [()]
+        for node in range(1, len(ids)):
+            paths.append((*paths[parents[node]], ids[node]))
+        found.append(paths)
+    return found
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "exact"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_step_emits_by_the_targets_law(shape: str, rule: Any) -> None:
+    target, drafter = random_laws(3), random_laws(4)
+    context, draws, rows = many(SamplingSettings(temperature=1.0, acceptance=rule), seed=7)
+    draft = sample(Laws(drafter), SHAPES[shape], context)
+    logits = table_of(target)[torch.tensor([[number(path) for path in row] for row in paths_of(draft)])]
+    verdict = accept(draft, logits, rows, draws(draft.max_depth + 1), None, coins=draws(num_coins(draft)))
+    emitted: Counter[Path] = Counter()
+    for row, paths in enumerate(paths_of(draft)):
+        count = int(verdict.num_accepted[row])
+        last = paths[int(verdict.path[row, count - 1])]
+        assert len(last) == count - 1
+        assert [paths[node] for node in verdict.path[row, :count].tolist()] == [last[:n] for n in range(count)]
+        emitted[*last, int(verdict.next_ids[row])] += 1
+    # what follows is the target's by construction, so the first token and the second one after it tell all
+    first = Counter({(token,): sum(n for path, n in emitted.items() if path[0] == token) for token in range(V)})
+    assert chi_square(first, {(token,): float(p) for token, p in enumerate(target[()])}) > ODDS
+    for token in range(V):
+        second = Counter({path[:2]: 0 for path in emitted if path[0] == token})
+        for path, n in emitted.items():
+            if path[0] == token and len(path) > 1:
+                second[path[:2]] += n
+        if second.total() > 200 and rule != "block":  # given that the first is kept, the second is by the law, too
+            law = {(token, other): float(p) for other, p in enumerate(target[token,])}
+            assert chi_square(second, law) > ODDS
+    mean = sum((len(path) - 1) * n for path, n in emitted.items()) / COUNT
+    tree = SHAPES[shape].tree
+    if rule == "block" and tree.num_nodes == tree.max_depth + 1:
+        expected = by_blocks(target, drafter, tree.max_depth)[1]
+    elif rule != "exact" and shape != "tree":
+        expected = by_siblings(target, drafter, {"one": [1], "chain": [1] * 3, "siblings": [3]}[shape])[1]
+    else:
+        return
+    assert mean == pytest.approx(expected, abs=4 * (tree.max_depth / COUNT) ** 0.5)
+
+
+def chi_square(counts: Counter[Path], law: dict[Path, float]) -> float:
+    total = counts.total()
+    cells = [(counts[path], mass * total) for path, mass in law.items() if mass > 0]
+    statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
+    half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_drawn_guesses_are_the_drafters(shape: str, rule: Any) -> None:
+    """Drawn as often as the drafter says, siblings never twice, each with its probability given those before."""
+    drafter = random_laws(4)
+    context, _, _ = many(SamplingSettings(temperature=1.0, acceptance=rule), seed=1)
+    draft = sample(Laws(drafter), SHAPES[shape], context)
+    assert draft.sampled
+    assert draft.log_probs is not None
+    assert draft.probs is not None
+    paths = paths_of(draft)
+    law = drafter[()]
+    first = Counter((row[1][0],) for row in paths)
+    assert chi_square(first, {(token,): float(p) for token, p in enumerate(law)}) > ODDS
+    for row in range(0, COUNT, 500):
+        assert len(set(paths[row])) == len(paths[row])
+        torch.testing.assert_close(draft.probs[row, 0], law.float())
+        assert float(draft.log_probs[row, 1]) == pytest.approx(float(law[paths[row][1][0]].log()), abs=1e-5)
+    if shape in ("siblings", "tree"):
+        second = [row for row, path in enumerate(paths) if path[1] == (0,)]
+        law = law.clone()
+        law[0] = 0
+        law /= law.sum()
+        found = Counter((paths[row][2][0],) for row in second)
+        assert chi_square(found, {(token,): float(p) for token, p in enumerate(law)}) > ODDS
+        row = second[0]
+        assert float(draft.log_probs[row, 2]) == pytest.approx(float(law[paths[row][2][0]].log()), abs=1e-5)
+
+
+def test_a_drafter_that_has_no_more_to_say_leaves_children_out() -> None:
+    laws = {path: torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64) for path in random_laws(0)}
+    context, draws, rows = many(SamplingSettings(temperature=1.0, acceptance="rejection"), seed=1)
+    draft = sample(Laws(laws), Sampled(Tree.cartesian([2])), context)
+    assert draft.log_probs is not None
+    assert (draft.log_probs[:, 1] == 0).all()
+    assert (draft.log_probs[:, 2] == -torch.inf).all()
+    target = random_laws(3)[()]
+    verdict = accept(draft, target.log().expand(COUNT, 3, V), rows, draws(2), None, coins=draws(num_coins(draft)))
+    first = torch.where(
+        verdict.num_accepted > 1, draft.token_ids[torch.arange(COUNT), verdict.path[:, 1]], verdict.next_ids
+    )
+    counts = Counter((token,) for token in first.tolist())
+    assert chi_square(counts, {(token,): float(p) for token, p in enumerate(target)}) > ODDS
+
+
+def test_ranks_of_drawn_children_have_no_gaps() -> None:
+    with pytest.raises(
+        InvalidTree, match=r"below \[0\] the tree has ranks \[1\]: children that are drawn are numbered 0"
+    ):
+        Sampled(Tree.from_paths([(0,), (0, 1)]))
+    with pytest.raises(InvalidTree, match=r"below \[\] the tree has ranks \[0, 2\]"):
+        Sampled(Tree.from_paths([(0,), (2,)]))
+    with pytest.raises(ValueError, match="to draw guesses a context needs rows and draws"):
+        sample(Laws(random_laws(0)), SHAPES["one"], Context(*[torch.zeros(1, 1)] * 3, torch.zeros(1).long()))
+
+
+# --- whole answers ---
+
+
+def drafters(model: TargetModel, kind: str, shape: Shape) -> Any:
+    if kind == "draft model":
+        return DraftModel(tiny_model("llama", seed=5, num_hidden_layers=1), model, shape=shape)
+    head = tiny_head(kind, model)
+    head.shape = shape
+    return head
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize(("kind", "shape"), [("hydra", "tree"), ("medusa", "chain"), ("draft model", "tree")])
+def test_answers_have_the_models_distribution(
+    model: TargetModel, exact: dict[Answer, float], kind: str, shape: str, rule: Any
+) -> None:
+    engine = Engine(model, drafters(model, kind, SHAPES[shape]), max_batch_size=NUM_ANSWERS)
+    settings = [replace(SAMPLED, acceptance=rule, seed=seed) for seed in range(NUM_ANSWERS)]
+    counts = Counter(result.token_ids for result in engine.generate([PROMPT] * NUM_ANSWERS, settings))
+    assert set(counts) <= set(exact)
+    assert p_value(counts, exact) > ODDS
+
+
+def test_rejection_of_guesses_that_were_not_drawn_is_found_out(
+    model: TargetModel, exact: dict[Answer, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best guesses passed off as drawn ones: what the rule is not made for."""
+    head = tiny_head("hydra", model)
+    drawing = head.propose
+
+    def best(context: Context) -> Draft:
+        head.shape = Sampled(Tree.chain(2))
+        drawn = drawing(context)
+        head.shape = Tree.chain(2)
+        return replace(drawn, token_ids=drawing(context).token_ids)
+
+    monkeypatch.setattr(type(head), "propose", lambda self, context: best(context))
+    engine = Engine(model, head, max_batch_size=NUM_ANSWERS)
+    settings = [replace(SAMPLED, acceptance="rejection", seed=seed) for seed in range(NUM_ANSWERS)]
+    counts = Counter(result.token_ids for result in engine.generate([PROMPT] * NUM_ANSWERS, settings))
+    assert p_value(counts, exact) < ODDS
+
+
+@pytest.mark.parametrize("kind", ["hydra", "eagle", "draft model"])
+@pytest.mark.parametrize("rule", ["exact", "rejection", "block", "typical"])
+def test_drawn_guesses_change_no_greedy_text(model: TargetModel, kind: str, rule: Any) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True, "acceptance": rule}
+    expected = [result.token_ids for result in Engine(model).generate(PROMPTS, **options)]
+    for shape in SHAPES.values():
+        found = Engine(model, drafters(model, kind, shape)).generate(PROMPTS, **options)
+        assert [result.token_ids for result in found] == expected
+
+
+def test_matching_drawn_guesses_gives_plain_decodings_tokens(model: TargetModel) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True, "temperature": 0.9, "seed": 3}
+    expected = [result.token_ids for result in Engine(model).generate(PROMPTS, **options)]
+    found = Engine(model, drafters(model, "hydra", SHAPES["tree"])).generate(PROMPTS, **options)
+    assert [result.token_ids for result in found] == expected
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_seed_says_it_all_whoever_is_beside(model: TargetModel, rule: Any) -> None:
+    options: dict[str, Any] = {
+        "max_new_tokens": 30,
+        "ignore_eos": True,
+        "temperature": 0.9,
+        "seed": 3,
+        "acceptance": rule,
+    }
+    engine = Engine(model, drafters(model, "hydra", SHAPES["chain"]))
+    together = [result.token_ids for result in engine.generate(PROMPTS, **options)]
+    alone = [engine.generate([prompt], **options)[0].token_ids for prompt in PROMPTS]
+    assert together == alone
+    other = [result.token_ids for result in engine.generate(PROMPTS, **{**options, "seed": 4})]
+    assert other != together
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_model_that_drafts_for_itself_is_always_right(model: TargetModel, rule: Any, penalty: float) -> None:
+    drafter = DraftModel(model, model, shape=SHAPES["chain"])
+    options: dict[str, Any] = {"max_new_tokens": 41, "ignore_eos": True, "temperature": 0.9, "acceptance": rule}
+    found = Engine(model, drafter).generate(PROMPTS, **options, repetition_penalty=penalty, seed=1)
+    for result in found:
+        assert (result.tokens_per_step == 4.0) == (penalty == 1.0), "the draft model knows no penalty"
+
+
+def test_unknown_rules_name_all() -> None:
+    with pytest.raises(InvalidSettings, match="acceptance is 'hope'; it must be 'exact' or 'rejection' or 'block' or"):
+        SamplingSettings(acceptance="hope")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 20}])
+def test_a_drafter_of_fewer_tokens_draws_among_those(model: TargetModel, options: dict[str, Any]) -> None:
+    """Beside a row of its own settings, and a greedy one."""
+    settings = SamplingSettings(max_new_tokens=20, temperature=0.8, acceptance="rejection", ignore_eos=True, seed=1)
+    rows = [replace(settings, **options), settings, replace(settings, temperature=0.0)]
+    head = tiny_head("hydra", model, draft_vocab_size=12)
+    small = DraftModel(tiny_model("llama", seed=5, vocab_size=VOCAB - 4), model)
+    plain = Engine(model).generate(PROMPTS, rows)[2].token_ids
+    for drafter in (head, small):
+        drafter.shape = SHAPES["tree"]
+        results = Engine(model, drafter).generate(PROMPTS, rows)
+        assert results[2].token_ids == plain
+        assert max(result.tokens_per_step for result in results) > 1.0
+
+
+def test_a_tree_cut_to_siblings_is_no_chain() -> None:
+    """The deepest node is gone, the tree says it could still be there."""
+    target, drafter = random_laws(3), random_laws(4)
+    context, draws, rows = many(SamplingSettings(temperature=1.0, acceptance="block"), seed=7)
+    draft = sample(Laws(drafter), Sampled(Tree.from_paths([(0,), (1,), (0, 0)])), context).first(3)
+    assert draft.num_nodes == draft.max_depth + 1 == 3
+    logits = table_of(target)[torch.tensor([[number(path) for path in row] for row in paths_of(draft)])]
+    verdict = accept(draft, logits, rows, draws(3), None, coins=draws(num_coins(draft)))
+    assert int(verdict.num_accepted.max()) == 2
+    first = torch.where(
+        verdict.num_accepted > 1, draft.token_ids[torch.arange(COUNT), verdict.path[:, 1]], verdict.next_ids
+    )
+    law = {(token,): float(p) for token, p in enumerate(target[()])}
+    assert chi_square(Counter((token,) for token in first.tolist()), law) > ODDS
+
+
+# --- a smaller model ---
+
+
+TREES: dict[str, Shape] = {
+    "chain": Tree.chain(3),
+    "ragged": Tree.from_paths([(0,), (1,), (4,), (0, 0), (0, 2), (4, 1), (0, 2, 0), (4, 1, 3)]),
+    "best first": BestFirst(12, num_ranks=4, beam=3, max_depth=4),
+    "best paths": BestPaths((4, 2, 1), 4),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"), [*((family, "ragged") for family in FAMILIES), *(("llama", shape) for shape in TREES)]
+)
+def test_a_draft_model_changes_nothing(family: str, shape: str) -> None:
+    target, small = tiny_model(family), tiny_model("llama", seed=3, num_hidden_layers=1)
+    prompts = [*PROMPTS, [4, 5], [22, 3, 9, 4]]
+    expected = [result.token_ids for result in Engine(target).generate(prompts, max_new_tokens=24)]
+    drafter = DraftModel(small, target, shape=TREES[shape])
+    for batch_size in (1, 3):
+        found = Engine(target, drafter, max_batch_size=batch_size).generate(prompts, max_new_tokens=24)
+        assert [result.token_ids for result in found] == expected
+
+
+@pytest.mark.parametrize("shape", TREES)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_a_model_that_drafts_for_itself_greedily_is_always_right(family: str, shape: str) -> None:
+    target = tiny_model(family)
+    drafter = DraftModel(target, target, shape=TREES[shape])
+    depth = TREES[shape].max_depth if isinstance(TREES[shape], Tree) else TREES[shape].depth  # type: ignore[union-attr]
+    options: dict[str, Any] = {"max_new_tokens": 25, "ignore_eos": True}
+    results = Engine(target, drafter, max_batch_size=2).generate([*PROMPTS, [4, 5]], **options)
+    expected = Engine(target).generate([*PROMPTS, [4, 5]], **options)
+    assert [result.token_ids for result in results] == [result.token_ids for result in expected]
+    assert depth is not None
+    for result in results:
+        if shape == "ragged":  # its first ranks are two deep, then the third is rank 2's
+            assert result.tokens_per_step >= 3.0
+        elif shape == "chain":
+            assert result.num_steps == 24 / (1 + depth)
+        else:
+            assert result.tokens_per_step > 2.0
+
+
+def test_a_draft_model_needs_the_same_tokenizer(model: TargetModel) -> None:
+    class Other:
+        eos_token_id = None
+
+        def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+            return {"input_ids": [3 + ord(letter) % 7 for letter in text]}
+
+    small = tiny_model("llama", seed=5)
+    other = TargetModel(small.model, Other(), "other")
+    with pytest.raises(
+        InvalidSettings, match=r"other has another tokenizer \(\w+\) than tiny-llama \(\w+\): take a draft"
+    ):
+        DraftModel(other, model)
+
+
+def test_a_draft_model_grows_trees_as_deep_as_it_is_told(model: TargetModel) -> None:
+    drafter = DraftModel(model, model, shape=BestFirst(8, num_ranks=1), max_depth=2)
+    results = Engine(model, drafter).generate([[3, 4]], max_new_tokens=25, ignore_eos=True)
+    assert results[0].num_steps == 24 / 3
+
+
+def test_a_draft_model_of_a_smaller_vocabulary_guesses_what_it_knows(model: TargetModel) -> None:
+    small = tiny_model("llama", seed=5, vocab_size=VOCAB - 4)
+    expected = Engine(model).generate([[3, 4]], max_new_tokens=24, ignore_eos=True)[0].token_ids
+    drafter = DraftModel(small, model)
+    assert Engine(model, drafter).generate([[3, 4]], max_new_tokens=24, ignore_eos=True)[0].token_ids == expected
+
+
+# --- the text so far ---
+
+
+def naive_copy(text: list[int], count: int, shortest: int, longest: int) -> list[int]:
+    """What followed the latest earlier place of the longest end of the text that there is."""
+    for size in range(longest, shortest - 1, -1):
+        if size > len(text):
+            continue
+        for end in range(len(text) - 1, size - 1, -1):
+            if text[end - size : end] == text[-size:]:
+                period = text[end:]
+                return [period[i % len(period)] for i in range(count)]
+    return []
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("shortest", "longest"), [(1, 3), (2, 2), (1, 1), (2, 5)])
+def test_prompt_lookup_copies_what_followed_the_last_time(seed: int, shortest: int, longest: int) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    texts = torch.randint(0, 4, (2, 60), generator=chance)
+    lookup = PromptLookup(num_tokens=5, min_ngram=shortest, max_ngram=longest).fresh()
+    read = 0
+    while read < 50:
+        count = 1 + int(torch.randint(0, 4, (1,), generator=chance))
+        part = texts[:, read : read + count]
+        context = Context(torch.zeros(2, count, 1), part, torch.full((2,), count), texts[:, read + count])
+        read += count
+        draft = lookup.propose(context)
+        for row in range(2):
+            expected = naive_copy(texts[row, : read + 1].tolist(), 5, shortest, longest)
+            assert draft.token_ids[row, 1 : 1 + len(expected)].tolist() == expected
+            assert draft.token_ids[row, 0] == texts[row, read]
+        longest_copy = max(len(naive_copy(texts[row, : read + 1].tolist(), 5, shortest, longest)) for row in range(2))
+        assert draft.num_nodes == 1 + longest_copy
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompt_lookup_changes_nothing(family: str) -> None:
+    target = tiny_model(family)
+    prompts = [*PROMPTS, [4, 5], [22, 3, 9, 4]]
+    options: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True}
+    expected = Engine(target).generate(prompts, **options)
+    for batch_size in (1, 3):
+        found = Engine(target, PromptLookup(), max_batch_size=batch_size).generate(prompts, **options)
+        assert [result.token_ids for result in found] == [result.token_ids for result in expected]
+    assert max(result.tokens_per_step for result in found) > 1.2, "tiny models repeat themselves"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_tokens": 0}, "num_tokens is 0; it must be at least 1"),
+        ({"max_ngram": 0}, "max_ngram is 0"),
+        ({"min_ngram": 0}, "min_ngram is 0"),
+        ({"min_ngram": 4}, "min_ngram is 4 and max_ngram 3: it must not be larger"),
+    ],
+)
+def test_impossible_lookups(options: dict[str, int], words: str) -> None:
+    with pytest.raises(InvalidSettings, match=words):
+        PromptLookup(**options)
