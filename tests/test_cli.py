@@ -340,6 +340,7 @@ def test_all_options_arrive(here: Path, monkeypatch: pytest.MonkeyPatch):
         --dtype bf16 --exact-bits --out o --no-adaptive --plan p"""
     assert main(["generate", *shlex.split(words)]) == 0
     options = {
+        "draft_model": None,
         "tree": Tree.chain(2),
         "plan": "p",
         "adaptive": False,
