@@ -27,7 +27,7 @@ from draftheads.cli.prompts import read_prompts
 from draftheads.cli.show import show_stream
 from draftheads.decode.engine import Engine
 from draftheads.errors import DataError
-from draftheads.growth import BestFirst
+from draftheads.growth import BestFirst, Sampled
 from draftheads.heads.base import DraftHead
 from draftheads.sampling import SamplingSettings
 from draftheads.target.model import TargetModel
@@ -178,6 +178,9 @@ ERRORS = {
     f"generate abc {ON_MODEL} --head medusa --tree chain.json --grow 5": "--tree chain.json and --grow 5",
     f"generate abc {ON_MODEL} --head medusa --grow 0": "num_nodes is 0",
     f"generate abc {ON_MODEL} --head medusa --grow 5 --threshold 1": "threshold is 1.0",
+    f"generate abc {ON_MODEL} --head medusa --draw 0": "--draw is 0; it must be at least 1",
+    f"generate abc {ON_MODEL} --head medusa --draw 3 --grow 5": "--draw 3 and --grow 5: give one of them",
+    f"generate abc {ON_MODEL} --head lookahead --draw 3": "lookahead fills no tree; give a draft head by head=",
     f"generate abc {ON_MODEL} --head medusa --threshold 0.5": "--threshold 0.5 is for growing trees",
     f"generate abc {ON_MODEL} --head medusa --plan none.json": "no plan at none.json",
     f"generate abc {ON_MODEL} --head medusa --plan medusa": "plan.json is not tuned",
@@ -361,6 +364,7 @@ def test_all_options_arrive(here: Path, monkeypatch: pytest.MonkeyPatch):
     assert seen == [(("here", "there"), options), ("engine", ["abc", "def"], settings, Path("o"))]
     assert main(["generate", "abc", "def"]) == 0
     defaults = {
+        "draft_model": None,
         "tree": None,
         "plan": "auto",
         "adaptive": True,
@@ -372,6 +376,9 @@ def test_all_options_arrive(here: Path, monkeypatch: pytest.MonkeyPatch):
     assert seen[3][2] == SamplingSettings()
     assert main(["generate", "abc", "def", "--grow", "9", "--threshold", "0.25", "--plan", "none"]) == 0
     assert seen[4][1] == {**defaults, "tree": BestFirst(9, threshold=0.25), "plan": None}
+    assert main(["generate", "abc", "def", "--draft-model", "small", "--draw", "3", "--acceptance", "block"]) == 0
+    assert seen[6][1] == {**defaults, "draft_model": "small", "tree": Sampled(Tree.chain(3))}
+    assert seen[7][2] == SamplingSettings(acceptance="block")
 
 
 # --- prompt files ---

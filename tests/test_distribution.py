@@ -108,7 +108,13 @@ def test_answers_have_the_models_distribution(
 
 
 def resampling(
-    draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None = None, _: object = None
+    draft: Draft,
+    logits: Tensor,
+    rows: RowSettings,
+    uniforms: Tensor,
+    seen: Tensor | None = None,
+    *,
+    coins: object = None,
 ) -> Verdict:
     """A wrong rule: where no guess is right, the next token is drawn anew, as if nothing had been tried."""
     verdict = accept(draft, logits, rows, uniforms, seen)
@@ -121,7 +127,13 @@ def resampling(
 
 
 def greedy_root(
-    draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None = None, _: object = None
+    draft: Draft,
+    logits: Tensor,
+    rows: RowSettings,
+    uniforms: Tensor,
+    seen: Tensor | None = None,
+    *,
+    coins: object = None,
 ) -> Verdict:
     """Another: the token after the accepted path is the likeliest."""
     verdict = accept(draft, logits, rows, uniforms, seen)

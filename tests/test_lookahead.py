@@ -17,7 +17,7 @@ from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
 from draftheads.growth import Sampled
 from draftheads.tree import Tree
-from families import FAMILIES, PROMPTS, tiny_model
+from families import PROMPTS, tiny_model
 from test_tune import world
 
 __all__ = ["world"]  # a fixture
@@ -89,7 +89,7 @@ def test_what_is_read_is_a_tree_of_window_and_guesses() -> None:
     assert len(lookahead._rows) == 1
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "gemma3_text"])
 def test_lookahead_changes_nothing(family: str) -> None:
     target = tiny_model(family)
     prompts = [*PROMPTS, [4, 5], [22, 3, 9, 4]]

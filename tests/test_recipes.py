@@ -98,6 +98,7 @@ def test_every_recipe_learns(target: TargetModel, tmp_path: Path, name: str) -> 
             "1000",
             "--eval-texts",
             "500",
+            *(("--epochs", "5") if RECIPES[name].settings.get("epochs", 0) > 5 else ()),
         ),
         tunes_model=tunes,
     )
