@@ -82,7 +82,9 @@ def whole(hidden: Tensor, tokens: Tensor, ends: Sequence[int]) -> Context:
     rows = range(len(ends))
     roots = torch.stack([tokens[row, end] for row, end in zip(rows, ends, strict=True)])
     width = max(ends)
-    return Context(hidden[:, :width], tokens[:, :width], torch.tensor(ends), roots)
+    real = torch.arange(width) < torch.tensor(ends)[:, None]  # what lies beyond means nothing
+    states = torch.where(real[:, :, None], hidden[:, :width], 7.0)
+    return Context(states, torch.where(real, tokens[:, :width], 0), torch.tensor(ends), roots)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
