@@ -16,10 +16,11 @@ from draftheads.growth import BestFirst
 from draftheads.heads.base import DraftHead
 from draftheads.plan import Conditions
 from draftheads.sampling import SamplingSettings
-from draftheads.search import tune
+from draftheads.search import rehearsal
 from draftheads.search.calibrate import Answer, Observation
 from draftheads.search.cost import Way, measure_speeds
-from draftheads.search.tune import Tuner, TuneSettings, choose, dense_widths, marginal_accuracy
+from draftheads.search.rehearsal import dense_widths, marginal_accuracy, samplings
+from draftheads.search.tune import Tuner, TuneSettings, choose
 from draftheads.target.model import TargetModel
 from draftheads.tree import Path as RankPath
 from draftheads.tree import Tree
@@ -129,7 +130,7 @@ def test_each_half_is_judged_with_trees_that_grew_on_the_other(small: Tuner) -> 
     # answers of two kinds, by turns
     easy, hard = random_answers(6, seed=1), random_answers(6, seed=2, ease=-0.5)
     seen = [one for pair in zip(easy, hard, strict=True) for one in pair]
-    found = small._grow(seen)
+    found = small.rehearsal._grow(seen)
     assert found["static"]["paths"] == [list(path) for path in by_count(seen)[:7]]
     sizes = range(1, 9)
     for name, order_of in (("static", by_count), ("marginal", by_product)):
@@ -138,12 +139,12 @@ def test_each_half_is_judged_with_trees_that_grew_on_the_other(small: Tuner) -> 
         assert all(error > 0 for error in found[name]["error"][1:])
     own = [sum(x) for x in zip(*(steps_with(one, set(by_count(seen)[:3])) for one in seen), strict=True)]
     assert found["static"]["expected"][3] < own[0] / own[1], "on what it grew on, a tree does too well"
-    assert found == small._grow(list(seen)), "the same answers give the same trees"
+    assert found == small.rehearsal._grow(list(seen)), "the same answers give the same trees"
 
 
 def test_shares_are_of_all_answers_and_fall(small: Tuner) -> None:
     seen = random_answers(8, seed=3)
-    found = small._grow(seen)["static"]
+    found = small.rehearsal._grow(seen)["static"]
     rows = [tuple(row) for one in seen for row in one.ranks.tolist()[:-K]]
     expected = [sum(row[: len(path)] == tuple(path) for row in rows) / len(rows) for path in found["paths"]]
     assert found["shares"] == pytest.approx([1.0, *expected])
@@ -153,7 +154,7 @@ def test_shares_are_of_all_answers_and_fall(small: Tuner) -> None:
 def test_a_half_with_fewer_paths_promises_no_more_than_it_has(small: Tuner) -> None:
     rich = seen_as([(a, b) for one in random_answers(4, seed=4) for a, b in one.ranks.tolist()])
     poor = seen_as([(0, 3)] * 8 + [(3, 3)])
-    found = small._grow([rich, poor])["static"]
+    found = small.rehearsal._grow([rich, poor])["static"]
     assert len(found["paths"]) == 7
     # the rich half is judged with the one path of the poor one, whatever the size
     for size in range(2, 9):
@@ -164,7 +165,7 @@ def test_a_half_with_fewer_paths_promises_no_more_than_it_has(small: Tuner) -> N
 
 def test_dense_trees_are_decoded_along_all_answers(small: Tuner) -> None:
     seen = random_answers(8, seed=5)
-    dense = small._grow(seen)["dense"]
+    dense = small.rehearsal._grow(seen)["dense"]
     assert [tuple(tree["widths"]) for tree in dense] == dense_widths(K, R, 8)
     for tree in dense:
         full = Tree.cartesian(tree["widths"])
@@ -179,7 +180,7 @@ def test_at_a_temperature_chances_count_and_what_was_drawn_is_decoded(model: Tar
     # rank 2 was drawn by chance; the target itself is for rank 1
     probs = torch.tensor([[0.2, 0.5, 0.3], [0.1, 0.05, 0.05]]).expand(6, K, R)
     drawn = seen_as([(2, 0), (2, 0), (2, 0), (2, 0), (2, R), (R, R)], probs)
-    found = sampled._grow([drawn, drawn])
+    found = sampled.rehearsal._grow([drawn, drawn])
     assert found["static"]["paths"] == [[1], [2], [0]]
     assert found["static"]["shares"] == pytest.approx([1.0, 0.5, 0.3, 0.2])
     assert found["static"]["expected"] == pytest.approx([1.0, 1.0, 5 / 3, 5 / 3])
@@ -198,7 +199,7 @@ def test_accuracies_are_counted_where_there_is_something_to_guess() -> None:
 
 def test_answers_shorter_than_the_heads_reach_still_give_trees(small: Tuner) -> None:
     short = seen_as([(0, 3), (3, 3)])
-    found = small._grow([short, short])
+    found = small.rehearsal._grow([short, short])
     assert found["static"]["paths"] == [[0]]
     assert found["static"]["expected"] == [1.0, 1.0]
 
@@ -253,9 +254,9 @@ def test_growing_trees_are_looked_at_up_to_their_largest_size(
     propose = head.propose
     head.propose = lambda context: drafted.append(propose(context).num_nodes) or propose(context)  # type: ignore[method-assign]
     Engine(model, head).generate(PROMPTS, max_new_tokens=4)
-    assert set(drafted) == {one._most_grown()}
-    one.settings = TuneSettings(num_ranks=num_ranks, beam=beam, max_nodes=4)
-    assert one._most_grown() == 4
+    assert set(drafted) == {one.rehearsal._most_grown()}
+    one.rehearsal.settings = TuneSettings(num_ranks=num_ranks, beam=beam, max_nodes=4)
+    assert one.rehearsal._most_grown() == 4
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -265,29 +266,29 @@ def test_calibrating_in_parts_changes_nothing_and_growing_trees_are_foreseen(
     head = tiny_head("hydra", model)
     options = {"num_ranks": 5, "beam": 3, "max_nodes": 12, "max_new_tokens": 12, "temperature": temperature}
     one = tuner(model, head, tmp_path, PROMPTS, **options)
-    answers = one._answers()
-    found = one._calibrate(answers)
-    again = one._calibrate(answers)
+    answers = one.answers()
+    found = one.rehearsal.run(answers)
+    again = one.rehearsal.run(answers)
     assert found == again
-    monkeypatch.setattr(tune, "_ROWS_AT_ONCE", 2)
-    parts = one._calibrate(answers)
+    monkeypatch.setattr(rehearsal, "_ROWS_AT_ONCE", 2)
+    parts = one.rehearsal.run(answers)
     assert parts["dynamic"]["expected"] == found["dynamic"]["expected"]
     assert parts["static"] == found["static"]
     for bins in (parts["dynamic"]["reliability"], found["dynamic"]["reliability"]):
         assert sum(count for *_, count in bins) == 11 * sum(max(0, len(answer.token_ids) - 3) for answer in answers)
     assert list(head.confidence) == found["confidence"]["temperatures"]
     head.shape = BestFirst(12, num_ranks=5, beam=3)
-    results = Engine(model, head).generate(PROMPTS, one._samplings(len(PROMPTS)))
+    results = Engine(model, head).generate(PROMPTS, samplings(one.settings, len(PROMPTS)))
     foreseen = sum(len(result.token_ids) - 1 for result in results) / sum(result.num_steps for result in results)
     assert found["dynamic"]["expected"][11] == foreseen
 
 
 def test_answers_are_the_model_s_own(model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "_ANSWERS_AT_ONCE", 2)
+    monkeypatch.setattr(rehearsal, "_ANSWERS_AT_ONCE", 2)
     one = tuner(model, tiny_head("medusa", model), tmp_path, [*PROMPTS, [4, 5]], num_prompts=3, max_new_tokens=9)
     plain = Engine(model).generate(PROMPTS, max_new_tokens=9)
     expected = [Answer(tuple(p), r.token_ids) for p, r in zip(PROMPTS, plain, strict=True) if len(r.token_ids) > 1]
-    assert one._answers() == expected
+    assert one.answers() == expected
 
 
 def test_too_little_to_calibrate_on_is_an_error(model: TargetModel, tmp_path: Path) -> None:
@@ -296,7 +297,7 @@ def test_too_little_to_calibrate_on_is_an_error(model: TargetModel, tmp_path: Pa
         tuner(model, head, tmp_path, PROMPTS[:1])
     ended = tiny_model("llama", eos_token_id=list(range(24)))
     with pytest.raises(DataError, match="ends its answers at once"):
-        tuner(ended, tiny_head("medusa", ended), tmp_path, PROMPTS)._answers()
+        tuner(ended, tiny_head("medusa", ended), tmp_path, PROMPTS).answers()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -305,7 +306,7 @@ def test_answers_that_are_shorter_than_the_heads_reach_still_grow_trees(
 ) -> None:
     head = tiny_head("hydra", model)
     one = tuner(model, head, tmp_path, PROMPTS, max_new_tokens=3, max_nodes=6, temperature=temperature)
-    found = one._calibrate(one._answers())
+    found = one.rehearsal.run(one.answers())
     assert len(found["static"]["shares"]) == len(found["static"]["paths"]) + 1
 
 

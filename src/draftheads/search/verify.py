@@ -21,7 +21,8 @@ from draftheads.heads.base import DraftHead
 from draftheads.plan import Plan
 from draftheads.sampling import SamplingSettings
 from draftheads.search.cost import timed_answers
-from draftheads.search.tune import Display, TuneSettings
+from draftheads.search.rehearsal import Display
+from draftheads.search.tune import TuneSettings
 from draftheads.search.workbook import Workbook
 from draftheads.target.model import TargetModel
 from draftheads.tree import Tree
