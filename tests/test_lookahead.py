@@ -10,12 +10,13 @@ from torch import Tensor
 
 import draftheads
 from draftheads.decode.engine import Engine
-from draftheads.draft import Context, Draft
+from draftheads.draft import Context, Draft, Drafter
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
 from draftheads.growth import Sampled
+from draftheads.sampling import SamplingSettings
 from draftheads.tree import Tree
 from families import PROMPTS, tiny_model
 from test_tune import world
@@ -149,3 +150,17 @@ def test_a_draft_model_is_loaded_by_name(world: Path) -> None:
         draftheads.load(world / "model", world / "hydra", draft_model=world / "model", **options)
     with pytest.raises(InvalidSettings, match="nothing is there to fill it; give a draft head by head="):
         draftheads.load(world / "model", tree=Tree.chain(1), **options)
+
+
+@pytest.mark.parametrize(
+    "drafter", [PromptLookup(num_tokens=4), Lookahead(window=3, ngram=3, guesses=2)], ids=["lookup", "lookahead"]
+)
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "acceptance": "typical"}], ids=["greedy", "typical"])
+def test_neighbours_with_more_guesses_change_no_step(drafter: Drafter, sampling: dict[str, Any]) -> None:
+    model = tiny_model("llama")
+    prompts = [[3 + row, 5, 3 + row, 9 + row // 2][: 1 + row % 4] for row in range(8)]
+    each = [SamplingSettings(max_new_tokens=24, seed=row, **sampling) for row in range(8)]
+    together = Engine(model, drafter, max_batch_size=8).generate(prompts, each)
+    for prompt, settings, result in zip(prompts, each, together, strict=True):
+        (alone,) = Engine(model, drafter).generate([prompt], settings)
+        assert (result.token_ids, result.num_steps) == (alone.token_ids, alone.num_steps)

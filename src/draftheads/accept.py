@@ -161,7 +161,7 @@ def _longest_typical(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: 
     entropy = torch.special.entr(probs).sum(-1)  # (B, N)
     threshold = torch.minimum(rows.epsilon[:, None], rows.delta[:, None] * (-entropy).exp())
     likelihood = probs[batch[:, None], parents, draft.token_ids]  # (B, N)
-    is_typical = likelihood > threshold.gather(1, parents)
+    is_typical = (likelihood > threshold.gather(1, parents)) & (draft.depths > 0)
     is_typical[:, 0] = True  # the root is decided
     kept = (is_typical[:, None] | ~ancestors).all(-1)
     log_path = (likelihood.log().masked_fill(draft.depths == 0, 0.0)[:, None] * ancestors).nan_to_num(0.0).sum(-1)

@@ -20,7 +20,8 @@ from draftheads.tree import Tree
 class Draft:
     """A tree filled with tokens. Node 0 is the root: decided, but not yet in the target's cache.
 
-    A parent's index is lower than its children's.
+    A parent's index is lower than its children's. Nodes of depth 0 behind the root fill up rows that have less to
+    guess than others; no rule keeps them.
     """
 
     token_ids: Tensor  # (B, N) int64

@@ -21,13 +21,14 @@ class Verb(NamedTuple):
 
 
 VERBS = {
+    "bench": Verb("draftheads.cli.bench", "BenchOptions", "compare draft heads, and what drafts without one"),
     "demo": Verb("draftheads.cli.demo", "DemoOptions", "answer prompts with and without draft heads, and compare"),
     "distill": Verb("draftheads.cli.distill", "DistillOptions", "let a model answer prompts, as data to train on"),
     "generate": Verb("draftheads.cli.generate", "GenerateOptions", "answer prompts"),
     "info": Verb("draftheads.cli.info", "InfoOptions", "describe a head, list the bundled ones, or draw a tree"),
     "merge": Verb("draftheads.cli.merge", "MergeOptions", "make one model of a model and its tuned adapter"),
     "report": Verb(
-        "draftheads.cli.report", "ReportOptions", "make the page of a training run or a search for trees once more"
+        "draftheads.cli.report", "ReportOptions", "make the page of a training run, search or comparison once more"
     ),
     "show-batch": Verb("draftheads.cli.show_batch", "ShowBatchOptions", "show what is learned of a training batch"),
     "train": Verb("draftheads.cli.train", "TrainOptions", "train draft heads for a model"),

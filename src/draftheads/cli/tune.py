@@ -4,22 +4,20 @@ import hashlib
 import json
 import shlex
 import sys
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import tyro
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from draftheads.checkpoint import PLAN_FILE, SavedHead, conditions, read_head
 from draftheads.cli.generate import DTYPES, Dtype
 from draftheads.cli.prompts import read_prompts
 from draftheads.cli.show import quiet_transformers
+from draftheads.cli.stages import Stages
 from draftheads.decode.engine import Engine, Prompt
 from draftheads.errors import DataError, InvalidSettings, MissingDependency
 from draftheads.files import user_path, write_atomic
@@ -77,7 +75,7 @@ def run(options: TuneOptions) -> None:
     head = load_drafter(options.head, options.model, target, ignore_plan=True)
     here = conditions(saved.digest, target)
     folder = user_path(options.out) if options.out else own_folder(saved, here)
-    with locked(folder), _Display(console) as display:
+    with locked(folder), Stages(console) as display:
         tuner = Tuner(
             target,
             head,
@@ -186,38 +184,3 @@ def _show_verified(console: Console, verified: Verified) -> None:
 
 def _table(*columns: str) -> Table:
     return Table(*columns, box=SIMPLE_HEAD, show_edge=False)
-
-
-class _Display:
-    """A bar in a terminal; elsewhere a line for each stage."""
-
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self.task = self.bar.add_task("", total=None)
-        self.started = time.monotonic()
-
-    def __enter__(self) -> Self:
-        self.bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.bar.stop()
-
-    def stage(self, what: str, total: int) -> None:
-        """Something new begins."""
-        self.bar.update(self.task, description=what, total=total, completed=0)
-        if not self.console.is_terminal:
-            self.console.print(f"{time.monotonic() - self.started:5.0f} s  {what}", soft_wrap=True)
-
-    def advance(self) -> None:
-        """A piece is done."""
-        self.bar.advance(self.task)

@@ -121,7 +121,7 @@ class Lookahead:
         return type(self)(window=self.window, ngram=self.ngram, guesses=self.guesses)
 
     def propose(self, context: Context) -> Draft:
-        """Each row's own tree; a row with a smaller one than others guesses its root again."""
+        """Each row's own tree; one that is smaller than others is filled up."""
         self._join(context)
         roots = context.root_ids.tolist()
         tries = [row.tree(root) for row, root in zip(self._rows, roots, strict=True)]
@@ -130,7 +130,7 @@ class Lookahead:
             missing = nodes - len(trie.token_ids)
             trie.token_ids += trie.token_ids[:1] * missing
             trie.parents += [0] * missing
-            trie.depths += [1] * missing
+            trie.depths += [0] * missing
         device = context.root_ids.device
         parents = torch.tensor([trie.parents for trie in tries], device=device)
         depths = torch.tensor([trie.depths for trie in tries], device=device)

@@ -1,5 +1,6 @@
 """Guesses copied from the text so far: what followed the last words the last time (prompt lookup decoding)."""
 
+from dataclasses import replace
 from typing import Self
 
 import torch
@@ -40,13 +41,24 @@ class PromptLookup:
         return type(self)(num_tokens=self.num_tokens, max_ngram=self.max_ngram, min_ngram=self.min_ngram)
 
     def propose(self, context: Context) -> Draft:
-        """A chain for each row, as long as the longest copy; rows that copy less guess noise behind it."""
+        """A chain for each row that has something to copy."""
         self._read(context)
         roots = context.root_ids.tolist()
         copies = [text.copy(root, self.num_tokens) for text, root in zip(self._rows, roots, strict=True)]
         length = max(map(len, copies))
-        chains = [[root, *copy, *[root] * (length - len(copy))] for root, copy in zip(roots, copies, strict=True)]
-        return Draft.on_tree(Tree.chain(length), torch.tensor(chains, device=context.root_ids.device))
+        chains = [[root, *(copy or [root] * length)] for root, copy in zip(roots, copies, strict=True)]
+        draft = Draft.on_tree(Tree.chain(length), torch.tensor(chains, device=context.root_ids.device))
+        if all(copies) or not length:
+            return draft
+        copied = torch.tensor([bool(copy) for copy in copies], device=context.root_ids.device)[:, None]
+        filling = torch.eye(length + 1, dtype=torch.bool, device=copied.device)
+        filling[:, 0] = True
+        return replace(
+            draft,
+            parents=draft.parents * copied,
+            depths=draft.depths * copied,
+            ancestors=torch.where(copied[:, :, None], draft.ancestors, filling),
+        )
 
     def follow(self, context: Context) -> None:
         """Reads the accepted tokens."""

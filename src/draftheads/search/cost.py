@@ -48,15 +48,17 @@ class Stopwatch:
 
     def start(self) -> None:
         """A step begins."""
-        self._last = self._now()
+        self._last = self.now
 
     def lap(self, part: str) -> None:
         """A part of it has ended."""
-        now = self._now()
+        now = self.now
         self.seconds[part], self._last = now - self._last, now
 
-    def _now(self) -> float:
-        _wait_for(self.device)
+    @property
+    def now(self) -> float:
+        """Seconds of a clock, when all that was asked for is done."""
+        wait_for(self.device)
         return time.perf_counter()
 
 
@@ -202,7 +204,7 @@ def _busy(batch: Batch, line: Sequence[Request], *, batch_size: int, num_tokens:
     waiting = deque(line)
     first = [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
     batch.join(first)
-    _wait_for(batch.target.model.device)
+    wait_for(batch.target.model.device)
     tokens = steps = 0
     start = time.perf_counter()
     while tokens < num_tokens and batch.sequences:
@@ -211,7 +213,7 @@ def _busy(batch: Batch, line: Sequence[Request], *, batch_size: int, num_tokens:
         joining = [waiting.popleft() for _ in range(min(batch_size - len(batch.sequences), len(waiting)))]
         if joining:
             batch.join(joining)
-    _wait_for(batch.target.model.device)
+    wait_for(batch.target.model.device)
     seconds = time.perf_counter() - start
     return tokens, max(steps, 1), seconds
 
@@ -220,13 +222,14 @@ def timed_answers(
     engine: Engine, prompts: Sequence[Sequence[int]], settings: Sequence[SamplingSettings]
 ) -> tuple[int, int, float]:
     """Answers all prompts, each by its settings; tokens, steps of single rows, and seconds, prompts included."""
-    _wait_for(engine.model.device)
+    wait_for(engine.model.device)
     start = time.perf_counter()
     results = engine.generate([list(prompt) for prompt in prompts], settings)
     seconds = time.perf_counter() - start
     return sum(len(result.token_ids) for result in results), sum(result.num_steps for result in results), seconds
 
 
-def _wait_for(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
+    """Until an accelerator has done what it was told."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -41,6 +41,10 @@ class Workbook:
             found = _read(path)  # JSON's own types, as the next time
         return found
 
+    def forget(self, name: str) -> None:
+        """What was found under that name is to be found anew the next time."""
+        (self.folder / f"{name}.json").unlink(missing_ok=True)
+
     def finish(self) -> None:
         """The search is over, and what it was for is saved elsewhere."""
         _write(self.folder / _FINISHED, value=True)

@@ -1,0 +1,438 @@
+"""Drafters side by side under one engine: tokens per step on all prompts, speed and cost of drafting on some of them.
+
+Each head drafts on the tree of a given number of nodes that serves it best, which is found on other prompts. Tokens per
+step do not depend on the clock: they are counted with several prompts at a time, all prompts. Speeds are taken with one
+prompt at a time, the drafters by turns.
+"""
+
+import hashlib
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from draftheads.decode.batch import Batch
+from draftheads.decode.engine import Engine, Prompt
+from draftheads.decode.plain import NoDraft
+from draftheads.draft import Drafter
+from draftheads.drafters.draft_model import DraftModel
+from draftheads.errors import DataError, InvalidSettings
+from draftheads.growth import BestFirst
+from draftheads.heads.base import DraftHead
+from draftheads.sampling import SamplingSettings
+from draftheads.search.calibrate import Answer
+from draftheads.search.cost import Stopwatch, wait_for
+from draftheads.search.rehearsal import Display, Rehearsal, RehearsalSettings, encoded, own_answers
+from draftheads.search.workbook import Workbook
+from draftheads.target.model import TargetModel
+from draftheads.tree import Tree
+
+PLAIN = "plain"
+_WARM_UP = 12  # tokens of an answer that is not timed
+_SEED = 1 << 30  # of the first sampled answer
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """What is compared, and on how much."""
+
+    num_nodes: int = 24
+    """Nodes of every head's tree, root included."""
+    max_new_tokens: int = 128
+    """Tokens of each answer."""
+    temperature: float = 0.7
+    """Tokens per step are counted at this temperature, too, with exact and with typical acceptance; 0 for not."""
+    num_speed_prompts: int = 16
+    """How many of the prompts are timed, evenly spread."""
+    batch_size: int = 8
+    """How many prompts are answered at a time where tokens per step are counted."""
+    num_calibration_prompts: int = 64
+    """How many of our own prompts the trees are found on."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("num_nodes", 2),
+            ("max_new_tokens", 2),
+            ("num_speed_prompts", 2),
+            ("batch_size", 1),
+            ("num_calibration_prompts", 2),
+        ):
+            if getattr(self, name) < least:
+                raise InvalidSettings(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.temperature < 0:
+            raise InvalidSettings(f"temperature is {self.temperature}; it must be at least 0")
+
+    @property
+    def rehearsal(self) -> RehearsalSettings:
+        """Of the search for trees."""
+        return RehearsalSettings(
+            num_prompts=self.num_calibration_prompts, max_new_tokens=self.max_new_tokens, max_nodes=self.num_nodes
+        )
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something that drafts, by the name it has in the table."""
+
+    name: str
+    drafter: Drafter
+    identity: str  # other weights, or another drafter, have another one
+
+    @property
+    def num_parameters(self) -> int:
+        """What it has of its own."""
+        drafter = self.drafter
+        model = drafter.model.model if isinstance(drafter, DraftModel) else drafter
+        return sum(tensor.numel() for tensor in model.parameters()) if isinstance(model, nn.Module) else 0
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Tokens behind the first one, and steps, of each prompt's answer."""
+
+    tokens: tuple[int, ...]
+    steps: tuple[int, ...]
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Of all answers together."""
+        return sum(self.tokens) / max(1, sum(self.steps))
+
+    @property
+    def error(self) -> float:
+        """One standard error of that, prompts taken as independent (ratio estimator)."""
+        ratio, count = self.tokens_per_step, len(self.steps)
+        squares = sum((token - ratio * step) ** 2 for token, step in zip(self.tokens, self.steps, strict=True))
+        return float((squares * count / max(1, count - 1)) ** 0.5 / max(1, sum(self.steps)))
+
+    def over(self, other: "Counted") -> tuple[float, float]:
+        """The ratio of tokens per step to another drafter's on the same prompts, and one standard error (jackknife)."""
+        ratio = self.tokens_per_step / other.tokens_per_step
+        count = len(self.steps)
+        without = [self.without(i).tokens_per_step / other.without(i).tokens_per_step for i in range(count)]
+        if count < 3:
+            return ratio, 0.0
+        mean = statistics.fmean(without)
+        return ratio, ((count - 1) / count * sum((one - mean) ** 2 for one in without)) ** 0.5
+
+    def without(self, index: int) -> "Counted":
+        """The same but for one prompt."""
+        return Counted(
+            self.tokens[:index] + self.tokens[index + 1 :],
+            self.steps[:index] + self.steps[index + 1 :],
+        )
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """A drafter in the table."""
+
+    name: str
+    num_parameters: int
+    tree: str  # what it drafts on, in words
+    tokens_per_step: float
+    tokens_per_step_error: float
+    over_first: float  # tokens per step over those of the first drafter in the table
+    over_first_error: float
+    tokens_per_second: float
+    speedup: float  # over plain decoding
+    speedup_error: float  # one standard error, from prompt to prompt
+    draft_milliseconds: float  # of a step
+    step_milliseconds: float
+    predicted_tokens_per_step: float | None  # by the search for its tree, on other prompts
+    sampled_tokens_per_step: float | None  # at the temperature, exact acceptance
+    sampled_error: float | None
+    typical_tokens_per_step: float | None  # the same, typical acceptance
+    typical_error: float | None
+    num_different: int  # greedy answers that are not plain decoding's: near-ties where a kernel rounds by size
+
+
+class Bench:
+    """A comparison of drafters for one model.
+
+    What it finds on the way is kept, so that one that was stopped goes on; tokens per step are kept for good, and are
+    not counted again when another drafter joins.
+
+    Args:
+        target: the model.
+        contenders: each with a name of its own; the first is what others' tokens per step are compared with.
+        prompts: to answer.
+        calibration: other prompts, to find trees on.
+        settings: what is compared.
+        book: for findings.
+        display: who shows how far it is.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        contenders: Sequence[Contender],
+        prompts: Sequence[Prompt],
+        calibration: Sequence[Prompt],
+        settings: BenchSettings,
+        *,
+        book: Workbook,
+        display: Display,
+    ) -> None:
+        names = [PLAIN, *(contender.name for contender in contenders)]
+        if len(set(names)) < len(names):
+            raise InvalidSettings(f"drafters are {', '.join(names[1:])}: each needs a name of its own, not {PLAIN!r}")
+        self.target, self.contenders, self.settings = target, contenders, settings
+        self.book, self.display = book, display
+        engine = Engine(target)
+        self.prompts = [engine.encode(prompt) for prompt in prompts]
+        if len(self.prompts) < 2:
+            raise DataError(f"{len(self.prompts)} prompts to answer: give at least 2, better 80")
+        self.calibration = encoded(target, calibration, settings.rehearsal)
+        self._digest = hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:12]
+
+    def run(self) -> list[BenchRow]:
+        """The table, a row for each drafter."""
+        found = {contender.name: self._prepare(contender) for contender in self.contenders}
+        greedy = {contender.name: self._count(contender, "greedy") for contender in self.contenders}
+        texts = self._texts(NoDraft(), "plain")
+        sampled = {contender.name: self._sampled(contender, "exact") for contender in self.contenders}
+        typical = {contender.name: self._sampled(contender, "typical") for contender in self.contenders}
+        timed = self._timed()
+        plain = timed[PLAIN]
+        rows = []
+        for contender in self.contenders:
+            name = contender.name
+            counted, own = greedy[name][0], timed[name]
+            ratios = [mine.tokens_per_second / its.tokens_per_second for mine, its in zip(own, plain, strict=True)]
+            over, over_error = counted.over(greedy[self.contenders[0].name][0])
+            rows.append(
+                BenchRow(
+                    name=name,
+                    num_parameters=contender.num_parameters,
+                    tree=found[name]["words"],
+                    tokens_per_step=counted.tokens_per_step,
+                    tokens_per_step_error=counted.error,
+                    over_first=over,
+                    over_first_error=over_error,
+                    tokens_per_second=_speed(own),
+                    speedup=_speed(own) / _speed(plain),
+                    speedup_error=statistics.stdev(ratios) / len(ratios) ** 0.5,
+                    draft_milliseconds=1e3 * sum(one.draft_seconds for one in own) / sum(one.steps for one in own),
+                    step_milliseconds=1e3 * sum(one.step_seconds for one in own) / sum(one.steps for one in own),
+                    predicted_tokens_per_step=found[name]["predicted"],
+                    sampled_tokens_per_step=sampled[name][0],
+                    sampled_error=sampled[name][1],
+                    typical_tokens_per_step=typical[name][0],
+                    typical_error=typical[name][1],
+                    num_different=sum(a != b for a, b in zip(greedy[name][1], texts, strict=True)),
+                )
+            )
+        self.book.forget(self._timing)  # measured anew the next time
+        return rows
+
+    # --- what each drafts on ---
+
+    def _prepare(self, contender: Contender) -> dict[str, Any]:
+        """Gives a drafter its tree; in words, and what the tree promises."""
+        drafter, nodes = contender.drafter, self.settings.num_nodes
+        if isinstance(drafter, DraftModel):
+            drafter.shape = BestFirst(nodes)
+            return {"words": f"growing, {nodes}", "predicted": None}
+        if not isinstance(drafter, DraftHead):
+            return {"words": "its own", "predicted": None}
+        found: dict[str, Any] = self.book.get(
+            f"tree-{contender.identity}", partial(self._tree, contender.name, drafter)
+        )
+        drafter.confidence = tuple(found["confidence"])
+        settings = self.settings.rehearsal
+        if found["grows"]:
+            drafter.shape = BestFirst(nodes, num_ranks=found["num_ranks"], beam=settings.beam)
+        else:
+            drafter.shape = Tree.from_paths(found["paths"])
+        return found
+
+    def _tree(self, name: str, head: DraftHead) -> dict[str, Any]:
+        """The better one of a growing and a static tree."""
+        rehearsal = Rehearsal(self.target, head, self.settings.rehearsal, display=_Named(self.display, name))
+        found = rehearsal.run(self._answers())
+        static, dynamic = found["static"]["expected"], found["dynamic"]["expected"]
+        grows = dynamic[-1] >= static[-1]
+        paths = found["static"]["paths"]
+        size = len(dynamic) if grows else len(static)
+        return {
+            "confidence": found["confidence"]["temperatures"],
+            "num_ranks": rehearsal.num_ranks,
+            "grows": grows,
+            "paths": paths,
+            "words": f"{'growing' if grows else 'static'}, {size}",
+            "predicted": (dynamic if grows else static)[-1],
+            "static": static[-1],
+            "growing": dynamic[-1],
+        }
+
+    def _answers(self) -> list[Answer]:
+        settings = self.settings.rehearsal
+        return own_answers(self.target, self.calibration, settings, book=self.book, display=self.display)
+
+    # --- tokens per step ---
+
+    def _count(self, contender: Contender, way: str, **sampling: Any) -> tuple[Counted, list[list[int]]]:
+        """Counts, and the answers themselves."""
+        name = f"{way}-{contender.identity}-{self._digest}"
+        self.display.stage(f"{contender.name}: {way} answers to {len(self.prompts)} prompts", 1)
+        found = self.book.get(name, partial(self._answered, contender.drafter, **sampling))
+        self.display.advance()
+        return Counted(tuple(found["tokens"]), tuple(found["steps"])), found["texts"]
+
+    def _answered(self, drafter: Drafter, **sampling: Any) -> dict[str, Any]:
+        engine = Engine(self.target, drafter, max_batch_size=self.settings.batch_size)
+        one = SamplingSettings(max_new_tokens=self.settings.max_new_tokens, **sampling)
+        each = [replace(one, seed=_SEED + number) for number in range(len(self.prompts))]
+        results = engine.generate([list(prompt) for prompt in self.prompts], each)
+        return {
+            "tokens": [len(result.token_ids) - 1 for result in results],
+            "steps": [result.num_steps for result in results],
+            "texts": [list(result.token_ids) for result in results],
+        }
+
+    def _texts(self, drafter: Drafter, name: str) -> list[list[int]]:
+        self.display.stage(f"plain answers to {len(self.prompts)} prompts", 1)
+        found: dict[str, Any] = self.book.get(f"greedy-{name}-{self._digest}", partial(self._answered, drafter))
+        self.display.advance()
+        texts: list[list[int]] = found["texts"]
+        return texts
+
+    def _sampled(self, contender: Contender, acceptance: str) -> tuple[float | None, float | None]:
+        """Tokens per step at the temperature, and one standard error."""
+        temperature = self.settings.temperature
+        if temperature == 0:
+            return None, None
+        way = f"{acceptance}-at-{temperature:g}"
+        counted, _ = self._count(contender, way, temperature=temperature, acceptance=acceptance)
+        return counted.tokens_per_step, counted.error
+
+    # --- speed ---
+
+    @property
+    def _timing(self) -> str:
+        named = [contender.identity for contender in self.contenders]
+        return "timed-" + hashlib.sha256(json.dumps([self._digest, named]).encode()).hexdigest()[:12]
+
+    def _timed(self) -> "dict[str, list[Timed]]":
+        """Every way answers every prompt; who goes first changes, so that drifts of the machine cancel."""
+        step = max(1, len(self.prompts) // self.settings.num_speed_prompts)
+        prompts = self.prompts[::step][: self.settings.num_speed_prompts]
+        ways: list[tuple[str, Drafter]] = [(PLAIN, NoDraft()), *((one.name, one.drafter) for one in self.contenders)]
+        self.display.stage(f"timing {len(ways)} ways on {len(prompts)} prompts", len(prompts))
+
+        def find() -> dict[str, list[dict[str, float]]]:
+            for _, drafter in ways:
+                self._answer(drafter, prompts[0], _WARM_UP)
+            done: dict[str, list[dict[str, float]]] = {name: [] for name, _ in ways}
+            for number, prompt in enumerate(prompts):
+                first = number % len(ways)
+                for name, drafter in [*ways[first:], *ways[:first]]:
+                    done[name].append(asdict(self._answer(drafter, prompt, self.settings.max_new_tokens)))
+                self.display.advance()
+            return done
+
+        found: dict[str, list[dict[str, float]]] = self.book.get(self._timing, find)
+        return {name: [Timed(**one) for one in each] for name, each in found.items()}
+
+    def _answer(self, drafter: Drafter, prompt: Sequence[int], max_new_tokens: int) -> "Timed":
+        """One prompt, greedily; the seconds of the prompt's own pass count in the speed, not in a step."""
+        watch = Stopwatch(self.target.device)
+        batch = Batch(self.target, drafter.fresh(), lap=watch.lap)
+        (sequence,) = Engine(self.target).sequences([list(prompt)], max_new_tokens=max_new_tokens)
+        watch.start()
+        started = watch.now
+        batch.join([sequence])
+        wait_for(self.target.device)
+        watch.start()
+        draft = 0.0
+        joined = watch.now
+        while batch.sequences:
+            batch.step()
+            draft += watch.seconds["draft"]
+        ended = watch.now
+        return Timed(len(sequence.token_ids), sequence.num_steps, ended - started, ended - joined, draft)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One answer by the clock."""
+
+    tokens: float
+    steps: float
+    seconds: float  # of all
+    step_seconds: float  # without reading the prompt
+    draft_seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Reading the prompt included."""
+        return self.tokens / self.seconds
+
+
+def _speed(answers: Sequence[Timed]) -> float:
+    return sum(one.tokens for one in answers) / sum(one.seconds for one in answers)
+
+
+class _Named:
+    """A display that says whom a stage is about."""
+
+    def __init__(self, display: Display, name: str) -> None:
+        self.display, self.name = display, name
+
+    def stage(self, what: str, total: int) -> None:
+        """Something new begins."""
+        self.display.stage(f"{self.name}: {what}", total)
+
+    def advance(self) -> None:
+        """A piece is done."""
+        self.display.advance()
+
+
+def headings(rows: Sequence[BenchRow], settings: BenchSettings) -> list[str]:
+    """Of the columns."""
+    found = ["drafter", "parameters", "tree", "tokens/step", f"× {rows[0].name}", "tokens/s", "× plain"]
+    found += ["draft ms/step", "step ms"]
+    if settings.temperature:
+        found += [f"exact T={settings.temperature:g}", f"typical T={settings.temperature:g}"]
+    return found
+
+
+def cells(row: BenchRow, settings: BenchSettings, *, errors: bool = True) -> list[str]:
+    """What a row of the table holds, as text; errors are one standard error."""
+
+    def number(value: float | None, error: float | None) -> str:
+        if value is None:
+            return ""
+        return f"{value:.2f}" + (f" ± {error:.2f}" if errors and error is not None else "")
+
+    found = [
+        row.name,
+        f"{row.num_parameters / 1e6:.1f} M" if row.num_parameters else "none",
+        row.tree,
+        number(row.tokens_per_step, row.tokens_per_step_error),
+        number(row.over_first, row.over_first_error),
+        f"{row.tokens_per_second:.1f}",
+        number(row.speedup, row.speedup_error),
+        f"{row.draft_milliseconds:.1f}",
+        f"{row.step_milliseconds:.1f}",
+    ]
+    if settings.temperature:
+        found += [
+            number(row.sampled_tokens_per_step, row.sampled_error),
+            number(row.typical_tokens_per_step, row.typical_error),
+        ]
+    return found
+
+
+def markdown(rows: Sequence[BenchRow], settings: BenchSettings) -> Iterator[str]:
+    """The lines of the table as documents hold it."""
+    names = headings(rows, settings)
+    yield f"| {' | '.join(names)} |"
+    yield "|" + " --- |" * len(names)
+    for row in rows:
+        yield f"| {' | '.join(cells(row, settings))} |"
