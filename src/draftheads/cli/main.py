@@ -21,6 +21,7 @@ class Verb(NamedTuple):
 
 
 VERBS = {
+    "ablate": Verb("draftheads.cli.ablate", "AblateOptions", "train the variants of an ablation study, and compare"),
     "bench": Verb("draftheads.cli.bench", "BenchOptions", "compare draft heads, and what drafts without one"),
     "demo": Verb("draftheads.cli.demo", "DemoOptions", "answer prompts with and without draft heads, and compare"),
     "distill": Verb("draftheads.cli.distill", "DistillOptions", "let a model answer prompts, as data to train on"),

@@ -5,6 +5,7 @@ Knows texts, stores and plans; knows nothing of heads.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -101,8 +102,8 @@ def arrange(store: Documents, options: TrainOptions) -> Material:
         DataError: too few texts, or none with two learned tokens in a row.
     """
     kinds = [is_plain(loss_mask) for loss_mask in store.loss_masks]
-    plain = [index for index, kind in enumerate(kinds) if kind]
-    chats = [index for index, kind in enumerate(kinds) if not kind]
+    plain = _first([index for index, kind in enumerate(kinds) if kind], store, options.max_tokens)
+    chats = _first([index for index, kind in enumerate(kinds) if not kind], store, options.max_tokens)
     judged = chats or plain  # what the heads are for
     parts = choose_texts([store.loss_masks[i] for i in judged], held_out=options.held_out, seed=options.seed)
     training, held_out = ([judged[i] for i in part] for part in parts)
@@ -116,6 +117,14 @@ def arrange(store: Documents, options: TrainOptions) -> Material:
         stages = (Stage(num_steps), Stage(stages[0].num_steps, peak=options.second_stage_rate))
         training = [*plain, *training]
     return Material(store, training, held_out, plan, per_step, stages)
+
+
+def _first(documents: list[int], store: Documents, max_tokens: int | None) -> list[int]:
+    """Those with that many tokens; where the data was read for this run, they are all that is there."""
+    if max_tokens is None:
+        return documents
+    before = accumulate((store.lengths[i] for i in documents), initial=0)  # one number more than there are documents
+    return [i for i, tokens in zip(documents, before, strict=False) if tokens < max_tokens]
 
 
 def _plan(documents: Sequence[int], store: Documents, options: TrainOptions, *, num_epochs: int) -> list[list[int]]:

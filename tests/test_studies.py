@@ -1,0 +1,159 @@
+"""Ablation studies: what makes each variant, that they are trained alike, and what is shown of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftheads.checkpoint import read_head
+from draftheads.cli.main import main
+from draftheads.data.extract import build_features, load_texts
+from draftheads.data.features import FeatureStore
+from draftheads.errors import DataError, InvalidSettings
+from draftheads.heads import head_classes, parse_head_options
+from draftheads.target.model import TargetModel
+from draftheads.train import run
+from draftheads.train.material import arrange
+from draftheads.train.options import TrainOptions
+from draftheads.train.studies import STUDIES, study, variants_of
+from training_world import chat_model, counting_chats, write_chats
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return chat_model()
+
+
+@pytest.fixture
+def data(target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(run.TargetModel, "load", lambda *_, **__: target)
+    return write_chats(tmp_path / "chats.jsonl", counting_chats(24))
+
+
+def options(**changes: Any) -> TrainOptions:
+    return TrainOptions(method="medusa", out=Path("out"), features=Path("features"), num_heads=4, **changes)
+
+
+def shape_of(own: TrainOptions) -> dict[str, Any]:
+    """The architecture that a variant trains."""
+    config_class, _ = head_classes(own.method)
+    sizes = {"hidden_size": 32, "vocab_size": 64, "num_heads": own.num_heads, "num_layers": own.num_layers}
+    return vars(config_class(**sizes, **parse_head_options(own.method, own.head_options)))
+
+
+def test_amphista_s_variants_are_those_of_its_table() -> None:
+    variants = variants_of(study("amphista"), options())
+    full = shape_of(variants["amphista"])
+    assert (full["num_adaptation_layers"], full["num_auto_embedding_blocks"]) == (2, 1)
+    assert full["head_positions"]
+    assert full["sampled_token"]
+    changed = {
+        "amphista without auto-embedding": {"num_auto_embedding_blocks": 0},
+        "amphista without positions": {"head_positions": False},
+        "amphista without staged adaptation": {"num_adaptation_layers": 0},
+        "amphista with one adaptation layer": {"num_adaptation_layers": 1},
+        "amphista without sampled token": {"sampled_token": False},
+        "amphista-α": {"num_auto_embedding_blocks": 2},
+    }
+    for name, switched in changed.items():
+        assert shape_of(variants[name]) == {**full, **switched}, name
+    assert list(variants)[:2] == ["medusa", "hydra++"], "what it is compared with"
+    assert len(variants) == 9
+
+
+def test_hydra_s_variants_are_the_steps_of_its_appendix() -> None:
+    variants = variants_of(study("hydra"), options(loss="tv"))
+    made_of = {name: (own.method, own.num_layers, own.loss, own.noise_alpha) for name, own in variants.items()}
+    assert list(made_of.values()) == [
+        ("hydra", 1, "hard", 0.0),
+        ("hydra", 1, "hard", 75.0),
+        ("hydra", 1, "teacher", 0.0),
+        ("hydra", 1, "teacher", 75.0),
+        ("hydra", 4, "teacher", 0.0),
+        ("hydra++", 1, "teacher", 0.0),
+        ("hydra++", 4, "teacher", 0.0),
+    ]
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_variants_share_all_else_and_no_folder(name: str) -> None:
+    given = options(epochs=7, learning_rate=0.03, seed=5, draft_vocab_size=99)
+    variants = variants_of(study(name), given)
+    assert len({own.out for own in variants.values()}) == len(variants)
+    makes = {"method", "head_options", "num_layers", "loss", "noise_alpha"}
+    for own in variants.values():
+        assert own.out.parent == given.out
+        same = set(vars(given)) - makes - {"out", "resume"}
+        assert {key: getattr(own, key) for key in same} == {key: getattr(given, key) for key in same}
+    without = variants_of(study(name), TrainOptions(method="medusa", out=Path("out"), data=(Path("chats.jsonl"),)))
+    assert {own.features for own in without.values()} == {Path("out/features")}, "the model reads the text once"
+
+
+def test_an_unknown_study_is_named() -> None:
+    with pytest.raises(InvalidSettings, match="no study 'eagle'; choose among amphista, hydra"):
+        study("eagle")
+
+
+def test_the_command_trains_what_is_left_and_compares(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--num-heads", "2", "--draft-vocab-size", "48", "--batch-tokens", "128", "--held-out", "0.2"]
+    small = ["--epochs", "1", "--learning-rate", "0.02", "--eval-steps", "0", "--tree-nodes", "6"]
+    arguments = ["ablate", "hydra", "--out", str(tmp_path / "out"), "--data", str(data), *sizes, *small]
+    fit = run.fit
+    trained: list[str] = []
+
+    def stopped(learner: Any, batches: Any, options: TrainOptions, **more: Any) -> None:
+        trained.append(options.out.name)
+        if len(trained) == 3:
+            raise KeyboardInterrupt
+        fit(learner, batches, options, **more)
+
+    monkeypatch.setattr(run, "fit", stopped)
+    assert main(arguments) == 130
+    assert main(arguments) == 0
+    names = [own.out.name for own in variants_of(study("hydra"), options()).values()]
+    assert trained == [*names[:3], *names[2:]], "a variant is trained once, in order"
+    shown = capsys.readouterr().out
+    found = json.loads((tmp_path / "out" / "ablation.json").read_text())
+    table = (tmp_path / "out" / "ablation.md").read_text().splitlines()
+    assert len(table) == 2 + len(names)
+    first = None
+    for name, finding, line in zip(names, found["findings"], table[2:], strict=True):
+        metrics = json.loads((tmp_path / "out" / name / "metrics.json").read_text())
+        assert finding["tokens_per_step_tree"] == metrics["tokens_per_step_tree"]
+        first = first or finding["tokens_per_step_tree"]
+        assert finding["over_first"] == finding["tokens_per_step_tree"] / first
+        assert finding["num_parameters"] == read_head(tmp_path / "out" / name).num_parameters
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert cells[:5] == [
+            finding["variant"],
+            f"{finding['num_parameters'] / 1e6:.1f} M",
+            f"{finding['tokens_per_step_chain']:.3f}",
+            f"{finding['tokens_per_step_tree']:.3f}",
+            f"{finding['over_first']:.3f}",
+        ]
+        assert cells[5:] == [f"{share:.1%}" for share in metrics["top1"]]
+        assert finding["variant"].split(",")[0] in shown
+    assert main(["ablate", "hydra", "--out", str(tmp_path / "out"), "--data", str(data), *sizes, "--epochs", "2"]) == 1
+    assert f"{tmp_path / 'out' / names[0]} holds a trained head" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("most", [1, 300, 10**6])
+def test_finished_features_are_used_as_far_as_asked(target: TargetModel, data: Path, tmp_path: Path, most: int) -> None:
+    texts = load_texts(target, [data], max_length=64)
+    build_features(target, texts, tmp_path / "features", lambda *_: None)
+    store = FeatureStore(tmp_path / "features")
+    sizes = {"draft_vocab_size": 48, "batch_tokens": 128, "held_out": 0.2}
+    given = TrainOptions(method="medusa", out=tmp_path, features=tmp_path / "features", **sizes)
+    limited = TrainOptions(**{**vars(given), "max_tokens": most})
+    if most == 1:
+        with pytest.raises(DataError, match="only one text"):
+            arrange(store, limited)
+        return
+    used = sorted([*(found := arrange(store, limited)).training, *found.held_out])
+    wanted = load_texts(target, [data], max_length=64, max_tokens=most)
+    assert used == list(range(len(wanted))), "as many as reading the data with that limit gives"
