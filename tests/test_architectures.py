@@ -48,6 +48,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp-speculator, tied, shared": ("mlp-speculator", {"tie_weights": True}),
     "eagle, no bias": ("eagle", {"fusion_bias": False, "num_key_value_heads": 1}),
     "markov-medusa, no gates": ("markov-medusa", {"gated": False, "markov_rank": 3}),
+    "small-llama, deep": ("small-llama", {"num_layers": 2, "num_key_value_heads": 2, "draft_vocab_size": 12}),
     "markov-medusa, own": ("markov-medusa", {"lm_head": "own", "num_layers": 2, "draft_vocab_size": 12}),
 }
 
@@ -129,7 +130,7 @@ def test_guesses_depend_on_the_path_exactly_where_the_head_says_so(name: str, mo
         assert not differs[:, 10].any()
     assert not differs[0, :11].any(), "head 0 at t sees x_{t+1} at most"
     history = bool(differs[:, 12:].any())
-    assert history == (name.startswith(("eagle", "amphista")) and reads_root)
+    assert history == (name.startswith(("eagle", "amphista", "small-llama")) and reads_root)
 
 
 @pytest.mark.parametrize("name", [name for name, (method, _) in VARIANTS.items() if method in STATEFUL])
@@ -140,6 +141,12 @@ def test_no_head_sees_what_is_yet_to_come(name: str, model: TargetModel) -> None
     later[:, 9:] += 1.0
     before, after = head(hidden, tokens), head(later, tokens)
     torch.testing.assert_close(before[:, :, :9], after[:, :, :9], rtol=0, atol=1e-6)
+    if name.startswith("small-llama"):
+        assert torch.equal(before, after), "it reads the text alone"
+        other = tokens.clone()
+        other[:, 2] = (other[:, 2] + 1) % VOCAB
+        assert (head(hidden, other)[:, :, 9:] - before[:, :, 9:]).abs().max() > 1e-5
+        return
     assert (before[:, :, 9:] - after[:, :, 9:]).abs().max() > 1e-3
     earlier = hidden.clone()
     earlier[:, 2] += 1.0

@@ -27,7 +27,7 @@ from draftheads.cli.prompts import read_prompts
 from draftheads.cli.show import show_stream
 from draftheads.decode.engine import Engine
 from draftheads.errors import DataError
-from draftheads.growth import BestFirst, Sampled
+from draftheads.growth import BestFirst, BestPaths, Sampled
 from draftheads.heads.base import DraftHead
 from draftheads.sampling import SamplingSettings
 from draftheads.target.model import TargetModel
@@ -179,7 +179,9 @@ ERRORS = {
     f"generate abc {ON_MODEL} --head medusa --grow 0": "num_nodes is 0",
     f"generate abc {ON_MODEL} --head medusa --grow 5 --threshold 1": "threshold is 1.0",
     f"generate abc {ON_MODEL} --head medusa --draw 0": "--draw is 0; it must be at least 1",
-    f"generate abc {ON_MODEL} --head medusa --draw 3 --grow 5": "--draw 3 and --grow 5: give one of them",
+    f"generate abc {ON_MODEL} --head medusa --draw 3 --grow 5": "--grow 5 and --draw 3: give one of them",
+    f"generate abc {ON_MODEL} --head medusa --paths 3 --draw 2": "--draw 2 and --paths 3: give one of them",
+    f"generate abc {ON_MODEL} --head medusa --paths 9 --widths 3 2": "num_paths is 9 but widths [3, 2] have 6 paths",
     f"generate abc {ON_MODEL} --head lookahead --draw 3": "lookahead fills no tree; give a draft head by head=",
     f"generate abc {ON_MODEL} --head medusa --threshold 0.5": "--threshold 0.5 is for growing trees",
     f"generate abc {ON_MODEL} --head medusa --plan none.json": "no plan at none.json",
@@ -379,6 +381,10 @@ def test_all_options_arrive(here: Path, monkeypatch: pytest.MonkeyPatch):
     assert main(["generate", "abc", "def", "--draft-model", "small", "--draw", "3", "--acceptance", "block"]) == 0
     assert seen[6][1] == {**defaults, "draft_model": "small", "tree": Sampled(Tree.chain(3))}
     assert seen[7][2] == SamplingSettings(acceptance="block")
+    assert main(["generate", "abc", "def", "--paths", "4"]) == 0
+    assert seen[8][1] == {**defaults, "tree": BestPaths((6, 3, 2), 4)}
+    assert main(["generate", "abc", "def", "--paths", "3", "--widths", "4", "1"]) == 0
+    assert seen[10][1] == {**defaults, "tree": BestPaths((4, 1), 3)}
 
 
 # --- prompt files ---

@@ -173,6 +173,33 @@ def test_without_gradients_the_losses_are_the_same() -> None:
     torch.testing.assert_close(without, tuple(tensor.detach() for tensor in losses()))
 
 
+def test_heads_that_weigh_nothing_are_not_asked() -> None:
+    world = World("two turns")
+    asked: list[int] = []
+
+    def logits(features: Tensor, index: int) -> Tensor:
+        asked.append(index)
+        return world.logits(features, index)
+
+    weights = torch.tensor([0.0, 0.7] + [0.0] * (K - 2))
+    loss, means = head_losses(
+        world.features,
+        find_guesses(world.loss_mask, K),
+        labels=world.labels,
+        row_loss=objective("teacher").loss,
+        logits=logits,
+        weights=weights,
+        parameters=world.lm_heads,
+    )
+    slow = world.slow_losses("teacher")
+    assert set(asked) == {1}
+    torch.testing.assert_close(loss, 0.7 * slow[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(means[1], slow[1].detach(), rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad(loss, [world.features, *world.lm_heads])
+    expected = torch.autograd.grad(0.7 * slow[1], [world.features, *world.lm_heads], materialize_grads=True)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_without_a_guess_the_loss_is_zero_and_so_are_its_gradients() -> None:
     world = World("everything")
     guesses = find_guesses(world.loss_mask, K)

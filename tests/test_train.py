@@ -301,6 +301,21 @@ def test_losses_are_those_of_the_definition(
     assert measured_losses.tolist() == pytest.approx(means, rel=1e-5)
 
 
+def test_a_head_that_is_the_same_at_all_depths_is_taught_once(
+    target: TargetModel, features: Path, tmp_path: Path
+) -> None:
+    store = FeatureStore(features)
+    losses = {}
+    for depth in (1, 3):
+        settings = options(tmp_path / "out", features, method="small-llama", num_heads=depth)
+        head = run.new_head(settings, target.weights, store, range(len(store)), target.eos_ids)
+        learner = Learner(head, target.weights, objective=objective("teacher"), depth_decay=0.8)
+        losses[depth] = learner(**vars(collate(list(store)[:6], skip_prompts=False)))
+    assert losses[1]["loss"].item() == pytest.approx(losses[3]["loss"].item(), rel=1e-6)
+    for found in losses.values():
+        assert found["head_losses"].tolist() == pytest.approx([losses[1]["loss"].item()], rel=1e-6)
+
+
 @pytest.mark.parametrize("lm_head", ["shared", "own", "low_rank"])
 def test_every_kind_of_lm_head_learns(target: TargetModel, features: Path, tmp_path: Path, lm_head: Any) -> None:
     settings = options(tmp_path / "out", features, lm_head=lm_head, lm_head_rank=8, draft_vocab_size=0)

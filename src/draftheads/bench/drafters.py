@@ -21,7 +21,7 @@ from draftheads.decode.plain import NoDraft
 from draftheads.draft import Drafter
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.errors import DataError, InvalidSettings
-from draftheads.growth import BestFirst
+from draftheads.growth import BestFirst, BestPaths, Sampled, Shape
 from draftheads.heads.base import DraftHead
 from draftheads.sampling import SamplingSettings
 from draftheads.search.calibrate import Answer
@@ -80,7 +80,8 @@ class Contender:
 
     name: str
     drafter: Drafter
-    identity: str  # other weights, or another drafter, have another one
+    identity: str  # other weights, or another drafter or way of drafting, have another one
+    shape: Shape | None = None  # what it always drafts; a head without one gets the tree that is found for it
 
     @property
     def num_parameters(self) -> int:
@@ -235,6 +236,9 @@ class Bench:
     def _prepare(self, contender: Contender) -> dict[str, Any]:
         """Gives a drafter its tree; in words, and what the tree promises."""
         drafter, nodes = contender.drafter, self.settings.num_nodes
+        if contender.shape is not None and isinstance(drafter, DraftHead | DraftModel):
+            drafter.shape = contender.shape
+            return {"words": _in_words(contender.shape), "predicted": None}
         if isinstance(drafter, DraftModel):
             drafter.shape = BestFirst(nodes)
             return {"words": f"growing, {nodes}", "predicted": None}
@@ -372,6 +376,18 @@ class Timed:
     def tokens_per_second(self) -> float:
         """Reading the prompt included."""
         return self.tokens / self.seconds
+
+
+def _in_words(shape: Shape) -> str:
+    """What a drafter always fills.
+
+    >>> _in_words(BestPaths((6, 3, 2), 5)), _in_words(Tree.chain(3))
+    ('best 5 of 6x3x2', 'static, 4')
+    """
+    if isinstance(shape, BestPaths):
+        return f"best {shape.num_paths} of {'x'.join(map(str, shape.widths))}"
+    tree = shape.tree if isinstance(shape, Sampled) else shape
+    return f"{'static' if isinstance(tree, Tree) else 'growing'}, {tree.num_nodes}"
 
 
 def _speed(answers: Sequence[Timed]) -> float:

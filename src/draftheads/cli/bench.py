@@ -29,6 +29,7 @@ from draftheads.decode.engine import Prompt
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.errors import DataError, InvalidSettings, MissingDependency
 from draftheads.files import user_path, write_atomic
+from draftheads.growth import BestPaths
 from draftheads.loading import UNTRAINED, load_drafter, load_target
 from draftheads.provenance import provenance
 from draftheads.search.prompts import CALIBRATION_PROMPTS
@@ -128,6 +129,8 @@ def _contenders(names: tuple[str, ...], options: BenchOptions, target: TargetMod
         saved = read_head(find_head(name, options.model), ignore_plan=True)
         head = load_drafter(name, options.model, target, ignore_plan=True)
         yield Contender(Path(name).name, head, saved.digest)
+        if saved.method == "mlp-speculator" and head.config.num_heads >= BestPaths().depth:  # the papers' way, too
+            yield Contender(f"{Path(name).name}, paths", head.fresh(), f"{saved.digest}-paths", BestPaths())
     if options.draft_model is not None:
         small = load_target(options.draft_model, dtype=DTYPES.get(options.dtype))
         yield Contender("draft-model", DraftModel(small, target), f"draft-model-{small.weights_print}")

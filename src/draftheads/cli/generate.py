@@ -16,7 +16,7 @@ from draftheads.cli.show import quiet_transformers, show_stream
 from draftheads.decode.engine import Engine, Prompt
 from draftheads.errors import InvalidPrompt, InvalidSettings, InvalidTree
 from draftheads.files import write_atomic
-from draftheads.growth import BestFirst, Sampled, Shape
+from draftheads.growth import BestFirst, BestPaths, Sampled, Shape
 from draftheads.loading import load
 from draftheads.sampling import AcceptanceRule, SamplingSettings
 from draftheads.tree import Tree
@@ -46,6 +46,10 @@ class GenerateOptions:
     """With --grow: leave out guesses that are less likely than this to be kept."""
     draw: int | None = None
     """Draft chains of so many guesses that are drawn, not the likeliest ones: for --acceptance rejection or block."""
+    paths: int | None = None
+    """Draft on so many of the likeliest whole paths of a full tree, as the MLP Speculator does."""
+    widths: tuple[int, ...] = BestPaths().widths
+    """With --paths: how many guesses each node of the full tree has, depth by depth."""
     plan: str = "auto"
     """auto: what `draftheads tune` found for the head, if it did; none: the head's fixed tree; or a plan.json."""
     adaptive: bool = True
@@ -130,17 +134,18 @@ def _prompts(options: GenerateOptions) -> list[Prompt]:
 
 
 def _shape(options: GenerateOptions) -> Shape | None:
-    if options.tree is not None and options.grow is not None:
-        raise InvalidSettings(f"--tree {options.tree} and --grow {options.grow}: give one of them")
-    if options.draw is not None and (options.tree is not None or options.grow is not None):
-        other = f"--grow {options.grow}" if options.tree is None else f"--tree {options.tree}"
-        raise InvalidSettings(f"--draw {options.draw} and {other}: give one of them")
+    ways = {name: getattr(options, name) for name in ("tree", "grow", "draw", "paths")}
+    given = [f"--{name} {value}" for name, value in ways.items() if value is not None]
+    if len(given) > 1:
+        raise InvalidSettings(f"{' and '.join(given)}: give one of them")
     if options.threshold and options.grow is None:
         raise InvalidSettings(f"--threshold {options.threshold} is for growing trees: give --grow, too")
     if options.draw is not None:
         if options.draw < 1:
             raise InvalidSettings(f"--draw is {options.draw}; it must be at least 1")
         return Sampled(Tree.chain(options.draw))
+    if options.paths is not None:
+        return BestPaths(options.widths, options.paths)
     if options.grow is not None:
         return BestFirst(options.grow, threshold=options.threshold)
     return None if options.tree is None else _tree(options.tree)

@@ -15,6 +15,7 @@ from draftheads.heads.hydra_plus_plus import HydraPlusPlusConfig, HydraPlusPlusH
 from draftheads.heads.markov_medusa import MarkovMedusaConfig, MarkovMedusaHead
 from draftheads.heads.medusa import MedusaConfig, MedusaHead
 from draftheads.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
+from draftheads.heads.small_llama import SmallLlamaConfig, SmallLlamaHead
 from draftheads.strict_json import in_words, matches
 
 HEADS: dict[str, tuple[type[HeadConfig], type[DraftHead]]] = {
@@ -25,6 +26,7 @@ HEADS: dict[str, tuple[type[HeadConfig], type[DraftHead]]] = {
     "markov-medusa": (MarkovMedusaConfig, MarkovMedusaHead),
     "medusa": (MedusaConfig, MedusaHead),
     "mlp-speculator": (MlpSpeculatorConfig, MlpSpeculatorHead),
+    "small-llama": (SmallLlamaConfig, SmallLlamaHead),
 }
 
 

@@ -84,6 +84,7 @@ class DraftHead(nn.Module, ABC):
     needs_history: ClassVar[bool] = False
     guesses_hidden_states: ClassVar[bool] = True  # whether an lm_head's inputs stand where hidden states do
     reads_path: ClassVar[bool] = True  # whether a guess depends on the guesses above it
+    is_same_at_all_depths: ClassVar[bool] = False  # head i at t is head 0 at t+i: only head 0 is taught
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()

@@ -52,10 +52,17 @@ class Learner(nn.Module):
             "in_vocab": in_vocab,
             "teacher": lm_head if config.draft_vocab_size is None else lm_head[vocab],
             "teacher_bias": None if bias is None else bias.detach()[vocab],
-            "depth_weights": depth_weights(config.num_heads, depth_decay).to(device),
+            "depth_weights": self._weights(depth_decay).to(device),
         }
         for name, value in constants.items():
             self.register_buffer(name, value, persistent=False)
+
+    def _weights(self, depth_decay: float) -> Tensor:
+        """λ, (K,); a head that is the same at all depths is taught at the first."""
+        weights = depth_weights(self.head.config.num_heads, depth_decay)
+        if self.head.is_same_at_all_depths:
+            weights[1:] = 0.0
+        return weights
 
     def forward(self, hidden: Tensor, token_ids: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
         """Losses of a batch.
@@ -66,8 +73,9 @@ class Learner(nn.Module):
             loss_mask: (B, T) bool.
 
         Returns:
-            ``loss``, to differentiate, and ``head_losses`` (K,), to look at; 0 with gradients of 0 where the text is
-            all there is to learn from, and the draft vocabulary has none of its words.
+            ``loss``, to differentiate, and ``head_losses`` (K,), to look at, or (1,) of a head that is taught once for
+            all depths; 0 with gradients of 0 where the text is all there is to learn from, and the draft vocabulary has
+            none of its words.
 
         Raises:
             DataError: the batch has nothing to guess.
@@ -87,7 +95,7 @@ class Learner(nn.Module):
         )
         if self.feature_weight:
             loss = loss + self.feature_weight * self._feature_loss(features, hidden.flatten(0, 1), guesses)
-        return {"loss": loss, "head_losses": means}
+        return {"loss": loss, "head_losses": means[:1] if self.head.is_same_at_all_depths else means}
 
     def _feature_loss(self, features: Tensor, hidden: Tensor, guesses: Guesses) -> Tensor:
         """Σ λ_i · smooth L1 between head i's features at t and h_{t+1+i}, which the target reads (EAGLE's loss)."""

@@ -107,7 +107,8 @@ def head_losses(
 
     Returns:
         The loss Σ λ_i · mean over head i's guesses, differentiable in ``features`` and ``parameters``; and
-        the means (K,), not differentiable. A head without a guess adds nothing; without any the loss is 0.
+        the means (K,), not differentiable. A head without a guess adds nothing; without any the loss is 0. Of a
+        head with λ_i = 0 the mean is left at 0.
     """
     job = _Job(guesses, labels, row_loss, logits, weights, chunk_size, needs_gradients=torch.is_grad_enabled())
     loss, means = _AtOnce.apply(job, features, *parameters)  # type: ignore[no-untyped-call]
@@ -151,6 +152,8 @@ def _sweep(job: _Job, features: Tensor, parameters: Sequence[Tensor]) -> tuple[T
     for chunk in job.guesses.chunks(job.chunk_size):
         labels = job.labels(chunk.positions)
         for i, share in enumerate(shares):
+            if not share:  # nobody is taught by it
+                continue
             rows = chunk.counts[i].nonzero()[:, 0]
             source = chunk.sources(i)
             with torch.enable_grad():

@@ -18,7 +18,8 @@ class TrainOptions:
     """Settings of a paper to start from (medusa-1, hydra, hydra-teacher, hydra++, prefix-mlp, amphista,
     amphista-alpha, mlp-speculator, eagle, blockwise, small); options beside it win."""
     method: str
-    """Architecture of the heads: medusa, hydra, hydra++, amphista, mlp-speculator, eagle or markov-medusa."""
+    """Architecture of the heads: medusa, hydra, hydra++, amphista, mlp-speculator, eagle, markov-medusa, or
+    small-llama, a small model that reads the text alone."""
     head_options: tuple[str, ...] = ()
     """Further options of the architecture, NAME=VALUE, such as num_auto_embedding_blocks=2; a wrong name lists them."""
     out: Path
