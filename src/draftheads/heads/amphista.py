@@ -43,8 +43,6 @@ class AmphistaConfig(LayerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.embedding_scale > 0:
-            raise InvalidSettings(f"embedding_scale is {self.embedding_scale}; it must be above 0")
         if self.num_adaptation_layers not in (0, 1, 2):
             raise InvalidSettings(f"num_adaptation_layers is {self.num_adaptation_layers}; choose 0, 1 or 2")
         if self.num_auto_embedding_blocks < 0:

@@ -48,6 +48,8 @@ class HeadConfig:
     has_layers: ClassVar[bool] = False  # then it is a LayerConfig, whose sizes training takes from the target
 
     def __post_init__(self) -> None:
+        if self.reads_embeddings and not (scale := getattr(self, "embedding_scale", None) or 0.0) > 0:
+            raise InvalidSettings(f"embedding_scale is {scale}; it must be above 0")
         for name in ("hidden_size", "vocab_size", "num_heads", "num_layers", "lm_head_rank"):
             if getattr(self, name) < 1:
                 raise InvalidSettings(f"{name} is {getattr(self, name)}; it must be at least 1")

@@ -38,8 +38,6 @@ class EagleConfig(LayerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.embedding_scale > 0:
-            raise InvalidSettings(f"embedding_scale is {self.embedding_scale}; it must be above 0")
         if self.num_layers != 1:
             raise InvalidSettings(f"num_layers is {self.num_layers}; EAGLE has one layer")
 

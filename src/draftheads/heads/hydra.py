@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.draft import Context
-from draftheads.errors import InvalidSettings
 from draftheads.heads.base import DraftHead, HeadConfig
 from draftheads.heads.layers import ResidualBlock
 
@@ -22,11 +21,6 @@ class HydraConfig(HeadConfig):
 
     method: ClassVar[str] = "hydra"
     reads_embeddings: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.embedding_scale > 0:
-            raise InvalidSettings(f"embedding_scale is {self.embedding_scale}; it must be above 0")
 
 
 class FusionBlock(nn.Module):

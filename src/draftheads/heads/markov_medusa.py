@@ -33,8 +33,6 @@ class MarkovMedusaConfig(MedusaConfig):
         super().__post_init__()
         if self.markov_rank < 1:
             raise InvalidSettings(f"markov_rank is {self.markov_rank}; it must be at least 1")
-        if not self.embedding_scale > 0:
-            raise InvalidSettings(f"embedding_scale is {self.embedding_scale}; it must be above 0")
 
 
 class _State(NamedTuple):

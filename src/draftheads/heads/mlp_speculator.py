@@ -46,8 +46,6 @@ class MlpSpeculatorConfig(HeadConfig):
             raise InvalidSettings(f"num_layers is {self.num_layers}; a stage of the MLP Speculator has one layer")
         if self.embeddings not in get_args(Embeddings):
             raise InvalidSettings(f"embeddings is {self.embeddings!r}; choose own or target")
-        if not self.embedding_scale > 0:
-            raise InvalidSettings(f"embedding_scale is {self.embedding_scale}; it must be above 0")
 
     @property
     def state_size(self) -> int:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from draftheads.draft import Context, TargetWeights
-from draftheads.errors import InvalidSettings
 from draftheads.heads.attention import (
     KeysValues,
     LayerConfig,
@@ -35,11 +34,6 @@ class SmallLlamaConfig(LayerConfig):
 
     method: ClassVar[str] = "small-llama"
     reads_embeddings: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.embedding_scale > 0:
-            raise InvalidSettings(f"embedding_scale is {self.embedding_scale}; it must be above 0")
 
     @property
     def num_lm_heads(self) -> int:
