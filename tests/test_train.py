@@ -25,7 +25,9 @@ from draftheads.data.extract import build_features, load_texts
 from draftheads.data.features import FeatureStore, shard_path
 from draftheads.draft import Context
 from draftheads.errors import DataError, InvalidSettings, NonFiniteLoss, StorageError, UnknownMethod
-from draftheads.heads import HEADS
+from draftheads.heads import HEADS, head_classes
+from draftheads.heads.hydra import FusionBlock
+from draftheads.heads.layers import ResidualBlock
 from draftheads.target.model import TargetModel
 from draftheads.train import run
 from draftheads.train.joint_options import JointOptions
@@ -190,6 +192,48 @@ def test_noise_is_for_training_only(target: TargetModel, features: Path) -> None
         losses[alpha] = [learner.train(mode)(**batch)["loss"].item() for mode in (False, True, True)]
     assert len({*losses[0.0], losses[75.0][0]}) == 1
     assert len(set(losses[75.0])) == 3, "drawn anew each time"
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_dropout_is_for_training_only(target: TargetModel, features: Path, tmp_path: Path, method: str) -> None:
+    store = FeatureStore(features)
+    batch = collate(list(store)[:6], skip_prompts=False)
+    sizes = fitting(method, num_heads=2)
+    given = {"method": method, "loss": "teacher", **sizes}
+    if not head_classes(method)[1].has_blocks:
+        with pytest.raises(InvalidSettings, match=rf"--dropout is 0.3, but {method} heads have no MLP"):
+            options(tmp_path, features, **given, dropout=0.3)
+    losses = {}
+    for part in (0.0, 0.3):
+        settings = options(tmp_path, features, **given)
+        head = run.new_head(settings, target.weights, store, range(len(store)), target.eos_ids)
+        for parameter in head.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        if head.has_blocks:
+            settings = replace(settings, dropout=part)
+        learner = run.new_learner(settings, head, target.weights)
+        learner.train()
+        torch.manual_seed(3)
+        with torch.no_grad():
+            one, two = (learner(**vars(batch))["loss"] for _ in range(2))
+        assert (one == two) == (part == 0 or not head.has_blocks)
+        losses[part] = measure(learner, store, range(6), batch_tokens=100).losses.tolist()
+        assert learner.training, "as it was"
+        learner.eval()
+        assert measure(learner, store, range(6), batch_tokens=100).losses.tolist() == losses[part]
+        assert not learner.training
+    torch.manual_seed(0)
+
+
+def test_blocks_drop_inputs_and_keep_their_mean() -> None:
+    for block in (ResidualBlock(4), FusionBlock(8, 4)):
+        block.dropout = 0.25
+        x = torch.ones(20000, 8 if isinstance(block, FusionBlock) else 4)
+        said = block(x).detach()  # as they start: what comes in
+        torch.testing.assert_close(said.unique(), torch.tensor([0.0, 4 / 3]))
+        assert float(said.mean()) == pytest.approx(1.0, abs=0.02)
+        block.eval()
+        assert torch.equal(block(x), x[:, :4])
 
 
 def test_noise_is_uniform_and_small_in_long_texts() -> None:

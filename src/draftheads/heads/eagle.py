@@ -58,6 +58,8 @@ class EagleHead(StatefulHead):
     drafting. EAGLE's own training makes the first pass only; a loss on that alone is ``depth_decay`` near 0.
     """
 
+    has_blocks: ClassVar[bool] = False
+
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config, num_layers=1)
         self.scale = config.embedding_scale

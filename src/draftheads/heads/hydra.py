@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from draftheads.draft import Context
 from draftheads.heads.base import DraftHead, HeadConfig
-from draftheads.heads.layers import ResidualBlock
+from draftheads.heads.layers import Block, ResidualBlock
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class HydraConfig(HeadConfig):
     reads_embeddings: ClassVar[bool] = True
 
 
-class FusionBlock(nn.Module):
+class FusionBlock(Block):
     """u -> R u + SiLU(W u), (…, M) -> (…, D): the first block of a Hydra head; R is learned since the sizes differ."""
 
     def __init__(self, in_size: int, out_size: int) -> None:
@@ -39,6 +39,7 @@ class FusionBlock(nn.Module):
 
     def forward(self, u: Tensor) -> Tensor:
         """(…, M) -> (…, D)."""
+        u = self.dropped(u)
         fused: Tensor = self.residual(u) + F.silu(self.linear(u))
         return fused
 

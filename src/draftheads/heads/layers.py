@@ -8,7 +8,17 @@ from draftheads.draft import TargetWeights
 from draftheads.kernels import LinearPlan, WeightPacks, linear
 
 
-class ResidualBlock(nn.Module):
+class Block(nn.Module):
+    """A layer of a head's MLP, whose inputs may be dropped out in training."""
+
+    dropout = 0.0  # part of the inputs that is set to zero; training sets it, for it is no part of a trained head
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """The inputs, with dropout in training."""
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class ResidualBlock(Block):
     """x + SiLU(W x + b), Medusa section 3.1.1. W and b start at zero, so the block starts as the identity."""
 
     def __init__(self, size: int) -> None:
@@ -19,6 +29,7 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, D) -> (…, D)."""
+        x = self.dropped(x)
         return x + F.silu(self.linear(x))
 
 

@@ -90,6 +90,7 @@ class MlpSpeculatorHead(DraftHead):
     """
 
     guesses_hidden_states: ClassVar[bool] = False
+    has_blocks: ClassVar[bool] = False
 
     def __init__(self, config: MlpSpeculatorConfig) -> None:
         super().__init__(config)

@@ -54,6 +54,7 @@ class SmallLlamaHead(StatefulHead):
     """What it says after t+1+i tokens is the guess of depth i: the same function at every depth, taught once."""
 
     guesses_hidden_states: ClassVar[bool] = False
+    has_blocks: ClassVar[bool] = False
     is_same_at_all_depths: ClassVar[bool] = True
 
     def __init__(self, config: SmallLlamaConfig) -> None:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from draftheads.draft import TargetWeights
 from draftheads.errors import DataError
 from draftheads.heads.base import DraftHead
+from draftheads.heads.layers import Block
 from draftheads.train.losses import Labels, Objective
 from draftheads.train.objectives import Guesses, LabelMaker, depth_weights, find_guesses, head_losses
 
@@ -32,9 +33,13 @@ class Learner(nn.Module):
         depth_decay: float,
         noise_alpha: float = 0.0,
         feature_weight: float = 0.0,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.head = head
+        for module in head.modules():
+            if isinstance(module, Block):
+                module.dropout = dropout
         self.objective = objective
         self.noise_alpha = noise_alpha
         self.feature_weight = feature_weight

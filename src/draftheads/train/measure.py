@@ -56,10 +56,13 @@ def measure(learner: Learner, store: Documents, documents: Sequence[int], *, bat
     Raises:
         DataError: they hold no answer of two tokens.
     """
+    was_training = learner.training
+    learner.eval()  # drops nothing out
     parts = []
     for group in bucket_by_length([store.lengths[i] for i in documents], batch_tokens):
         texts = [store[documents[i]] for i in group]
         parts.append(_measure_batch(learner, collate(texts, skip_prompts=not learner.head.needs_history)))
+    learner.train(was_training)
     sums, numbers, ranks, counts = zip(*parts, strict=True)
     losses = torch.stack(sums).sum(0) / torch.stack(numbers).sum(0).clamp_min(1)
     found = Measurement(losses, torch.cat(ranks), torch.cat(counts))

@@ -63,6 +63,8 @@ class TrainOptions:
     """Weight of a second loss (smooth L1) that draws heads' features to the hidden states that come; 10 for EAGLE."""
     noise_alpha: float = 0.0
     """Strength of uniform noise on the hidden states that heads read in training; 75 in Hydra's experiment."""
+    dropout: float = 0.0
+    """Part of the inputs of each layer of a head's MLP that is set to zero in training; 0.2 for Hydra++."""
     depth_decay: float = 0.8
     """Each head's loss weighs this much of the head before it."""
     epochs: int = 2
@@ -141,6 +143,9 @@ class TrainOptions:
             "weight_decay",
         ):
             self._require(name, getattr(self, name) >= 0, "must be at least 0")
+        self._require("dropout", 0 <= self.dropout < 1, "must be at least 0 and below 1")
+        if self.dropout and not head_classes(self.method)[1].has_blocks:
+            raise InvalidSettings(f"--dropout is {self.dropout}, but {self.method} heads have no MLP to drop inputs of")
         self._require("betas", all(0 <= beta < 1 for beta in self.betas), "both must be at least 0 and below 1")
         parse_head_options(self.method, self.head_options)
         if self.feature_weight and not head_classes(self.method)[1].guesses_hidden_states:

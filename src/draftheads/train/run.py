@@ -228,6 +228,7 @@ def new_learner(options: TrainOptions, head: DraftHead, weights: TargetWeights) 
         depth_decay=options.depth_decay,
         noise_alpha=options.noise_alpha,
         feature_weight=options.feature_weight,
+        dropout=options.dropout,
     )
 
 
