@@ -48,6 +48,7 @@ from draftheads.train.merge import MergeOptions, merge, merged_model
 from draftheads.train.movement import Movement, compare
 from draftheads.train.trainer import TrainingInterrupted
 from draftheads.tree import Tree
+from families import fitting
 from test_train import KilledError, Silent, lines, stop_by_crash, stop_by_ctrl_c
 from training_world import chat_model, counting_chats, distilled_chats, write_chats
 
@@ -184,7 +185,7 @@ def test_gradients_reach_the_backbone_in_the_second_stage_only(data: Path, backb
     assert all(p.grad is None and not p.requires_grad for p in others)
 
 
-@pytest.mark.parametrize("method", ["medusa", "hydra"])
+@pytest.mark.parametrize("method", ["medusa", "hydra", "hydra++", "eagle", "mlp-speculator"])
 def test_the_heads_loss_alone_reaches_the_adapter(data: Path, method: str) -> None:
     target = chat_model()
     joint, batch = harness(target, data, method=method)
@@ -517,11 +518,12 @@ def test_merging_gives_the_weights_of_the_definition(data: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("method", ["medusa", "hydra"])
+@pytest.mark.parametrize("method", ["medusa", "hydra", "hydra++", "amphista", "eagle", "small-llama"])
 def test_the_merged_model_decodes_losslessly_with_its_head(data: Path, tmp_path: Path, method: str, tied: bool) -> None:
     model = on_disk(tmp_path / "base", tie_word_embeddings=tied)
     out, merged = tmp_path / "out", tmp_path / "merged"
-    settings = options(out, data, method=method, model=model, epochs=4, learning_rate=0.01)
+    heads = fitting(method, num_heads=3)
+    settings = options(out, data, method=method, model=model, epochs=4, learning_rate=0.01, **heads)
     train_jointly(settings, Silent())
     merge(MergeOptions(model=model, adapter=out, out=merged))
     tuned = TargetModel.load(str(merged), dtype=torch.float32)
