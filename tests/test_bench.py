@@ -1,6 +1,8 @@
 """Drafters side by side: what is counted, on which trees, what goes on after a stop, and what people see."""
 
 import json
+import math
+import shutil
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from draftheads.draft import Drafter
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import DataError, InvalidSettings
-from draftheads.growth import BestFirst
+from draftheads.growth import BestFirst, BestPaths
 from draftheads.heads.base import DraftHead
 from draftheads.search.rehearsal import Rehearsal
 from draftheads.search.workbook import Workbook
@@ -167,17 +169,22 @@ def test_what_was_counted_stays_and_what_was_timed_does_not(
     timed.clear()
     more = bench(model, tmp_path, contenders(model)).run()
     assert len(asked) == 2 * 3, "only those that are new"
-    assert len(timed) == 5 * (1 + 3)
+    assert len(timed) == 5 * 2 * 3
     assert [row.tokens_per_step for row in more[:2]] == [row.tokens_per_step for row in rows]
     timed.clear()
     bench(model, tmp_path).run()
-    assert len(timed) == 5 * (1 + 3), "timed anew"
+    assert len(timed) == 5 * 2 * 3, "timed anew"
 
 
 def test_ways_take_turns(model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[tuple[str, int]] = []
+    warmed: list[str] = []
 
     def clocked(self: Bench, drafter: Drafter, prompt: list[int], max_new_tokens: int) -> Timed:
+        if max_new_tokens < SETTINGS.max_new_tokens:
+            warmed.append(type(drafter).__name__)
+            return Timed(1, 0, 1e9, 1e9, 1e9)
+        assert warmed[-1] == type(drafter).__name__
         order.append((type(drafter).__name__, PROMPTS.index(prompt)))
         slow = not isinstance(drafter, NoDraft)
         return Timed(10, 5, seconds=2.0 if slow else 1.0, step_seconds=1.0, draft_seconds=0.25)
@@ -186,16 +193,18 @@ def test_ways_take_turns(model: TargetModel, tmp_path: Path, monkeypatch: pytest
     one = bench(model, tmp_path, contenders(model)[:2])
     found = one._timed()
     plain, medusa, hydra = "NoDraft", "MedusaHead", "HydraHead"
-    assert order[3:] == [
+    assert order == [
         *((plain, 0), (medusa, 0), (hydra, 0)),
-        *((medusa, 2), (hydra, 2), (plain, 2)),
-        *((hydra, 4), (plain, 4), (medusa, 4)),
-    ], "spread over the prompts"
+        *((hydra, 2), (medusa, 2), (plain, 2)),
+        *((medusa, 4), (hydra, 4), (plain, 4)),
+    ], "spread over the prompts, there and back"
+    assert len(warmed) == len(order)
     assert [one.seconds for one in found["plain"]] == [1.0, 1.0, 1.0]
     assert [one.seconds for one in found["medusa"]] == [2.0, 2.0, 2.0]
     row = one.run()[0]
     assert (row.draft_milliseconds, row.step_milliseconds) == (50.0, 200.0)
     assert row.speedup == 0.5
+    assert row.speedup_error == 0.0
 
 
 def test_drafting_alone_is_timed_as_drafting(
@@ -223,9 +232,10 @@ def test_drafting_alone_is_timed_as_drafting(
     monkeypatch.setattr(type(head), "propose", guessing)
     found = bench(model, tmp_path, [Contender("medusa", head, "1")])._answer(head, PROMPTS[0], 10)
     assert found.tokens == 10
+    assert 2 <= found.steps <= 8, "the first step, in which a drafter may read the prompt, left out"
     assert found.draft_seconds == found.steps
     assert found.step_seconds == 3.5 * found.steps
-    assert found.seconds == 100.0 + 3.5 * found.steps
+    assert found.seconds == 100.0 + 3.5 * (found.steps + 1)
 
 
 def test_errors_are_those_of_prompts_drawn_anew() -> None:
@@ -245,12 +255,42 @@ def test_errors_are_those_of_prompts_drawn_anew() -> None:
     assert one.over(one) == (1.0, 0.0)
 
 
+@pytest.mark.parametrize("steps", [(0, 0, 0), (0, 0, 9)])
+def test_answers_that_end_at_once_divide_by_nothing(steps: tuple[int, ...]) -> None:
+    one, other = Counted((0, 0, sum(steps)), steps), Counted((0, 0, 2 * sum(steps)), steps)
+    assert one.tokens_per_step == 1.0
+    assert one.error == 0.0
+    assert other.over(one)[0] == other.tokens_per_step
+    assert math.isfinite(other.over(one)[1])
+
+
+def test_answers_that_differ_are_counted(model: TargetModel, tmp_path: Path) -> None:
+    one = bench(model, tmp_path, [Contender("careless", PromptLookup(), "careless")])
+    right = one._answered(NoDraft())
+    wrong = {**right, "texts": [*right["texts"][:4], [1], [2, 3]]}
+    (tmp_path / f"greedy-careless-{one._digest}.json").write_text(json.dumps(wrong))
+    assert one.run()[0].num_different == 2
+
+
+def test_the_paths_of_the_mlp_speculator_are_checked_as_they_are(model: TargetModel, tmp_path: Path) -> None:
+    head = tiny_head("mlp-speculator", model)
+    one = bench(model, tmp_path, [Contender("paths", head, "1", BestPaths((3, 2, 2), 2))])
+    (row,) = one.run()
+    assert head.shape == BestPaths((3, 2, 2), 2)
+    assert row.tree == "best 2 of 3x2x2"
+    assert row.predicted_tokens_per_step is None
+    results = [Engine(model, head).generate([prompt], max_new_tokens=10)[0] for prompt in PROMPTS]
+    alone = sum(len(result.token_ids) - 1 for result in results) / sum(result.num_steps for result in results)
+    assert row.tokens_per_step == alone, "as if each were answered alone"
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
         ({"num_nodes": 1}, "num_nodes is 1; it must be at least 2"),
-        ({"temperature": -0.5}, "temperature is -0.5; it must be at least 0"),
-        ({"num_speed_prompts": 1}, "num_speed_prompts is 1"),
+        ({"temperature": -0.5}, "temperature is -0.5"),
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"num_speed_prompts": 2}, "num_speed_prompts is 2; it must be at least 3"),
     ],
 )
 def test_impossible_settings(changes: dict[str, Any], told: str) -> None:
@@ -265,8 +305,8 @@ def test_names_must_differ_and_prompts_be_there(model: TargetModel, tmp_path: Pa
     with pytest.raises(InvalidSettings, match="not 'plain'"):
         bench(model, tmp_path, [replace(twice[0], name="plain")])
     book = Workbook(tmp_path, {}, anew=False)
-    with pytest.raises(DataError, match="1 prompts to answer"):
-        Bench(model, twice[:1], PROMPTS[:1], OTHERS, SETTINGS, book=book, display=Silent())
+    with pytest.raises(DataError, match="2 prompts to answer: give at least 3"):
+        Bench(model, twice[:1], PROMPTS[:2], OTHERS, SETTINGS, book=book, display=Silent())
 
 
 def test_without_a_temperature_nothing_is_sampled(model: TargetModel, tmp_path: Path) -> None:
@@ -294,14 +334,13 @@ def test_the_table_and_the_page_show_what_was_found(
     with pytest.raises(DataError, match="not a comparison that can be read"):
         write_page(tmp_path)
     record = {
-        "command": "draftheads bench <tiny>",
         "model": "tiny",
         "dtype": "float32",
         "threads": 1,
         "num_prompts": 6,
         "settings": vars(SETTINGS),
         "rows": [vars(row) for row in rows],
-        "provenance": {"torch": "2.13"},
+        "provenance": {"command": "draftheads bench <tiny>"},
     }
     (tmp_path / RECORD).write_text(json.dumps(record))
     html = write_page(tmp_path).read_text()
@@ -318,7 +357,7 @@ def test_the_command_compares_writes_and_says_so(
 ) -> None:
     monkeypatch.chdir(world)
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
-    quick = ["--num-calibration-prompts", "4", "--max-new-tokens", "8", "--num-nodes", "5", "--num-speed-prompts", "2"]
+    quick = ["--num-calibration-prompts", "4", "--max-new-tokens", "8", "--num-nodes", "5", "--num-speed-prompts", "3"]
     arguments = ["bench", "./model", *quick, "--prompts", "others.jsonl", "--limit", "3", "--draft-model", "./model"]
     assert main([*arguments, "--heads", "./hydra", "lookahead", "--out", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
@@ -331,9 +370,30 @@ def test_the_command_compares_writes_and_says_so(
     assert (tmp_path / "out" / "bench.md").read_text().startswith("| drafter |")
     assert f"wrote {tmp_path / 'out' / 'bench.html'}" in shown
     assert all(len(line) <= 80 for line in shown.splitlines()[:-1] if "wrote" not in line)
-    monkeypatch.setattr(Bench, "_answered", lambda *_, **__: pytest.fail("counted again"))
+    counted: list[str] = []
+    answered = Bench._answered
+
+    def noted(self: Bench, drafter: Drafter, **sampling: Any) -> dict[str, Any]:
+        counted.append(type(drafter).__name__)
+        return answered(self, drafter, **sampling)
+
+    monkeypatch.setattr(Bench, "_answered", noted)
     assert main([*arguments, "--heads", "lookahead", "./hydra"]) == 0
     assert "hydra: exact-at-0.7 answers to 3 prompts" in capsys.readouterr().out
+    assert counted == [], "nothing is counted twice"
+    assert main([*arguments, "--heads", "./hydra", "--num-nodes", "4", "--temperature", "0"]) == 0
+    assert counted == ["HydraHead", "DraftModel", "NoDraft"], "other settings have other findings"
+    assert "growing, 4" in capsys.readouterr().out
+    shutil.copytree(world / "hydra", tmp_path / "b" / "hydra")
+    config = json.loads((tmp_path / "b" / "hydra" / "config.json").read_text())
+    config["head"]["embedding_scale"] = 1.25
+    (tmp_path / "b" / "hydra" / "config.json").write_text(json.dumps(config))
+    counted.clear()
+    both = ["--heads", "./hydra", str(tmp_path / "b" / "hydra"), "--num-nodes", "4", "--temperature", "0"]
+    assert main([*arguments, *both]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["name"] for row in rows] == ["./hydra", str(tmp_path / "b" / "hydra"), "draft-model"]
+    assert counted == ["HydraHead"], "another configuration is another head"
     before = (tmp_path / "out" / "bench.html").read_bytes()
     (tmp_path / "out" / "bench.html").unlink()
     assert main(["report", str(tmp_path / "out")]) == 0
@@ -341,14 +401,20 @@ def test_the_command_compares_writes_and_says_so(
 
 
 def test_what_cannot_be_compared_is_said(
-    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(world)
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "file").write_text("")
     for arguments, told in [
-        (["bench", "./model"], "no head is bundled for ./model: name some with --heads"),
-        (["bench", "./model", "--heads", "./hydra", "--limit", "1"], "1 prompts to answer"),
-        (["bench", "./model", "--heads", "./hydra", "./hydra/"], "each needs a name of its own"),
+        (["bench", "./model", "--heads", "./hydra", "--limit", "2"], "--limit is 2; it must be at least 3"),
+        (["bench", "./model", "--heads", "./hydra", "--prompts", "one.jsonl"], "one.jsonl: 1 prompts: give at least 3"),
+        (["bench", "./model", "--heads", "./hydra", "./hydra"], "each needs a name of its own"),
         (["bench", "./model", "--heads", "nowhere"], "no head 'nowhere'"),
+        (
+            ["bench", "./model", "--heads", "./hydra", "--out", str(tmp_path / "file")],
+            "file: File exists; choose another",
+        ),
     ]:
         assert main(arguments) == 1
         assert told in capsys.readouterr().err

@@ -181,6 +181,7 @@ ERRORS = {
     f"generate abc {ON_MODEL} --head medusa --draw 0": "--draw is 0; it must be at least 1",
     f"generate abc {ON_MODEL} --head medusa --draw 3 --grow 5": "--grow 5 and --draw 3: give one of them",
     f"generate abc {ON_MODEL} --head medusa --paths 3 --draw 2": "--draw 2 and --paths 3: give one of them",
+    f"generate abc {ON_MODEL} --head medusa --widths 3 2": "--widths 3 2 is for paths: give --paths, too",
     f"generate abc {ON_MODEL} --head medusa --paths 9 --widths 3 2": "num_paths is 9 but widths [3, 2] have 6 paths",
     f"generate abc {ON_MODEL} --head lookahead --draw 3": "lookahead fills no tree; give a draft head by head=",
     f"generate abc {ON_MODEL} --head medusa --threshold 0.5": "--threshold 0.5 is for growing trees",

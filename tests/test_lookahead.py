@@ -15,10 +15,10 @@ from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
-from draftheads.growth import Sampled
+from draftheads.growth import BestPaths, Sampled
 from draftheads.sampling import SamplingSettings
 from draftheads.tree import Tree
-from families import PROMPTS, tiny_model
+from families import PROMPTS, tiny_head, tiny_model
 from test_tune import world
 
 __all__ = ["world"]  # a fixture
@@ -152,8 +152,16 @@ def test_a_draft_model_is_loaded_by_name(world: Path) -> None:
         draftheads.load(world / "model", tree=Tree.chain(1), **options)
 
 
+def drafting_paths() -> Drafter:
+    head = tiny_head("mlp-speculator", tiny_model("llama"))
+    head.shape = BestPaths((3, 2, 2), 3)
+    return head
+
+
 @pytest.mark.parametrize(
-    "drafter", [PromptLookup(num_tokens=4), Lookahead(window=3, ngram=3, guesses=2)], ids=["lookup", "lookahead"]
+    "drafter",
+    [PromptLookup(num_tokens=4), Lookahead(window=3, ngram=3, guesses=2), drafting_paths()],
+    ids=["lookup", "lookahead", "paths"],
 )
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "acceptance": "typical"}], ids=["greedy", "typical"])
 def test_neighbours_with_more_guesses_change_no_step(drafter: Drafter, sampling: dict[str, Any]) -> None:

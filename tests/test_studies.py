@@ -1,6 +1,7 @@
 """Ablation studies: what makes each variant, that they are trained alike, and what is shown of them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,9 @@ def test_amphista_s_variants_are_those_of_its_table() -> None:
     assert (full["num_adaptation_layers"], full["num_auto_embedding_blocks"]) == (2, 1)
     assert full["head_positions"]
     assert full["sampled_token"]
+    assert (variants["hydra++"].num_layers, variants["medusa"].num_layers) == (4, 1)
     changed = {
-        "amphista without auto-embedding": {"num_auto_embedding_blocks": 0},
+        "amphista without auto-embedding": {"num_auto_embedding_blocks": 0, "head_positions": False},
         "amphista without positions": {"head_positions": False},
         "amphista without staged adaptation": {"num_adaptation_layers": 0},
         "amphista with one adaptation layer": {"num_adaptation_layers": 1},
@@ -65,7 +67,7 @@ def test_amphista_s_variants_are_those_of_its_table() -> None:
 
 
 def test_hydra_s_variants_are_the_steps_of_its_appendix() -> None:
-    variants = variants_of(study("hydra"), options(loss="tv"))
+    variants = variants_of(study("hydra"), options())
     made_of = {name: (own.method, own.num_layers, own.loss, own.noise_alpha) for name, own in variants.items()}
     assert list(made_of.values()) == [
         ("hydra", 1, "hard", 0.0),
@@ -90,6 +92,23 @@ def test_variants_share_all_else_and_no_folder(name: str) -> None:
         assert {key: getattr(own, key) for key in same} == {key: getattr(given, key) for key in same}
     without = variants_of(study(name), TrainOptions(method="medusa", out=Path("out"), data=(Path("chats.jsonl"),)))
     assert {own.features for own in without.values()} == {Path("out/features")}, "the model reads the text once"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "told"),
+    [
+        ("hydra", {"noise_alpha": 50.0}, "--noise-alpha is 50.0, but the variants of this study set it: leave it out"),
+        ("hydra", {"loss": "tv"}, "--loss is 'tv'"),
+        ("hydra", {"num_layers": 2}, "--num-layers is 2"),
+        ("amphista", {"num_layers": 2}, "--num-layers is 2"),
+        ("amphista", {"num_heads": 3}, "num_heads is 3: each of the two stages"),
+    ],
+)
+def test_what_a_study_sets_is_not_to_be_given(name: str, changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidSettings, match=told):
+        variants_of(study(name), replace(options(), **changes))
+    other = {"hydra": {"head_options": ()}, "amphista": {"loss": "tv", "noise_alpha": 3.0}}[name]
+    variants_of(study(name), replace(options(), **other))
 
 
 def test_an_unknown_study_is_named() -> None:
@@ -138,8 +157,15 @@ def test_the_command_trains_what_is_left_and_compares(
         ]
         assert cells[5:] == [f"{share:.1%}" for share in metrics["top1"]]
         assert finding["variant"].split(",")[0] in shown
-    assert main(["ablate", "hydra", "--out", str(tmp_path / "out"), "--data", str(data), *sizes, "--epochs", "2"]) == 1
-    assert f"{tmp_path / 'out' / names[0]} holds a trained head" in capsys.readouterr().err
+    assert main([*arguments, "--epochs", "2"]) == 1
+    told = f"{tmp_path / 'out' / names[0]} holds a trained head (epochs was 1 and is 2)"
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "out" / "features").exists(), "nobody needs them any more"
+    monkeypatch.chdir(tmp_path)
+    relative = [argument.replace(str(tmp_path / "out"), "out") for argument in arguments]
+    assert main([*relative, "--log-steps", "3"]) == 0
+    assert trained[-1] == names[-1], "all is there"
+    assert len(trained) == 3 + 5
 
 
 @pytest.mark.parametrize("most", [1, 300, 10**6])

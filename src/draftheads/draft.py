@@ -60,6 +60,17 @@ class Draft:
             probs=None if self.probs is None else self.probs[:, :num_nodes],
         )
 
+    def filled_up(self, filling: Tensor) -> Self:
+        """The same draft where some nodes, (B, N) bool, guess nothing: what comes below them does not either."""
+        alone = torch.eye(self.num_nodes, dtype=torch.bool, device=filling.device)
+        alone[:, 0] = True
+        return replace(
+            self,
+            parents=self.parents.masked_fill(filling, 0),
+            depths=self.depths.masked_fill(filling, 0),
+            ancestors=torch.where(filling[:, :, None], alone, self.ancestors),
+        )
+
     @classmethod
     def on_tree(cls, tree: Tree, token_ids: Tensor, *, log_probs: Tensor | None = None) -> Self:
         """A draft on one static tree for all rows; ``token_ids`` is (B, N) in the tree's node order."""

@@ -7,6 +7,7 @@ prompt at a time, the drafters by turns.
 
 import hashlib
 import json
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -32,8 +33,10 @@ from draftheads.target.model import TargetModel
 from draftheads.tree import Tree
 
 PLAIN = "plain"
-_WARM_UP = 12  # tokens of an answer that is not timed
+LEAST_PROMPTS = 3  # for an error
+_WARM_UP = 5  # tokens of an answer that is not timed
 _SEED = 1 << 30  # of the first sampled answer
+VERSION = 1  # what counts otherwise than an older one gets another number: findings are then found anew
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class BenchSettings:
     temperature: float = 0.7
     """Tokens per step are counted at this temperature, too, with exact and with typical acceptance; 0 for not."""
     num_speed_prompts: int = 16
-    """How many of the prompts are timed, evenly spread."""
+    """How many of the prompts are timed, spread over all of them."""
     batch_size: int = 8
     """How many prompts are answered at a time where tokens per step are counted."""
     num_calibration_prompts: int = 64
@@ -57,14 +60,13 @@ class BenchSettings:
         for name, least in (
             ("num_nodes", 2),
             ("max_new_tokens", 2),
-            ("num_speed_prompts", 2),
+            ("num_speed_prompts", 3),
             ("batch_size", 1),
             ("num_calibration_prompts", 2),
         ):
             if getattr(self, name) < least:
                 raise InvalidSettings(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        if self.temperature < 0:
-            raise InvalidSettings(f"temperature is {self.temperature}; it must be at least 0")
+        SamplingSettings(temperature=self.temperature)  # says what is wrong with it
 
     @property
     def rehearsal(self) -> RehearsalSettings:
@@ -91,6 +93,9 @@ class Contender:
         return sum(tensor.numel() for tensor in model.parameters()) if isinstance(model, nn.Module) else 0
 
 
+Share = tuple[float, float]  # something, and what it is divided by
+
+
 @dataclass(frozen=True)
 class Counted:
     """Tokens behind the first one, and steps, of each prompt's answer."""
@@ -100,8 +105,8 @@ class Counted:
 
     @property
     def tokens_per_step(self) -> float:
-        """Of all answers together."""
-        return sum(self.tokens) / max(1, sum(self.steps))
+        """Of all answers together; 1 where they all ended before a step."""
+        return sum(self.tokens) / sum(self.steps) if sum(self.steps) else 1.0
 
     @property
     def error(self) -> float:
@@ -112,20 +117,27 @@ class Counted:
 
     def over(self, other: "Counted") -> tuple[float, float]:
         """The ratio of tokens per step to another drafter's on the same prompts, and one standard error (jackknife)."""
-        ratio = self.tokens_per_step / other.tokens_per_step
-        count = len(self.steps)
-        without = [self.without(i).tokens_per_step / other.without(i).tokens_per_step for i in range(count)]
-        if count < 3:
-            return ratio, 0.0
-        mean = statistics.fmean(without)
-        return ratio, ((count - 1) / count * sum((one - mean) ** 2 for one in without)) ** 0.5
-
-    def without(self, index: int) -> "Counted":
-        """The same but for one prompt."""
-        return Counted(
-            self.tokens[:index] + self.tokens[index + 1 :],
-            self.steps[:index] + self.steps[index + 1 :],
+        return ratio_with_error(
+            list(zip(self.tokens, self.steps, strict=True)), list(zip(other.tokens, other.steps, strict=True))
         )
+
+
+def ratio_with_error(own: Sequence[Share], others: Sequence[Share]) -> tuple[float, float]:
+    """(Σ a / Σ b) / (Σ c / Σ d) of pairs (a, b) and (c, d) of the same prompts, and one standard error (jackknife)."""
+
+    def ratio(left_out: int | None) -> float:
+        sums = [
+            math.fsum(share[part] for i, share in enumerate(shares) if i != left_out)
+            for shares in (own, others)
+            for part in (0, 1)
+        ]
+        over, under = ((above / below if below else 1.0) for above, below in (sums[:2], sums[2:]))
+        return over / under
+
+    count = len(own)
+    without = [ratio(i) for i in range(count)]
+    mean = statistics.fmean(without)
+    return ratio(None), ((count - 1) / count * math.fsum((one - mean) ** 2 for one in without)) ** 0.5
 
 
 @dataclass(frozen=True)
@@ -150,6 +162,16 @@ class BenchRow:
     typical_tokens_per_step: float | None  # the same, typical acceptance
     typical_error: float | None
     num_different: int  # greedy answers that are not plain decoding's: near-ties where a kernel rounds by size
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Each drafter needs a name of its own.
+
+    Raises:
+        InvalidSettings: two have the same, or one is called as plain decoding is.
+    """
+    if len({PLAIN, *names}) <= len(names):
+        raise InvalidSettings(f"drafters are {', '.join(names)}: each needs a name of its own, not {PLAIN!r}")
 
 
 class Bench:
@@ -179,15 +201,13 @@ class Bench:
         book: Workbook,
         display: Display,
     ) -> None:
-        names = [PLAIN, *(contender.name for contender in contenders)]
-        if len(set(names)) < len(names):
-            raise InvalidSettings(f"drafters are {', '.join(names[1:])}: each needs a name of its own, not {PLAIN!r}")
+        check_names([contender.name for contender in contenders])
         self.target, self.contenders, self.settings = target, contenders, settings
         self.book, self.display = book, display
         engine = Engine(target)
         self.prompts = [engine.encode(prompt) for prompt in prompts]
-        if len(self.prompts) < 2:
-            raise DataError(f"{len(self.prompts)} prompts to answer: give at least 2, better 80")
+        if len(self.prompts) < LEAST_PROMPTS:
+            raise DataError(f"{len(self.prompts)} prompts to answer: give at least {LEAST_PROMPTS}, better 80")
         self.calibration = encoded(target, calibration, settings.rehearsal)
         self._digest = hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:12]
 
@@ -195,7 +215,7 @@ class Bench:
         """The table, a row for each drafter."""
         found = {contender.name: self._prepare(contender) for contender in self.contenders}
         greedy = {contender.name: self._count(contender, "greedy") for contender in self.contenders}
-        texts = self._texts(NoDraft(), "plain")
+        _, texts = self._count(Contender(PLAIN, NoDraft(), PLAIN), "greedy")
         sampled = {contender.name: self._sampled(contender, "exact") for contender in self.contenders}
         typical = {contender.name: self._sampled(contender, "typical") for contender in self.contenders}
         timed = self._timed()
@@ -204,7 +224,8 @@ class Bench:
         for contender in self.contenders:
             name = contender.name
             counted, own = greedy[name][0], timed[name]
-            ratios = [mine.tokens_per_second / its.tokens_per_second for mine, its in zip(own, plain, strict=True)]
+            steps = max(1.0, sum(one.steps for one in own))
+            speedup, speedup_error = ratio_with_error([one.share for one in own], [one.share for one in plain])
             over, over_error = counted.over(greedy[self.contenders[0].name][0])
             rows.append(
                 BenchRow(
@@ -216,10 +237,10 @@ class Bench:
                     over_first=over,
                     over_first_error=over_error,
                     tokens_per_second=_speed(own),
-                    speedup=_speed(own) / _speed(plain),
-                    speedup_error=statistics.stdev(ratios) / len(ratios) ** 0.5,
-                    draft_milliseconds=1e3 * sum(one.draft_seconds for one in own) / sum(one.steps for one in own),
-                    step_milliseconds=1e3 * sum(one.step_seconds for one in own) / sum(one.steps for one in own),
+                    speedup=speedup,
+                    speedup_error=speedup_error,
+                    draft_milliseconds=1e3 * sum(one.draft_seconds for one in own) / steps,
+                    step_milliseconds=1e3 * sum(one.step_seconds for one in own) / steps,
                     predicted_tokens_per_step=found[name]["predicted"],
                     sampled_tokens_per_step=sampled[name][0],
                     sampled_error=sampled[name][1],
@@ -299,13 +320,6 @@ class Bench:
             "texts": [list(result.token_ids) for result in results],
         }
 
-    def _texts(self, drafter: Drafter, name: str) -> list[list[int]]:
-        self.display.stage(f"plain answers to {len(self.prompts)} prompts", 1)
-        found: dict[str, Any] = self.book.get(f"greedy-{name}-{self._digest}", partial(self._answered, drafter))
-        self.display.advance()
-        texts: list[list[int]] = found["texts"]
-        return texts
-
     def _sampled(self, contender: Contender, acceptance: str) -> tuple[float | None, float | None]:
         """Tokens per step at the temperature, and one standard error."""
         temperature = self.settings.temperature
@@ -320,22 +334,23 @@ class Bench:
     @property
     def _timing(self) -> str:
         named = [contender.identity for contender in self.contenders]
-        return "timed-" + hashlib.sha256(json.dumps([self._digest, named]).encode()).hexdigest()[:12]
+        key = json.dumps([self._digest, named, self.settings.num_speed_prompts])
+        return "timed-" + hashlib.sha256(key.encode()).hexdigest()[:12]
 
     def _timed(self) -> "dict[str, list[Timed]]":
-        """Every way answers every prompt; who goes first changes, so that drifts of the machine cancel."""
-        step = max(1, len(self.prompts) // self.settings.num_speed_prompts)
-        prompts = self.prompts[::step][: self.settings.num_speed_prompts]
+        """Every way answers every prompt; who goes first changes, and the direction, so that drifts cancel."""
+        count = min(self.settings.num_speed_prompts, len(self.prompts))
+        prompts = [self.prompts[i * len(self.prompts) // count] for i in range(count)]
         ways: list[tuple[str, Drafter]] = [(PLAIN, NoDraft()), *((one.name, one.drafter) for one in self.contenders)]
         self.display.stage(f"timing {len(ways)} ways on {len(prompts)} prompts", len(prompts))
 
         def find() -> dict[str, list[dict[str, float]]]:
-            for _, drafter in ways:
-                self._answer(drafter, prompts[0], _WARM_UP)
             done: dict[str, list[dict[str, float]]] = {name: [] for name, _ in ways}
             for number, prompt in enumerate(prompts):
-                first = number % len(ways)
-                for name, drafter in [*ways[first:], *ways[:first]]:
+                first = number // 2 % len(ways)
+                turn = [*ways[first:], *ways[:first]]
+                for name, drafter in reversed(turn) if number % 2 else turn:
+                    self._answer(drafter, prompt, _WARM_UP)  # kernels pack weights for the numbers of rows they meet
                     done[name].append(asdict(self._answer(drafter, prompt, self.settings.max_new_tokens)))
                 self.display.advance()
             return done
@@ -344,7 +359,7 @@ class Bench:
         return {name: [Timed(**one) for one in each] for name, each in found.items()}
 
     def _answer(self, drafter: Drafter, prompt: Sequence[int], max_new_tokens: int) -> "Timed":
-        """One prompt, greedily; the seconds of the prompt's own pass count in the speed, not in a step."""
+        """One prompt, greedily; a drafter may read the prompt in the first step, which counts in the speed alone."""
         watch = Stopwatch(self.target.device)
         batch = Batch(self.target, drafter.fresh(), lap=watch.lap)
         (sequence,) = Engine(self.target).sequences([list(prompt)], max_new_tokens=max_new_tokens)
@@ -353,13 +368,16 @@ class Bench:
         batch.join([sequence])
         wait_for(self.target.device)
         watch.start()
-        draft = 0.0
-        joined = watch.now
+        draft, stepping = 0.0, watch.now
         while batch.sequences:
             batch.step()
-            draft += watch.seconds["draft"]
+            if sequence.num_steps == 1:
+                stepping = watch.now
+            else:
+                draft += watch.seconds["draft"]
         ended = watch.now
-        return Timed(len(sequence.token_ids), sequence.num_steps, ended - started, ended - joined, draft)
+        steps = max(0, sequence.num_steps - 1)
+        return Timed(len(sequence.token_ids), steps, ended - started, ended - stepping, draft)
 
 
 @dataclass(frozen=True)
@@ -367,15 +385,15 @@ class Timed:
     """One answer by the clock."""
 
     tokens: float
-    steps: float
+    steps: float  # without the first one
     seconds: float  # of all
-    step_seconds: float  # without reading the prompt
-    draft_seconds: float
+    step_seconds: float  # of these steps
+    draft_seconds: float  # of these steps
 
     @property
-    def tokens_per_second(self) -> float:
-        """Reading the prompt included."""
-        return self.tokens / self.seconds
+    def share(self) -> Share:
+        """Tokens and seconds, reading the prompt included."""
+        return self.tokens, self.seconds
 
 
 def _in_words(shape: Shape) -> str:

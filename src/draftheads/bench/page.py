@@ -58,7 +58,6 @@ def _render(record: dict[str, Any]) -> str:
         },
     ]
     facts = {
-        "command": record["command"],
         "model": f"{record['model']}, {record['dtype']}, {record['threads']} threads",
         "prompts": record["num_prompts"],
         **record["provenance"],

@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import shlex
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -17,7 +15,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftheads.bench.drafters import Bench, BenchRow, BenchSettings, Contender, cells, headings, markdown
+from draftheads.bench.drafters import (
+    LEAST_PROMPTS,
+    VERSION,
+    Bench,
+    BenchRow,
+    BenchSettings,
+    Contender,
+    cells,
+    check_names,
+    headings,
+    markdown,
+)
 from draftheads.bench.page import RECORD, TABLE, write_page
 from draftheads.checkpoint import conditions, read_head
 from draftheads.cli.demo import PROMPTS
@@ -27,16 +36,19 @@ from draftheads.cli.show import quiet_transformers
 from draftheads.cli.stages import Stages
 from draftheads.decode.engine import Prompt
 from draftheads.drafters.draft_model import DraftModel
-from draftheads.errors import DataError, InvalidSettings, MissingDependency
+from draftheads.errors import DataError, InvalidSettings, MissingDependency, StorageError
 from draftheads.files import user_path, write_atomic
 from draftheads.growth import BestPaths
 from draftheads.loading import UNTRAINED, load_drafter, load_target
 from draftheads.provenance import provenance
 from draftheads.search.prompts import CALIBRATION_PROMPTS
+from draftheads.search.rehearsal import encoded
 from draftheads.search.workbook import Workbook, locked
-from draftheads.target.embedded import cache_folder
+from draftheads.target.embedded import SMOLLM2_135M, cache_folder
 from draftheads.target.model import TargetModel
 from draftheads.zoo.registry import find_head, zoo_heads
+
+_SMALL = "draft-model"
 
 
 @dataclass(frozen=True)
@@ -70,25 +82,34 @@ def run(options: BenchOptions) -> None:
     console = Console(highlight=False)
     quiet_transformers()
     prompts: list[Prompt] = list(read_prompts(options.prompts)) if options.prompts else list(PROMPTS)
+    if options.limit is not None and options.limit < LEAST_PROMPTS:
+        raise InvalidSettings(f"--limit is {options.limit}; it must be at least {LEAST_PROMPTS}")
     prompts = prompts[: options.limit]
-    if len(prompts) < 2:
-        raise DataError(f"{len(prompts)} prompts to answer: give at least 2, better 80", path=options.prompts)
-    names = options.heads or _all_for(options.model)
-    target = load_target(options.model, dtype=DTYPES.get(options.dtype))
-    contenders = list(_contenders(names, options, target))
+    if len(prompts) < LEAST_PROMPTS:
+        raise DataError(f"{len(prompts)} prompts: give at least {LEAST_PROMPTS}, better 80", path=options.prompts)
+    names = _named(options)
     out = user_path(options.out) if options.out else None
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+        _make(out)
+    target = load_target(options.model, dtype=DTYPES.get(options.dtype))
+    contenders = list(_contenders(names, options, target))
     here = asdict(conditions("", target))
-    identity = {"model": target.model_id, "settings": _counted(options.settings), "conditions": here}
+    calibration = encoded(target, CALIBRATION_PROMPTS, options.settings.rehearsal)  # by the model's own template
+    identity = {
+        "version": VERSION,
+        "model": [target.model_id, target.weights_print],
+        "settings": _counted(options.settings),
+        "conditions": here,
+        "calibration": calibration,
+    }
     with tempfile.TemporaryDirectory() as temporary:
         folder = _work_folder(identity) or Path(temporary)
-        with locked(folder), Stages(console) as display:
+        with locked(folder, "set DRAFTHEADS_CACHE"), Stages(console) as display:
             bench = Bench(
                 target,
                 contenders,
                 prompts,
-                CALIBRATION_PROMPTS,
+                calibration,
                 options.settings,
                 book=Workbook(folder / "found", identity, anew=False),
                 display=display,
@@ -97,7 +118,6 @@ def run(options: BenchOptions) -> None:
     _show(console, rows, options.settings)
     record = {
         "format_version": 1,
-        "command": shlex.join(["draftheads", *sys.argv[1:]]),
         "model": options.model,
         "dtype": str(target.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
@@ -111,29 +131,52 @@ def run(options: BenchOptions) -> None:
     print(json.dumps(record))
 
 
+def _named(options: BenchOptions) -> dict[str, str]:
+    """What drafts, by the name that it has in the table: the last part of its own where that is enough."""
+    heads = options.heads or _all_for(options.model)
+    names = [Path(head).resolve().name if Path(head).is_dir() else Path(head).name for head in heads]
+    named = {head if names.count(name) > 1 else name: head for head, name in zip(heads, names, strict=True)}
+    check_names([*(named if len(named) == len(heads) else heads), *([_SMALL] if options.draft_model else [])])
+    return named
+
+
 def _all_for(model: str) -> tuple[str, ...]:
-    """Medusa first, if it is there: what other heads are compared with."""
-    bundled = sorted((head.method for head in zoo_heads() if head.base_name == model), key=lambda m: (m != "medusa", m))
-    if not bundled:
-        raise InvalidSettings(f"no head is bundled for {model}: name some with --heads")
+    """Medusa first, if it is there: what other heads are compared with; then what needs no head."""
+    base = SMOLLM2_135M.name if model == SMOLLM2_135M.hub_id else model
+    bundled = sorted((head.method for head in zoo_heads() if head.base_name == base), key=lambda m: (m != "medusa", m))
     return (*bundled, *UNTRAINED)
 
 
-def _contenders(names: tuple[str, ...], options: BenchOptions, target: TargetModel) -> Iterator[Contender]:
-    """What drafts, each under the last part of its name."""
-    version = str(provenance()["draftheads"])
-    for name in names:
-        if name in UNTRAINED:
-            yield Contender(name, UNTRAINED[name](), f"{name}-{version}")
+def _make(out: Path) -> None:
+    """Says now what cannot be written later.
+
+    Raises:
+        StorageError: the folder cannot be made, or not written to.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise StorageError(f"cannot write to {out}: {error.strerror}; choose another --out") from None
+
+
+def _contenders(named: dict[str, str], options: BenchOptions, target: TargetModel) -> Iterator[Contender]:
+    """What drafts."""
+    for name, head_name in named.items():
+        if head_name in UNTRAINED:
+            yield Contender(name, UNTRAINED[head_name](), head_name)
             continue
-        saved = read_head(find_head(name, options.model), ignore_plan=True)
-        head = load_drafter(name, options.model, target, ignore_plan=True)
-        yield Contender(Path(name).name, head, saved.digest)
+        saved = read_head(find_head(head_name, options.model), ignore_plan=True)
+        head = load_drafter(head_name, options.model, target, ignore_plan=True)
+        sizes = hashlib.sha256(json.dumps(asdict(saved.config)).encode()).hexdigest()[:8]
+        identity = f"{saved.method}-{saved.digest}-{sizes}"
+        yield Contender(name, head, identity)
         if saved.method == "mlp-speculator" and head.config.num_heads >= BestPaths().depth:  # the papers' way, too
-            yield Contender(f"{Path(name).name}, paths", head.fresh(), f"{saved.digest}-paths", BestPaths())
+            yield Contender(f"{name}, paths", head.fresh(), f"{identity}-paths", BestPaths())
     if options.draft_model is not None:
         small = load_target(options.draft_model, dtype=DTYPES.get(options.dtype))
-        yield Contender("draft-model", DraftModel(small, target), f"draft-model-{small.weights_print}")
+        yield Contender(_SMALL, DraftModel(small, target), f"{_SMALL}-{small.weights_print}")
 
 
 def _counted(settings: BenchSettings) -> dict[str, Any]:

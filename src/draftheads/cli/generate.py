@@ -140,6 +140,8 @@ def _shape(options: GenerateOptions) -> Shape | None:
         raise InvalidSettings(f"{' and '.join(given)}: give one of them")
     if options.threshold and options.grow is None:
         raise InvalidSettings(f"--threshold {options.threshold} is for growing trees: give --grow, too")
+    if options.widths != BestPaths().widths and options.paths is None:
+        raise InvalidSettings(f"--widths {' '.join(map(str, options.widths))} is for paths: give --paths, too")
     if options.draw is not None:
         if options.draw < 1:
             raise InvalidSettings(f"--draw is {options.draw}; it must be at least 1")

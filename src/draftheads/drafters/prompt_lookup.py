@@ -1,6 +1,5 @@
 """Guesses copied from the text so far: what followed the last words the last time (prompt lookup decoding)."""
 
-from dataclasses import replace
 from typing import Self
 
 import torch
@@ -50,15 +49,8 @@ class PromptLookup:
         draft = Draft.on_tree(Tree.chain(length), torch.tensor(chains, device=context.root_ids.device))
         if all(copies) or not length:
             return draft
-        copied = torch.tensor([bool(copy) for copy in copies], device=context.root_ids.device)[:, None]
-        filling = torch.eye(length + 1, dtype=torch.bool, device=copied.device)
-        filling[:, 0] = True
-        return replace(
-            draft,
-            parents=draft.parents * copied,
-            depths=draft.depths * copied,
-            ancestors=torch.where(copied[:, :, None], draft.ancestors, filling),
-        )
+        empty = torch.tensor([not copy for copy in copies], device=context.root_ids.device)[:, None]
+        return draft.filled_up(empty & (draft.depths > 0))
 
     def follow(self, context: Context) -> None:
         """Reads the accepted tokens."""

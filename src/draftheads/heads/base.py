@@ -86,6 +86,7 @@ class DraftHead(nn.Module, ABC):
     needs_history: ClassVar[bool] = False
     guesses_hidden_states: ClassVar[bool] = True  # whether an lm_head's inputs stand where hidden states do
     has_blocks: ClassVar[bool] = True  # whether it has MLPs of layers.Block, whose inputs may be dropped out
+    reads_hidden: ClassVar[bool] = True  # whether it reads hidden states at all
     reads_path: ClassVar[bool] = True  # whether a guess depends on the guesses above it
     is_same_at_all_depths: ClassVar[bool] = False  # head i at t is head 0 at t+i: only head 0 is taught
 

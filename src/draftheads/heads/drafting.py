@@ -202,13 +202,14 @@ def grow(head: Guesser, shape: BestFirst | BestPaths, context: Context, num_head
     if isinstance(shape, BestPaths):
         found = _expand(head, context, shape.widths[:depth], [None] * depth)
         priority = _best_path_through(found.path_log_probs, shape.widths[:depth])
-        count = _nodes_on_paths(priority, shape, depth)
-    else:
-        beams = _beams(shape, depth, reads_path=head.reads_path)
-        depth = min(depth, len(beams))
-        found = _expand(head, context, (shape.num_ranks,) * depth, beams)
-        priority = found.path_log_probs
-        count = _likely_enough(priority, shape)
+        counts = _nodes_on_paths(priority, shape, depth)
+        draft = _best(found, priority, int(counts.max()), depth)
+        return draft.filled_up(torch.arange(draft.num_nodes, device=counts.device) >= counts[:, None])
+    beams = _beams(shape, depth, reads_path=head.reads_path)
+    depth = min(depth, len(beams))
+    found = _expand(head, context, (shape.num_ranks,) * depth, beams)
+    priority = found.path_log_probs
+    count = _likely_enough(priority, shape)
     return _best(found, priority, min(count, found.token_ids.shape[1]), depth)
 
 
@@ -286,11 +287,11 @@ def _best_path_through(path_log_probs: Tensor, widths: Sequence[int]) -> Tensor:
     return torch.cat(levels, 1)
 
 
-def _nodes_on_paths(priority: Tensor, shape: BestPaths, depth: int) -> int:
-    """How many nodes the best paths have together, in the row where they are most."""
+def _nodes_on_paths(priority: Tensor, shape: BestPaths, depth: int) -> Tensor:
+    """(B,) how many nodes the best paths have together."""
     last = torch.Size(shape.widths[:depth]).numel()
     worst = priority[:, -last:].topk(min(shape.num_paths, last), dim=1).values[:, -1:]
-    return int((priority >= worst).sum(1).max())
+    return (priority >= worst).sum(1)
 
 
 def _best(found: _Candidates, priority: Tensor, count: int, depth: int) -> Draft:

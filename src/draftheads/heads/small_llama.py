@@ -55,6 +55,7 @@ class SmallLlamaHead(StatefulHead):
 
     guesses_hidden_states: ClassVar[bool] = False
     has_blocks: ClassVar[bool] = False
+    reads_hidden: ClassVar[bool] = False
     is_same_at_all_depths: ClassVar[bool] = True
 
     def __init__(self, config: SmallLlamaConfig) -> None:

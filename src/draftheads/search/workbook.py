@@ -51,8 +51,12 @@ class Workbook:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, mend: str = "give --out") -> Iterator[None]:
     """Nobody else searches into the folder meanwhile.
+
+    Args:
+        folder: to write to.
+        mend: how to choose another one.
 
     Raises:
         StorageError: somebody does, or it cannot be written.
@@ -63,10 +67,10 @@ def locked(folder: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout:
         raise StorageError(
-            f"{folder}: another process is tuning into this folder: wait for it, or give --out"
+            f"{folder}: another process is writing its findings into this folder: wait for it, or {mend}"
         ) from None
     except OSError as error:
-        raise StorageError(f"cannot write to {folder}: {error.strerror}; choose another folder by --out") from None
+        raise StorageError(f"cannot write to {folder}: {error.strerror}; {mend} to choose another folder") from None
     try:
         yield
     finally:

@@ -120,7 +120,7 @@ class JointLearner(nn.Module):
             return found + rows(head.lm_head_inputs(features)) * learner.logit_scale
 
         seen = with_noise(hidden, learner.noise_alpha) if self.training else hidden
-        return head_losses(
+        loss, means = head_losses(
             head(seen, token_ids).flatten(1, 2),  # (K, S, D)
             guesses,
             labels=labels,
@@ -129,6 +129,7 @@ class JointLearner(nn.Module):
             weights=learner.depth_weights,
             parameters=[*head.logit_parameters(), *((rows.down, rows.up) if rows and is_shared else ())],
         )
+        return loss, means[:1] if head.is_same_at_all_depths else means
 
     def _tuned_labels(self, original: LabelMaker, hidden: Tensor, rows: LowRankUpdate) -> LabelMaker:
         """The same labels with the tuned model's distribution at flat positions of ``hidden`` (S, D), within V'."""

@@ -92,7 +92,7 @@ class TrainOptions:
     max_length: int = 2048
     """Texts are cut after that many tokens."""
     max_tokens: int | None = None
-    """Stop reading data after that many tokens."""
+    """Stop reading data, or finished --features, after that many tokens."""
     held_out: float = 0.05
     """Part of the texts kept for measuring, at most 200 texts."""
     tree_nodes: int = 16
@@ -146,8 +146,19 @@ class TrainOptions:
         self._require("dropout", 0 <= self.dropout < 1, "must be at least 0 and below 1")
         if self.dropout and not head_classes(self.method)[1].has_blocks:
             raise InvalidSettings(f"--dropout is {self.dropout}, but {self.method} heads have no MLP to drop inputs of")
+        if self.noise_alpha and not head_classes(self.method)[1].reads_hidden:
+            raise InvalidSettings(f"--noise-alpha is {self.noise_alpha}, but {self.method} heads read no hidden states")
         self._require("betas", all(0 <= beta < 1 for beta in self.betas), "both must be at least 0 and below 1")
-        parse_head_options(self.method, self.head_options)
+        config_class, _ = head_classes(self.method)
+        config_class(  # says now what cannot be; sizes of the target are not known yet
+            hidden_size=64,
+            vocab_size=1 << 30,
+            num_heads=self.num_heads,
+            num_layers=self.num_layers,
+            lm_head=self.lm_head,
+            lm_head_rank=self.lm_head_rank,
+            **parse_head_options(self.method, self.head_options),
+        )
         if self.feature_weight and not head_classes(self.method)[1].guesses_hidden_states:
             raise InvalidSettings(
                 f"--feature-weight is {self.feature_weight}, but features of {self.method} heads are no hidden states"

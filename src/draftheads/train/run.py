@@ -10,7 +10,7 @@ import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -44,6 +44,12 @@ from draftheads.train.report import Report
 from draftheads.train.trainer import OnStep, TrainingInterrupted, find_checkpoint, fit, require_packages
 from draftheads.tree import Tree
 
+_CHANGES_NOTHING = frozenset(
+    {
+        *("out", "resume", "features", "features_budget", "keep_features", "tensorboard"),
+        *("save_steps", "log_steps", "eval_steps", "eval_texts"),
+    }
+)
 _MAY_CHANGE_ON_RESUME = frozenset(
     {
         *("out", "data", "text", "features", "features_budget", "keep_features", "resume"),
@@ -312,7 +318,9 @@ def check_out(options: TrainOptions, head: Path) -> None:
     if options.out.exists() and not options.out.is_dir():
         raise InvalidSettings(f"--out is {options.out}, which is a file: name a folder")
     if (head / "config.json").exists():  # of a head's files the last one to be there
-        raise InvalidSettings(f"{options.out} holds a trained head: name another --out, or delete it")
+        changes = _changes(options, head) if options.resume else []
+        how = f" ({', '.join(changes)})" if changes else ""
+        raise InvalidSettings(f"{options.out} holds a trained head{how}: name another --out, or delete it")
     if not options.resume and find_checkpoint(options.out):
         raise InvalidSettings(
             f"{options.out} holds a run that is not complete: add --resume to go on with it, or delete it"
@@ -324,11 +332,28 @@ def already_found(options: TrainOptions, head: Path) -> dict[str, Any] | None:
 
     The same command may come once more after a kill that hit the very end, or from a loop that knows no better.
     """
+    metrics = _metrics(options, head)
+    return metrics if options.resume and metrics is not None and not _changes(options, head) else None
+
+
+def _metrics(options: TrainOptions, head: Path) -> dict[str, Any] | None:
+    """What ``metrics.json`` of a complete run holds."""
     path = options.out / "metrics.json"
-    if not (options.resume and (head / "config.json").exists() and path.exists()):
+    if not ((head / "config.json").exists() and path.exists()):
         return None
     metrics: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return metrics if {**metrics.get("options", {}), "resume": True} == plain(options) else None
+    return metrics
+
+
+def _changes(options: TrainOptions, head: Path) -> list[str]:
+    """In what a complete run was asked for otherwise, as far as its outcome goes."""
+    before = (_metrics(options, head) or {}).get("options", {})
+    now = plain(options)
+    named = now.keys() - _CHANGES_NOTHING
+    # what an older version did not know had the effect that its default has now
+    defaults = json.loads(json.dumps({field.name: field.default for field in fields(options)}, default=str))
+    before = {**defaults, **before}
+    return [f"{key} was {before[key]!r} and is {now[key]!r}" for key in now if key in named and before[key] != now[key]]
 
 
 def say_where_it_starts(options: TrainOptions, reporter: Reporter) -> None:

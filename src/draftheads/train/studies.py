@@ -5,12 +5,14 @@ has a folder of its own and goes on where it was stopped; those that are complet
 """
 
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
 from draftheads.errors import InvalidSettings
+from draftheads.train import processes
 from draftheads.train.options import TrainOptions
 from draftheads.train.report import Report
 from draftheads.train.run import Reporter, train
@@ -26,37 +28,41 @@ class Study:
     variants: Mapping[str, Changes]
 
 
-def _switch(name: str, value: str) -> Changes:
-    return {"method": "amphista", "head_options": (f"{name}={value}",)}
+def _amphista(*head_options: str) -> Changes:
+    return {"method": "amphista", "num_layers": 1, "head_options": head_options}
 
 
-_TEACHER = {"loss": "teacher"}
+def _hydra(method: str, num_layers: int, loss: str, noise_alpha: float = 0.0) -> Changes:
+    return {"method": method, "num_layers": num_layers, "loss": loss, "noise_alpha": noise_alpha}
+
+
 STUDIES: Mapping[str, Study] = MappingProxyType(
     {
         "amphista": Study(
             "Amphista, tables 4 and 5, and A.2.3: what each part is worth",
             {
-                "medusa": {"method": "medusa"},
-                "hydra++": {"method": "hydra++"},
-                "amphista without auto-embedding": _switch("num_auto_embedding_blocks", "0"),
-                "amphista without positions": _switch("head_positions", "false"),
-                "amphista without staged adaptation": _switch("num_adaptation_layers", "0"),
-                "amphista with one adaptation layer": _switch("num_adaptation_layers", "1"),
-                "amphista without sampled token": _switch("sampled_token", "false"),
-                "amphista": {"method": "amphista"},
-                "amphista-α": _switch("num_auto_embedding_blocks", "2"),
+                "medusa": {"method": "medusa", "num_layers": 1},
+                "hydra++": {"method": "hydra++", "num_layers": 4},
+                # the positions are the block's: without it nobody reads them
+                "amphista without auto-embedding": _amphista("num_auto_embedding_blocks=0", "head_positions=false"),
+                "amphista without positions": _amphista("head_positions=false"),
+                "amphista without staged adaptation": _amphista("num_adaptation_layers=0"),
+                "amphista with one adaptation layer": _amphista("num_adaptation_layers=1"),
+                "amphista without sampled token": _amphista("sampled_token=false"),
+                "amphista": _amphista(),
+                "amphista-α": _amphista("num_auto_embedding_blocks=2"),
             },
         ),
         "hydra": Study(
             "Hydra, appendix A and section 3.1: what each step towards Hydra++ is worth",
             {
-                "hydra": {"method": "hydra", "num_layers": 1, "loss": "hard"},
-                "hydra, noise": {"method": "hydra", "num_layers": 1, "loss": "hard", "noise_alpha": 75.0},
-                "hydra, teacher": {"method": "hydra", "num_layers": 1, **_TEACHER},
-                "hydra, teacher and noise": {"method": "hydra", "num_layers": 1, **_TEACHER, "noise_alpha": 75.0},
-                "hydra, teacher, 4 layers": {"method": "hydra", "num_layers": 4, **_TEACHER},
-                "PrefixMLP, teacher": {"method": "hydra++", "num_layers": 1, **_TEACHER},
-                "hydra++ (PrefixMLP, teacher, 4 layers)": {"method": "hydra++", "num_layers": 4, **_TEACHER},
+                "hydra": _hydra("hydra", 1, "hard"),
+                "hydra, noise": _hydra("hydra", 1, "hard", 75.0),
+                "hydra, teacher": _hydra("hydra", 1, "teacher"),
+                "hydra, teacher and noise": _hydra("hydra", 1, "teacher", 75.0),
+                "hydra, teacher, 4 layers": _hydra("hydra", 4, "teacher"),
+                "PrefixMLP, teacher": _hydra("hydra++", 1, "teacher"),
+                "hydra++ (PrefixMLP, teacher, 4 layers)": _hydra("hydra++", 4, "teacher"),
             },
         ),
     }
@@ -88,7 +94,16 @@ def study(name: str) -> Study:
 
 
 def variants_of(chosen: Study, options: TrainOptions) -> dict[str, TrainOptions]:
-    """The options of each run: those given, but for what makes the variant; hidden states are shared."""
+    """The options of each run: those given, but for what makes the variant; hidden states are shared.
+
+    Raises:
+        InvalidSettings: an option was given that the study sets, or one that a variant cannot do with.
+    """
+    set_by_study = {key for changes in chosen.variants.values() for key in changes} - {"method"}
+    for field in fields(TrainOptions):
+        if field.name in set_by_study and (value := getattr(options, field.name)) != field.default:
+            flag = "--" + field.name.replace("_", "-")
+            raise InvalidSettings(f"{flag} is {value!r}, but the variants of this study set it: leave it out")
     return {
         name: replace(
             options,
@@ -121,8 +136,11 @@ def run_study(
         report = train(own, reporter)
         if report is not None:
             reports[name] = (own, report)
-    if not reports:
+    processes.wait()
+    if not processes.is_first():
         return None
+    if options.features is None and not options.keep_features:
+        shutil.rmtree(options.out / "features", ignore_errors=True)
     first = next(iter(reports.values()))[1].tokens_per_step_tree
     return [
         Finding(
