@@ -180,8 +180,8 @@ def _contenders(named: dict[str, str], options: BenchOptions, target: TargetMode
 
 
 def _counted(settings: BenchSettings) -> dict[str, Any]:
-    """Settings that tokens per step depend on."""
-    return {name: value for name, value in asdict(settings).items() if name != "num_speed_prompts"}
+    """Settings that all findings depend on; the temperature is in the names of those that depend on it."""
+    return {k: value for k, value in asdict(settings).items() if k not in ("num_speed_prompts", "temperature")}
 
 
 def _work_folder(identity: dict[str, Any]) -> Path | None:
