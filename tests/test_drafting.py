@@ -95,16 +95,19 @@ def slow_paths(guesses: Guesses, shape: BestPaths) -> list[list[Node]]:
     return sorted(paths, key=lambda path: -path[-1].path_log_prob)
 
 
-def merged(paths: Sequence[Sequence[Node]], count: int | None = None) -> list[Node]:
-    """The nodes of some paths in their order, each once; the first ``count`` of them."""
-    return list(dict.fromkeys(node for path in paths for node in path))[:count]
+def merged(paths: Sequence[Sequence[Node]]) -> list[Node]:
+    """The nodes of some paths in their order, each once."""
+    return list(dict.fromkeys(node for path in paths for node in path))
 
 
 # --- drafts, read node by node ---
 
 
 def nodes_of(draft: Draft, row: int) -> list[Node]:
-    """A row's nodes in order. Follows parents only, and holds everything else against them."""
+    """A row's nodes in order. Follows parents only, and holds everything else against them.
+
+    Nodes that only fill up the row stand behind the others and see no more than the root.
+    """
     assert draft.log_probs is not None
     assert draft.path_log_probs is not None
     parents, depths = (part.expand_as(draft.token_ids)[row].tolist() for part in (draft.parents, draft.depths))
@@ -112,17 +115,25 @@ def nodes_of(draft: Draft, row: int) -> list[Node]:
     paths: list[Tokens] = [()]
     above = [{0}]
     assert (parents[0], depths[0]) == (0, 0)
-    for node in range(1, draft.num_nodes):
+    filling = [node for node in range(1, draft.num_nodes) if depths[node] == 0]
+    size = draft.num_nodes - len(filling)
+    assert filling == list(range(size, draft.num_nodes))
+    for node in filling:
+        assert parents[node] == 0
+        assert set(ancestors[node].nonzero()[:, 0].tolist()) == {0, node}
+    for node in range(1, size):
         assert parents[node] < node, "a child before its parent"
         paths.append((*paths[parents[node]], tokens[node]))
         above.append(above[parents[node]] | {node})
         assert depths[node] == len(paths[node])
     assert len(set(paths)) == len(paths), "a guess is there twice"
-    assert [set(mask.nonzero()[:, 0].tolist()) for mask in ancestors] == above
+    assert [set(mask.nonzero()[:, 0].tolist()) for mask in ancestors[:size]] == above
     assert max(depths) <= draft.max_depth <= draft.num_nodes - 1
     return [
         Node(*each)
-        for each in zip(paths, draft.log_probs[row].tolist(), draft.path_log_probs[row].tolist(), strict=True)
+        for each in zip(
+            paths, draft.log_probs[row, :size].tolist(), draft.path_log_probs[row, :size].tolist(), strict=True
+        )
     ]
 
 
@@ -208,14 +219,14 @@ BEST_PATHS = {
 @pytest.mark.parametrize("kind", ["shared", "trimmed", "trimmed, own, deep"])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_best_paths_are_those_of_the_full_tree(method: str, kind: str, shape: str) -> None:
-    """Rows whose paths share more nodes are filled up with the next best paths' nodes."""
+    """Rows whose paths share more nodes have fewer of them."""
     (head, context), rule = confident(method, kind), BEST_PATHS[shape]
     draft = proposed(head, rule, context)
     paths = [slow_paths(guesses_of(head, context, row), rule) for row in range(ROWS)]
-    counts = [len(merged(found[: rule.num_paths])) for found in paths]
-    assert draft.num_nodes == max(counts)
+    best = [merged(found[: rule.num_paths]) for found in paths]
+    assert draft.num_nodes == max(map(len, best))
     for row in range(ROWS):
-        assert_equal(nodes_of(draft, row), merged(paths[row], max(counts)))
+        assert_equal(nodes_of(draft, row), best[row])
 
 
 def test_rows_whose_paths_have_fewer_nodes_are_filled_up() -> None:
@@ -233,7 +244,7 @@ def test_rows_grow_as_if_alone(method: str, shape: BestFirst | BestPaths) -> Non
     every = [nodes_of(together, row) for row in range(ROWS)]
     for row in range(ROWS):
         alone = nodes_of(proposed(head, shape, context.keep(torch.tensor([row]))), 0)
-        assert_equal(every[row][: len(alone)], alone)
+        assert_equal(every[row], alone)
     assert len({tuple(node.tokens for node in nodes) for nodes in every}) == ROWS, "each row has its own tree"
 
 

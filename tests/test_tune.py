@@ -267,7 +267,7 @@ def test_two_searches_into_one_folder_do_not_meet(
     here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with locked(tmp_path / "busy"):
-        assert "another process is tuning" in refused(tune("hydra", "--out", str(tmp_path / "busy")), capsys)
+        assert "another process is writing" in refused(tune("hydra", "--out", str(tmp_path / "busy")), capsys)
 
 
 def test_plans_of_heads_that_are_not_ones_own_go_to_the_cache(

@@ -119,7 +119,7 @@ def test_a_search_that_began_anew_is_not_finished(tmp_path: Path) -> None:
 def test_two_at_once_are_refused(tmp_path: Path) -> None:
     with (
         locked(tmp_path / "head"),
-        pytest.raises(StorageError, match=r"another process is tuning .*: wait for it, or give --out"),
+        pytest.raises(StorageError, match=r"another process is writing .*: wait for it, or give --out"),
         locked(tmp_path / "head"),
     ):
         pytest.fail("two search at once")
@@ -154,7 +154,7 @@ def test_the_lock_is_given_back_when_the_search_fails(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with (
-        pytest.raises(StorageError, match=r"cannot write to .*file.*; choose another folder by --out"),
+        pytest.raises(StorageError, match=r"cannot write to .*file.*; give --out to choose another folder"),
         locked(tmp_path / "file" / "head"),
     ):
         pytest.fail("it was written")
