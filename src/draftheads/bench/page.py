@@ -90,8 +90,9 @@ def _draw_tokens(figure: Any, rows: list[BenchRow], settings: BenchSettings) -> 
         ax.barh(places, values, width, xerr=errors, color=colour, label=label, error_kw={"lw": 0.8})
     _name_rows(ax, rows)
     ax.axvline(1.0, color="#55606e", lw=0.8)
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12 - 0.3 / len(rows)), ncols=3, frameon=False)
+    figure.legend(loc="outside upper center", ncols=len(ways), frameon=False)
     finish(ax, "tokens per step", "")
+    ax.legend().set_visible(False)  # it stands above
 
 
 def _draw_time(figure: Any, rows: list[BenchRow]) -> None:
@@ -112,3 +113,4 @@ def _draw_time(figure: Any, rows: list[BenchRow]) -> None:
 def _name_rows(ax: Any, rows: list[BenchRow]) -> None:
     ax.set_yticks(range(len(rows)), [row.name for row in rows])
     ax.invert_yaxis()
+    ax.set_axisbelow(True)
