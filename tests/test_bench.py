@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from draftheads.bench import drafters
 from draftheads.bench.drafters import Bench, BenchRow, BenchSettings, Contender, Counted, Timed, markdown
@@ -398,6 +399,35 @@ def test_the_command_compares_writes_and_says_so(
     (tmp_path / "out" / "bench.html").unlink()
     assert main(["report", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "bench.html").read_bytes() == before
+
+
+def test_another_model_in_the_same_folder_is_asked_anew(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(world / "model", tmp_path / "model")
+    options = ["--num-calibration-prompts", "2", "--max-new-tokens", "8", "--temperature", "0", "--limit", "3"]
+    arguments = ["bench", str(tmp_path / "model"), "--heads", "lookahead", "--prompts", str(world / "others.jsonl")]
+    asked: list[str] = []
+    answered = Bench._answered
+
+    def noted(self: Bench, drafter: Drafter, **sampling: Any) -> dict[str, Any]:
+        asked.append(type(drafter).__name__)
+        return answered(self, drafter, **sampling)
+
+    monkeypatch.setattr(Bench, "_answered", noted)
+    for expected in (2, 2):
+        assert main([*arguments, *options]) == 0
+        assert len(asked) == expected
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    save_file(
+        {name: 1.25 * tensor for name, tensor in weights.items()},
+        tmp_path / "model" / "model.safetensors",
+        {"format": "pt"},
+    )
+    assert main([*arguments, *options]) == 0
+    assert len(asked) == 4
+    capsys.readouterr()
 
 
 def test_what_cannot_be_compared_is_said(

@@ -14,7 +14,7 @@ from draftheads.data.features import FeatureStore
 from draftheads.errors import DataError, InvalidSettings
 from draftheads.heads import head_classes, parse_head_options
 from draftheads.target.model import TargetModel
-from draftheads.train import run
+from draftheads.train import run, studies
 from draftheads.train.material import arrange
 from draftheads.train.options import TrainOptions
 from draftheads.train.studies import STUDIES, study, variants_of
@@ -116,12 +116,16 @@ def test_an_unknown_study_is_named() -> None:
         study("eagle")
 
 
-def test_the_command_trains_what_is_left_and_compares(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def arguments(data: Path, tmp_path: Path) -> list[str]:
     sizes = ["--num-heads", "2", "--draft-vocab-size", "48", "--batch-tokens", "128", "--held-out", "0.2"]
     small = ["--epochs", "1", "--learning-rate", "0.02", "--eval-steps", "0", "--tree-nodes", "6"]
-    arguments = ["ablate", "hydra", "--out", str(tmp_path / "out"), "--data", str(data), *sizes, *small]
+    return ["ablate", "hydra", "--out", str(tmp_path / "out"), "--data", str(data), *sizes, *small]
+
+
+def test_the_command_trains_what_is_left_and_compares(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     fit = run.fit
     trained: list[str] = []
 
@@ -166,6 +170,28 @@ def test_the_command_trains_what_is_left_and_compares(
     assert main([*relative, "--log-steps", "3"]) == 0
     assert trained[-1] == names[-1], "all is there"
     assert len(trained) == 3 + 5
+
+
+def test_older_trainings_and_recipes_anywhere_are_understood(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 0
+    first = next(iter(variants_of(study("hydra"), options()).values())).out.name
+    # what an older version did not know
+    metrics = tmp_path / "out" / first / "metrics.json"
+    older = json.loads(metrics.read_text())
+    del older["options"]["dropout"], older["options"]["head_options"]
+    metrics.write_text(json.dumps(older))
+    assert main(arguments) == 0
+    assert main(["ablate", *arguments[2:4], "--recipe", "small", *arguments[4:], "--dropout", "0.5", "hydra"]) == 1
+    told = capsys.readouterr().err
+    assert "dropout was 0.0 and is 0.5" in told
+    assert "draft_vocab_size" not in told, "options win over the recipe wherever the study stands"
+    assert "epochs was" not in told
+    monkeypatch.setattr(studies.processes, "is_first", lambda: False)
+    (tmp_path / "out" / "ablation.json").unlink()
+    assert main(arguments) == 0
+    assert not (tmp_path / "out" / "ablation.json").exists(), "of several processes the first one writes"
 
 
 @pytest.mark.parametrize("most", [1, 300, 10**6])

@@ -18,7 +18,7 @@ from draftheads.files import write_atomic
 from draftheads.provenance import provenance
 from draftheads.train import processes
 from draftheads.train.options import TrainOptions
-from draftheads.train.studies import STUDIES, Finding, markdown, record, run_study, study, variants_of
+from draftheads.train.studies import Finding, markdown, record, run_study, study, variants_of
 
 RECORD, TABLE = "ablation.json", "ablation.md"
 
@@ -40,12 +40,12 @@ class AblateOptions:
 def expanded(arguments: Sequence[str]) -> list[str]:
     """The arguments with a recipe's before them; of an option that comes twice the last one counts.
 
+    The method, which every variant sets, need not be given.
+
     >>> expanded(["hydra", "--epochs", "1"])
-    ['hydra', '--method', 'hydra', '--epochs', '1']
+    ['--method', 'hydra', 'hydra', '--epochs', '1']
     """
-    if not arguments or arguments[0] not in STUDIES:
-        return list(arguments)
-    return [arguments[0], "--method", "hydra", *with_recipe(arguments[1:])]
+    return ["--method", "hydra", *with_recipe(arguments)]
 
 
 def run(options: AblateOptions) -> None:

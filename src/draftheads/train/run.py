@@ -46,7 +46,7 @@ from draftheads.tree import Tree
 
 _CHANGES_NOTHING = frozenset(
     {
-        *("out", "resume", "features", "features_budget", "keep_features", "tensorboard"),
+        *("out", "resume", "features_budget", "keep_features", "tensorboard"),
         *("save_steps", "log_steps", "eval_steps", "eval_texts"),
     }
 )
@@ -350,6 +350,8 @@ def _changes(options: TrainOptions, head: Path) -> list[str]:
     before = (_metrics(options, head) or {}).get("options", {})
     now = plain(options)
     named = now.keys() - _CHANGES_NOTHING
+    if options.data or options.text:
+        named -= {"features"}  # hidden states of that text, wherever they lie
     # what an older version did not know had the effect that its default has now
     defaults = json.loads(json.dumps({field.name: field.default for field in fields(options)}, default=str))
     before = {**defaults, **before}

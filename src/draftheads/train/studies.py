@@ -178,5 +178,5 @@ def markdown(findings: Sequence[Finding], num_nodes: int) -> str:
 
 def record(chosen: Study, options: TrainOptions, findings: Sequence[Finding]) -> dict[str, Any]:
     """All of it as JSON values."""
-    shared = {key: value for key, value in asdict(options).items() if key not in ("recipe", "resume")}
+    shared = {key: value for key, value in asdict(options).items() if key not in ("method", "recipe", "resume")}
     return {"source": chosen.source, "options": shared, "findings": [asdict(finding) for finding in findings]}
