@@ -50,11 +50,13 @@ from draftheads.train.run import (
     new_head,
     new_learner,
     plain,
+    read_start,
     remember,
     report_on,
     say_where_it_starts,
     tidy_up,
 )
+from draftheads.train.start import Start
 from draftheads.train.trainer import computes_in_bf16, fit
 
 ADAPTER_FOLDER, HEAD_FOLDER, BASE_FILE = "adapter", "head", "base.json"
@@ -94,11 +96,12 @@ def train_jointly(options: JointOptions, reporter: Reporter) -> JointReport | No
 
 def train_jointly_for(target: TargetModel, options: JointOptions, reporter: Reporter) -> JointReport | None:
     """:func:`train_jointly` for a loaded model; its weights stay as they are, the adapter is gone at the end."""
+    start = read_start(options, target, reporter)
     reporter.stage("reading data")
     texts = load_texts(target, options.data, max_length=options.max_length, max_tokens=options.max_tokens)
     store = LiveStore(target, texts)
     material = arrange(store, options)
-    head = _starting_head(target, options, store, material.training)
+    head = _starting_head(target, options, store, material.training, start)
     torch.manual_seed(options.seed)
     adapter = Adapter.attach(
         target.model,
@@ -227,9 +230,11 @@ def _tidy_up(options: JointOptions) -> None:
     tidy_up(options, "movement.json", ADAPTER_FOLDER, HEAD_FOLDER)
 
 
-def _starting_head(target: TargetModel, options: JointOptions, store: LiveStore, training: Sequence[int]) -> DraftHead:
+def _starting_head(
+    target: TargetModel, options: JointOptions, store: LiveStore, training: Sequence[int], start: Start | None
+) -> DraftHead:
     """The head that ``--head`` names, in fp32, or a new one."""
     if options.head is not None:
         return load_head(Path(options.head), target, dtype=torch.float32).requires_grad_(requires_grad=True)
     weights = in_float32(target.weights)
-    return new_head(options, weights, store, training, target.eos_ids, layer_sizes=target.layer_sizes)
+    return new_head(options, weights, store, training, target.eos_ids, layer_sizes=target.layer_sizes, start=start)

@@ -75,6 +75,11 @@ class JointOptions(TrainOptions):
         super().__post_init__()
         if self.feature_weight:
             raise InvalidSettings(f"--feature-weight is {self.feature_weight}: hidden states of the model change here")
+        if self.head is not None and self.start_from is not None:
+            raise InvalidSettings(
+                f"--head is {self.head} and --start-from {self.start_from}: give one; "
+                "--head goes on with that head as it is, --start-from gives its weights to the head that is asked for"
+            )
         self._require("heads_first", 0 <= self.heads_first < 1, "must be at least 0 and below 1")
         self._require("lora_dropout", 0 <= self.lora_dropout < 1, "must be at least 0 and below 1")
         self._require("head_weight", self.head_weight is None or self.head_weight > 0, "must be above 0")

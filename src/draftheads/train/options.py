@@ -40,6 +40,9 @@ class TrainOptions:
     shard_model: bool = False
     """With several processes, spread the model over them (FSDP) while it reads the texts: for one too large for one
     device. Each process still loads it whole into memory first."""
+    start_from: str | None = None
+    """A trained head to start with (a bundled method, a folder or a Hugging Face id): of its layers those that have
+    name and sizes of the new head's. For other data, for a model tuned since, or to grow hydra++ from hydra."""
     num_heads: int = 4
     """How many tokens beyond the next one are guessed."""
     num_layers: int = 1

@@ -26,7 +26,7 @@ from draftheads.draft import TargetWeights
 from draftheads.errors import DataError, InvalidSettings, MissingDependency
 from draftheads.files import remove_leftovers, write_atomic
 from draftheads.heads import head_classes, parse_head_options
-from draftheads.heads.base import DraftHead
+from draftheads.heads.base import DraftHead, HeadConfig
 from draftheads.provenance import provenance
 from draftheads.search.grow import best_tree
 from draftheads.target.model import TargetModel
@@ -41,6 +41,7 @@ from draftheads.train.measure import NUM_RANKS, Measurement, measure
 from draftheads.train.options import TrainOptions
 from draftheads.train.page import PAGE, write_page
 from draftheads.train.report import Report
+from draftheads.train.start import Start
 from draftheads.train.trainer import OnStep, TrainingInterrupted, find_checkpoint, fit, require_packages
 from draftheads.tree import Tree
 
@@ -95,10 +96,11 @@ def train(options: TrainOptions, reporter: Reporter) -> Report | None:
 
 def train_for(target: TargetModel, options: TrainOptions, reporter: Reporter) -> Report | None:
     """:func:`train` for a model that is loaded already, whatever ``options.model`` says."""
+    start = read_start(options, target, reporter)  # before the model reads for hours
     material = _material(target, options, reporter)
     store, training, held_out = material.store, material.training, material.held_out
     weights = in_float32(target.weights)
-    head = new_head(options, weights, store, training, target.eos_ids, layer_sizes=target.layer_sizes)
+    head = new_head(options, weights, store, training, target.eos_ids, layer_sizes=target.layer_sizes, start=start)
     learner = new_learner(options, head, weights)
     reporter.stage(f"training {options.method} on {len(training)} texts")
     batches = PlannedBatches(store, material.plan, skip_prompts=not head.needs_history)
@@ -253,35 +255,90 @@ def new_head(
     eos_ids: frozenset[int],
     *,
     layer_sizes: Mapping[str, float] = MappingProxyType({}),
+    start: Start | None = None,
 ) -> DraftHead:
     """An untrained head with its starting values, on the weights' device, the same for the same seed.
 
-    ``layer_sizes`` are those of the target's layers, for heads that have some of their own.
+    ``layer_sizes`` are those of the target's layers, for heads that have some of their own. Of ``start`` it has what
+    fits, its draft vocabulary, and its scale of embeddings, without which the weights mean something else.
     """
     torch.manual_seed(options.seed)
     vocab_size, hidden_size = weights.lm_head.shape
-    vocab = None
-    if 0 < options.draft_vocab_size < vocab_size:
-        vocab = frequent_tokens(store, documents, options.draft_vocab_size, vocab_size=vocab_size, always=eos_ids)
     config_class, head_class = head_classes(options.method)
+    vocab, scale = None, 1.0
+    if start is not None:
+        vocab = start.vocab(options.draft_vocab_size)
+    elif 0 < options.draft_vocab_size < vocab_size:
+        vocab = frequent_tokens(store, documents, options.draft_vocab_size, vocab_size=vocab_size, always=eos_ids)
+    if config_class.reads_embeddings:
+        known = None if start is None else start.embedding_scale
+        scale = embedding_scale(weights, store, documents) if known is None else known
+    config = _head_config(
+        options,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        draft_vocab_size=None if vocab is None else len(vocab),
+        embedding_scale=scale,
+        layer_sizes=layer_sizes,
+    )
+    head = head_class(config).to(weights.lm_head.device)
+    head.initialise(weights, None if vocab is None else vocab.to(weights.lm_head.device))
+    if start is not None:
+        start.give(head)
+    return head
+
+
+def _head_config(
+    options: TrainOptions,
+    *,
+    hidden_size: int,
+    vocab_size: int,
+    draft_vocab_size: int | None,
+    embedding_scale: float,
+    layer_sizes: Mapping[str, float],
+) -> HeadConfig:
+    """What the options say, for a model of these sizes."""
+    config_class, _ = head_classes(options.method)
     measured: dict[str, Any] = {}
     if config_class.has_layers:
         measured |= layer_sizes
     if config_class.reads_embeddings:
-        measured["embedding_scale"] = embedding_scale(weights, store, documents)
-    config = config_class(
+        measured["embedding_scale"] = embedding_scale
+    return config_class(
         hidden_size=hidden_size,
         vocab_size=vocab_size,
         num_heads=options.num_heads,
         num_layers=options.num_layers,
         lm_head=options.lm_head,
         lm_head_rank=options.lm_head_rank,
-        draft_vocab_size=None if vocab is None else len(vocab),
+        draft_vocab_size=draft_vocab_size,
         **{**measured, **parse_head_options(options.method, options.head_options)},
     )
-    head = head_class(config).to(weights.lm_head.device)
-    head.initialise(weights, None if vocab is None else vocab.to(weights.lm_head.device))
-    return head
+
+
+def read_start(options: TrainOptions, target: TargetModel, reporter: Reporter) -> Start | None:
+    """The head that ``--start-from`` names, if any; says what it gives.
+
+    Raises:
+        DraftHeadsError: it is none for this model, or nothing of it fits.
+    """
+    if options.start_from is None:
+        return None
+    start = Start.read(options.start_from, target)
+    vocab = start.vocab(options.draft_vocab_size)
+    config = _head_config(
+        options,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=None if vocab is None else len(vocab),
+        embedding_scale=1.0,  # decides no shape
+        layer_sizes=target.layer_sizes,
+    )
+    _, head_class = head_classes(options.method)
+    with torch.device("meta"):
+        head = head_class(config)
+    reporter.stage(f"starting from {start.name}, which gives {start.part_of(head):.0%} of the head's numbers")
+    return start
 
 
 def embedding_scale(weights: TargetWeights, store: Documents, documents: Sequence[int]) -> float:

@@ -99,6 +99,10 @@ def variants_of(chosen: Study, options: TrainOptions) -> dict[str, TrainOptions]
     Raises:
         InvalidSettings: an option was given that the study sets, or one that a variant cannot do with.
     """
+    if options.start_from is not None:
+        raise InvalidSettings(
+            f"--start-from is {options.start_from!r}, but a study's variants all start untrained: leave it out"
+        )
     set_by_study = {key for changes in chosen.variants.values() for key in changes} - {"method"}
     for field in fields(TrainOptions):
         if field.name in set_by_study and (value := getattr(options, field.name)) != field.default:
