@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def zoo(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The only bundled head is the saved one. No model may be loaded, and nobody looks at a wide screen."""
-    monkeypatch.setattr(registry, "_weights_folder", lambda: folder.parent.parent)
+    monkeypatch.setattr(registry, "weights_folder", lambda: folder.parent.parent)
     monkeypatch.setattr(TargetModel, "load", lambda *_, **__: pytest.fail("info loaded a model"))
     monkeypatch.setenv("COLUMNS", "100")
 
@@ -124,7 +124,7 @@ def test_the_zoo_is_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_an_empty_zoo_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(registry, "_weights_folder", lambda: tmp_path / "none")
+    monkeypatch.setattr(registry, "weights_folder", lambda: tmp_path / "none")
     assert "No heads are bundled" in told(capsys, "")
 
 

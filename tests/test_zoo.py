@@ -21,7 +21,7 @@ def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (root / name / "config.json").write_text("{}")
     (root / "smollm2-135m" / "unfinished").mkdir()
     (root / "config.json").write_text("{}")
-    monkeypatch.setattr(registry, "_weights_folder", lambda: root)
+    monkeypatch.setattr(registry, "weights_folder", lambda: root)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     return root
@@ -29,7 +29,7 @@ def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def no_zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_weights_folder", lambda: tmp_path / "weights")
+    monkeypatch.setattr(registry, "weights_folder", lambda: tmp_path / "weights")
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_zoo_may_be_empty() -> None:
 
 
 def test_the_packages_own_zoo_lies_within_the_package() -> None:
-    assert registry._weights_folder() == Path(registry.__file__).parent / "weights"
+    assert registry.weights_folder() == Path(registry.__file__).parent / "weights"
     assert all((head.folder / "config.json").is_file() for head in zoo_heads())
 
 

@@ -25,9 +25,14 @@ class ZooHead(NamedTuple):
     folder: Path
 
 
+def weights_folder() -> Path:
+    """Where the bundled heads lie, BASE/METHOD each."""
+    return Path(str(resources.files("draftheads.zoo"))) / "weights"
+
+
 def zoo_heads() -> list[ZooHead]:
     """All bundled heads, sorted by base and method."""
-    configs = sorted(_weights_folder().glob(f"*/*/{CONFIG_FILE}"))
+    configs = sorted(weights_folder().glob(f"*/*/{CONFIG_FILE}"))
     return [ZooHead(path.parent.parent.name, path.parent.name, path.parent) for path in configs]
 
 
@@ -56,10 +61,6 @@ def find_head(name: str, base_name: str) -> Path:
         f"no head {name!r}: neither a folder here nor an id on the Hugging Face Hub (owner/name); "
         f"{_bundled_for(base_name)}"
     )
-
-
-def _weights_folder() -> Path:
-    return Path(str(resources.files("draftheads.zoo"))) / "weights"
 
 
 def _download(hub_id: str, base_name: str) -> Path:

@@ -1,0 +1,175 @@
+"""The tool that makes the bundled heads, on a tiny model: what it trains, writes and says."""
+
+import importlib.util
+import json
+import shlex
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draftheads.checkpoint import load_head, read_head
+from draftheads.cli.train import expanded
+from draftheads.target.model import TargetModel
+from draftheads.train import run
+from draftheads.zoo import registry
+from training_world import chat_model, counting_chats, write_chats
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ONLY = ["medusa", "hydra", "hydra++", "amphista"]
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    path = Path(__file__).parent.parent / "tools" / "zoo.py"
+    spec = importlib.util.spec_from_file_location("zoo_tool", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return chat_model()
+
+
+@pytest.fixture(scope="module")
+def work(tool: ModuleType, target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("zoo")
+    data = write_chats(folder / "chats.jsonl", counting_chats(24))
+    arguments = ["train", str(folder / "work"), "--data", str(data), "--only", *ONLY]
+    small = ["--batch-tokens", "128", "--held-out", "0.2", "--epochs", "1", "--draft-vocab-size", "48"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run.TargetModel, "load", lambda *_, **__: target)
+        assert tool.main([*arguments, "--", *small]) == 0
+        assert tool.main([*arguments, "--", *small]) == 0, "all is there already"
+        assert tool.main([*arguments, "--", *small, "--seed", "3"]) == 1, "an error of the training is the tool's"
+    return folder / "work"
+
+
+@pytest.fixture
+def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(registry, "weights_folder", lambda: tmp_path / "weights")
+    return tmp_path / "weights" / "smollm2-135m"
+
+
+def bench(names: list[str], **changes: Any) -> dict[str, Any]:
+    row = {
+        "tree": "a growing tree of 24",
+        "tokens_per_step": 2.345,
+        "tokens_per_step_error": 0.067,
+        "speedup": 1.5,
+        "sampled_tokens_per_step": 1.875,
+        "typical_tokens_per_step": 2.125,
+        **changes,
+    }
+    settings = {"temperature": 0.7, "max_new_tokens": 128}
+    rows = [{"name": name, **row} for name in names]
+    return {"num_prompts": 80, "dtype": "bfloat16", "threads": 2, "settings": settings, "rows": rows}
+
+
+def test_the_heads_are_trained_alike_and_start_from_each_other(work: Path) -> None:
+    made = {name: json.loads((work / name / "metrics.json").read_text())["options"] for name in ONLY}
+    own = {"method", "out", "num_heads", "num_layers", "start_from", "head_options"}
+    assert all(
+        {key: value for key, value in made[name].items() if key not in own}
+        == {key: value for key, value in made["medusa"].items() if key not in own}
+        for name in ONLY
+    )
+    assert (made["hydra"]["start_from"], made["hydra++"]["start_from"]) == (None, str(work / "hydra"))
+    assert made["amphista"]["start_from"] == str(work / "medusa"), "not from the bundled one"
+    assert (work / "features").is_dir()
+
+
+def test_every_head_is_one_that_can_be_trained(tool: ModuleType) -> None:
+    for name, settings in tool.HEADS.items():
+        arguments = ["--method", name, *shlex.split(f"{tool.COMMON} {settings}")]
+        assert expanded(arguments)[-len(arguments) :] == arguments
+        start = settings.partition("--start-from ")[2]
+        assert not start or list(tool.HEADS).index(start) < list(tool.HEADS).index(name)
+
+
+def test_bundled_heads_are_those_that_were_trained(
+    tool: ModuleType, target: TargetModel, work: Path, zoo: Path, tmp_path: Path
+) -> None:
+    found = tmp_path / "bench.json"
+    found.write_text(json.dumps(bench(["medusa", "amphista"])))
+    assert tool.main(["bundle", str(work), "--bench", str(found), "--only", *ONLY]) == 0
+    assert [head.method for head in registry.zoo_heads()] == sorted(ONLY)
+    for name in ONLY:
+        files = {path.name for path in (zoo / name).iterdir()}
+        assert files == {"README.md", "config.json", "model.safetensors", "plan.json"}
+        load_head(zoo / name, target)
+        ours, theirs = (load_file(folder / name / "model.safetensors") for folder in (zoo, work))
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+        card = read_head(zoo / name).card
+        metrics = json.loads((work / name / "metrics.json").read_text())
+        for i, (loss, top1) in enumerate(zip(metrics["losses"], metrics["top1"], strict=True)):
+            assert f"\n| {i + 1} | {loss:.3f} | {top1:.1%} | " in card
+        assert f"Guesses {len(metrics['losses'])} tokens beyond the next one" in card
+        assert f"{metrics['num_training_texts']} chats for training and\n{metrics['num_held_out_texts']} kept" in card
+        assert str(work) not in card + (zoo / name / "config.json").read_text()
+        assert ("2.35 ± 0.07 tokens/step, 1.50 times plain" in card) == (name in ("medusa", "amphista"))
+        assert ("At temperature 0.7: 1.88 tokens/step with exact, 2.12 with typical" in card) == (
+            name in ("medusa", "amphista")
+        )
+        start = {"hydra++": "hydra", "amphista": "medusa"}.get(name)
+        assert (f"It began with the layers of `{start}`" in card) == (start is not None)
+
+
+def test_the_command_makes_the_head_again(tool: ModuleType, work: Path) -> None:
+    options = json.loads((work / "hydra++" / "metrics.json").read_text())["options"]
+    assert tool.command(options) == (
+        "draftheads train --method hydra++ --model smollm2-135m --data chats.jsonl --out hydra++ --start-from hydra "
+        "--num-heads 3 --num-layers 4 --draft-vocab-size 48 --epochs 1 --learning-rate 0.0005 --batch-tokens 128 "
+        "--max-length 512 --held-out 0.2 --tree-nodes 10"
+    )
+    several = {**options, "data": ["a/b.jsonl", "c.jsonl"], "head_options": ["inner_size=8", "x=1"], "start_from": None}
+    assert "--data b.jsonl c.jsonl --out" in tool.command(several)
+    assert "--head-options inner_size=8 x=1" in tool.command(several)
+    assert "start-from" not in tool.command(several)
+
+
+@pytest.mark.parametrize(("learned", "told"), [(1.0, "more text of this kind"), (9.0, "more passes, or a larger head")])
+def test_a_card_says_what_more_would_bring(
+    tool: ModuleType, work: Path, tmp_path: Path, learned: float, told: str
+) -> None:
+    folder = tmp_path / "medusa"
+    folder.mkdir()
+    metrics = json.loads((work / "medusa" / "metrics.json").read_text())
+    lines = [{"head_losses": [0.5 if step < 38 else learned, 7.0]} for step in range(40)]
+    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = tool.card(folder, {**metrics, "losses": [2.0, *metrics["losses"][1:]]}, None, 5_400_000)
+    assert f"loss was {learned:.2f} on the text that it learned from; here it is\n2.00. So {told}" in text
+    assert "5.4 MB in bf16" in text
+    assert "MT-Bench" not in text
+    assert "None" not in text
+
+
+def test_without_samples_a_card_speaks_of_none(tool: ModuleType, work: Path) -> None:
+    metrics = json.loads((work / "medusa" / "metrics.json").read_text())
+    found = bench(["medusa"], sampled_tokens_per_step=None, typical_tokens_per_step=None)
+    text = tool.card(work / "medusa", metrics, found, 1)
+    assert "2.35 ± 0.07 tokens/step" in text
+    assert "temperature 0.7:" not in text
+
+
+@pytest.mark.parametrize("limit", ["MOST_BYTES", "MOST_BYTES_IN_ALL"])
+def test_too_large_a_zoo_is_not_written(
+    tool: ModuleType, work: Path, zoo: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    sizes = [read_head(work / name).num_bytes for name in ("medusa", "hydra")]
+    monkeypatch.setattr(tool, limit, max(sizes) if limit == "MOST_BYTES" else sum(sizes))
+    assert tool.main(["bundle", str(work), "--only", "medusa", "hydra"]) == 0
+    before = {path: path.read_bytes() for path in zoo.rglob("*") if path.is_file()}
+    with pytest.raises(SystemExit, match="a head may have"):
+        tool.main(["bundle", str(work), "--only", "hydra++"])
+    assert {path: path.read_bytes() for path in zoo.rglob("*") if path.is_file()} == before
+    with pytest.raises(SystemExit, match="nothing is trained here: leave out --epochs 3"):
+        tool.main(["bundle", str(work), "--", "--epochs", "3"])
