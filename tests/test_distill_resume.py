@@ -291,7 +291,7 @@ def test_a_manifest_that_is_none_is_named(tmp_path: Path, content: str, words: s
 
 def test_two_runs_cannot_write_one_file(tmp_path: Path):
     chosen = echo_options(tmp_path)
-    with Journal.locked(chosen.out, {}, {}), pytest.raises(InvalidSettings, match="another process is writing"):
+    with Journal.locked(chosen.out, {}, {}), pytest.raises(StorageError, match="another process is writing"):
         run(chosen)
 
 

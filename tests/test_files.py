@@ -1,5 +1,6 @@
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from draftheads.errors import DataError, InvalidSettings, StorageError
-from draftheads.files import append_synced, atomic_directory, remove_leftovers, user_path, write_atomic
+from draftheads.files import append_synced, atomic_directory, locked, remove_leftovers, user_path, write_atomic
 
 DISK_BYTES = 2 << 20
 TOO_MUCH = torch.zeros(DISK_BYTES, dtype=torch.uint8)
@@ -236,3 +237,48 @@ def test_appending_does_not_hide_what_is_no_fault_of_the_disk(tmp_path: Path, mo
     monkeypatch.setattr(os, "fsync", too_many)
     with pytest.raises(OSError, match="Too many open files"):
         append_synced(tmp_path / "file", b"1", offset=0)
+
+
+@pytest.mark.parametrize("file", ["", "chats.jsonl"])
+def test_two_at_once_are_refused(tmp_path: Path, file: str):
+    folder = tmp_path / "new" / "out"
+    told = re.escape(f"another process is writing {folder / file}: wait for it, or name another --out")
+    with locked(folder, "name another --out", file=file):
+        with pytest.raises(StorageError, match=told), locked(folder, "name another --out", file=file):
+            pytest.fail("two write at once")
+        with locked(folder, "", file="others.jsonl"):  # beside it
+            pass
+    with locked(folder, "name another --out", file=file):  # the first one is done
+        pass
+
+
+def test_a_process_that_is_killed_leaves_no_lock(tmp_path: Path):
+    program = (
+        "import sys, time; from draftheads.files import locked\n"
+        "with locked(sys.argv[1], ''): print('locked', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    assert process.stdout.readline() == "locked\n"
+    with pytest.raises(StorageError, match="another process"), locked(tmp_path, ""):
+        pytest.fail("two write at once")
+    process.kill()
+    process.communicate(timeout=30)
+    with locked(tmp_path, ""):
+        pass
+
+
+def test_a_lock_is_given_back_on_the_way_out_of_an_error(tmp_path: Path):
+    with pytest.raises(KeyboardInterrupt), locked(tmp_path, ""):
+        raise KeyboardInterrupt
+    with locked(tmp_path, ""):
+        pass
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path):
+    (tmp_path / "file").write_text("in the way")
+    with (
+        pytest.raises(StorageError, match=r"cannot write into .*file.*head: Not a directory; name another --out"),
+        locked(tmp_path / "file" / "head", "name another --out"),
+    ):
+        pytest.fail("it was written")

@@ -33,6 +33,7 @@ from draftheads.errors import (
     NonFiniteLoss,
     StorageError,
 )
+from draftheads.files import locked
 from draftheads.target.fingerprint import Fingerprints
 from draftheads.target.model import TargetModel
 from draftheads.train import run
@@ -698,3 +699,9 @@ def test_the_commands_print_what_was_found(data: Path, tmp_path: Path, capfd: py
     for word in ("top-10", "perplexity", "KL(original || tuned)", "same greedy token", "draftheads merge --model"):
         assert word in printed
     assert "draftheads generate --model" in printed
+
+
+def test_two_runs_cannot_write_one_folder(data: Path, tmp_path: Path) -> None:
+    settings = options(tmp_path / "out", data)
+    with locked(settings.out, ""), pytest.raises(StorageError, match="another process is writing"):
+        train_jointly(settings, Silent())

@@ -25,11 +25,12 @@ from draftheads.data.extract import build_features, load_texts
 from draftheads.data.features import FeatureStore, shard_path
 from draftheads.draft import Context
 from draftheads.errors import DataError, InvalidSettings, NonFiniteLoss, StorageError, UnknownMethod
+from draftheads.files import locked
 from draftheads.heads import HEADS, head_classes
 from draftheads.heads.hydra import FusionBlock
 from draftheads.heads.layers import ResidualBlock
 from draftheads.target.model import TargetModel
-from draftheads.train import run
+from draftheads.train import processes, run
 from draftheads.train.joint_options import JointOptions
 from draftheads.train.learner import Learner, with_noise
 from draftheads.train.losses import objective
@@ -585,6 +586,26 @@ def test_a_trained_head_is_not_written_over(target: TargetModel, features: Path,
     run.train_for(target, settings, Silent())
     with pytest.raises(InvalidSettings, match="holds a trained head"):
         run.train(settings, Silent())
+
+
+def test_two_runs_cannot_write_one_folder(
+    target: TargetModel, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TargetModel, "load", lambda *_, **__: target)
+    settings = options(tmp_path / "out", features, epochs=1)
+    silent = Silent()
+    with locked(settings.out, ""), pytest.raises(StorageError, match=r"another process is writing .*out: wait for it"):
+        run.train(settings, silent)
+    assert silent.stages == []
+    assert run.train(settings, Silent()) is not None
+    with locked(settings.out, ""):
+        assert run.train(replace(settings, resume=True), Silent()) is not None, "it only reads what is complete"
+
+
+def test_of_several_processes_the_first_sees_to_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "is_first", lambda: False)
+    with locked(tmp_path, ""), run.alone_in(tmp_path):
+        pass
 
 
 def test_features_of_another_model_are_refused(features: Path, tmp_path: Path) -> None:

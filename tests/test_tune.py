@@ -19,13 +19,13 @@ from draftheads.checkpoint import read_head
 from draftheads.cli.main import main
 from draftheads.cli.tune import own_folder, work_folder
 from draftheads.errors import CheckpointCorrupt, InvalidSettings
+from draftheads.files import locked
 from draftheads.loading import plans_folder
 from draftheads.plan import Conditions, read_plan
 from draftheads.search.calibrate import Answer
 from draftheads.search.cost import StepBench, Way
 from draftheads.search.tune import TuneSettings
 from draftheads.search.verify import PAPER_TREE
-from draftheads.search.workbook import locked
 from draftheads.target.model import TargetModel
 from draftheads.tree import Tree
 from draftheads.zoo.registry import zoo_heads
@@ -176,7 +176,7 @@ def test_a_broken_plan_is_mended_by_tuning(here: Path, tmp_path: Path, plan: str
 
 
 def test_prompts_do_not_travel_with_a_head(here: Path, tuned: Path) -> None:
-    assert {path.name for path in tuned.iterdir()} == {"plan.json", "tune.json", "tune.html", ".tune.lock"}
+    assert {path.name for path in tuned.iterdir()} == {"plan.json", "tune.json", "tune.html", ".lock"}
     assert (work_folder(tuned) / "answers-000.json").exists()
     assert not work_folder(tuned).is_relative_to(tuned)
 
@@ -266,7 +266,7 @@ def test_impossible_settings_are_refused(wrong: dict[str, Any], words: str) -> N
 def test_two_searches_into_one_folder_do_not_meet(
     here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with locked(tmp_path / "busy"):
+    with locked(tmp_path / "busy", ""):
         assert "another process is writing" in refused(tune("hydra", "--out", str(tmp_path / "busy")), capsys)
 
 

@@ -1,15 +1,12 @@
 """Findings of a long search are kept for whoever goes on with it, and for nobody else."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from draftheads.errors import StorageError
-from draftheads.search.workbook import Workbook, locked
+from draftheads.search.workbook import Workbook
 
 IDENTITY: dict[str, Any] = {"settings": {"batch_sizes": (1, 2)}, "prompts": [[5, 6], [7]]}
 
@@ -114,47 +111,3 @@ def test_a_search_that_began_anew_is_not_finished(tmp_path: Path) -> None:
     opened(tmp_path / "work").finish()
     found(opened(tmp_path / "work", anew=True))
     assert found(opened(tmp_path / "work", anew=True))[1] == 0, "it was interrupted and goes on"
-
-
-def test_two_at_once_are_refused(tmp_path: Path) -> None:
-    with (
-        locked(tmp_path / "head"),
-        pytest.raises(StorageError, match=r"another process is writing .*: wait for it, or give --out"),
-        locked(tmp_path / "head"),
-    ):
-        pytest.fail("two search at once")
-    with locked(tmp_path / "head"):  # the first one is done
-        pass
-
-
-def test_a_process_that_is_killed_leaves_no_lock(tmp_path: Path) -> None:
-    program = (
-        "import sys, time; from pathlib import Path; from filelock import FileLock; "
-        "lock = FileLock(Path(sys.argv[1]) / '.tune.lock'); lock.acquire(timeout=0); print('locked', flush=True); "
-        "time.sleep(60)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout
-    assert process.stdout.readline() == "locked\n"
-    with pytest.raises(StorageError, match="another process"), locked(tmp_path):
-        pytest.fail("two search at once")
-    process.kill()
-    process.communicate(timeout=30)
-    with locked(tmp_path):
-        pass
-
-
-def test_the_lock_is_given_back_when_the_search_fails(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), locked(tmp_path):
-        raise KeyboardInterrupt
-    with locked(tmp_path):
-        pass
-
-
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with (
-        pytest.raises(StorageError, match=r"cannot write to .*file.*; give --out to choose another folder"),
-        locked(tmp_path / "file" / "head"),
-    ):
-        pytest.fail("it was written")

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from filelock import FileLock, Timeout
+
 from draftheads.errors import DraftHeadsError, InvalidSettings, StorageError
 
 _STORAGE_ERRNOS = frozenset(  # those that the place to save to is to blame for
@@ -124,6 +126,35 @@ def atomic_directory(path: str | os.PathLike[str], *, replace: bool = False) -> 
         yield temporary
         _settle(temporary)
         _move_into_place(temporary, target)
+
+
+@contextlib.contextmanager
+def locked(folder: str | os.PathLike[str], mend: str, *, file: str = "") -> Iterator[None]:
+    """No other process that asks for it writes into the folder meanwhile, or writes that file in it.
+
+    The lock's file stays; that a process held it and died is no matter.
+
+    Args:
+        folder: made if it is not there.
+        mend: how to choose another place, for the messages: "name another --out".
+        file: the name of what is written where others may write other files beside it.
+
+    Raises:
+        StorageError: somebody does, or nothing can be written there.
+    """
+    place = Path(folder)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(place / (f".{file}.lock" if file else ".lock"))
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise StorageError(f"another process is writing {place / file}: wait for it, or {mend}") from None
+    except OSError as error:
+        raise StorageError(f"cannot write into {place}: {error.strerror or error}; {mend}") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def remove_leftovers(path: str | os.PathLike[str]) -> None:

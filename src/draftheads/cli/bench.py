@@ -37,13 +37,13 @@ from draftheads.cli.stages import Stages
 from draftheads.decode.engine import Prompt
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.errors import DataError, InvalidSettings, MissingDependency, StorageError
-from draftheads.files import user_path, write_atomic
+from draftheads.files import locked, user_path, write_atomic
 from draftheads.growth import BestPaths
 from draftheads.loading import UNTRAINED, load_drafter, load_target
 from draftheads.provenance import provenance
 from draftheads.search.prompts import CALIBRATION_PROMPTS
 from draftheads.search.rehearsal import encoded
-from draftheads.search.workbook import Workbook, locked
+from draftheads.search.workbook import Workbook
 from draftheads.target.embedded import SMOLLM2_135M, cache_folder
 from draftheads.target.model import TargetModel
 from draftheads.zoo.registry import find_head, zoo_heads

@@ -20,7 +20,7 @@ from draftheads.cli.show import quiet_transformers
 from draftheads.cli.stages import Stages
 from draftheads.decode.engine import Engine, Prompt
 from draftheads.errors import DataError, InvalidSettings, MissingDependency
-from draftheads.files import user_path, write_atomic
+from draftheads.files import locked, user_path, write_atomic
 from draftheads.loading import load_drafter, load_target, plans_folder
 from draftheads.plan import Conditions, Plan
 from draftheads.provenance import provenance
@@ -28,7 +28,6 @@ from draftheads.search.page import RECORD, write_page
 from draftheads.search.prompts import CALIBRATION_PROMPTS
 from draftheads.search.tune import Tuner, TuneSettings
 from draftheads.search.verify import Verified, Verifier
-from draftheads.search.workbook import locked
 from draftheads.target.embedded import cache_folder
 from draftheads.zoo.registry import find_head, zoo_heads
 
@@ -75,7 +74,7 @@ def run(options: TuneOptions) -> None:
     head = load_drafter(options.head, options.model, target, ignore_plan=True)
     here = conditions(saved.digest, target)
     folder = user_path(options.out) if options.out else own_folder(saved, here)
-    with locked(folder), Stages(console) as display:
+    with locked(folder, "give --out"), Stages(console) as display:
         tuner = Tuner(
             target,
             head,

@@ -13,10 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from filelock import FileLock, Timeout
-
-from draftheads.errors import DataError, InvalidSettings, StorageError
-from draftheads.files import append_synced, remove_leftovers, write_atomic
+from draftheads.errors import DataError, InvalidSettings
+from draftheads.files import append_synced, locked, remove_leftovers, write_atomic
 
 _FORMAT = 1
 
@@ -101,11 +99,11 @@ class Journal:
         """The journal of a run, new or as a killed one left it; no other process may write it meanwhile.
 
         Raises:
-            InvalidSettings: ``out`` is of another run or being written.
+            InvalidSettings: ``out`` is of another run.
             DataError: the files are not as a run leaves them.
-            StorageError: they cannot be written.
+            StorageError: they cannot be written, or another process writes them.
         """
-        with _lock(out):
+        with locked(out.parent, "name another --out", file=out.name):
             remove_leftovers(manifest_path(out))
             before = Manifest.read(manifest_path(out))
             if before is None:
@@ -180,22 +178,6 @@ def part_path(out: Path) -> Path:
 def manifest_path(out: Path) -> Path:
     """Where the manifest is."""
     return out.with_name(out.name + ".manifest.json")
-
-
-@contextlib.contextmanager
-def _lock(out: Path) -> Iterator[None]:
-    lock = FileLock(out.with_name(f".{out.name}.lock"))
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise InvalidSettings(f"another process is writing {out}: wait for it, or name another --out") from None
-    except OSError as error:
-        raise StorageError(f"cannot write into {out.parent}: {error.strerror or error}; name another --out") from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _refuse_strangers(out: Path) -> None:

@@ -1,15 +1,11 @@
 """What a long search has found so far, a file for each finding, so that it goes on where it was stopped or killed."""
 
-import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
-from draftheads.errors import StorageError
 from draftheads.files import write_atomic
 
 _IDENTITY, _FINISHED = "identity.json", "finished.json"
@@ -48,33 +44,6 @@ class Workbook:
     def finish(self) -> None:
         """The search is over, and what it was for is saved elsewhere."""
         _write(self.folder / _FINISHED, value=True)
-
-
-@contextlib.contextmanager
-def locked(folder: Path, mend: str = "give --out") -> Iterator[None]:
-    """Nobody else searches into the folder meanwhile.
-
-    Args:
-        folder: to write to.
-        mend: how to choose another one.
-
-    Raises:
-        StorageError: somebody does, or it cannot be written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".tune.lock")
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise StorageError(
-            f"{folder}: another process is writing its findings into this folder: wait for it, or {mend}"
-        ) from None
-    except OSError as error:
-        raise StorageError(f"cannot write to {folder}: {error.strerror}; {mend} to choose another folder") from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _read(path: Path) -> Any:

@@ -41,6 +41,7 @@ from draftheads.train.report import Report
 from draftheads.train.run import (
     Reporter,
     Speedometer,
+    alone_in,
     already_found,
     as_json,
     check_out,
@@ -87,11 +88,13 @@ def train_jointly(options: JointOptions, reporter: Reporter) -> JointReport | No
         return JointReport(Report.of(metrics), Movement(**metrics["movement"]))
     check_out(options, options.out / HEAD_FOLDER)
     processes.wait()  # nobody writes before all have looked
-    say_where_it_starts(options, reporter)
     require_peft()
-    reporter.stage(f"loading {options.model}")
-    dtype = torch.bfloat16 if computes_in_bf16(options, default_device().type) else torch.float32
-    return train_jointly_for(TargetModel.load(options.model, dtype=dtype, four_bit=options.four_bit), options, reporter)
+    with alone_in(options.out):
+        say_where_it_starts(options, reporter)
+        reporter.stage(f"loading {options.model}")
+        dtype = torch.bfloat16 if computes_in_bf16(options, default_device().type) else torch.float32
+        target = TargetModel.load(options.model, dtype=dtype, four_bit=options.four_bit)
+        return train_jointly_for(target, options, reporter)
 
 
 def train_jointly_for(target: TargetModel, options: JointOptions, reporter: Reporter) -> JointReport | None:

@@ -6,10 +6,11 @@ The output folder holds the head (see ``checkpoint``) with ``metrics.json`` and 
 run is not complete ``run.json`` (what it depends on), ``checkpoints/`` and ``features/``.
 """
 
+import contextlib
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -24,7 +25,7 @@ from draftheads.data.features import Documents, FeatureStore
 from draftheads.data.live import LiveStore
 from draftheads.draft import TargetWeights
 from draftheads.errors import DataError, InvalidSettings, MissingDependency
-from draftheads.files import remove_leftovers, write_atomic
+from draftheads.files import locked, remove_leftovers, write_atomic
 from draftheads.heads import head_classes, parse_head_options
 from draftheads.heads.base import DraftHead, HeadConfig
 from draftheads.provenance import provenance
@@ -85,13 +86,25 @@ def train(options: TrainOptions, reporter: Reporter) -> Report | None:
         return Report.of(metrics)
     check_out(options, options.out)
     processes.wait()  # nobody writes before all have looked
-    say_where_it_starts(options, reporter)
-    reporter.stage(f"loading {options.model}")
-    if options.shard_model:
-        target = _spread(TargetModel.load(options.model, dtype=default_dtype(processes.device()), device="cpu"))
-    else:
-        target = TargetModel.load(options.model, four_bit=options.four_bit)
-    return train_for(target, options, reporter)
+    with alone_in(options.out):
+        say_where_it_starts(options, reporter)
+        reporter.stage(f"loading {options.model}")
+        if options.shard_model:
+            target = _spread(TargetModel.load(options.model, dtype=default_dtype(processes.device()), device="cpu"))
+        else:
+            target = TargetModel.load(options.model, four_bit=options.four_bit)
+        return train_for(target, options, reporter)
+
+
+@contextlib.contextmanager
+def alone_in(out: Path) -> Iterator[None]:
+    """No other run writes into the folder meanwhile; of several processes of one run the first sees to it.
+
+    Raises:
+        StorageError: another one does.
+    """
+    with locked(out, "name another --out") if processes.is_first() else contextlib.nullcontext():
+        yield
 
 
 def train_for(target: TargetModel, options: TrainOptions, reporter: Reporter) -> Report | None:
