@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftheads.draft import Context
-from draftheads.errors import InvalidSettings
-from draftheads.growth import BestFirst
+from draftheads.errors import InvalidSettings, InvalidTree
+from draftheads.growth import BestFirst, BestPaths
 from draftheads.heads import HEADS, head_classes, parse_head_options
 from draftheads.heads.attention import (
     History,
@@ -61,7 +61,7 @@ def model() -> TargetModel:
 def variant(name: str, model: TargetModel) -> DraftHead:
     method, options = VARIANTS[name]
     return (
-        tiny_head(method, model, embedding_scale=1.7, **options)
+        tiny_head(method, model, embedding_scale=SCALE, **options)
         if reads(method)
         else tiny_head(method, model, **options)
     )
@@ -235,7 +235,9 @@ def test_rows_that_left_unsaid_are_an_error(method: str, model: TargetModel) -> 
 # --- the layer ---
 
 
-def slow_attention(layer: TransformerLayer, x: Tensor, config: LayerConfig) -> Tensor:
+def slow_attention(
+    layer: TransformerLayer, x: Tensor, config: LayerConfig, *, causal: bool = True, rotary: bool = True
+) -> Tensor:
     """The layer's output (T, D) one query and one head at a time."""
     size, heads, groups = config.head_size, config.num_attention_heads, config.num_key_value_heads
 
@@ -244,7 +246,7 @@ def slow_attention(layer: TransformerLayer, x: Tensor, config: LayerConfig) -> T
 
     def turned(v: Tensor, position: int) -> Tensor:
         out = v.clone()
-        for j in range(size // 2):
+        for j in range(size // 2 if rotary else 0):
             angle = torch.tensor(position * config.rope_theta ** (-2.0 * j / size))
             a, b = v[j], v[j + size // 2]
             out[j] = a * angle.cos() - b * angle.sin()
@@ -258,8 +260,9 @@ def slow_attention(layer: TransformerLayer, x: Tensor, config: LayerConfig) -> T
         for h in range(heads):
             g = h // (heads // groups)
             q = turned(layer.q_proj.weight[h * size : (h + 1) * size] @ normed[t], t)
-            keys = [turned(layer.k_proj.weight[g * size : (g + 1) * size] @ normed[s], s) for s in range(t + 1)]
-            values = [layer.v_proj.weight[g * size : (g + 1) * size] @ normed[s] for s in range(t + 1)]
+            seen = range(t + 1 if causal else len(x))
+            keys = [turned(layer.k_proj.weight[g * size : (g + 1) * size] @ normed[s], s) for s in seen]
+            values = [layer.v_proj.weight[g * size : (g + 1) * size] @ normed[s] for s in seen]
             weights = (torch.stack(keys) @ q / size**0.5).softmax(0)
             attended.append(weights @ torch.stack(values))
         middle = v + layer.o_proj.weight @ torch.cat(attended)
@@ -346,10 +349,9 @@ def test_a_history_grows_and_keeps_what_was_written() -> None:
 def test_a_new_head_says_what_the_model_says_next(method: str, model: TargetModel) -> None:
     """Medusa's starting point: every head starts as the target's own lm_head on h_t."""
     config_class, head_class = head_classes(method)
-    hidden = (
-        F.normalize(torch.randn(2, 6, model.hidden_size), dim=-1) * model.hidden_size**0.5
-    )  # rms 1, as after a norm
-    scale = 1.0 / float(model.weights.embedding.square().mean().sqrt())
+    rms = 3.0  # of all hidden states, as after a norm
+    hidden = rms * F.normalize(torch.randn(2, 6, model.hidden_size), dim=-1) * model.hidden_size**0.5
+    scale = rms / float(model.weights.embedding.square().mean().sqrt())
     config = config_class(
         hidden_size=model.hidden_size,
         vocab_size=VOCAB,
@@ -381,7 +383,7 @@ SIZES: dict[str, tuple[str, dict[str, Any], int]] = {
     "hydra++": (
         "hydra++",
         {"num_heads": 4, "num_layers": 4, "lm_head": "own"},
-        sum(2 * ((i + 2) * D * D + D) + 3 * (D * D + D) + V * D for i in range(4)) + LAYER + D,
+        sum(2 * ((i + 2) * D * D + D) + 3 * (D * D + D) + V * D + V for i in range(4)) + LAYER + D,
     ),
     "mlp-speculator": (
         "mlp-speculator",
@@ -438,6 +440,7 @@ def test_shapes_at_vicunas_sizes() -> None:
         assert plus[f"blocks.{i}.0.residual.weight"] == plus[f"blocks.{i}.0.linear.weight"] == (D, (i + 2) * D)
         assert [plus[f"blocks.{i}.{j}.linear.weight"] for j in (1, 2, 3)] == [(D, D)] * 3
     assert plus["prefix.feed_forward.gate_proj.weight"] == (INNER, D)
+    assert [plus[f"lm_heads.heads.{i}.bias"] for i in range(4)] == [(V,)] * 4
     ibm = shapes_of("mlp-speculator", num_heads=3, lm_head="own", embeddings="own")
     assert [ibm[f"embeddings.{i}.weight"] for i in range(3)] == [(V, D)] * 3
     assert [ibm[f"projections.{i}.weight"] for i in range(3)] == [(D, D)] * 3
@@ -461,33 +464,146 @@ def test_the_weights_of_state_and_token_are_ibms() -> None:
     assert target.embedding_weight == pytest.approx((1 - state_weight**2) ** 0.5 / state_weight)
 
 
-def slow_stage(head: DraftHead, state: Tensor, stage: int, token: int, *, tied: bool) -> Tensor:
-    """One stage of the MLP Speculator on its own embeddings, as its formula has it."""
-    weights = {name: parameter.detach() for name, parameter in head.named_parameters()}
+# --- formulas, one number after the other ---
+
+SCALE = 1.7  # of embeddings, in variant()
+
+
+def numbers(head: DraftHead) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in head.named_parameters()}
+
+
+def affine(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return weights[f"{name}.weight"] @ x + weights.get(f"{name}.bias", torch.zeros(()))
+
+
+def residual(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return x + F.silu(affine(weights, f"{name}.linear", x))
+
+
+@pytest.mark.parametrize("name", ["hydra", "hydra++, deep", "hydra++, grouped"])
+def test_hydra_follows_its_formula(name: str, model: TargetModel) -> None:
+    """u = [s_t; E(x_{t+1}); …], R u + SiLU(W u), then residual blocks; s_t of a layer and a norm in Hydra++."""
+    head = variant(name, model)
+    weights, embedding = numbers(head), SCALE * model.weights.embedding
+    hidden, tokens = random_text(1, 9, size=model.hidden_size)
+    states = hidden[0]
+    if "++" in name:
+        assert isinstance(head.config, LayerConfig)
+        layer = slow_attention(head.prefix, states, head.config)  # type: ignore[arg-type]
+        rms = (layer.square().mean(-1, keepdim=True) + head.config.norm_epsilon).sqrt()
+        states = layer / rms * weights["prefix_norm.weight"]
+    features = head(hidden, tokens)
+    for i in range(head.config.num_heads):
+        u = torch.cat([states[3], *(embedding[tokens[0, 4 + j]] for j in range(i + 1))])
+        x = affine(weights, f"blocks.{i}.0.residual", u) + F.silu(affine(weights, f"blocks.{i}.0.linear", u))
+        for j in range(1, head.config.num_layers):
+            x = residual(weights, f"blocks.{i}.{j}", x)
+        torch.testing.assert_close(features[i, 0, 3], x, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("amphista", "amphista-alpha", "amphista, no blocks", "amphista, no positions", "amphista, one stage"),
+        *("amphista, no stage", "amphista, no token"),
+    ],
+)
+def test_amphista_follows_its_equations(name: str, model: TargetModel) -> None:
+    """Stages on fc([h; e_{t+1}]), an MLP a head on one of them, positions, then all heads see all."""
+    head = variant(name, model)
+    config, weights, embedding = head.config, numbers(head), SCALE * model.weights.embedding
+    assert isinstance(config, LayerConfig)
+    hidden, tokens = random_text(1, 9, size=model.hidden_size)
+    stages = [hidden[0]]
+    for i, layer in enumerate(head.adaptations):  # type: ignore[arg-type, var-annotated]
+        x = stages[-1][:-1]
+        if name != "amphista, no token":
+            both = [torch.cat([state, embedding[token]]) for state, token in zip(x, tokens[0, 1:], strict=True)]
+            x = torch.stack([affine(weights, f"fusions.{i}", one) for one in both])
+        stages.append(F.pad(slow_attention(layer, x, config), (0, 0, 0, 1)))
+    first = {"amphista, no stage": 0}.get(name, 1)
+    last = {"amphista, no stage": 0, "amphista, one stage": 1}.get(name, 2)
+    heads = [residual(weights, f"blocks.{i}.0", stages[first if i < 2 else last][4]) for i in range(4)]
+    if name != "amphista, no positions":
+        heads = [x + weights["positions"][i] for i, x in enumerate(heads)]
+    found = torch.stack(heads)
+    for block in head.auto_embedding:  # type: ignore[union-attr]
+        found = slow_attention(block, found, config, causal=False, rotary=False)
+    assert len(head.auto_embedding) == {"amphista-alpha": 2, "amphista, no blocks": 0}.get(name, 1)  # type: ignore[arg-type]
+    torch.testing.assert_close(head(hidden, tokens)[:, 0, 4], found, rtol=1e-4, atol=1e-4)
+
+
+def test_eagles_first_guess_follows_its_formula(model: TargetModel) -> None:
+    head = variant("eagle", model)
+    weights, embedding = numbers(head), SCALE * model.weights.embedding
+    hidden, tokens = random_text(1, 9, size=model.hidden_size)
+    pairs = zip(tokens[0, 1:], hidden[0], strict=False)
+    x = torch.stack([affine(weights, "fusion", torch.cat([embedding[token], state])) for token, state in pairs])
+    torch.testing.assert_close(head(hidden, tokens)[0, 0, :8], head.layer(x[None])[0], rtol=1e-4, atol=1e-4)  # type: ignore[operator]
+
+
+def test_markov_medusa_follows_its_formula(model: TargetModel) -> None:
+    """lm_head(blocks(h_t)) + U (2 σ(G h_t) * A E(x_{t+1+i}))."""
+    head = variant("markov-medusa, own", model)
+    weights, embedding = numbers(head), SCALE * model.weights.embedding
+    hidden, tokens = random_text(1, 9, size=model.hidden_size)
+    features, state = head(hidden, tokens), hidden[0, 2]
+    for i in range(head.config.num_heads):
+        x = residual(weights, f"blocks.{i}.1", residual(weights, f"blocks.{i}.0", state))
+        low = (
+            2
+            * torch.sigmoid(affine(weights, f"gates.{i}", state))
+            * (weights[f"down.{i}.weight"] @ embedding[tokens[0, 3 + i]])
+        )
+        expected = weights[f"lm_heads.heads.{i}.weight"] @ x + weights[f"up.{i}.weight"] @ low
+        torch.testing.assert_close(head.logits(features[i, 0, 2], i), expected, rtol=1e-4, atol=1e-4)
+
+
+def slow_stage(head: DraftHead, embedding: Tensor, state: Tensor, stage: int, token: int, *, tied: bool) -> Tensor:
+    """One stage of the MLP Speculator, as its formula has it."""
+    weights = numbers(head)
     place = 0 if tied else stage
     z = weights[f"projections.{min(stage, 1) if tied else stage}.weight"] @ state
-    z = z + head.embedding_weight * weights[f"embeddings.{place}.weight"][token]  # type: ignore[operator]
+    if "embeddings.0.weight" in weights:
+        embedded = weights[f"embeddings.{place}.weight"][token]
+    else:
+        embedded = weights[f"embedding_projections.{place}.weight"] @ embedding[token]
+    z = z + head.embedding_weight * embedded  # type: ignore[operator]
     z = z / (z.square().mean() + 1e-6).sqrt() * weights[f"norms.{place}.weight"] + weights[f"norms.{place}.bias"]
     return F.gelu(z)
 
 
-@pytest.mark.parametrize("name", ["mlp-speculator, own", "mlp-speculator, tied"])
+@pytest.mark.parametrize(
+    "name", ["mlp-speculator", "mlp-speculator, own", "mlp-speculator, tied", "mlp-speculator, tied, shared"]
+)
 def test_the_mlp_speculator_follows_its_formula(name: str, model: TargetModel) -> None:
     head = variant(name, model)
-    tied = name.endswith("tied")
+    tied, shared = "tied" in name, head.config.lm_head == "shared"
+    weights, embedding = numbers(head), SCALE * model.weights.embedding
     hidden, tokens = random_text(1, 8, size=model.hidden_size)
     state = hidden[0, 2]
-    if tied:  # scale_input
+    if head.config.scale_input:  # type: ignore[attr-defined]
         state = state / (state.square().mean() + 1e-6).sqrt() / 2**0.5
     features = head(hidden, tokens)
     for i in range(3):
-        state = slow_stage(head, state, i, int(tokens[0, 3 + i]), tied=tied)
-        torch.testing.assert_close(features[i, 0, 2], state, rtol=1e-4, atol=1e-4)
-        weight = dict(head.named_parameters())[f"lm_heads.heads.{0 if tied else i}.weight"]
-        torch.testing.assert_close(head.logits(features[i, 0, 2], i), weight @ state, rtol=1e-4, atol=1e-4)
+        state = slow_stage(head, embedding, state, i, int(tokens[0, 3 + i]), tied=tied)
+        place = 0 if tied else i
+        said = affine(weights, f"outputs.{place}", state) if shared else state
+        torch.testing.assert_close(features[i, 0, 2], said, rtol=1e-4, atol=1e-4)
+        weight = model.weights.lm_head if shared else weights[f"lm_heads.heads.{place}.weight"]
+        torch.testing.assert_close(head.logits(features[i, 0, 2], i), weight @ said, rtol=1e-4, atol=1e-4)
 
 
 # --- what cannot be ---
+
+
+def test_whole_paths_go_through_all_stages(model: TargetModel) -> None:
+    head = tiny_head("mlp-speculator", model, num_heads=4)
+    with pytest.raises(InvalidTree, match="2 widths for 4 stages: give one for each, such as 4 2 1 1"):
+        head.shape = BestPaths((4, 2), 3)
+    head.shape = BestPaths((4, 2, 1, 1), 3)
+    tiny_head("hydra", model, num_heads=4).shape = BestPaths((4, 2), 3)
 
 
 @pytest.mark.parametrize(

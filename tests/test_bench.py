@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from draftheads.bench import drafters
 from draftheads.bench.drafters import Bench, BenchRow, BenchSettings, Contender, Counted, Timed, markdown
 from draftheads.bench.page import PAGE, RECORD, write_page
+from draftheads.checkpoint import read_head
 from draftheads.cli.main import main
 from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
@@ -105,7 +106,7 @@ def test_rows_say_what_was_compared(model: TargetModel, compared: tuple[list[Con
     own += [sum(tensor.numel() for tensor in small.model.model.parameters()), 0]
     assert [row.num_parameters for row in rows] == own
     assert rows[2].tree == "growing, 6"
-    assert rows[3].tree == "its own"
+    assert rows[3].tree == "its own, up to 9"
 
 
 @pytest.mark.parametrize("grows", [True, False])
@@ -278,7 +279,7 @@ def test_the_paths_of_the_mlp_speculator_are_checked_as_they_are(model: TargetMo
     one = bench(model, tmp_path, [Contender("paths", head, "1", BestPaths((3, 2, 2), 2))])
     (row,) = one.run()
     assert head.shape == BestPaths((3, 2, 2), 2)
-    assert row.tree == "best 2 of 3x2x2"
+    assert row.tree == "best 2 of 3x2x2, up to 7"
     assert row.predicted_tokens_per_step is None
     results = [Engine(model, head).generate([prompt], max_new_tokens=10)[0] for prompt in PROMPTS]
     alone = sum(len(result.token_ids) - 1 for result in results) / sum(result.num_steps for result in results)
@@ -368,6 +369,9 @@ def test_the_command_compares_writes_and_says_so(
     assert record["num_prompts"] == 3
     assert record["settings"]["num_nodes"] == 5
     assert record["rows"][2]["tokens_per_step"] > 2, "it drafts for itself"
+    assert record["rows"][1]["tree"] == "its own, up to 6", "as few as there can be"
+    assert record["drafters"].keys() == {"hydra", "lookahead", "draft-model"}
+    assert read_head(world / "hydra").digest in record["drafters"]["hydra"]
     assert (tmp_path / "out" / "bench.md").read_text().startswith("| drafter |")
     assert f"wrote {tmp_path / 'out' / 'bench.html'}" in shown
     assert all(len(line) <= 80 for line in shown.splitlines()[:-1] if "wrote" not in line)

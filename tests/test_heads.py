@@ -100,7 +100,8 @@ def slow_logits(head: DraftHead, i: int, features: Tensor) -> Tensor:
     target = random_weights()
     weights = {name: parameter.detach() for name, parameter in head.named_parameters()}
     if head.config.lm_head == "own":
-        return weights[f"lm_heads.heads.{i}.weight"] @ features
+        bias = weights.get(f"lm_heads.heads.{i}.bias", torch.zeros(()))
+        return weights[f"lm_heads.heads.{i}.weight"] @ features + bias
     if head.config.lm_head == "low_rank":
         return weights[f"lm_heads.up.{i}.weight"] @ (weights[f"lm_heads.down.{i}.weight"] @ features)
     assert target.lm_head_bias is not None
@@ -241,8 +242,8 @@ def test_layers_are_distinct(method: str) -> None:
 @pytest.mark.parametrize("kind", ["shared", "deep", "own", "trimmed", "trimmed, own, deep"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_new_head_guesses_what_the_target_says_next(method: str, kind: str) -> None:
-    # own lm_heads have no bias
-    weights = random_weights(bias=kind in ("shared", "deep", "trimmed"))
+    # own lm_heads have no bias but in Hydra
+    weights = random_weights(bias=kind in ("shared", "deep", "trimmed") or method == "hydra")
     head = fresh_head(method, weights, **KINDS[kind])
     hidden = normal(2, 5, D)
     target = hidden @ weights.lm_head.T

@@ -45,6 +45,7 @@ def test_ngrams_of_the_pool_were_said_by_the_model(window: int, ngram: int, gues
         )
         draft = lookahead.propose(context)
         assert int(draft.depths.max()) == draft.max_depth
+        assert draft.num_nodes <= lookahead.most_nodes
         lookahead.watch(draft, said(draft))
         row = lookahead._rows[0]
         assert all(len(level) == window for level in row.levels)

@@ -1,12 +1,15 @@
 """Heads that start from what another head has learned."""
 
 import json
+import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from draftheads.checkpoint import load_head, read_head, save_head
 from draftheads.data.extract import build_features, load_texts
@@ -20,7 +23,9 @@ from draftheads.train.joint_options import JointOptions
 from draftheads.train.options import TrainOptions
 from draftheads.train.start import Start
 from draftheads.train.studies import study, variants_of
-from training_world import chat_model, chat_tokenizer, counting_chats, distilled_chats, write_chats
+from draftheads.train.trainer import TrainingInterrupted
+from draftheads.zoo import registry
+from training_world import VOCAB, chat_model, chat_tokenizer, counting_chats, distilled_chats, write_chats
 
 
 class Silent:
@@ -149,14 +154,16 @@ def test_what_has_no_counterpart_starts_as_it_always_does(
     assert start.part_of(grown) == pytest.approx(taken / total)
 
 
-@pytest.mark.parametrize("method", ["markov-medusa", "amphista"])
-def test_heads_built_on_medusa_start_with_its_guesses(
-    target: TargetModel, features: Path, tmp_path: Path, method: str
+@pytest.mark.parametrize(
+    ("method", "base"), [("markov-medusa", "medusa"), ("amphista", "medusa"), ("hydra++", "hydra")]
+)
+def test_heads_start_with_the_guesses_of_what_they_are_built_on(
+    target: TargetModel, features: Path, tmp_path: Path, method: str, base: str
 ) -> None:
-    medusa = options(tmp_path / "medusa", features, method="medusa")
-    found = run.train_for(target, medusa, Silent())
+    first = options(tmp_path / "first", features, method=base)
+    found = run.train_for(target, first, Silent())
     assert found is not None
-    settings = options(tmp_path / "grown", features, method=method, start_from=str(medusa.out), epochs=1)
+    settings = options(tmp_path / "grown", features, method=method, start_from=str(first.out), epochs=1)
     run.train_for(target, settings, Silent())
     first = validation(settings.out)[0]
     assert first["losses"] == pytest.approx(found.losses, rel=1e-2)
@@ -212,16 +219,92 @@ def test_a_start_that_does_not_fit_is_said_before_the_model_reads(
         f"--draft-vocab-size is 40, but --start-from {hydra} guesses among 36 tokens: give --draft-vocab-size 36"
     )
     assert "guesses among 36 tokens" in told(draft_vocab_size=0)
-    assert told(method="medusa", num_layers=1, num_heads=1, draft_vocab_size=36) == (
-        f"--start-from {hydra}: no layer of this hydra head has the name and sizes of one of a medusa head with "
-        "these settings"
+    assert told(method="medusa", draft_vocab_size=36) == (
+        f"--start-from {hydra} is a hydra head; heads of medusa start from medusa"
     )
+    assert told(method="amphista", draft_vocab_size=36).endswith("heads of amphista start from amphista or medusa")
     assert "no head 'nowhere'" in told(start_from="nowhere")
     wide = chat_model(hidden_size=64)
     assert f"--start-from {hydra}: made for tiny-chat with hidden_size 32, tiny-chat has 64" in told(wide)
+    longer = chat_model(vocab_size=len(VOCAB) + 8)
+    assert f"made for tiny-chat with vocab_size {len(VOCAB)}, tiny-chat has {len(VOCAB) + 8}" in told(longer)
     other = TargetModel(chat_model().model, chat_tokenizer("{{ messages[0]['content'] }}"), "other-chat")
     other.tokenizer.add_tokens(["w0 w1"])
     assert "with tokenizer fingerprint" in told(other)
+
+
+def test_layers_that_mean_something_else_are_refused(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    first = options(tmp_path / "first", features, method="eagle", head_options=("fusion_bias=false",), epochs=1)
+    run.train_for(target, first, Silent())
+    settings = options(tmp_path / "more", features, method="eagle", start_from=str(first.out), epochs=1)
+    with pytest.raises(InvalidSettings) as raised:
+        run.train_for(target, settings, Silent())
+    assert str(raised.value) == (
+        f"--start-from {first.out} has fusion_bias=false, the new head fusion_bias=true: "
+        "give --head-options fusion_bias=false"
+    )
+    run.train_for(target, replace(settings, head_options=("fusion_bias=false",)), Silent())
+
+
+def test_a_run_goes_on_only_from_the_same_start(
+    target: TargetModel, features: Path, hydra: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TargetModel, "load", lambda *_, **__: target)
+    start = tmp_path / "start"
+    shutil.copytree(hydra, start)
+    settings = options(
+        *(tmp_path / "out", features),
+        method="hydra++",
+        draft_vocab_size=36,
+        start_from=str(start),
+        resume=True,
+        save_steps=2,
+    )
+
+    class Stopped(Silent):
+        def progress(self, done: int, total: int, loss: float | None = None) -> None:
+            if done == 3:
+                signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(TrainingInterrupted):
+        run.train(settings, Stopped())
+    head = load_head(hydra, target, dtype=torch.float32)
+    with torch.no_grad():
+        next(head.parameters()).add_(0.1)
+    save_head(head, start, base=target)
+    with pytest.raises(InvalidSettings, match=r"start_digest was '.*' and is '.*'"):
+        run.train(settings, Silent())
+    shutil.rmtree(start)
+    shutil.copytree(hydra, start)
+    reporter = Silent()
+    assert run.train(settings, reporter) is not None
+    assert any(stage.startswith("going on from") for stage in reporter.stages)
+    assert not any(stage.startswith("starting from") for stage in reporter.stages)
+    whole = replace(settings, out=tmp_path / "whole", resume=False)
+    run.train(whole, Silent())
+    ours, theirs = (load_file(out / "model.safetensors") for out in (settings.out, whole.out))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert run.train(settings, Silent()) is not None, "it is complete"
+    save_head(head, start, base=target)
+    with pytest.raises(InvalidSettings, match=f"the weights of {start} were .* and are .*: name another --out"):
+        run.train(settings, Silent())
+    shutil.rmtree(start)
+    assert run.train(settings, Silent()) is not None, "nobody can tell any more"
+
+
+def test_a_bundled_head_serves_tuned_copies_of_its_base(
+    target: TargetModel, hydra: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "weights_folder", lambda: tmp_path / "weights")
+    shutil.copytree(hydra, tmp_path / "weights" / "tiny-chat" / "hydra")
+    tuned = TargetModel(chat_model(seed=1).model, chat_tokenizer(), "/a/tuned/one")
+    for model in (target, tuned):
+        assert Start.read("hydra", model).saved.folder == tmp_path / "weights" / "tiny-chat" / "hydra"
+    with pytest.raises(ModelNotFound, match="none is bundled for /a/tuned/one"):
+        Start.read("medusa", tuned)
+    shutil.copytree(hydra, tmp_path / "weights" / "other" / "hydra")
+    with pytest.raises(ModelNotFound, match="no head 'hydra'"):
+        Start.read("hydra", tuned)
 
 
 def test_a_head_of_the_whole_vocabulary_gives_none(target: TargetModel, features: Path, tmp_path: Path) -> None:

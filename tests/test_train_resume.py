@@ -39,7 +39,7 @@ SETTINGS: dict[str, Any] = {  # of a small run; noise makes it depend on the ran
 
 def found_in(out: Path) -> dict[str, Any]:
     """All that a run leaves, but when, how fast and by what command it was made."""
-    found: dict[str, Any] = {path.name: path.read_bytes() for path in out.iterdir()}
+    found: dict[str, Any] = {path.name: path.read_bytes() for path in out.iterdir() if path.name != ".lock"}
     for name in ("config.json", "metrics.json"):
         content = json.loads(found[name])
         for key in ("provenance", "training_seconds", "tokens_per_second"):

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import tyro
 from safetensors.torch import load_file
 
 from draftheads.checkpoint import load_head, read_head
 from draftheads.cli.train import expanded
+from draftheads.heads import head_classes, parse_head_options
 from draftheads.target.model import TargetModel
 from draftheads.train import run
+from draftheads.train.options import TrainOptions
 from draftheads.zoo import registry
 from training_world import chat_model, counting_chats, write_chats
 
@@ -44,7 +47,7 @@ def work(tool: ModuleType, target: TargetModel, tmp_path_factory: pytest.TempPat
     folder = tmp_path_factory.mktemp("zoo")
     data = write_chats(folder / "chats.jsonl", counting_chats(24))
     arguments = ["train", str(folder / "work"), "--data", str(data), "--only", *ONLY]
-    small = ["--batch-tokens", "128", "--held-out", "0.2", "--epochs", "1", "--draft-vocab-size", "48"]
+    small = ["--batch-tokens", "128", "--held-out", "0.2", "--draft-vocab-size", "48"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run.TargetModel, "load", lambda *_, **__: target)
         assert tool.main([*arguments, "--", *small]) == 0
@@ -59,7 +62,7 @@ def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "weights" / "smollm2-135m"
 
 
-def bench(names: list[str], **changes: Any) -> dict[str, Any]:
+def bench(work: Path, names: list[str], **changes: Any) -> dict[str, Any]:
     row = {
         "tree": "a growing tree of 24",
         "tokens_per_step": 2.345,
@@ -71,12 +74,14 @@ def bench(names: list[str], **changes: Any) -> dict[str, Any]:
     }
     settings = {"temperature": 0.7, "max_new_tokens": 128}
     rows = [{"name": name, **row} for name in names]
-    return {"num_prompts": 80, "dtype": "bfloat16", "threads": 2, "settings": settings, "rows": rows}
+    drafters = {name: f"{name}-{read_head(work / name).digest}-0123" for name in names}
+    shared = {"num_prompts": 80, "dtype": "bfloat16", "threads": 2}
+    return {**shared, "settings": settings, "rows": rows, "drafters": drafters}
 
 
 def test_the_heads_are_trained_alike_and_start_from_each_other(work: Path) -> None:
     made = {name: json.loads((work / name / "metrics.json").read_text())["options"] for name in ONLY}
-    own = {"method", "out", "num_heads", "num_layers", "start_from", "head_options"}
+    own = {"method", "out", "num_heads", "num_layers", "start_from", "head_options", "epochs"}
     assert all(
         {key: value for key, value in made[name].items() if key not in own}
         == {key: value for key, value in made["medusa"].items() if key not in own}
@@ -84,22 +89,40 @@ def test_the_heads_are_trained_alike_and_start_from_each_other(work: Path) -> No
     )
     assert (made["hydra"]["start_from"], made["hydra++"]["start_from"]) == (None, str(work / "hydra"))
     assert made["amphista"]["start_from"] == str(work / "medusa"), "not from the bundled one"
+    assert {name: made[name]["epochs"] for name in ONLY} == {"medusa": 4, "hydra": 4, "hydra++": 2, "amphista": 2}
     assert (work / "features").is_dir()
 
 
-def test_every_head_is_one_that_can_be_trained(tool: ModuleType) -> None:
+def test_a_start_that_is_not_there_is_said(tool: ModuleType, work: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"amphista starts from medusa, which is not in .*: train that one before"):
+        tool.main(["train", str(tmp_path), "--data", str(work.parent / "chats.jsonl"), "--only", "amphista"])
+
+
+def test_the_zoo_is_as_small_as_it_may_be(tool: ModuleType) -> None:
+    """At the sizes of SmolLM2-135M, in bf16."""
+    sizes: dict[str, Any] = {"hidden_size": 576, "vocab_size": 49152}
+    layer = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_size": 64, "intermediate_size": 1536}
+    found = []
     for name, settings in tool.HEADS.items():
-        arguments = ["--method", name, *shlex.split(f"{tool.COMMON} {settings}")]
-        assert expanded(arguments)[-len(arguments) :] == arguments
-        start = settings.partition("--start-from ")[2]
+        arguments = ["--method", name, *shlex.split(f"{tool.COMMON} {settings}"), "--data", "x", "--out", "y"]
+        options = tyro.cli(TrainOptions, args=expanded(arguments))
+        config_class, head_class = head_classes(name)
+        more = {**(layer if config_class.has_layers else {}), **parse_head_options(name, options.head_options)}
+        own = {"num_heads": options.num_heads, "num_layers": options.num_layers, "draft_vocab_size": 6144}
+        with torch.device("meta"):
+            head = head_class(config_class(**{**sizes, **own, **more}))
+        found.append(2 * sum(parameter.numel() for parameter in head.parameters()) + 8 * 6144)
+        start = options.start_from
         assert not start or list(tool.HEADS).index(start) < list(tool.HEADS).index(name)
+    assert max(found) < tool.MOST_BYTES
+    assert sum(found) < tool.MOST_BYTES_IN_ALL
 
 
 def test_bundled_heads_are_those_that_were_trained(
     tool: ModuleType, target: TargetModel, work: Path, zoo: Path, tmp_path: Path
 ) -> None:
     found = tmp_path / "bench.json"
-    found.write_text(json.dumps(bench(["medusa", "amphista"])))
+    found.write_text(json.dumps(bench(work, ["medusa", "amphista"])))
     assert tool.main(["bundle", str(work), "--bench", str(found), "--only", *ONLY]) == 0
     assert [head.method for head in registry.zoo_heads()] == sorted(ONLY)
     for name in ONLY:
@@ -113,7 +136,10 @@ def test_bundled_heads_are_those_that_were_trained(
         for i, (loss, top1) in enumerate(zip(metrics["losses"], metrics["top1"], strict=True)):
             assert f"\n| {i + 1} | {loss:.3f} | {top1:.1%} | " in card
         assert f"Guesses {len(metrics['losses'])} tokens beyond the next one" in card
-        assert f"{metrics['num_training_texts']} chats for training and\n{metrics['num_held_out_texts']} kept" in card
+        assert f"{metrics['num_training_texts']} chats for training, {metrics['num_held_out_texts']} kept" in card
+        assert "The model's own answers (up to 256 tokens" in card
+        assert "It shares the model's lm_head. It guesses among the 48 most frequent tokens." in card
+        assert f"{metrics['options']['epochs']} passes over the text" in card
         assert str(work) not in card + (zoo / name / "config.json").read_text()
         assert ("2.35 ± 0.07 tokens/step, 1.50 times plain" in card) == (name in ("medusa", "amphista"))
         assert ("At temperature 0.7: 1.88 tokens/step with exact, 2.12 with typical" in card) == (
@@ -123,15 +149,32 @@ def test_bundled_heads_are_those_that_were_trained(
         assert (f"It began with the layers of `{start}`" in card) == (start is not None)
 
 
+def test_numbers_of_another_head_are_not_told_of_this_one(
+    tool: ModuleType, work: Path, zoo: Path, tmp_path: Path
+) -> None:
+    found = tmp_path / "bench.json"
+    numbers = bench(work, ["medusa"])
+    numbers["drafters"]["medusa"] = "medusa-of-another-day"
+    found.write_text(json.dumps(numbers))
+    with pytest.raises(SystemExit, match="another medusa was compared"):
+        tool.main(["bundle", str(work), "--bench", str(found), "--only", "hydra", "medusa"])
+    assert not zoo.exists(), "all or nothing"
+    with pytest.raises(SystemExit, match=r"error: no head at .*nowhere"):
+        tool.main(["bundle", str(work / "nowhere"), "--only", "medusa"])
+
+
 def test_the_command_makes_the_head_again(tool: ModuleType, work: Path) -> None:
     options = json.loads((work / "hydra++" / "metrics.json").read_text())["options"]
     assert tool.command(options) == (
         "draftheads train --method hydra++ --model smollm2-135m --data chats.jsonl --out hydra++ --start-from hydra "
-        "--num-heads 3 --num-layers 4 --draft-vocab-size 48 --epochs 1 --learning-rate 0.0005 --batch-tokens 128 "
+        "--num-heads 3 --num-layers 4 --draft-vocab-size 48 --learning-rate 0.0005 --batch-tokens 128 "
         "--max-length 512 --held-out 0.2 --tree-nodes 10"
     )
     several = {**options, "data": ["a/b.jsonl", "c.jsonl"], "head_options": ["inner_size=8", "x=1"], "start_from": None}
-    assert "--data b.jsonl c.jsonl --out" in tool.command(several)
+    several |= {"text": ["/private/t.txt"], "chain": True}
+    assert "--data b.jsonl c.jsonl --text t.txt --out" in tool.command(several)
+    assert "--chain" in tool.command(several)
+    assert "True" not in tool.command(several)
     assert "--head-options inner_size=8 x=1" in tool.command(several)
     assert "start-from" not in tool.command(several)
 
@@ -145,7 +188,7 @@ def test_a_card_says_what_more_would_bring(
     metrics = json.loads((work / "medusa" / "metrics.json").read_text())
     lines = [{"head_losses": [0.5 if step < 38 else learned, 7.0]} for step in range(40)]
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = tool.card(folder, {**metrics, "losses": [2.0, *metrics["losses"][1:]]}, None, 5_400_000)
+    text = tool.card(folder, {**metrics, "losses": [2.0, *metrics["losses"][1:]]}, None, None, 5_400_000)
     assert f"loss was {learned:.2f} on the text that it learned from; here it is\n2.00. So {told}" in text
     assert "5.4 MB in bf16" in text
     assert "MT-Bench" not in text
@@ -154,8 +197,8 @@ def test_a_card_says_what_more_would_bring(
 
 def test_without_samples_a_card_speaks_of_none(tool: ModuleType, work: Path) -> None:
     metrics = json.loads((work / "medusa" / "metrics.json").read_text())
-    found = bench(["medusa"], sampled_tokens_per_step=None, typical_tokens_per_step=None)
-    text = tool.card(work / "medusa", metrics, found, 1)
+    found = bench(work, ["medusa"], sampled_tokens_per_step=None, typical_tokens_per_step=None)
+    text = tool.card(work / "medusa", metrics, found, found["rows"][0], 1)
     assert "2.35 ± 0.07 tokens/step" in text
     assert "temperature 0.7:" not in text
 

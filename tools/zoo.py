@@ -1,15 +1,16 @@
-"""Makes the heads that come with the package: trains them alike, and writes their folders and model cards.
+"""Makes the heads that come with the package: trains them on the same text, and writes their folders and model cards.
 
 1. ``python tools/zoo.py train WORK --data chats.jsonl.gz``: every head, one after the other; goes on where it was.
 2. ``draftheads bench --heads WORK/medusa WORK/hydra … --prompts … --out WORK/bench``
-3. ``python tools/zoo.py bundle WORK --bench WORK/bench/bench.json``
+3. ``python tools/zoo.py bundle WORK --bench WORK/bench/bench.json``; ``data.md`` beside this file goes into the cards.
+
+A head that starts from another one makes two passes over the text of its own, the others four.
 
 Training options behind ``--`` are for all heads: ``-- --max-tokens 1000000 --epochs 1``.
 """
 
 import json
 import shlex
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -21,27 +22,29 @@ import tyro
 
 from draftheads.checkpoint import CARD_FILE, CONFIG_FILE, HEAD_FILES, read_head
 from draftheads.cli.main import main as draftheads
-from draftheads.files import write_atomic
+from draftheads.cli.train import as_arguments
+from draftheads.errors import DraftHeadsError
+from draftheads.files import atomic_directory
 from draftheads.train.options import TrainOptions
 from draftheads.zoo import registry
 
 BASE = "smollm2-135m"
-COMMON = "--recipe small --max-length 512 --tree-nodes 10 --epochs 2"
+COMMON = "--recipe small --max-length 512 --tree-nodes 10"
 # what each is trained with; a head that starts from another one stands behind it
 HEADS: Mapping[str, str] = {
     "medusa": "--num-heads 4 --num-layers 2",
     "hydra": "--num-heads 3 --num-layers 3",
-    "markov-medusa": "--num-heads 4 --num-layers 2 --start-from medusa",
-    "hydra++": "--num-heads 3 --num-layers 4 --start-from hydra",
-    "amphista": "--num-heads 4 --num-layers 2 --start-from medusa",
+    "markov-medusa": "--num-heads 4 --num-layers 2 --head-options markov_rank=64 --epochs 2 --start-from medusa",
+    "hydra++": "--num-heads 3 --num-layers 4 --epochs 2 --start-from hydra",
+    "amphista": "--num-heads 4 --num-layers 2 --epochs 2 --start-from medusa",
     "mlp-speculator": "--num-heads 3 --head-options inner_size=1024",
     "eagle": "--num-heads 3 --feature-weight 10",
-    "small-llama": "--num-heads 4 --num-layers 2",
+    "small-llama": "--num-heads 4 --num-layers 2 --head-options intermediate_size=1024",
 }
 MOST_BYTES, MOST_BYTES_IN_ALL = 30e6, 120e6
 _NOT_SAID = frozenset(  # where things lie here, and what makes no other head
     {
-        *("method", "model", "data", "out", "start_from", "recipe"),
+        *("method", "model", "data", "text", "out", "start_from", "recipe"),
         *("features", "features_budget", "keep_features", "resume", "tensorboard"),
         *("save_steps", "log_steps", "eval_steps", "eval_texts"),
     }
@@ -63,8 +66,11 @@ class Train:
         """One after the other, on the same hidden states."""
         for name in self.only:
             settings = shlex.split(f"{COMMON} {HEADS[name]}")
-            if "--start-from" in settings and (trained := self.work / settings[-1]).is_dir():
-                settings[-1] = str(trained)
+            if "--start-from" in settings:
+                start = (self.work / settings[-1]).resolve()
+                if not start.is_dir():
+                    sys.exit(f"{name} starts from {settings[-1]}, which is not in {self.work}: train that one before")
+                settings[-1] = str(start)
             files = ["--data", *map(str, self.data), "--features", str(self.work / "features")]
             arguments = ["train", "--method", name, *settings, *files, *more]
             if code := draftheads([*arguments, "--out", str(self.work / name), "--resume"]):
@@ -95,22 +101,37 @@ class Bundle:
             sys.exit(
                 f"a head may have {MOST_BYTES:,.0f} bytes, all of them {MOST_BYTES_IN_ALL:,.0f}; these have {sizes}"
             )
-        for name in self.only:
-            metrics = json.loads((self.work / name / "metrics.json").read_text(encoding="utf-8"))
-            (zoo / name).mkdir(parents=True, exist_ok=True)
-            for file in HEAD_FILES:
-                shutil.copyfile(self.work / name / file, zoo / name / file)
-            config = json.loads((zoo / name / CONFIG_FILE).read_text(encoding="utf-8"))
-            config["provenance"]["command"] = command(metrics["options"])
-            write_atomic(zoo / name / CONFIG_FILE, (json.dumps(config, indent=2) + "\n").encode())
-            write_atomic(zoo / name / CARD_FILE, card(self.work / name, metrics, found, sizes[name]).encode())
+        made = {name: files_of(self.work / name, found) for name in self.only}
+        for name, files in made.items():
+            with atomic_directory(zoo / name, replace=True) as folder:
+                for file, content in files.items():
+                    (folder / file).write_bytes(content)
         return 0
+
+
+def files_of(folder: Path, found: Mapping[str, Any] | None) -> dict[str, bytes]:
+    """What is bundled of a trained head, which is named as its folder is."""
+    saved = read_head(folder)
+    metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    config["provenance"]["command"] = command(metrics["options"])
+    row = next((row for row in found["rows"] if row["name"] == folder.name), None) if found else None
+    if found and row and saved.digest not in found["drafters"][folder.name]:
+        sys.exit(f"another {folder.name} was compared: draftheads bench --heads {folder} …")
+    text = card(folder, metrics, found, row, saved.num_bytes)
+    return {
+        **{file: (folder / file).read_bytes() for file in HEAD_FILES},
+        CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(),
+        CARD_FILE: text.encode(),
+    }
 
 
 def command(options: Mapping[str, Any]) -> str:
     """The command line that makes such a head; names of files, but no folders of this machine."""
     words = ["draftheads", "train", "--method", options["method"], "--model", options["model"]]
-    words += ["--data", *(Path(path).name for path in options["data"]), "--out", options["method"]]
+    for files in ("data", "text"):
+        words += as_arguments(files, tuple(Path(path).name for path in options[files])) if options[files] else []
+    words += ["--out", options["method"]]
     if options["start_from"]:
         words += ["--start-from", Path(options["start_from"]).name]
     for field in fields(TrainOptions):
@@ -118,17 +139,24 @@ def command(options: Mapping[str, Any]) -> str:
             continue
         value = options[field.name]
         if value != json.loads(json.dumps(field.default)):
-            words += [f"--{field.name.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
+            words += as_arguments(field.name, tuple(value) if isinstance(value, list) else value)
     return shlex.join(words)
 
 
-def card(folder: Path, metrics: Mapping[str, Any], found: Mapping[str, Any] | None, num_bytes: int) -> str:
+def card(
+    folder: Path,
+    metrics: Mapping[str, Any],
+    found: Mapping[str, Any] | None,
+    row: Mapping[str, Any] | None,
+    num_bytes: int,
+) -> str:
     """The model card of the head in the folder, which is named as the head is."""
     options = metrics["options"]
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     last = log[-max(1, len(log) // 20) :]
+    here = Path(__file__).parent
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        loader=jinja2.FileSystemLoader(here),
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
         autoescape=False,  # noqa: S701 - Markdown
@@ -143,7 +171,8 @@ def card(folder: Path, metrics: Mapping[str, Any], found: Mapping[str, Any] | No
         heads=list(zip(metrics["losses"], metrics["top1"], metrics["top3"], metrics["top10"], strict=True)),
         learned=sum(line["head_losses"][0] for line in last) / len(last),
         found=found,
-        row=next((row for row in found["rows"] if row["name"] == folder.name), None) if found else None,
+        row=row,
+        data=(here / "data.md").read_text(encoding="utf-8").rstrip(),
         num_bytes=num_bytes,
     )
 
@@ -155,7 +184,10 @@ def main(arguments: Sequence[str]) -> int:
         own, more = own[: own.index("--")], own[own.index("--") + 1 :]
     train = Annotated[Train, tyro.conf.subcommand("train")]
     bundle = Annotated[Bundle, tyro.conf.subcommand("bundle")]
-    code: int = tyro.cli(train | bundle, args=own, description=__doc__).run(more)
+    try:
+        code: int = tyro.cli(train | bundle, args=own, description=__doc__).run(more)
+    except DraftHeadsError as error:
+        sys.exit(f"error: {error}")
     return code
 
 

@@ -264,7 +264,8 @@ class Bench:
             drafter.shape = BestFirst(nodes)
             return {"words": f"growing, {nodes}", "predicted": None}
         if not isinstance(drafter, DraftHead):
-            return {"words": "its own", "predicted": None}
+            most = getattr(drafter, "most_nodes", None)
+            return {"words": f"its own, up to {most}" if most else "its own", "predicted": None}
         found: dict[str, Any] = self.book.get(
             f"tree-{contender.identity}", partial(self._tree, contender.name, drafter)
         )
@@ -400,10 +401,11 @@ def _in_words(shape: Shape) -> str:
     """What a drafter always fills.
 
     >>> _in_words(BestPaths((6, 3, 2), 5)), _in_words(Tree.chain(3))
-    ('best 5 of 6x3x2', 'static, 4')
+    ('best 5 of 6x3x2, up to 16', 'static, 4')
     """
     if isinstance(shape, BestPaths):
-        return f"best {shape.num_paths} of {'x'.join(map(str, shape.widths))}"
+        most = 1 + shape.num_paths * len(shape.widths)
+        return f"best {shape.num_paths} of {'x'.join(map(str, shape.widths))}, up to {most}"
     tree = shape.tree if isinstance(shape, Sampled) else shape
     return f"{'static' if isinstance(tree, Tree) else 'growing'}, {tree.num_nodes}"
 

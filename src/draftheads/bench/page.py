@@ -66,7 +66,7 @@ def _render(record: dict[str, Any]) -> str:
         _BODY,
         title=f"Drafters for {record['model']}",
         summary=f"{record['num_prompts']} prompts, answers of up to {settings.max_new_tokens} tokens, "
-        f"trees of {settings.num_nodes} nodes.",
+        f"heads on trees of {settings.num_nodes} nodes.",
         pictures=pictures,
         columns=headings(rows, settings),
         rows=[cells(row, settings) for row in rows],

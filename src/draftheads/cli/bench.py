@@ -36,6 +36,8 @@ from draftheads.cli.show import quiet_transformers
 from draftheads.cli.stages import Stages
 from draftheads.decode.engine import Prompt
 from draftheads.drafters.draft_model import DraftModel
+from draftheads.drafters.lookahead import Lookahead
+from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import DataError, InvalidSettings, MissingDependency, StorageError
 from draftheads.files import locked, user_path, write_atomic
 from draftheads.growth import BestPaths
@@ -123,6 +125,7 @@ def run(options: BenchOptions) -> None:
         "threads": torch.get_num_threads(),
         "num_prompts": len(prompts),
         "settings": asdict(options.settings),
+        "drafters": {contender.name: contender.identity for contender in contenders},
         "rows": [asdict(row) for row in rows],
         "provenance": provenance(),
     }
@@ -165,7 +168,12 @@ def _contenders(named: dict[str, str], options: BenchOptions, target: TargetMode
     """What drafts."""
     for name, head_name in named.items():
         if head_name in UNTRAINED:
-            yield Contender(name, UNTRAINED[head_name](), head_name)
+            drafter, nodes = UNTRAINED[head_name](), options.settings.num_nodes
+            if isinstance(drafter, Lookahead):
+                drafter = Lookahead.within(nodes)
+            elif isinstance(drafter, PromptLookup):
+                drafter = PromptLookup(num_tokens=min(drafter.num_tokens, nodes - 1))
+            yield Contender(name, drafter, f"{head_name}-{nodes}")
             continue
         saved = read_head(find_head(head_name, options.model), ignore_plan=True)
         head = load_drafter(head_name, options.model, target, ignore_plan=True)
@@ -173,7 +181,9 @@ def _contenders(named: dict[str, str], options: BenchOptions, target: TargetMode
         identity = f"{saved.method}-{saved.digest}-{sizes}"
         yield Contender(name, head, identity)
         if saved.method == "mlp-speculator" and head.config.num_heads >= BestPaths().depth:  # the papers' way, too
-            yield Contender(f"{name}, paths", head.fresh(), f"{identity}-paths", BestPaths())
+            widths = BestPaths().widths
+            widths += (1,) * (head.config.num_heads - len(widths))
+            yield Contender(f"{name}, paths", head.fresh(), f"{identity}-paths", BestPaths(widths))
     if options.draft_model is not None:
         small = load_target(options.draft_model, dtype=DTYPES.get(options.dtype))
         yield Contender(_SMALL, DraftModel(small, target), f"{_SMALL}-{small.weights_print}")

@@ -43,13 +43,13 @@ def expanded(arguments: Sequence[str], *, tunes_model: bool = False) -> list[str
     if name is None:
         return list(arguments)
     settings = recipe(name, tunes_model=tunes_model).settings
-    return [*itertools.chain.from_iterable(_as_arguments(*setting) for setting in settings.items()), *arguments]
+    return [*itertools.chain.from_iterable(as_arguments(*setting) for setting in settings.items()), *arguments]
 
 
-def _as_arguments(name: str, value: object) -> list[str]:
+def as_arguments(name: str, value: object) -> list[str]:
     """A setting as it is given on the command line.
 
-    >>> _as_arguments("num_heads", 4), _as_arguments("chain", True), _as_arguments("betas", (0.9, 0.95))
+    >>> as_arguments("num_heads", 4), as_arguments("chain", True), as_arguments("betas", (0.9, 0.95))
     (['--num-heads', '4'], ['--chain'], ['--betas', '0.9', '0.95'])
     """
     flag = name.replace("_", "-")

@@ -116,6 +116,21 @@ class Lookahead:
         self.window, self.ngram, self.guesses = window, ngram, guesses
         self._rows: list[_Row] = []
 
+    @classmethod
+    def within(cls, num_nodes: int, *, ngram: int = 4) -> Self:
+        """As many columns as n-grams, so many that a step reads no more than ``num_nodes`` tokens.
+
+        >>> Lookahead.within(24).most_nodes, Lookahead.within(7).most_nodes
+        (24, 6)
+        """
+        columns = max(1, num_nodes // (2 * (ngram - 1)))
+        return cls(window=columns, ngram=ngram, guesses=columns)
+
+    @property
+    def most_nodes(self) -> int:
+        """Of a draft, root included: the first level and N-2 more of W columns, and G guesses of N-1."""
+        return self.window * (self.ngram - 1) + self.guesses * (self.ngram - 1)
+
     def fresh(self) -> Self:
         """The same settings, no texts."""
         return type(self)(window=self.window, ngram=self.ngram, guesses=self.guesses)

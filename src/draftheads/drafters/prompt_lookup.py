@@ -35,6 +35,11 @@ class PromptLookup:
         self.num_tokens, self.max_ngram, self.min_ngram = num_tokens, max_ngram, min_ngram
         self._rows: list[_Text] = []
 
+    @property
+    def most_nodes(self) -> int:
+        """Of a draft, root included."""
+        return 1 + self.num_tokens
+
     def fresh(self) -> Self:
         """The same settings, no texts."""
         return type(self)(num_tokens=self.num_tokens, max_ngram=self.max_ngram, min_ngram=self.min_ngram)

@@ -45,6 +45,7 @@ class HeadConfig:
 
     method: ClassVar[str]
     reads_embeddings: ClassVar[bool] = False  # then it has a field embedding_scale, which training sets
+    own_lm_head_has_bias: ClassVar[bool] = False
     has_layers: ClassVar[bool] = False  # then it is a LayerConfig, whose sizes training takes from the target
 
     def __post_init__(self) -> None:
@@ -99,6 +100,7 @@ class DraftHead(nn.Module, ABC):
             config.num_draft_tokens,
             kind=config.lm_head,
             rank=config.lm_head_rank,
+            bias=config.own_lm_head_has_bias,
         )
         if config.draft_vocab_size is not None:
             self.register_buffer("draft_vocab", torch.arange(config.draft_vocab_size))

@@ -21,6 +21,7 @@ class HydraConfig(HeadConfig):
 
     method: ClassVar[str] = "hydra"
     reads_embeddings: ClassVar[bool] = True
+    own_lm_head_has_bias: ClassVar[bool] = True  # as in the reference code
 
 
 class FusionBlock(Block):

@@ -36,11 +36,13 @@ class ResidualBlock(Block):
 class LmHeads(nn.Module):
     """Features to logits for K heads, in three kinds.
 
-    shared: the target's own lm_head, one frozen matrix that is not saved. own: a matrix per head. low_rank: per head
-    D -> r -> V'.
+    shared: the target's own lm_head, one frozen matrix that is not saved. own: a matrix per head, and a ``bias`` where
+    the architecture has one. low_rank: per head D -> r -> V'.
     """
 
-    def __init__(self, num_heads: int, hidden_size: int, num_tokens: int, *, kind: str, rank: int) -> None:
+    def __init__(
+        self, num_heads: int, hidden_size: int, num_tokens: int, *, kind: str, rank: int, bias: bool = False
+    ) -> None:
         super().__init__()
         self.kind, self.rank = kind, rank
         self.register_buffer("shared", None, persistent=False)  # (V', D)
@@ -49,7 +51,7 @@ class LmHeads(nn.Module):
         self.plan = LinearPlan(packed=False, exact_bits=False)
         self.packs = WeightPacks()
         if kind == "own":
-            self.heads = _linears(num_heads, hidden_size, num_tokens)
+            self.heads = _linears(num_heads, hidden_size, num_tokens, bias=bias)
         elif kind == "low_rank":
             self.down = _linears(num_heads, hidden_size, rank)
             self.up = _linears(num_heads, rank, num_tokens)
@@ -76,6 +78,10 @@ class LmHeads(nn.Module):
             if self.kind == "own":
                 for head in self.heads:
                     _fill(head, matrix)
+                    if isinstance(head.bias, Tensor):
+                        head.bias.zero_()
+                        if (bias := weights.lm_head_bias) is not None:
+                            head.bias += (bias if rows is None else bias[rows]).float() * weights.logit_scale
                 return
             rank = self.rank
             # W ≈ U S Vᵀ through the D x D Gram matrix: V' is large and D small
@@ -98,8 +104,8 @@ class LmHeads(nn.Module):
         return low_rank
 
 
-def _linears(count: int, in_features: int, out_features: int) -> nn.ModuleList:
-    return nn.ModuleList(nn.Linear(in_features, out_features, bias=False) for _ in range(count))
+def _linears(count: int, in_features: int, out_features: int, *, bias: bool = False) -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(in_features, out_features, bias=bias) for _ in range(count))
 
 
 def _fill(layer: nn.Module, values: Tensor) -> None:

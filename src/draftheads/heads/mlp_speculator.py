@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.draft import Context, TargetWeights
-from draftheads.errors import InvalidSettings
+from draftheads.errors import InvalidSettings, InvalidTree
+from draftheads.growth import BestPaths, Shape
 from draftheads.heads.base import DraftHead, HeadConfig
 
 Embeddings = Literal["own", "target"]
@@ -116,6 +117,20 @@ class MlpSpeculatorHead(DraftHead):
         self.outputs = nn.ModuleList(nn.Linear(size, hidden) for _ in range(distinct if shared else 0))
         for layer in (*self.projections, *self.embeddings, *self.embedding_projections):
             nn.init.normal_(layer.weight, std=size**-0.5)
+
+    def check_shape(self, shape: Shape) -> None:
+        """Also: whole paths go through all stages (the reference code has one top-k for each).
+
+        Raises:
+            InvalidTree: fewer widths than stages, or as for any head.
+        """
+        super().check_shape(shape)
+        stages = self.config.num_heads
+        if isinstance(shape, BestPaths) and shape.depth < stages:
+            more = (*shape.widths, *(1,) * (stages - shape.depth))
+            raise InvalidTree(
+                f"{shape.depth} widths for {stages} stages: give one for each, such as {' '.join(map(str, more))}"
+            )
 
     def initialise_lm_heads(self, weights: TargetWeights, draft_vocab: Tensor | None) -> None:
         """They read states, not hidden states: they start small and random instead of as the target's."""

@@ -22,7 +22,6 @@ from draftheads.data.live import LiveStore
 from draftheads.draft import TargetWeights
 from draftheads.files import atomic_directory, write_atomic
 from draftheads.heads.base import DraftHead
-from draftheads.provenance import provenance
 from draftheads.target.fingerprint import Fingerprints
 from draftheads.target.model import TargetModel
 from draftheads.target.pretrained import default_device
@@ -45,12 +44,13 @@ from draftheads.train.run import (
     already_found,
     as_json,
     check_out,
+    check_place,
     chosen_tree,
+    how_it_was_made,
     in_between,
     in_float32,
     new_head,
     new_learner,
-    plain,
     read_start,
     remember,
     report_on,
@@ -76,20 +76,21 @@ def train_jointly(options: JointOptions, reporter: Reporter) -> JointReport | No
     """Tunes a model and its heads as the options say and leaves adapter and heads in ``options.out``.
 
     Returns:
-        What was found; None in every process but the first, where there are several.
+        What was found; None in every process but the first, where there are several and the run was not complete.
 
     Raises:
         DraftHeadsError: bad data or settings, a missing package, a loss that is not finite, a full disk, Ctrl-C.
     """
-    if metrics := already_found(options, options.out / HEAD_FOLDER):
-        reporter.stage(f"{options.out} is complete already: nothing is left to do")
-        if processes.is_first():
-            _tidy_up(options)
-        return JointReport(Report.of(metrics), Movement(**metrics["movement"]))
-    check_out(options, options.out / HEAD_FOLDER)
-    processes.wait()  # nobody writes before all have looked
-    require_peft()
+    check_place(options)
     with alone_in(options.out):
+        if metrics := already_found(options, options.out / HEAD_FOLDER):
+            reporter.stage(f"{options.out} is complete already: nothing is left to do")
+            if processes.is_first():
+                _tidy_up(options)
+            return JointReport(Report.of(metrics), Movement(**metrics["movement"]))
+        check_out(options, options.out / HEAD_FOLDER)
+        processes.wait()  # nobody writes before all have looked
+        require_peft()
         say_where_it_starts(options, reporter)
         reporter.stage(f"loading {options.model}")
         dtype = torch.bfloat16 if computes_in_bf16(options, default_device().type) else torch.float32
@@ -115,7 +116,7 @@ def train_jointly_for(target: TargetModel, options: JointOptions, reporter: Repo
     )
     try:
         tuned = TunedModel(target.model, target.tokenizer, f"{target.model_id} (tuned)")
-        return _Run(options, target, tuned, adapter, head, material, store, reporter).go()
+        return _Run(options, target, tuned, adapter, head, material, store, reporter, start).go()
     finally:
         adapter.remove()
 
@@ -132,6 +133,7 @@ class _Run:
     material: Material
     store: LiveStore  # the material's: of the target
     reporter: Reporter
+    start: Start | None
 
     def go(self) -> JointReport | None:
         """Trains; in the first process measures and saves."""
@@ -161,7 +163,7 @@ class _Run:
     def _train(self, training: list[int], held_out: list[int]) -> Speedometer:
         """Fits adapter and head."""
         options, num_steps = self.options, self.material.num_steps
-        remember(options, self.material, model=self.target.model_id)
+        remember(options, self.material, model=self.target.model_id, start=self.start)
         schedule = JointSchedule(
             num_steps=num_steps,
             num_head_steps=int(options.heads_first * num_steps),
@@ -211,7 +213,7 @@ class _Run:
     def _save(self, report: JointReport) -> None:
         """The head last of all: where it is, the run is complete."""
         options, out = self.options, self.options.out
-        made = {"options": plain(options), "provenance": dict(provenance())}
+        made = how_it_was_made(options, self.start)
         write_atomic(out / "movement.json", as_json({**asdict(report.movement), **made}))
         write_atomic(
             out / "metrics.json", as_json({**asdict(report.heads), "movement": asdict(report.movement), **made})

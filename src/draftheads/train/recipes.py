@@ -49,7 +49,16 @@ _MEDUSA_2 = {
     "lora_alpha": 16,
     "lora_dropout": 0.05,
 }
-_HYDRA = {"method": "hydra", "num_heads": 4, "num_layers": 1, "learning_rate": 1e-3, "epochs": 1, "depth_decay": 1.0}
+_HYDRA = {
+    "method": "hydra",
+    "num_heads": 4,
+    "num_layers": 1,
+    "lm_head": "own",
+    "draft_vocab_size": 0,
+    "learning_rate": 1e-3,
+    "epochs": 1,
+    "depth_decay": 1.0,
+}
 _HYDRA_PLUS_PLUS = {
     **_HYDRA,
     "method": "hydra++",
@@ -102,7 +111,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             {**_HYDRA, "method": "hydra++", "loss": "teacher"},
         ),
         "hydra++": Recipe(
-            "Hydra, section 3.1, as its code sets it but for dropout: a prefix layer, four layers a head",
+            "Hydra, section 3.1, as its code sets it: a prefix layer, four layers a head",
             {**_HYDRA_PLUS_PLUS, "num_layers": 4},
         ),
         "amphista": Recipe("Amphista, section 4.1 and equation 7: four heads, four epochs", _AMPHISTA),
@@ -145,7 +154,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             {**_MEDUSA, "depth_decay": 1.0, "chain": True},
         ),
         "small": Recipe(
-            "what the bundled hydra head was trained with: small batches, a low rate; give --method beside it",
+            "for a small model on a CPU: small batches, a low rate, a trimmed vocabulary; give --method beside it",
             {"learning_rate": 5e-4, "batch_tokens": 1024, "draft_vocab_size": 6144, "epochs": 4, "loss": "teacher"},
         ),
     }

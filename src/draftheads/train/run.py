@@ -42,7 +42,7 @@ from draftheads.train.measure import NUM_RANKS, Measurement, measure
 from draftheads.train.options import TrainOptions
 from draftheads.train.page import PAGE, write_page
 from draftheads.train.report import Report
-from draftheads.train.start import Start
+from draftheads.train.start import Start, digest_of
 from draftheads.train.trainer import OnStep, TrainingInterrupted, find_checkpoint, fit, require_packages
 from draftheads.tree import Tree
 
@@ -74,19 +74,20 @@ def train(options: TrainOptions, reporter: Reporter) -> Report | None:
     """Trains a head as the options say and leaves it in ``options.out``.
 
     Returns:
-        What was found; None in every process but the first, where there are several.
+        What was found; None in every process but the first, where there are several and the run was not complete.
 
     Raises:
         DraftHeadsError: bad data or settings, a loss that is not finite, a full disk, Ctrl-C (it can go on).
     """
-    if metrics := already_found(options, options.out):
-        reporter.stage(f"{options.out} is complete already: nothing is left to do")
-        if processes.is_first():
-            _wind_up(options, reporter)
-        return Report.of(metrics)
-    check_out(options, options.out)
-    processes.wait()  # nobody writes before all have looked
+    check_place(options)
     with alone_in(options.out):
+        if metrics := already_found(options, options.out):
+            reporter.stage(f"{options.out} is complete already: nothing is left to do")
+            if processes.is_first():
+                _wind_up(options, reporter)
+            return Report.of(metrics)
+        check_out(options, options.out)
+        processes.wait()  # nobody writes before all have looked
         say_where_it_starts(options, reporter)
         reporter.stage(f"loading {options.model}")
         if options.shard_model:
@@ -110,7 +111,7 @@ def alone_in(out: Path) -> Iterator[None]:
 def train_for(target: TargetModel, options: TrainOptions, reporter: Reporter) -> Report | None:
     """:func:`train` for a model that is loaded already, whatever ``options.model`` says."""
     start = read_start(options, target, reporter)  # before the model reads for hours
-    material = _material(target, options, reporter)
+    material = _material(target, options, reporter, start)
     store, training, held_out = material.store, material.training, material.held_out
     weights = in_float32(target.weights)
     head = new_head(options, weights, store, training, target.eos_ids, layer_sizes=target.layer_sizes, start=start)
@@ -147,7 +148,7 @@ def train_for(target: TargetModel, options: TrainOptions, reporter: Reporter) ->
         seconds=speed.seconds,
         tokens_per_second=speed.tokens_per_second,
     )
-    _save(head, target, report, options)
+    _save(head, target, report, options, start)
     _wind_up(options, reporter)
     processes.wait()
     return report
@@ -350,7 +351,9 @@ def read_start(options: TrainOptions, target: TargetModel, reporter: Reporter) -
     _, head_class = head_classes(options.method)
     with torch.device("meta"):
         head = head_class(config)
-    reporter.stage(f"starting from {start.name}, which gives {start.part_of(head):.0%} of the head's numbers")
+    part = start.part_of(head)
+    if not (options.resume and find_checkpoint(options.out)):
+        reporter.stage(f"starting from {start.name}, which gives {part:.0%} of the head's numbers")
     return start
 
 
@@ -382,11 +385,15 @@ def frequent_tokens(
     return counts.sort(descending=True, stable=True).indices[:num_tokens].sort().values
 
 
-def check_out(options: TrainOptions, head: Path) -> None:
-    """Keeps a run from writing over another one, whose head is in the folder ``head``, and from failing late."""
+def check_place(options: TrainOptions) -> None:
+    """Keeps a run from failing late."""
     require_packages(options)
     if options.out.exists() and not options.out.is_dir():
         raise InvalidSettings(f"--out is {options.out}, which is a file: name a folder")
+
+
+def check_out(options: TrainOptions, head: Path) -> None:
+    """Keeps a run from writing over another one, whose head is in the folder ``head``."""
     if (head / "config.json").exists():  # of a head's files the last one to be there
         changes = _changes(options, head) if options.resume else []
         how = f" ({', '.join(changes)})" if changes else ""
@@ -425,7 +432,12 @@ def _changes(options: TrainOptions, head: Path) -> list[str]:
     # what an older version did not know had the effect that its default has now
     defaults = json.loads(json.dumps({field.name: field.default for field in fields(options)}, default=str))
     before = {**defaults, **before}
-    return [f"{key} was {before[key]!r} and is {now[key]!r}" for key in now if key in named and before[key] != now[key]]
+    changes = [f"{key} was {before[key]!r} and is {now[key]!r}" for key in sorted(named) if before[key] != now[key]]
+    if options.start_from is not None and before["start_from"] == options.start_from:
+        then, here = (_metrics(options, head) or {}).get("start_digest"), digest_of(options.start_from, options.model)
+        if here is not None and here != then:
+            changes.append(f"the weights of {options.start_from} were {then} and are {here}")
+    return changes
 
 
 def say_where_it_starts(options: TrainOptions, reporter: Reporter) -> None:
@@ -438,7 +450,7 @@ def say_where_it_starts(options: TrainOptions, reporter: Reporter) -> None:
             reporter.stage(f"going on from {checkpoint}")
 
 
-def _material(target: TargetModel, options: TrainOptions, reporter: Reporter) -> Material:
+def _material(target: TargetModel, options: TrainOptions, reporter: Reporter, start: Start | None) -> Material:
     """The data with its hidden states, or the features in ``--features`` as they are.
 
     Batches are decided, and compared with those of the run that goes on, before the model reads for hours.
@@ -449,7 +461,7 @@ def _material(target: TargetModel, options: TrainOptions, reporter: Reporter) ->
             reporter.stage("reading data")
             texts = read_data(target, options)
             material = arrange(LiveStore(target, texts), options)
-            remember(options, material, model=target.model_id)
+            remember(options, material, model=target.model_id, start=start)
             reporter.stage(f"hidden states of {len(texts)} texts")
             return replace(material, store=with_hidden_states(target, texts, options, reporter.progress))
         except KeyboardInterrupt:
@@ -463,11 +475,11 @@ def _material(target: TargetModel, options: TrainOptions, reporter: Reporter) ->
             f"not of {target.model_id} (size {target.hidden_size})"
         )
     material = arrange(store, options)
-    remember(options, material, model=target.model_id)
+    remember(options, material, model=target.model_id, start=start)
     return material
 
 
-def remember(options: TrainOptions, material: Material, *, model: str) -> None:
+def remember(options: TrainOptions, material: Material, *, model: str, start: Start | None = None) -> None:
     """Notes in the output folder what the run depends on; a resumed run must find the same."""
     if not processes.is_first():
         return
@@ -477,6 +489,7 @@ def remember(options: TrainOptions, material: Material, *, model: str) -> None:
         "num_steps": material.num_steps,
         "data": material.store.fingerprint,
         "processes": processes.count(),
+        "start_digest": start and start.saved.digest,
     }
     settings = {key: value for key, value in plain(options).items() if key not in _MAY_CHANGE_ON_RESUME}
     now = {**settings, **facts}
@@ -494,9 +507,18 @@ def remember(options: TrainOptions, material: Material, *, model: str) -> None:
     write_atomic(path, as_json(now))
 
 
-def _save(head: DraftHead, target: TargetModel, report: Report, options: TrainOptions) -> None:
+def how_it_was_made(options: TrainOptions, start: Start | None) -> dict[str, Any]:
+    """For ``metrics.json``, JSON values."""
+    return {
+        "options": plain(options),
+        "start_digest": start and start.saved.digest,
+        "provenance": dict(provenance()),
+    }
+
+
+def _save(head: DraftHead, target: TargetModel, report: Report, options: TrainOptions, start: Start | None) -> None:
     """The head last of all: where it is, the run is complete."""
-    made = {"options": plain(options), "provenance": dict(provenance())}
+    made = how_it_was_made(options, start)
     write_atomic(options.out / "metrics.json", as_json({**asdict(report), **made}))
     measured = {
         "tokens_per_step": report.tokens_per_step_tree,

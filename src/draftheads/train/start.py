@@ -1,22 +1,28 @@
-"""A head that starts with what another one has learned: names and shapes decide which of its layers are taken.
+"""A head that starts with what another one has learned: what is named alike means the same.
 
 Knows saved heads; knows nothing of data, losses or files of a run.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from draftheads.checkpoint import TENSORS_FILE, SavedHead, read_head
-from draftheads.errors import CheckpointMismatch, InvalidSettings
-from draftheads.heads.base import DraftHead
+from draftheads.errors import CheckpointMismatch, DraftHeadsError, InvalidSettings, ModelNotFound
+from draftheads.heads.base import DraftHead, HeadConfig
 from draftheads.target.fingerprint import Fingerprints
 from draftheads.target.model import TargetModel
-from draftheads.zoo.registry import find_head
+from draftheads.zoo.registry import find_head, zoo_heads
 
 _VOCAB = "draft_vocab"
+# what is built on another architecture, and named alike where it means the same
+_BUILT_ON = {"markov-medusa": "medusa", "amphista": "medusa", "hydra++": "hydra"}
+_MAY_DIFFER = frozenset(  # settings that do not change what the layers mean that are there in both
+    {"num_heads", "num_layers", "lm_head", "lm_head_rank", "draft_vocab_size", "embedding_scale"}
+)
 
 
 @dataclass(frozen=True)
@@ -31,13 +37,14 @@ class Start:
     def read(cls, name: str, target: TargetModel) -> "Start":
         """A bundled head, a folder or an id of the Hub, as :func:`~draftheads.zoo.registry.find_head` takes it.
 
-        The model may have been tuned since, so its weights may differ; sizes and tokenizer must be the same.
+        The model may have been tuned since, so its name and its weights may differ; sizes and tokenizer must be the
+        same.
 
         Raises:
             CheckpointMismatch: made for a model of other sizes or with another tokenizer.
             DraftHeadsError: no such head, or a corrupt one.
         """
-        saved = read_head(find_head(name, target.model_id))
+        saved = read_head(_folder(name, target.model_id))
         facts = (
             ("hidden_size", saved.config.hidden_size, target.hidden_size),
             ("vocab_size", saved.config.vocab_size, target.vocab_size),
@@ -79,15 +86,21 @@ class Start:
         """How much of a head's numbers it gives.
 
         Raises:
-            InvalidSettings: nothing fits.
+            InvalidSettings: nothing, for its layers are none of the head's or mean something else there.
         """
-        fitting = self._fitting(head)
-        if not fitting:
-            raise InvalidSettings(
-                f"--start-from {self.name}: no layer of this {self.saved.method} head has the name and sizes of one "
-                f"of a {head.config.method} head with these settings"
-            )
-        given = sum(parameter.numel() for parameter in fitting.values())
+        theirs, ours = self.saved.method, head.config.method
+        if theirs not in (ours, _BUILT_ON.get(ours)):
+            able = " or ".join(filter(None, (ours, _BUILT_ON.get(ours))))
+            raise InvalidSettings(f"--start-from {self.name} is a {theirs} head; heads of {ours} start from {able}")
+        if theirs == ours:
+            before, now = _in_words(self.saved.config), _in_words(head.config)
+            for option in sorted(now.keys() - _MAY_DIFFER):
+                if before[option] != now[option]:
+                    raise InvalidSettings(
+                        f"--start-from {self.name} has {option}={before[option]}, the new head {option}={now[option]}: "
+                        f"give --head-options {option}={before[option]}"
+                    )
+        given = sum(parameter.numel() for parameter in self._fitting(head).values())
         return given / sum(parameter.numel() for parameter in head.parameters())
 
     @torch.no_grad()
@@ -104,3 +117,27 @@ class Start:
             if all(name in self.tensors and self.tensors[name].shape == own[name].shape for name in own):
                 fitting |= own
         return fitting
+
+
+def _in_words(config: HeadConfig) -> dict[str, str]:
+    """Its settings, as ``--head-options`` takes them."""
+    return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in asdict(config).items()}
+
+
+def digest_of(name: str, model_id: str) -> str | None:
+    """Of the head of that name; None where there is none any more."""
+    try:
+        return read_head(_folder(name, model_id)).digest
+    except DraftHeadsError:
+        return None
+
+
+def _folder(name: str, model_id: str) -> Path:
+    """Of a head by its name; a bundled one's also for a model that may be a tuned copy of its base."""
+    try:
+        return find_head(name, model_id)
+    except ModelNotFound:
+        folders = [head.folder for head in zoo_heads() if head.method == name]
+        if len(folders) != 1:
+            raise
+        return folders[0]
