@@ -203,7 +203,10 @@ def test_where_everything_is_typical_the_deepest_guesses_are_the_answer(
 ) -> None:
     """On grown trees, of which some have fewer nodes than there are heads."""
     head = tiny_head(method, model, num_heads=num_heads)
-    head.shape = GROWING[rule]
+    shape = GROWING[rule]
+    if isinstance(shape, BestPaths) and method == "mlp-speculator":  # which needs a width for each stage
+        shape = BestPaths((*shape.widths, *(1,) * (num_heads - len(shape.widths))), shape.num_paths)
+    head.shape = shape
     recorder = Recorder(head)
     own = replace(SAMPLED, max_new_tokens=30, top_k=None, top_p=1.0, acceptance="typical", typical_epsilon=1e-200)
     for seed, prompt in enumerate(PROMPTS):

@@ -380,7 +380,8 @@ def test_large_batches_in_bf16_read_keys_without_gaps(monkeypatch: pytest.Monkey
         alone = Target(model)
         alone.prefill([[token % VOCAB for token in range(3 + row)]])
         expected, _ = alone.verify(Draft.on_tree(Tree.chain(1), torch.full((1, 2), 5)))
-        torch.testing.assert_close(logits[row], expected[0], rtol=0.05, atol=0.05)
+        # the widest rounding of logits of 8 and more is 0.06, and CPUs without bf16 of their own round in other places
+        torch.testing.assert_close(logits[row], expected[0], rtol=0.05, atol=0.13)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
