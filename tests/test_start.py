@@ -233,6 +233,15 @@ def test_a_start_that_does_not_fit_is_said_before_the_model_reads(
     assert "with tokenizer fingerprint" in told(other)
 
 
+def test_a_deeper_head_is_not_cut(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    first = options(tmp_path / "first", features, method="medusa", num_layers=2, epochs=1)
+    run.train_for(target, first, Silent())
+    for method in ("medusa", "amphista"):
+        settings = options(tmp_path / method, features, method=method, start_from=str(first.out))
+        with pytest.raises(InvalidSettings, match="has 2 layers in each head, the new head 1: give --num-layers 2"):
+            run.train_for(target, settings, Silent())
+
+
 def test_layers_that_mean_something_else_are_refused(target: TargetModel, features: Path, tmp_path: Path) -> None:
     first = options(tmp_path / "first", features, method="eagle", head_options=("fusion_bias=false",), epochs=1)
     run.train_for(target, first, Silent())

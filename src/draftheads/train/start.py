@@ -86,12 +86,19 @@ class Start:
         """How much of a head's numbers it gives.
 
         Raises:
-            InvalidSettings: nothing, for its layers are none of the head's or mean something else there.
+            InvalidSettings: nothing, for its layers are none of the head's or mean something else there, as the first
+                ones of a deeper head do.
         """
         theirs, ours = self.saved.method, head.config.method
         if theirs not in (ours, _BUILT_ON.get(ours)):
             able = " or ".join(filter(None, (ours, _BUILT_ON.get(ours))))
             raise InvalidSettings(f"--start-from {self.name} is a {theirs} head; heads of {ours} start from {able}")
+        before_layers, layers = self.saved.config.num_layers, head.config.num_layers
+        if layers < before_layers:
+            raise InvalidSettings(
+                f"--start-from {self.name} has {before_layers} layers in each head, the new head {layers}: "
+                f"give --num-layers {before_layers} or more"
+            )
         if theirs == ours:
             before, now = _in_words(self.saved.config), _in_words(head.config)
             for option in sorted(now.keys() - _MAY_DIFFER):
