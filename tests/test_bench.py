@@ -40,8 +40,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [[3 + row, 4, 5 + row % 7, 6] for row in range(6)]
 OTHERS = [[9, 3 + row, 8] for row in range(8)]
 SETTINGS = BenchSettings(
-    num_nodes=6, max_new_tokens=10, num_speed_prompts=3, batch_size=4, num_calibration_prompts=8, temperature=0.7
+    num_nodes=6,
+    max_new_tokens=10,
+    num_speed_prompts=3,
+    num_sampled_prompts=4,
+    batch_size=4,
+    num_calibration_prompts=8,
+    temperature=0.7,
 )
+SAMPLED = [PROMPTS[row] for row in (0, 1, 3, 4)]
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +85,7 @@ def test_tokens_per_step_are_those_of_decoding(
     for contender, row in zip(each, rows, strict=True):
         engine = Engine(model, contender.drafter, max_batch_size=1)
         tokens = steps = 0
-        for number, prompt in enumerate(PROMPTS):
+        for number, prompt in enumerate(SAMPLED if sampling else PROMPTS):
             options = {"temperature": 0.7, "seed": drafters._SEED + number, **sampling} if sampling else {}
             (result,) = engine.generate([prompt], max_new_tokens=10, **options)
             tokens, steps = tokens + len(result.token_ids) - 1, steps + result.num_steps
@@ -147,9 +154,9 @@ def test_what_was_counted_stays_and_what_was_timed_does_not(
     timed: list[str] = []
     answered, answer = Bench._answered, Bench._answer
 
-    def counted(self: Bench, drafter: Drafter, **sampling: Any) -> dict[str, Any]:
+    def counted(self: Bench, drafter: Drafter, prompts: Any, **sampling: Any) -> dict[str, Any]:
         asked.append(type(drafter).__name__)
-        return answered(self, drafter, **sampling)
+        return answered(self, drafter, prompts, **sampling)
 
     def clocked(self: Bench, drafter: Drafter, prompt: Any, max_new_tokens: int) -> Timed:
         timed.append(type(drafter).__name__)
@@ -176,6 +183,13 @@ def test_what_was_counted_stays_and_what_was_timed_does_not(
     timed.clear()
     bench(model, tmp_path).run()
     assert len(timed) == 5 * 2 * 3, "timed anew"
+    asked.clear()
+    bench(model, tmp_path, each, replace(SETTINGS, num_sampled_prompts=5)).run()
+    assert len(asked) == 2 * 2, "sampled answers to other prompts"
+    asked.clear()
+    rows = bench(model, tmp_path, each, replace(SETTINGS, num_sampled_prompts=99)).run()
+    assert len(asked) == 2 * 2
+    assert all(row.sampled_tokens_per_step for row in rows)
 
 
 def test_ways_take_turns(model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,9 +282,9 @@ def test_answers_that_end_at_once_divide_by_nothing(steps: tuple[int, ...]) -> N
 
 def test_answers_that_differ_are_counted(model: TargetModel, tmp_path: Path) -> None:
     one = bench(model, tmp_path, [Contender("careless", PromptLookup(), "careless")])
-    right = one._answered(NoDraft())
+    right = one._answered(NoDraft(), PROMPTS)
     wrong = {**right, "texts": [*right["texts"][:4], [1], [2, 3]]}
-    (tmp_path / f"greedy-careless-{one._digest}.json").write_text(json.dumps(wrong))
+    (tmp_path / f"greedy-careless-{drafters._digest(PROMPTS)}.json").write_text(json.dumps(wrong))
     assert one.run()[0].num_different == 2
 
 
@@ -293,6 +307,7 @@ def test_the_paths_of_the_mlp_speculator_are_checked_as_they_are(model: TargetMo
         ({"temperature": -0.5}, "temperature is -0.5"),
         ({"temperature": math.nan}, "temperature is nan"),
         ({"num_speed_prompts": 2}, "num_speed_prompts is 2; it must be at least 3"),
+        ({"num_sampled_prompts": 0}, "num_sampled_prompts is 0; it must be at least 3"),
     ],
 )
 def test_impossible_settings(changes: dict[str, Any], told: str) -> None:
@@ -348,6 +363,7 @@ def test_the_table_and_the_page_show_what_was_found(
     html = write_page(tmp_path).read_text()
     assert (tmp_path / PAGE).is_file()
     assert html.count("<svg") == 2
+    assert "Greedy answers to all 6 prompts, sampled ones to 4 of them." in html
     assert "draftheads bench &lt;tiny&gt;" in html
     for row in rows:
         assert f"<td>{row.name}</td>" in html
@@ -378,9 +394,9 @@ def test_the_command_compares_writes_and_says_so(
     counted: list[str] = []
     answered = Bench._answered
 
-    def noted(self: Bench, drafter: Drafter, **sampling: Any) -> dict[str, Any]:
+    def noted(self: Bench, drafter: Drafter, prompts: Any, **sampling: Any) -> dict[str, Any]:
         counted.append(type(drafter).__name__)
-        return answered(self, drafter, **sampling)
+        return answered(self, drafter, prompts, **sampling)
 
     monkeypatch.setattr(Bench, "_answered", noted)
     assert main([*arguments, "--heads", "lookahead", "./hydra"]) == 0
@@ -415,9 +431,9 @@ def test_another_model_in_the_same_folder_is_asked_anew(
     asked: list[str] = []
     answered = Bench._answered
 
-    def noted(self: Bench, drafter: Drafter, **sampling: Any) -> dict[str, Any]:
+    def noted(self: Bench, drafter: Drafter, prompts: Any, **sampling: Any) -> dict[str, Any]:
         asked.append(type(drafter).__name__)
-        return answered(self, drafter, **sampling)
+        return answered(self, drafter, prompts, **sampling)
 
     monkeypatch.setattr(Bench, "_answered", noted)
     for expected in (2, 2):

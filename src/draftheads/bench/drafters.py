@@ -51,6 +51,8 @@ class BenchSettings:
     """Tokens per step are counted at this temperature, too, with exact and with typical acceptance; 0 for not."""
     num_speed_prompts: int = 16
     """How many of the prompts are timed, spread over all of them."""
+    num_sampled_prompts: int = 40
+    """How many of the prompts are answered at the temperature, spread over all of them."""
     batch_size: int = 8
     """How many prompts are answered at a time where tokens per step are counted."""
     num_calibration_prompts: int = 64
@@ -61,6 +63,7 @@ class BenchSettings:
             ("num_nodes", 2),
             ("max_new_tokens", 2),
             ("num_speed_prompts", 3),
+            ("num_sampled_prompts", 3),
             ("batch_size", 1),
             ("num_calibration_prompts", 2),
         ):
@@ -209,13 +212,12 @@ class Bench:
         if len(self.prompts) < LEAST_PROMPTS:
             raise DataError(f"{len(self.prompts)} prompts to answer: give at least {LEAST_PROMPTS}, better 80")
         self.calibration = encoded(target, calibration, settings.rehearsal)
-        self._digest = hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()[:12]
 
     def run(self) -> list[BenchRow]:
         """The table, a row for each drafter."""
         found = {contender.name: self._prepare(contender) for contender in self.contenders}
-        greedy = {contender.name: self._count(contender, "greedy") for contender in self.contenders}
-        _, texts = self._count(Contender(PLAIN, NoDraft(), PLAIN), "greedy")
+        greedy = {contender.name: self._count(contender, "greedy", self.prompts) for contender in self.contenders}
+        _, texts = self._count(Contender(PLAIN, NoDraft(), PLAIN), "greedy", self.prompts)
         sampled = {contender.name: self._sampled(contender, "exact") for contender in self.contenders}
         typical = {contender.name: self._sampled(contender, "typical") for contender in self.contenders}
         timed = self._timed()
@@ -302,19 +304,21 @@ class Bench:
 
     # --- tokens per step ---
 
-    def _count(self, contender: Contender, way: str, **sampling: Any) -> tuple[Counted, list[list[int]]]:
+    def _count(
+        self, contender: Contender, way: str, prompts: Sequence[Sequence[int]], **sampling: Any
+    ) -> tuple[Counted, list[list[int]]]:
         """Counts, and the answers themselves."""
-        name = f"{way}-{contender.identity}-{self._digest}"
-        self.display.stage(f"{contender.name}: {way} answers to {len(self.prompts)} prompts", 1)
-        found = self.book.get(name, partial(self._answered, contender.drafter, **sampling))
+        name = f"{way}-{contender.identity}-{_digest(prompts)}"
+        self.display.stage(f"{contender.name}: {way} answers to {len(prompts)} prompts", 1)
+        found = self.book.get(name, partial(self._answered, contender.drafter, prompts, **sampling))
         self.display.advance()
         return Counted(tuple(found["tokens"]), tuple(found["steps"])), found["texts"]
 
-    def _answered(self, drafter: Drafter, **sampling: Any) -> dict[str, Any]:
+    def _answered(self, drafter: Drafter, prompts: Sequence[Sequence[int]], **sampling: Any) -> dict[str, Any]:
         engine = Engine(self.target, drafter, max_batch_size=self.settings.batch_size)
         one = SamplingSettings(max_new_tokens=self.settings.max_new_tokens, **sampling)
-        each = [replace(one, seed=_SEED + number) for number in range(len(self.prompts))]
-        results = engine.generate([list(prompt) for prompt in self.prompts], each)
+        each = [replace(one, seed=_SEED + number) for number in range(len(prompts))]
+        results = engine.generate([list(prompt) for prompt in prompts], each)
         return {
             "tokens": [len(result.token_ids) - 1 for result in results],
             "steps": [result.num_steps for result in results],
@@ -327,21 +331,26 @@ class Bench:
         if temperature == 0:
             return None, None
         way = f"{acceptance}-at-{temperature:g}"
-        counted, _ = self._count(contender, way, temperature=temperature, acceptance=acceptance)
+        prompts = self._spread(self.settings.num_sampled_prompts)
+        counted, _ = self._count(contender, way, prompts, temperature=temperature, acceptance=acceptance)
         return counted.tokens_per_step, counted.error
+
+    def _spread(self, most: int) -> list[list[int]]:
+        """At most so many of the prompts, from the first to the last kind: files are often sorted by kind."""
+        count = min(most, len(self.prompts))
+        return [self.prompts[i * len(self.prompts) // count] for i in range(count)]
 
     # --- speed ---
 
     @property
     def _timing(self) -> str:
         named = [contender.identity for contender in self.contenders]
-        key = json.dumps([self._digest, named, self.settings.num_speed_prompts])
+        key = json.dumps([_digest(self._spread(self.settings.num_speed_prompts)), named])
         return "timed-" + hashlib.sha256(key.encode()).hexdigest()[:12]
 
     def _timed(self) -> "dict[str, list[Timed]]":
         """Every way answers every prompt; who goes first changes, and the direction, so that drifts cancel."""
-        count = min(self.settings.num_speed_prompts, len(self.prompts))
-        prompts = [self.prompts[i * len(self.prompts) // count] for i in range(count)]
+        prompts = self._spread(self.settings.num_speed_prompts)
         ways: list[tuple[str, Drafter]] = [(PLAIN, NoDraft()), *((one.name, one.drafter) for one in self.contenders)]
         self.display.stage(f"timing {len(ways)} ways on {len(prompts)} prompts", len(prompts))
 
@@ -395,6 +404,10 @@ class Timed:
     def share(self) -> Share:
         """Tokens and seconds, reading the prompt included."""
         return self.tokens, self.seconds
+
+
+def _digest(prompts: Sequence[Sequence[int]]) -> str:
+    return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:12]
 
 
 def _in_words(shape: Shape) -> str:

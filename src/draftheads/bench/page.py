@@ -48,8 +48,8 @@ def _render(record: dict[str, Any]) -> str:
     pictures = [
         {
             "svg": picture(partial(_draw_tokens, rows=rows, settings=settings), height=height),
-            "caption": "Tokens per step on all prompts, with one standard error: how many tokens a pass of the model "
-            "brings on average. Plain decoding has 1.",
+            "caption": "Tokens per step, with one standard error: how many tokens a pass of the model brings on "
+            f"average. Plain decoding has 1. {_told(record['num_prompts'], settings)}",
         },
         {
             "svg": picture(partial(_draw_time, rows=rows), height=height),
@@ -72,6 +72,13 @@ def _render(record: dict[str, Any]) -> str:
         rows=[cells(row, settings) for row in rows],
         facts=facts,
     )
+
+
+def _told(num_prompts: int, settings: BenchSettings) -> str:
+    greedy = f"Greedy answers to all {num_prompts} prompts"
+    if not settings.temperature:
+        return f"{greedy}."
+    return f"{greedy}, sampled ones to {min(num_prompts, settings.num_sampled_prompts)} of them."
 
 
 def _draw_tokens(figure: Any, rows: list[BenchRow], settings: BenchSettings) -> None:

@@ -190,8 +190,9 @@ def _contenders(named: dict[str, str], options: BenchOptions, target: TargetMode
 
 
 def _counted(settings: BenchSettings) -> dict[str, Any]:
-    """Settings that all findings depend on; the temperature is in the names of those that depend on it."""
-    return {k: value for k, value in asdict(settings).items() if k not in ("num_speed_prompts", "temperature")}
+    """Settings that all findings depend on; temperature and prompts are in the names of those that depend on them."""
+    of_others = ("num_speed_prompts", "num_sampled_prompts", "temperature")
+    return {name: value for name, value in asdict(settings).items() if name not in of_others}
 
 
 def _work_folder(identity: dict[str, Any]) -> Path | None:
