@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftheads.draft import Context
 from draftheads.errors import InvalidSettings, InvalidTree
@@ -541,6 +542,59 @@ def test_eagles_first_guess_follows_its_formula(model: TargetModel) -> None:
     pairs = zip(tokens[0, 1:], hidden[0], strict=False)
     x = torch.stack([affine(weights, "fusion", torch.cat([embedding[token], state])) for token, state in pairs])
     torch.testing.assert_close(head(hidden, tokens)[0, 0, :8], head.layer(x[None])[0], rtol=1e-4, atol=1e-4)  # type: ignore[operator]
+
+
+def test_eagles_further_guesses_read_its_own_hidden_states(model: TargetModel) -> None:
+    """Entries of the text up to t, then fc([E(x_{t+1+j}); f_{t+j}]) at positions t+j: the last one's output is next."""
+    head = variant("eagle", model)
+    embedding = SCALE * model.weights.embedding
+    hidden, tokens = random_text(1, 9, size=model.hidden_size)
+    features = head(hidden, tokens)[:, 0]
+    for t in (0, 3):
+        states = list(hidden[0, : t + 1])
+        for i in range(head.config.num_heads):
+            pairs = [torch.cat([embedding[tokens[0, s + 1]], state]) for s, state in enumerate(states)]
+            states.append(head.layer(head.fusion(torch.stack(pairs))[None])[0, -1])  # type: ignore[operator]
+            torch.testing.assert_close(features[i, t], states[-1], rtol=1e-4, atol=1e-4)
+
+
+def test_the_small_llama_is_a_llama(model: TargetModel) -> None:
+    """With the same weights it says what transformers' own Llama says of the draft vocabulary."""
+    head = variant("small-llama, deep", model)
+    config = head.config
+    assert isinstance(config, LayerConfig)
+    draft_vocab, embedding = head.draft_vocab, model.weights.embedding
+    assert draft_vocab is not None
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(embedding),
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=config.head_size,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            rms_norm_eps=config.norm_epsilon,
+            tie_word_embeddings=False,
+        )
+    ).eval()
+    names = {"input_norm": "input_layernorm", "middle_norm": "post_attention_layernorm", "feed_forward": "mlp"}
+    weights = {"model.embed_tokens.weight": embedding, "lm_head.weight": model.weights.lm_head}
+    for name, tensor in numbers(head).items():
+        if name == "norm.weight":
+            weights["model.norm.weight"] = tensor
+            continue
+        _, number, part, *rest = name.split(".")
+        part = "self_attn." + part if part.endswith("_proj") else names[part]
+        weights[".".join(["model.layers", number, part, *rest])] = tensor
+    llama.load_state_dict(weights)
+    hidden, tokens = random_text(2, 9, size=model.hidden_size)
+    features = head(hidden, tokens)
+    expected = llama(tokens).logits[..., draft_vocab]
+    for i in range(config.num_heads):
+        found = head.logits(features[i, :, : 8 - i], i)
+        torch.testing.assert_close(found, expected[:, 1 + i :], rtol=1e-4, atol=1e-4)
 
 
 def test_markov_medusa_follows_its_formula(model: TargetModel) -> None:
