@@ -4,6 +4,7 @@ import builtins
 import importlib.util
 import json
 import math
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 from transformers import get_cosine_schedule_with_warmup
 
 import draftheads
-from draftheads.checkpoint import load_head
+from draftheads.checkpoint import load_head, read_head, save_head
 from draftheads.cli import merge as merge_command
 from draftheads.cli import train_joint as command
 from draftheads.data.batches import split_held_out
@@ -49,7 +50,7 @@ from draftheads.train.merge import MergeOptions, merge, merged_model
 from draftheads.train.movement import Movement, compare
 from draftheads.train.trainer import TrainingInterrupted
 from draftheads.tree import Tree
-from families import fitting
+from families import fitting, tiny_head
 from test_train import KilledError, Silent, lines, stop_by_crash, stop_by_ctrl_c
 from training_world import chat_model, counting_chats, distilled_chats, write_chats
 
@@ -479,6 +480,22 @@ def test_a_trained_head_is_gone_on_with(data: Path, tmp_path: Path) -> None:
     metrics = json.loads((first.out / "metrics.json").read_text())
     assert report.heads.top1 == pytest.approx(metrics["top1"], abs=0.03)  # bf16 features there
     assert len(report.heads.top1) == 2
+
+
+def test_joint_training_goes_on_only_from_the_same_start(data: Path, tmp_path: Path) -> None:
+    target, start = chat_model(), tmp_path / "start"
+    save_head(tiny_head("hydra", target), start, base=target)
+    settings = options(
+        *(tmp_path / "out", data), method="hydra++", num_heads=3, start_from=str(start), draft_vocab_size=0
+    )
+    with pytest.raises(TrainingInterrupted):
+        train_jointly_for(chat_model(), settings, Silent(2, stop_by_ctrl_c))
+    first = json.loads((settings.out / "run.json").read_text())["start_digest"]
+    assert first == read_head(start).digest
+    shutil.rmtree(start)
+    save_head(tiny_head("hydra", target, seed=1), start, base=target)
+    with pytest.raises(InvalidSettings, match=f"start_digest was '{first}' and is '{read_head(start).digest}'"):
+        train_jointly_for(chat_model(), replace(settings, resume=True), Silent())
 
 
 def test_an_exploding_run_is_stopped_with_its_texts(data: Path, tmp_path: Path) -> None:
