@@ -48,6 +48,7 @@ from draftheads.train.losses import objective
 from draftheads.train.measure import measure
 from draftheads.train.merge import MergeOptions, merge, merged_model
 from draftheads.train.movement import Movement, compare
+from draftheads.train.new_head import new_head
 from draftheads.train.trainer import TrainingInterrupted
 from draftheads.tree import Tree
 from families import fitting, tiny_head
@@ -91,7 +92,7 @@ def harness(
     """A learner with an adapter that says something (or nothing), and a batch."""
     settings = options(data.parent, data, **changes)
     store = LiveStore(target, load_texts(target, [data], max_length=64))
-    head = run.new_head(settings, target.weights, store, range(len(store)), target.eos_ids)
+    head = new_head(settings, target.weights, store, range(len(store)), target.eos_ids)
     for parameter in head.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     adapter = Adapter.attach(target.model, rank=4, alpha=8, dropout=dropout)
@@ -339,7 +340,7 @@ def test_a_run_tunes_the_model_and_its_heads(
     report = train_jointly_for(target, settings, Silent())
     store = LiveStore(target, load_texts(target, [counting], max_length=2048))
     training, held_out = split_held_out(len(store), fraction=0.2, at_most=200, seed=0)
-    untrained = run.new_head(settings, target.weights, store, training, target.eos_ids)
+    untrained = new_head(settings, target.weights, store, training, target.eos_ids)
     learner = Learner(untrained, target.weights, objective=objective("hard"), depth_decay=0.8)
     at_start = measure(learner, store, held_out, batch_tokens=100)
     assert report.heads.tokens_per_step_chain > at_start.tokens_per_step(Tree.chain(3)) + 0.1

@@ -21,6 +21,7 @@ from draftheads.data.plain_text import load_blocks
 from draftheads.errors import DataError, InvalidSettings, MissingDependency, StorageError
 from draftheads.target.model import TargetModel
 from draftheads.train import run
+from draftheads.train.folder import remember
 from draftheads.train.material import arrange, read_data
 from draftheads.train.measure import measure
 from draftheads.train.options import TrainOptions
@@ -338,7 +339,7 @@ def test_errors_come_before_the_model_reads(
     (checkpoint / "trainer_state.json").write_text("{}", encoding="utf-8")
     settings = options(tmp_path / "parts", data=(chats,), save_steps=4, resume=True)
     material = arrange(LiveStore(target, read_data(target, settings)), settings)
-    run.remember(replace(settings, resume=False), material, model=target.model_id)
+    remember(replace(settings, resume=False), material, model=target.model_id)
     one = write_chats(tmp_path / "one.jsonl", counting_chats(1))
     monkeypatch.setattr(TargetModel, "hidden_states", lambda *_: pytest.fail("the model was asked"))
     with pytest.raises(InvalidSettings, match=r"learning_rate was 0\.02 and is 0\.5"):

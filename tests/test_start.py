@@ -20,6 +20,7 @@ from draftheads.target.model import TargetModel
 from draftheads.train import run
 from draftheads.train.joint import train_jointly_for
 from draftheads.train.joint_options import JointOptions
+from draftheads.train.new_head import new_head
 from draftheads.train.options import TrainOptions
 from draftheads.train.start import Start
 from draftheads.train.studies import study, variants_of
@@ -79,7 +80,7 @@ def hydra(target: TargetModel, features: Path) -> Path:
     """A trained head; its draft vocabulary and scale are not those that the features would give."""
     settings = options(features.parent / "hydra", features, method="hydra", draft_vocab_size=36)
     store = FeatureStore(features)
-    head = run.new_head(settings, target.weights, store, range(3), target.eos_ids)
+    head = new_head(settings, target.weights, store, range(3), target.eos_ids)
     assert isinstance(head.config, HydraConfig)
     scaled = HydraHead(replace(head.config, embedding_scale=1.25))
     scaled.initialise(target.weights, head.draft_vocab)
@@ -118,8 +119,8 @@ def test_draft_vocabulary_and_scale_of_embeddings_come_with_the_weights(
     store = FeatureStore(features)
     settings = options(tmp_path / "out", features, method="hydra", draft_vocab_size=36)
     start = Start.read(str(hydra), target)
-    alone = run.new_head(settings, target.weights, store, range(len(store)), target.eos_ids)
-    grown = run.new_head(settings, target.weights, store, range(len(store)), target.eos_ids, start=start)
+    alone = new_head(settings, target.weights, store, range(len(store)), target.eos_ids)
+    grown = new_head(settings, target.weights, store, range(len(store)), target.eos_ids, start=start)
     trained = load_head(hydra, target, dtype=torch.float32)
     assert not torch.equal(alone.draft_vocab, trained.draft_vocab)
     assert alone.config.embedding_scale != trained.config.embedding_scale  # type: ignore[attr-defined]
@@ -138,7 +139,7 @@ def test_what_has_no_counterpart_starts_as_it_always_does(
     settings = options(tmp_path / "out", features, **{"method": "hydra", "draft_vocab_size": 36, **changes})
     start = Start.read(str(hydra), target)
     documents, sizes = range(len(store)), target.layer_sizes
-    grown = run.new_head(settings, target.weights, store, documents, target.eos_ids, layer_sizes=sizes, start=start)
+    grown = new_head(settings, target.weights, store, documents, target.eos_ids, layer_sizes=sizes, start=start)
     torch.manual_seed(settings.seed)
     alone = type(grown)(grown.config)
     alone.initialise(target.weights, grown.draft_vocab)

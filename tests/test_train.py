@@ -31,10 +31,12 @@ from draftheads.heads.hydra import FusionBlock
 from draftheads.heads.layers import ResidualBlock
 from draftheads.target.model import TargetModel
 from draftheads.train import processes, run
+from draftheads.train.folder import alone_in
 from draftheads.train.joint_options import JointOptions
 from draftheads.train.learner import Learner, with_noise
 from draftheads.train.losses import objective
 from draftheads.train.measure import NUM_RANKS, Measurement, measure
+from draftheads.train.new_head import frequent_tokens, new_head
 from draftheads.train.options import TrainOptions
 from draftheads.train.report import Report
 from draftheads.train.trainer import StepLog, TrainingInterrupted, find_checkpoint
@@ -125,7 +127,7 @@ def measured(
     """What is measured of a head (an untrained one by default) on the texts that a run holds out or trains on."""
     store = FeatureStore(features)
     training, held_out = split_held_out(len(store), fraction=settings.held_out, at_most=200, seed=settings.seed)
-    head = head or run.new_head(settings, target.weights, store, training, target.eos_ids)
+    head = head or new_head(settings, target.weights, store, training, target.eos_ids)
     learner = Learner(head, target.weights, objective=objective(settings.loss), depth_decay=0.8)
     return measure(learner, store, training if on == "training" else held_out, batch_tokens=100)
 
@@ -185,7 +187,7 @@ def test_fewer_texts_or_none_in_between(target: TargetModel, features: Path, tmp
 def test_noise_is_for_training_only(target: TargetModel, features: Path) -> None:
     store = FeatureStore(features)
     settings = options(Path("out"), features)
-    head = run.new_head(settings, target.weights, store, range(20), target.eos_ids)
+    head = new_head(settings, target.weights, store, range(20), target.eos_ids)
     batch = vars(collate([store[0], store[1]], skip_prompts=False))
     losses = {}
     for alpha in (0.0, 75.0):
@@ -207,7 +209,7 @@ def test_dropout_is_for_training_only(target: TargetModel, features: Path, tmp_p
     losses = {}
     for part in (0.0, 0.3):
         settings = options(tmp_path, features, **given)
-        head = run.new_head(settings, target.weights, store, range(len(store)), target.eos_ids)
+        head = new_head(settings, target.weights, store, range(len(store)), target.eos_ids)
         for parameter in head.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
         if head.has_blocks:
@@ -290,7 +292,7 @@ def test_ranks_count_better_guesses_and_misses(target: TargetModel, features: Pa
     found = measured(target, features, settings)
     store = FeatureStore(features)
     training, held_out = split_held_out(len(store), fraction=0.2, at_most=200, seed=0)
-    head = run.new_head(settings, target.weights, store, training, target.eos_ids)
+    head = new_head(settings, target.weights, store, training, target.eos_ids)
     vocab = head.draft_vocab.tolist()
     expected = {0: [], 1: []}  # type: dict[int, list[int]]
     for document in (store[i] for i in sorted(held_out, key=lambda i: store.lengths[i])):
@@ -318,7 +320,7 @@ def test_losses_are_those_of_the_definition(
 ) -> None:
     settings = options(tmp_path / "out", features, method=method, loss=loss, draft_vocab_size=20)
     store = FeatureStore(features)
-    head = run.new_head(settings, target.weights, store, range(len(store)), target.eos_ids)
+    head = new_head(settings, target.weights, store, range(len(store)), target.eos_ids)
     for block in head.parameters():
         torch.nn.init.normal_(block, std=0.1)
     vocab = head.draft_vocab.tolist()
@@ -353,7 +355,7 @@ def test_a_head_that_is_the_same_at_all_depths_is_taught_once(
     losses = {}
     for depth in (1, 3):
         settings = options(tmp_path / "out", features, method="small-llama", num_heads=depth)
-        head = run.new_head(settings, target.weights, store, range(len(store)), target.eos_ids)
+        head = new_head(settings, target.weights, store, range(len(store)), target.eos_ids)
         learner = Learner(head, target.weights, objective=objective("teacher"), depth_decay=0.8)
         losses[depth] = learner(**vars(collate(list(store)[:6], skip_prompts=False)))
     assert losses[1]["loss"].item() == pytest.approx(losses[3]["loss"].item(), rel=1e-6)
@@ -378,7 +380,7 @@ def test_a_batch_without_a_word_that_can_be_guessed_changes_nothing(
 ) -> None:
     settings = options(Path("out"), features, method=method, lm_head=lm_head, draft_vocab_size=2)
     store = FeatureStore(features)
-    head = run.new_head(settings, target.weights, store, range(len(store)), target.eos_ids)
+    head = new_head(settings, target.weights, store, range(len(store)), target.eos_ids)
     learner = Learner(head, target.weights, objective=objective("hard"), depth_decay=0.8)
     batch = vars(collate([store[0], store[1]], skip_prompts=False))
     unknown = next(i for i in range(10) if not learner.in_vocab[i])
@@ -605,7 +607,7 @@ def test_two_runs_cannot_write_one_folder(
 
 def test_of_several_processes_the_first_sees_to_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "is_first", lambda: False)
-    with locked(tmp_path, ""), run.alone_in(tmp_path):
+    with locked(tmp_path, ""), alone_in(tmp_path):
         pass
 
 
@@ -631,10 +633,10 @@ def test_the_draft_vocabulary_is_the_most_frequent_and_the_end(target: TargetMod
     records = [chat("w9 w9 w9", "w5 w5 w5 w3 w3 w8 w7", finished=False), chat("w1", "w5", finished=False)]
     texts = load_texts(target, [write_chats(tmp_path / "chats.jsonl", records)], max_length=64)
     store = build_features(target, texts, tmp_path / "features", lambda *_: None)
-    vocab = run.frequent_tokens(store, [0, 1], 4, vocab_size=64, always=frozenset({EOS}))
+    vocab = frequent_tokens(store, [0, 1], 4, vocab_size=64, always=frozenset({EOS}))
     word = 7  # the id of w0
     assert vocab.tolist() == [EOS, word + 3, word + 5, word + 7]  # w7 before w8: as frequent, lower id
-    assert run.frequent_tokens(store, [1], 3, vocab_size=64, always=frozenset({EOS})).tolist() == [
+    assert frequent_tokens(store, [1], 3, vocab_size=64, always=frozenset({EOS})).tolist() == [
         0,
         EOS,
         word + 5,
@@ -755,7 +757,7 @@ def test_features_are_drawn_to_the_hidden_states_that_come(target: TargetModel, 
     document = store[0]
     hidden, text, mask = document.hidden[None].float(), document.token_ids[None], document.loss_mask[None]
     settings = options(tmp_path / "out", features, method="eagle", num_heads=2)
-    head = run.new_head(settings, target.weights, store, range(len(store)), target.eos_ids)
+    head = new_head(settings, target.weights, store, range(len(store)), target.eos_ids)
     for parameter in head.parameters():
         parameter.data += 0.02 * torch.randn_like(parameter)
 

@@ -27,6 +27,17 @@ from draftheads.target.model import TargetModel
 from draftheads.target.pretrained import default_device
 from draftheads.train import processes
 from draftheads.train.card import model_card
+from draftheads.train.folder import (
+    alone_in,
+    already_found,
+    as_json,
+    check_out,
+    check_place,
+    how_it_was_made,
+    remember,
+    say_where_it_starts,
+    tidy_up,
+)
 from draftheads.train.joint_learner import JointLearner
 from draftheads.train.joint_options import JointOptions
 from draftheads.train.joint_schedule import JointSchedule
@@ -36,27 +47,10 @@ from draftheads.train.lora import Adapter, TunedModel, require_peft
 from draftheads.train.material import Material, arrange
 from draftheads.train.measure import Measurement, measure
 from draftheads.train.movement import Movement, measure_movement
+from draftheads.train.new_head import in_float32, new_head, read_start
 from draftheads.train.report import Report
-from draftheads.train.run import (
-    Reporter,
-    Speedometer,
-    alone_in,
-    already_found,
-    as_json,
-    check_out,
-    check_place,
-    chosen_tree,
-    how_it_was_made,
-    in_between,
-    in_float32,
-    new_head,
-    new_learner,
-    read_start,
-    remember,
-    report_on,
-    say_where_it_starts,
-    tidy_up,
-)
+from draftheads.train.reporter import Reporter
+from draftheads.train.run import Speedometer, chosen_tree, in_between, new_learner, report_on
 from draftheads.train.start import Start
 from draftheads.train.trainer import computes_in_bf16, fit
 

@@ -15,7 +15,8 @@ from draftheads.errors import InvalidSettings
 from draftheads.train import processes
 from draftheads.train.options import TrainOptions
 from draftheads.train.report import Report
-from draftheads.train.run import Reporter, train
+from draftheads.train.reporter import Reporter
+from draftheads.train.run import train
 
 Changes = Mapping[str, Any]
 
