@@ -69,7 +69,8 @@ class TrainOptions:
     dropout: float = 0.0
     """Part of the inputs of each layer of a head's MLP that is set to zero in training; 0.2 for Hydra++."""
     depth_decay: float = 0.8
-    """Each head's loss weighs this much of the head before it."""
+    """Each head's loss weighs this much of the head before it; of small-llama, the same at every depth, the first alone
+    is taught."""
     epochs: int = 2
     """Passes over the training text."""
     learning_rate: float = 1e-3
