@@ -34,8 +34,8 @@ class GenerateOptions:
     model: str = "smollm2-135m"
     """A model: a name, a folder or a Hugging Face id."""
     head: str | None = None
-    """A draft head: a bundled one's name (medusa, hydra), a folder or a Hugging Face id; prompt-lookup copies from the
-    text so far, lookahead refines guesses of the model itself; plain when left out."""
+    """A draft head: a bundled one's name (`draftheads info` lists them), a folder or a Hugging Face id; prompt-lookup
+    copies from the text so far, lookahead refines guesses of the model itself; plain when left out."""
     draft_model: str | None = None
     """A smaller model of the same tokenizer drafts in place of a head: a folder or a Hugging Face id."""
     tree: Path | None = None

@@ -28,7 +28,7 @@ class InfoOptions:
     """Show a draft head, the bundled heads, or a tree."""
 
     head: tyro.conf.Positional[str | None] = None
-    """A bundled head (medusa, hydra), a folder, or a Hugging Face Hub id; all bundled heads when left out."""
+    """A bundled head (medusa, hydra, …), a folder, or a Hugging Face Hub id; all bundled heads when left out."""
     model: str = "smollm2-135m"
     """Which base model's bundled head."""
     tree: str | None = None
