@@ -3,7 +3,7 @@
 import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from draftheads.data import extract
 from draftheads.data.batches import (
@@ -226,11 +227,53 @@ def test_epochs_and_seeds_differ() -> None:
     assert plan != plan_batches(range(50), lengths, max_tokens=10, num_epochs=2, seed=1)
 
 
+def texts_of(numbers: Sequence[int], *, answers: int = 1) -> tuple[list[Tensor], list[Tensor]]:
+    """Texts of a prompt of two tokens and an answer of one, with their loss masks."""
+    ids = [torch.tensor([number // 50, number % 50, answer]) for number in numbers for answer in range(answers)]
+    return ids, [torch.tensor([False, False, True])] * len(ids)
+
+
 @pytest.mark.parametrize(("fraction", "number"), [(0.0, 1), (0.05, 5), (0.5, 20)])
 def test_some_texts_are_held_out(fraction: float, number: int) -> None:
-    training, held_out = split_held_out(100, fraction=fraction, at_most=20, seed=3)
+    training, held_out = split_held_out(*texts_of(range(100)), fraction=fraction, at_most=20, seed=3)
     assert len(held_out) == number
     assert sorted(training + held_out) == list(range(100))
+
+
+def test_another_seed_holds_out_others() -> None:
+    found = {tuple(split_held_out(*texts_of(range(400)), fraction=0.1, at_most=200, seed=n)[1]) for n in range(20)}
+    assert len(found) == 20
+    often = torch.bincount(torch.tensor(list(found)).flatten(), minlength=400)
+    assert often.max() <= 9, "2 are expected, and no text is held out by all seeds"
+
+
+@pytest.mark.parametrize("at_most", [20, 10_000])
+def test_what_was_held_out_is_not_learned_from_when_there_is_more_text(at_most: int) -> None:
+    def learned(numbers: Sequence[int]) -> tuple[set[int], set[int]]:
+        parts = split_held_out(*texts_of(numbers), fraction=0.05, at_most=at_most, seed=1)
+        training, held_out = ({numbers[i] for i in part} for part in parts)
+        return training, held_out
+
+    some = list(range(0, 2000, 2))
+    before, _ = learned(some)
+    after, apart = learned(list(reversed(range(2000))))
+    assert len(after) + len(apart) == 2000
+    # the hundred of 2,000 that come first are, of half the texts, among the first fifty, but for chance
+    assert len(apart & before) <= (0 if at_most == 20 else 15)
+
+
+def test_answers_to_one_prompt_stand_on_one_side() -> None:
+    token_ids, loss_masks = texts_of(range(50), answers=4)
+    training, held_out = split_held_out(token_ids, loss_masks, fraction=0.2, at_most=200, seed=0)
+    assert len(held_out) == 40
+    assert {i // 4 for i in held_out}.isdisjoint(i // 4 for i in training)
+
+
+def test_plain_text_is_held_out_at_random() -> None:
+    token_ids, _ = texts_of(range(100))
+    loss_masks = [torch.tensor([True, True, True])] * 100
+    _, held_out = split_held_out(token_ids, loss_masks, fraction=0.2, at_most=200, seed=0)
+    assert held_out != list(range(20)), "not in the order of the file"
 
 
 def test_a_batch_says_which_documents_it_is_made_of(

@@ -126,7 +126,9 @@ def measured(
 ) -> Measurement:
     """What is measured of a head (an untrained one by default) on the texts that a run holds out or trains on."""
     store = FeatureStore(features)
-    training, held_out = split_held_out(len(store), fraction=settings.held_out, at_most=200, seed=settings.seed)
+    training, held_out = split_held_out(
+        store.token_ids, store.loss_masks, fraction=settings.held_out, at_most=200, seed=settings.seed
+    )
     head = head or new_head(settings, target.weights, store, training, target.eos_ids)
     learner = Learner(head, target.weights, objective=objective(settings.loss), depth_decay=0.8)
     return measure(learner, store, training if on == "training" else held_out, batch_tokens=100)
@@ -257,7 +259,7 @@ def test_expected_tokens_are_those_that_drafting_on_the_true_text_gives(
     head = load_head(tmp_path / "out", target, dtype=torch.float32)
     head.tree = tree = Tree.cartesian([4, 3, 2])
     store = FeatureStore(features)
-    _, held_out = split_held_out(len(store), fraction=0.2, at_most=200, seed=0)
+    _, held_out = split_held_out(store.token_ids, store.loss_masks, fraction=0.2, at_most=200, seed=0)
     gains = []
     for document in (store[i] for i in held_out):
         text, mask = document.token_ids, document.loss_mask
@@ -291,7 +293,7 @@ def test_ranks_count_better_guesses_and_misses(target: TargetModel, features: Pa
     settings = options(tmp_path / "out", features, draft_vocab_size=20, num_heads=2)
     found = measured(target, features, settings)
     store = FeatureStore(features)
-    training, held_out = split_held_out(len(store), fraction=0.2, at_most=200, seed=0)
+    training, held_out = split_held_out(store.token_ids, store.loss_masks, fraction=0.2, at_most=200, seed=0)
     head = new_head(settings, target.weights, store, training, target.eos_ids)
     vocab = head.draft_vocab.tolist()
     expected = {0: [], 1: []}  # type: dict[int, list[int]]
@@ -572,7 +574,7 @@ def test_a_loss_that_is_no_number_names_step_and_texts(
     with pytest.raises(NonFiniteLoss, match=rf"nan at step \d+, on .*{place}") as caught:
         run.train_for(target, settings, Silent())
     store = FeatureStore(broken)
-    training, _ = split_held_out(len(store), fraction=0.2, at_most=200, seed=0)
+    training, _ = split_held_out(store.token_ids, store.loss_masks, fraction=0.2, at_most=200, seed=0)
     plan = plan_batches(training, store.lengths, max_tokens=128, num_epochs=1, seed=0)
     step = next(n for n, batch in enumerate(plan, start=1) if 9 in batch)
     assert f"at step {step}," in str(caught.value)

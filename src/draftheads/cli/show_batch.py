@@ -149,7 +149,8 @@ def _plan(model: ChatReader, options: ShowBatchOptions) -> _Plan:
         model, options.data, max_length=options.max_length, max_tokens=options.max_tokens
     )
     loss_masks = [torch.tensor(text.loss_mask) for text in texts]
-    training, held_out = choose_texts(loss_masks, held_out=options.held_out, seed=options.seed)
+    token_ids = [torch.tensor(text.token_ids) for text in texts]
+    training, held_out = choose_texts(token_ids, loss_masks, held_out=options.held_out, seed=options.seed)
     batches = plan_batches(
         training,
         [len(text.token_ids) for text in texts],

@@ -4,6 +4,7 @@ Knows a feature store's documents; knows nothing of losses. A run's batches are 
 seed: batch n is the same whether the run is resumed at n or comes there on its way.
 """
 
+import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,18 +48,21 @@ def collate(documents: Sequence[Document], *, skip_prompts: bool) -> Batch:
     )
 
 
-def choose_texts(loss_masks: Sequence[Tensor], *, held_out: float, seed: int) -> tuple[list[int], list[int]]:
+def choose_texts(
+    token_ids: Sequence[Tensor], loss_masks: Sequence[Tensor], *, held_out: float, seed: int
+) -> tuple[list[int], list[int]]:
     """Indices of the texts that a run learns from, and of those that are kept apart to measure on.
 
     Args:
-        loss_masks: of every text.
+        token_ids: of every text, (T,).
+        loss_masks: of every text, (T,) bool.
         held_out: the part kept apart, at most ``HELD_OUT_AT_MOST`` texts.
         seed: decides which.
 
     Raises:
         DataError: too few texts, or none that a draft head can learn from.
     """
-    training, kept_apart = split_held_out(len(loss_masks), fraction=held_out, at_most=HELD_OUT_AT_MOST, seed=seed)
+    training, kept_apart = split_held_out(token_ids, loss_masks, fraction=held_out, at_most=HELD_OUT_AT_MOST, seed=seed)
     if not training:
         raise DataError("only one text: training needs another one to measure on")
     training = with_guesses(training, loss_masks)
@@ -67,16 +71,33 @@ def choose_texts(loss_masks: Sequence[Tensor], *, held_out: float, seed: int) ->
     return training, kept_apart
 
 
-def split_held_out(num_documents: int, *, fraction: float, at_most: int, seed: int) -> tuple[list[int], list[int]]:
-    """Document indices for training and for measuring: at random, decided by ``seed``; at least one held out.
+def split_held_out(
+    token_ids: Sequence[Tensor], loss_masks: Sequence[Tensor], *, fraction: float, at_most: int, seed: int
+) -> tuple[list[int], list[int]]:
+    """Document indices for training and for measuring; at least one held out.
 
-    >>> training, held_out = split_held_out(10, fraction=0.2, at_most=200, seed=0)
+    At random, but the texts themselves decide: what is held out of many texts is held out of a part of them, too, but
+    for a few at the border. So a head that starts from another one, and learns from more, is not measured on what that
+    one was taught. Answers to the same prompt stand together.
+
+    >>> texts = [torch.tensor([5, n]) for n in range(10)]
+    >>> masks = [torch.tensor([False, True])] * 10
+    >>> training, held_out = split_held_out(texts, masks, fraction=0.2, at_most=200, seed=0)
     >>> len(training), len(held_out), sorted(training + held_out) == list(range(10))
     (8, 2, True)
     """
-    order = list(range(num_documents))
-    random.Random(seed).shuffle(order)  # noqa: S311 - nothing secret
-    size = max(1, min(at_most, int(fraction * num_documents)))
+
+    def drawn(ids: Tensor) -> bytes:
+        key = seed.to_bytes(8, "little")
+        return hashlib.blake2b(ids.to(torch.int64).numpy().tobytes(), key=key, digest_size=8).digest()
+
+    def place(index: int) -> tuple[bytes, bytes]:
+        ids, mask = token_ids[index], loss_masks[index]
+        prompt = ids[: int(mask.int().argmax())]
+        return drawn(prompt if len(prompt) else ids), drawn(ids)
+
+    order = sorted(range(len(token_ids)), key=place)
+    size = max(1, min(at_most, int(fraction * len(order))))
     return sorted(order[size:]), sorted(order[:size])
 
 

@@ -105,7 +105,8 @@ def arrange(store: Documents, options: TrainOptions) -> Material:
     plain = _first([index for index, kind in enumerate(kinds) if kind], store, options.max_tokens)
     chats = _first([index for index, kind in enumerate(kinds) if not kind], store, options.max_tokens)
     judged = chats or plain  # what the heads are for
-    parts = choose_texts([store.loss_masks[i] for i in judged], held_out=options.held_out, seed=options.seed)
+    token_ids, loss_masks = ([of[i] for i in judged] for of in (store.token_ids, store.loss_masks))
+    parts = choose_texts(token_ids, loss_masks, held_out=options.held_out, seed=options.seed)
     training, held_out = ([judged[i] for i in part] for part in parts)
     per_step = options.accumulate * processes.count()
     plan = in_whole_steps(_plan(training, store, options, num_epochs=options.epochs), per_step)
