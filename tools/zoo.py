@@ -35,7 +35,7 @@ HEADS: Mapping[str, str] = {
     "medusa": "--num-heads 4 --num-layers 2",
     "hydra": "--num-heads 3 --num-layers 3",
     "markov-medusa": "--num-heads 4 --num-layers 2 --head-options markov_rank=64 --epochs 2 --start-from medusa",
-    "hydra++": "--num-heads 3 --num-layers 4 --epochs 2 --start-from hydra",
+    "hydra++": "--num-heads 3 --num-layers 4",  # hydra, which knows its text by heart, would leave it little to learn
     "amphista": "--num-heads 4 --num-layers 2 --epochs 2 --start-from medusa",
     "mlp-speculator": "--num-heads 3 --head-options inner_size=1024",
     "eagle": "--num-heads 3 --feature-weight 10",
