@@ -269,6 +269,15 @@ def test_answers_to_one_prompt_stand_on_one_side() -> None:
     assert {i // 4 for i in held_out}.isdisjoint(i // 4 for i in training)
 
 
+def test_answers_without_a_prompt_do_not_stand_on_one_side() -> None:
+    token_ids, _ = texts_of(range(400))
+    with_prompt, without = torch.tensor([False, False, True]), torch.tensor([True, True, True])
+    loss_masks = [with_prompt, without] * 200
+    for seed in range(5):
+        _, held_out = split_held_out(token_ids, loss_masks, fraction=0.1, at_most=200, seed=seed)
+        assert 5 < sum(index % 2 for index in held_out) < 35
+
+
 def test_plain_text_is_held_out_at_random() -> None:
     token_ids, _ = texts_of(range(100))
     loss_masks = [torch.tensor([True, True, True])] * 100
