@@ -95,7 +95,7 @@ def engine(folder: Path) -> Engine:
 
 def run_process(arguments: list[str], folder: Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
-    command = [sys.executable, "-m", "draftheads.cli.main", *arguments]
+    command = [sys.executable, "-m", "draftheads", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False, **options)
 
 
@@ -239,7 +239,7 @@ def test_ctrl_c(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
 def test_a_reader_that_has_gone_is_no_error(tmp_path: Path):
     read_end, write_end = os.pipe()
     os.close(read_end)
-    command = [sys.executable, "-m", "draftheads.cli.main", "--help"]
+    command = [sys.executable, "-m", "draftheads", "--help"]
     done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (0, "")
@@ -251,7 +251,7 @@ def test_a_reader_that_has_gone_is_no_error(tmp_path: Path):
 def test_bytes_that_are_no_text(folder: Path):
     """On standard input and, as half characters, on the command line."""
     for arguments, given in (([], b"\xff"), ([b"\xff"], b"")):
-        command = [sys.executable, "-m", "draftheads.cli.main", "generate", "--model", "model", *arguments]
+        command = [sys.executable, "-m", "draftheads", "generate", "--model", "model", *arguments]
         environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, input=given, check=False)
         assert done.returncode == 1

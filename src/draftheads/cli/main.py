@@ -105,7 +105,3 @@ def _usage() -> str:
             "draftheads COMMAND --help explains a command's options.",
         ]
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())
