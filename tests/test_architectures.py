@@ -1,6 +1,7 @@
 """Every architecture: drafting says what training taught, with a history as from scratch; sizes; bad settings."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftheads.draft import Context
 from draftheads.errors import InvalidSettings, InvalidTree
-from draftheads.growth import BestFirst, BestPaths
+from draftheads.growth import BestFirst, BestPaths, Sampled
 from draftheads.heads import HEADS, head_classes, parse_head_options
 from draftheads.heads.attention import (
     History,
@@ -24,8 +25,9 @@ from draftheads.heads.attention import (
     attend_with_path,
 )
 from draftheads.heads.base import DraftHead
+from draftheads.sampling import RowSettings, SamplingSettings
 from draftheads.target.model import TargetModel
-from families import FAMILIES, VOCAB, fitting, tiny_head, tiny_model
+from families import FAMILIES, TREES, VOCAB, fitting, tiny_head, tiny_model
 
 STATEFUL = [method for method, (_, head_class) in HEADS.items() if issubclass(head_class, StatefulHead)]
 # of every architecture, its variants
@@ -109,6 +111,38 @@ def test_drafting_says_what_training_taught(name: str, model: TargetModel) -> No
         if i + 1 < heads:
             children = torch.stack([tokens[row, end + 1 + i] for row, end in enumerate(ends)])[:, None]
             state = fresh.descend(state, i, first, children)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_node_of_a_tree_is_guessed_from_its_own_path(name: str, model: TargetModel) -> None:
+    """What a node's children are drawn from is what the features along the text say, had its path been the text."""
+    head = variant(name, model).fresh()
+    tree = TREES["cartesian"]
+    head.shape = Sampled(tree)
+    hidden, tokens = random_text(3, 16, size=model.hidden_size)
+    ends = [11, 6, 1]
+    rows = RowSettings.of([SamplingSettings(temperature=1.0)] * 3, vocab_size=VOCAB, device=torch.device("cpu"))
+    chance = torch.Generator().manual_seed(1)
+    draft = head.propose(
+        replace(
+            whole(hidden, tokens, ends),
+            rows=rows,
+            draws=lambda count: torch.rand(3, count, generator=chance, dtype=torch.float64),
+        )
+    )
+    assert draft.probs is not None
+    for row, end in enumerate(ends):
+        for node, path in enumerate(tree.paths):
+            if len(path) == tree.max_depth:
+                continue
+            depth = len(path)
+            on_path = [tree.paths.index(path[:length]) for length in range(1, depth + 1)]
+            text = tokens[row].clone()
+            text[end + 1 : end + 1 + depth] = draft.token_ids[row, on_path]
+            logits = head.logits(head(hidden[row : row + 1], text[None])[depth, 0, end - 1], depth)
+            expected = torch.zeros(VOCAB)
+            expected[head.to_target_ids(torch.arange(logits.shape[-1]))] = logits.softmax(-1)
+            torch.testing.assert_close(draft.probs[row, node].float(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

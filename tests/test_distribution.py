@@ -8,7 +8,12 @@ from typing import Self
 import pytest
 import torch
 from torch import Tensor
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from draftheads.accept import accept
 from draftheads.decode.engine import Engine
@@ -31,22 +36,23 @@ ODDS = 1e-6
 Answer = tuple[int, ...]
 
 
-def next_probabilities(model: TargetModel, text: list[int]) -> Tensor:
+def next_probabilities(model: TargetModel, text: list[int], penalty: float = 1.0) -> Tensor:
     """(V,) what the model's next token is drawn from, processed by transformers."""
     scores = model.model(torch.tensor([text])).logits[:, -1].double()
-    for warper in (TemperatureLogitsWarper(0.8), TopKLogitsWarper(8), TopPLogitsWarper(0.9)):
+    penalised = RepetitionPenaltyLogitsProcessor(penalty)
+    for warper in (penalised, TemperatureLogitsWarper(0.8), TopKLogitsWarper(8), TopPLogitsWarper(0.9)):
         scores = warper(torch.tensor([text]), scores)
     probs: Tensor = scores[0].softmax(-1)
     return probs
 
 
-def joint_distribution(model: TargetModel) -> dict[Answer, float]:
+def joint_distribution(model: TargetModel, penalty: float = 1.0) -> dict[Answer, float]:
     """Of every possible answer, by one pass of the model per context."""
     found: dict[Answer, float] = {(): 1.0}
     for _ in range(LENGTH):
         longer: dict[Answer, float] = {}
         for answer, mass in found.items():
-            probs = next_probabilities(model, PROMPT + list(answer)).tolist()
+            probs = next_probabilities(model, PROMPT + list(answer), penalty).tolist()
             longer |= {(*answer, token): mass * p for token, p in enumerate(probs) if p > 0}
         found = longer
     return found

@@ -72,6 +72,48 @@ def test_ngrams_of_the_pool_were_said_by_the_model(window: int, ngram: int, gues
         assert len(text) > 2 + 40 * 1.5, "hardly anything was kept"
 
 
+def path_to(draft: Draft, node: int) -> list[int]:
+    """Tokens from the root to a node of the first row."""
+    tokens = []
+    while node:
+        tokens.append(int(draft.token_ids[0, node]))
+        node = int(draft.parents[0, node])
+    return [int(draft.token_ids[0, 0]), *reversed(tokens)]
+
+
+@pytest.mark.parametrize(("window", "ngram"), [(5, 4), (4, 3), (3, 2), (1, 4), (2, 6)])
+def test_a_column_is_read_below_the_columns_before_it(window: int, ngram: int) -> None:
+    """Figure 2 of the paper; the model says something that depends on the whole path."""
+    lookahead = Lookahead(window=window, ngram=ngram, guesses=40).fresh()
+    weights = torch.tensor([11, 7, 5, 3, 2, 1, 13, 4, 9, 6])
+
+    def says(path: list[int]) -> int:
+        return sum(int(weight) * token for weight, token in zip(weights, reversed(path), strict=False)) % 1009
+
+    text = [2, 9, 4]
+    for step in range(12):
+        root = text[-1]
+        context = Context(
+            torch.zeros(1, 1, 1), torch.tensor([text[-2:-1]]), torch.ones(1).long(), torch.tensor(text[-1:])
+        )
+        draft = lookahead.propose(context)
+        row = lookahead._rows[0]
+        levels = [list(level) for level in row.levels]
+        assert len(levels) == min(step + 1, ngram - 1)
+        answers = [says(path_to(draft, node)) for node in range(draft.num_nodes)]
+        expected = []  # of each column, its n-gram
+        for column, end in enumerate(row.ends):
+            beside = [root, *levels[0][1 : column + 1]]
+            above = [level[column] for level in levels[1:]]
+            assert path_to(draft, end) == beside + above
+            expected.append((beside[-1], *above, says(beside + above)))
+        lookahead.watch(draft, torch.nn.functional.one_hot(torch.tensor([answers]), 1009).float())
+        assert row.levels[-1] == [ngram_said[-1] for ngram_said in expected]
+        for first, *rest in expected:
+            assert (tuple(rest) in row.pool.get(first, {})) == (len(levels) == ngram - 1)
+        text.append(answers[0])
+
+
 def test_what_is_read_is_a_tree_of_window_and_guesses() -> None:
     lookahead = Lookahead(window=3, ngram=4, guesses=2)
     row_texts = torch.tensor([[4, 5, 6], [7, 8, 9]])

@@ -29,6 +29,7 @@ from test_distribution import (
     SAMPLED,
     Answer,
     exact,
+    joint_distribution,
     model,
     p_value,
 )
@@ -364,7 +365,16 @@ def drafters(model: TargetModel, kind: str, shape: Shape) -> Any:
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize(("kind", "shape"), [("hydra", "tree"), ("medusa", "chain"), ("draft model", "tree")])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("hydra", "tree"),
+        ("medusa", "chain"),
+        ("draft model", "tree"),
+        ("hydra++", "tree"),
+        ("eagle", "chain"),
+    ],
+)
 def test_answers_have_the_models_distribution(
     model: TargetModel, exact: dict[Answer, float], kind: str, shape: str, rule: Any
 ) -> None:
@@ -373,6 +383,19 @@ def test_answers_have_the_models_distribution(
     counts = Counter(result.token_ids for result in engine.generate([PROMPT] * NUM_ANSWERS, settings))
     assert set(counts) <= set(exact)
     assert p_value(counts, exact) > ODDS
+
+
+@pytest.mark.parametrize(("shape", "rule"), [("tree", "rejection"), ("chain", "rejection"), ("chain", "block")])
+def test_penalised_answers_have_the_models_distribution(model: TargetModel, shape: str, rule: Any) -> None:
+    """The penalty counts what was kept within the step, too."""
+    penalty = 1.6
+    engine = Engine(model, drafters(model, "hydra", SHAPES[shape]), max_batch_size=NUM_ANSWERS)
+    penalised = replace(SAMPLED, acceptance=rule, repetition_penalty=penalty)
+    settings = [replace(penalised, seed=seed) for seed in range(NUM_ANSWERS)]
+    counts = Counter(result.token_ids for result in engine.generate([PROMPT] * NUM_ANSWERS, settings))
+    expected = joint_distribution(model, penalty)
+    assert set(counts) <= set(expected)
+    assert p_value(counts, expected) > ODDS
 
 
 def test_rejection_of_guesses_that_were_not_drawn_is_found_out(
