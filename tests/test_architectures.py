@@ -504,6 +504,21 @@ def test_the_weights_of_state_and_token_are_ibms() -> None:
 SCALE = 1.7  # of embeddings, in variant()
 
 
+def test_ibms_weights_start_at_one_over_the_root_of_the_size(model: TargetModel) -> None:
+    """Of a state; norms start as no change."""
+    options = {"hidden_size": model.hidden_size, "vocab_size": VOCAB, "num_heads": 3, "inner_size": 100}
+    config_class, head_class = head_classes("mlp-speculator")
+    torch.manual_seed(0)
+    head = head_class(config_class(**options, embeddings="own", lm_head="own"))  # type: ignore[arg-type]
+    head.initialise(model.weights)
+    matrices = {name: weight.detach() for name, weight in head.named_parameters() if weight.dim() == 2}
+    assert len(matrices) == 9
+    for name, weight in matrices.items():
+        assert float(weight.std()) == pytest.approx(0.1, rel=0.1), name
+        assert abs(float(weight.mean())) < 0.01, name
+    assert {float(weight.detach().mean()) for weight in head.parameters() if weight.dim() == 1} == {0.0, 1.0}
+
+
 def numbers(head: DraftHead) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in head.named_parameters()}
 
@@ -764,4 +779,19 @@ def test_layers_take_the_targets_sizes(family: str) -> None:
     assert sizes["head_size"] == 8
     assert sizes["intermediate_size"] == (128 if family == "gpt2" else 48)
     assert isinstance(head, DraftHead)
+    others = {
+        "gpt2": {"layer_norm_epsilon": 3e-4},
+        "gpt_neox": {"layer_norm_eps": 3e-4, "rope_parameters": {"rope_type": "default", "rope_theta": 1234.0}},
+        "gemma3_text": {
+            "rms_norm_eps": 3e-4,
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": theta}
+                for kind, theta in (("sliding_attention", 77.0), ("full_attention", 1234.0))
+            },
+        },
+    }
+    usual = {"rms_norm_eps": 3e-4, "rope_parameters": {"rope_type": "default", "rope_theta": 1234.0}}
+    sizes = tiny_model(family, **others.get(family, usual)).layer_sizes
+    assert sizes["norm_epsilon"] == 3e-4
+    assert sizes["rope_theta"] == (10000.0 if family == "gpt2" else 1234.0)
     assert fitting("amphista", num_heads=3) == {"num_heads": 4}

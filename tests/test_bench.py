@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import shutil
 import statistics
 from dataclasses import replace
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from draftheads.bench import drafters
 from draftheads.bench.drafters import Bench, BenchRow, BenchSettings, Contender, Counted, Timed, markdown
 from draftheads.bench.page import PAGE, RECORD, write_page
-from draftheads.checkpoint import read_head
+from draftheads.checkpoint import read_head, save_head
 from draftheads.cli.main import main
 from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
@@ -26,6 +27,7 @@ from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import DataError, InvalidSettings
 from draftheads.growth import BestFirst, BestPaths
 from draftheads.heads.base import DraftHead
+from draftheads.loading import load_target
 from draftheads.search.rehearsal import Rehearsal
 from draftheads.search.workbook import Workbook
 from draftheads.target.model import TargetModel
@@ -419,6 +421,22 @@ def test_the_command_compares_writes_and_says_so(
     (tmp_path / "out" / "bench.html").unlink()
     assert main(["report", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "bench.html").read_bytes() == before
+
+
+def test_the_papers_way_of_an_mlp_speculator_keeps_to_the_budget(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
+    target = load_target(str(world / "model"))
+    save_head(tiny_head("mlp-speculator", target, num_heads=4), tmp_path / "mlp", base=target)
+    quick = shlex.split(
+        "--num-calibration-prompts 4 --max-new-tokens 5 --num-speed-prompts 3 --temperature 0 --limit 3"
+    )
+    files = ["--heads", str(tmp_path / "mlp"), "--prompts", str(world / "others.jsonl"), "--out", str(tmp_path / "out")]
+    for num_nodes, paths in (("12", ["best 2 of 6x3x2x1, up to 9"]), ("4", [])):
+        assert main(["bench", str(world / "model"), *quick, *files, "--num-nodes", num_nodes]) == 0
+        rows = json.loads((tmp_path / "out" / "bench.json").read_text())["rows"]
+        assert [row["tree"] for row in rows[1:]] == paths
 
 
 def test_another_model_in_the_same_folder_is_asked_anew(

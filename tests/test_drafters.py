@@ -8,8 +8,9 @@ import torch
 from draftheads.decode.engine import Engine
 from draftheads.draft import Context
 from draftheads.drafters.draft_model import DraftModel
+from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
-from draftheads.errors import InvalidSettings
+from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.growth import BestFirst, BestPaths, Shape
 from draftheads.target.model import TargetModel
 from draftheads.tree import Tree
@@ -113,11 +114,39 @@ def test_a_draft_model_grows_trees_as_deep_as_it_is_told(model: TargetModel) -> 
     assert results[0].num_steps == 24 / 3
 
 
+@pytest.mark.parametrize("shape", [Tree.from_paths([(VOCAB,)]), BestPaths((2, VOCAB + 1), 2)])
+def test_a_draft_model_fills_no_tree_that_is_wider_than_its_vocabulary(shape: Shape, model: TargetModel) -> None:
+    drafter = DraftModel(tiny_model("llama", seed=5), model)
+    with pytest.raises(InvalidTree, match=f"rank {VOCAB} is beyond the draft vocabulary of {VOCAB}"):
+        drafter.shape = shape
+    drafter.shape = BestFirst(8, num_ranks=VOCAB + 4)
+
+
 def test_a_draft_model_of_a_smaller_vocabulary_guesses_what_it_knows(model: TargetModel) -> None:
     small = tiny_model("llama", seed=5, vocab_size=VOCAB - 4)
     expected = Engine(model).generate([[3, 4]], max_new_tokens=24, ignore_eos=True)[0].token_ids
     drafter = DraftModel(small, model)
     assert Engine(model, drafter).generate([[3, 4]], max_new_tokens=24, ignore_eos=True)[0].token_ids == expected
+
+
+@pytest.mark.parametrize("kind", ["draft model", "prompt lookup", "lookahead"])
+def test_rows_that_left_unsaid_are_an_error(kind: str, model: TargetModel) -> None:
+    drafter = {
+        "draft model": lambda: DraftModel(tiny_model("llama", seed=5), model),
+        "prompt lookup": PromptLookup,
+        "lookahead": Lookahead,
+    }[kind]().fresh()
+    roots = torch.tensor([3, 4, 5])
+
+    def context(rows: int, count: int) -> Context:
+        tokens = torch.full((rows, count), 7)
+        return Context(torch.zeros(rows, count, 1), tokens, torch.full((rows,), count), roots[:rows])
+
+    drafter.propose(context(3, 6))
+    with pytest.raises(ValueError, match=r"the context has 2 rows but 3 are at work: tell keep\(\)"):
+        drafter.propose(context(2, 1))
+    drafter.keep(torch.tensor([2, 0]))
+    assert drafter.propose(context(2, 1)).token_ids[:, 0].tolist() == [3, 4]
 
 
 # --- the text so far ---

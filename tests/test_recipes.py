@@ -44,6 +44,25 @@ def test_a_recipe_sets_what_it_says_and_nothing_else(name: str, joined: bool) ->
     assert found.recipe == name
 
 
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("medusa-1", {"num_heads": 5, "num_layers": 1, "learning_rate": 1e-3, "warmup": 0.1, "depth_decay": 0.8}),
+        ("hydra", {"num_heads": 4, "num_layers": 1, "learning_rate": 1e-3, "epochs": 1, "loss": "hard"}),
+        ("hydra++", {"num_layers": 4, "learning_rate": 5e-4, "final_learning_rate": 0.33, "loss": "teacher"}),
+        ("hydra++", {"weight_decay": 0.1, "dropout": 0.2, "epochs": 10, "depth_decay": 1.0}),
+        ("amphista", {"num_heads": 4, "loss": "amphista", "learning_rate": 1e-3, "epochs": 4, "lm_head": "own"}),
+        ("mlp-speculator", {"num_heads": 3, "learning_rate": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}),
+        ("mlp-speculator", {"loss": "hard", "depth_decay": 1.0}),
+        ("eagle", {"feature_weight": 10.0, "loss": "teacher", "betas": (0.9, 0.95), "epochs": 20}),
+        ("blockwise", {"method": "medusa", "chain": True}),
+    ],
+)
+def test_recipes_have_the_papers_numbers(name: str, numbers: dict[str, object]) -> None:
+    found = parsed(*BASICS[:4], "--recipe", name)
+    assert {key: getattr(found, key) for key in numbers} == numbers
+
+
 def test_what_is_asked_for_wins_wherever_it_stands() -> None:
     before = parsed("--epochs", "7", *BASICS[:4], "--recipe", "medusa-1")
     after = parsed(*BASICS[:4], "--recipe", "medusa-1", "--epochs", "7", "--method", "hydra")

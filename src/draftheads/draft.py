@@ -129,6 +129,17 @@ class Context:
         rows = torch.arange(self.hidden.shape[0], device=self.hidden.device)
         return self.hidden[rows, self.num_accepted - 1]
 
+    def num_new_rows(self, known: int) -> int:
+        """How many rows have joined those that a drafter knows; new ones are the last.
+
+        Raises:
+            ValueError: there are fewer: some left, and ``keep`` was not told.
+        """
+        batch = len(self.root_ids)
+        if batch < known:
+            raise ValueError(f"the context has {batch} rows but {known} are at work: tell keep() which of them left")
+        return batch - known
+
     def keep(self, rows: Tensor) -> Self:
         """The same context for the rows whose indices are given, in that order."""
         return type(self)(self.hidden[rows], self.token_ids[rows], self.num_accepted[rows], self.root_ids[rows])

@@ -5,6 +5,7 @@ Knows nothing of models or tensors: :mod:`draftheads.heads.drafting` carries the
 
 import math
 from dataclasses import dataclass
+from typing import Self
 
 from draftheads.errors import InvalidTree
 from draftheads.tree import Tree
@@ -61,6 +62,22 @@ class BestPaths:
                 f"num_paths is {self.num_paths} but widths {list(self.widths)} have {math.prod(self.widths)} paths"
             )
 
+    @classmethod
+    def within(cls, num_nodes: int, widths: tuple[int, ...] = (6, 3, 2)) -> Self:
+        """As many paths as are sure to have no more than ``num_nodes`` nodes together, root included; at least one.
+
+        >>> BestPaths.within(24), BestPaths.within(24).most_nodes, BestPaths.within(3).num_paths
+        (BestPaths(widths=(6, 3, 2), num_paths=8), 23, 1)
+        """
+        numbers = range(math.prod(widths), 1, -1)
+        fitting = (shape for shape in (cls(widths, n) for n in numbers) if shape.most_nodes <= num_nodes)
+        return next(fitting, cls(widths, 1))
+
+    @property
+    def most_nodes(self) -> int:
+        """Of a tree, root included: no depth has more nodes than the full tree, or than there are paths."""
+        return 1 + sum(min(math.prod(self.widths[:depth]), self.num_paths) for depth in range(1, self.depth + 1))
+
     @property
     def depth(self) -> int:
         """Of the deepest node."""
@@ -94,6 +111,20 @@ class Sampled:
 
 
 Shape = Tree | BestFirst | BestPaths | Sampled  # what a drafter fills at a step
+
+
+def check_ranks(shape: Shape, num_tokens: int) -> None:
+    """Has a drafter that knows so many tokens enough of them for every node's children?
+
+    Raises:
+        InvalidTree: a node has more children, or one of a higher rank, than that.
+    """
+    if isinstance(shape, BestFirst):  # takes as many as there are
+        return
+    tree = shape.tree if isinstance(shape, Sampled) else shape
+    rank = max(tree.ranks) if isinstance(tree, Tree) else max(tree.widths) - 1
+    if rank >= num_tokens:
+        raise InvalidTree(f"rank {rank} is beyond the draft vocabulary of {num_tokens}")
 
 
 def _check_at_least_1(rule: object, *names: str) -> None:

@@ -417,8 +417,7 @@ def _in_words(shape: Shape) -> str:
     ('best 5 of 6x3x2, up to 16', 'static, 4')
     """
     if isinstance(shape, BestPaths):
-        most = 1 + shape.num_paths * len(shape.widths)
-        return f"best {shape.num_paths} of {'x'.join(map(str, shape.widths))}, up to {most}"
+        return f"best {shape.num_paths} of {'x'.join(map(str, shape.widths))}, up to {shape.most_nodes}"
     tree = shape.tree if isinstance(shape, Sampled) else shape
     return f"{'static' if isinstance(tree, Tree) else 'growing'}, {tree.num_nodes}"
 

@@ -183,7 +183,9 @@ def _contenders(named: dict[str, str], options: BenchOptions, target: TargetMode
         if saved.method == "mlp-speculator" and head.config.num_heads >= BestPaths().depth:  # the papers' way, too
             widths = BestPaths().widths
             widths += (1,) * (head.config.num_heads - len(widths))
-            yield Contender(f"{name}, paths", head.fresh(), f"{identity}-paths", BestPaths(widths))
+            paths = BestPaths.within(options.settings.num_nodes, widths)
+            if paths.most_nodes <= options.settings.num_nodes:
+                yield Contender(f"{name}, paths", head.fresh(), f"{identity}-paths", paths)
     if options.draft_model is not None:
         small = load_target(options.draft_model, dtype=DTYPES.get(options.dtype))
         yield Contender(_SMALL, DraftModel(small, target), f"{_SMALL}-{small.weights_print}")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftheads.draft import Context, Draft, Verdict
 from draftheads.errors import InvalidSettings
-from draftheads.growth import Sampled, Shape
+from draftheads.growth import Sampled, Shape, check_ranks
 from draftheads.heads.drafting import fill, grow, sample
 from draftheads.target.fingerprint import Fingerprints
 from draftheads.target.model import TargetModel
@@ -43,6 +43,7 @@ class DraftModel:
 
     Raises:
         InvalidSettings: another tokenizer.
+        InvalidTree: a shape that is wider than the vocabulary, also when it is set later.
     """
 
     needs_history = True
@@ -59,10 +60,20 @@ class DraftModel:
             )
         self.model = model
         self.vocab_size = min(model.vocab_size, target.vocab_size)
-        self.shape: Shape = Tree.chain(4) if shape is None else shape
+        self.shape = Tree.chain(4) if shape is None else shape
         self.max_depth = max_depth
         self.confidence: Sequence[float] = _Ones()
         self._target = Target(model)
+
+    @property
+    def shape(self) -> Shape:
+        """What it fills."""
+        return self._shape
+
+    @shape.setter
+    def shape(self, shape: Shape) -> None:
+        check_ranks(shape, self.vocab_size)
+        self._shape = shape
 
     def fresh(self) -> Self:
         """The same model with an empty cache."""
@@ -137,9 +148,8 @@ class DraftModel:
 
     def _catch_up(self, context: Context) -> Tensor:
         """Reads what was accepted, prompts of new rows included, and the roots, of which nothing is kept: (B, V)."""
-        target, known, batch = self._target, self._target.num_rows, len(context.root_ids)
-        if batch < known:
-            raise ValueError(f"the context has {batch} rows but {known} are at work: tell keep() which of them left")
+        target, known = self._target, self._target.num_rows
+        batch = known + context.num_new_rows(known)
         counts = context.num_accepted.tolist()
         if batch > known:
             tokens = self._known(context.token_ids[known:]).tolist()

@@ -173,8 +173,8 @@ class Lookahead:
         self._rows = [self._rows[row] for row in rows.tolist()]
 
     def _join(self, context: Context) -> None:
-        counts = context.num_accepted.tolist()
-        for place in range(len(self._rows), len(counts)):
+        counts, known = context.num_accepted.tolist(), len(self._rows)
+        for place in range(known, known + context.num_new_rows(known)):
             row = _Row(self.window, self.ngram, self.guesses)
             row.seed = context.token_ids[place, : counts[place]].tolist()[-self.window :]
             self._rows.append(row)

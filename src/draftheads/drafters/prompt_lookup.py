@@ -67,7 +67,8 @@ class PromptLookup:
 
     def _read(self, context: Context) -> None:
         counts, tokens = context.num_accepted.tolist(), context.token_ids.tolist()
-        self._rows += [_Text(self.min_ngram, self.max_ngram) for _ in range(len(counts) - len(self._rows))]
+        new = context.num_new_rows(len(self._rows))
+        self._rows += [_Text(self.min_ngram, self.max_ngram) for _ in range(new)]
         for text, count, ids in zip(self._rows, counts, tokens, strict=True):
             text.read(ids[:count])
 

@@ -8,6 +8,8 @@ No code of the authors' is public. Where the paper is silent, this is chosen, an
 * The auto-embedding block is a transformer encoder layer: normed attention of all heads to all, then a feed-forward
   part, each added to its input; the paper writes the attention alone (equation 5) but calls it an encoder module. There
   is no norm behind it, as Medusa has none before its lm_heads.
+* Without staged adaptation no layer is left that would read the sampled token: heads read h_t alone, and the switch
+  ``sampled_token`` changes nothing. Table 4's first ablation takes both away here.
 * Everything starts such that head k's features are h_t, Medusa's starting point.
 """
 

@@ -293,9 +293,8 @@ class StatefulHead(DraftHead):
         Raises:
             ValueError: the context has fewer rows than there are: some left, and ``keep`` was not told.
         """
-        batch, known = len(context.root_ids), self.history.num_rows
-        if batch < known:
-            raise ValueError(f"the context has {batch} rows but {known} are at work: tell keep() which of them left")
+        known = self.history.num_rows
+        batch = known + context.num_new_rows(known)
         self.history.join(batch, context.root_ids.device)
         parts = []
         for rows in (slice(0, known), slice(known, batch)):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from draftheads.draft import Context, Draft, TargetWeights
 from draftheads.errors import InvalidSettings, InvalidTree
-from draftheads.growth import BestFirst, Sampled, Shape
+from draftheads.growth import Sampled, Shape, check_ranks
 from draftheads.heads.drafting import fill, grow, sample
 from draftheads.heads.layers import LmHeads
 from draftheads.kernels import LinearPlan, can_pack, replace_linears
@@ -202,12 +202,7 @@ class DraftHead(nn.Module, ABC):
                 f"the tree is {depth} deep but the head has {self.config.num_heads} heads: "
                 "cut the tree or train more heads"
             )
-        if isinstance(shape, BestFirst):  # takes as many as there are
-            return
-        tree = shape.tree if isinstance(shape, Sampled) else shape
-        rank = max(tree.ranks) if isinstance(tree, Tree) else max(tree.widths) - 1
-        if rank >= self.config.num_draft_tokens:
-            raise InvalidTree(f"rank {rank} is beyond the draft vocabulary of {self.config.num_draft_tokens}")
+        check_ranks(shape, self.config.num_draft_tokens)
 
     def bind(self, weights: TargetWeights) -> None:
         """Reads the target's embedding and, where this head shares it, its lm_head. Call it again after a device move.

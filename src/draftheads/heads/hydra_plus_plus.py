@@ -1,4 +1,8 @@
-"""Hydra++: deeper Hydra heads on a layer of their own over the whole text (Ankner et al. 2024, 3.1 and A.2)."""
+"""Hydra++: deeper Hydra heads on a layer of their own over the whole text (Ankner et al. 2024, 3.1 and A.2).
+
+The layer, "of the target's own kind", is Llama's kind with the target's sizes, whatever the target's family: what a
+layer of GPT-2 or Gemma has beside attention and a feed-forward part (biases, other norms) is not copied.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -22,7 +26,8 @@ class HydraPlusPlusHead(StatefulHead, HydraHead):
     """f_i(s_t, x_{t+1}, …, x_{t+1+i}) with s_t = norm(layer(h_1 … h_t)).
 
     The layer reads each accepted hidden state once and is asked once a step. The norm behind it, which the reference
-    code has and the paper does not speak of, starts at the size that hidden states have, so that s_t starts as h_t.
+    code has and the paper does not speak of, starts at the size that hidden states have, so that s_t starts as h_t
+    brought to that size.
     """
 
     def __init__(self, config: HydraPlusPlusConfig) -> None:

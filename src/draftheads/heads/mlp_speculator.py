@@ -86,8 +86,10 @@ class MlpSpeculatorHead(DraftHead):
     State and embedding are weighted such that after n stages of equal variance half of the state's stems from h_t:
     w_s = 2^(-1/(2n)), w_e = √((1 - w_s²) M / 2), M the size of a state; as a norm follows, only w_e / w_s matters. The
     target's embeddings are as large as hidden states already: w_e = √(1 - w_s²).
+    All weights start with a standard deviation of M^-1/2, as the paper has it (4096^-1/2 at its size).
     The papers' lm_heads are each stage's own. Reading them through the target's, a linear layer brings states, which
-    GELU leaves hardly any negative numbers, to where hidden states are.
+    GELU leaves hardly any negative numbers, to where hidden states are; it is
+    ours, and starts as any linear layer does.
     """
 
     guesses_hidden_states: ClassVar[bool] = False

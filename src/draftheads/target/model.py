@@ -156,7 +156,7 @@ class TargetModel:
 
     @cached_property
     def layer_sizes(self) -> dict[str, float]:
-        """Sizes of the model's layers, for heads with layers of the same kind; usual ones where it has none."""
+        """Sizes of the model's layers, for heads with layers of that size; usual ones where it has none."""
         config = self.config
         heads = int(config.num_attention_heads)
         rope = getattr(config, "rope_parameters", None) or {}

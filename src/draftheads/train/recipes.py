@@ -111,7 +111,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             {**_HYDRA, "method": "hydra++", "loss": "teacher"},
         ),
         "hydra++": Recipe(
-            "Hydra, section 3.1, as its code sets it: a prefix layer, four layers a head",
+            "Hydra, section 3.1, with the rates, dropout and epochs of its code: a prefix layer, four layers a head",
             {**_HYDRA_PLUS_PLUS, "num_layers": 4},
         ),
         "amphista": Recipe("Amphista, section 4.1 and equation 7: four heads, four epochs", _AMPHISTA),
