@@ -23,6 +23,7 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.plain import NoDraft
 from draftheads.draft import Drafter
 from draftheads.drafters.draft_model import DraftModel
+from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import DataError, InvalidSettings
 from draftheads.growth import BestFirst, BestPaths
@@ -256,6 +257,37 @@ def test_drafting_alone_is_timed_as_drafting(
     assert found.seconds == 100.0 + 3.5 * (found.steps + 1)
 
 
+def test_what_a_drafter_learns_from_a_step_is_drafting(
+    model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(drafters.Stopwatch, "now", property(lambda self: clock[0]))
+    watch = Lookahead.watch
+
+    def learning(self: Any, draft: Any, logits: Any) -> None:
+        clock[0] += 1.0
+        watch(self, draft, logits)
+
+    monkeypatch.setattr(Lookahead, "watch", learning)
+    found = bench(model, tmp_path, [Contender("lookahead", Lookahead(), "1")])._answer(Lookahead(), PROMPTS[0], 10)
+    assert found.draft_seconds == found.step_seconds == found.steps > 1
+
+
+def test_findings_of_other_code_are_found_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "draftheads"
+    shutil.copytree(
+        Path(drafters.__file__).parents[1], package, ignore=shutil.ignore_patterns("weights", "__pycache__")
+    )
+    found = [drafters.code_digest()]
+    monkeypatch.setattr(drafters, "__file__", str(package / "bench" / "drafters.py"))
+    for place in (None, "cli/bench.py", "train/losses.py", "accept.py", "heads/medusa.py", "decode/batch.py"):
+        if place:
+            (package / place).write_text((package / place).read_text() + "\n# other")
+        found.append(drafters.code_digest())
+    assert len(set(found[:4])) == 1, "neither what is printed nor how heads are trained"
+    assert len(set(found[3:])) == 4
+
+
 def test_errors_are_those_of_prompts_drawn_anew() -> None:
     chance = torch.Generator().manual_seed(1)
     steps = torch.randint(20, 60, (80,), generator=chance)
@@ -332,7 +364,8 @@ def test_without_a_temperature_nothing_is_sampled(model: TargetModel, tmp_path: 
     settings = replace(SETTINGS, temperature=0.0)
     rows = bench(model, tmp_path, contenders(model)[:1], settings).run()
     assert rows[0].sampled_tokens_per_step is rows[0].typical_tokens_per_step is None
-    lines = list(markdown(rows, settings))
+    lines = list(markdown(rows, settings, 6))
+    assert lines[-1] == "Greedy answers to all 6 prompts, speeds on 3. ± is one standard error."
     assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|") == 10
 
 
@@ -340,9 +373,10 @@ def test_the_table_and_the_page_show_what_was_found(
     compared: tuple[list[Contender], list[BenchRow]], tmp_path: Path
 ) -> None:
     rows = compared[1]
-    lines = list(markdown(rows, SETTINGS))
-    assert len(lines) == 2 + len(rows)
-    for line, row in zip(lines[2:], rows, strict=True):
+    lines = list(markdown(rows, SETTINGS, 6))
+    assert len(lines) == 4 + len(rows)
+    assert lines[-1].startswith("Greedy answers to all 6 prompts, sampled ones to 4 of them, speeds on 3. ±")
+    for line, row in zip(lines[2:-2], rows, strict=True):
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         assert cells[0] == row.name
         assert cells[3] == f"{row.tokens_per_step:.2f} ± {row.tokens_per_step_error:.2f}"
@@ -357,6 +391,7 @@ def test_the_table_and_the_page_show_what_was_found(
         "dtype": "float32",
         "threads": 1,
         "num_prompts": 6,
+        "prompts": "some/questions.jsonl",
         "settings": vars(SETTINGS),
         "rows": [vars(row) for row in rows],
         "provenance": {"command": "draftheads bench <tiny>"},
@@ -365,7 +400,8 @@ def test_the_table_and_the_page_show_what_was_found(
     html = write_page(tmp_path).read_text()
     assert (tmp_path / PAGE).is_file()
     assert html.count("<svg") == 2
-    assert "Greedy answers to all 6 prompts, sampled ones to 4 of them." in html
+    assert "Greedy answers to all 6 prompts, sampled ones to 4 of them, speeds on 3." in html
+    assert "6 of some/questions.jsonl" in html
     assert "draftheads bench &lt;tiny&gt;" in html
     for row in rows:
         assert f"<td>{row.name}</td>" in html
@@ -385,6 +421,7 @@ def test_the_command_compares_writes_and_says_so(
     assert json.loads((tmp_path / "out" / "bench.json").read_text()) == record
     assert [row["name"] for row in record["rows"]] == ["hydra", "lookahead", "draft-model"]
     assert record["num_prompts"] == 3
+    assert record["prompts"] == "others.jsonl"
     assert record["settings"]["num_nodes"] == 5
     assert record["rows"][2]["tokens_per_step"] > 2, "it drafts for itself"
     assert record["rows"][1]["tree"] == "its own, up to 6", "as few as there can be"
@@ -479,6 +516,7 @@ def test_what_cannot_be_compared_is_said(
         (["bench", "./model", "--heads", "./hydra", "--prompts", "one.jsonl"], "one.jsonl: 1 prompts: give at least 3"),
         (["bench", "./model", "--heads", "./hydra", "./hydra"], "each needs a name of its own"),
         (["bench", "./model", "--heads", "nowhere"], "no head 'nowhere'"),
+        (["bench", "./no-model", "--heads", "./hydra", "nowhere"], "no head 'nowhere'"),  # before the model is sought
         (
             ["bench", "./model", "--heads", "./hydra", "--out", str(tmp_path / "file")],
             "file: File exists; choose another",

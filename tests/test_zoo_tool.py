@@ -75,7 +75,7 @@ def bench(work: Path, names: list[str], **changes: Any) -> dict[str, Any]:
     settings = {"temperature": 0.7, "max_new_tokens": 128, "num_sampled_prompts": 40}
     rows = [{"name": name, **row} for name in names]
     drafters = {name: f"{name}-{read_head(work / name).digest}-0123" for name in names}
-    shared = {"num_prompts": 80, "dtype": "bfloat16", "threads": 2}
+    shared = {"num_prompts": 80, "prompts": "mt_bench/question.jsonl", "dtype": "bfloat16", "threads": 2}
     return {**shared, "settings": settings, "rows": rows, "drafters": drafters}
 
 
@@ -142,6 +142,7 @@ def test_bundled_heads_are_those_that_were_trained(
         assert f"{metrics['options']['epochs']} passes over the text" in card
         assert str(work) not in card + (zoo / name / "config.json").read_text()
         assert ("2.35 ± 0.07 tokens/step, 1.50 times plain" in card) == (name in ("medusa", "amphista"))
+        assert ("80 prompts (mt_bench/question.jsonl), 128 greedy tokens" in card) == (name in ("medusa", "amphista"))
         assert ("At temperature 0.7, on 40 of them: 1.88 tokens/step with exact, 2.12 with typical" in card) == (
             name in ("medusa", "amphista")
         )

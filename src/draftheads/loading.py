@@ -78,6 +78,8 @@ def load(
         PlanWarning: the plan was tuned on another machine, for another type, or with another version.
     """
     _check_what_drafts(head, draft_model, tree, plan)
+    if head is not None and head not in UNTRAINED:
+        find_head(fspath(head), fspath(model))  # said before the model is loaded
     target = load_target(model, dtype=dtype, device=device, fast=fast, exact_bits=exact_bits)
     if head in UNTRAINED:
         return Engine(target, UNTRAINED[str(head)](), max_batch_size=max_batch_size)

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -36,7 +37,7 @@ PLAIN = "plain"
 LEAST_PROMPTS = 3  # for an error
 _WARM_UP = 5  # tokens of an answer that is not timed
 _SEED = 1 << 30  # of the first sampled answer
-VERSION = 1  # what counts otherwise than an older one gets another number: findings are then found anew
+_OTHER_ROOMS = ("cli", "data", "distill", "train", "zoo")  # whose code has no part in what is counted
 
 
 @dataclass(frozen=True)
@@ -384,7 +385,7 @@ class Bench:
             if sequence.num_steps == 1:
                 stepping = watch.now
             else:
-                draft += watch.seconds["draft"]
+                draft += watch.seconds["draft"] + watch.seconds.get("watch", 0.0)
         ended = watch.now
         steps = max(0, sequence.num_steps - 1)
         return Timed(len(sequence.token_ids), steps, ended - started, ended - stepping, draft)
@@ -404,6 +405,16 @@ class Timed:
     def share(self) -> Share:
         """Tokens and seconds, reading the prompt included."""
         return self.tokens, self.seconds
+
+
+def code_digest() -> str:
+    """Of the code that decides what is counted: findings of other code are found anew."""
+    package, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        place = path.relative_to(package)
+        if place.parts[0] not in _OTHER_ROOMS:
+            digest.update(place.as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _digest(prompts: Sequence[Sequence[int]]) -> str:
@@ -477,10 +488,21 @@ def cells(row: BenchRow, settings: BenchSettings, *, errors: bool = True) -> lis
     return found
 
 
-def markdown(rows: Sequence[BenchRow], settings: BenchSettings) -> Iterator[str]:
+def told(num_prompts: int, settings: BenchSettings) -> str:
+    """On which prompts the columns are found."""
+    speeds = f"speeds on {min(num_prompts, settings.num_speed_prompts)}"
+    greedy = f"Greedy answers to all {num_prompts} prompts"
+    if not settings.temperature:
+        return f"{greedy}, {speeds}."
+    return f"{greedy}, sampled ones to {min(num_prompts, settings.num_sampled_prompts)} of them, {speeds}."
+
+
+def markdown(rows: Sequence[BenchRow], settings: BenchSettings, num_prompts: int) -> Iterator[str]:
     """The lines of the table as documents hold it."""
     names = headings(rows, settings)
     yield f"| {' | '.join(names)} |"
     yield "|" + " --- |" * len(names)
     for row in rows:
         yield f"| {' | '.join(cells(row, settings))} |"
+    yield ""
+    yield f"{told(num_prompts, settings)} ± is one standard error."

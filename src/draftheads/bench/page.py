@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from draftheads.bench.drafters import BenchRow, BenchSettings, cells, headings
+from draftheads.bench.drafters import BenchRow, BenchSettings, cells, headings, told
 from draftheads.errors import DataError
 from draftheads.files import write_atomic
 from draftheads.pictures import finish, page, picture
@@ -49,7 +49,7 @@ def _render(record: dict[str, Any]) -> str:
         {
             "svg": picture(partial(_draw_tokens, rows=rows, settings=settings), height=height),
             "caption": "Tokens per step, with one standard error: how many tokens a pass of the model brings on "
-            f"average. Plain decoding has 1. {_told(record['num_prompts'], settings)}",
+            f"average. Plain decoding has 1. {told(record['num_prompts'], settings)}",
         },
         {
             "svg": picture(partial(_draw_time, rows=rows), height=height),
@@ -59,7 +59,7 @@ def _render(record: dict[str, Any]) -> str:
     ]
     facts = {
         "model": f"{record['model']}, {record['dtype']}, {record['threads']} threads",
-        "prompts": record["num_prompts"],
+        "prompts": f"{record['num_prompts']} of {record['prompts'] or 'our own'}",
         **record["provenance"],
     }
     return page(
@@ -72,13 +72,6 @@ def _render(record: dict[str, Any]) -> str:
         rows=[cells(row, settings) for row in rows],
         facts=facts,
     )
-
-
-def _told(num_prompts: int, settings: BenchSettings) -> str:
-    greedy = f"Greedy answers to all {num_prompts} prompts"
-    if not settings.temperature:
-        return f"{greedy}."
-    return f"{greedy}, sampled ones to {min(num_prompts, settings.num_sampled_prompts)} of them."
 
 
 def _draw_tokens(figure: Any, rows: list[BenchRow], settings: BenchSettings) -> None:

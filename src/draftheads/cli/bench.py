@@ -17,13 +17,13 @@ from rich.text import Text
 
 from draftheads.bench.drafters import (
     LEAST_PROMPTS,
-    VERSION,
     Bench,
     BenchRow,
     BenchSettings,
     Contender,
     cells,
     check_names,
+    code_digest,
     headings,
     markdown,
 )
@@ -90,6 +90,9 @@ def run(options: BenchOptions) -> None:
     if len(prompts) < LEAST_PROMPTS:
         raise DataError(f"{len(prompts)} prompts: give at least {LEAST_PROMPTS}, better 80", path=options.prompts)
     names = _named(options)
+    for head in names.values():
+        if head not in UNTRAINED:
+            find_head(head, options.model)  # said before the model is loaded
     out = user_path(options.out) if options.out else None
     if out is not None:
         _make(out)
@@ -98,7 +101,7 @@ def run(options: BenchOptions) -> None:
     here = asdict(conditions("", target))
     calibration = encoded(target, CALIBRATION_PROMPTS, options.settings.rehearsal)  # by the model's own template
     identity = {
-        "version": VERSION,
+        "code": code_digest(),
         "model": [target.model_id, target.weights_print],
         "settings": _counted(options.settings),
         "conditions": here,
@@ -124,6 +127,7 @@ def run(options: BenchOptions) -> None:
         "dtype": str(target.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "num_prompts": len(prompts),
+        "prompts": "/".join(options.prompts.parts[-2:]) if options.prompts else None,
         "settings": asdict(options.settings),
         "drafters": {contender.name: contender.identity for contender in contenders},
         "rows": [asdict(row) for row in rows],
@@ -207,7 +211,7 @@ def _work_folder(identity: dict[str, Any]) -> Path | None:
 
 def _write(console: Console, out: Path, record: dict[str, Any], rows: list[BenchRow], settings: BenchSettings) -> None:
     write_atomic(out / RECORD, json.dumps(record, indent=1).encode())
-    write_atomic(out / TABLE, "".join(line + "\n" for line in markdown(rows, settings)).encode())
+    write_atomic(out / TABLE, "".join(line + "\n" for line in markdown(rows, settings, record["num_prompts"])).encode())
     console.print(f"wrote {out / TABLE}", soft_wrap=True)
     try:
         console.print(f"wrote {write_page(out)}", soft_wrap=True)

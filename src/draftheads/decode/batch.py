@@ -67,6 +67,7 @@ class Batch:
         self.lap("verify")
         if isinstance(self.drafter, Watcher):
             self.drafter.watch(draft, logits)
+            self.lap("watch")
         uniforms = self._uniforms(self.sequences, draft.max_depth + 1)
         coins = None
         if draft.sampled and self._rows.any_rejection:
