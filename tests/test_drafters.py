@@ -69,18 +69,21 @@ def test_a_model_that_drafts_for_itself_greedily_is_always_right(family: str, sh
 
 
 def test_a_draft_model_guesses_each_node_from_its_own_path(model: TargetModel) -> None:
-    """At the first step and after rows have kept different numbers of tokens."""
+    """At the first step, after rows have kept different numbers of tokens, and after one has left."""
     small, tree = tiny_model("llama", seed=5, num_hidden_layers=1), Tree.cartesian([3, 2, 2])
     drafter = DraftModel(small, model, shape=tree).fresh()
     tokens = torch.randint(0, VOCAB, (3, 20), generator=torch.Generator().manual_seed(1))
     read = [0, 0, 0]
-    for counts in ([11, 6, 1], [2, 4, 1]):
+    for counts in ([11, 6, 1], [2, 4, 1], [1, 3]):
+        if len(counts) == 2:
+            drafter.keep(torch.tensor([2, 0]))
+            tokens, read = tokens[[2, 0]], [read[2], read[0]]
         ends = [before + count for before, count in zip(read, counts, strict=True)]
-        accepted = torch.zeros(3, max(counts), dtype=torch.long)
+        accepted = torch.zeros(len(counts), max(counts), dtype=torch.long)
         for row, (start, end) in enumerate(zip(read, ends, strict=True)):
             accepted[row, : end - start] = tokens[row, start:end]
         states = torch.zeros(*accepted.shape, model.hidden_size)
-        draft = drafter.propose(Context(states, accepted, torch.tensor(counts), tokens[torch.arange(3), ends]))
+        draft = drafter.propose(Context(states, accepted, torch.tensor(counts), tokens[torch.arange(len(ends)), ends]))
         for row, end in enumerate(ends):
             for node, path in enumerate(tree.paths):
                 children = [child for child, parent in enumerate(tree.parents) if parent == node and child]

@@ -15,7 +15,7 @@ from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
-from draftheads.growth import BestPaths, Sampled
+from draftheads.growth import BestFirst, BestPaths, Sampled
 from draftheads.sampling import SamplingSettings
 from draftheads.tree import Tree
 from families import PROMPTS, tiny_head, tiny_model
@@ -145,12 +145,22 @@ def test_lookahead_changes_nothing(family: str) -> None:
     assert max(result.tokens_per_step for result in found) > 1.2
 
 
-def test_lookahead_changes_no_drawn_token() -> None:
+@pytest.mark.parametrize("kind", ["lookahead", "prompt lookup", "draft model", "draft model that grows"])
+def test_drafters_without_a_head_change_no_drawn_token(kind: str) -> None:
     target = tiny_model("llama")
+    small = tiny_model("llama", seed=3, num_hidden_layers=1)
+    drafter = {
+        "lookahead": Lookahead,
+        "prompt lookup": lambda: PromptLookup(min_ngram=1),
+        "draft model": lambda: DraftModel(small, target, shape=Tree.cartesian([3, 2])),
+        "draft model that grows": lambda: DraftModel(small, target, shape=BestFirst(12, num_ranks=4)),
+    }[kind]()
     options: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 0.7, "seed": 5}
     expected = [result.token_ids for result in Engine(target).generate(PROMPTS, **options)]
-    found = Engine(target, Lookahead()).generate(PROMPTS, **options)
-    assert [result.token_ids for result in found] == expected
+    for batch_size in (1, 3):
+        found = Engine(target, drafter, max_batch_size=batch_size).generate(PROMPTS, **options)
+        assert [result.token_ids for result in found] == expected
+    assert max(result.tokens_per_step for result in found) > 1.0, "something was kept"
 
 
 @pytest.mark.parametrize(

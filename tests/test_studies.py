@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tyro
 
 from draftheads.checkpoint import read_head
+from draftheads.cli import ablate
 from draftheads.cli.main import main
 from draftheads.data.extract import build_features, load_texts
 from draftheads.data.features import FeatureStore
@@ -109,6 +111,41 @@ def test_what_a_study_sets_is_not_to_be_given(name: str, changes: dict[str, Any]
         variants_of(study(name), replace(options(), **changes))
     other = {"hydra": {"head_options": ()}, "amphista": {"loss": "tv", "noise_alpha": 3.0}}[name]
     variants_of(study(name), replace(options(), **other))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kept", "left_out"),
+    [
+        (["hydra", "--recipe", "hydra"], {"num_heads": 4, "learning_rate": 1e-3}, {"loss": "teacher"}),
+        (["--recipe", "hydra++", "hydra"], {"epochs": 10, "dropout": 0.2}, {"num_layers": 1}),
+        (["--recipe", "hydra", "amphista"], {"loss": "hard", "epochs": 1}, {"num_layers": 1}),
+        (["amphista", "--recipe=amphista-alpha"], {"lm_head": "own", "loss": "amphista"}, {"head_options": ()}),
+        (["--recipe", "amphista", "hydra", "--epochs", "2"], {"epochs": 2, "num_heads": 4}, {"loss": "teacher"}),
+    ],
+)
+def test_of_a_recipe_a_study_takes_what_its_variants_do_not_set(
+    arguments: list[str], kept: dict[str, Any], left_out: dict[str, Any]
+) -> None:
+    files = ["--out", "out", "--data", "chats.jsonl"]
+    read = tyro.cli(ablate.AblateOptions, args=ablate.expanded([*arguments, *files]))
+    found = {name: getattr(read.training, name) for name in (*kept, *left_out)}
+    assert found == kept | left_out, "as the recipe has it, and the defaults"
+    variants_of(study(read.study), read.training)
+
+
+@pytest.mark.parametrize("verb", [["train", "--method", "medusa"], ["ablate", "hydra"]])
+def test_files_that_are_missing_are_said_before_a_model_is_sought(
+    verb: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "chats.jsonl"
+    assert main([*verb, "--model", "./nowhere", "--out", str(tmp_path / "out"), "--data", str(missing)]) == 1
+    assert f"{missing}: cannot be read: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_study_has_no_method_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    for given in (["--method", "eagle"], ["--method=eagle"]):
+        assert main(["ablate", "hydra", *given, "--out", "out", "--data", "chats.jsonl"]) == 1
+        assert "the variants of a study have methods of their own: leave it out" in capsys.readouterr().err
 
 
 def test_an_unknown_study_is_named() -> None:

@@ -164,6 +164,12 @@ def test_numbers_of_another_head_are_not_told_of_this_one(
         tool.main(["bundle", str(work / "nowhere"), "--only", "medusa"])
 
 
+@pytest.mark.parametrize("verb", [["train", "work", "--data", "chats.jsonl"], ["bundle", "work"]])
+def test_unknown_heads_are_named(tool: ModuleType, verb: list[str]) -> None:
+    with pytest.raises(SystemExit, match=r"no head eagle-9 in the zoo; choose among medusa, hydra"):
+        tool.main([*verb, "--only", "hydra", "eagle-9"])
+
+
 def test_the_command_makes_the_head_again(tool: ModuleType, work: Path) -> None:
     options = json.loads((work / "amphista" / "metrics.json").read_text())["options"]
     assert tool.command(options) == (

@@ -64,6 +64,7 @@ class Train:
 
     def run(self, more: Sequence[str]) -> int:
         """One after the other, on the same hidden states."""
+        _check_names(self.only)
         for name in self.only:
             settings = shlex.split(f"{COMMON} {HEADS[name]}")
             if "--start-from" in settings:
@@ -91,6 +92,7 @@ class Bundle:
 
     def run(self, more: Sequence[str]) -> int:
         """Looks at the sizes before anything is written."""
+        _check_names(self.only)
         if more:
             sys.exit(f"nothing is trained here: leave out {shlex.join(more)}")
         found = json.loads(self.bench.read_text(encoding="utf-8")) if self.bench else None
@@ -107,6 +109,11 @@ class Bundle:
                 for file, content in files.items():
                     (folder / file).write_bytes(content)
         return 0
+
+
+def _check_names(names: Sequence[str]) -> None:
+    if unknown := sorted(set(names) - set(HEADS)):
+        sys.exit(f"no head {', '.join(unknown)} in the zoo; choose among {', '.join(HEADS)}")
 
 
 def files_of(folder: Path, found: Mapping[str, Any] | None) -> dict[str, bytes]:

@@ -14,11 +14,12 @@ from draftheads.checkpoint import read_head
 from draftheads.cli.show import quiet_transformers
 from draftheads.cli.train import Display
 from draftheads.cli.train import expanded as with_recipe
+from draftheads.errors import InvalidSettings
 from draftheads.files import write_atomic
 from draftheads.provenance import provenance
 from draftheads.train import processes
 from draftheads.train.options import TrainOptions
-from draftheads.train.studies import Finding, markdown, record, run_study, study, variants_of
+from draftheads.train.studies import STUDIES, Finding, markdown, record, run_study, set_by, study, variants_of
 
 RECORD, TABLE = "ablation.json", "ablation.md"
 
@@ -40,12 +41,19 @@ class AblateOptions:
 def expanded(arguments: Sequence[str]) -> list[str]:
     """The arguments with a recipe's before them; of an option that comes twice the last one counts.
 
-    The method, which every variant sets, need not be given.
+    What the variants of a study set is no part of the recipe here; of the method, nothing but a place is left.
 
     >>> expanded(["hydra", "--epochs", "1"])
     ['--method', 'hydra', 'hydra', '--epochs', '1']
+
+    Raises:
+        InvalidSettings: a method was given, or there is no such recipe.
     """
-    return ["--method", "hydra", *with_recipe(arguments)]
+    if any(argument == "--method" or argument.startswith("--method=") for argument in arguments):
+        raise InvalidSettings("--method: the variants of a study have methods of their own: leave it out")
+    pairs = zip(["", *arguments], arguments, strict=False)  # a recipe may have a study's name
+    chosen = next((argument for before, argument in pairs if argument in STUDIES and before != "--recipe"), None)
+    return ["--method", "hydra", *with_recipe(arguments, without=set_by(STUDIES[chosen]) if chosen else frozenset())]
 
 
 def run(options: AblateOptions) -> None:

@@ -3,7 +3,7 @@
 import argparse
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -31,8 +31,15 @@ from draftheads.train.run import train
 _SECONDS_BETWEEN_LINES = 30.0  # where the output is no terminal
 
 
-def expanded(arguments: Sequence[str], *, tunes_model: bool = False) -> list[str]:
+def expanded(
+    arguments: Sequence[str], *, tunes_model: bool = False, without: Collection[str] = frozenset()
+) -> list[str]:
     """The arguments with those of ``--recipe`` before them; of an option that comes twice the last one counts.
+
+    Args:
+        arguments: of the command line.
+        tunes_model: of recipes, those that tune the model along with its heads.
+        without: settings of the recipe that are left out.
 
     >>> expanded(["--recipe=hydra", "--epochs", "3"])[:2]
     ['--method', 'hydra']
@@ -42,8 +49,11 @@ def expanded(arguments: Sequence[str], *, tunes_model: bool = False) -> list[str
     name = parser.parse_known_args(arguments)[0].recipe
     if name is None:
         return list(arguments)
-    settings = recipe(name, tunes_model=tunes_model).settings
-    return [*itertools.chain.from_iterable(as_arguments(*setting) for setting in settings.items()), *arguments]
+    settings = recipe(name, tunes_model=tunes_model).settings.items()
+    # an option that takes several values must not stand last: it would take what stands behind it, too
+    ordered = sorted(settings, key=lambda setting: not isinstance(setting[1], tuple))
+    words = itertools.chain.from_iterable(as_arguments(*setting) for setting in ordered if setting[0] not in without)
+    return [*words, *arguments]
 
 
 def as_arguments(name: str, value: object) -> list[str]:

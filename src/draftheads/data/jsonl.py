@@ -3,11 +3,25 @@
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from draftheads.errors import DataError
+
+
+def check_readable(paths: Iterable[Path]) -> None:
+    """Can all of these be read? Asked before long work.
+
+    Raises:
+        DataError: one cannot.
+    """
+    for path in paths:
+        try:
+            with path.open("rb"):
+                pass
+        except OSError as error:
+            raise DataError(f"cannot be read: {error.strerror}", path=path) from None
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:

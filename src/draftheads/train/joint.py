@@ -18,6 +18,7 @@ import torch
 from draftheads.checkpoint import load_head, save_head
 from draftheads.data.batches import PlannedTexts
 from draftheads.data.extract import load_texts
+from draftheads.data.jsonl import check_readable
 from draftheads.data.live import LiveStore
 from draftheads.draft import TargetWeights
 from draftheads.files import atomic_directory, write_atomic
@@ -83,6 +84,7 @@ def train_jointly(options: JointOptions, reporter: Reporter) -> JointReport | No
                 _tidy_up(options)
             return JointReport(Report.of(metrics), Movement(**metrics["movement"]))
         check_out(options, options.out / HEAD_FOLDER)
+        check_readable((*options.data, *options.text))
         processes.wait()  # nobody writes before all have looked
         require_peft()
         say_where_it_starts(options, reporter)

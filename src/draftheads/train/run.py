@@ -12,6 +12,7 @@ from typing import Any
 from draftheads.checkpoint import save_head
 from draftheads.data.batches import PlannedBatches
 from draftheads.data.features import FeatureStore
+from draftheads.data.jsonl import check_readable
 from draftheads.data.live import LiveStore
 from draftheads.draft import TargetWeights
 from draftheads.errors import DataError, InvalidSettings, MissingDependency
@@ -65,6 +66,7 @@ def train(options: TrainOptions, reporter: Reporter) -> Report | None:
                 _wind_up(options, reporter)
             return Report.of(metrics)
         check_out(options, options.out)
+        check_readable((*options.data, *options.text))
         processes.wait()  # nobody writes before all have looked
         say_where_it_starts(options, reporter)
         reporter.stage(f"loading {options.model}")

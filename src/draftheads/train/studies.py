@@ -94,6 +94,11 @@ def study(name: str) -> Study:
     return STUDIES[name]
 
 
+def set_by(chosen: Study) -> frozenset[str]:
+    """Names of the options that its variants set."""
+    return frozenset(key for changes in chosen.variants.values() for key in changes)
+
+
 def variants_of(chosen: Study, options: TrainOptions) -> dict[str, TrainOptions]:
     """The options of each run: those given, but for what makes the variant; hidden states are shared.
 
@@ -104,9 +109,8 @@ def variants_of(chosen: Study, options: TrainOptions) -> dict[str, TrainOptions]
         raise InvalidSettings(
             f"--start-from is {options.start_from!r}, but a study's variants all start untrained: leave it out"
         )
-    set_by_study = {key for changes in chosen.variants.values() for key in changes} - {"method"}
     for field in fields(TrainOptions):
-        if field.name in set_by_study and (value := getattr(options, field.name)) != field.default:
+        if field.name in set_by(chosen) - {"method"} and (value := getattr(options, field.name)) != field.default:
             flag = "--" + field.name.replace("_", "-")
             raise InvalidSettings(f"{flag} is {value!r}, but the variants of this study set it: leave it out")
     return {
