@@ -45,7 +45,7 @@ from draftheads.target import fingerprint
 from draftheads.target.fingerprint import Fingerprints, difference
 from draftheads.target.model import TargetModel
 from draftheads.tree import Tree
-from families import fitting
+from families import fitting, tiny_head
 
 VOCAB, SIZE = 64, 32
 TREE = Tree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
@@ -245,6 +245,12 @@ def test_a_saved_head_is_described_without_its_base(base: TargetModel, tmp_path:
     assert saved.num_parameters == 3 * (SIZE * SIZE + SIZE)
     assert saved.num_bytes == (tmp_path / "head" / TENSORS_FILE).stat().st_size
     assert saved.card.startswith("# medusa head for tiny-0")
+
+
+def test_the_map_of_a_trimmed_vocabulary_is_no_parameter(base: TargetModel, tmp_path: Path) -> None:
+    head = tiny_head("medusa", base, draft_vocab_size=7)
+    save_head(head, tmp_path / "head", base=base)
+    assert read_head(tmp_path / "head").num_parameters == sum(weight.numel() for weight in head.parameters())
 
 
 def test_a_card_may_be_missing(base: TargetModel, folder: Path) -> None:

@@ -85,7 +85,8 @@ def test_a_folder_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
     with pytest.raises(DataError, match="holds no finished training run"):
         write_page(tmp_path)
     assert main(["report", str(tmp_path)]) == 1
-    assert "no metrics.json" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert all(f"no {name}" in told for name in ("metrics.json", "tune.json", "bench.json"))
 
 
 @pytest.mark.parametrize(

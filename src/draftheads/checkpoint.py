@@ -89,8 +89,8 @@ class SavedHead:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in its tensors, the map of a trimmed vocabulary included."""
-        return sum(math.prod(shape) for shape in self.shapes.values())
+        """Numbers that were trained; the map of a trimmed vocabulary is none of them."""
+        return sum(math.prod(shape) for name, shape in self.shapes.items() if name != "draft_vocab")
 
     @property
     def num_bytes(self) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 import tyro
 
 from draftheads.bench import page as bench_page
+from draftheads.errors import DataError
 from draftheads.search import page as search_page
 from draftheads.train import page as training_page
 
@@ -22,12 +23,21 @@ class ReportOptions:
 
 
 def run(options: ReportOptions) -> None:
-    """Writes the pages and says where they are."""
-    compared = (options.folder / bench_page.RECORD).is_file()
-    if compared:
-        print(bench_page.write_page(options.folder))
-    searched = (options.folder / search_page.RECORD).is_file()
-    if searched:
-        print(search_page.write_page(options.folder))
-    if not (searched or compared) or training_page.has_run(options.folder):
-        print(training_page.write_page(options.folder))
+    """Writes the pages and says where they are.
+
+    Raises:
+        DataError: there is nothing in the folder that a page could be made of, or it is damaged.
+    """
+    kinds = (
+        ((options.folder / bench_page.RECORD).is_file(), bench_page.write_page),
+        ((options.folder / search_page.RECORD).is_file(), search_page.write_page),
+        (training_page.has_run(options.folder), training_page.write_page),
+    )
+    pages = [write(options.folder) for found, write in kinds if found]
+    if not pages:
+        raise DataError(
+            f"{options.folder} holds nothing to make a page of: no metrics.json of a finished training run, no "
+            f"{search_page.RECORD} of a search for trees, no {bench_page.RECORD} of a comparison"
+        )
+    for page in pages:
+        print(page)
