@@ -170,14 +170,16 @@ def test_what_was_counted_stays_and_what_was_timed_does_not(
     monkeypatch.setattr(Bench, "_answered", counted)
     monkeypatch.setattr(Bench, "_answer", clocked)
     each = contenders(model)[:2]
-    stop_at: int | None = 4
+    stop_at: int | None = 8  # in the second prompt
     with pytest.raises(KeyboardInterrupt):
         bench(model, tmp_path, each).run()
     assert len(asked) == 2 * 3 + 1
     stop_at = None
     asked.clear()
+    timed.clear()
     rows = bench(model, tmp_path, each).run()
     assert asked == [], "all was counted before"
+    assert len(timed) == 3 * 2 * 2, "the first prompt was timed before"
     timed.clear()
     more = bench(model, tmp_path, contenders(model)).run()
     assert len(asked) == 2 * 3, "only those that are new"

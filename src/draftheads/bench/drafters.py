@@ -252,7 +252,8 @@ class Bench:
                     num_different=sum(a != b for a, b in zip(greedy[name][1], texts, strict=True)),
                 )
             )
-        self.book.forget(self._timing)  # measured anew the next time
+        for name in self._timings:
+            self.book.forget(name)  # measured anew the next time
         return rows
 
     # --- what each drafts on ---
@@ -344,10 +345,12 @@ class Bench:
     # --- speed ---
 
     @property
-    def _timing(self) -> str:
+    def _timings(self) -> list[str]:
+        """What the findings of each timed prompt are called."""
         named = [contender.identity for contender in self.contenders]
-        key = json.dumps([_digest(self._spread(self.settings.num_speed_prompts)), named])
-        return "timed-" + hashlib.sha256(key.encode()).hexdigest()[:12]
+        prompts = self._spread(self.settings.num_speed_prompts)
+        key = hashlib.sha256(json.dumps([_digest(prompts), named]).encode()).hexdigest()[:12]
+        return [f"timed-{key}-{number}" for number in range(len(prompts))]
 
     def _timed(self) -> "dict[str, list[Timed]]":
         """Every way answers every prompt; who goes first changes, and the direction, so that drifts cancel."""
@@ -355,19 +358,20 @@ class Bench:
         ways: list[tuple[str, Drafter]] = [(PLAIN, NoDraft()), *((one.name, one.drafter) for one in self.contenders)]
         self.display.stage(f"timing {len(ways)} ways on {len(prompts)} prompts", len(prompts))
 
-        def find() -> dict[str, list[dict[str, float]]]:
-            done: dict[str, list[dict[str, float]]] = {name: [] for name, _ in ways}
-            for number, prompt in enumerate(prompts):
-                first = number // 2 % len(ways)
-                turn = [*ways[first:], *ways[:first]]
-                for name, drafter in reversed(turn) if number % 2 else turn:
-                    self._answer(drafter, prompt, _WARM_UP)  # kernels pack weights for the numbers of rows they meet
-                    done[name].append(asdict(self._answer(drafter, prompt, self.settings.max_new_tokens)))
-                self.display.advance()
+        def find(number: int) -> dict[str, dict[str, float]]:
+            first, done = number // 2 % len(ways), {}
+            turn = [*ways[first:], *ways[:first]]
+            for name, drafter in reversed(turn) if number % 2 else turn:
+                self._answer(drafter, prompts[number], _WARM_UP)  # kernels pack weights for the sizes they meet
+                done[name] = asdict(self._answer(drafter, prompts[number], self.settings.max_new_tokens))
             return done
 
-        found: dict[str, list[dict[str, float]]] = self.book.get(self._timing, find)
-        return {name: [Timed(**one) for one in each] for name, each in found.items()}
+        timed: dict[str, list[Timed]] = {name: [] for name, _ in ways}
+        for number, name in enumerate(self._timings):
+            for way, one in self.book.get(name, partial(find, number)).items():
+                timed[way].append(Timed(**one))
+            self.display.advance()
+        return timed
 
     def _answer(self, drafter: Drafter, prompt: Sequence[int], max_new_tokens: int) -> "Timed":
         """One prompt, greedily; a drafter may read the prompt in the first step, which counts in the speed alone."""

@@ -67,7 +67,7 @@ class BenchOptions:
     """Draft heads: bundled ones' names, folders or Hugging Face ids; prompt-lookup and lookahead need no training. All
     bundled ones and these two when left out."""
     draft_model: str | None = None
-    """Also a smaller model of the same tokenizer: a folder or a Hugging Face id."""
+    """Also a smaller model of the same tokenizer, on a growing tree as it is: a folder or a Hugging Face id."""
     prompts: Path | None = None
     """A JSONL file of prompts to answer ("prompt", "messages" or "turns" in each line) instead of a handful of ours."""
     limit: int | None = None
