@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import tyro
 from safetensors.torch import load_file
 
 from draftheads.checkpoint import load_head, read_head, save_head
+from draftheads.cli import train as command
+from draftheads.cli.main import main
 from draftheads.data.extract import build_features, load_texts
 from draftheads.data.features import FeatureStore
 from draftheads.errors import CheckpointMismatch, InvalidSettings, ModelNotFound
@@ -334,3 +337,48 @@ def test_where_a_start_makes_no_sense_it_is_refused(chats: Path, hydra: Path, tm
         variants_of(study("hydra"), options(tmp_path, chats, method="hydra", start_from=str(hydra)))
     with pytest.raises(InvalidSettings, match=r"--head is .* and --start-from .*: give one"):
         JointOptions(out=tmp_path, data=(chats,), head=hydra, start_from=str(hydra))
+
+
+# --- on the command line ---
+
+
+def read(*arguments: str) -> TrainOptions:
+    files = ("--out", "out", "--data", "chats.jsonl")
+    return tyro.cli(TrainOptions, args=command.expanded([*arguments, *files]))
+
+
+def test_a_new_head_is_as_large_as_its_start() -> None:
+    same = read("--method", "mlp-speculator", "--start-from", "mlp-speculator", "--recipe", "mlp-speculator")
+    assert (same.num_heads, same.num_layers, same.draft_vocab_size) == (3, 1, 6144)
+    assert (same.lm_head, same.head_options) == ("shared", ("inner_size=1024",)), "not the recipe's"
+    assert same.betas == (0.9, 0.95), "the recipe's"
+    grown = read("--method", "hydra++", "--start-from", "hydra", "--num-layers", "4")
+    assert (grown.num_heads, grown.num_layers, grown.draft_vocab_size) == (3, 4, 6144)
+    assert (grown.lm_head, grown.head_options) == (TrainOptions.lm_head, ())
+    assert read("--method", "hydra").num_heads == TrainOptions.num_heads
+
+
+def test_settings_of_the_start_that_are_not_usual_are_kept(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    first = options(
+        tmp_path / "first",
+        features,
+        method="eagle",
+        head_options=("fusion_bias=false",),
+        draft_vocab_size=0,
+        lm_head="low_rank",
+        lm_head_rank=7,
+        epochs=1,
+    )
+    run.train_for(target, first, Silent())
+    found = read("--method=eagle", "--start-from", str(first.out), "--model", str(tmp_path / "any"))
+    assert (found.head_options, found.draft_vocab_size) == (("fusion_bias=false",), 0)
+    assert (found.lm_head, found.lm_head_rank) == ("low_rank", 7)
+    again = replace(found, out=tmp_path / "again", data=(), features=features, max_length=64, epochs=1)
+    run.train_for(target, again, Silent())
+    assert read_head(again.out).shapes == read_head(first.out).shapes
+
+
+def test_a_start_that_is_not_there_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["train", "--method", "hydra", "--start-from", "nowhere", "--out", "out", "--data", "chats.jsonl"]
+    assert main(arguments) == 1
+    assert "no head 'nowhere'" in capsys.readouterr().err

@@ -27,6 +27,7 @@ from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import recipe
 from draftheads.train.report import Report
 from draftheads.train.run import train
+from draftheads.train.start import settings_of
 
 _SECONDS_BETWEEN_LINES = 30.0  # where the output is no terminal
 
@@ -34,24 +35,30 @@ _SECONDS_BETWEEN_LINES = 30.0  # where the output is no terminal
 def expanded(
     arguments: Sequence[str], *, tunes_model: bool = False, without: Collection[str] = frozenset()
 ) -> list[str]:
-    """The arguments with those of ``--recipe`` before them; of an option that comes twice the last one counts.
+    """The arguments, and before them those that a recipe or a head to start from stands for: the last one counts.
 
     Args:
         arguments: of the command line.
         tunes_model: of recipes, those that tune the model along with its heads.
         without: settings of the recipe that are left out.
 
+    Raises:
+        DraftHeadsError: there is no such recipe, or no such head to start from.
+
     >>> expanded(["--recipe=hydra", "--epochs", "3"])[:2]
     ['--method', 'hydra']
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--recipe", nargs="?")
-    name = parser.parse_known_args(arguments)[0].recipe
-    if name is None:
-        return list(arguments)
-    settings = recipe(name, tunes_model=tunes_model).settings.items()
+    for option in ("recipe", "start-from", "method"):
+        parser.add_argument(f"--{option}", nargs="?")
+    parser.add_argument("--model", nargs="?", default=TrainOptions.model)
+    given = parser.parse_known_args(arguments)[0]
+    settings = dict(recipe(given.recipe, tunes_model=tunes_model).settings) if given.recipe is not None else {}
+    method = given.method or settings.get("method")
+    if given.start_from is not None and given.model and method:
+        settings |= settings_of(given.start_from, given.model, method)
     # an option that takes several values must not stand last: it would take what stands behind it, too
-    ordered = sorted(settings, key=lambda setting: not isinstance(setting[1], tuple))
+    ordered = sorted(settings.items(), key=lambda setting: not isinstance(setting[1], tuple))
     words = itertools.chain.from_iterable(as_arguments(*setting) for setting in ordered if setting[0] not in without)
     return [*words, *arguments]
 

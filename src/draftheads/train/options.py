@@ -42,7 +42,9 @@ class TrainOptions:
     device. Each process still loads it whole into memory first."""
     start_from: str | None = None
     """A trained head to start with (a bundled method, a folder or a Hugging Face id): of its layers those that have
-    name and sizes of the new head's. For other data, for a model tuned since, or to grow hydra++ from hydra."""
+    name and sizes of the new head's. For other data, for a model tuned since, or to grow hydra++ from hydra. On the
+    command line its numbers of heads and layers and its draft vocabulary are the new head's where none are given, and
+    of a start of the same kind the other settings, too."""
     num_heads: int = 4
     """How many tokens beyond the next one are guessed."""
     num_layers: int = 1

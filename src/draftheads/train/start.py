@@ -3,8 +3,10 @@
 Knows saved heads; knows nothing of data, losses or files of a run.
 """
 
-from dataclasses import asdict, dataclass
+import json
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from draftheads.checkpoint import TENSORS_FILE, SavedHead, read_head
 from draftheads.errors import CheckpointMismatch, DraftHeadsError, InvalidSettings, ModelNotFound
+from draftheads.heads.attention import LayerConfig
 from draftheads.heads.base import DraftHead, HeadConfig
 from draftheads.target.fingerprint import Fingerprints
 from draftheads.target.model import TargetModel
@@ -129,6 +132,33 @@ class Start:
 def _in_words(config: HeadConfig) -> dict[str, str]:
     """Its settings, as ``--head-options`` takes them."""
     return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in asdict(config).items()}
+
+
+def settings_of(name: str, model_id: str, method: str) -> dict[str, Any]:
+    """Training options with which a new head of that method takes over all that the start has to give.
+
+    Of a start of another kind these are the numbers of heads and layers, and the draft vocabulary.
+
+    Raises:
+        DraftHeadsError: no such head, or a corrupt one.
+    """
+    saved = read_head(_folder(name, model_id))
+    config = saved.config
+    vocab = config.draft_vocab_size or 0
+    found = {"num_heads": config.num_heads, "num_layers": config.num_layers, "draft_vocab_size": vocab}
+    if saved.method != method:
+        return found
+    # what its layers have of the target's, a new head has of the target, too
+    common = {field.name for of in (HeadConfig, LayerConfig) for field in fields(of)} | {"embedding_scale"}
+    own = [field for field in fields(config) if field.name not in common]
+    changed = [field.name for field in own if getattr(config, field.name) != field.default]
+    options = tuple(f"{name}={json.dumps(getattr(config, name))}" for name in changed)
+    return {
+        **({"head_options": options} if options else {}),
+        **found,
+        "lm_head": config.lm_head,
+        "lm_head_rank": config.lm_head_rank,
+    }
 
 
 def digest_of(name: str, model_id: str) -> str | None:
