@@ -202,6 +202,14 @@ def test_a_card_says_what_more_would_bring(
     assert "None" not in text
 
 
+def test_one_pass_on_one_thread_is_no_plural(tool: ModuleType, work: Path) -> None:
+    metrics = json.loads((work / "medusa" / "metrics.json").read_text())
+    for number, told in ((1, ("1 pass over the text", "on 1 thread of")), (2, ("2 passes over", "on 2 threads of"))):
+        metrics["options"]["epochs"] = metrics["provenance"]["threads"] = number
+        text = tool.card(work / "medusa", metrics, None, None, 1)
+        assert all(words in text for words in told)
+
+
 def test_without_samples_a_card_speaks_of_none(tool: ModuleType, work: Path) -> None:
     metrics = json.loads((work / "medusa" / "metrics.json").read_text())
     found = bench(work, ["medusa"], sampled_tokens_per_step=None, typical_tokens_per_step=None)
