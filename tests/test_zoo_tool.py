@@ -202,6 +202,34 @@ def test_a_card_says_what_more_would_bring(
     assert "None" not in text
 
 
+def test_a_later_comparison_goes_into_the_cards(tool: ModuleType, work: Path, zoo: Path, tmp_path: Path) -> None:
+    assert tool.main(["bundle", str(work), "--only", *ONLY]) == 0
+    before = {name: read_head(zoo / name).card for name in ONLY}
+    found = tmp_path / "bench.json"
+    for tokens, told in ((2.345, "2.35 ± 0.07 tokens/step"), (3.456, "3.46 ± 0.07 tokens/step")):
+        found.write_text(json.dumps(bench(work, ["medusa", "hydra++"], tokens_per_step=tokens)))
+        assert tool.main(["cards", str(found)]) == 0
+        for name in ("medusa", "hydra++"):
+            card = read_head(zoo / name).card
+            assert card.startswith(before[name])
+            assert card.count("## Side by side") == card.count(told) == card.count("tokens/step,") == 1
+    assert {name: read_head(zoo / name).card for name in ("hydra", "amphista")} == {
+        name: before[name] for name in ("hydra", "amphista")
+    }
+    assert tool.main(["bundle", str(work), "--bench", str(found), "--only", "medusa"]) == 0
+    bundled = read_head(zoo / "medusa").card
+    assert tool.main(["cards", str(found)]) == 0
+    assert read_head(zoo / "medusa").card == bundled, "the same section"
+    numbers = bench(work, ["medusa"])
+    numbers["drafters"]["medusa"] = "medusa-of-another-day"
+    found.write_text(json.dumps(numbers))
+    with pytest.raises(SystemExit, match="another medusa was compared: draftheads bench --heads medusa"):
+        tool.main(["cards", str(found)])
+    found.write_text(json.dumps(bench(work, [])))
+    with pytest.raises(SystemExit, match="tells of no bundled head"):
+        tool.main(["cards", str(found)])
+
+
 def test_one_pass_on_one_thread_is_no_plural(tool: ModuleType, work: Path) -> None:
     metrics = json.loads((work / "medusa" / "metrics.json").read_text())
     for number, told in ((1, ("1 pass over the text", "on 1 thread of")), (2, ("2 passes over", "on 2 threads of"))):

@@ -3,6 +3,7 @@
 1. ``python tools/zoo.py train WORK --data chats.jsonl.gz``: every head, one after the other; goes on where it was.
 2. ``draftheads bench --heads WORK/medusa WORK/hydra … --prompts … --out WORK/bench``
 3. ``python tools/zoo.py bundle WORK --bench WORK/bench/bench.json``; ``data.md`` beside this file goes into the cards.
+4. ``python tools/zoo.py cards bench.json`` puts a later comparison into the cards of heads that are bundled.
 
 A head that starts from another one makes two passes over the text of its own, the others four.
 
@@ -24,7 +25,7 @@ from draftheads.checkpoint import CARD_FILE, CONFIG_FILE, HEAD_FILES, read_head
 from draftheads.cli.main import main as draftheads
 from draftheads.cli.train import as_arguments
 from draftheads.errors import DraftHeadsError
-from draftheads.files import atomic_directory
+from draftheads.files import atomic_directory, write_atomic
 from draftheads.train.options import TrainOptions
 from draftheads.zoo import registry
 
@@ -41,6 +42,7 @@ HEADS: Mapping[str, str] = {
     "eagle": "--num-heads 3 --feature-weight 10",
     "small-llama": "--num-heads 4 --num-layers 2 --head-options intermediate_size=1024",
 }
+_SECTION = "## Side by side with others"
 MOST_BYTES, MOST_BYTES_IN_ALL = 30e6, 120e6
 _NOT_SAID = frozenset(  # where things lie here, and what makes no other head
     {
@@ -116,15 +118,56 @@ def _check_names(names: Sequence[str]) -> None:
         sys.exit(f"no head {', '.join(unknown)} in the zoo; choose among {', '.join(HEADS)}")
 
 
+@dataclass(frozen=True)
+class Cards:
+    """Put a comparison into the cards of the bundled heads."""
+
+    bench: tyro.conf.Positional[Path]
+    """bench.json of `draftheads bench`, in which each head has its own name."""
+
+    def run(self, more: Sequence[str]) -> int:
+        """All or nothing; the section of an older comparison goes."""
+        if more:
+            sys.exit(f"nothing is trained here: leave out {shlex.join(more)}")
+        found = json.loads(self.bench.read_text(encoding="utf-8"))
+        made: dict[Path, str] = {}
+        for head in registry.zoo_heads():
+            saved = read_head(head.folder)
+            if row := _row_of(head.method, saved.digest, found):
+                before = saved.card.split(f"\n{_SECTION}\n")[0].rstrip("\n")
+                told = _environment().get_template("side_by_side.md.j2").render(found=found, row=row)
+                made[head.folder / CARD_FILE] = f"{before}\n\n{told.rstrip()}\n"
+        if not made:
+            sys.exit(f"{self.bench} tells of no bundled head")
+        for path, text in made.items():
+            write_atomic(path, text.encode())
+        return 0
+
+
+def _row_of(name: str, digest: str, found: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Its row in a comparison; None where it was not compared."""
+    row: Mapping[str, Any] | None = next((row for row in found["rows"] if row["name"] == name), None)
+    if row and digest not in found["drafters"][name]:
+        sys.exit(f"another {name} was compared: draftheads bench --heads {name} …")
+    return row
+
+
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,  # noqa: S701 - Markdown
+    )
+
+
 def files_of(folder: Path, found: Mapping[str, Any] | None) -> dict[str, bytes]:
     """What is bundled of a trained head, which is named as its folder is."""
     saved = read_head(folder)
     metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
     config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     config["provenance"]["command"] = command(metrics["options"])
-    row = next((row for row in found["rows"] if row["name"] == folder.name), None) if found else None
-    if found and row and saved.digest not in found["drafters"][folder.name]:
-        sys.exit(f"another {folder.name} was compared: draftheads bench --heads {folder} …")
+    row = _row_of(folder.name, saved.digest, found) if found else None
     text = card(folder, metrics, found, row, saved.num_bytes)
     return {
         **{file: (folder / file).read_bytes() for file in HEAD_FILES},
@@ -161,14 +204,8 @@ def card(
     options = metrics["options"]
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     last = log[-max(1, len(log) // 20) :]
-    here = Path(__file__).parent
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(here),
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-        autoescape=False,  # noqa: S701 - Markdown
-    )
-    return environment.get_template("card.md.j2").render(
+    template = _environment().get_template("card.md.j2")
+    text: str = template.render(
         name=folder.name,
         base=BASE,
         options=options,
@@ -179,9 +216,10 @@ def card(
         learned=sum(line["head_losses"][0] for line in last) / len(last),
         found=found,
         row=row,
-        data=(here / "data.md").read_text(encoding="utf-8").rstrip(),
+        data=(Path(__file__).parent / "data.md").read_text(encoding="utf-8").rstrip(),
         num_bytes=num_bytes,
     )
+    return text.rstrip("\n") + "\n"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -192,7 +230,8 @@ def main(arguments: Sequence[str]) -> int:
     train = Annotated[Train, tyro.conf.subcommand("train")]
     bundle = Annotated[Bundle, tyro.conf.subcommand("bundle")]
     try:
-        code: int = tyro.cli(train | bundle, args=own, description=__doc__).run(more)
+        cards = Annotated[Cards, tyro.conf.subcommand("cards")]
+        code: int = tyro.cli(train | bundle | cards, args=own, description=__doc__).run(more)
     except DraftHeadsError as error:
         sys.exit(f"error: {error}")
     return code
