@@ -186,7 +186,10 @@ def test_the_command_makes_the_head_again(tool: ModuleType, work: Path) -> None:
     assert "start-from" not in tool.command(several)
 
 
-@pytest.mark.parametrize(("learned", "told"), [(1.0, "more text of this kind"), (9.0, "more passes, or a larger head")])
+@pytest.mark.parametrize(
+    ("learned", "told"),
+    [(1.0, "more text of this kind"), (9.0, "nothing is learned by heart: more passes, a larger head")],
+)
 def test_a_card_says_what_more_would_bring(
     tool: ModuleType, work: Path, tmp_path: Path, learned: float, told: str
 ) -> None:

@@ -6,6 +6,7 @@
 4. ``python tools/zoo.py cards bench.json`` puts a later comparison into the cards of heads that are bundled.
 
 A head that starts from another one makes two passes over the text of its own, the others four.
+Those that come with the package had less of it, each as the command in its card says.
 
 Training options behind ``--`` are for all heads: ``-- --max-tokens 1000000 --epochs 1``.
 """
@@ -229,8 +230,8 @@ def main(arguments: Sequence[str]) -> int:
         own, more = own[: own.index("--")], own[own.index("--") + 1 :]
     train = Annotated[Train, tyro.conf.subcommand("train")]
     bundle = Annotated[Bundle, tyro.conf.subcommand("bundle")]
+    cards = Annotated[Cards, tyro.conf.subcommand("cards")]
     try:
-        cards = Annotated[Cards, tyro.conf.subcommand("cards")]
         code: int = tyro.cli(train | bundle | cards, args=own, description=__doc__).run(more)
     except DraftHeadsError as error:
         sys.exit(f"error: {error}")

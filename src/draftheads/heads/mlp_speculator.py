@@ -88,8 +88,8 @@ class MlpSpeculatorHead(DraftHead):
     target's embeddings are as large as hidden states already: w_e = √(1 - w_s²).
     All weights start with a standard deviation of M^-1/2, as the paper has it (4096^-1/2 at its size).
     The papers' lm_heads are each stage's own. Reading them through the target's, a linear layer brings states, which
-    GELU leaves hardly any negative numbers, to where hidden states are; it is
-    ours, and starts as any linear layer does.
+    GELU leaves hardly any negative numbers, to where hidden states are: ours, which starts as any linear
+    layer does.
     """
 
     guesses_hidden_states: ClassVar[bool] = False
