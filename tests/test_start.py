@@ -382,3 +382,5 @@ def test_a_start_that_is_not_there_is_said_at_once(capsys: pytest.CaptureFixture
     arguments = ["train", "--method", "hydra", "--start-from", "nowhere", "--out", "out", "--data", "chats.jsonl"]
     assert main(arguments) == 1
     assert "no head 'nowhere'" in capsys.readouterr().err
+    going_on = read("--method", "hydra", "--start-from", "nowhere", "--resume", "--num-layers", "3")
+    assert (going_on.start_from, going_on.num_layers) == ("nowhere", 3), "whether it needs its start the run knows"

@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from draftheads.cli.show import quiet_transformers
+from draftheads.errors import ModelNotFound
 from draftheads.train import processes
 from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import recipe
@@ -56,7 +57,11 @@ def expanded(
     settings = dict(recipe(given.recipe, tunes_model=tunes_model).settings) if given.recipe is not None else {}
     method = given.method or settings.get("method")
     if given.start_from is not None and given.model and method:
-        settings |= settings_of(given.start_from, given.model, method)
+        try:
+            settings |= settings_of(given.start_from, given.model, method)
+        except ModelNotFound:  # a run that goes on needs it no more
+            if "--resume" not in arguments:
+                raise
     # an option that takes several values must not stand last: it would take what stands behind it, too
     ordered = sorted(settings.items(), key=lambda setting: not isinstance(setting[1], tuple))
     words = itertools.chain.from_iterable(as_arguments(*setting) for setting in ordered if setting[0] not in without)
