@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from draftheads.bench import drafters
 from draftheads.bench.drafters import Bench, BenchRow, BenchSettings, Contender, Counted, Timed, markdown
 from draftheads.bench.page import PAGE, RECORD, write_page
 from draftheads.checkpoint import read_head, save_head
+from draftheads.cli.bench import show
 from draftheads.cli.main import main
 from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
@@ -408,6 +410,26 @@ def test_the_table_and_the_page_show_what_was_found(
     for row in rows:
         assert f"<td>{row.name}</td>" in html
     assert statistics.fmean(row.tokens_per_step for row in rows) > 1
+
+
+def test_a_terminal_of_80_columns_shows_all_names_and_numbers(
+    compared: tuple[list[Contender], list[BenchRow]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["medusa", "mlp-speculator", "mlp-speculator, paths", "prompt-lookup", "x" * 40]
+    trees = ["growing, 24", "static, 24 nodes", "best 8 of 6x3x2, up to 23", "its own, up to 9", "growing, 24"]
+    rows = [replace(compared[1][0], name=name, tree=tree) for name, tree in zip(names, trees, strict=True)]
+    show(Console(width=80), rows, SETTINGS)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    for name in names[:-1]:
+        assert sum(line.startswith(f"{name} ") for line in lines) == 2, "a table each for lengths and for speeds"
+    first = next(line for line in lines if line.startswith("mlp-speculator, paths"))
+    numbers = [
+        getattr(rows[0], number)
+        for number in ("tokens_per_step", "over_first", "sampled_tokens_per_step", "typical_tokens_per_step")
+    ]
+    assert first.split()[-4:] == [f"{number:.2f}" for number in numbers], "on the line of the name"
+    assert sum("x" * 24 in line for line in lines) == 2
 
 
 def test_the_command_compares_writes_and_says_so(

@@ -50,6 +50,7 @@ from draftheads.target.embedded import SMOLLM2_135M, cache_folder
 from draftheads.target.model import TargetModel
 from draftheads.zoo.registry import find_head, zoo_heads
 
+_NAME_WIDTH = 24  # of 80 columns; longer names are folded
 _SMALL = "draft-model"
 
 
@@ -120,7 +121,7 @@ def run(options: BenchOptions) -> None:
                 display=display,
             )
             rows = bench.run()
-    _show(console, rows, options.settings)
+    show(console, rows, options.settings)
     record = {
         "format_version": 1,
         "model": options.model,
@@ -219,16 +220,18 @@ def _write(console: Console, out: Path, record: dict[str, Any], rows: list[Bench
         console.print(f"no page: {error}", soft_wrap=True)
 
 
-def _show(console: Console, rows: list[BenchRow], settings: BenchSettings) -> None:
+def show(console: Console, rows: list[BenchRow], settings: BenchSettings) -> None:
     """Two tables that fit a terminal, without the errors, which are in the files."""
     names = headings(rows, settings)
     told = [cells(row, settings, errors=False) for row in rows]
     speeds = [names.index(name) for name in ("parameters", "tokens/s", "× plain", "draft ms/step", "step ms")]
     for columns in ([n for n in range(1, len(names)) if n not in speeds], speeds):
         table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-        table.add_column(names[0], overflow="fold")
+        width = min(_NAME_WIDTH, max(len(row[0]) for row in told))
+        table.add_column(names[0], overflow="fold", width=width, vertical="bottom")
         for number in columns:
-            table.add_column(names[number], justify="right")
+            wraps = names[number] == "tree"
+            table.add_column(names[number].replace(" ", "\n"), justify="right", vertical="bottom", no_wrap=not wraps)
         for row in told:
             table.add_row(*(Text(row[number]) for number in (0, *columns)))
         console.print(table)
