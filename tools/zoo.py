@@ -3,7 +3,7 @@
 1. ``python tools/zoo.py train WORK --data chats.jsonl.gz``: every head, one after the other; goes on where it was.
 2. ``draftheads bench --heads WORK/medusa WORK/hydra … --prompts … --out WORK/bench``
 3. ``python tools/zoo.py bundle WORK --bench WORK/bench/bench.json``; ``data.md`` beside this file goes into the cards.
-4. ``python tools/zoo.py cards bench.json`` puts a later comparison into the cards of heads that are bundled.
+4. ``python tools/zoo.py cards bench.json …`` puts later comparisons into the cards of heads that are bundled.
 
 A head that starts from another one makes two passes over the text of its own, the others four.
 Those that come with the package had less of it, each as the command in its card says.
@@ -88,8 +88,8 @@ class Bundle:
 
     work: tyro.conf.Positional[Path]
     """Folder that `train` filled."""
-    bench: Path | None = None
-    """bench.json of `draftheads bench`, for the cards."""
+    bench: tuple[Path, ...] = ()
+    """bench.json of one or more runs of `draftheads bench`, for the cards."""
     only: tuple[str, ...] = tuple(HEADS)
     """These heads."""
 
@@ -98,7 +98,7 @@ class Bundle:
         _check_names(self.only)
         if more:
             sys.exit(f"nothing is trained here: leave out {shlex.join(more)}")
-        found = json.loads(self.bench.read_text(encoding="utf-8")) if self.bench else None
+        found = _comparisons(self.bench)
         zoo = registry.weights_folder() / BASE
         sizes = {head.method: read_head(head.folder).num_bytes for head in registry.zoo_heads()}
         sizes |= {name: read_head(self.work / name).num_bytes for name in self.only}
@@ -121,36 +121,44 @@ def _check_names(names: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Cards:
-    """Put a comparison into the cards of the bundled heads."""
+    """Put comparisons into the cards of the bundled heads."""
 
-    bench: tyro.conf.Positional[Path]
-    """bench.json of `draftheads bench`, in which each head has its own name."""
+    bench: tyro.conf.Positional[tuple[Path, ...]]
+    """bench.json of one or more runs of `draftheads bench`, in which each head has its own name."""
 
     def run(self, more: Sequence[str]) -> int:
-        """All or nothing; the section of an older comparison goes."""
+        """All or nothing; the section of older comparisons goes."""
         if more:
             sys.exit(f"nothing is trained here: leave out {shlex.join(more)}")
-        found = json.loads(self.bench.read_text(encoding="utf-8"))
+        found = _comparisons(self.bench)
         made: dict[Path, str] = {}
         for head in registry.zoo_heads():
             saved = read_head(head.folder)
-            if row := _row_of(head.method, saved.digest, found):
+            if compared := _compared(head.method, saved.digest, found):
                 before = saved.card.split(f"\n{_SECTION}\n")[0].rstrip("\n")
-                told = _environment().get_template("side_by_side.md.j2").render(found=found, row=row)
+                told = _environment().get_template("side_by_side.md.j2").render(compared=compared)
                 made[head.folder / CARD_FILE] = f"{before}\n\n{told.rstrip()}\n"
         if not made:
-            sys.exit(f"{self.bench} tells of no bundled head")
+            sys.exit(f"{', '.join(map(str, self.bench))}: no word of a bundled head")
         for path, text in made.items():
             write_atomic(path, text.encode())
         return 0
 
 
-def _row_of(name: str, digest: str, found: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Its row in a comparison; None where it was not compared."""
-    row: Mapping[str, Any] | None = next((row for row in found["rows"] if row["name"] == name), None)
-    if row and digest not in found["drafters"][name]:
+Found = Mapping[str, Any]  # what `draftheads bench` wrote
+Row = Mapping[str, Any]  # of it
+
+
+def _comparisons(files: Sequence[Path]) -> list[Found]:
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+
+
+def _compared(name: str, digest: str, comparisons: Sequence[Found]) -> list[tuple[Found, Row]]:
+    """Its row in each of the comparisons that it was in."""
+    rows = [(found, row) for found in comparisons for row in found["rows"] if row["name"] == name]
+    if any(digest not in found["drafters"][name] for found, _ in rows):
         sys.exit(f"another {name} was compared: draftheads bench --heads {name} …")
-    return row
+    return rows
 
 
 def _environment() -> jinja2.Environment:
@@ -162,14 +170,13 @@ def _environment() -> jinja2.Environment:
     )
 
 
-def files_of(folder: Path, found: Mapping[str, Any] | None) -> dict[str, bytes]:
+def files_of(folder: Path, comparisons: Sequence[Found]) -> dict[str, bytes]:
     """What is bundled of a trained head, which is named as its folder is."""
     saved = read_head(folder)
     metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
     config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     config["provenance"]["command"] = command(metrics["options"])
-    row = _row_of(folder.name, saved.digest, found) if found else None
-    text = card(folder, metrics, found, row, saved.num_bytes)
+    text = card(folder, metrics, _compared(folder.name, saved.digest, comparisons), saved.num_bytes)
     return {
         **{file: (folder / file).read_bytes() for file in HEAD_FILES},
         CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(),
@@ -194,13 +201,7 @@ def command(options: Mapping[str, Any]) -> str:
     return shlex.join(words)
 
 
-def card(
-    folder: Path,
-    metrics: Mapping[str, Any],
-    found: Mapping[str, Any] | None,
-    row: Mapping[str, Any] | None,
-    num_bytes: int,
-) -> str:
+def card(folder: Path, metrics: Mapping[str, Any], compared: Sequence[tuple[Found, Row]], num_bytes: int) -> str:
     """The model card of the head in the folder, which is named as the head is."""
     options = metrics["options"]
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -215,8 +216,7 @@ def card(
         start=options["start_from"] and Path(options["start_from"]).name,
         heads=list(zip(metrics["losses"], metrics["top1"], metrics["top3"], metrics["top10"], strict=True)),
         learned=sum(line["head_losses"][0] for line in last) / len(last),
-        found=found,
-        row=row,
+        compared=compared,
         data=(Path(__file__).parent / "data.md").read_text(encoding="utf-8").rstrip(),
         num_bytes=num_bytes,
     )
