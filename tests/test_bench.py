@@ -284,12 +284,13 @@ def test_findings_of_other_code_are_found_anew(tmp_path: Path, monkeypatch: pyte
     )
     found = [drafters.code_digest()]
     monkeypatch.setattr(drafters, "__file__", str(package / "bench" / "drafters.py"))
-    for place in (None, "cli/bench.py", "train/losses.py", "accept.py", "heads/medusa.py", "decode/batch.py"):
+    alike = ("cli/bench.py", "train/losses.py", "bench/page.py", "pictures.py")
+    for place in (None, *alike, "accept.py", "heads/medusa.py", "decode/batch.py"):
         if place:
             (package / place).write_text((package / place).read_text() + "\n# other")
         found.append(drafters.code_digest())
-    assert len(set(found[:4])) == 1, "neither what is printed nor how heads are trained"
-    assert len(set(found[3:])) == 4
+    assert len(set(found[: 2 + len(alike)])) == 1, "neither what is printed or drawn nor how heads are trained"
+    assert len(set(found[1 + len(alike) :])) == 4
 
 
 def test_errors_are_those_of_prompts_drawn_anew() -> None:

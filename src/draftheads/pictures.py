@@ -18,8 +18,10 @@ body { font: 16px/1.5 system-ui, sans-serif; color: #1c2530; max-width: 60rem; m
 h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2.2rem }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { padding: .2rem .8rem .2rem 0; text-align: left; border-bottom: 1px solid #dde3ea; vertical-align: top }
+table.numbers { display: block; overflow-x: auto; font-size: .8rem }
 table.numbers :not(:first-child) { text-align: right }
-td { overflow-wrap: anywhere }
+td { overflow-wrap: anywhere } table.numbers td { overflow-wrap: normal }
+table.numbers td:first-child { white-space: nowrap } table.numbers :is(th, td) { padding-right: .5rem }
 figure { margin: 1rem 0 } figure svg { width: 100%; height: auto } figcaption { color: #55606e }
 </style></head><body>
 <h1>{{ title }}</h1>

@@ -69,7 +69,10 @@ def _render(record: dict[str, Any]) -> str:
         f"heads on trees of {settings.num_nodes} nodes.",
         pictures=pictures,
         columns=headings(rows, settings),
-        rows=[cells(row, settings) for row in rows],
+        rows=[
+            [cell.replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}") for cell in cells(row, settings)]
+            for row in rows
+        ],
         facts=facts,
     )
 
@@ -103,9 +106,9 @@ def _draw_time(figure: Any, rows: list[BenchRow]) -> None:
     ax.barh(places, drafting, 0.6, color="#20639b")
     ax.barh(places, checking, 0.6, left=drafting, color="#cddbe8")
     for place, row in zip(places, rows, strict=True):
-        told = f" {row.speedup:.2f} ± {row.speedup_error:.2f} ×"
-        ax.annotate(told, (row.step_milliseconds, place), va="center")
-    ax.set_xlim(0, 1.2 * max(row.step_milliseconds for row in rows))
+        told = f"{row.speedup:.2f} ± {row.speedup_error:.2f} ×"
+        ax.annotate(told, (row.step_milliseconds, place), xytext=(4, 0), textcoords="offset points", va="center")
+    ax.set_xlim(0, 1.25 * max(row.step_milliseconds for row in rows))
     _name_rows(ax, rows)
     finish(ax, "milliseconds per step", "")
 
