@@ -410,6 +410,8 @@ def test_the_table_and_the_page_show_what_was_found(
     assert "draftheads bench &lt;tiny&gt;" in html
     for row in rows:
         assert f"<td>{row.name}</td>" in html
+        speed = f"{row.speedup:.2f} ± {row.speedup_error:.2f}"
+        assert f"<td>{speed.replace(' ', chr(0xA0))}</td>" in html, "numbers stay whole"
     assert statistics.fmean(row.tokens_per_step for row in rows) > 1
 
 
@@ -417,7 +419,7 @@ def test_a_terminal_of_80_columns_shows_all_names_and_numbers(
     compared: tuple[list[Contender], list[BenchRow]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ["medusa", "mlp-speculator", "mlp-speculator, paths", "prompt-lookup", "x" * 40]
-    trees = ["growing, 24", "static, 24 nodes", "best 8 of 6x3x2, up to 23", "its own, up to 9", "growing, 24"]
+    trees = ["growing, 24", "static, 24", "best 8 of 6x3x2, up to 23", "its own, up to 9", "growing, 24"]
     rows = [replace(compared[1][0], name=name, tree=tree) for name, tree in zip(names, trees, strict=True)]
     show(Console(width=80), rows, SETTINGS)
     lines = capsys.readouterr().out.splitlines()
@@ -431,6 +433,8 @@ def test_a_terminal_of_80_columns_shows_all_names_and_numbers(
     ]
     assert first.split()[-4:] == [f"{number:.2f}" for number in numbers], "on the line of the name"
     assert sum("x" * 24 in line for line in lines) == 2
+    show(Console(width=80), [replace(rows[0], name="eagle")], SETTINGS)
+    assert sum(line.startswith("drafter ") for line in capsys.readouterr().out.splitlines()) == 2
 
 
 def test_the_command_compares_writes_and_says_so(

@@ -240,6 +240,8 @@ def test_a_later_comparison_goes_into_the_cards(tool: ModuleType, work: Path, zo
     found.write_text(json.dumps(numbers))
     with pytest.raises(SystemExit, match="another medusa was compared: draftheads bench --heads medusa"):
         tool.main(["cards", str(found)])
+    with pytest.raises(SystemExit, match=r"which comparison\?"):
+        tool.main(["cards"])
     found.write_text(json.dumps(bench(work, [])))
     with pytest.raises(SystemExit, match=r"bench\.json: no word of a bundled head"):
         tool.main(["cards", str(found)])

@@ -130,6 +130,8 @@ class Cards:
         """All or nothing; the section of older comparisons goes."""
         if more:
             sys.exit(f"nothing is trained here: leave out {shlex.join(more)}")
+        if not self.bench:
+            sys.exit("which comparison? bench.json of `draftheads bench`, one or more")
         found = _comparisons(self.bench)
         made: dict[Path, str] = {}
         for head in registry.zoo_heads():

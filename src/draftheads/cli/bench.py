@@ -227,7 +227,7 @@ def show(console: Console, rows: list[BenchRow], settings: BenchSettings) -> Non
     speeds = [names.index(name) for name in ("parameters", "tokens/s", "× plain", "draft ms/step", "step ms")]
     for columns in ([n for n in range(1, len(names)) if n not in speeds], speeds):
         table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-        width = min(_NAME_WIDTH, max(len(row[0]) for row in told))
+        width = min(_NAME_WIDTH, max(map(len, (names[0], *(row[0] for row in told)))))
         table.add_column(names[0], overflow="fold", width=width, vertical="bottom")
         for number in columns:
             wraps = names[number] == "tree"
