@@ -90,7 +90,7 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Engine:
     """What the command line should say the same as."""
-    return draftheads.load(folder / "model", dtype=torch.float32)
+    return draftheads.load(folder / "model", precision="fp32")
 
 
 def run_process(arguments: list[str], folder: Path, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -262,7 +262,7 @@ def test_bytes_that_are_no_text(folder: Path):
 @pytest.mark.usefixtures("here")
 def test_generate_prints_the_answer(head: str | None, engine: Engine, capsys: pytest.CaptureFixture[str]):
     with_head = ["--head", head] if head else []
-    assert main(["generate", "dead cab", "--model", "model", "--dtype", "fp32", *TOKENS, *with_head]) == 0
+    assert main(["generate", "dead cab", "--model", "model", "--precision", "fp32", *TOKENS, *with_head]) == 0
     out, err = capsys.readouterr()
     expected = engine.generate(["dead cab"], max_new_tokens=12)[0]
     assert out == expected.text + "\n"
@@ -273,7 +273,7 @@ def test_generate_prints_the_answer(head: str | None, engine: Engine, capsys: py
 
 def test_generate_in_a_process_of_its_own(folder: Path, engine: Engine):
     """Nothing but the answer on one side and the count on the other: no bars, no warnings."""
-    arguments = ["generate", "--model", "model", "--head", "hydra", "--dtype", "fp32", *TOKENS]
+    arguments = ["generate", "--model", "model", "--head", "hydra", "--precision", "fp32", *TOKENS]
     done = run_process(arguments, folder, input="dead cab")
     assert done.returncode == 0
     assert done.stdout == engine.generate(["dead cab"], max_new_tokens=12)[0].text + "\n"
@@ -283,7 +283,7 @@ def test_generate_in_a_process_of_its_own(folder: Path, engine: Engine):
 
 @pytest.mark.usefixtures("here")
 def test_several_prompts_give_a_json_object_each(engine: Engine, capsys: pytest.CaptureFixture[str]):
-    arguments = ["generate", "abba", "dead cab", "é", "--model", "model", "--head", "medusa", "--dtype", "fp32"]
+    arguments = ["generate", "abba", "dead cab", "é", "--model", "model", "--head", "medusa", "--precision", "fp32"]
     assert main([*arguments, *TOKENS, "--batch-size", "2"]) == 0
     out, err = capsys.readouterr()
     expected = engine.generate(["abba", "dead cab", "é"], max_new_tokens=12)
@@ -312,7 +312,7 @@ def test_prompts_from_a_file_go_to_a_file(
     (tmp_path / "in.jsonl").write_text("\n\n".join(lines), encoding="utf-8")
     out = tmp_path / "new" / "out.jsonl"
     arguments = ["generate", "--prompts", str(tmp_path / "in.jsonl"), "--out", str(out), "--model", "model"]
-    assert main([*arguments, "--dtype", "fp32", *TOKENS]) == 0
+    assert main([*arguments, "--precision", "fp32", *TOKENS]) == 0
     prompts = ["dead\u2028cab\u0085", messages, "hello"]
     found = [json.loads(line) for line in out.read_text(encoding="utf-8").split("\n")[:-1]]
     assert [record["prompt"] for record in found] == prompts
@@ -343,7 +343,7 @@ def test_all_options_arrive(here: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(generate, "_batch", batch)
     words = """abc def --model here --head there --tree chain.json --max-new-tokens 5 --temperature 0.5 --top-k 3
         --top-p 0.75 --repetition-penalty 1.5 --seed 11 --stop x yz --acceptance typical --batch-size 2
-        --dtype bf16 --exact-bits --out o --no-adaptive --plan p"""
+        --precision bf16 --exact-bits --out o --no-adaptive --plan p"""
     assert main(["generate", *shlex.split(words)]) == 0
     options = {
         "draft_model": None,
@@ -449,7 +449,7 @@ def shown(folder: Path) -> tuple[str, str]:
     (folder / "two.jsonl").write_text('{"prompt": "[/b] ab"}\n{"turns": ["cabbage"]}\n', encoding="utf-8")
     arguments = ["demo", "--model", "model", "--heads", "medusa", "./hydra", "--prompts", "two.jsonl"]
     environment = {**os.environ, "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
-    done = run_process([*arguments, "--dtype", "fp32", "--max-new-tokens", "24"], folder, env=environment)
+    done = run_process([*arguments, "--precision", "fp32", "--max-new-tokens", "24"], folder, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
 
@@ -529,7 +529,7 @@ def test_heads_draft_with_the_fast_kernels_in_the_demo(monkeypatch: pytest.Monke
     sped_up: list[str] = []
     monkeypatch.setattr(DraftHead, "speed_up", lambda head: sped_up.append(head.config.method))
     arguments = ["demo", "--model", "model", "--heads", "./medusa", "./hydra", "--limit", "1", "--max-new-tokens", "2"]
-    assert main([*arguments, "--no-transformers", "--no-stream", "--dtype", "fp32"]) == 0
+    assert main([*arguments, "--no-transformers", "--no-stream", "--precision", "fp32"]) == 0
     assert sped_up == ["medusa", "hydra"]
 
 
@@ -558,7 +558,7 @@ def test_the_demo_explains_texts_that_differ(
     said = {}
     for dtype in ("bf16", "fp32"):
         for differing in (False, True):
-            assert main([*arguments, "--dtype", dtype]) == 0
+            assert main([*arguments, "--precision", dtype]) == 0
             out = capsys.readouterr().out
             said[dtype, differing] = ("--exact-bits" in out, "please report" in out)
             assert all(len(line) <= 80 for line in out.splitlines()[:-1])
@@ -584,7 +584,7 @@ def test_demo_variants(here: Path, capsys: pytest.CaptureFixture[str]):
         "--max-new-tokens",
         "3",
     ]
-    assert main([*arguments, "--heads", "./medusa", str(here / "medusa"), "--dtype", "fp32"]) == 0
+    assert main([*arguments, "--heads", "./medusa", str(here / "medusa"), "--precision", "fp32"]) == 0
     out, err = capsys.readouterr()
     assert not err
     assert "guessed" not in out
@@ -606,13 +606,13 @@ def test_the_demo_with_exact_bits_compares_with_plain_of_the_same_kernels(
     monkeypatch.setattr(demo, "rows", rows)
     monkeypatch.setattr(demo, "rows_keep_their_bits", lambda _: True)
     arguments = ["demo", "--model", "model", "--limit", "2", "--no-stream", "--max-new-tokens", "10", "--heads"]
-    assert main([*arguments, "hydra", "--dtype", "fp32", "--exact-bits"]) == 0
+    assert main([*arguments, "hydra", "--precision", "fp32", "--exact-bits"]) == 0
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record["exact_bits"] is True
     assert all(row["identical"] for row in record["rows"])
     assert list(asked[0]) == ["hydra"]
     assert [len(answer) for answer in asked[0]["hydra"]] == [10, 10]
-    assert main([*arguments, "hydra", "--dtype", "fp32"]) == 0
+    assert main([*arguments, "hydra", "--precision", "fp32"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["exact_bits"] is False
     assert asked[1] == {}
 

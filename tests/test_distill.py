@@ -396,7 +396,7 @@ def test_the_command_line(
     out = tmp_path / "cli.jsonl"
     command = [
         *words.split(),
-        *["--max-new-tokens", "12", "--max-question-tokens", "20", "--batch-size", "4", "--dtype", "fp32", "--out"],
+        *["--max-new-tokens", "12", "--max-question-tokens", "20", "--batch-size", "4", "--precision", "fp32", "--out"],
         str(out),
     ]
     assert main(command) == 0

@@ -21,7 +21,7 @@ from draftheads.errors import (
     ModelNotFound,
     UnsupportedModel,
 )
-from draftheads.kernels import FastLinear
+from draftheads.kernels import PackedLinear
 from draftheads.target.target import Target
 from families import PROMPTS, TREES, VOCAB, IntegerTokenizer, Prophet, tiny_head, tiny_model
 
@@ -444,7 +444,7 @@ def test_load_gives_an_engine(tiny_by_name: list[dict[str, Any]], head_folder: P
         assert ids(engine.generate(MANY, max_new_tokens=30, **ON)) == plain
         assert engine.max_batch_size == 2
     assert engine.drafter.tree == TREES["cartesian"]  # type: ignore[attr-defined]
-    engine = draftheads.load("tiny", head_folder, tree=Tree.chain(2), dtype=torch.bfloat16, device="cpu")
+    engine = draftheads.load("tiny", head_folder, tree=Tree.chain(2), precision="bf16", device="cpu")
     assert engine.drafter.tree == Tree.chain(2)  # type: ignore[attr-defined]
     assert engine.model.dtype == torch.bfloat16
     assert tiny_by_name[0] == {"dtype": None, "device": None}
@@ -479,7 +479,7 @@ def layers_of(engine: Engine) -> set[type]:
 def test_kernels_of_a_loaded_model(monkeypatch: pytest.MonkeyPatch):
     def exact(**options: Any) -> set[bool]:
         engine = draftheads.load("tiny", **options)
-        return {m.plan.exact_bits for m in engine.model.model.modules() if isinstance(m, FastLinear)}
+        return {m.multiple > 1 for m in engine.model.model.modules() if isinstance(m, PackedLinear)}
 
     monkeypatch.setattr(loading, "rows_keep_their_bits", lambda _: True)
     bf16 = {"dtype": torch.bfloat16}

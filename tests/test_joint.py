@@ -558,8 +558,8 @@ def test_the_merged_model_decodes_losslessly_with_its_head(data: Path, tmp_path:
     with adapter.off():
         assert not torch.allclose(again.logits(again.hidden_states(texts)), unmerged, atol=0.1)
     prompts = [f"w{i} w{i + 1}" for i in range(12)]
-    plain = draftheads.load(merged, dtype=torch.float32).generate(prompts, max_new_tokens=24)
-    headed = draftheads.load(merged, head=merged / "head", dtype=torch.float32).generate(prompts, max_new_tokens=24)
+    plain = draftheads.load(merged, precision="fp32").generate(prompts, max_new_tokens=24)
+    headed = draftheads.load(merged, head=merged / "head", precision="fp32").generate(prompts, max_new_tokens=24)
     assert [result.token_ids for result in headed] == [result.token_ids for result in plain]
     assert max(result.tokens_per_step for result in headed) > 1.3
     saved = json.loads((merged / "head" / "config.json").read_text())["base"]
@@ -677,8 +677,8 @@ def test_a_model_in_four_bits_is_tuned(data: Path, tmp_path: Path) -> None:
     merged = tmp_path / "merged"
     merge(MergeOptions(model=base, adapter=tmp_path / "out", out=merged))
     prompts = [f"w{i} w{i + 1}" for i in range(6)]
-    plain = draftheads.load(merged, dtype=torch.float32).generate(prompts, max_new_tokens=12)
-    headed = draftheads.load(merged, head=merged / "head", dtype=torch.float32).generate(prompts, max_new_tokens=12)
+    plain = draftheads.load(merged, precision="fp32").generate(prompts, max_new_tokens=12)
+    headed = draftheads.load(merged, head=merged / "head", precision="fp32").generate(prompts, max_new_tokens=12)
     assert [result.token_ids for result in headed] == [result.token_ids for result in plain]
 
 

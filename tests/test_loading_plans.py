@@ -195,7 +195,7 @@ def test_a_plan_by_name_that_is_not_there(world: Path, tmp_path: Path) -> None:
 
 
 def test_a_plan_by_name_that_is_not_tuned(world: Path) -> None:
-    with pytest.raises(InvalidSettings, match=r"is not tuned: run `draftheads tune .* --dtype fp32`") as caught:
+    with pytest.raises(InvalidSettings, match=r"is not tuned: run `draftheads tune .* --precision fp32`") as caught:
         load(world, plan=world / "head")
     assert str(world / "head" / PLAN_FILE) in str(caught.value)
 
@@ -289,7 +289,7 @@ def test_a_plan_from_elsewhere_is_used_with_a_warning(world: Path, here: Conditi
         engine = load(world)
     difference = f"{name} {OTHERS[name]}, here {getattr(here, name)}"
     # the command tunes what was loaded, whatever it was that tuned this plan
-    command = f"draftheads tune {world / 'model'} {world / 'head'} --dtype fp32"
+    command = f"draftheads tune {world / 'model'} {world / 'head'} --precision fp32"
     expected = f"{path} was tuned under other conditions ({difference}): tune again with `{command}`"
     assert [str(warning.message) for warning in caught] == [expected]
     assert caught[0].filename == __file__, "it must point at who loads"
@@ -343,7 +343,7 @@ def test_a_head_that_was_trained_further_is_another_one(world: Path, here: Condi
 
 # --- the command line ---
 
-GENERATE = ["generate", "w1 w2", "--model", "model", "--head", "head", "--dtype", "fp32", "--max-new-tokens", "3"]
+GENERATE = ["generate", "w1 w2", "--model", "model", "--head", "head", "--precision", "fp32", "--max-new-tokens", "3"]
 
 
 def test_the_command_line_warns_in_one_line(
@@ -358,7 +358,7 @@ def test_the_command_line_warns_in_one_line(
     told = [line for line in lines if "tuned" in line]
     assert len(told) == 1
     assert told[0].startswith("warning: head/plan.json was tuned under other conditions (processor Another CPU, here ")
-    assert re.search(r": tune again with `draftheads tune \S+ \S+ --dtype fp32`$", told[0])
+    assert re.search(r": tune again with `draftheads tune \S+ \S+ --precision fp32`$", told[0])
     assert not any(".py:" in line or "warnings.warn" in line for line in lines), "Python's own form"
 
 

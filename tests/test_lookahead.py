@@ -181,9 +181,9 @@ def test_impossible_windows(options: dict[str, int], words: str) -> None:
 
 @pytest.mark.parametrize(("name", "kind"), [("prompt-lookup", PromptLookup), ("lookahead", Lookahead)])
 def test_drafters_without_training_are_loaded_by_name(world: Path, name: str, kind: type) -> None:
-    engine = draftheads.load(world / "model", name, dtype=torch.float32)
+    engine = draftheads.load(world / "model", name, precision="fp32")
     assert isinstance(engine.drafter, kind)
-    plain = draftheads.load(world / "model", dtype=torch.float32)
+    plain = draftheads.load(world / "model", precision="fp32")
     prompts = ["a dog", "hello, hello, hello"]
     expected = [result.token_ids for result in plain.generate(prompts, max_new_tokens=20)]
     assert [result.token_ids for result in engine.generate(prompts, max_new_tokens=20)] == expected

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from draftheads.errors import UnsupportedModel
-from draftheads.kernels import FastLinear
+from draftheads.kernels import PackedLinear
 from draftheads.target.fast import speed_up
 from draftheads.target.model import TargetModel
 from draftheads.target.target import check_trees
@@ -241,7 +241,7 @@ def test_a_twin_shares_weights_and_nothing_else():
     assert torch.equal(twin.model(text).logits, expected)
 
     speed_up(twin.model, exact_bits=True)
-    assert any(isinstance(module, FastLinear) for module in twin.model.modules())
-    assert not any(isinstance(module, FastLinear) for module in target.model.modules())
+    assert any(isinstance(module, PackedLinear) for module in twin.model.modules())
+    assert not any(isinstance(module, PackedLinear) for module in target.model.modules())
     assert twin.config._attn_implementation != target.config._attn_implementation == "sdpa"
     assert torch.equal(target.model(text).logits, expected)

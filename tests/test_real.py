@@ -50,11 +50,11 @@ def ids(results: list[GenerationResult]) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def stock() -> TargetModel:
-    return load_target(MODEL, dtype=torch.float32, fast=False, exact_bits=False)
+    return load_target(MODEL, precision="fp32", fast=False, exact_bits=False)
 
 
 def test_plain_text_is_transformers_text(stock: TargetModel):
-    engine = Engine(load_target(MODEL, dtype=torch.float32), max_batch_size=1)
+    engine = Engine(load_target(MODEL, precision="fp32"), max_batch_size=1)
     for prompt, result in zip(PROMPTS, answers(engine, 32), strict=True):
         encoded = stock.tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -98,10 +98,10 @@ def test_the_worst_margin_is_no_larger_with_drafts(stock: TargetModel):
 @pytest.fixture(scope="module")
 def tokens_per_step() -> dict[str, float]:
     """Of the bundled heads, in fp32, where their text must be plain's."""
-    plain = ids(answers(Engine(load_target(MODEL, dtype=torch.float32), max_batch_size=1), 48))
+    plain = ids(answers(Engine(load_target(MODEL, precision="fp32"), max_batch_size=1), 48))
     found = {}
     for head in BUNDLED:
-        results = answers(load(MODEL, head, dtype=torch.float32), 48)
+        results = answers(load(MODEL, head, precision="fp32"), 48)
         assert ids(results) == plain
         found[head] = sum(len(result.token_ids) - 1 for result in results) / sum(r.num_steps for r in results)
     return found

@@ -73,7 +73,7 @@ def here(world: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def tune(method: str, *more: str) -> list[str]:
-    options = ["--dtype", "fp32", "--prompts", "prompts.jsonl", *QUICK, *more]
+    options = ["--precision", "fp32", "--prompts", "prompts.jsonl", *QUICK, *more]
     return ["tune", "./model", f"./{method}", *options]
 
 
@@ -132,11 +132,11 @@ def test_the_papers_tree_has_its_64_nodes():
 
 
 def test_a_tuned_head_is_loaded_with_its_plan_and_says_what_plain_says(here: Path, tuned: Path) -> None:
-    plain = draftheads.load("./model", dtype=torch.float32)
+    plain = draftheads.load("./model", precision="fp32")
     prompts = ["a dog", "ice", "hello"]
     expected = [result.token_ids for result in plain.generate(prompts, max_new_tokens=30)]
     for adaptive in (True, False):
-        engine = draftheads.load("./model", "./hydra", plan=tuned, adaptive=adaptive, dtype=torch.float32)
+        engine = draftheads.load("./model", "./hydra", plan=tuned, adaptive=adaptive, precision="fp32")
         assert engine.tuned == read_plan(tuned / "plan.json").tuned
         assert engine.drafter.confidence == tuple(engine.tuned.confidence)  # type: ignore[union-attr,attr-defined]
         assert [result.token_ids for result in engine.generate(prompts, max_new_tokens=30)] == expected
@@ -152,9 +152,9 @@ def test_a_head_of_ones_own_gets_its_plan_into_its_folder(
     saved = read_plan("medusa/plan.json").tuned
     assert saved is not None
     assert saved.command.split()[:4] == ["draftheads", "tune", "./model", "./medusa"]
-    engine = draftheads.load("./model", "./medusa", dtype=torch.float32)
+    engine = draftheads.load("./model", "./medusa", precision="fp32")
     assert engine.tuned == saved
-    assert draftheads.load("./model", "./medusa", plan=None, dtype=torch.float32).tuned is None
+    assert draftheads.load("./model", "./medusa", plan=None, precision="fp32").tuned is None
     assert main(["info", "./medusa"]) == 0
     assert "Tuned" in capsys.readouterr().out
     before = Path("medusa/tune.html").read_bytes()
@@ -170,9 +170,9 @@ def test_a_broken_plan_is_mended_by_tuning(here: Path, tmp_path: Path, plan: str
     if plan is not None:
         (folder / "plan.json").write_text(plan)
     with pytest.raises(CheckpointCorrupt, match=r"plan\.json"):
-        draftheads.load("./model", folder, dtype=torch.float32)
+        draftheads.load("./model", folder, precision="fp32")
     assert main(["tune", "./model", str(folder), *tune("medusa")[3:]]) == 0
-    assert draftheads.load("./model", folder, dtype=torch.float32).tuned is not None
+    assert draftheads.load("./model", folder, precision="fp32").tuned is not None
 
 
 def test_prompts_do_not_travel_with_a_head(here: Path, tuned: Path) -> None:
@@ -240,7 +240,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_impossible_searches_are_refused(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ["--out", str(tmp_path / "no")]
-    one = ["tune", "./model", "./hydra", "--dtype", "fp32", "--prompts", "one.jsonl", *QUICK, *out]
+    one = ["tune", "./model", "./hydra", "--precision", "fp32", "--prompts", "one.jsonl", *QUICK, *out]
     assert "1 prompts to calibrate on" in refused(one, capsys)
     assert "no head" in refused(["tune", "./model", "./nothing", *out], capsys)
     assert "cannot be read" in refused(["tune", "./model", "./hydra", "--prompts", "none.jsonl", *out], capsys)

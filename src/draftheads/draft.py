@@ -12,6 +12,7 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
+from draftheads.kernels import Product
 from draftheads.sampling import RowSettings
 from draftheads.tree import Tree
 
@@ -154,6 +155,7 @@ class TargetWeights:
     lm_head_bias: Tensor | None = None  # (V,)
     logit_scale: float = 1.0  # what the target multiplies its logits by
     logit_softcap: float | None = None  # c where the target then takes c · tanh(logits / c)
+    lm_head_product: Product | None = None  # the lm_head in its kernel's form, if it is packed
 
 
 @runtime_checkable

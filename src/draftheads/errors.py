@@ -124,3 +124,7 @@ class MissingDependency(DraftHeadsError):
 
 class PlanWarning(UserWarning):
     """A tuned plan was made under other conditions than those it is used in."""
+
+
+class CacheWarning(UserWarning):
+    """The user's cache cannot be read or written: everything works, but what is measured is measured again."""

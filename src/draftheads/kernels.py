@@ -1,167 +1,284 @@
-"""Linear layers by the kernels that are fastest for a handful of rows on a CPU; pure functions and one cache.
+"""Linear layers by the kernel that is fastest on this machine. Pure products of tensors; no global state.
 
-MKL multiplies a few rows by a plain row-major weight at a fraction of memory speed; with the weight packed once for the
-number of rows it is up to four times faster. oneDNN gains likewise in bf16 where the CPU has it.
+A *product* holds one weight in the form that its kernel reads, and multiplies rows by it: (n, in) -> (n, out). Which
+product is the fastest depends on the machine, so :mod:`draftheads.kernel_choice` times the candidates of
+:data:`PRODUCTS` on the model's own layers. A new kernel is one class, and one entry in that list.
 
-A kernel may sum in another order when it is given another number of rows. At a multiple of eight rows MKL and oneDNN
-give a row the same bits whoever its neighbours are: what ``exact_bits`` makes use of.
+A kernel may add in another order when it is given another number of rows. ``exact_rows`` says at which multiples of
+rows a row gets the same bits whatever the other rows are; with ``exact_bits`` rows are padded to such a multiple.
 """
 
-from collections import OrderedDict
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# Any: an operator, or None in builds without MKL
-_MKL_LINEAR: Any = getattr(torch.ops.mkl, "_mkl_linear", None)
-ROW_BUCKETS = (8, 12, 16, 24, 32, 64)  # numbers of rows that weights are packed for
-FEW_ROWS = 2  # up to here MKL's own kernels read a plain weight at memory speed
-EXACT_ROWS = 8  # a multiple of this many rows gives each row the same bits
+# Any: operators of PyTorch's own namespaces, which have no Python signature
+_MKL: Any = torch.ops.mkl
+_ONEDNN: Any = torch.ops.mkldnn
+_FBGEMM: Any = torch.ops.quantized
 MAX_TREE_ROWS = 128  # more rows than this are a prompt, whose shape does not depend on the drafter
+_LARGEST_HALF = 65504.0
 
 
-@dataclass(frozen=True)
-class LinearPlan:
-    """How linear layers are computed."""
+class Product(ABC):
+    """X Wᵀ + b for one weight."""
 
-    packed: bool  # weights are packed once for the kernels
-    exact_bits: bool  # rows are padded so that their bits do not depend on their number
+    name: ClassVar[str]
+    exact_rows: ClassVar[int]  # at multiples of so many rows, a row's bits do not depend on the other rows
+    is_quantised: ClassVar[bool] = False  # the weight is changed, so the model becomes another one
 
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        self.bias = bias
 
-class WeightPacks:
-    """Packed copies of weights, for at most ``max_sizes`` numbers of rows: each is one more copy of the weights."""
+    @classmethod
+    @abstractmethod
+    def fits(cls, weight: Tensor) -> bool:
+        """Whether this build and machine can multiply by that weight without changing it (but by quantising)."""
 
-    def __init__(self, max_sizes: int = 2) -> None:
-        self.max_sizes = max_sizes
-        # rows -> weight's identity -> the weight (so that its identity stays its own) and its pack
-        self._packs: OrderedDict[int, dict[int, tuple[Tensor, Tensor]]] = OrderedDict()
-        self._latest = -1
+    @abstractmethod
+    def multiply(self, rows: Tensor) -> Tensor:
+        """X Wᵀ of contiguous rows (n, in) in the weight's type -> (n, out)."""
 
-    def get(self, rows: int, weight: Tensor) -> Tensor:
-        """The weight packed for that many rows; the size unused for longest makes room."""
-        if rows != self._latest:
-            self._turn_to(rows)
-        packs = self._packs[rows]
-        found = packs.get(id(weight))
-        if found is None:
-            found = packs[id(weight)] = (weight, _pack(weight, rows))
-        return found[1]
+    def __call__(self, rows: Tensor) -> Tensor:
+        """X Wᵀ + b, (n, in) -> (n, out)."""
+        out = self.multiply(rows)
+        return out if self.bias is None else out + self.bias
 
-    def _turn_to(self, rows: int) -> None:
-        if rows not in self._packs:
-            while len(self._packs) >= self.max_sizes:
-                self._packs.popitem(last=False)
-            self._packs[rows] = {}
-        self._packs.move_to_end(rows)
-        self._latest = rows
+    @property
+    def weight(self) -> Tensor:
+        """(out, in): the weight as it is multiplied by, made anew as the product with the identity."""
+        return self.multiply(torch.eye(self.in_features, dtype=self.dtype)).T.contiguous()
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, packs: WeightPacks) -> Tensor:
-    """X Wᵀ + b, (…, in) -> (…, out), by the plan."""
-    out_features, in_features = weight.shape
-    num_rows = x.numel() // in_features
-    mkl = weight.dtype == torch.float32
-    fits = num_rows in ROW_BUCKETS and (not plan.exact_bits or num_rows % EXACT_ROWS == 0)
-    if fits and plan.packed and mkl and not torch.is_grad_enabled():  # most steps: no detours, they cost as much again
-        return _packed_product(x, packs.get(num_rows, weight), weight, bias)
-    few = mkl and num_rows <= FEW_ROWS and not plan.exact_bits
-    many = num_rows > (MAX_TREE_ROWS if plan.exact_bits else ROW_BUCKETS[-1])
-    if few or many or torch.is_grad_enabled() or not (plan.packed or plan.exact_bits):
-        return F.linear(x, weight, bias)
-    rows = x.reshape(num_rows, in_features)
-    chunks = [_chunk(chunk, weight, bias, plan, packs) for chunk in rows.split(ROW_BUCKETS[-1])]
-    out = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
-    return out.reshape(*x.shape[:-1], out_features)
+class Plain(Product):
+    """``F.linear``: what PyTorch does by itself."""
+
+    name = "plain"
+    exact_rows = 8
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self._weight = weight
+
+    @classmethod
+    def fits(cls, weight: Tensor) -> bool:
+        """Always, but for weights that are not floating."""
+        return weight.is_floating_point()
+
+    @property
+    def weight(self) -> Tensor:
+        """(out, in), itself."""
+        return self._weight
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """(n, in) -> (n, out)."""
+        return F.linear(rows, self._weight)
 
 
-class FastLinear(nn.Linear):
-    """``nn.Linear`` by :func:`linear`; shares the parameters of the layer it stands for."""
+class MklPacked(Product):
+    """fp32, packed once for a fixed number of rows; fewer rows are padded, more are multiplied in pieces."""
 
-    def __init__(self, layer: nn.Linear, plan: LinearPlan, packs: WeightPacks) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.weight, self.bias = layer.weight, layer.bias
-        self.plan, self.packs = plan, packs
+    name = "mkl-packed"
+    exact_rows = 1
+    ROWS: ClassVar[int] = 16
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(…, in) -> (…, out)."""
-        return linear(x, self.weight, self.bias, self.plan, self.packs)
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self._packed = _MKL._mkl_reorder_linear_weight(weight.contiguous(), self.ROWS)
+        # the kernel reads the plain weight's sizes only, as the number of rows is always the packed one
+        self._sizes = weight.new_zeros(1, 1).expand(weight.shape)
+
+    @classmethod
+    def fits(cls, weight: Tensor) -> bool:
+        """Where PyTorch was built with MKL."""
+        has_mkl = torch.backends.mkl.is_available() and hasattr(_MKL, "_mkl_linear")
+        return has_mkl and weight.dtype == torch.float32 and weight.device.type == "cpu"
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """(n, in) -> (n, out)."""
+        count = len(rows)
+        pieces = F.pad(rows, (0, 0, 0, -count % self.ROWS)).split(self.ROWS)
+        pieces = [_MKL._mkl_linear(piece, self._packed, self._sizes, None, self.ROWS) for piece in pieces]
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[:count]
 
 
-class Siblings:
-    """Linear layers that are called one after the other with the same input: one product serves them all."""
+class OneDnnPacked(Product):
+    """fp32, or bf16 where the CPU multiplies it itself; one pack serves any number of rows."""
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        self.sizes = [layer.out_features for layer in layers]
-        self.weight = torch.cat([layer.weight.detach() for layer in layers])
-        biases = [layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
-        has_bias = any(layer.bias is not None for layer in layers)
-        self.bias = torch.cat([bias.detach() for bias in biases]) if has_bias else None
-        self._input: Tensor | None = None
-        self._outputs: tuple[Tensor, ...] = ()
-        self._num_reads = 0
+    name = "onednn-packed"
+    exact_rows = 8
 
-    def output(self, index: int, x: Tensor, plan: LinearPlan, packs: WeightPacks) -> Tensor:
-        """What layer ``index`` makes of x; the last one to ask drops the results."""
-        if x is not self._input:
-            self._input, self._num_reads = x, 0
-            self._outputs = linear(x, self.weight, self.bias, plan, packs).split(self.sizes, -1)
-        out = self._outputs[index]
-        self._num_reads += 1
-        if self._num_reads == len(self.sizes):
-            self._input, self._outputs = None, ()
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self._packed = _ONEDNN._reorder_linear_weight(weight.contiguous(), 16)
+        self._multiply = _ONEDNN._linear_pointwise.default
+
+    @classmethod
+    def fits(cls, weight: Tensor) -> bool:
+        """Where PyTorch was built with oneDNN."""
+        has_type = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and native_bf16())
+        return has_type and weight.device.type == "cpu" and hasattr(_ONEDNN, "_linear_pointwise")
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """(n, in) -> (n, out)."""
+        out: Tensor = self._multiply(rows, self._packed, None, "none", [], "")
         return out
 
 
-class SiblingLinear(FastLinear):
-    """One of :class:`Siblings`; its weight is a view of theirs."""
+class HalfWeights(Product):
+    """FBGEMM: weights held in fp16, multiplied in fp32. Half the memory traffic of fp32, and no rounding.
 
-    def __init__(self, layer: nn.Linear, plan: LinearPlan, packs: WeightPacks, siblings: Siblings, index: int) -> None:
-        super().__init__(layer, plan, packs)
-        self.siblings, self.index = siblings, index
-        start = sum(siblings.sizes[:index])
-        rows = slice(start, start + self.out_features)
-        self.weight = nn.Parameter(siblings.weight[rows], requires_grad=False)
-        if self.bias is not None and siblings.bias is not None:
-            self.bias = nn.Parameter(siblings.bias[rows], requires_grad=False)
+    For weights that fp16 holds exactly, perhaps after a multiplication by a power of two, which is exact, too: nearly
+    all models that were saved in bf16 or fp16.
+    """
+
+    name = "fbgemm-fp16"
+    exact_rows = 1
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        scale = _half_scale(weight)
+        assert scale is not None, "asked for a weight that fits"
+        self._scale = 1.0 / scale
+        self._packed = _FBGEMM.linear_prepack_fp16(weight.float() * scale, None)
+        self._multiply = _FBGEMM.linear_dynamic_fp16.default  # found once: finding an operator costs microseconds
+
+    @classmethod
+    def fits(cls, weight: Tensor) -> bool:
+        """Where FBGEMM is, and fp16 holds the weight."""
+        fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
+        has_type = weight.dtype in (torch.float32, torch.bfloat16) and weight.device.type == "cpu"
+        return fbgemm and has_type and _half_scale(weight) is not None
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """(n, in) -> (n, out)."""
+        out: Tensor = self._multiply(rows.float(), self._packed)
+        return (out if self._scale == 1.0 else out.mul_(self._scale)).to(self.dtype)
+
+
+class Int8(Product):
+    """FBGEMM: int8 weights with a scale per output, int8 activations with a scale per row.
+
+    The kernel scales all rows alike. So each row is divided by its largest magnitude, and one more row holds the range:
+    then no row depends on another. Integer sums are exact, so a row's bits are the same in any company.
+    """
+
+    name = "int8"
+    exact_rows = 1
+    is_quantised = True
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        scales = (weight.float().abs().amax(1) / 127).clamp_min(1e-12)
+        quantised = torch.ops.aten.quantize_per_channel(
+            weight.float(), scales.double(), torch.zeros(len(scales), dtype=torch.long), 0, torch.qint8
+        )
+        self._packed = _FBGEMM.linear_prepack(quantised, None)
+        self._multiply = _FBGEMM.linear_dynamic.default
+        self._reduce_range = not has_vnni()  # without it two products of full range overflow 16 bits
+        # a range of n and n + 1 steps on either side of zero makes the step 1/n, and zero one of the steps
+        steps = 63 if self._reduce_range else 127
+        self._range = torch.zeros(1, self.in_features)
+        self._range[0, 0], self._range[0, -1] = 1.0, -(steps + 1) / steps
+
+    @classmethod
+    def fits(cls, weight: Tensor) -> bool:
+        """Where FBGEMM is."""
+        fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
+        has_type = weight.dtype in (torch.float32, torch.bfloat16) and weight.device.type == "cpu"
+        return fbgemm and has_type and weight.shape[1] >= 2
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """(n, in) -> (n, out)."""
+        rows = rows.float()
+        largest = torch.linalg.vector_norm(rows, math.inf, -1, keepdim=True).clamp_min_(1e-12)
+        out: Tensor = self._multiply(torch.cat([rows / largest, self._range]), self._packed, self._reduce_range)
+        scaled: Tensor = out[:-1] * largest
+        return scaled.to(self.dtype)
+
+
+PRODUCTS: tuple[type[Product], ...] = (Plain, MklPacked, OneDnnPacked, HalfWeights)  # all exact
+QUANTISED: tuple[type[Product], ...] = (Int8,)
+
+
+class PackedLinear(nn.Module):
+    """Stands for an ``nn.Linear``; holds its weight in the product's form only."""
+
+    def __init__(self, product: Product) -> None:
+        super().__init__()
+        self.product = product
+        self.multiple = 1  # trees' rows are padded to a multiple of it
+        self.tied: Tensor | None = None  # (out, in): the weight, where another module holds it, too
+
+    @property
+    def in_features(self) -> int:
+        """Numbers in a row of the input."""
+        return self.product.in_features
+
+    @property
+    def out_features(self) -> int:
+        """Numbers in a row of the output."""
+        return self.product.out_features
+
+    @property
+    def weight(self) -> Tensor:
+        """(out, in), perhaps made anew: for whoever copies a model or a head, not for decoding."""
+        return self.product.weight if self.tied is None else self.tied
+
+    @property
+    def bias(self) -> Tensor | None:
+        """(out,)."""
+        return self.product.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) -> (…, out)."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and x.requires_grad:  # packed products have no gradient
             return F.linear(x, self.weight, self.bias)
-        return self.siblings.output(self.index, x, self.plan, self.packs)
+        out = self.rows(x.reshape(-1, self.product.in_features))
+        return out.view(*x.shape[:-1], self.product.out_features)
+
+    def rows(self, rows: Tensor) -> Tensor:
+        """(n, in) -> (n, out), without a gradient."""
+        product, count = self.product, rows.shape[0]
+        if count == 0:
+            return rows.new_empty(0, product.out_features)
+        if self.multiple == 1 or count > MAX_TREE_ROWS:
+            return product(rows)
+        return product(F.pad(rows, (0, 0, 0, -count % self.multiple)))[:count]
 
 
-# modules that transformers' models (and Hydra heads) call one after the other with the very same tensor
-_SIBLING_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("residual", "linear"))
-
-
-def replace_linears(module: nn.Module, plan: LinearPlan) -> WeightPacks:
-    """Puts a :class:`FastLinear` in the place of every plain ``nn.Linear`` below; parameters' names and values stay."""
-    packs = WeightPacks()
+def replace_linears(module: nn.Module) -> list[PackedLinear]:
+    """Puts a :class:`PackedLinear` in the place of every plain ``nn.Linear`` below; returns all that there are now."""
     for parent in list(module.modules()):
-        layers = {name: child for name, child in parent.named_children() if type(child) is nn.Linear}
-        for names in _SIBLING_NAMES:
-            if all(name in layers for name in names):
-                siblings = Siblings([layers[name] for name in names])
-                for index, name in enumerate(names):
-                    setattr(parent, name, SiblingLinear(layers.pop(name), plan, packs, siblings, index))
-        for name, child in layers.items():
-            setattr(parent, name, FastLinear(child, plan, packs))
-    return packs
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, PackedLinear(Plain(child.weight.detach(), child.bias)))
+    return [layer for layer in module.modules() if isinstance(layer, PackedLinear)]
 
 
-def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this build of PyTorch packs weights of that type on that device, and it is faster there."""
-    if device.type != "cpu":
-        return False
-    if dtype == torch.float32:
-        return torch.backends.mkl.is_available() and _MKL_LINEAR is not None
-    return dtype == torch.bfloat16 and native_bf16() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+@torch.inference_mode()
+def keeps_bits(product: Product) -> bool:
+    """Whether this machine gives a row the same bits at every multiple of the product's ``exact_rows``."""
+    step = product.exact_rows
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(64, product.in_features, generator=generator).to(product.dtype)
+    expected = product(rows[:step])
+    for count in dict.fromkeys((2 * step, 3 * step, 5 * step, 16, 24, 40, 64)):
+        if not torch.equal(product(torch.cat([rows[step:count], rows[:step]]))[-step:], expected):
+            return False
+    return True
+
+
+def candidates(weights: Sequence[Tensor], *, quantised: bool = False) -> list[type[Product]]:
+    """The products that fit all of these weights."""
+    return [kind for kind in (QUANTISED if quantised else PRODUCTS) if all(kind.fits(weight) for weight in weights)]
 
 
 def native_bf16() -> bool:
@@ -170,36 +287,20 @@ def native_bf16() -> bool:
     return any(getattr(torch.cpu, name, lambda: False)() for name in checks)
 
 
-def _chunk(rows: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, packs: WeightPacks) -> Tensor:
-    """(n, in) -> (n, out) for n up to the largest bucket."""
-    mkl = plan.packed and weight.dtype == torch.float32
-    count = len(rows)
-    if mkl:
-        padded = next(size for size in ROW_BUCKETS if count <= size and not (plan.exact_bits and size % EXACT_ROWS))
-    else:
-        padded = -(-count // EXACT_ROWS) * EXACT_ROWS if plan.exact_bits else count
-    if count < padded:
-        rows = F.pad(rows, (0, 0, 0, padded - count))
-    if not plan.packed:
-        return F.linear(rows, weight, bias)[:count]
-    # a pack of MKL's serves one number of rows, oneDNN's serves all
-    packed = packs.get(padded if mkl else ROW_BUCKETS[-1], weight)
-    return _packed_product(rows, packed, weight, bias)[:count]
+def has_vnni() -> bool:
+    """Whether the CPU adds products of 8-bit numbers in 32 bits."""
+    return bool(getattr(torch.cpu, "_is_vnni_supported", lambda: False)())
 
 
-def _pack(weight: Tensor, rows: int) -> Tensor:
-    packed: Tensor
-    if weight.dtype == torch.float32:
-        packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, rows)
-    else:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
-    return packed
-
-
-def _packed_product(rows: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out: Tensor
-    if weight.dtype == torch.float32:
-        out = _MKL_LINEAR(rows, packed, weight, bias, rows.numel() // rows.shape[-1])
-    else:
-        out = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
-    return out
+def _half_scale(weight: Tensor) -> float | None:
+    """The power of two by which a weight is multiplied so that fp16 holds it exactly; None where there is none."""
+    values = weight.float()
+    largest = float(values.abs().max())
+    if not 0.0 < largest < math.inf:
+        return 1.0 if largest == 0.0 else None
+    highest = 2.0 ** math.floor(math.log2(_LARGEST_HALF / largest))
+    for scale in dict.fromkeys((1.0, highest)):
+        scaled = values * scale
+        if scale <= highest and torch.equal(scaled.half().float(), scaled):
+            return scale
+    return None

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from os import PathLike, fspath
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -22,7 +23,7 @@ from draftheads.growth import Shape
 from draftheads.heads.base import DraftHead
 from draftheads.plan import Conditions, Tuned, read_plan
 from draftheads.target.embedded import cache_folder
-from draftheads.target.fast import rows_keep_their_bits, speed_up
+from draftheads.target.fast import rows_keep_their_bits
 from draftheads.target.model import TargetModel
 from draftheads.target.target import check_trees
 from draftheads.tree import Tree
@@ -30,6 +31,15 @@ from draftheads.zoo.registry import find_head
 
 # what drafts without a head, by name
 UNTRAINED: dict[str, Callable[[], Drafter]] = {"prompt-lookup": PromptLookup, "lookahead": Lookahead}
+Precision = Literal["auto", "fp32", "bf16", "fp16", "int8"]
+# what the model computes in; int8 multiplies integers between fp32 numbers
+PRECISIONS: dict[str, torch.dtype | None] = {
+    "auto": None,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int8": torch.float32,
+}
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # as the command line has them
 
 
@@ -41,7 +51,7 @@ def load(
     tree: Shape | None = None,
     plan: str | PathLike[str] | None = "auto",
     adaptive: bool = True,
-    dtype: torch.dtype | None = None,
+    precision: Precision = "auto",
     device: str | torch.device | None = None,
     max_batch_size: int = 16,
     fast: bool = True,
@@ -60,7 +70,8 @@ def load(
         plan: which tree pays, by the number of rows: ``auto`` takes what ``draftheads tune`` left for this head, if it
             did, else the head's fixed tree; a ``plan.json`` or a folder with one; None is the head's fixed tree.
         adaptive: with a tuned plan, whether to guess more or less by how it goes. Off, equal requests meet equal trees.
-        dtype: what the model computes in; bf16 on CUDA and on CPUs that have it, else fp32.
+        precision: ``fp32``, ``bf16``, ``fp16`` or ``int8``; ``auto`` is bf16 on CUDA and on CPUs that have it, else
+            fp32. ``int8`` holds linear layers in 8 bits: faster on CPUs, but it changes the model a little.
         device: where; CUDA if there is one.
         max_batch_size: requests that are decoded together.
         fast: on a CPU, packed weights and grouped attention; off is the stock model.
@@ -80,11 +91,11 @@ def load(
     _check_what_drafts(head, draft_model, tree, plan)
     if head is not None and head not in UNTRAINED:
         find_head(fspath(head), fspath(model))  # said before the model is loaded
-    target = load_target(model, dtype=dtype, device=device, fast=fast, exact_bits=exact_bits)
+    target = load_target(model, precision=precision, device=device, fast=fast, exact_bits=exact_bits)
     if head in UNTRAINED:
         return Engine(target, UNTRAINED[str(head)](), max_batch_size=max_batch_size)
     if draft_model is not None:
-        small = load_target(draft_model, dtype=dtype, device=device, fast=fast)
+        small = load_target(draft_model, precision=precision, device=device, fast=fast)
         return Engine(target, DraftModel(small, target, shape=tree), max_batch_size=max_batch_size)
     if head is None:
         return Engine(target, max_batch_size=max_batch_size)
@@ -217,25 +228,38 @@ def load_drafter(
     """
     drafter = load_head(find_head(fspath(head), fspath(model)), target, ignore_plan=ignore_plan)
     if fast:
-        drafter.speed_up()
+        drafter.speed_up(folder=kernels_folder())
     return drafter
 
 
 def load_target(
     model: str | PathLike[str],
     *,
-    dtype: torch.dtype | None = None,
+    precision: Precision = "auto",
     device: str | torch.device | None = None,
     fast: bool = True,
     exact_bits: bool = False,
 ) -> TargetModel:
     """The model alone; arguments and errors as for :func:`load`."""
-    target = TargetModel.load(fspath(model), dtype=dtype, device=device)
+    if precision not in PRECISIONS:
+        raise InvalidSettings(f"precision is {precision!r}; choose among {', '.join(PRECISIONS)}")
+    int8 = precision == "int8"
+    target = TargetModel.load(fspath(model), dtype=PRECISIONS[precision], device=device)
     check_trees(target)
-    if exact_bits and target.device.type != "cpu":
-        raise InvalidSettings(f"exact_bits is for CPUs; the model is on {target.device}")
+    if (exact_bits or int8) and target.device.type != "cpu":
+        raise InvalidSettings(f"{'int8' if int8 else 'exact_bits'} is for CPUs; the model is on {target.device}")
+    if int8 and not fast:
+        raise InvalidSettings("precision int8 needs fast=True: it is one of the faster kernels")
     if fast or exact_bits:
-        speed_up(target.model, exact_bits=exact_bits)
-    if exact_bits and not rows_keep_their_bits(target.model):
+        target.speed_up(exact_bits=exact_bits, int8=int8, folder=kernels_folder())
+    if (exact_bits or int8) and not rows_keep_their_bits(target.model):
         raise InvalidSettings("exact_bits: this CPU's kernels change a row's bits with the number of rows")
     return target
+
+
+def kernels_folder() -> Path | None:
+    """Where measured choices of kernels are kept; None where the user has no place for a cache."""
+    try:
+        return cache_folder() / "kernels"
+    except InvalidSettings:
+        return None

@@ -42,7 +42,7 @@ def provenance(argv: Sequence[str] | None = None) -> dict[str, str | int | bool 
         "torch": str(torch.__version__),
         "transformers": _version("transformers"),
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": processor(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "threads": torch.get_num_threads(),
     }
@@ -81,7 +81,7 @@ def _git(source: Path, *arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def _processor() -> str:
+def processor() -> str:
     """The processor's own name where the system tells it, else its architecture."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")

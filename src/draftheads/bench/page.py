@@ -58,7 +58,7 @@ def _render(record: dict[str, Any]) -> str:
         },
     ]
     facts = {
-        "model": f"{record['model']}, {record['dtype']}, {record['threads']} threads",
+        "model": f"{record['model']}, {record['precision']}, {record['threads']} threads",
         "prompts": f"{record['num_prompts']} of {record['prompts'] or 'our own'}",
         **record["provenance"],
     }

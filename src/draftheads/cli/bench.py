@@ -30,7 +30,6 @@ from draftheads.bench.drafters import (
 from draftheads.bench.page import RECORD, TABLE, write_page
 from draftheads.checkpoint import conditions, read_head
 from draftheads.cli.demo import PROMPTS
-from draftheads.cli.generate import DTYPES, Dtype
 from draftheads.cli.prompts import read_prompts
 from draftheads.cli.show import quiet_transformers
 from draftheads.cli.stages import Stages
@@ -41,7 +40,7 @@ from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import DataError, InvalidSettings, MissingDependency, StorageError
 from draftheads.files import locked, user_path, write_atomic
 from draftheads.growth import BestPaths
-from draftheads.loading import UNTRAINED, load_drafter, load_target
+from draftheads.loading import UNTRAINED, Precision, load_drafter, load_target
 from draftheads.provenance import provenance
 from draftheads.search.prompts import CALIBRATION_PROMPTS
 from draftheads.search.rehearsal import encoded
@@ -76,7 +75,7 @@ class BenchOptions:
     out: Path | None = None
     """Write bench.json, bench.md (the table) and bench.html (with pictures) into this folder."""
     settings: tyro.conf.OmitArgPrefixes[BenchSettings] = field(default_factory=BenchSettings)
-    dtype: Dtype = "auto"
+    precision: Precision = "auto"
     """What the model computes in; auto is bf16 where the machine has it, else fp32."""
 
 
@@ -97,7 +96,7 @@ def run(options: BenchOptions) -> None:
     out = user_path(options.out) if options.out else None
     if out is not None:
         _make(out)
-    target = load_target(options.model, dtype=DTYPES.get(options.dtype))
+    target = load_target(options.model, precision=options.precision)
     contenders = list(_contenders(names, options, target))
     here = asdict(conditions("", target))
     calibration = encoded(target, CALIBRATION_PROMPTS, options.settings.rehearsal)  # by the model's own template
@@ -125,7 +124,7 @@ def run(options: BenchOptions) -> None:
     record = {
         "format_version": 1,
         "model": options.model,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "precision": target.precision,
         "threads": torch.get_num_threads(),
         "num_prompts": len(prompts),
         "prompts": "/".join(options.prompts.parts[-2:]) if options.prompts else None,
@@ -192,7 +191,7 @@ def _contenders(named: dict[str, str], options: BenchOptions, target: TargetMode
             if paths.most_nodes <= options.settings.num_nodes:
                 yield Contender(f"{name}, paths", head.fresh(), f"{identity}-paths", paths)
     if options.draft_model is not None:
-        small = load_target(options.draft_model, dtype=DTYPES.get(options.dtype))
+        small = load_target(options.draft_model, precision=options.precision)
         yield Contender(_SMALL, DraftModel(small, target), f"{_SMALL}-{small.weights_print}")
 
 

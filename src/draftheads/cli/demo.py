@@ -14,14 +14,13 @@ from rich.text import Text
 
 from draftheads.bench.compare import BASELINE, Row, Way, compare, engine_way, rows, stock_way
 from draftheads.bench.margins import Scorer
-from draftheads.cli.generate import DTYPES, Dtype
 from draftheads.cli.prompts import TextPrompt, read_prompts
 from draftheads.cli.show import DRAFTED, quiet_transformers, show_stream
 from draftheads.decode.engine import Engine
 from draftheads.errors import DataError, InvalidSettings
-from draftheads.loading import find_tuned, load_drafter, load_target
+from draftheads.loading import Precision, find_tuned, kernels_folder, load_drafter, load_target
 from draftheads.provenance import provenance
-from draftheads.target.fast import rows_keep_their_bits, speed_up
+from draftheads.target.fast import rows_keep_their_bits
 from draftheads.target.model import TargetModel
 
 PROMPTS = (
@@ -54,7 +53,7 @@ class DemoOptions:
     """Use the first so many prompts only."""
     max_new_tokens: int = 128
     """Stop an answer after this many tokens."""
-    dtype: Dtype = "auto"
+    precision: Precision = "auto"
     """What the model computes in; auto is bf16 where the machine has it, else fp32."""
     exact_bits: bool = False
     """Heads decode with steps padded so that their text equals plain's to the bit, also in bf16 (CPU)."""
@@ -70,7 +69,7 @@ def run(options: DemoOptions) -> None:
     labels = _labels(options.heads)
     prompts = _prompts(options)
     quiet_transformers()
-    stock = load_target(options.model, dtype=DTYPES.get(options.dtype), fast=False, exact_bits=False)
+    stock = load_target(options.model, precision=options.precision, fast=False, exact_bits=False)
     plain = _faster(stock, exact_bits=False)
     drafted = _for_heads(stock, plain, exact_bits=options.exact_bits)
     engines = {label: _engine(drafted, name, options.model) for label, name in zip(labels, options.heads, strict=True)}
@@ -116,7 +115,7 @@ def _show_one(prompt: TextPrompt, name: str, engine: Engine, max_new_tokens: int
 
 def _faster(stock: TargetModel, *, exact_bits: bool) -> TargetModel:
     twin = stock.twin()
-    speed_up(twin.model, exact_bits=exact_bits)
+    twin.speed_up(exact_bits=exact_bits, folder=kernels_folder())
     return twin
 
 

@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from draftheads.cli.generate import DTYPES
 from draftheads.cli.show import quiet_transformers
 from draftheads.distill.endpoint import EndpointSource
 from draftheads.distill.journal import manifest_path
@@ -43,7 +42,7 @@ def _source(options: DistillOptions, display: "_Display") -> Source:
         options.model,
         options.head,
         tree=None if options.chain is None else Tree.chain(options.chain),
-        dtype=DTYPES.get(options.dtype),
+        precision=options.precision,
         max_batch_size=options.batch_size,
         adaptive=False,  # equal chunks must meet equal trees, or a resumed file could differ where bf16 rounds
     )

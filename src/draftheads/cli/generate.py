@@ -5,9 +5,8 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-import torch
 import tyro
 from rich.console import Console
 
@@ -17,12 +16,9 @@ from draftheads.decode.engine import Engine, Prompt
 from draftheads.errors import InvalidPrompt, InvalidSettings, InvalidTree
 from draftheads.files import write_atomic
 from draftheads.growth import BestFirst, BestPaths, Sampled, Shape
-from draftheads.loading import load
+from draftheads.loading import Precision, load
 from draftheads.sampling import AcceptanceRule, SamplingSettings
 from draftheads.tree import Tree
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True)
@@ -77,8 +73,8 @@ class GenerateOptions:
     (--draw); typical is faster at a temperature, but does not."""
     batch_size: int = 16
     """Prompts that are decoded together."""
-    dtype: Dtype = "auto"
-    """What the model computes in; auto is bf16 where the machine has it, else fp32."""
+    precision: Precision = "auto"
+    """auto is bf16 where the machine has it, else fp32; int8 is faster on CPUs and changes the model a little."""
     exact_bits: bool = False
     """On a CPU: plain and speculative answers equal to the bit, also in bf16."""
     plain_text: bool = False
@@ -96,7 +92,7 @@ def run(options: GenerateOptions) -> None:
         tree=_shape(options),
         plan=None if options.plan == "none" else options.plan,
         adaptive=options.adaptive,
-        dtype=DTYPES.get(options.dtype),
+        precision=options.precision,
         max_batch_size=options.batch_size,
         exact_bits=options.exact_bits,
     )

@@ -14,14 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from draftheads.checkpoint import PLAN_FILE, SavedHead, conditions, read_head
-from draftheads.cli.generate import DTYPES, Dtype
 from draftheads.cli.prompts import read_prompts
 from draftheads.cli.show import quiet_transformers
 from draftheads.cli.stages import Stages
 from draftheads.decode.engine import Engine, Prompt
 from draftheads.errors import DataError, InvalidSettings, MissingDependency
 from draftheads.files import locked, user_path, write_atomic
-from draftheads.loading import load_drafter, load_target, plans_folder
+from draftheads.loading import Precision, load_drafter, load_target, plans_folder
 from draftheads.plan import Conditions, Plan
 from draftheads.provenance import provenance
 from draftheads.search.page import RECORD, write_page
@@ -55,7 +54,7 @@ class TuneOptions:
     """Then compare the plan on these other prompts (a JSONL file) with no guesses and fixed trees; long."""
     verify_prompts: int = 16
     """How many of them are timed at each batch size; tokens per step are counted on all."""
-    dtype: Dtype = "auto"
+    precision: Precision = "auto"
     """What the model computes in; auto is bf16 where the machine has it, else fp32."""
     exact_bits: bool = False
     """Tune for decoding with exact_bits."""
@@ -70,7 +69,7 @@ def run(options: TuneOptions) -> None:
     others: list[Prompt] = list(read_prompts(options.verify)) if options.verify else []
     if options.verify and len(others) < 2:
         raise DataError(f"prompts to compare on: {len(others)}; give at least 2, better 30", path=options.verify)
-    target = load_target(options.model, dtype=DTYPES.get(options.dtype), exact_bits=options.exact_bits)
+    target = load_target(options.model, precision=options.precision, exact_bits=options.exact_bits)
     head = load_drafter(options.head, options.model, target, ignore_plan=True)
     here = conditions(saved.digest, target)
     folder = user_path(options.out) if options.out else own_folder(saved, here)

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Listing
 from dataclasses import fields, replace
+from threading import Lock
 from typing import Any
 
 from draftheads.decode.batch import Batch
@@ -16,7 +17,6 @@ from draftheads.errors import InvalidPrompt, InvalidSettings, PromptTooLong
 from draftheads.heads.base import DraftHead
 from draftheads.plan import Tuned
 from draftheads.sampling import SamplingSettings
-from draftheads.target.fast import packs_by_size
 from draftheads.target.model import TargetModel
 
 Message = Mapping[str, str]
@@ -60,6 +60,7 @@ class Engine:
         self.tuned = tuned
         self.adaptive = adaptive
         self._experience = Experience()
+        self._lock = Lock()  # threads take turns, step by step: two at once would only share the cores
         if tuned is not None and isinstance(drafter, DraftHead):
             drafter.confidence = tuple(tuned.confidence)
 
@@ -134,9 +135,13 @@ class Engine:
             joining = [line.popleft() for _ in range(min(room, len(line)))]
             joining.sort(key=lambda sequence: len(sequence.prompt_ids))  # neighbours are read together: little padding
             if joining:
-                yield from batch.join(joining)
+                with self._lock:
+                    events = batch.join(joining)
+                yield from events
             if batch.sequences:
-                yield from batch.step()
+                with self._lock:
+                    events = batch.step()
+                yield from events
 
     def paced(self) -> Drafter:
         """What guesses for one batch: the drafter, or, where it was tuned, the pace that decides for it."""
@@ -146,7 +151,7 @@ class Engine:
             self.drafter.fresh(),
             self.tuned,
             adaptive=self.adaptive,
-            any_size=not packs_by_size(self.model.model),
+            any_size=True,
             experience=self._experience,
         )
 

@@ -47,7 +47,7 @@ class DistillOptions:
     """Conversations that are answered together."""
     chunk_size: int | None = None
     """Conversations between two savings; eight batches when left out. A kill costs at most that much work."""
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
     """What the model computes in; auto is bf16 where the machine has it, else fp32."""
     endpoint: str | None = None
     """Ask this OpenAI-compatible server (http://host:port/v1) in place of a model here."""

@@ -25,7 +25,7 @@ _MAY_CHANGE = frozenset(  # the answers do not depend on these, or not on purpos
         "out",
         "prompts",  # their content counts
         "model",  # what is loaded counts
-        "dtype",
+        "precision",
         "head",
         "chain",
         "batch_size",

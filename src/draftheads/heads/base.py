@@ -8,6 +8,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -18,7 +19,8 @@ from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.growth import Sampled, Shape, check_ranks
 from draftheads.heads.drafting import fill, grow, sample
 from draftheads.heads.layers import LmHeads
-from draftheads.kernels import LinearPlan, can_pack, replace_linears
+from draftheads.kernel_choice import pack
+from draftheads.kernels import replace_linears
 from draftheads.tree import Tree
 
 LmHeadKind = Literal["shared", "own", "low_rank"]
@@ -162,13 +164,12 @@ class DraftHead(nn.Module, ABC):
         """This head for a batch of its own: the same weights, none of the rows it has drafted for."""
         return copy.copy(self)
 
-    def speed_up(self) -> None:
-        """Drafts with the kernels that are fastest for a few rows, where this machine has them; after ``bind``."""
+    def speed_up(self, *, folder: Path | None = None) -> None:
+        """Drafts with the kernels that are fastest here; after ``bind``. ``folder`` keeps the choice of kernels."""
         weight = self.target_embedding
-        plan = LinearPlan(packed=can_pack(weight.dtype, weight.device), exact_bits=False)
-        if plan.packed:
-            self.lm_heads.plan = plan
-            replace_linears(self, plan)
+        if weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16):
+            self.lm_heads.pack()
+            pack(replace_linears(self), folder=folder)
 
     @property
     def tree(self) -> Tree:

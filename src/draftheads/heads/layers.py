@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.draft import TargetWeights
-from draftheads.kernels import LinearPlan, WeightPacks, linear
+from draftheads.kernels import PackedLinear, Plain, Product
 
 
 class Block(nn.Module):
@@ -48,8 +48,8 @@ class LmHeads(nn.Module):
         self.register_buffer("shared", None, persistent=False)  # (V', D)
         self.register_buffer("shared_bias", None, persistent=False)  # (V',)
         self.logit_scale = 1.0
-        self.plan = LinearPlan(packed=False, exact_bits=False)
-        self.packs = WeightPacks()
+        self.target_product: Product | None = None  # of the target's whole lm_head, where it is packed
+        self.packed: PackedLinear | None = None  # the shared matrix in its kernel's form; then ``shared`` is gone
         if kind == "own":
             self.heads = _linears(num_heads, hidden_size, num_tokens, bias=bias)
         elif kind == "low_rank":
@@ -64,10 +64,19 @@ class LmHeads(nn.Module):
         if self.kind != "shared":
             return
         lm_head = weights.lm_head.detach()
+        self.packed = None
+        self.target_product = weights.lm_head_product if rows is None else None
         self.shared = lm_head if rows is None else lm_head[rows].contiguous()
         bias = weights.lm_head_bias
         self.shared_bias = bias if bias is None or rows is None else bias.detach()[rows]
         self.logit_scale = weights.logit_scale
+
+    def pack(self) -> None:
+        """Makes the shared matrix a layer that can be packed; the target's own, where that is packed already."""
+        if self.shared is None:
+            return
+        plain = Plain(self.shared, self.shared_bias)
+        self.packed, self.shared = PackedLinear(self.target_product or plain), None
 
     def initialise(self, weights: TargetWeights, rows: Tensor | None) -> None:
         """Own heads start as copies of the target's lm_head, low-rank ones as its best approximation of that rank."""
@@ -94,14 +103,20 @@ class LmHeads(nn.Module):
     def forward(self, features: Tensor, head_index: int) -> Tensor:
         """(…, D) -> (…, V') for one head."""
         if self.kind == "shared":
-            assert self.shared is not None, "bind() gives the head its target's lm_head before it is used"
-            logits = linear(features, self.shared, self.shared_bias, self.plan, self.packs)
+            logits = self._shared_logits(features)
             return logits if self.logit_scale == 1.0 else logits * self.logit_scale
         if self.kind == "own":
             own: Tensor = self.heads[head_index](features)
             return own
         low_rank: Tensor = self.up[head_index](self.down[head_index](features))
         return low_rank
+
+    def _shared_logits(self, features: Tensor) -> Tensor:
+        if self.packed is not None:
+            packed: Tensor = self.packed(features)
+            return packed
+        assert self.shared is not None, "bind() gives the head its target's lm_head before it is used"
+        return F.linear(features, self.shared, self.shared_bias)
 
 
 def _linears(count: int, in_features: int, out_features: int, *, bias: bool = False) -> nn.ModuleList:

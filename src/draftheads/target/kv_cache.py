@@ -33,15 +33,16 @@ class SlotLayer(CacheLayerMixin):
     keys: Tensor
     values: Tensor
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: Window, value_dtype: torch.dtype | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.window = window
+        self.value_dtype = value_dtype  # the model's own when left out
         self.shape = (0, 0)  # rows, capacity: what the buffers must have
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Makes the buffers once the first entries tell their sizes, type and device."""
         self.keys = self._buffer(key_states)
-        self.values = self._buffer(value_states)
+        self.values = self._buffer(value_states.to(self.value_dtype))
         self.is_initialized = True
 
     def update(
@@ -59,7 +60,7 @@ class SlotLayer(CacheLayerMixin):
         start = self.window.start
         if start is None:
             self.keys[index, :, slots] = key_states.transpose(1, 2)
-            self.values[index, :, slots] = value_states.transpose(1, 2)
+            self.values[index, :, slots] = value_states.transpose(1, 2).to(self.values.dtype)
         else:  # the same slots in every row: a plain copy
             stop = start + slots.shape[1]
             self.keys[rows, :, start:stop] = key_states
@@ -114,9 +115,9 @@ class SlotCache(Cache):
 
     layers: list[SlotLayer]  # type: ignore[assignment]  # these layers and no others
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, *, value_dtype: torch.dtype | None = None) -> None:
         self.window = Window()
-        super().__init__(layers=[SlotLayer(self.window) for _ in range(num_layers)])
+        super().__init__(layers=[SlotLayer(self.window, value_dtype) for _ in range(num_layers)])
         self.num_rows = 0  # in use; they come first
         self.held_rows = 0  # that the buffers have
         self.capacity = 0  # slots of each

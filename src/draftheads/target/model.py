@@ -7,6 +7,7 @@ import copy
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 
 from draftheads.draft import TargetWeights
 from draftheads.errors import UnsupportedModel
-from draftheads.target.fast import EXACT_ATTENTION
+from draftheads.kernels import PackedLinear
+from draftheads.target.attention import EXACT_ATTENTION
+from draftheads.target.fast import speed_up
 from draftheads.target.pretrained import eos_ids_of, load_pretrained
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
@@ -67,6 +70,18 @@ class TargetModel:
         model = copy.deepcopy(self.model, memo={id(tensor): tensor for tensor in tensors})
         return type(self)(model, self.tokenizer, self.model_id)
 
+    def speed_up(self, *, exact_bits: bool = False, int8: bool = False, folder: Path | None = None) -> None:
+        """Faster kernels on a CPU, in place; see :func:`draftheads.target.fast.speed_up`."""
+        _ = self.weights_print  # packed layers have no parameters to make it of
+        speed_up(self.model, exact_bits=exact_bits, int8=int8, folder=folder)
+        self.__dict__["precision"] = "int8" if int8 else self.precision
+
+    @cached_property
+    def precision(self) -> str:
+        """``fp32``, ``bf16``, ``fp16`` or ``int8``: what its linear layers are computed in."""
+        names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+        return names.get(self.dtype, str(self.dtype))
+
     @property
     def config(self) -> Any:
         """The configuration of the text model."""
@@ -75,12 +90,12 @@ class TargetModel:
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.lm_head.weight.device
+        return self._embedding.device
 
     @property
     def dtype(self) -> torch.dtype:
         """In which type the model computes."""
-        return self.lm_head.weight.dtype
+        return self._embedding.dtype
 
     @property
     def exact_bits(self) -> bool:
@@ -90,12 +105,12 @@ class TargetModel:
     @property
     def hidden_size(self) -> int:
         """D."""
-        return int(self.lm_head.weight.shape[1])
+        return int(self.lm_head.in_features)
 
     @property
     def vocab_size(self) -> int:
         """V, the rows of the lm_head (a tokenizer may use fewer)."""
-        return int(self.lm_head.weight.shape[0])
+        return int(self.lm_head.out_features)
 
     @property
     def max_positions(self) -> int | None:
@@ -143,16 +158,23 @@ class TargetModel:
             return None
         return getattr(self.config, "sliding_window", None)
 
-    @cached_property
+    @property
     def weights(self) -> TargetWeights:
-        """What a draft head may read."""
+        """What a draft head may read. A packed lm_head that is not tied makes its weight anew: keep no copy of it."""
+        lm_head = self.lm_head
         return TargetWeights(
-            self.model.get_input_embeddings().weight,
-            self.lm_head.weight,
-            self.lm_head.bias,
+            self._embedding,
+            lm_head.weight,
+            lm_head.bias,
             self._logit_scale,
             self._softcap,
+            lm_head.product if isinstance(lm_head, PackedLinear) else None,
         )
+
+    @property
+    def _embedding(self) -> Tensor:
+        weight: Tensor = self.model.get_input_embeddings().weight
+        return weight
 
     @cached_property
     def layer_sizes(self) -> dict[str, float]:

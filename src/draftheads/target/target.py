@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from draftheads.draft import Draft, Verdict
 from draftheads.errors import UnsupportedModel
-from draftheads.target.fast import is_large_batch
+from draftheads.target.attention import is_large_batch
 from draftheads.target.kv_cache import SlotCache
 from draftheads.target.masks import as_float_mask, tree_visibility, within_window
 from draftheads.target.model import TargetModel
@@ -26,7 +26,9 @@ class Target:
 
     def __init__(self, model: TargetModel) -> None:
         self.model = model
-        self.cache = SlotCache(len(model.layer_kinds))
+        # exact attention adds values in fp64: held so, they need not be converted in each step
+        values = torch.float64 if model.exact_bits and model.dtype == torch.float32 else None
+        self.cache = SlotCache(len(model.layer_kinds), value_dtype=values)
         self.lengths: list[int] = []  # tokens of each row in the cache
 
     @property

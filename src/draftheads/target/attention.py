@@ -1,0 +1,129 @@
+"""Attention as transformers' models call it, by fewer and faster operators on a CPU. Knows nothing of trees.
+
+Stock attention copies each key and value head once per query head of its group; here the query heads of a group stand
+as rows beside each other instead. With ``exact`` attention a token gets the same bits whatever slots its text lies in,
+and whatever is computed beside it.
+
+Alphabet: b texts, H query heads, G key and value heads, N tokens, S slots, d numbers in a head.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from draftheads.kernels import MAX_TREE_ROWS
+
+GROUPED_ATTENTION = "draftheads_grouped"
+EXACT_ATTENTION = "draftheads_exact"
+MANY_TEXTS = 16  # from here on a batch is large; key heads come in groups, so three times as many products or more
+FEW_NODES = 16
+_EXACT_ROWS, _EXACT_SLOTS = 8, 32  # fewer rows or keys take other kernels, which add in another order
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of (b, H, N, d) queries over (b, G, S, d) keys and values, mask (b, 1, N, S); G divides H."""
+    batch, heads, nodes, size = query.shape
+    groups = key.shape[1]
+    if attention_mask is None and nodes > 1:  # a whole text: the heads of a group must not be rows of a causal square
+        out = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=groups < heads
+        )
+        return out.transpose(1, 2).contiguous(), None
+    rows = query.reshape(batch, groups, heads // groups * nodes, size)
+    mask = None if attention_mask is None else _repeated(attention_mask, heads // groups)
+    has_no_gaps = key.is_contiguous() and value.is_contiguous()
+    if mask is not None and has_no_gaps and is_large_batch(batch, nodes, query.dtype, query.device):
+        out = _by_products(rows, key, value, mask, size**-0.5 if scaling is None else scaling)
+    else:
+        out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
+    return out.reshape(batch, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+def exact_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """As :func:`grouped_attention`, added in fp64 and rounded once: the order of the keys does not show.
+
+    In fp32 the scores are sums of d products, which kernels add in one order for any eight rows or more
+    (:func:`scores_keep_their_bits` asks this machine); in bf16 they are added in fp64, too.
+    """
+    if attention_mask is None or query.shape[2] > MAX_TREE_ROWS:
+        return grouped_attention(module, query, key, value.to(key.dtype), attention_mask, scaling=scaling)
+    batch, heads, nodes, size = query.shape
+    groups = key.shape[1]
+    count = heads // groups * nodes
+    rows = query.reshape(batch, groups, count, size)
+    if query.dtype == torch.float32:
+        rows = F.pad(rows, (0, 0, 0, max(0, _EXACT_ROWS - count)))
+        key = F.pad(key, (0, 0, 0, max(0, _EXACT_SLOTS - key.shape[2])))
+    else:
+        rows, key = rows.double(), key.double()
+    scores = (rows @ key.transpose(-1, -2))[:, :, :count, : value.shape[2]].double()  # (b, G, H/G·N, S)
+    scores = scores * (size**-0.5 if scaling is None else scaling) + _repeated(attention_mask, heads // groups)
+    out = (scores.softmax(-1) @ value.double()).to(query.dtype)
+    return out.view(batch, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+@torch.inference_mode()
+def scores_keep_their_bits(size: int) -> bool:
+    """Whether fp32 products of d = ``size`` numbers have the same bits for any number of rows and keys, here."""
+    generator = torch.Generator().manual_seed(0)
+    rows, keys = (torch.randn(1, 2, count, size, generator=generator) for count in (96, 600))
+    expected = rows @ keys.transpose(-1, -2)
+    return all(
+        torch.equal(rows[:, :, :count] @ keys[:, :, :slots].transpose(-1, -2), expected[:, :, :count, :slots])
+        for count in (8, 9, 12, 24, 30, 48)
+        for slots in (_EXACT_SLOTS, 33, 47, 100, 128, 203, 256, 511)
+    )
+
+
+def is_large_batch(num_rows: int, nodes: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether batched products are the faster way to attend, for that many texts and nodes in each."""
+    return num_rows >= MANY_TEXTS and nodes <= FEW_NODES and dtype == torch.bfloat16 and device.type == "cpu"
+
+
+def _by_products(rows: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
+    """Softmax in fp32 between two batched products: (b, G, n, d) over (b, G, S, d), mask (b, 1, n, S)."""
+    batch, groups, num, _ = rows.shape
+    scores = torch.bmm(rows.flatten(0, 1), key.flatten(0, 1).transpose(1, 2)).view(batch, groups, num, -1)
+    weights = scores.float().mul_(scaling).add_(mask).softmax(-1).to(value.dtype)
+    return torch.bmm(weights.flatten(0, 1), value.flatten(0, 1)).view(batch, groups, num, -1)
+
+
+def _repeated(mask: Tensor, times: int) -> Tensor:
+    """(b, 1, N, S) -> (b, 1, times · N, S), made once per pass and kept on the pass's own mask."""
+    made: Tensor | None = getattr(mask, "draftheads_repeated", None)
+    if made is None or made.shape[2] != times * mask.shape[2]:
+        lowest = torch.finfo(torch.float32).min  # not infinity: a row of padding sees nothing, and must not become NaN
+        given = mask  # transformers' own masks are True where seen
+        if mask.dtype == torch.bool:
+            given = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, lowest)
+        made = given.repeat(1, 1, times, 1)
+        mask.draftheads_repeated = made  # type: ignore[attr-defined]
+    return made
+
+
+AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)
+AttentionInterface.register(EXACT_ATTENTION, exact_attention)
+for _name in (GROUPED_ATTENTION, EXACT_ATTENTION):  # without one a whole text would be read without its sliding window
+    AttentionMaskInterface.register(_name, sdpa_mask)

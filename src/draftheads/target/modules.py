@@ -1,0 +1,262 @@
+"""Modules that stand for those of a stock model, with fewer operators. Each is compared with the original first.
+
+A stock decoder layer calls some thirty small operators beside its products; at one token per step, calling them costs
+as much as the products. Norms become one operator; the q, k and v products become one, and the gate and up products.
+What does not agree with the original on random inputs is left as it is.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from draftheads.kernels import PackedLinear, Plain
+
+Attention = Callable[..., tuple[Tensor, None]]
+_SILU = ("SiLU", "SiLUActivation")
+_LAYER_PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+_OTHERWISE_BUILT = (
+    AttributeError,
+    KeyError,
+    TypeError,
+    RuntimeError,
+    ValueError,
+)  # not as is known here
+
+
+class Pass(NamedTuple):
+    """What all layers of a pass are given."""
+
+    batch: int  # b
+    nodes: int  # N
+    turns: tuple[Tensor, Tensor]  # cosines and sines of the positions, (b or 1, N, d)
+    mask: Tensor | None  # (b, 1, N, S)
+    cache: Any  # of keys and values, by transformers' interface
+
+
+class FusedNorm(nn.Module):
+    """RMS norm as one operator: x / rms(x) · w."""
+
+    def __init__(self, weight: Tensor, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.given = (list(weight.shape), self.weight, epsilon)  # attributes of a module's own are found slowly
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, D) -> (…, D)."""
+        return torch.rms_norm(x, *self.given)
+
+
+class FusedMlp(nn.Module):
+    """W_down (act(W_gate x) · W_up x) with one product for gate and up."""
+
+    def __init__(self, original: Any) -> None:
+        super().__init__()
+        self.size = original.gate_proj.out_features
+        self.act_fn = original.act_fn
+        self.gate_up_proj = _stacked([original.gate_proj, original.up_proj])
+        self.down_proj = _stacked([original.down_proj])
+        act = F.silu if type(original.act_fn).__name__ in _SILU else original.act_fn
+        self.steps = (self.gate_up_proj.rows, act, self.down_proj.rows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, D) -> (…, D)."""
+        return self.rows(x.reshape(-1, x.shape[-1])).view(x.shape)
+
+    def rows(self, rows: Tensor) -> Tensor:
+        """(n, D) -> (n, D)."""
+        gate_up, act, down = self.steps
+        gate, up = gate_up(rows).split(self.size, 1)
+        out: Tensor = down(act(gate) * up)
+        return out
+
+
+class FusedAttention(nn.Module):
+    """Rotary attention with one product for queries, keys and values."""
+
+    def __init__(self, original: Any, attention: Attention) -> None:
+        super().__init__()
+        layers = [original.q_proj, original.k_proj, original.v_proj]
+        self.head_dim, self.scaling, self.layer_idx = original.head_dim, original.scaling, original.layer_idx
+        self.num_heads, self.num_groups = (layer.out_features // self.head_dim for layer in layers[:2])
+        self.q_norm, self.k_norm = getattr(original, "q_norm", None), getattr(original, "k_norm", None)
+        self.qkv_proj = _stacked(layers)
+        self.o_proj = _stacked([original.o_proj])
+        self.steps = (self.qkv_proj.rows, self.o_proj.rows)
+        self.sizes = [self.num_heads + self.num_groups, self.num_groups]
+        self.query_sizes = [self.num_heads, self.num_groups]
+        self.attention = attention
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """(b, N, D) -> (b, N, D), by the interface of transformers' attention modules."""
+        batch, nodes, size = hidden_states.shape
+        rows = hidden_states.reshape(-1, size)
+        given = Pass(batch, nodes, position_embeddings, attention_mask, past_key_values)
+        return self.rows(rows, given).view(batch, nodes, -1), None
+
+    def rows(self, rows: Tensor, given: Pass) -> Tensor:
+        """(b·N, D) -> (b·N, D)."""
+        qkv, out = self.steps
+        turned, value = qkv(rows).view(given.batch, given.nodes, -1, self.head_dim).split(self.sizes, 2)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = turned.split(self.query_sizes, 2)
+            turned = torch.cat([self.q_norm(query), self.k_norm(key)], 2)
+        cos, sin = _turns(*given.turns)
+        turned = torch.addcmul(turned * cos, turned.roll(self.head_dim // 2, -1), sin)
+        query, key = turned.transpose(1, 2).split(self.query_sizes, 1)  # (b, heads, N, d)
+        value = value.transpose(1, 2)
+        if given.cache is not None:
+            key, value = given.cache.update(key, value, self.layer_idx)
+        found, _ = self.attention(self, query, key, value, given.mask, scaling=self.scaling)
+        attended: Tensor = out(found.view(rows.shape[0], -1))
+        return attended
+
+
+class FusedLayer(nn.Module):
+    """Attention, then the feed-forward part, each on normed inputs and added to them; calls its parts directly."""
+
+    def __init__(self, original: Any) -> None:
+        super().__init__()
+        self.input_layernorm, self.self_attn = original.input_layernorm, original.self_attn
+        self.post_attention_layernorm, self.mlp = original.post_attention_layernorm, original.mlp
+        self.steps = (
+            self.input_layernorm.forward,
+            self.self_attn.rows,
+            self.post_attention_layernorm.forward,
+            self.mlp.rows,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """(b, N, D) -> (b, N, D), by the interface of transformers' decoder layers."""
+        assert position_embeddings is not None, "models with rotary positions give them"
+        norm, attention, middle_norm, mlp = self.steps
+        batch, nodes, size = hidden_states.shape
+        rows = hidden_states.reshape(-1, size)
+        given = Pass(batch, nodes, position_embeddings, attention_mask, past_key_values)
+        rows = rows + attention(norm(rows), given)
+        out: Tensor = rows + mlp(middle_norm(rows))
+        return out.view(batch, nodes, size)
+
+
+def fuse(model: Any, attention: Attention | None) -> None:
+    """Replaces the modules of a stock model that agree with their fused forms; ``attention`` None leaves attention."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            fused = _fused(child, model, attention)
+            if fused is not None:
+                setattr(parent, name, fused)
+    layers = getattr(model.get_decoder(), "layers", [])
+    for index, layer in enumerate(layers):
+        parts = [getattr(layer, name, None) for name in _LAYER_PARTS]
+        if [type(part) for part in parts] == [FusedNorm, FusedAttention, FusedNorm, FusedMlp]:
+            layers[index] = _fused_layer(layer, model) or layer
+
+
+def _fused(child: Any, model: Any, attention: Attention | None) -> nn.Module | None:
+    """What may stand for a module; None where nothing does."""
+    if type(child).__name__.endswith("RMSNorm"):
+        return _fused_norm(child)
+    if _has_plain_linears(child, "gate_proj", "up_proj", "down_proj") and hasattr(child, "act_fn"):
+        return _fused_mlp(child)
+    if attention is not None and _has_plain_linears(child, "q_proj", "k_proj", "v_proj", "o_proj"):
+        return _fused_attention(child, model, attention)
+    return None
+
+
+def _fused_norm(original: Any) -> nn.Module | None:
+    """Norms differ in how they name ε, and in whether w or 1 + w is multiplied by."""
+    weight = getattr(original, "weight", None)
+    epsilon = getattr(original, "variance_epsilon", getattr(original, "eps", None))
+    if weight is None or epsilon is None or weight.dim() != 1:
+        return None
+    x = torch.randn(1, 3, len(weight)).to(weight)
+    for scale in (weight.detach(), 1.0 + weight.detach()):
+        fused = FusedNorm(scale, float(epsilon))
+        if _agree(lambda fused=fused: fused(x), lambda: original(x)):  # type: ignore[misc]
+            return fused
+    return None
+
+
+def _fused_attention(original: Any, model: Any, attention: Attention) -> nn.Module | None:
+    try:
+        fused = FusedAttention(original, attention)
+        x, given = _short_text(original.q_proj.in_features, original.q_proj.weight, model)
+    except _OTHERWISE_BUILT:
+        return None
+    return fused if _agree(lambda: fused(x, **given)[0], lambda: original(x, **given)[0]) else None
+
+
+def _fused_layer(original: Any, model: Any) -> nn.Module | None:
+    fused = FusedLayer(original)
+    weight = original.input_layernorm.weight
+    x, given = _short_text(len(weight), weight, model)
+    return fused if _agree(lambda: fused(x, **given), lambda: original(x, **given)) else None
+
+
+def _short_text(size: int, like: Tensor, model: Any) -> tuple[Tensor, dict[str, Any]]:
+    """Five random hidden states, and what a layer is given beside them: the model's own rotary positions, a mask."""
+    x = torch.randn(1, 5, size).to(like)
+    sees = torch.ones(5, 5, dtype=torch.bool, device=x.device).tril()
+    mask = torch.zeros(1, 1, 5, 5).to(x).masked_fill(~sees, torch.finfo(x.dtype).min)
+    turns = model.get_decoder().rotary_emb(x, torch.arange(5, device=x.device)[None])
+    return x, {"position_embeddings": turns, "attention_mask": mask}
+
+
+def _fused_mlp(original: Any) -> nn.Module | None:
+    x = torch.randn(1, 3, original.gate_proj.in_features).to(original.gate_proj.weight)
+    fused = FusedMlp(original)
+    return fused if _agree(lambda: fused(x), lambda: original(x)) else None
+
+
+def _agree(one: Callable[[], Tensor], other: Callable[[], Tensor]) -> bool:
+    """Whether both give the same numbers, up to the rounding of their type."""
+    try:
+        with torch.inference_mode():
+            found, expected = one().float(), other().float()
+    except _OTHERWISE_BUILT:
+        return False
+    if found.shape != expected.shape:
+        return False
+    return float((found - expected).abs().max()) <= 2e-2 * float(expected.abs().max())
+
+
+def _has_plain_linears(module: Any, *names: str) -> bool:
+    return all(type(getattr(module, name, None)) is nn.Linear for name in names)
+
+
+def _stacked(layers: list[nn.Linear]) -> PackedLinear:
+    """Several layers that read the same input as one."""
+    weight = layers[0].weight.detach() if len(layers) == 1 else torch.cat([layer.weight.detach() for layer in layers])
+    if all(layer.bias is None for layer in layers):
+        return PackedLinear(Plain(weight, None))
+    biases = [layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
+    return PackedLinear(Plain(weight, torch.cat([bias.detach() for bias in biases])))
+
+
+def _turns(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines (b, N, 1, d), made once per pass: x · cos + roll(x, d/2) · sin turns x.
+
+    Kept on the pass's own tensor, which all of its layers are given.
+    """
+    made: tuple[Tensor, Tensor] | None = getattr(cos, "draftheads_turns", None)
+    if made is None:
+        half = sin.shape[-1] // 2
+        made = cos[:, :, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, :, None]
+        cos.draftheads_turns = made  # type: ignore[attr-defined]
+    return made

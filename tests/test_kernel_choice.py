@@ -1,0 +1,143 @@
+"""The choice of kernels: the fastest by measurement, kept in a file, made again where that cannot be read."""
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftheads import kernel_choice
+from draftheads.errors import CacheWarning
+from draftheads.kernel_choice import BUDGET_SECONDS, choose, fastest, pack
+from draftheads.kernels import PackedLinear, Plain, Product
+
+
+class Clock:
+    """Time that products make pass."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+CLOCK = Clock()
+
+
+class Timed(Plain):
+    """Takes a fixed time, and more for each row."""
+
+    start, each = 1e-4, 0.0
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        CLOCK.now += self.start + self.each * len(rows)
+        return super().multiply(rows)
+
+
+class Steady(Timed):
+    name = "steady"
+    start, each = 10e-4, 0.0
+
+
+class ForFew(Timed):
+    name = "for-few"
+    start, each = 1e-4, 1e-4
+
+
+class Moody(Timed):
+    name = "moody"
+    exact_rows = 1
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        return super().multiply(rows) * (1 + 1e-6 * len(rows))
+
+
+@pytest.fixture
+def kinds(monkeypatch: pytest.MonkeyPatch) -> list[type[Product]]:
+    found: list[type[Product]] = [Steady, ForFew]
+    monkeypatch.setattr("draftheads.kernels.PRODUCTS", found)
+    monkeypatch.setattr(kernel_choice, "PRODUCTS", found)
+    return found
+
+
+def weights(*sizes: tuple[int, int]) -> list[Tensor]:
+    return [torch.randn(*size) for size in sizes for _ in range(3)]
+
+
+def test_the_least_weighted_time_wins(kinds: list[type[Product]], monkeypatch: pytest.MonkeyPatch):
+    few, many = weights((8, 4)), {1: 0.1, 64: 5.0}
+    assert fastest(few, kinds, seconds=9.0, clock=CLOCK) is ForFew
+    monkeypatch.setattr(kernel_choice, "ROW_WEIGHTS", many)
+    assert fastest(few, kinds, seconds=9.0, clock=CLOCK) is Steady
+
+
+def test_measuring_keeps_to_its_budget(kinds: list[type[Product]], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Steady, "start", 0.05)
+    monkeypatch.setattr(ForFew, "start", 0.04)
+    start = CLOCK.now
+    chosen = choose(weights((8, 4), (4, 8), (6, 6)), clock=CLOCK)
+    assert set(chosen.values()) == {ForFew}
+    assert CLOCK.now - start < 1.5 * BUDGET_SECONDS
+
+
+def test_products_that_do_not_keep_bits_are_no_candidates_for_exact_bits(kinds: list[type[Product]]):
+    kinds[:] = [Moody, Steady]
+    assert choose(weights((8, 4)), clock=CLOCK) == {(8, 4): Moody}
+    assert choose(weights((8, 4)), exact_bits=True, clock=CLOCK) == {(8, 4): Steady}
+    kinds[:] = [Moody]
+    assert choose(weights((8, 4)), exact_bits=True, clock=CLOCK) == {(8, 4): Plain}
+
+
+def test_a_choice_is_kept(kinds: list[type[Product]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    layers = weights((8, 4), (4, 8))
+    first = choose(layers, folder=tmp_path / "kernels", clock=CLOCK)
+    before = CLOCK.now
+    assert choose(layers, folder=tmp_path / "kernels", clock=CLOCK) == first
+    assert CLOCK.now == before, "nothing was measured"
+    choose(weights((8, 5)), folder=tmp_path / "kernels", clock=CLOCK)
+    assert CLOCK.now > before, "other shapes are another choice"
+    assert len(list((tmp_path / "kernels").glob("*.json"))) == 2
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    before = CLOCK.now
+    choose(layers, folder=tmp_path / "kernels", clock=CLOCK)
+    assert CLOCK.now > before, "other threads are another choice"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"8x4": "no-such-kernel"}', '{"8x4": ["plain"]}', "\0"])
+def test_a_damaged_file_is_measured_again_with_one_warning(kinds: list[type[Product]], tmp_path: Path, text: str):
+    layers = weights((8, 4))
+    choose(layers, folder=tmp_path, clock=CLOCK)
+    (file,) = tmp_path.iterdir()
+    good = file.read_text()
+    file.write_text(text)
+    with pytest.warns(CacheWarning, match=str(file)) as caught:
+        assert choose(layers, folder=tmp_path, clock=CLOCK) == {(8, 4): ForFew}
+    assert len(caught) == 1
+    assert json.loads(file.read_text()) == json.loads(good), "the file is whole again"
+
+
+def test_a_folder_that_cannot_be_written_gives_one_warning(kinds: list[type[Product]], tmp_path: Path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.warns(CacheWarning) as caught:
+        assert choose(weights((8, 4)), folder=tmp_path / "file" / "kernels", clock=CLOCK) == {(8, 4): ForFew}
+    assert len(caught) == 1
+
+
+@torch.inference_mode()
+def test_layers_get_what_was_chosen_and_their_own_weight_decides_last(monkeypatch: pytest.MonkeyPatch):
+    layers = [PackedLinear(Plain(weight, None)) for weight in weights((8, 4))]
+    expected = [layer.weight.clone() for layer in layers]
+    monkeypatch.setattr(kernel_choice, "choose", lambda *_, **__: {(8, 4): Steady})
+    monkeypatch.setattr(Steady, "fits", classmethod(lambda _, weight: weight is not last))
+    last = layers[2].product.weight
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pack(layers, exact_bits=True)
+    assert [type(layer.product) for layer in layers] == [Steady, Steady, Plain]
+    assert all(torch.equal(layer.weight, weight) for layer, weight in zip(layers, expected, strict=True))
+    assert [layer.multiple for layer in layers] == [8, 8, 8]
+    pack(layers)
+    assert type(layers[0].product) is Steady, "what is packed stays as it is"

@@ -1,0 +1,51 @@
+"""Several threads at once: on one engine they take turns, and engines of their own do not disturb each other."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from draftheads.decode.engine import Engine
+from families import GROWING, PROMPTS, TREES, tiny_head, tiny_model
+
+NEW_TOKENS = 32
+THREADS = 4
+
+
+def engine(method: str | None, *, int8: bool) -> Engine:
+    model = tiny_model("llama", hidden_size=64, intermediate_size=128)
+    model.speed_up(int8=int8)
+    if method is None:
+        return Engine(model)
+    head = tiny_head(method, model)
+    head.speed_up()
+    head.shape = TREES["ragged"] if method == "medusa" else GROWING["best first"]
+    return Engine(model, head)
+
+
+def ask(one: Engine, seed: int) -> list[tuple[int, ...]]:
+    """Answers of a thread of its own: prompts and settings differ from thread to thread."""
+    prompts = PROMPTS[seed % 3 :] + PROMPTS[: seed % 3]
+    found = one.generate(prompts, max_new_tokens=NEW_TOKENS, ignore_eos=True, temperature=seed % 2 * 0.8, seed=seed)
+    streamed = one.stream(prompts[0], max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    return [*(result.token_ids for result in found), tuple(token for event in streamed for token in event.token_ids)]
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("method", [None, "medusa", "hydra", "eagle"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_threads_get_the_answers_that_they_would_get_alone(method: str | None, shared: bool, int8: bool):
+    alone = engine(method, int8=int8)
+    expected = [ask(alone, seed) for seed in range(2 * THREADS)]
+    engines = [engine(method, int8=int8)] * THREADS if shared else [engine(method, int8=int8) for _ in range(THREADS)]
+    with ThreadPoolExecutor(THREADS) as pool:
+        work = [pool.submit(ask, engines[seed % THREADS], seed) for seed in range(2 * THREADS)]
+        assert [future.result() for future in work] == expected
+
+
+def test_a_stream_that_nobody_reads_on_does_not_hold_up_others():
+    one = engine("medusa", int8=False)
+    stream = one.stream(PROMPTS[0], max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    next(stream)
+    with ThreadPoolExecutor(1) as pool:
+        assert len(pool.submit(ask, one, 0).result(timeout=60)) == 4
+    assert sum(1 for _ in stream) > 0
