@@ -67,7 +67,7 @@ def slow_merged(
         if log_prob > -math.inf:
             found[path] = max(found.get(path, -math.inf), log_prob)
     order = sorted(found, key=lambda path: -found[path])  # stable
-    return [(path, found[path], path not in tree) for path in order[:num_nodes]]
+    return [(path, found[path]) for path in order[:num_nodes]]
 
 
 def paths_of(draft: Draft, row: int) -> list[Tokens]:
@@ -111,12 +111,12 @@ def test_merging_equals_merging_dictionaries(equal: bool, data: st.DataObject) -
         assert found.path_log_probs is not None
         assert found.copied is not None
         values = found.path_log_probs[row].tolist()
-        assert values[:kept] == pytest.approx([value for _, value, _ in expected], abs=1e-5)
+        assert values[:kept] == pytest.approx([value for _, value in expected], abs=1e-5)
         assert values[kept:] == [-math.inf] * (found.num_nodes - kept)
         assert not found.copied[row, kept:].any()
         if not equal:  # of equals either may be kept
-            assert paths == [path for path, _, _ in expected]
-        copied = {path for path in slow_new(tree, tokens[row], log_probs[row])}
+            assert paths == [path for path, _ in expected]
+        copied = set(slow_new(tree, tokens[row], log_probs[row]))
         assert found.copied[row, :kept].tolist() == [path in copied for path in paths]
         assert kept == len(expected)
 

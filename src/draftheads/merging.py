@@ -49,4 +49,4 @@ def merged(draft: Draft, tokens: Tensor, log_probs: Tensor, num_nodes: int) -> D
     count = min(num_nodes, old + length)
     tree, order = best_nodes(found, found.path_log_probs, count, max(draft.max_depth, length))
     tree = replace(tree, copied=order >= old)
-    return tree if count <= old else tree.filled_up(tree.path_log_probs == -torch.inf)
+    return tree if count <= old else tree.filled_up(found.path_log_probs.gather(1, order).isneginf())

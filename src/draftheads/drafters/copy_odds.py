@@ -1,6 +1,7 @@
 """How surely a copy from the text so far is what follows, by the length of the match: measured on recorded answers."""
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from draftheads.drafters.text_index import TextIndex
 from draftheads.errors import InvalidSettings
@@ -85,5 +86,5 @@ def check_odds(odds: Odds, num_tokens: int) -> None:
         raise InvalidSettings(f"odds have rows of {[len(row) for row in odds]} tokens; {num_tokens} may be copied")
     for length, row in enumerate(odds, start=1):
         values = [1.0, *row, 0.0]
-        if any(not after < before for before, after in zip(values, values[1:], strict=False)):
+        if any(not after < before for before, after in pairwise(values)):
             raise InvalidSettings(f"odds of a match of {length}: {list(row)} must lie between 0 and 1 and fall")
