@@ -221,7 +221,7 @@ def test_unlikely_copies_leave_the_tree_alone() -> None:
     context = context_of(TEXTS, model.hidden_size)
     tree = Tree.cartesian([3, 2])
     head.shape = tree
-    copying = Copying(head, odds=[[1e-6, 1e-7]], num_tokens=2, values=dict.fromkeys(tree.paths, 0.5)).fresh()
+    copying = Copying(head, odds=[[1e-6, 1e-7]], values=dict.fromkeys(tree.paths, 0.5)).fresh()
     draft = copying.propose(context)
     assert draft.copied is not None
     assert not draft.copied.any()
@@ -236,7 +236,7 @@ def test_a_static_tree_gives_up_its_least_likely_nodes() -> None:
     head.shape = tree
     context = context_of(TEXTS, model.hidden_size)
     whole = head.propose(context)
-    draft = Copying(head, odds=[[0.45, 0.2]], num_tokens=2, values=values).fresh().propose(context)
+    draft = Copying(head, odds=[[0.45, 0.2]], values=values).fresh().propose(context)
     token = {path: int(whole.token_ids[0, node]) for node, path in enumerate(tree.paths)}
     assert 6 not in token.values(), "the copied token is another one"
     assert draft.token_ids[0].tolist() == [5, token[0,], token[0, 0], 6, token[2,]]
@@ -273,14 +273,14 @@ def test_rows_that_left_without_notice_are_an_error() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"num_tokens": 0}, "num_tokens is 0; it must be at least 1"),
         ({"max_ngram": 0}, "max_ngram is 0"),
-        ({"num_tokens": 6}, "6 may be copied"),
-        ({"odds": []}, r"odds have rows of \[\]"),
-        ({"odds": [[0.5, 0.5]], "num_tokens": 2}, "odds of a match of 1"),
-        ({"odds": [[0.5], [1.0]], "num_tokens": 1}, "odds of a match of 2"),
-        ({"odds": [[0.5, 0.0]], "num_tokens": 2}, "must lie between 0 and 1"),
-        ({"odds": [[float("nan")]], "num_tokens": 1}, "must lie between 0 and 1"),
+        ({"odds": []}, r"odds have rows of \[\] tokens"),
+        ({"odds": [[]]}, r"odds have rows of \[0\] tokens"),
+        ({"odds": [[0.5], [0.5, 0.4]]}, r"odds have rows of \[1, 2\] tokens"),
+        ({"odds": [[0.5, 0.5]]}, "odds of a match of 1"),
+        ({"odds": [[0.5], [1.0]]}, "odds of a match of 2"),
+        ({"odds": [[0.5, 0.0]]}, "must lie between 0 and 1"),
+        ({"odds": [[float("nan")]]}, "must lie between 0 and 1"),
     ],
 )
 def test_impossible_settings(options: dict[str, Any], words: str) -> None:
@@ -385,7 +385,7 @@ def test_odds_fall_along_a_copy_and_rise_with_the_match(
     assert [len(row) for row in odds] == [num_tokens] * max_match
     assert falls(odds)
     assert all(row[0] < 1 for row in odds)
-    Copying(tiny_head("medusa", some_model("llama")), odds=odds, num_tokens=num_tokens)
+    Copying(tiny_head("medusa", some_model("llama")), odds=odds)
 
 
 def test_the_default_odds_fall_and_rise() -> None:

@@ -16,9 +16,9 @@ _STEP = 0.001  # odds are rounded to this, and fall by at least this from token 
 def copy_odds(
     texts: Iterable[tuple[Sequence[int], Sequence[int]]],
     *,
-    num_tokens: int = 5,
+    num_tokens: int = 9,
     max_ngram: int = 4,
-    max_match: int = 16,
+    max_match: int = 8,
 ) -> list[list[float]]:
     """Row m-1, place d: the probability that the first d+1 copied tokens are right after a match of m tokens.
 
@@ -76,15 +76,16 @@ def _rounded(row: Sequence[float]) -> list[float]:
     return found
 
 
-def check_odds(odds: Odds, num_tokens: int) -> None:
-    """Are these odds of so many copied tokens?
+def check_odds(odds: Odds) -> None:
+    """Are these odds of copies?
 
     Raises:
-        InvalidSettings: no rows, a row with fewer tokens, or values that are not probabilities that fall along a row.
+        InvalidSettings: no rows, rows without tokens or of different lengths, or values that are not probabilities
+            that fall along a row.
     """
-    if not odds or any(len(row) < num_tokens for row in odds):
-        raise InvalidSettings(f"odds have rows of {[len(row) for row in odds]} tokens; {num_tokens} may be copied")
+    sizes = {len(row) for row in odds}
+    if len(sizes) != 1 or 0 in sizes:
+        raise InvalidSettings(f"odds have rows of {sorted(sizes)} tokens; they must be of one length of at least 1")
     for length, row in enumerate(odds, start=1):
-        values = [1.0, *row, 0.0]
-        if any(not after < before for before, after in pairwise(values)):
+        if any(not after < before for before, after in pairwise([1.0, *row, 0.0])):
             raise InvalidSettings(f"odds of a match of {length}: {list(row)} must lie between 0 and 1 and fall")

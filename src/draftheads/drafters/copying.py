@@ -12,7 +12,6 @@ from draftheads.draft import Context, Draft, Watcher
 from draftheads.drafters.copy_odds import Odds, check_odds
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.text_index import RowTexts
-from draftheads.errors import InvalidSettings
 from draftheads.growth import BestFirst, Shape
 from draftheads.heads.base import DraftHead
 from draftheads.heads.drafting import likely_enough
@@ -21,22 +20,14 @@ from draftheads.tree import Path, Tree
 
 # copy_odds() of 8,253 chats of SmolLM2-135M-Instruct, 1.6 million tokens
 DEFAULT_ODDS: Odds = (
-    (0.208, 0.107, 0.066, 0.045, 0.033),
-    (0.501, 0.295, 0.2, 0.146, 0.112),
-    (0.585, 0.394, 0.285, 0.218, 0.171),
-    (0.676, 0.491, 0.379, 0.3, 0.246),
-    (0.725, 0.559, 0.443, 0.365, 0.305),
-    (0.77, 0.609, 0.503, 0.42, 0.358),
-    (0.789, 0.651, 0.546, 0.465, 0.398),
-    (0.825, 0.691, 0.59, 0.505, 0.442),
-    (0.837, 0.715, 0.613, 0.537, 0.476),
-    (0.855, 0.734, 0.644, 0.572, 0.516),
-    (0.857, 0.753, 0.67, 0.604, 0.547),
-    (0.876, 0.779, 0.705, 0.641, 0.585),
-    (0.888, 0.804, 0.731, 0.667, 0.611),
-    (0.901, 0.819, 0.749, 0.688, 0.632),
-    (0.91, 0.83, 0.762, 0.701, 0.638),
-    (0.964, 0.933, 0.905, 0.88, 0.856),
+    (0.208, 0.107, 0.066, 0.045, 0.033, 0.025, 0.019, 0.016, 0.013),
+    (0.501, 0.295, 0.2, 0.146, 0.112, 0.088, 0.072, 0.06, 0.05),
+    (0.585, 0.394, 0.285, 0.218, 0.171, 0.139, 0.116, 0.098, 0.083),
+    (0.676, 0.491, 0.379, 0.3, 0.246, 0.206, 0.175, 0.149, 0.13),
+    (0.725, 0.559, 0.443, 0.365, 0.305, 0.26, 0.221, 0.194, 0.172),
+    (0.77, 0.609, 0.503, 0.42, 0.358, 0.305, 0.267, 0.237, 0.214),
+    (0.789, 0.651, 0.546, 0.465, 0.398, 0.348, 0.309, 0.279, 0.252),
+    (0.928, 0.869, 0.821, 0.779, 0.743, 0.711, 0.683, 0.657, 0.634),
 )
 # where nobody has measured a static tree's nodes: the share of a node of rank 0 in its parent's, and of each next rank
 _BEST_RANK = 0.5
@@ -52,14 +43,14 @@ class Copying:
 
     Args:
         drafter: a draft head or draft model.
-        odds: of copied tokens, by the length of the match; see :func:`copy_odds`.
+        odds: of copied tokens, by the length of the match, see :func:`copy_odds`. As many tokens are copied as a row
+            has.
         values: the measured probability that a node of a static tree is accepted, by its path of ranks. Without it
             the probability falls geometrically with depth and rank.
-        num_tokens: the most tokens that are copied.
         max_ngram: the longest n-gram that is looked up.
 
     Raises:
-        InvalidSettings: a number below 1, or odds that are not probabilities of so many tokens.
+        InvalidSettings: ``max_ngram`` below 1, or impossible odds.
     """
 
     needs_history = True
@@ -70,19 +61,21 @@ class Copying:
         *,
         odds: Odds = DEFAULT_ODDS,
         values: Mapping[Path, float] | None = None,
-        num_tokens: int = 5,
         max_ngram: int = 4,
     ) -> None:
-        if num_tokens < 1:
-            raise InvalidSettings(f"num_tokens is {num_tokens}; it must be at least 1")
-        check_odds(odds, num_tokens)
+        check_odds(odds)
         self.drafter = drafter
-        self.odds, self.num_tokens, self.max_ngram = odds, num_tokens, max_ngram
+        self.odds, self.max_ngram = odds, max_ngram
         self.values = {} if values is None else values
         self.extra_nodes = 0  # how many nodes a tree may have beyond the shape's own
         self._texts = RowTexts(max_ngram=max_ngram)
-        self._log_odds = [[-math.inf] * num_tokens, *([math.log(p) for p in row[:num_tokens]] for row in odds)]
+        self._log_odds = [[-math.inf] * self.num_tokens, *([math.log(p) for p in row] for row in odds)]
         self._static: dict[Tree, Tensor] = {}  # (1, N) log-probabilities of static trees' nodes
+
+    @property
+    def num_tokens(self) -> int:
+        """The most tokens that are copied."""
+        return len(self.odds[0])
 
     @property
     def shape(self) -> Shape:
@@ -99,7 +92,6 @@ class Copying:
             self.drafter.fresh(),
             odds=self.odds,
             values=self.values,
-            num_tokens=self.num_tokens,
             max_ngram=self.max_ngram,
         )
         other.extra_nodes = self.extra_nodes
