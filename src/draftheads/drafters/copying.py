@@ -29,9 +29,10 @@ DEFAULT_ODDS: Odds = (
     (0.789, 0.651, 0.546, 0.465, 0.398, 0.348, 0.309, 0.279, 0.252),
     (0.928, 0.869, 0.821, 0.779, 0.743, 0.711, 0.683, 0.657, 0.634),
 )
-# where nobody has measured a static tree's nodes: the share of a node of rank 0 in its parent's, and of each next rank
-_BEST_RANK = 0.5
-_NEXT_RANK = 0.35
+# For static trees without measured values, close to hydra's: the probability of a node of rank 0 as a share of its
+# parent's, and of a node of each next rank as a share of the rank before.
+_BEST_RANK = 0.45
+_NEXT_RANK = 0.3
 
 
 class Copying:
@@ -109,7 +110,8 @@ class Copying:
             return draft
         device = context.root_ids.device
         tokens = torch.tensor([copied or [0] * self.num_tokens for copied, _ in matches], device=device)
-        log_probs = torch.tensor([self._log_odds[min(length, len(self.odds))] for _, length in matches], device=device)
+        odds = [self._log_odds[min(length, len(self.odds))] for _, length in matches]
+        log_probs = torch.tensor(odds, dtype=torch.float32, device=device)
         if isinstance(shape, Tree):
             return merged(self._valued(draft, shape), tokens, log_probs, num_nodes)
         draft = merged(draft, tokens, log_probs, num_nodes)
@@ -140,8 +142,8 @@ class Copying:
     def _valued(self, draft: Draft, tree: Tree) -> Draft:
         """A draft on a static tree with the probabilities of its nodes."""
         if tree not in self._static:
-            values = torch.tensor([node_values(tree, self.values)], device=draft.token_ids.device)
-            self._static[tree] = values.log()
+            values = torch.tensor([node_values(tree, self.values)], dtype=torch.float32)
+            self._static[tree] = values.log().to(draft.token_ids.device)
         return replace(draft, path_log_probs=self._static[tree].expand_as(draft.token_ids))
 
 
@@ -149,7 +151,7 @@ def node_values(tree: Tree, known: Mapping[Path, float]) -> list[float]:
     """The probability that each node is accepted: as known, else a share of its parent's; never more than its parent's.
 
     >>> node_values(Tree.from_paths([(0,), (1,), (0, 0)]), {(0,): 0.7})
-    [1.0, 0.7, 0.175, 0.35]
+    [1.0, 0.7, 0.135, 0.315]
     """
     values: dict[Path, float] = {(): 1.0}
     for path in tree.paths[1:]:
