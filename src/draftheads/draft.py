@@ -34,6 +34,7 @@ class Draft:
     path_log_probs: Tensor | None = None  # (B, N): of each node's whole path; falls along what grew best first
     probs: Tensor | None = None  # (B, N, V) float32, of sampled drafts: what a node's children were drawn from
     max_siblings: int = 0  # of sampled drafts: the most children that a node has
+    copied: Tensor | None = None  # (B, N) bool: nodes that only a copy from the text so far brought
 
     @property
     def sampled(self) -> bool:
@@ -59,6 +60,7 @@ class Draft:
             log_probs=None if self.log_probs is None else self.log_probs[:, :num_nodes],
             path_log_probs=None if self.path_log_probs is None else self.path_log_probs[:, :num_nodes],
             probs=None if self.probs is None else self.probs[:, :num_nodes],
+            copied=None if self.copied is None else self.copied[:, :num_nodes],
         )
 
     def filled_up(self, filling: Tensor) -> Self:
@@ -70,6 +72,7 @@ class Draft:
             parents=self.parents.masked_fill(filling, 0),
             depths=self.depths.masked_fill(filling, 0),
             ancestors=torch.where(filling[:, :, None], alone, self.ancestors),
+            copied=None if self.copied is None else self.copied & ~filling,
         )
 
     @classmethod

@@ -163,9 +163,10 @@ def _stream(engine: Engine, prompt: Prompt, settings: SamplingSettings, *, colou
     show_stream(engine, sequences, Console(highlight=False), colour=colour)
     seconds = time.perf_counter() - start
     result = sequences[0].result()
+    copied = f", {result.num_copied} tokens copied" if result.num_copied else ""
     print(
         f"{len(result.token_ids)} tokens in {seconds:.1f} s, {len(result.token_ids) / seconds:.1f} tokens/s, "
-        f"{result.tokens_per_step:.2f} tokens/step, ended by {result.finish_reason}",
+        f"{result.tokens_per_step:.2f} tokens/step{copied}, ended by {result.finish_reason}",
         file=sys.stderr,
     )
 
@@ -182,6 +183,7 @@ def _batch(engine: Engine, prompts: list[Prompt], settings: SamplingSettings, ou
                 "token_ids": result.token_ids,
                 "num_steps": result.num_steps,
                 "tokens_per_step": result.tokens_per_step,
+                "num_copied": result.num_copied,
                 "finish_reason": result.finish_reason,
             },
             ensure_ascii=False,

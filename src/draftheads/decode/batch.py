@@ -73,13 +73,13 @@ class Batch:
         if draft.sampled and self._rows.any_rejection:
             coins = self._numbers(num_coins(draft), "coins")
         verdict = accept(draft, logits, self._rows, uniforms, self._seen, coins=coins)
-        new_ids, counts = _tokens_of(draft, verdict)  # the step's one transfer to the host
+        new_ids, counts, copied = _tokens_of(draft, verdict)  # the step's one transfer to the host
         self.target.commit(verdict, counts)
         self._context = _advanced(draft, verdict, hidden)
         events = []
-        for sequence, ids, count in zip(self.sequences, new_ids, counts, strict=True):
+        for sequence, ids, count, num_copied in zip(self.sequences, new_ids, counts, copied, strict=True):
             sequence.num_steps += 1
-            events.append(sequence.append(ids[:count], num_drafted=count - 1))
+            events.append(sequence.append(ids[:count], num_drafted=count - 1, num_copied=num_copied))
         self._note_seen(new_ids, counts)
         if isinstance(self.drafter, Pace):
             self.drafter.note([count - 1 for count in counts], time.perf_counter() - start)
@@ -163,14 +163,26 @@ def without_holes(rows: Listing[int]) -> list[int]:
     return [row if row in staying else next(movers) for row in range(len(rows))]
 
 
-def _tokens_of(draft: Draft, verdict: Verdict) -> tuple[list[list[int]], list[int]]:
-    """Per row the accepted guesses and then the next token (places beyond the count are noise), and the counts."""
+def _tokens_of(draft: Draft, verdict: Verdict) -> tuple[list[list[int]], list[int], list[int]]:
+    """Per row the accepted draft tokens and then the next token, their number, and the number of copied ones.
+
+    Places beyond the number of tokens are noise.
+    """
     guesses = draft.token_ids.gather(1, verdict.path)[:, 1:]  # (B, P-1)
     ids = torch.cat([guesses, verdict.next_ids[:, None]], 1)  # (B, P)
     last = (verdict.num_accepted - 1)[:, None]
     ids = ids.scatter(1, last, verdict.next_ids[:, None])
-    packed = torch.cat([ids, verdict.num_accepted[:, None]], 1).tolist()
-    return [row[:-1] for row in packed], [row[-1] for row in packed]
+    packed = torch.cat([ids, verdict.num_accepted[:, None], _num_copied(draft, verdict)[:, None]], 1).tolist()
+    return [row[:-2] for row in packed], [row[-2] for row in packed], [row[-1] for row in packed]
+
+
+def _num_copied(draft: Draft, verdict: Verdict) -> Tensor:
+    """(B,) how many accepted nodes only a copy brought."""
+    if draft.copied is None:
+        return torch.zeros_like(verdict.num_accepted)
+    places = torch.arange(verdict.path.shape[1], device=verdict.path.device)
+    accepted = places < verdict.num_accepted[:, None]
+    return (draft.copied.gather(1, verdict.path) & accepted).sum(1)
 
 
 def _advanced(draft: Draft, verdict: Verdict, hidden: Tensor) -> Context:

@@ -22,6 +22,7 @@ class StreamEvent:
     token_ids: tuple[int, ...]  # new tokens
     num_drafted: int  # how many of them, counted from the left, were guessed by the drafter
     finish_reason: FinishReason | None = None  # set on the last event of an answer
+    num_copied: int = 0  # how many of the drafted ones, the last of them, only a copy from the text so far brought
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class GenerationResult:
     num_prompt_tokens: int
     num_steps: int  # passes of the target after the prompt was read
     finish_reason: FinishReason
+    num_copied: int = 0  # accepted draft tokens that only a copy from the text so far brought
 
     @property
     def tokens_per_step(self) -> float:
@@ -59,6 +61,7 @@ class Sequence:
         self.token_ids: list[int] = []
         self.text = ""
         self.num_steps = 0
+        self.num_copied = 0
         self.finish_reason: FinishReason | None = None
         self._stop_ids = frozenset(settings.stop_token_ids) | (frozenset() if settings.ignore_eos else eos_ids)
         room = settings.max_new_tokens if max_length is None else max_length - len(self.prompt_ids)
@@ -88,7 +91,7 @@ class Sequence:
         numbers: list[float] = torch.rand(count, generator=self._streams[stream], dtype=torch.float64).tolist()
         return numbers
 
-    def append(self, token_ids: Ids[int], *, num_drafted: int) -> StreamEvent:
+    def append(self, token_ids: Ids[int], *, num_drafted: int, num_copied: int = 0) -> StreamEvent:
         """Adds a step's tokens up to the first stop; what comes after it in the accepted run is dropped."""
         kept: list[int] = []
         text = ""
@@ -107,13 +110,21 @@ class Sequence:
                 text += self._stop_text.push(self._stream.flush()) + self._stop_text.flush()
                 break
         self.text += text
-        return StreamEvent(self.index, text, tuple(kept), min(num_drafted, len(kept)), self.finish_reason)
+        kept_drafted = min(num_drafted, len(kept))
+        kept_copied = max(0, num_copied - (num_drafted - kept_drafted))  # copied ones are the last of those drafted
+        self.num_copied += kept_copied
+        return StreamEvent(self.index, text, tuple(kept), kept_drafted, self.finish_reason, kept_copied)
 
     def result(self) -> GenerationResult:
         """The finished answer."""
         assert self.finish_reason is not None, "the answer is not finished"
         return GenerationResult(
-            self.text, tuple(self.token_ids), len(self.prompt_ids), self.num_steps, self.finish_reason
+            self.text,
+            tuple(self.token_ids),
+            len(self.prompt_ids),
+            self.num_steps,
+            self.finish_reason,
+            self.num_copied,
         )
 
     def _until_stop_id(self, token_ids: Ids[int]) -> list[int]:

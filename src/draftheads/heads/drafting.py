@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from draftheads.candidates import Candidates, best_nodes
 from draftheads.draft import Context, Draft, tree_tensors
 from draftheads.growth import BestFirst, BestPaths, Sampled
 from draftheads.sampling import RowSettings, draw, probabilities
@@ -185,17 +186,6 @@ def _without_replacement(probs: Tensor, count: int, uniforms: Tensor) -> tuple[T
     return torch.stack(ids, 1).view(shape), torch.stack(log_probs, 1).view(shape).float()
 
 
-@dataclass(frozen=True)
-class _Candidates:
-    """Guesses of all depths in one list, the root first: M of them, parents before children."""
-
-    token_ids: Tensor  # (B, M)
-    parents: Tensor  # (B, M): places in this list
-    depths: Tensor  # (M,)
-    log_probs: Tensor  # (B, M): of each given its path
-    path_log_probs: Tensor  # (B, M): of the whole path
-
-
 def grow(head: Guesser, shape: BestFirst | BestPaths, context: Context, num_heads: int) -> Draft:
     """Guesses on trees of each row's own, likeliest first: the first n nodes are the tree of n nodes."""
     depth = min(shape.depth or num_heads, num_heads)
@@ -203,14 +193,14 @@ def grow(head: Guesser, shape: BestFirst | BestPaths, context: Context, num_head
         found = _expand(head, context, shape.widths[:depth], [None] * depth)
         priority = _best_path_through(found.path_log_probs, shape.widths[:depth])
         counts = _nodes_on_paths(priority, shape, depth)
-        draft = _best(found, priority, int(counts.max()), depth)
+        draft, _ = best_nodes(found, priority, int(counts.max()), depth)
         return draft.filled_up(torch.arange(draft.num_nodes, device=counts.device) >= counts[:, None])
     beams = _beams(shape, depth, reads_path=head.reads_path)
     depth = min(depth, len(beams))
     found = _expand(head, context, (shape.num_ranks,) * depth, beams)
     priority = found.path_log_probs
-    count = _likely_enough(priority, shape)
-    return _best(found, priority, min(count, found.token_ids.shape[1]), depth)
+    count = likely_enough(priority, shape.num_nodes, shape.threshold)
+    return best_nodes(found, priority, min(count, found.token_ids.shape[1]), depth)[0]
 
 
 def _beams(shape: BestFirst, depth: int, *, reads_path: bool) -> list[int]:
@@ -224,7 +214,7 @@ def _beams(shape: BestFirst, depth: int, *, reads_path: bool) -> list[int]:
     return [min(limit, shape.beam) if reads_path else limit for limit in limits if limit > 0]
 
 
-def _expand(head: Guesser, context: Context, widths: Sequence[int], beams: Sequence[int | None]) -> _Candidates:
+def _expand(head: Guesser, context: Context, widths: Sequence[int], beams: Sequence[int | None]) -> Candidates:
     """Every guess that is looked at: ``widths[d]`` below each of the likeliest ``beams[d]`` nodes of depth d."""
     root = context.root_ids[:, None]  # (B, 1)
     score = torch.zeros_like(root, dtype=torch.float32)  # of the nodes at hand: their paths' log-probability
@@ -254,10 +244,7 @@ def _expand(head: Guesser, context: Context, widths: Sequence[int], beams: Seque
             if head.reads_path:
                 above = place // paths.shape[2]
                 state = head.descend(state, depth, above, tokens[-1].gather(1, place))
-    depths = torch.repeat_interleave(
-        torch.arange(len(counts), device=root.device), torch.tensor(counts, device=root.device)
-    )
-    return _Candidates(torch.cat(tokens, 1), torch.cat(parents, 1), depths, torch.cat(own, 1), torch.cat(total, 1))
+    return Candidates(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(total, 1), torch.cat(own, 1))
 
 
 def _likeliest(head: Guesser, state: Any, depths: Sequence[int], num_ranks: int) -> tuple[Tensor, Tensor]:
@@ -269,11 +256,11 @@ def _likeliest(head: Guesser, state: Any, depths: Sequence[int], num_ranks: int)
     return log_probs, head.to_target_ids(top.indices)
 
 
-def _likely_enough(priority: Tensor, shape: BestFirst) -> int:
-    """The budget, or what the row with most guesses above the threshold needs of it."""
-    if shape.threshold == 0.0:
-        return shape.num_nodes
-    return min(shape.num_nodes, int((priority.exp() >= shape.threshold).sum(1).max()))
+def likely_enough(path_log_probs: Tensor, num_nodes: int, threshold: float) -> int:
+    """The budget, or what the row with most draft tokens above the threshold needs of it."""
+    if threshold == 0.0:
+        return num_nodes
+    return min(num_nodes, int((path_log_probs.exp() >= threshold).sum(1).max()))
 
 
 def _best_path_through(path_log_probs: Tensor, widths: Sequence[int]) -> Tensor:
@@ -292,27 +279,3 @@ def _nodes_on_paths(priority: Tensor, shape: BestPaths, depth: int) -> Tensor:
     last = torch.Size(shape.widths[:depth]).numel()
     worst = priority[:, -last:].topk(min(shape.num_paths, last), dim=1).values[:, -1:]
     return (priority >= worst).sum(1)
-
-
-def _best(found: _Candidates, priority: Tensor, count: int, depth: int) -> Draft:
-    """The ``count`` nodes of highest priority; of equals the one that was found first, so a parent before its child."""
-    order = priority.sort(dim=1, descending=True, stable=True).indices
-    place = torch.empty_like(order).scatter_(
-        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
-    )
-    order = order[:, :count]
-    parents = place.gather(1, found.parents.gather(1, order))  # (B, N)
-    ancestors = torch.eye(count, dtype=torch.bool, device=order.device).repeat(len(order), 1, 1)
-    above = parents
-    for _ in range(min(depth, count - 1)):
-        ancestors.scatter_(2, above[:, :, None], value=True)
-        above = parents.gather(1, above)
-    return Draft(
-        token_ids=found.token_ids.gather(1, order),
-        parents=parents,
-        depths=found.depths[order],
-        ancestors=ancestors,
-        max_depth=min(depth, count - 1),
-        log_probs=found.log_probs.gather(1, order),
-        path_log_probs=found.path_log_probs.gather(1, order),
-    )

@@ -1,0 +1,81 @@
+"""What copying from the text so far costs a step: looking up, choosing nodes, merging.
+
+Prints a table, and as the last line one JSON object. Run it with ``OMP_NUM_THREADS=1 python benchmarks/copying.py``.
+"""
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from draftheads.candidates import Candidates, best_nodes
+from draftheads.draft import Context
+from draftheads.drafters.copying import DEFAULT_ODDS
+from draftheads.drafters.text_index import RowTexts
+from draftheads.merging import merged
+
+NUM_NODES = 10
+TEXT_LENGTH = 8_000
+ROUNDS = 500
+
+
+def milliseconds(action: Callable[[], object]) -> float:
+    """The median of many calls."""
+    times = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times[ROUNDS // 5 :])
+
+
+def context(rows: int, token_ids: list[int], root: int) -> Context:
+    """The same new tokens in each row."""
+    count = torch.full((rows,), len(token_ids))
+    tokens = torch.tensor([token_ids] * rows)
+    return Context(torch.zeros(rows, len(token_ids), 1), tokens, count, torch.full((rows,), root))
+
+
+def candidates(rows: int) -> Candidates:
+    """A root, eight tokens below it, and eight below each of six of these."""
+    parents = torch.tensor([[0] * 9 + [1 + i // 8 for i in range(48)]]).expand(rows, -1)
+    log_probs = -torch.rand(rows, 57)
+    log_probs[:, 0] = 0.0
+    paths = torch.cat([log_probs[:, :9], log_probs[:, 9:] + log_probs.gather(1, parents[:, 9:])], 1)
+    return Candidates(torch.randint(0, 9, (rows, 57)), parents, paths, log_probs)
+
+
+def costs(rows: int) -> Iterator[tuple[str, float]]:
+    """Names and milliseconds for a number of rows."""
+    texts = RowTexts(max_ngram=4)
+    words = random.Random(0)  # noqa: S311 - no secret
+    texts.read(context(rows, [words.randrange(300) for _ in range(TEXT_LENGTH)], 0))
+    step = context(rows, [0, 5, 9], 7)
+    length = len(DEFAULT_ODDS[0])
+
+    def look_up() -> object:
+        texts.read(step)
+        return [text.copy(length, longest=len(DEFAULT_ODDS)) for text in texts.rows]
+
+    yield "look up", milliseconds(look_up)
+    found = candidates(rows)
+    yield "choose nodes", milliseconds(lambda: best_nodes(found, found.path_log_probs, NUM_NODES, 2))
+    draft, _ = best_nodes(found, found.path_log_probs, NUM_NODES, 2)
+    chain = torch.randint(0, 9, (rows, length)), torch.tensor([DEFAULT_ODDS[3]] * rows).log()
+    yield "merge", milliseconds(lambda: merged(draft, *chain, NUM_NODES))
+
+
+@torch.inference_mode()
+def main() -> None:
+    """All costs for one row and for eight."""
+    found = {rows: dict(costs(rows)) for rows in (1, 8)}
+    for rows, parts in found.items():
+        print(f"{rows} rows: " + ", ".join(f"{name} {value:.3f} ms" for name, value in parts.items()))
+    print(json.dumps({"num_nodes": NUM_NODES, "text_length": TEXT_LENGTH, "milliseconds": found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""A drafter whose trees also hold a copy from the text so far (prompt lookup in the tree of a draft head or model)."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from draftheads.draft import Context, Draft, Watcher
+from draftheads.drafters.copy_odds import Odds, check_odds
+from draftheads.drafters.draft_model import DraftModel
+from draftheads.drafters.text_index import RowTexts
+from draftheads.growth import BestFirst, Shape
+from draftheads.heads.base import DraftHead
+from draftheads.heads.drafting import likely_enough
+from draftheads.merging import merged
+from draftheads.tree import Path, Tree
+
+# copy_odds() of 8,253 chats of SmolLM2-135M-Instruct, 1.6 million tokens
+DEFAULT_ODDS: Odds = (
+    (0.208, 0.107, 0.066, 0.045, 0.033, 0.025, 0.019, 0.016, 0.013),
+    (0.501, 0.295, 0.2, 0.146, 0.112, 0.088, 0.072, 0.06, 0.05),
+    (0.585, 0.394, 0.285, 0.218, 0.171, 0.139, 0.116, 0.098, 0.083),
+    (0.676, 0.491, 0.379, 0.3, 0.246, 0.206, 0.175, 0.149, 0.13),
+    (0.725, 0.559, 0.443, 0.365, 0.305, 0.26, 0.221, 0.194, 0.172),
+    (0.77, 0.609, 0.503, 0.42, 0.358, 0.305, 0.267, 0.237, 0.214),
+    (0.789, 0.651, 0.546, 0.465, 0.398, 0.348, 0.309, 0.279, 0.252),
+    (0.928, 0.869, 0.821, 0.779, 0.743, 0.711, 0.683, 0.657, 0.634),
+)
+# For static trees without measured values, close to hydra's: the probability of a node of rank 0 as a share of its
+# parent's, and of a node of each next rank as a share of the rank before.
+_BEST_RANK = 0.45
+_NEXT_RANK = 0.3
+
+
+class Copying:
+    """Merges a copy from the text so far into each tree of a drafter.
+
+    The copy is what followed the latest earlier place of the text's last n-gram, the longest n-gram first. Its tokens
+    compete with the drafter's for the nodes of the tree, by their probability of being accepted. Trees that are drawn
+    (``Sampled``) and ``BestPaths`` are left as they are.
+
+    Args:
+        drafter: a draft head or draft model.
+        odds: of copied tokens, by the length of the match, see :func:`copy_odds`. As many tokens are copied as a row
+            has.
+        values: the measured probability that a node of a static tree is accepted, by its path of ranks. Without it
+            the probability falls geometrically with depth and rank.
+        max_ngram: the longest n-gram that is looked up.
+
+    Raises:
+        InvalidSettings: ``max_ngram`` below 1, or impossible odds.
+    """
+
+    needs_history = True
+
+    def __init__(
+        self,
+        drafter: DraftHead | DraftModel,
+        *,
+        odds: Odds = DEFAULT_ODDS,
+        values: Mapping[Path, float] | None = None,
+        max_ngram: int = 4,
+    ) -> None:
+        check_odds(odds)
+        self.drafter = drafter
+        self.odds, self.max_ngram = odds, max_ngram
+        self.values = {} if values is None else values
+        self.extra_nodes = 0  # how many nodes a tree may have beyond the shape's own
+        self._texts = RowTexts(max_ngram=max_ngram)
+        self._log_odds = [[-math.inf] * self.num_tokens, *([math.log(p) for p in row] for row in odds)]
+        self._static: dict[Tree, Tensor] = {}  # (1, N) log-probabilities of static trees' nodes
+
+    @property
+    def num_tokens(self) -> int:
+        """The most tokens that are copied."""
+        return len(self.odds[0])
+
+    @property
+    def shape(self) -> Shape:
+        """What the drafter fills."""
+        return self.drafter.shape
+
+    @shape.setter
+    def shape(self, shape: Shape) -> None:
+        self.drafter.shape = shape
+
+    def fresh(self) -> Self:
+        """The same for a batch of its own."""
+        other = type(self)(
+            self.drafter.fresh(),
+            odds=self.odds,
+            values=self.values,
+            max_ngram=self.max_ngram,
+        )
+        other.extra_nodes = self.extra_nodes
+        return other
+
+    def propose(self, context: Context) -> Draft:
+        """The drafter's draft in its shape, with the copies of the rows that have a match."""
+        self._texts.read(context)
+        draft, shape = self._drafted(context), self.shape
+        if not isinstance(shape, Tree | BestFirst):
+            return draft
+        num_nodes = shape.num_nodes + self.extra_nodes
+        matches = [text.copy(self.num_tokens, longest=len(self.odds)) for text in self._texts.rows]
+        if num_nodes == 1 or not any(length for _, length in matches):
+            return draft
+        device = context.root_ids.device
+        tokens = torch.tensor([copied or [0] * self.num_tokens for copied, _ in matches], device=device)
+        odds = [self._log_odds[min(length, len(self.odds))] for _, length in matches]
+        log_probs = torch.tensor(odds, dtype=torch.float32, device=device)
+        if isinstance(shape, Tree):
+            return merged(self._valued(draft, shape), tokens, log_probs, num_nodes)
+        draft = merged(draft, tokens, log_probs, num_nodes)
+        assert draft.path_log_probs is not None
+        return draft.first(likely_enough(draft.path_log_probs, num_nodes, shape.threshold))
+
+    def follow(self, context: Context) -> None:
+        """Reads the accepted tokens."""
+        self._texts.read(context)
+        self.drafter.follow(context)
+
+    def keep(self, rows: Tensor) -> None:
+        """Texts move with their rows, as what the drafter keeps does."""
+        self._texts.keep(rows)
+        self.drafter.keep(rows)
+
+    def watch(self, draft: Draft, logits: Tensor) -> None:
+        """Passes the target's logits on to a drafter that learns from them."""
+        if isinstance(self.drafter, Watcher):
+            self.drafter.watch(draft, logits)
+
+    def _drafted(self, context: Context) -> Draft:
+        if self.shape != Tree.chain(0):
+            return self.drafter.propose(context)
+        self.drafter.follow(context)  # the root alone needs no head
+        return Draft.on_tree(Tree.chain(0), context.root_ids[:, None])
+
+    def _valued(self, draft: Draft, tree: Tree) -> Draft:
+        """A draft on a static tree with the probabilities of its nodes."""
+        if tree not in self._static:
+            values = torch.tensor([node_values(tree, self.values)], dtype=torch.float32)
+            self._static[tree] = values.log().to(draft.token_ids.device)
+        return replace(draft, path_log_probs=self._static[tree].expand_as(draft.token_ids))
+
+
+def node_values(tree: Tree, known: Mapping[Path, float]) -> list[float]:
+    """The probability that each node is accepted: as known, else a share of its parent's; never more than its parent's.
+
+    >>> node_values(Tree.from_paths([(0,), (1,), (0, 0)]), {(0,): 0.7})
+    [1.0, 0.7, 0.135, 0.315]
+    """
+    values: dict[Path, float] = {(): 1.0}
+    for path in tree.paths[1:]:
+        above = values[path[:-1]]
+        values[path] = min(above, known.get(path, above * _BEST_RANK * _NEXT_RANK ** path[-1]))
+    return list(values.values())

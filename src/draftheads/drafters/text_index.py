@@ -1,0 +1,100 @@
+"""The text of each row so far, and where its n-grams stood last; knows nothing of drafts."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from draftheads.draft import Context
+from draftheads.errors import InvalidSettings
+
+
+class TextIndex:
+    """A text that grows, and the latest place of each of its n-grams.
+
+    >>> text = TextIndex(max_ngram=2)
+    >>> text.read([7, 8, 9, 5, 7, 8])
+    >>> text.copy(2)
+    ([9, 5], 2)
+
+    Args:
+        max_ngram: the longest n-gram that is looked up.
+        min_ngram: the shortest.
+    """
+
+    def __init__(self, *, max_ngram: int, min_ngram: int = 1) -> None:
+        self.sizes = range(max_ngram, min_ngram - 1, -1)
+        self.ids: list[int] = []
+        self._places: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token that follows it
+
+    def read(self, ids: Sequence[int]) -> None:
+        """Adds tokens."""
+        old = len(self.ids)
+        self.ids += ids
+        for size in self.sizes:
+            start = max(old, size)
+            tail = self.ids[start - size :]
+            ngrams = zip(*(tail[i:] for i in range(size)), strict=False)
+            self._places.update(zip(ngrams, range(start, len(self.ids)), strict=False))
+
+    def copy(self, count: int, *, longest: int = 0) -> tuple[list[int], int]:
+        """What followed the text's last n-gram at its latest earlier place, the longest n-gram first.
+
+        Where the copy reaches the end of the text, it goes on with what it has copied.
+
+        Args:
+            count: how many tokens to copy.
+            longest: how far the match is counted back beyond the longest n-gram.
+
+        Returns:
+            The tokens, and the length of the match; no tokens and 0 without a match.
+        """
+        ids = self.ids
+        for size in self.sizes:
+            place = self._places.get(tuple(ids[-size:])) if size <= len(ids) else None
+            if place is None:
+                continue
+            period = len(ids) - place
+            return [ids[place + i % period] for i in range(count)], self._match(place, size, longest)
+        return [], 0
+
+    def _match(self, place: int, length: int, longest: int) -> int:
+        """How many tokens before ``place`` equal the text's last ones; at least ``length``."""
+        while length < min(longest, place) and self.ids[place - 1 - length] == self.ids[-1 - length]:
+            length += 1
+        return length
+
+
+class RowTexts:
+    """The texts of a batch's rows, roots included. Arguments as for :class:`TextIndex`.
+
+    Raises:
+        InvalidSettings: a length below 1, or ``min_ngram`` above ``max_ngram``.
+    """
+
+    def __init__(self, *, max_ngram: int, min_ngram: int = 1) -> None:
+        for name, value in (("max_ngram", max_ngram), ("min_ngram", min_ngram)):
+            if value < 1:
+                raise InvalidSettings(f"{name} is {value}; it must be at least 1")
+        if min_ngram > max_ngram:
+            raise InvalidSettings(f"min_ngram is {min_ngram} and max_ngram {max_ngram}: it must not be larger")
+        self.max_ngram, self.min_ngram = max_ngram, min_ngram
+        self.rows: list[TextIndex] = []
+
+    def read(self, context: Context) -> list[list[int]]:
+        """Adds the tokens of a context and its roots; returns what was added to each row."""
+        known = len(self.rows)
+        new = context.num_new_rows(known)
+        self.rows += [TextIndex(max_ngram=self.max_ngram, min_ngram=self.min_ngram) for _ in range(new)]
+        counts, roots = context.num_accepted[:, None], context.root_ids[:, None]
+        packed = torch.cat([counts, roots, context.token_ids], 1).tolist()  # one transfer
+        added = []
+        for row, (text, (count, root, *ids)) in enumerate(zip(self.rows, packed, strict=True)):
+            # the first token of a known row was its root: it is in the text already
+            added.append([*ids[1 if row < known else 0 : count], root])
+            text.read(added[-1])
+        return added
+
+    def keep(self, rows: Tensor) -> None:
+        """Row ``rows[i]`` is row i from now on."""
+        self.rows = [self.rows[row] for row in rows.tolist()]
