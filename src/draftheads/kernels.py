@@ -263,6 +263,15 @@ def replace_linears(module: nn.Module) -> list[PackedLinear]:
     return [layer for layer in module.modules() if isinstance(layer, PackedLinear)]
 
 
+def stacked(layers: Sequence[nn.Linear]) -> PackedLinear:
+    """Several layers that read the same input as one."""
+    weight = layers[0].weight.detach() if len(layers) == 1 else torch.cat([layer.weight.detach() for layer in layers])
+    if all(layer.bias is None for layer in layers):
+        return PackedLinear(Plain(weight, None))
+    biases = [layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
+    return PackedLinear(Plain(weight, torch.cat([bias.detach() for bias in biases])))
+
+
 @torch.inference_mode()
 def keeps_bits(product: Product) -> bool:
     """Whether this machine gives a row the same bits at every multiple of the product's ``exact_rows``."""

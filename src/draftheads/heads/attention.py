@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from draftheads.draft import Context
 from draftheads.errors import InvalidSettings
 from draftheads.heads.base import DraftHead, HeadConfig
+from draftheads.kernels import PackedLinear, stacked
 
 _FIRST_CAPACITY = 64  # slots of a new history; it doubles
 
@@ -159,12 +160,19 @@ class FeedForward(nn.Module):
         self.gate_proj = nn.Linear(size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, size, bias=False)
+        self.both: PackedLinear | None = None
         nn.init.zeros_(self.down_proj.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, D) -> (…, D)."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = (self.gate_proj(x), self.up_proj(x)) if self.both is None else self.both(x).chunk(2, -1)
+        out: Tensor = self.down_proj(F.silu(gate) * up)
         return out
+
+    def fuse(self) -> None:
+        """One product for gate and up."""
+        self.both = stacked([self.gate_proj, self.up_proj])
+        del self.gate_proj, self.up_proj
 
 
 class TransformerLayer(nn.Module):
@@ -182,7 +190,8 @@ class TransformerLayer(nn.Module):
     def __init__(self, config: LayerConfig, *, rotary: bool = True, input_norm: bool = True) -> None:
         super().__init__()
         size, heads, groups = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
-        self.groups, self.head_size, self.theta = groups, config.head_size, config.rope_theta
+        self.heads, self.groups = heads, groups
+        self.head_size, self.theta = config.head_size, config.rope_theta
         self.rotary = rotary
         self.input_norm = RmsNorm(size, config.norm_epsilon) if input_norm else nn.Identity()
         self.q_proj = nn.Linear(size, heads * config.head_size, bias=False)
@@ -191,13 +200,23 @@ class TransformerLayer(nn.Module):
         self.o_proj = nn.Linear(heads * config.head_size, size, bias=False)
         self.middle_norm = RmsNorm(size, config.norm_epsilon)
         self.feed_forward = FeedForward(size, config.intermediate_size)
+        self.qkv: PackedLinear | None = None
         nn.init.zeros_(self.o_proj.weight)
+
+    def fuse(self) -> None:
+        """One product for queries, keys and values."""
+        self.qkv = stacked([self.q_proj, self.k_proj, self.v_proj])
+        del self.q_proj, self.k_proj, self.v_proj
 
     def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, KeysValues]:
         """Queries (B, S, H, d), keys and values (B, S, G, d) of inputs (B, S, D) at positions (1 or B, S)."""
         normed = self.input_norm(x)
-        split = (*x.shape[:2], -1, self.head_size)
-        q, k, v = (layer(normed).view(split) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        if self.qkv is None:
+            every = torch.cat([self.q_proj(normed), self.k_proj(normed), self.v_proj(normed)], -1)
+        else:
+            every = self.qkv(normed)
+        heads = every.view(*x.shape[:2], -1, self.head_size)
+        q, k, v = heads.split([self.heads, self.groups, self.groups], 2)
         if self.rotary:
             q, k = _rotated(q, positions, self.theta), _rotated(k, positions, self.theta)
         return q, KeysValues(k, v)

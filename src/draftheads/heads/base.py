@@ -18,7 +18,7 @@ from draftheads.draft import Context, Draft, TargetWeights
 from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.growth import Sampled, Shape, check_ranks
 from draftheads.heads.drafting import fill, grow, sample
-from draftheads.heads.layers import LmHeads
+from draftheads.heads.layers import Fusable, LmHeads
 from draftheads.kernel_choice import pack
 from draftheads.kernels import replace_linears
 from draftheads.tree import Tree
@@ -169,6 +169,9 @@ class DraftHead(nn.Module, ABC):
         weight = self.target_embedding
         if weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16):
             self.lm_heads.pack()
+            for module in list(self.modules()):
+                if isinstance(module, Fusable):
+                    module.fuse()
             pack(replace_linears(self), folder=folder)
 
     @property

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from draftheads.draft import Context
 from draftheads.heads.base import DraftHead, HeadConfig
 from draftheads.heads.layers import Block, ResidualBlock
+from draftheads.kernels import PackedLinear, stacked
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class FusionBlock(Block):
         super().__init__()
         self.residual = nn.Linear(in_size, out_size)
         self.linear = nn.Linear(in_size, out_size)
+        self.both: PackedLinear | None = None
         # starts as "h_t and nothing else", Medusa's starting point
         for layer in (self.residual, self.linear):
             nn.init.zeros_(layer.weight)
@@ -41,8 +43,17 @@ class FusionBlock(Block):
     def forward(self, u: Tensor) -> Tensor:
         """(…, M) -> (…, D)."""
         u = self.dropped(u)
-        fused: Tensor = self.residual(u) + F.silu(self.linear(u))
-        return fused
+        if self.both is None:
+            fused: Tensor = self.residual(u) + F.silu(self.linear(u))
+            return fused
+        residual, linear = self.both(u).chunk(2, -1)
+        both: Tensor = residual + F.silu(linear)
+        return both
+
+    def fuse(self) -> None:
+        """One product for both layers."""
+        self.both = stacked([self.residual, self.linear])
+        del self.residual, self.linear
 
 
 class HydraHead(DraftHead):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftheads.kernels import PackedLinear, Plain
+from draftheads.kernels import stacked
 
 Attention = Callable[..., tuple[Tensor, None]]
 _SILU = ("SiLU", "SiLUActivation")
@@ -56,8 +56,8 @@ class FusedMlp(nn.Module):
         super().__init__()
         self.size = original.gate_proj.out_features
         self.act_fn = original.act_fn
-        self.gate_up_proj = _stacked([original.gate_proj, original.up_proj])
-        self.down_proj = _stacked([original.down_proj])
+        self.gate_up_proj = stacked([original.gate_proj, original.up_proj])
+        self.down_proj = stacked([original.down_proj])
         act = F.silu if type(original.act_fn).__name__ in _SILU else original.act_fn
         self.steps = (self.gate_up_proj.rows, act, self.down_proj.rows)
 
@@ -82,8 +82,8 @@ class FusedAttention(nn.Module):
         self.head_dim, self.scaling, self.layer_idx = original.head_dim, original.scaling, original.layer_idx
         self.num_heads, self.num_groups = (layer.out_features // self.head_dim for layer in layers[:2])
         self.q_norm, self.k_norm = getattr(original, "q_norm", None), getattr(original, "k_norm", None)
-        self.qkv_proj = _stacked(layers)
-        self.o_proj = _stacked([original.o_proj])
+        self.qkv_proj = stacked(layers)
+        self.o_proj = stacked([original.o_proj])
         self.steps = (self.qkv_proj.rows, self.o_proj.rows)
         self.sizes = [self.num_heads + self.num_groups, self.num_groups]
         self.query_sizes = [self.num_heads, self.num_groups]
@@ -238,15 +238,6 @@ def _agree(one: Callable[[], Tensor], other: Callable[[], Tensor]) -> bool:
 
 def _has_plain_linears(module: Any, *names: str) -> bool:
     return all(type(getattr(module, name, None)) is nn.Linear for name in names)
-
-
-def _stacked(layers: list[nn.Linear]) -> PackedLinear:
-    """Several layers that read the same input as one."""
-    weight = layers[0].weight.detach() if len(layers) == 1 else torch.cat([layer.weight.detach() for layer in layers])
-    if all(layer.bias is None for layer in layers):
-        return PackedLinear(Plain(weight, None))
-    biases = [layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
-    return PackedLinear(Plain(weight, torch.cat([bias.detach() for bias in biases])))
 
 
 def _turns(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
