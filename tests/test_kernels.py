@@ -142,6 +142,18 @@ def test_int8_by_its_definition():
     assert float(((found - exact).norm(dim=1) / exact.norm(dim=1)).max()) < (0.03 if steps == 63 else 0.015)
 
 
+@pytest.mark.skipif(not Int8.fits(torch.ones(2, 2)), reason="this build has no FBGEMM")
+@torch.inference_mode()
+def test_int8_smooths_outliers_among_its_inputs():
+    torch.manual_seed(0)
+    weight, x = torch.randn(40, 48), torch.randn(64, 48)
+    x[:, 7] *= 60  # an outlier in every row leaves few steps for the other inputs
+    expected = x @ weight.T
+    errors = [(Int8(weight, None, inputs)(x) - expected).norm() for inputs in (None, x.abs().amax(0))]
+    assert errors[1] < 0.3 * errors[0]
+    torch.testing.assert_close(Int8(weight, None, x.abs().amax(0)).weight, weight, rtol=0.05, atol=0.2)
+
+
 @torch.inference_mode()
 def test_int8_of_a_row_of_zeros():
     found = product(Int8, torch.float32, bias=True)

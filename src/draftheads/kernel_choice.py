@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftheads.errors import CacheWarning, StorageError
 from draftheads.files import write_atomic
-from draftheads.kernels import PRODUCTS, QUANTISED, PackedLinear, Plain, Product, candidates, keeps_bits
+from draftheads.kernels import PRODUCTS, QUANTISED, Int8, PackedLinear, Plain, Product, candidates, keeps_bits
 from draftheads.provenance import processor
 
 Shape = tuple[int, int]  # out, in
@@ -40,8 +40,11 @@ def pack(
         kind = chosen[_shape(weight)]
         if not kind.fits(weight):  # the choice was made on a sample of the layers
             kind = Plain
-        if kind is not Plain:
+        if issubclass(kind, Int8):
+            layer.product = kind(weight, layer.bias, layer.inputs)
+        elif kind is not Plain:
             layer.product = kind(weight, layer.bias)
+        layer.inputs = None
         layer.multiple = kind.exact_rows if exact_bits else 1
 
 

@@ -7,6 +7,7 @@ It covers layers that are ``nn.Linear`` (not GPT-2's Conv1D or Mixtral's experts
 ``int8`` quantises the linear layers. The model becomes another one, whose plain decoding is the oracle.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from draftheads.errors import InvalidSettings
 from draftheads.kernel_choice import pack
-from draftheads.kernels import PackedLinear, keeps_bits, replace_linears
+from draftheads.kernels import PackedLinear, Plain, keeps_bits, replace_linears
 from draftheads.target.attention import (
     EXACT_ATTENTION,
     GROUPED_ATTENTION,
@@ -29,7 +30,14 @@ _SMALLEST_SHARE = 0.5  # of a model's weights, without embeddings, that int8 mus
 _TYPES = (torch.float32, torch.bfloat16)
 
 
-def speed_up(model: Any, *, exact_bits: bool, int8: bool = False, folder: Path | None = None) -> None:
+def speed_up(
+    model: Any,
+    *,
+    exact_bits: bool,
+    int8: bool = False,
+    typical_ids: Tensor | None = None,
+    folder: Path | None = None,
+) -> None:
     """Gives a stock model faster kernels and modules. Its numbers stay, but for rounding, or int8 where asked for.
 
     Weights are held once: in the form of their kernel. ``layer.weight`` makes them anew for whoever needs them.
@@ -38,6 +46,7 @@ def speed_up(model: Any, *, exact_bits: bool, int8: bool = False, folder: Path |
         model: a transformers causal LM in fp32 or bf16 on a CPU; others are left as they are.
         exact_bits: see the module's text.
         int8: hold linear layers in int8; exact_bits is then on.
+        typical_ids: (1, T) a text on which int8 finds outliers among the layers' inputs; without it they cost more.
         folder: where measured choices of kernels are kept.
 
     Raises:
@@ -56,6 +65,8 @@ def speed_up(model: Any, *, exact_bits: bool, int8: bool = False, folder: Path |
     with torch.inference_mode(mode=False), torch.no_grad():  # training may read these weights later
         fuse(model, attention)
         layers = replace_linears(model)
+        if typical_ids is not None and int8:
+            _observe_inputs(model, layers, typical_ids)
         pack(layers, exact_bits=exact_bits, int8=int8, folder=folder)
         _tie(model, embedding)
 
@@ -84,6 +95,26 @@ def _check_quantisable(model: Any) -> None:
             f"precision int8 is for models of nn.Linear layers; of the weights of this {model.config.model_type} "
             f"{linears / max(1, everything):.0%} lie in such: use fp32 or bf16"
         )
+
+
+@torch.inference_mode()
+def _observe_inputs(model: Any, layers: Sequence[PackedLinear], token_ids: Tensor) -> None:
+    """Reads a text and notes each layer's largest inputs, each row divided by its own largest, as int8 does."""
+
+    class Observing(Plain):
+        def __call__(self, rows: Tensor) -> Tensor:
+            size = rows.abs().float()
+            seen[id(self)] = (size / size.amax(1, keepdim=True).clamp_min(1e-12)).amax(0)
+            return super().__call__(rows)
+
+    seen: dict[int, Tensor] = {}
+    plain = [layer.product for layer in layers]
+    for layer in layers:
+        layer.product = Observing(layer.product.weight, layer.bias)
+    model(input_ids=token_ids, use_cache=False)
+    for layer, product in zip(layers, plain, strict=True):
+        layer.inputs = seen.get(id(layer.product))
+        layer.product = product
 
 
 def _tie(model: Any, embedding: Tensor) -> None:

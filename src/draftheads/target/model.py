@@ -20,6 +20,15 @@ from draftheads.target.attention import EXACT_ATTENTION
 from draftheads.target.fast import speed_up
 from draftheads.target.pretrained import eos_ids_of, load_pretrained
 
+# some of everything, for int8 to find which inputs of a layer are large
+TYPICAL_TEXT = """
+The committee met on 14 March 2019 to discuss the harbour. "Nobody asked us," said Mrs. Alvarez, who has
+fished here since 1987. def mean(values): return sum(values) / len(values)  # raises ZeroDivisionError when
+empty. Prices rose by 3.5% in the first quarter, and then fell again. Dear Sir, thank you for your letter; I
+am sorry that the parcel never arrived. Photosynthesis turns carbon dioxide and water into glucose and oxygen.
+Why did the old lighthouse keeper leave? He loved his daughter more than the sea. SELECT name, age FROM people
+WHERE city = 'Oslo' ORDER BY age DESC; Der Zug nach Bern fährt um 7 Uhr. La maison est près de la rivière. 1.
+Wash the rice. 2. Boil 400 ml of water."""
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 _SLOT_BOUND_TYPES = {"bloom", "gpt_neo", "mpt"}  # by ALiBi, or by a causal mask of their own
 
@@ -73,7 +82,8 @@ class TargetModel:
     def speed_up(self, *, exact_bits: bool = False, int8: bool = False, folder: Path | None = None) -> None:
         """Faster kernels on a CPU, in place; see :func:`draftheads.target.fast.speed_up`."""
         _ = self.weights_print  # packed layers have no parameters to make it of
-        speed_up(self.model, exact_bits=exact_bits, int8=int8, folder=folder)
+        typical = torch.tensor([self.tokenizer(TYPICAL_TEXT)["input_ids"]]) % self.vocab_size if int8 else None
+        speed_up(self.model, exact_bits=exact_bits, int8=int8, typical_ids=typical, folder=folder)
         self.__dict__["precision"] = "int8" if int8 else self.precision
 
     @cached_property
