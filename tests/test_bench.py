@@ -31,13 +31,13 @@ from draftheads.errors import DataError, InvalidSettings
 from draftheads.growth import BestFirst, BestPaths
 from draftheads.heads.base import DraftHead
 from draftheads.loading import load_target
+from draftheads.search.profile import Silent
 from draftheads.search.rehearsal import Rehearsal
 from draftheads.search.workbook import Workbook
 from draftheads.target.model import TargetModel
 from draftheads.tree import Tree
 from families import tiny_head, tiny_model
 from test_tune import world
-from test_tuner import Silent
 
 __all__ = ["world"]  # a fixture
 

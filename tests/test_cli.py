@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = TargetModel.load(str(place / "model"), dtype=torch.float32)
     for method in ("medusa", "hydra"):
         head = tiny_head(method, base)
-        head.tree = TREES["cartesian"]
+        head.shape = TREES["cartesian"]
         draftheads.save_head(head, place / method, base=base, dtype=torch.float32)
     (place / "deep.json").write_text("[[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]", encoding="utf-8")
     (place / "chain.json").write_text("[[0], [0, 0]]", encoding="utf-8")
@@ -185,10 +185,10 @@ ERRORS = {
     f"generate abc {ON_MODEL} --head medusa --paths 9 --widths 3 2": "num_paths is 9 but widths [3, 2] have 6 paths",
     f"generate abc {ON_MODEL} --head lookahead --draw 3": "lookahead fills no tree; give a draft head by head=",
     f"generate abc {ON_MODEL} --head medusa --threshold 0.5": "--threshold 0.5 is for growing trees",
-    f"generate abc {ON_MODEL} --head medusa --plan none.json": "no plan at none.json",
-    f"generate abc {ON_MODEL} --head medusa --plan medusa": "plan.json is not tuned",
-    f"generate abc {ON_MODEL} --plan medusa": "a plan needs a head",
-    f"generate abc {ON_MODEL} --head medusa --plan medusa --tree chain.json": "tree and plan medusa contradict",
+    f"generate abc {ON_MODEL} --head medusa --profile none.json": "no acceptance profile at none.json",
+    f"generate abc {ON_MODEL} --head medusa --profile chain.json": "chain.json: it is .* must be an object",
+    f"generate abc {ON_MODEL} --profile medusa": "profile medusa needs a head",
+    f"generate abc {ON_MODEL} --head medusa --profile medusa --tree chain.json": "tree and profile medusa contradict",
     "generate --prompts none.jsonl": "none.jsonl: cannot be read",
     "generate --prompts bad.jsonl": "bad.jsonl, line 2: not JSON",
     "generate --prompts empty.jsonl": "nothing to answer",
@@ -343,13 +343,12 @@ def test_all_options_arrive(here: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(generate, "_batch", batch)
     words = """abc def --model here --head there --tree chain.json --max-new-tokens 5 --temperature 0.5 --top-k 3
         --top-p 0.75 --repetition-penalty 1.5 --seed 11 --stop x yz --acceptance typical --batch-size 2
-        --dtype bf16 --exact-bits --out o --no-adaptive --plan p"""
+        --dtype bf16 --exact-bits --out o --profile p"""
     assert main(["generate", *shlex.split(words)]) == 0
     options = {
         "draft_model": None,
         "tree": Tree.chain(2),
-        "plan": "p",
-        "adaptive": False,
+        "profile": "p",
         "dtype": torch.bfloat16,
         "max_batch_size": 2,
         "exact_bits": True,
@@ -369,16 +368,15 @@ def test_all_options_arrive(here: Path, monkeypatch: pytest.MonkeyPatch):
     defaults = {
         "draft_model": None,
         "tree": None,
-        "plan": "auto",
-        "adaptive": True,
+        "profile": "auto",
         "dtype": None,
         "max_batch_size": 16,
         "exact_bits": False,
     }
     assert seen[2][1] == defaults
     assert seen[3][2] == SamplingSettings()
-    assert main(["generate", "abc", "def", "--grow", "9", "--threshold", "0.25", "--plan", "none"]) == 0
-    assert seen[4][1] == {**defaults, "tree": BestFirst(9, threshold=0.25), "plan": None}
+    assert main(["generate", "abc", "def", "--grow", "9", "--threshold", "0.25", "--profile", "none"]) == 0
+    assert seen[4][1] == {**defaults, "tree": BestFirst(9, threshold=0.25), "profile": None}
     assert main(["generate", "abc", "def", "--draft-model", "small", "--draw", "3", "--acceptance", "block"]) == 0
     assert seen[6][1] == {**defaults, "draft_model": "small", "tree": Sampled(Tree.chain(3))}
     assert seen[7][2] == SamplingSettings(acceptance="block")

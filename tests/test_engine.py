@@ -252,7 +252,7 @@ def test_rows_with_penalties_keep_to_their_own_texts(model: TargetModel):
     ]
     alone = [Engine(model).generate([prompt], own)[0].token_ids for prompt, own in zip(MANY, each, strict=True)]
     head = tiny_head("hydra", model)
-    head.tree = TREES["cartesian"]
+    head.shape = TREES["cartesian"]
     found = Engine(model, head, max_batch_size=3).generate(MANY, each)
     assert ids(found) == alone
     assert max(result.tokens_per_step for result in found) > 1.0
@@ -432,7 +432,7 @@ def tiny_by_name(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def head_folder(model: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved Hydra head of three heads."""
     head = tiny_head("hydra", model)
-    head.tree = TREES["cartesian"]
+    head.shape = TREES["cartesian"]
     folder = tmp_path_factory.mktemp("heads") / "hydra"
     save_head(head, folder, base=model, dtype=torch.float32)
     return folder
@@ -443,9 +443,9 @@ def test_load_gives_an_engine(tiny_by_name: list[dict[str, Any]], head_folder: P
         engine = draftheads.load("tiny", head, max_batch_size=2)
         assert ids(engine.generate(MANY, max_new_tokens=30, **ON)) == plain
         assert engine.max_batch_size == 2
-    assert engine.drafter.tree == TREES["cartesian"]  # type: ignore[attr-defined]
+    assert engine.drafter.shape == TREES["cartesian"]  # type: ignore[attr-defined]
     engine = draftheads.load("tiny", head_folder, tree=Tree.chain(2), dtype=torch.bfloat16, device="cpu")
-    assert engine.drafter.tree == Tree.chain(2)  # type: ignore[attr-defined]
+    assert engine.drafter.shape == Tree.chain(2)  # type: ignore[attr-defined]
     assert engine.model.dtype == torch.bfloat16
     assert tiny_by_name[0] == {"dtype": None, "device": None}
     assert tiny_by_name[-1] == {"dtype": torch.bfloat16, "device": "cpu"}

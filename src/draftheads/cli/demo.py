@@ -19,7 +19,7 @@ from draftheads.cli.prompts import TextPrompt, read_prompts
 from draftheads.cli.show import DRAFTED, quiet_transformers, show_stream
 from draftheads.decode.engine import Engine
 from draftheads.errors import DataError, InvalidSettings
-from draftheads.loading import find_tuned, load_drafter, load_target
+from draftheads.loading import head_engine, load_drafter, load_target
 from draftheads.provenance import provenance
 from draftheads.target.fast import rows_keep_their_bits, speed_up
 from draftheads.target.model import TargetModel
@@ -47,7 +47,7 @@ class DemoOptions:
     model: str = "smollm2-135m"
     """A model: a name, a folder or a Hugging Face id."""
     heads: tuple[str, ...] = ("medusa", "hydra")
-    """Draft heads to compare: bundled ones' names, folders or Hugging Face ids; with their tuned plans."""
+    """Draft heads to compare: bundled ones' names, folders or Hugging Face ids."""
     prompts: Path | None = None
     """A JSONL file of prompts ("prompt", "messages" or "turns" in each line) instead of a handful of our own."""
     limit: int | None = None
@@ -91,7 +91,7 @@ def run(options: DemoOptions) -> None:
 
 def _engine(target: TargetModel, head: str, model: str) -> Engine:
     drafter = load_drafter(head, model, target)
-    return Engine(target, drafter, tuned=find_tuned(head, model, target, drafter))
+    return head_engine(target, drafter, head=head, model=model)
 
 
 def _labels(heads: Sequence[str]) -> list[str]:

@@ -37,8 +37,8 @@ class RehearsalSettings:
     max_new_tokens: int = 128
     """Tokens of each answer to them."""
     temperature: float = 0.0
-    """The temperature that the plan is for; above 0 the model's probabilities count, not its single choice."""
-    max_nodes: int = 100
+    """The temperature of the answers; above 0 the model's probabilities count, not its single choice."""
+    max_nodes: int = 64
     """The largest tree that is looked at, root included."""
     num_ranks: int = 10
     """How many guesses of each head are looked at."""
