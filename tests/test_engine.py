@@ -23,7 +23,7 @@ from draftheads.errors import (
 )
 from draftheads.kernels import FastLinear
 from draftheads.target.target import Target
-from families import PROMPTS, TREES, VOCAB, IntegerTokenizer, Prophet, tiny_head, tiny_model
+from families import PROMPTS, TREES, VOCAB, IntegerTokenizer, Prophet, tiny_head, tiny_model, tiny_profile
 
 MANY = [*PROMPTS, [4, 5], [22, 3, 9, 4], [8, 8, 8], [20, 19, 18]]  # seven, no two alike
 LENGTHS = [1, 9, 4, 1, 12, 2, 6]
@@ -432,9 +432,8 @@ def tiny_by_name(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def head_folder(model: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved Hydra head of three heads."""
     head = tiny_head("hydra", model)
-    head.shape = TREES["cartesian"]
     folder = tmp_path_factory.mktemp("heads") / "hydra"
-    save_head(head, folder, base=model, dtype=torch.float32)
+    save_head(head, folder, base=model, dtype=torch.float32, profile=tiny_profile(TREES["chain"]))
     return folder
 
 
@@ -443,7 +442,7 @@ def test_load_gives_an_engine(tiny_by_name: list[dict[str, Any]], head_folder: P
         engine = draftheads.load("tiny", head, max_batch_size=2)
         assert ids(engine.generate(MANY, max_new_tokens=30, **ON)) == plain
         assert engine.max_batch_size == 2
-    assert engine.drafter.shape == TREES["cartesian"]  # type: ignore[attr-defined]
+    assert engine.profile == tiny_profile(TREES["chain"])
     engine = draftheads.load("tiny", head_folder, tree=Tree.chain(2), dtype=torch.bfloat16, device="cpu")
     assert engine.drafter.shape == Tree.chain(2)  # type: ignore[attr-defined]
     assert engine.model.dtype == torch.bfloat16

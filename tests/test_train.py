@@ -145,8 +145,13 @@ def test_the_folder_holds_the_head_and_how_it_was_made(target: TargetModel, feat
     assert metrics["provenance"]["torch"] == torch.__version__
     assert Report(**{name: metrics[name] for name in vars(report)}) == report
     head = load_head(out, target, dtype=torch.float32)
-    assert head.shape == Tree.from_paths(report.tree)
-    assert head.shape.num_nodes == 8
+    assert Tree.from_paths(report.tree).num_nodes == 8
+    profile = read_head(out).profile
+    assert head.shape == profile.tree(10)
+    assert profile.num_texts >= 2
+    assert profile.num_tokens > 0
+    assert 1.0 < profile.static_tokens[9] <= 4.0
+    assert 1.0 < profile.dynamic_tokens[9] <= 4.0
     # the saved head (bf16) guesses as well as the one that was measured
     assert measured(target, features, options(out, features), head=head).accuracy(1) == pytest.approx(
         report.top1, abs=0.03

@@ -57,6 +57,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         draftheads.save_head(tiny_head(method, base), place / method, base=base, dtype=torch.float32)
     lines = [json.dumps({"prompt": prompt}) for prompt in PROMPTS]
     (place / "prompts.jsonl").write_text("\n".join(lines[:6]), encoding="utf-8")
+    (place / "others.jsonl").write_text("\n".join(lines[4:]), encoding="utf-8")
     (place / "one.jsonl").write_text(lines[0], encoding="utf-8")
     return place
 

@@ -183,7 +183,7 @@ def copy_for(head: DraftHead, base: TargetModel) -> DraftHead:
     twin = _skeleton(head.config)
     values = {name: _cast(tensor.detach(), base.dtype) for name, tensor in head.state_dict().items()}
     twin.load_state_dict(values, strict=True, assign=True)
-    twin.bind(base.weights)
+    twin.bind(_weights(base, base.dtype))
     return twin.eval().requires_grad_(requires_grad=False)
 
 

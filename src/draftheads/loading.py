@@ -102,13 +102,15 @@ def head_engine(
     max_batch_size: int = 16,
 ) -> Engine:
     """An engine of loaded parts; the other arguments as for :func:`load`."""
-    if tree is not None or profile is None:
-        if tree is not None:
-            drafter.shape = tree
+    found = None if profile is None else find_profile(head, model, profile=profile)
+    if found is not None:
+        drafter.confidence = tuple(found.confidence)
+    if tree is not None:
+        drafter.shape = tree
+    if found is None or tree is not None:
         return Engine(target, drafter, max_batch_size=max_batch_size)
-    found = find_profile(head, model, profile=profile)
-    drafter.confidence = tuple(found.confidence)
-    return Engine(target, drafter, max_batch_size=max_batch_size, profile=found, cost=cost_of(target, drafter))
+    cost = cost_of(target, drafter)
+    return Engine(target, drafter, max_batch_size=max_batch_size, profile=found, cost=cost)
 
 
 def _check_what_drafts(
