@@ -74,7 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch, cheap_nodes: None) -> Iterator[Path]:
     """The folder is the working directory, nobody types, and the screen is as narrow as screens get."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
