@@ -76,7 +76,7 @@ def _print_zoo(console: Console) -> None:
     if not heads:
         console.print("No heads are bundled. Train one with `draftheads train`.", markup=False)
         return
-    table = Table("base", "method", "heads", "parameters", "size", f"tokens/step, {DEFAULT_NODES} nodes")
+    table = Table("base", "method", "heads", "parameters", "size", "tokens/step")
     for base_name, method, folder in heads:
         saved = read_head(folder)
         gain = max(_at(saved.profile, DEFAULT_NODES).values())
