@@ -45,7 +45,7 @@ class Case:
     folder: Path
 
     def answers(self) -> list[Answer]:
-        book = Workbook(self.folder, {}, anew=True)
+        book = Workbook(self.folder, {})
         found = self.rehearsal
         return own_answers(found.target, self.prompts, found.settings, book=book, display=Silent())
 

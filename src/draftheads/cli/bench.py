@@ -118,7 +118,7 @@ def run(options: BenchOptions) -> None:
                 prompts,
                 calibration,
                 options.settings,
-                book=Workbook(folder / "found", identity, anew=False),
+                book=Workbook(folder / "found", identity),
                 display=display,
             )
             rows = bench.run()

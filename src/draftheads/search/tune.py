@@ -57,7 +57,7 @@ def tune(
         "answers": [settings.max_new_tokens, settings.temperature],
     }
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
-    book = Workbook(folder / digest, identity, anew=False)
+    book = Workbook(folder / digest, identity)
     answers = own_answers(target, ids, settings, book=book, display=display)
     profile, found = measured_profile(target, head, answers, settings, display=display)
     record = {
