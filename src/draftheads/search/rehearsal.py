@@ -1,4 +1,4 @@
-"""What a head's guesses are worth in trees of all sizes: the model answers prompts, and the head guesses along.
+"""What trees of all sizes gain: the model answers prompts, and the head drafts along the answers.
 
 Knows what trees are grown from, but no clock: the same prompts give the same trees on every machine.
 """
