@@ -1,9 +1,14 @@
 """What tests of several files share."""
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+from draftheads import loading
+from draftheads.decode import cost
 
 
 @pytest.fixture(scope="module")
@@ -13,3 +18,23 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cost_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is measured in tests goes to no user's cache, unless a test says where."""
+    folder, own = tmp_path_factory.mktemp("costs"), cost.cache_folder
+
+    def place() -> Path:
+        return own() if "DRAFTHEADS_CACHE" in os.environ else folder
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cost, "cache_folder", place)
+        yield
+
+
+@pytest.fixture
+def cheap_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines are loaded as if nodes cost next to nothing: on tiny models nothing else is faster than plain."""
+    points = [("verify", 1, 1, 10.0), ("verify", 1, 33, 10.5), ("static", 1, 2, 0.01)]
+    monkeypatch.setattr(loading, "cost_of", lambda *_: cost.by_hand(points))

@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from draftheads.acceptance import AcceptanceProfile
 from draftheads.draft import Context, Draft
 from draftheads.growth import BestFirst, BestPaths
 from draftheads.heads import head_classes
@@ -122,6 +123,23 @@ def tiny_head(method: str, model: TargetModel, *, num_heads: int = 3, seed: int 
     for parameter in head.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     return head.eval().requires_grad_(requires_grad=False)
+
+
+def tiny_profile(tree: Tree, num_heads: int = 3, **changes: Any) -> AcceptanceProfile:
+    """A profile whose static tree of that many nodes is the given one."""
+    paths = [list(path) for path in tree.paths[1:]]
+    values: dict[str, Any] = {
+        "temperature": 0.0,
+        "num_texts": 4,
+        "num_tokens": 80,
+        "confidence": [1.0] * num_heads,
+        "paths": paths,
+        "static_tokens": [round(1.0 + 0.5 * n / (n + 2), 4) for n in range(len(paths) + 1)],
+        "dynamic_tokens": [round(1.0 + 0.6 * n / (n + 2), 4) for n in range(24)],
+        "num_ranks": 6,
+        "beam": 4,
+    }
+    return AcceptanceProfile(**{**values, **changes})
 
 
 class Prophet:

@@ -31,13 +31,13 @@ from draftheads.errors import DataError, InvalidSettings
 from draftheads.growth import BestFirst, BestPaths
 from draftheads.heads.base import DraftHead
 from draftheads.loading import load_target
+from draftheads.search.profile import Silent
 from draftheads.search.rehearsal import Rehearsal
 from draftheads.search.workbook import Workbook
 from draftheads.target.model import TargetModel
 from draftheads.tree import Tree
 from families import tiny_head, tiny_model
 from test_tune import world
-from test_tuner import Silent
 
 __all__ = ["world"]  # a fixture
 
@@ -70,7 +70,7 @@ def contenders(model: TargetModel) -> list[Contender]:
 def bench(
     model: TargetModel, folder: Path, each: list[Contender] | None = None, settings: BenchSettings = SETTINGS
 ) -> Bench:
-    book = Workbook(folder, {"model": model.model_id}, anew=False)
+    book = Workbook(folder, {"model": model.model_id})
     each = contenders(model) if each is None else each
     return Bench(model, each, PROMPTS, OTHERS, settings, book=book, display=Silent())
 
@@ -360,7 +360,7 @@ def test_names_must_differ_and_prompts_be_there(model: TargetModel, tmp_path: Pa
         bench(model, tmp_path, twice)
     with pytest.raises(InvalidSettings, match="not 'plain'"):
         bench(model, tmp_path, [replace(twice[0], name="plain")])
-    book = Workbook(tmp_path, {}, anew=False)
+    book = Workbook(tmp_path, {})
     with pytest.raises(DataError, match="2 prompts to answer: give at least 3"):
         Bench(model, twice[:1], PROMPTS[:2], OTHERS, SETTINGS, book=book, display=Silent())
 

@@ -456,7 +456,7 @@ def test_replaying_counts_how_often_whole_paths_are_kept(kind: str) -> None:
 def test_replaying_heeds_confidence_and_leaves_the_head_s_tree() -> None:
     model = model_of("llama")
     head = tiny_head("medusa", model, num_heads=K)
-    head.tree = Tree.cartesian([2, 2])
+    head.shape = Tree.cartesian([2, 2])
     answers = said(model, temperature=0.0)
     found = []
     for confidence in ((1.0, 1.0, 1.0), (4.0, 0.4, 1.0)):

@@ -16,12 +16,14 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftheads import checkpoint
+from draftheads.acceptance import AcceptanceProfile
 from draftheads.checkpoint import (
     CARD_FILE,
     CONFIG_FILE,
     HEAD_FILES,
-    PLAN_FILE,
+    PROFILE_FILE,
     TENSORS_FILE,
+    copy_for,
     load_head,
     read_head,
     save_head,
@@ -40,12 +42,11 @@ from draftheads.growth import BestFirst
 from draftheads.heads import HEADS
 from draftheads.heads.base import DraftHead
 from draftheads.heads.medusa import MedusaConfig, MedusaHead
-from draftheads.plan import Plan, read_plan
 from draftheads.target import fingerprint
 from draftheads.target.fingerprint import Fingerprints, difference
 from draftheads.target.model import TargetModel
 from draftheads.tree import Tree
-from families import fitting, tiny_head
+from families import fitting, tiny_head, tiny_profile
 
 VOCAB, SIZE = 64, 32
 TREE = Tree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
@@ -96,7 +97,7 @@ def random_head(base: TargetModel, method: str = "medusa", *, seed: int = 1, **o
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.normal_(0, 0.5, generator=generator)
-    head.tree = TREE
+    head.shape = TREE
     return head.eval()
 
 
@@ -115,7 +116,7 @@ def base() -> TargetModel:
 @pytest.fixture
 def folder(base: TargetModel, tmp_path: Path) -> Path:
     """A good head's folder, to be broken."""
-    save_head(random_head(base, draft_vocab_size=16), tmp_path / "head", base=base)
+    save_head(random_head(base, draft_vocab_size=16), tmp_path / "head", base=base, profile=tiny_profile(TREE))
     return tmp_path / "head"
 
 
@@ -138,8 +139,9 @@ def test_a_loaded_head_proposes_what_the_saved_one_did(
     head = random_head(base, method, **options)
     save_head(head, tmp_path / "head", base=base, dtype=torch.float32)
     loaded = load_head(tmp_path / "head", base)
-
+    head.shape = Tree.chain(head.config.num_heads)
     assert torch.equal(head.propose(context()).token_ids, loaded.propose(context()).token_ids)
+    assert loaded.shape == head.shape, "the assumed profile's"
     head.shape = loaded.shape = BestFirst(12)
     ours, theirs = head.propose(context()), loaded.propose(context())
     assert torch.equal(ours.token_ids, theirs.token_ids)
@@ -148,13 +150,12 @@ def test_a_loaded_head_proposes_what_the_saved_one_did(
     assert torch.equal(ours.log_probs, theirs.log_probs)
     assert type(loaded) is type(head)
     assert loaded.config == head.config
-    assert loaded.tree == TREE
 
 
 def test_a_head_is_saved_in_bf16_and_still_proposes_the_same_tokens(base: TargetModel, tmp_path: Path) -> None:
     head = random_head(base, "hydra", draft_vocab_size=16).to(torch.bfloat16).float()
     head.bind(base.weights)
-    save_head(head, tmp_path / "head", base=base)
+    save_head(head, tmp_path / "head", base=base, profile=tiny_profile(TREE))
     kinds = {name: tensor.dtype for name, tensor in load_file(tmp_path / "head" / TENSORS_FILE).items()}
     assert kinds.pop("draft_vocab") == torch.int64
     assert set(kinds.values()) == {torch.bfloat16}
@@ -206,9 +207,9 @@ def test_loading_draws_no_random_numbers(base: TargetModel, folder: Path) -> Non
 
 def test_what_is_on_the_disk(base: TargetModel, tmp_path: Path) -> None:
     head = random_head(base, lm_head="low_rank", lm_head_rank=5)
-    save_head(head, tmp_path / "head", base=base, card="# Card\nfast", plan_details={"tokens_per_step": 2.5})
+    save_head(head, tmp_path / "head", base=base, card="# Card\nfast", profile=tiny_profile(TREE))
     config = json.loads((tmp_path / "head" / CONFIG_FILE).read_text())
-    plan = json.loads((tmp_path / "head" / PLAN_FILE).read_text())
+    profile = json.loads((tmp_path / "head" / PROFILE_FILE).read_text())
 
     assert list(config) == ["format_version", "method", "head", "base", "provenance"]
     assert config["format_version"] == 1
@@ -225,23 +226,23 @@ def test_what_is_on_the_disk(base: TargetModel, tmp_path: Path) -> None:
     assert config["base"]["model_id"] == "tiny-0"
     assert set(config["base"]["fingerprints"]) == {"embedding", "lm_head", "tokenizer"}
     assert config["provenance"]["torch"] == torch.__version__
-    assert plan["format_version"] == 1
-    assert plan["tree"] == [list(path) for path in TREE.paths[1:]]
-    assert plan["num_nodes"] == TREE.num_nodes
-    assert plan["measured"] == {"tokens_per_step": 2.5}
+    assert profile["format_version"] == 1
+    assert profile["paths"] == [list(path) for path in TREE.paths[1:]]
+    assert profile["confidence"] == [1.0, 1.0, 1.0]
     assert (tmp_path / "head" / CARD_FILE).read_text() == "# Card\nfast\n"
 
 
 def test_a_saved_head_is_described_without_its_base(base: TargetModel, tmp_path: Path) -> None:
     head = random_head(base)
-    save_head(head, tmp_path / "head", base=base, plan_details={"device": "cpu"})
+    save_head(head, tmp_path / "head", base=base, profile=tiny_profile(TREE, confidence=[0.5, 1.5, 2.0]))
     saved = read_head(tmp_path / "head")
     assert saved.method == "medusa"
     assert saved.config == head.config
     assert saved.model_id == "tiny-0"
     assert saved.fingerprints == Fingerprints.of(base)
-    assert saved.tree == TREE
-    assert saved.measured == {"device": "cpu"}
+    assert saved.profile == tiny_profile(TREE, confidence=[0.5, 1.5, 2.0])
+    loaded = load_head(tmp_path / "head", base)
+    assert (loaded.shape, loaded.confidence) == (TREE, (0.5, 1.5, 2.0))
     assert saved.num_parameters == 3 * (SIZE * SIZE + SIZE)
     assert saved.num_bytes == (tmp_path / "head" / TENSORS_FILE).stat().st_size
     assert saved.card.startswith("# medusa head for tiny-0")
@@ -259,9 +260,26 @@ def test_a_card_may_be_missing(base: TargetModel, folder: Path) -> None:
     load_head(folder, base)
 
 
-def test_measured_may_be_missing(folder: Path) -> None:
-    change_json(folder / PLAN_FILE, lambda plan: plan.pop("measured"))
-    assert read_plan(folder / PLAN_FILE) == Plan(TREE)
+def test_a_head_that_nobody_measured_has_an_assumed_profile(base: TargetModel, tmp_path: Path) -> None:
+    save_head(random_head(base), tmp_path / "head", base=base)
+    assert read_head(tmp_path / "head").profile == AcceptanceProfile.assumed(3)
+
+
+def test_a_profile_of_another_head_is_not_saved(base: TargetModel, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointCorrupt, match="confidence has 2 numbers but the head has 3 heads"):
+        save_head(random_head(base), tmp_path / "head", base=base, profile=AcceptanceProfile.assumed(2))
+    assert not (tmp_path / "head").exists()
+
+
+def test_a_copy_for_a_base_of_another_type_drafts_the_same_and_leaves_the_head(folder: Path) -> None:
+    base = tiny_base(dtype=torch.bfloat16)
+    head = load_head(folder, base, dtype=torch.float32)
+    twin = copy_for(head, base)
+    twin.shape = head.shape
+    assert {parameter.dtype for parameter in twin.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in head.parameters()} == {torch.float32}
+    ours, theirs = head.propose(context()), twin.propose(context(dtype=torch.bfloat16))
+    assert (ours.token_ids == theirs.token_ids).double().mean() > 0.8, "up to near-ties"
 
 
 # --- saving is all or nothing ---
@@ -494,21 +512,26 @@ BROKEN = [
     Broken(CONFIG_FILE, put("format_version", value=0), CheckpointCorrupt, "format_version is 0"),
     Broken(CONFIG_FILE, put("format_version", value="1"), CheckpointCorrupt, "format_version is '1'"),
     Broken(CONFIG_FILE, drop("format_version"), CheckpointCorrupt, "is this a draft head's file"),
-    Broken(PLAN_FILE, put("surprise", value=1), CheckpointCorrupt, "unknown key surprise"),
-    Broken(PLAN_FILE, drop("tree"), CheckpointCorrupt, "tree is missing"),
-    Broken(PLAN_FILE, put("measured", value=3), CheckpointCorrupt, "measured is 3; it must be dict"),
-    Broken(PLAN_FILE, put("num_nodes", value=9), CheckpointCorrupt, "num_nodes is 9 but the tree has 8"),
-    Broken(PLAN_FILE, put("format_version", value=3), CheckpointMismatch, "is 3 .* up to 2: upgrade"),
-    Broken(PLAN_FILE, put("tree", value=[[0, 0]]), InvalidTree, r"plan\.json: path \[0, 0\] has no parent"),
+    Broken(PROFILE_FILE, put("surprise", value=1), CheckpointCorrupt, "unknown key surprise"),
+    Broken(PROFILE_FILE, drop("paths"), CheckpointCorrupt, "paths is missing"),
+    Broken(PROFILE_FILE, put("beam", value="3"), CheckpointCorrupt, "beam is '3'; it must be int"),
+    Broken(PROFILE_FILE, put("confidence", value=[1.0]), CheckpointCorrupt, "confidence has 1 numbers but .* 3 heads"),
+    Broken(PROFILE_FILE, put("format_version", value=3), CheckpointMismatch, "is 3 .* up to 1: upgrade"),
     Broken(
-        PLAN_FILE,
-        lambda plan: plan.update(tree=[[0] * d for d in range(1, 5)], num_nodes=5),
+        PROFILE_FILE,
+        put("paths", value=[[0, 0]]),
         InvalidTree,
-        r"plan\.json: the tree is 4 deep but the head has 3 heads",
+        r"acceptance\.json: path \[0, 0\] has no parent",
     ),
     Broken(
-        PLAN_FILE,
-        lambda plan: plan.update(tree=[[rank] for rank in range(17)], num_nodes=18),
+        PROFILE_FILE,
+        lambda profile: profile.update(paths=[[0] * d for d in range(1, 5)], static_tokens=[1.0] * 5),
+        InvalidTree,
+        r"acceptance\.json: the tree is 4 deep but the head has 3 heads",
+    ),
+    Broken(
+        PROFILE_FILE,
+        lambda profile: profile.update(paths=[[rank] for rank in range(17)], static_tokens=[1.0] * 18),
         InvalidTree,
         "rank 16 is beyond the draft vocabulary of 16",
     ),
@@ -548,14 +571,14 @@ def test_a_draft_vocabulary_beyond_the_targets_is_refused(base: TargetModel, fol
         load_head(folder, base)
 
 
-@pytest.mark.parametrize("file", [CONFIG_FILE, PLAN_FILE, TENSORS_FILE])
+@pytest.mark.parametrize("file", [CONFIG_FILE, PROFILE_FILE, TENSORS_FILE])
 def test_a_missing_file_is_named(base: TargetModel, folder: Path, file: str) -> None:
     (folder / file).unlink()
-    with pytest.raises(CheckpointCorrupt, match=f"{file} is missing; a head's folder has README.md, config.json"):
+    with pytest.raises(CheckpointCorrupt, match=f"{file} is missing; a head's folder has README.md, accept"):
         load_head(folder, base)
 
 
-@pytest.mark.parametrize("file", [CONFIG_FILE, PLAN_FILE])
+@pytest.mark.parametrize("file", [CONFIG_FILE, PROFILE_FILE])
 @pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe{}", pytest.param(b"[" * 100_000, id="deep")])
 def test_what_is_not_json_is_named(base: TargetModel, folder: Path, file: str, content: bytes) -> None:
     (folder / file).write_bytes(content)
@@ -563,7 +586,7 @@ def test_what_is_not_json_is_named(base: TargetModel, folder: Path, file: str, c
         load_head(folder, base)
 
 
-@pytest.mark.parametrize("file", [CONFIG_FILE, PLAN_FILE])
+@pytest.mark.parametrize("file", [CONFIG_FILE, PROFILE_FILE])
 def test_json_that_is_no_object_is_named(base: TargetModel, folder: Path, file: str) -> None:
     (folder / file).write_text("[1]")
     with pytest.raises(CheckpointCorrupt, match=rf"{file}: it is \[1\]; it must be an object"):

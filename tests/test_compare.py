@@ -117,7 +117,7 @@ def test_real_ways_agree_on_a_tiny_model():
     plain = stock.twin()
     speed_up(plain.model, exact_bits=False)
     head = tiny_head("hydra", plain)
-    head.tree = TREES["cartesian"]
+    head.shape = TREES["cartesian"]
     ways = [stock_way(stock, 20), engine_way("plain", Engine(plain), 20), engine_way("hydra", Engine(plain, head), 20)]
     start = time.perf_counter()
     compare(ways, PROMPTS)

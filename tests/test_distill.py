@@ -95,7 +95,7 @@ def test_neighbours_change_no_answer(tmp_path: Path, changes: dict[str, Any]):
 
 def test_a_head_changes_no_answer_and_saves_steps(target: TargetModel, tmp_path: Path):
     head = tiny_head("medusa", target)
-    head.tree = TREES["cartesian"]
+    head.shape = TREES["cartesian"]
     one, other = options(tmp_path), options(tmp_path, out=tmp_path / "other.jsonl")
     plain, faster = run(target, one), run(target, other, drafter=head)
     assert one.out.read_bytes() == other.out.read_bytes()
@@ -347,8 +347,7 @@ def test_impossible_options_name_the_flag_and_the_mend(changes: dict[str, Any], 
 def test_a_chain_takes_the_place_of_the_heads_tree(monkeypatch: pytest.MonkeyPatch, target: TargetModel):
     asked: list[Any] = []
 
-    def loading(*_: Any, tree: Any, adaptive: bool, **__: Any) -> Engine:
-        assert not adaptive, "trees that go by the clock would change bytes where a kernel rounds by size"
+    def loading(*_: Any, tree: Any, **__: Any) -> Engine:
         asked.append(tree)
         return Engine(target)
 

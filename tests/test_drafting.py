@@ -586,8 +586,8 @@ def test_rules_that_the_head_cannot_follow(method: str) -> None:
 
 def test_a_rule_leaves_the_tree_that_is_saved_with_the_head_alone() -> None:
     head = random_head("medusa")
-    saved = head.tree = Tree.cartesian([2, 2])
+    saved = head.shape = Tree.cartesian([2, 2])
     head.shape = BestFirst(5)
-    assert head.tree is saved
-    head.tree = saved
+    assert head.shape is saved
+    head.shape = saved
     assert head.shape is saved

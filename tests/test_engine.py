@@ -23,7 +23,7 @@ from draftheads.errors import (
 )
 from draftheads.kernels import PackedLinear
 from draftheads.target.target import Target
-from families import PROMPTS, TREES, VOCAB, IntegerTokenizer, Prophet, tiny_head, tiny_model
+from families import PROMPTS, TREES, VOCAB, IntegerTokenizer, Prophet, tiny_head, tiny_model, tiny_profile
 
 MANY = [*PROMPTS, [4, 5], [22, 3, 9, 4], [8, 8, 8], [20, 19, 18]]  # seven, no two alike
 LENGTHS = [1, 9, 4, 1, 12, 2, 6]
@@ -252,7 +252,7 @@ def test_rows_with_penalties_keep_to_their_own_texts(model: TargetModel):
     ]
     alone = [Engine(model).generate([prompt], own)[0].token_ids for prompt, own in zip(MANY, each, strict=True)]
     head = tiny_head("hydra", model)
-    head.tree = TREES["cartesian"]
+    head.shape = TREES["cartesian"]
     found = Engine(model, head, max_batch_size=3).generate(MANY, each)
     assert ids(found) == alone
     assert max(result.tokens_per_step for result in found) > 1.0
@@ -432,9 +432,8 @@ def tiny_by_name(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def head_folder(model: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved Hydra head of three heads."""
     head = tiny_head("hydra", model)
-    head.tree = TREES["cartesian"]
     folder = tmp_path_factory.mktemp("heads") / "hydra"
-    save_head(head, folder, base=model, dtype=torch.float32)
+    save_head(head, folder, base=model, dtype=torch.float32, profile=tiny_profile(TREES["chain"]))
     return folder
 
 
@@ -443,9 +442,9 @@ def test_load_gives_an_engine(tiny_by_name: list[dict[str, Any]], head_folder: P
         engine = draftheads.load("tiny", head, max_batch_size=2)
         assert ids(engine.generate(MANY, max_new_tokens=30, **ON)) == plain
         assert engine.max_batch_size == 2
-    assert engine.drafter.tree == TREES["cartesian"]  # type: ignore[attr-defined]
-    engine = draftheads.load("tiny", head_folder, tree=Tree.chain(2), precision="bf16", device="cpu")
-    assert engine.drafter.tree == Tree.chain(2)  # type: ignore[attr-defined]
+    assert engine.profile == tiny_profile(TREES["chain"])
+    engine = draftheads.load("tiny", head_folder, tree=Tree.chain(2), dtype=torch.bfloat16, device="cpu")
+    assert engine.drafter.shape == Tree.chain(2)  # type: ignore[attr-defined]
     assert engine.model.dtype == torch.bfloat16
     assert tiny_by_name[0] == {"dtype": None, "device": None}
     assert tiny_by_name[-1] == {"dtype": torch.bfloat16, "device": "cpu"}

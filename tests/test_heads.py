@@ -125,14 +125,14 @@ def slow_path(head: DraftHead, hidden: Tensor, root: int, path: Path) -> tuple[i
 @pytest.mark.parametrize("method", METHODS)
 def test_every_node_is_guessed_from_its_own_path(method: str, kind: str, tree: str) -> None:
     head, context = random_head(method, **KINDS[kind]), random_context(4)
-    head.tree = TREES[tree]
+    head.shape = TREES[tree]
     with torch.no_grad():
         draft = head.propose(context)
-    assert draft.token_ids.shape == (4, head.tree.num_nodes)
-    assert (draft.max_depth, draft.sampled) == (head.tree.max_depth, False)
+    assert draft.token_ids.shape == (4, head.shape.num_nodes)
+    assert (draft.max_depth, draft.sampled) == (head.shape.max_depth, False)
     for row in range(4):
         hidden = context.hidden[row, int(context.num_accepted[row]) - 1]
-        for node, path in enumerate(head.tree.paths):
+        for node, path in enumerate(head.shape.paths):
             token, _ = slow_path(head, hidden, int(context.root_ids[row]), path)
             assert int(draft.token_ids[row, node]) == token
 
@@ -140,7 +140,7 @@ def test_every_node_is_guessed_from_its_own_path(method: str, kind: str, tree: s
 @pytest.mark.parametrize("method", METHODS)
 def test_rows_are_guessed_as_if_alone(method: str) -> None:
     head, context = random_head(method, num_layers=2), random_context(5)
-    head.tree = TREES["ragged"]
+    head.shape = TREES["ragged"]
     with torch.no_grad():
         together = head.propose(context)
         for row in range(5):
@@ -156,7 +156,7 @@ def test_what_guesses_depend_on() -> None:
     below = [[tree.paths.index((a, b)) for b in range(3)] for a in range(3)]
     for method, same in (("medusa", True), ("hydra", False)):
         head = random_head(method)
-        head.tree = tree
+        head.shape = tree
         with torch.no_grad():
             ids, others = head.propose(context).token_ids, head.propose(other_roots).token_ids
         assert torch.equal(ids[:, below[0]], ids[:, below[1]]) == same
@@ -342,7 +342,7 @@ def test_a_trimmed_vocabulary_guesses_only_its_tokens_by_the_targets_ids(method:
     head = random_head(method, draft_vocab_size=len(DRAFT_VOCAB))
     assert head.to_target_ids(torch.tensor([[0, 2], [7, 1]])).tolist() == [[19, 7], [5, 3]]
     assert random_head(method).to_target_ids(torch.tensor([4])).tolist() == [4]
-    head.tree = Tree.cartesian([8, 8])
+    head.shape = Tree.cartesian([8, 8])
     with torch.no_grad():
         ids = head.propose(random_context(2)).token_ids
     children = ids[:, 1:9].sort(-1).values
@@ -395,13 +395,13 @@ def test_the_edges_of_what_is_allowed() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_trees_that_the_head_cannot_fill(method: str) -> None:
     head = fresh_head(method, draft_vocab_size=len(DRAFT_VOCAB))
-    assert head.tree == Tree.chain(K)
+    assert head.shape == Tree.chain(K)
     with pytest.raises(InvalidTree, match="4 deep but the head has 3 heads"):
-        head.tree = Tree.chain(4)
+        head.shape = Tree.chain(4)
     with pytest.raises(InvalidTree, match="rank 8 is beyond the draft vocabulary of 8"):
-        head.tree = Tree.from_paths([(0,), (8,)])
-    assert head.tree == Tree.chain(K), "a refused tree changes nothing"
-    head.tree = Tree.from_paths([(7,)])
+        head.shape = Tree.from_paths([(0,), (8,)])
+    assert head.shape == Tree.chain(K), "a refused tree changes nothing"
+    head.shape = Tree.from_paths([(7,)])
 
 
 @pytest.mark.parametrize("name", ["embedding", "lm_head"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 import tyro
 
+from draftheads.acceptance import AcceptanceProfile
 from draftheads.checkpoint import save_head
 from draftheads.cli.info import InfoOptions, run
 from draftheads.errors import CheckpointCorrupt, InvalidSettings, InvalidTree, ModelNotFound
@@ -15,7 +16,7 @@ from draftheads.heads.medusa import MedusaConfig, MedusaHead
 from draftheads.target.model import TargetModel
 from draftheads.tree import Tree
 from draftheads.zoo import registry
-from families import VOCAB, tiny_model
+from families import VOCAB, tiny_model, tiny_profile
 
 TREE = Tree.from_paths([(0,), (1,), (0, 0)])
 DRAWN = "root\n├── 0\n│   └── 0\n└── 1\n"
@@ -37,10 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tiny_model("llama")
     head = MedusaHead(MedusaConfig(hidden_size=32, vocab_size=VOCAB, num_heads=2, draft_vocab_size=20))
     head.initialise(base.weights, torch.arange(20))
-    head.tree = TREE
     place = tmp_path_factory.mktemp("heads") / "tiny-llama" / "medusa"
-    details = {"threads": 2, "note": "[b]odd[/b]", "steps": None}
-    save_head(head, place, base=base, card=CARD, plan_details=details)
+    save_head(head, place, base=base, card=CARD, profile=tiny_profile(TREE, num_heads=2))
     return place
 
 
@@ -79,9 +78,8 @@ def test_a_head_is_described(folder: Path, capsys: pytest.CaptureFixture[str]) -
         f"tokenizer {config['base']['fingerprints']['tokenizer']}",
         f"embedding {config['base']['fingerprints']['embedding'][:16]}",
         f"torch {torch.__version__}",
-        "threads 2",
-        "note [b]odd[/b]",
-        "steps -",
+        "measured on 4 texts, 80 tokens at temperature 0",
+        "tokens/step, 4 nodes static 1.30, dynamic 1.36",
         "4 nodes, root included; depth 2",
     ):
         assert line in lines(text), line
@@ -99,11 +97,10 @@ def test_what_is_not_there_has_no_heading(folder: Path, tmp_path: Path, capsys: 
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "README.md").write_text("no figures")
-    plan = json.loads((folder / "plan.json").read_text())
-    (tmp_path / "plan.json").write_text(json.dumps({**plan, "measured": {}}))
+    AcceptanceProfile.assumed(2).save(tmp_path / "acceptance.json")
     text = told(capsys, shlex.quote(str(tmp_path)))
     assert "Made by" in text
-    assert "Measured" not in text
+    assert "measured on nothing: assumed" in lines(text)
     assert "From its card" not in text
 
 
@@ -118,7 +115,7 @@ def test_the_zoo_is_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     row = next(line for line in text.splitlines() if "tiny-llama" in line)
     cells = [cell.strip() for cell in row.strip("│ ").split("│")]
     size = f"{(folder / 'model.safetensors').stat().st_size / 1e6:.1f} MB"
-    assert cells == ["tiny-llama", "medusa", "2", f"{2 * (32 * 32 + 32):,}", size, "4"]
+    assert cells == ["tiny-llama", "medusa", "2", f"{2 * (32 * 32 + 32):,}", size, "1.49"]
 
 
 def test_an_empty_zoo_is_said(
@@ -133,11 +130,11 @@ def test_a_tree_is_drawn_from_its_json(capsys: pytest.CaptureFixture[str], text:
     assert told(capsys, f"--tree {shlex.quote(text)}") == f"4 nodes, root included; depth 2\n{DRAWN}"
 
 
-def test_a_tree_is_drawn_from_a_file_or_a_plan(
+def test_a_tree_is_drawn_from_a_file_or_a_profile(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "tree.json").write_text(TREE.to_json())
-    for path in (tmp_path / "tree.json", folder / "plan.json"):
+    for path in (tmp_path / "tree.json", folder / "acceptance.json"):
         assert told(capsys, f"--tree {shlex.quote(str(path))}") == f"4 nodes, root included; depth 2\n{DRAWN}"
 
 
@@ -156,9 +153,9 @@ def test_what_is_no_tree_is_said(
 
 
 def test_a_file_that_is_no_tree_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "plan.json").write_text("{}")
+    (tmp_path / "acceptance.json").write_text("{}")
     with pytest.raises(CheckpointCorrupt, match="format_version"):
-        told(capsys, f"--tree {shlex.quote(str(tmp_path / 'plan.json'))}")
+        told(capsys, f"--tree {shlex.quote(str(tmp_path / 'acceptance.json'))}")
     (tmp_path / "tree.json").write_text("once upon a time")
     with pytest.raises(InvalidTree):
         told(capsys, f"--tree {shlex.quote(str(tmp_path / 'tree.json'))}")

@@ -536,6 +536,7 @@ def test_merging_gives_the_weights_of_the_definition(data: Path, tmp_path: Path,
         torch.testing.assert_close(model(input_ids=batch["token_ids"]).logits, logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("cheap_nodes")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("method", ["medusa", "hydra", "hydra++", "amphista", "eagle", "small-llama"])
 def test_the_merged_model_decodes_losslessly_with_its_head(data: Path, tmp_path: Path, method: str, tied: bool) -> None:

@@ -171,7 +171,7 @@ def test_shapes_that_change_from_step_to_step_equal_plain(
 def test_every_kind_of_head_equals_plain(method: str, options: dict[str, object]) -> None:
     model = tiny_model("llama")
     head = tiny_head(method, model, **fitting(method, **options))
-    head.tree = TREES["cartesian"]
+    head.shape = TREES["cartesian"]
     plain = ids(decode(Engine(model), PROMPTS))
     found = decode(Engine(model, head), PROMPTS)
     assert ids(found) == plain
@@ -225,7 +225,7 @@ def test_scoring_the_answer_in_one_pass_gives_the_same_logits() -> None:
     for name in FAMILIES:
         model = tiny_model(name)
         head = tiny_head("medusa", model)
-        head.tree = TREES["64 nodes"]
+        head.shape = TREES["64 nodes"]
         for prompt, result in zip(PROMPTS, decode(Engine(model, head), PROMPTS), strict=True):
             text = torch.tensor([[*prompt, *result.token_ids]])
             logits = model.model(text).logits[0, len(prompt) - 1 : -1]
@@ -236,7 +236,7 @@ def test_scoring_the_answer_in_one_pass_gives_the_same_logits() -> None:
 def test_text_up_to_the_last_position_of_the_model() -> None:
     model = tiny_model("gpt2", n_positions=24)
     head = tiny_head("medusa", model)
-    head.tree = TREES["cartesian"]
+    head.shape = TREES["cartesian"]
     results = decode(Engine(model, head), [[5, 6, 7]])
     assert len(results[0].token_ids) == 21
     assert results[0].finish_reason == "length"
@@ -248,7 +248,7 @@ def test_trees_only_change_the_speed() -> None:
     head = tiny_head("hydra", model)
     steps = []
     for depth in range(4):
-        head.tree = Tree.cartesian([6] * depth)
+        head.shape = Tree.cartesian([6] * depth)
         steps.append(sum(result.num_steps for result in decode(Engine(model, head), PROMPTS)))
     assert all(before >= after for before, after in pairwise(steps))
     assert steps[0] == len(PROMPTS) * (NEW_TOKENS - 1)

@@ -1,6 +1,5 @@
 """On the real model: plain text is transformers', speculative text is plain's, to the bit where promised."""
 
-import json
 import shlex
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 
 from draftheads import Engine, GenerationResult, TargetModel, Tree
+from draftheads.acceptance import read_profile
 from draftheads.bench.margins import Scorer
 from draftheads.cli.main import main
 from draftheads.errors import InvalidSettings
@@ -120,8 +120,9 @@ def test_bundled_heads_are_small(head: str):
     folder = find_head(head, MODEL)
     assert (folder / "model.safetensors").stat().st_size <= 30e6
     assert sum((one.folder / "model.safetensors").stat().st_size for one in zoo_heads()) <= 120e6
-    plan = json.loads((folder / "plan.json").read_text())
-    assert f"tree of {plan['num_nodes']} nodes" in (folder / "README.md").read_text()
+    profile = read_profile(folder / "acceptance.json")
+    assert profile.num_texts >= 60
+    assert (len(profile.static_tokens), len(profile.dynamic_tokens)) == (64, 64)
 
 
 @pytest.mark.parametrize("verb", ["generate", "info"])

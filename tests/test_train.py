@@ -137,7 +137,7 @@ def measured(
 def test_the_folder_holds_the_head_and_how_it_was_made(target: TargetModel, features: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     report = run.train_for(target, options(out, features), Silent())
-    names = {"README.md", "config.json", "model.safetensors", "plan.json"}  # the head
+    names = {"README.md", "acceptance.json", "config.json", "model.safetensors"}  # the head
     names |= {"log.jsonl", "metrics.json", "report.html", "validation.jsonl"}  # its history
     assert {path.name for path in out.iterdir()} == names
     metrics = json.loads((out / "metrics.json").read_text())
@@ -145,8 +145,13 @@ def test_the_folder_holds_the_head_and_how_it_was_made(target: TargetModel, feat
     assert metrics["provenance"]["torch"] == torch.__version__
     assert Report(**{name: metrics[name] for name in vars(report)}) == report
     head = load_head(out, target, dtype=torch.float32)
-    assert head.tree == Tree.from_paths(report.tree)
-    assert head.tree.num_nodes == 8
+    assert Tree.from_paths(report.tree).num_nodes == 8
+    profile = read_head(out).profile
+    assert head.shape == profile.tree(10)
+    assert profile.num_texts >= 2
+    assert profile.num_tokens > 0
+    assert 1.0 < profile.static_tokens[9] <= 4.0
+    assert 1.0 < profile.dynamic_tokens[9] <= 4.0
     # the saved head (bf16) guesses as well as the one that was measured
     assert measured(target, features, options(out, features), head=head).accuracy(1) == pytest.approx(
         report.top1, abs=0.03
@@ -257,7 +262,7 @@ def test_expected_tokens_are_those_that_drafting_on_the_true_text_gives(
     settings = options(tmp_path / "out", features, method=method)
     run.train_for(target, settings, Silent())
     head = load_head(tmp_path / "out", target, dtype=torch.float32)
-    head.tree = tree = Tree.cartesian([4, 3, 2])
+    head.shape = tree = Tree.cartesian([4, 3, 2])
     store = FeatureStore(features)
     _, held_out = split_held_out(store.token_ids, store.loss_masks, fraction=0.2, at_most=200, seed=0)
     gains = []
@@ -752,7 +757,7 @@ def test_options_of_one_architecture_are_trained_with_and_saved(
 
 def test_a_chain_is_saved_where_it_was_asked_for(target: TargetModel, features: Path, tmp_path: Path) -> None:
     run.train_for(target, options(tmp_path / "out", features, chain=True, epochs=1), Silent())
-    assert load_head(tmp_path / "out", target).tree == Tree.chain(3)
+    assert load_head(tmp_path / "out", target).shape == Tree.chain(3)
 
 
 def test_features_are_drawn_to_the_hidden_states_that_come(target: TargetModel, features: Path, tmp_path: Path) -> None:

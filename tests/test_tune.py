@@ -1,4 +1,4 @@
-"""``draftheads tune`` on a tiny model: the plan it leaves, how it goes on after a kill, and what it refuses."""
+"""``draftheads tune`` on a tiny model: the profile it leaves, how it goes on after a kill, and what it refuses."""
 
 import contextlib
 import json
@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +16,21 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import draftheads
+from draftheads.acceptance import AcceptanceProfile, read_profile
 from draftheads.checkpoint import read_head
 from draftheads.cli.main import main
 from draftheads.cli.tune import own_folder, work_folder
 from draftheads.errors import CheckpointCorrupt, InvalidSettings
 from draftheads.files import locked
-from draftheads.loading import plans_folder
-from draftheads.plan import Conditions, read_plan
-from draftheads.search.calibrate import Answer
-from draftheads.search.cost import StepBench, Way
-from draftheads.search.tune import TuneSettings
-from draftheads.search.verify import PAPER_TREE
+from draftheads.loading import find_profile, kept_profile, profile_folder
+from draftheads.search.rehearsal import RehearsalSettings
 from draftheads.target.model import TargetModel
-from draftheads.tree import Tree
 from draftheads.zoo.registry import zoo_heads
-from families import SMALL, VOCAB, tiny_head, tiny_model
+from families import SMALL, VOCAB, tiny_head
 from nursery import Nursery
 from test_cli import SPECIAL, letters_tokenizer
 
-QUICK = ["--num-prompts", "6", "--max-new-tokens", "10", "--batch-sizes", "1", "3", "--max-nodes", "6", "--rounds", "1"]
+QUICK = ["--num-prompts", "6", "--max-new-tokens", "10", "--max-nodes", "6"]
 PROMPTS = ["a dog", "hello", "fog and ice", "black ice on a hill", "mom", "a bad lad", "peking", "old film"]
 
 
@@ -48,7 +45,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, two heads for it, and prompts to tune and to verify on."""
+    """A model, two heads for it, and prompts to tune on."""
     place = tmp_path_factory.mktemp("tune")
     torch.manual_seed(22)
     model = LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": VOCAB, "max_position_embeddings": 512})).eval()
@@ -79,106 +76,82 @@ def tune(method: str, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def tuned(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a search for hydra, with a comparison on other prompts, leaves in a folder."""
+    """What tuning hydra leaves in a folder."""
     out = tmp_path_factory.mktemp("out") / "hydra"
     with contextlib.chdir(world):
-        assert main(tune("hydra", "--out", str(out), "--verify", "others.jsonl")) == 0
+        assert main(tune("hydra", "--out", str(out))) == 0
     return out
 
 
-def test_it_leaves_a_plan_a_record_and_a_page(tuned: Path) -> None:
-    plan = read_plan(tuned / "plan.json")
-    assert plan.tuned is not None
-    assert [choice.batch_size for choice in plan.tuned.choices] == [1, 3]
-    assert plan.tuned.command.split()[0] == "draftheads"
-    assert len(plan.tuned.confidence) == 3
+def test_it_leaves_a_profile_a_record_and_a_page(tuned: Path) -> None:
+    profile = read_profile(tuned / "acceptance.json")
     record = json.loads((tuned / "tune.json").read_text())
+    assert (profile.num_texts, profile.num_tokens, profile.temperature) == (6, 60, 0.0)
+    assert profile.confidence == pytest.approx(record["confidence"]["temperatures"], abs=1e-4)
+    assert profile.paths == record["static"]["paths"]
+    for tokens, expected in (
+        (profile.static_tokens, record["static"]["expected"]),
+        (profile.dynamic_tokens, record["dynamic"]["expected"]),
+    ):
+        assert len(tokens) == 6
+        assert tokens == pytest.approx(list(accumulate(expected, max)), abs=1e-4)
     assert record["head"] == "./hydra"
-    assert record["num_tokens"] == 6 * 10
+    assert [batch["batch_size"] for batch in record["batches"]] == [1, 2, 4, 8, 16]
+    assert all(batch["speedup"] >= 1 for batch in record["batches"])
     page = (tuned / "tune.html").read_text()
     assert page.count("<svg") >= 6
-    assert "others.jsonl" in page
 
 
-def test_every_size_is_measured_at_every_batch_size_in_all_its_parts(tuned: Path) -> None:
-    record = json.loads((tuned / "tune.json").read_text())
-    measured = {(cost["batch_size"], cost["kind"]) for cost in record["cost"]}
-    assert measured == {(size, kind) for size in (1, 3) for kind in ("none", "static", "dynamic")}
-    for cost in record["cost"]:
-        assert cost["verify"] > 0
-        assert cost["rest"] > 0
-        guessing = cost["kind"] != "none"
-        plain = next(one for one in record["cost"] if one["kind"] == "none")
-        assert (cost["draft"] > plain["draft"]) is guessing or cost["batch_size"] != 1
-    assert {run["kind"] for run in record["runs"]} == {"none", "static", "dynamic"}
-
-
-def test_what_was_compared_names_every_way(tuned: Path) -> None:
-    record = json.loads((tuned / "tune.json").read_text())["verified"]
-    assert record["num_prompts"] == 4
-    ways = {(row["batch_size"], row["way"]) for row in record["rows"]}
-    for size in (1, 3):
-        assert {(size, way) for way in ("plain", "plan", "plan, not adaptive", "static 4", "paper 62")} <= ways
-    assert (1, "dynamic 4") in ways
-    assert all(row["speedup"] == 1.0 for row in record["rows"] if row["way"] == "plain")
-    assert {phase["batch_size"] for phase in record["mixed_load"]} == {1, 4, 16}
-    assert {"plain", "plan"} <= {phase["way"] for phase in record["mixed_load"]}
-    assert record["predictions"]
-
-
-def test_the_papers_tree_has_its_64_nodes():
-    assert PAPER_TREE.num_nodes == 64
-    assert [PAPER_TREE.depths.count(depth) for depth in range(5)] == [1, 10, 28, 23, 2]
-
-
-def test_a_tuned_head_is_loaded_with_its_plan_and_says_what_plain_says(here: Path, tuned: Path) -> None:
-    plain = draftheads.load("./model", precision="fp32")
+def test_a_tuned_head_is_loaded_with_its_profile_and_answers_as_plain_does(here: Path, tuned: Path) -> None:
+    plain = draftheads.load("./model", dtype=torch.float32)
     prompts = ["a dog", "ice", "hello"]
     expected = [result.token_ids for result in plain.generate(prompts, max_new_tokens=30)]
-    for adaptive in (True, False):
-        engine = draftheads.load("./model", "./hydra", plan=tuned, adaptive=adaptive, precision="fp32")
-        assert engine.tuned == read_plan(tuned / "plan.json").tuned
-        assert engine.drafter.confidence == tuple(engine.tuned.confidence)  # type: ignore[union-attr,attr-defined]
-        assert [result.token_ids for result in engine.generate(prompts, max_new_tokens=30)] == expected
+    engine = draftheads.load("./model", "./hydra", profile=tuned, dtype=torch.float32)
+    assert engine.profile == read_profile(tuned / "acceptance.json")
+    assert engine.drafter.confidence == tuple(engine.profile.confidence)  # type: ignore[union-attr,attr-defined]
+    assert [result.token_ids for result in engine.generate(prompts, max_new_tokens=30)] == expected
 
 
-def test_a_head_of_ones_own_gets_its_plan_into_its_folder(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["draftheads", *tune("medusa")])
+def test_a_head_of_ones_own_gets_its_profile_into_its_folder(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(tune("medusa")) == 0
     shown = capsys.readouterr().out
     assert "over plain" in shown
-    saved = read_plan("medusa/plan.json").tuned
-    assert saved is not None
-    assert saved.command.split()[:4] == ["draftheads", "tune", "./model", "./medusa"]
-    engine = draftheads.load("./model", "./medusa", precision="fp32")
-    assert engine.tuned == saved
-    assert draftheads.load("./model", "./medusa", plan=None, precision="fp32").tuned is None
+    saved = read_profile("medusa/acceptance.json")
+    engine = draftheads.load("./model", "./medusa", dtype=torch.float32)
+    assert engine.profile == saved != AcceptanceProfile.assumed(3)
+    assert draftheads.load("./model", "./medusa", profile=None, dtype=torch.float32).profile is None
     assert main(["info", "./medusa"]) == 0
-    assert "Tuned" in capsys.readouterr().out
+    assert "6 texts, 60 tokens at temperature 0" in capsys.readouterr().out
     before = Path("medusa/tune.html").read_bytes()
     Path("medusa/tune.html").unlink()
     assert main(["report", "medusa"]) == 0
     assert Path("medusa/tune.html").read_bytes() == before
 
 
-@pytest.mark.parametrize("plan", ["{}", "not JSON", None])
-def test_a_broken_plan_is_mended_by_tuning(here: Path, tmp_path: Path, plan: str | None) -> None:
+@pytest.mark.parametrize("profile", ["{}", "not JSON", None])
+def test_a_broken_profile_is_replaced_by_tuning(here: Path, tmp_path: Path, profile: str | None) -> None:
     folder = shutil.copytree("medusa", tmp_path / "head")
-    (folder / "plan.json").unlink()
-    if plan is not None:
-        (folder / "plan.json").write_text(plan)
-    with pytest.raises(CheckpointCorrupt, match=r"plan\.json"):
-        draftheads.load("./model", folder, precision="fp32")
+    (folder / "acceptance.json").unlink()
+    if profile is not None:
+        (folder / "acceptance.json").write_text(profile)
+    with pytest.raises(CheckpointCorrupt, match=r"acceptance\.json"):
+        draftheads.load("./model", folder, dtype=torch.float32)
     assert main(["tune", "./model", str(folder), *tune("medusa")[3:]]) == 0
-    assert draftheads.load("./model", folder, precision="fp32").tuned is not None
+    assert find_profile(folder, "./model").num_texts == 6
 
 
 def test_prompts_do_not_travel_with_a_head(here: Path, tuned: Path) -> None:
-    assert {path.name for path in tuned.iterdir()} == {"plan.json", "tune.json", "tune.html", ".lock"}
-    assert (work_folder(tuned) / "answers-000.json").exists()
+    assert {path.name for path in tuned.iterdir()} == {"acceptance.json", "tune.json", "tune.html", ".lock"}
+    assert list(work_folder(tuned).glob("*/answers-000.json"))
     assert not work_folder(tuned).is_relative_to(tuned)
+
+
+def test_answers_are_used_again_for_other_heads(here: Path, tuned: Path, tmp_path: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in work_folder(tuned).glob("*/answers-*.json")}
+    assert main(tune("medusa", "--out", str(tmp_path / "other"))) == 0
+    assert {path: path.stat().st_mtime_ns for path in work_folder(tuned).glob("*/answers-*.json")} == before
+    assert main(tune("medusa", "--max-new-tokens", "9", "--out", str(tmp_path / "shorter"))) == 0
+    assert len(list(work_folder(tuned).glob("*/answers-*.json"))) > len(before)
 
 
 def test_calibrating_twice_finds_the_same(here: Path, tuned: Path, tmp_path: Path) -> None:
@@ -193,44 +166,32 @@ def test_a_search_for_a_temperature_counts_probabilities(here: Path, tmp_path: P
     record = json.loads((tmp_path / "warm" / "tune.json").read_text())
     counted = [share * record["num_tokens"] for share in record["static"]["shares"][1:]]
     assert any(abs(count - round(count)) > 1e-3 for count in counted)
-    plan = read_plan(tmp_path / "warm" / "plan.json").tuned
-    assert plan is not None
-    assert plan.temperature == 0.9
+    assert read_profile(tmp_path / "warm" / "acceptance.json").temperature == 0.9
 
 
 def test_killed_in_the_middle_it_goes_on_with_what_it_had(world: Path, tmp_path: Path) -> None:
     out = tmp_path / "killed"
     nursery = Nursery("tune")
-    arguments = tune("hydra", "--out", str(out), "--num-prompts", "6")[1:]
+    more = ["--num-prompts", "32", "--max-new-tokens", "11"]
+    (tmp_path / "many.jsonl").write_text("\n".join(json.dumps({"prompt": "mom" + "a" * n}) for n in range(32)))
+    arguments = [*tune("hydra", "--out", str(out))[1:], *more, "--prompts", str(tmp_path / "many.jsonl")]
+    known = set(work_folder(out).glob("*/answers-*.json"))
     try:
-        for name in ("answers-000", "calibration", "costs-1"):
-            process = nursery.start(arguments, folder=world)
-            until = time.monotonic() + 60
-            while not (work_folder(out) / f"{name}.json").exists() and time.monotonic() < until:
-                time.sleep(0.01)
-            os.kill(process, signal.SIGKILL)
-            assert nursery.wait() == -signal.SIGKILL
-        found = {path.name: path.stat().st_mtime_ns for path in work_folder(out).glob("*.json")}
-        assert {"answers-000.json", "calibration.json", "costs-1.json"} <= set(found)
-        assert not (out / "plan.json").exists()
+        process = nursery.start(arguments, folder=world)
+        until = time.monotonic() + 60
+        while not (found := set(work_folder(out).glob("*/answers-*.json")) - known) and time.monotonic() < until:
+            time.sleep(0.001)
+        os.kill(process, signal.SIGKILL)
+        assert nursery.wait() == -signal.SIGKILL
+        written = {path: path.stat().st_mtime_ns for path in found}
+        assert written
+        assert not (out / "acceptance.json").exists()
         nursery.start(arguments, folder=world)
         assert nursery.wait() == 0
     finally:
         nursery.close()
-    after = {path.name: path.stat().st_mtime_ns for path in work_folder(out).glob("*.json")}
-    assert {name: after[name] for name in found} == found, "what was found before the kill was found again"
-    assert read_plan(out / "plan.json").tuned is not None
-
-
-def test_a_finished_search_begins_anew_and_verifying_uses_what_it_found(here: Path, tmp_path: Path) -> None:
-    out = tmp_path / "twice"
-    assert main(tune("medusa", "--out", str(out))) == 0
-    work = work_folder(out) / "costs-1.json"
-    first = work.stat().st_mtime_ns
-    assert main(tune("medusa", "--out", str(out), "--verify", "others.jsonl", "--verify-prompts", "2")) == 0
-    assert work.stat().st_mtime_ns == first
-    assert main(tune("medusa", "--out", str(out))) == 0
-    assert work.stat().st_mtime_ns != first
+    assert {path: path.stat().st_mtime_ns for path in written} == written, "answers from before the kill are used"
+    assert read_profile(out / "acceptance.json").num_texts == 32
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -253,14 +214,11 @@ def test_impossible_searches_are_refused(here: Path, tmp_path: Path, capsys: pyt
     [
         ({"num_prompts": 1}, "num_prompts is 1; it must be at least 2"),
         ({"max_nodes": 1}, "max_nodes is 1"),
-        ({"rounds": 0}, "rounds is 0"),
-        ({"batch_sizes": (2, 1)}, r"batch_sizes are \[2, 1\]"),
-        ({"batch_sizes": ()}, "batch_sizes are"),
     ],
 )
 def test_impossible_settings_are_refused(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidSettings, match=words):
-        TuneSettings(**wrong)
+        RehearsalSettings(**wrong)
 
 
 def test_two_searches_into_one_folder_do_not_meet(
@@ -270,38 +228,24 @@ def test_two_searches_into_one_folder_do_not_meet(
         assert "another process is writing" in refused(tune("hydra", "--out", str(tmp_path / "busy")), capsys)
 
 
-def test_plans_of_heads_that_are_not_ones_own_go_to_the_cache(
+def test_profiles_of_heads_that_are_not_ones_own_go_to_the_cache(
     here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
     saved = read_head("hydra")
-    conditions = Conditions("a processor", "cpu", 2, "float32", "fast", "2.9", "5.10", "0.1.0", saved.digest)
-    assert own_folder(saved, conditions) == Path("hydra")
-    in_cache = plans_folder("hydra", conditions)
+    assert own_folder(saved) == Path("hydra")
+    in_cache = profile_folder(saved)
     assert in_cache.is_relative_to(tmp_path / "cache")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(here))
-    assert own_folder(saved, conditions) == in_cache
+    assert own_folder(saved) == in_cache
+    assert kept_profile(saved) is None
+    assert main(tune("hydra")) == 0
+    assert kept_profile(saved) == in_cache / "acceptance.json"
+    assert read_profile("hydra/acceptance.json") == saved.profile, "the head's own stays"
+    engine = draftheads.load("./model", "./hydra", dtype=torch.float32)
+    assert engine.profile == read_profile(in_cache / "acceptance.json") != saved.profile
     monkeypatch.undo()
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(here)
     for head in zoo_heads():
-        bundled = read_head(head.folder)
-        assert own_folder(bundled, conditions).is_relative_to(tmp_path / "cache")
-
-
-def test_a_file_of_prompts_to_verify_on_is_read_before_the_search(
-    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    assert "cannot be read" in refused(tune("hydra", "--out", str(out), "--verify", "nothing.jsonl"), capsys)
-    assert not (out / "plan.json").exists()
-
-
-def test_steps_are_timed_up_to_the_last_position_that_a_model_knows() -> None:
-    model = tiny_model("llama", max_position_embeddings=40)
-    head = tiny_head("medusa", model)
-    bench = StepBench(model, head, [Answer((3, 4, 5), (6, 7, 8, 9))] * 2, 2)
-    for _ in range(6):
-        cost = bench.measure(Way("static", 4, Tree.chain(3)), repeats=6)
-        assert (cost.batch_size, cost.num_nodes) == (2, 4)
-        assert len(bench.batch.sequences) in (1, 2)
+        assert own_folder(read_head(head.folder)).is_relative_to(tmp_path / "cache")

@@ -23,8 +23,8 @@ class Search:
         return self.answer
 
 
-def opened(folder: Path, *, anew: bool = False, **changes: Any) -> Workbook:
-    return Workbook(folder, {**IDENTITY, **changes}, anew=anew)
+def opened(folder: Path, **changes: Any) -> Workbook:
+    return Workbook(folder, {**IDENTITY, **changes})
 
 
 def found(book: Workbook, name: str = "costs-1", answer: Any = None) -> tuple[Any, int]:
@@ -92,22 +92,3 @@ def test_a_half_written_identity_is_nobodys(tmp_path: Path) -> None:
     found(opened(tmp_path / "work"))
     (tmp_path / "work" / "identity.json").write_text('{"settings"')
     assert found(opened(tmp_path / "work"))[1] == 1
-
-
-@pytest.mark.parametrize(
-    ("is_finished", "anew", "times"), [(False, False, 0), (False, True, 0), (True, False, 0), (True, True, 1)]
-)
-def test_anew_forgets_a_search_that_was_finished_and_no_other(
-    tmp_path: Path, is_finished: bool, anew: bool, times: int
-) -> None:
-    book = opened(tmp_path / "work", anew=True)
-    found(book)
-    if is_finished:
-        book.finish()
-    assert found(opened(tmp_path / "work", anew=anew))[1] == times
-
-
-def test_a_search_that_began_anew_is_not_finished(tmp_path: Path) -> None:
-    opened(tmp_path / "work").finish()
-    found(opened(tmp_path / "work", anew=True))
-    assert found(opened(tmp_path / "work", anew=True))[1] == 0, "it was interrupted and goes on"

@@ -123,7 +123,7 @@ def test_a_hub_id_is_downloaded_as_far_as_it_is_a_head(tmp_path: Path, monkeypat
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert find_head("owner/a-head_1.0", "smollm2-135m") == tmp_path / "snapshot"
     assert asked["repo_id"] == "owner/a-head_1.0"
-    assert sorted(asked["allow_patterns"]) == ["README.md", "config.json", "model.safetensors", "plan.json"]
+    assert sorted(asked["allow_patterns"]) == ["README.md", "acceptance.json", "config.json", "model.safetensors"]
 
 
 @pytest.mark.usefixtures("zoo", "offline")

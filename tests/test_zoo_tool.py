@@ -128,7 +128,7 @@ def test_bundled_heads_are_those_that_were_trained(
     assert [head.method for head in registry.zoo_heads()] == sorted(ONLY)
     for name in ONLY:
         files = {path.name for path in (zoo / name).iterdir()}
-        assert files == {"README.md", "config.json", "model.safetensors", "plan.json"}
+        assert files == {"README.md", "acceptance.json", "config.json", "model.safetensors"}
         load_head(zoo / name, target)
         ours, theirs = (load_file(folder / name / "model.safetensors") for folder in (zoo, work))
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)

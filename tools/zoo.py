@@ -1,9 +1,10 @@
 """Makes the heads that come with the package: trains them on the same text, and writes their folders and model cards.
 
 1. ``python tools/zoo.py train WORK --data chats.jsonl.gz``: every head, one after the other; goes on where it was.
-2. ``draftheads bench --heads WORK/medusa WORK/hydra … --prompts … --out WORK/bench``
-3. ``python tools/zoo.py bundle WORK --bench WORK/bench/bench.json``; ``data.md`` beside this file goes into the cards.
-4. ``python tools/zoo.py cards bench.json …`` puts later comparisons into the cards of heads that are bundled.
+2. ``draftheads tune smollm2-135m WORK/medusa`` …: the acceptance profile of each, on the model's own answers.
+3. ``draftheads bench --heads WORK/medusa WORK/hydra … --prompts … --out WORK/bench``
+4. ``python tools/zoo.py bundle WORK --bench WORK/bench/bench.json``; ``data.md`` beside this file goes into the cards.
+5. ``python tools/zoo.py cards bench.json …`` puts later comparisons into the cards of heads that are bundled.
 
 A head that starts from another one makes two passes over the text of its own, the others four.
 Those that come with the package had less of it, each as the command in its card says.

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # importing the package must not cost torch's seconds to who only asks for --help
+    from draftheads.acceptance import AcceptanceProfile
     from draftheads.checkpoint import load_head, save_head
     from draftheads.decode.engine import Engine
     from draftheads.decode.sequence import GenerationResult, StreamEvent
@@ -20,6 +21,7 @@ if TYPE_CHECKING:  # importing the package must not cost torch's seconds to who 
     from draftheads.tree import Tree
 
 __all__ = [
+    "AcceptanceProfile",
     "BestFirst",
     "BestPaths",
     "DraftHeadsError",
@@ -36,6 +38,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AcceptanceProfile": "draftheads.acceptance",
     "BestFirst": "draftheads.growth",
     "BestPaths": "draftheads.growth",
     "DraftHeadsError": "draftheads.errors",

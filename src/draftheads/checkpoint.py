@@ -6,7 +6,7 @@ A head is a folder of four files:
 =====================  ======================================================================================
 ``config.json``        format_version, method, head (every option), base (model_id, fingerprints), provenance
 ``model.safetensors``  the head's own tensors, bf16 unless asked otherwise; never the base's
-``plan.json``          which tree to draft on, see :mod:`draftheads.plan`
+``acceptance.json``    how many tokens its trees gain, see :mod:`draftheads.acceptance`
 ``README.md``          the model card
 =====================  ======================================================================================
 
@@ -29,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from draftheads.acceptance import DEFAULT_NODES, PROFILE_FILE, AcceptanceProfile, read_profile
 from draftheads.draft import TargetWeights
 from draftheads.errors import (
     CheckpointCorrupt,
@@ -42,17 +43,14 @@ from draftheads.errors import (
 from draftheads.files import atomic_directory
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead, HeadConfig
-from draftheads.plan import Conditions, Plan, Tuned, read_plan
 from draftheads.provenance import provenance
 from draftheads.strict_json import checked, read_object
-from draftheads.target.fast import kernels_of
 from draftheads.target.fingerprint import MAX_DIFFERENCE, Fingerprints, difference
 from draftheads.target.model import TargetModel
-from draftheads.tree import Tree
 
 FORMAT_VERSION = 1
-CONFIG_FILE, TENSORS_FILE, PLAN_FILE, CARD_FILE = "config.json", "model.safetensors", "plan.json", "README.md"
-HEAD_FILES = (TENSORS_FILE, PLAN_FILE, CARD_FILE, CONFIG_FILE)
+CONFIG_FILE, TENSORS_FILE, CARD_FILE = "config.json", "model.safetensors", "README.md"
+HEAD_FILES = (TENSORS_FILE, PROFILE_FILE, CARD_FILE, CONFIG_FILE)
 
 _CONFIG_KEYS = {"format_version": int, "method": str, "head": dict, "base": dict, "provenance": dict}
 _BASE_KEYS = {"model_id": str, "fingerprints": dict}
@@ -68,18 +66,12 @@ class SavedHead:
     model_id: str  # of the base it was trained for
     fingerprints: Fingerprints  # of that base
     provenance: dict[str, Any]  # how it was made
-    plan: Plan  # what to draft on
+    profile: AcceptanceProfile  # what its trees gain
     shapes: dict[str, tuple[int, ...]]  # of its tensors
 
-    @property
-    def tree(self) -> Tree:
-        """The tree to draft on where nothing is tuned."""
-        return self.plan.tree
-
-    @property
-    def measured(self) -> dict[str, Any]:
-        """What the tree was chosen on; empty where nobody said."""
-        return self.plan.measured
+    def skeleton(self) -> DraftHead:
+        """A head of this configuration without values."""
+        return _skeleton(self.config)
 
     @property
     def digest(self) -> str:
@@ -109,11 +101,11 @@ def save_head(
     folder: str | PathLike[str],
     *,
     base: TargetModel,
+    profile: AcceptanceProfile | None = None,
     card: str = "",
-    plan_details: dict[str, Any] | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Writes a head and its tree to a folder.
+    """Writes a head and its acceptance profile to a folder.
 
     A new folder appears whole or not at all. In a folder that exists, a head that is there gives way to the
     new one and other files stay; the new files are complete on the disk before the first old one goes.
@@ -122,17 +114,20 @@ def save_head(
         head: on any device, in any floating type.
         folder: to write; made if it is not there.
         base: the model it was trained for.
+        profile: how many tokens its trees gain; an assumption that decoding corrects where left out.
         card: Markdown; a line with method and base where left out.
-        plan_details: what the tree was chosen on, JSON values.
         dtype: of the saved floating tensors.
 
     Raises:
         StorageError: it cannot be written (a full disk, …); what was there before still is.
+        InvalidTree, CheckpointCorrupt: the profile is another head's.
     """
     folder = Path(folder)
+    profile = profile or AcceptanceProfile.assumed(head.config.num_heads)
+    check_profile(head, profile, folder / PROFILE_FILE)
     tensors = {name: _cast(tensor.cpu(), dtype).contiguous() for name, tensor in head.state_dict().items()}
     texts = {
-        PLAN_FILE: Plan(head.tree, plan_details or {}).to_json(),
+        PROFILE_FILE: profile.to_json().rstrip("\n"),
         CARD_FILE: (card or f"# {head.config.method} head for {base.model_id}").rstrip("\n"),
         CONFIG_FILE: json.dumps(_config_object(head.config, base), indent=2),
     }
@@ -147,25 +142,27 @@ def save_head(
 
 
 def load_head(
-    folder: str | PathLike[str], base: TargetModel, *, dtype: torch.dtype | None = None, ignore_plan: bool = False
+    folder: str | PathLike[str], base: TargetModel, *, dtype: torch.dtype | None = None, ignore_profile: bool = False
 ) -> DraftHead:
-    """A saved head, ready to draft for ``base``: on its device, bound to its weights, with its tree, frozen.
+    """A saved head, ready to draft for ``base``: on its device, bound to its weights, frozen.
+
+    Its ``shape`` is the best static tree of 10 nodes.
 
     Args:
         folder: written by :func:`save_head`.
         base: the model that the head was trained for.
         dtype: of the head; the base's where left out. With another one the base's matrices that the head
             reads are copied, and who calls the head casts the hidden states.
-        ignore_plan: as for :func:`read_head`.
+        ignore_profile: as for :func:`read_head`.
 
     Raises:
         ModelNotFound: no such folder.
         CheckpointCorrupt: a file, key or tensor is missing, surplus, or not what it should be.
         CheckpointMismatch: made for another model or tokenizer, or by a newer version of this package.
         UnknownMethod: no such architecture here.
-        InvalidTree: its tree is none, or deeper than its heads.
+        InvalidTree: its profile's paths are not a tree, or are deeper than its heads.
     """
-    saved = read_head(folder, ignore_plan=ignore_plan)
+    saved = read_head(folder, ignore_profile=ignore_profile)
     check_base(saved, base)
     dtype = base.dtype if dtype is None else dtype
     head = _skeleton(saved.config)
@@ -176,23 +173,33 @@ def load_head(
         raise AssertionError(f"{saved.method} heads compute {unsaved} when built: save or derive them instead")
     _check_draft_vocab(saved, head)
     head.bind(_weights(base, dtype))
-    head.tree = saved.tree
+    head.confidence = tuple(saved.profile.confidence)
+    head.shape = saved.profile.tree(DEFAULT_NODES)
     return head.eval().requires_grad_(requires_grad=False)
 
 
-def read_head(folder: str | PathLike[str], *, ignore_plan: bool = False) -> SavedHead:
+def copy_for(head: DraftHead, base: TargetModel) -> DraftHead:
+    """A head's values in the base's type and bound to its weights, ready to draft; the head itself stays as it is."""
+    twin = _skeleton(head.config)
+    values = {name: _cast(tensor.detach(), base.dtype) for name, tensor in head.state_dict().items()}
+    twin.load_state_dict(values, strict=True, assign=True)
+    twin.bind(_weights(base, base.dtype))
+    return twin.eval().requires_grad_(requires_grad=False)
+
+
+def read_head(folder: str | PathLike[str], *, ignore_profile: bool = False) -> SavedHead:
     """Everything about a saved head but its tensors' values, checked; needs no base model.
 
     Args:
         folder: written by :func:`save_head`.
-        ignore_plan: do without its ``plan.json``, for who makes a new one; the tree is then the method's own.
+        ignore_profile: do without its ``acceptance.json``, to make a new one; an assumed one takes its place.
 
     Raises:
         ModelNotFound: no such folder.
         CheckpointCorrupt: a file, key or tensor is missing, surplus, or not what it should be.
         CheckpointMismatch: made by a newer version of this package.
         UnknownMethod: no such architecture here.
-        InvalidTree: its tree is none, or deeper than its heads.
+        InvalidTree: its profile's paths are not a tree, or are deeper than its heads.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -203,11 +210,10 @@ def read_head(folder: str | PathLike[str], *, ignore_plan: bool = False) -> Save
     digits = {field.name: str for field in fields(Fingerprints)}
     config = _read_config(raw["method"], raw["head"], path)
     skeleton = _skeleton(config)
-    plan = Plan(skeleton.tree) if ignore_plan else read_plan(_present(folder / PLAN_FILE))
-    with _said_of(folder / PLAN_FILE):
-        skeleton.tree = plan.tree
-    if plan.tuned is not None:
-        check_tuned(skeleton, plan.tuned, folder / PLAN_FILE)
+    profile = AcceptanceProfile.assumed(config.num_heads)
+    if not ignore_profile:
+        profile = read_profile(_present(folder / PROFILE_FILE))
+    check_profile(skeleton, profile, folder / PROFILE_FILE)
     return SavedHead(
         folder=folder,
         method=raw["method"],
@@ -215,41 +221,24 @@ def read_head(folder: str | PathLike[str], *, ignore_plan: bool = False) -> Save
         model_id=base["model_id"],
         fingerprints=Fingerprints(**checked(base["fingerprints"], digits, path, "base.fingerprints")),
         provenance=raw["provenance"],
-        plan=plan,
+        profile=profile,
         shapes=_read_shapes(folder / TENSORS_FILE, skeleton),
     )
 
 
-def check_tuned(head: DraftHead, tuned: Tuned, path: Path) -> None:
-    """Can this head draft as the plan at ``path`` says?
+def check_profile(head: DraftHead, profile: AcceptanceProfile, path: Path) -> None:
+    """Is the profile at ``path`` one for this head?
 
     Raises:
         InvalidTree: its trees are too deep or too wide for the head.
-        CheckpointCorrupt: it was tuned for another number of heads.
+        CheckpointCorrupt: it is for another number of heads.
     """
     with _said_of(path):
-        head.check_shape(tuned.tree(len(tuned.paths) + 1))
-    if len(tuned.confidence) != head.config.num_heads:
+        head.check_shape(profile.tree(len(profile.paths) + 1))
+    if len(profile.confidence) != head.config.num_heads:
         raise CheckpointCorrupt(
-            f"{path}: tuned.confidence has {len(tuned.confidence)} numbers "
-            f"but the head has {head.config.num_heads} heads"
+            f"{path}: confidence has {len(profile.confidence)} numbers but the head has {head.config.num_heads} heads"
         )
-
-
-def conditions(digest: str, base: TargetModel) -> Conditions:
-    """What speeds that are measured now hold for: this machine, the model as it was loaded, a head of that digest."""
-    here = provenance()
-    return Conditions(
-        processor=str(here["processor"]),
-        device=torch.cuda.get_device_name(base.device) if base.device.type == "cuda" else str(base.device),
-        threads=torch.get_num_threads(),
-        dtype=str(base.dtype).removeprefix("torch."),
-        kernels=kernels_of(base.model),
-        torch=str(here["torch"]),
-        transformers=str(here["transformers"]),
-        draftheads=str(here["draftheads"]),
-        head=digest,
-    )
 
 
 def check_base(saved: SavedHead, base: TargetModel) -> None:

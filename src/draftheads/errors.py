@@ -122,9 +122,5 @@ class MissingDependency(DraftHeadsError):
         super().__init__(f"{message}; install it with: pip install {pip_install}" if pip_install else message)
 
 
-class PlanWarning(UserWarning):
-    """A tuned plan was made under other conditions than those it is used in."""
-
-
 class CacheWarning(UserWarning):
-    """The user's cache cannot be read or written: everything works, but what is measured is measured again."""
+    """The cache of measurements is damaged or cannot be written; decoding works without it."""

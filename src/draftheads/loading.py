@@ -1,27 +1,27 @@
 """From names to an engine that decodes: the model, the head that was trained for it, and the tree."""
 
 import contextlib
-import re
-import shlex
-import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from draftheads.checkpoint import PLAN_FILE, check_tuned, conditions, load_head, read_head
+from draftheads.acceptance import PROFILE_FILE, AcceptanceProfile, read_profile
+from draftheads.checkpoint import SavedHead, check_profile, load_head, read_head
+from draftheads.decode.cost import cost_of
 from draftheads.decode.engine import Engine
 from draftheads.draft import Drafter
+from draftheads.drafters.copying import DEFAULT_ODDS, Copying
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
-from draftheads.errors import InvalidSettings, ModelNotFound, PlanWarning
+from draftheads.errors import InvalidSettings, ModelNotFound
 from draftheads.files import user_path
 from draftheads.growth import Shape
 from draftheads.heads.base import DraftHead
-from draftheads.plan import Conditions, Tuned, read_plan
 from draftheads.target.embedded import cache_folder
 from draftheads.target.fast import rows_keep_their_bits
 from draftheads.target.model import TargetModel
@@ -31,6 +31,7 @@ from draftheads.zoo.registry import find_head
 
 # what drafts without a head, by name
 UNTRAINED: dict[str, Callable[[], Drafter]] = {"prompt-lookup": PromptLookup, "lookahead": Lookahead}
+
 Precision = Literal["auto", "fp32", "bf16", "fp16", "int8"]
 # what the model computes in; int8 multiplies integers between fp32 numbers
 PRECISIONS: dict[str, torch.dtype | None] = {
@@ -40,7 +41,6 @@ PRECISIONS: dict[str, torch.dtype | None] = {
     "fp16": torch.float16,
     "int8": torch.float32,
 }
-_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # as the command line has them
 
 
 def load(
@@ -49,8 +49,8 @@ def load(
     *,
     draft_model: str | PathLike[str] | None = None,
     tree: Shape | None = None,
-    plan: str | PathLike[str] | None = "auto",
-    adaptive: bool = True,
+    profile: str | PathLike[str] | None = "auto",
+    copy: bool = True,
     precision: Precision = "auto",
     device: str | torch.device | None = None,
     max_batch_size: int = 16,
@@ -66,10 +66,12 @@ def load(
             decodes plainly.
         draft_model: a smaller model of the same tokenizer drafts in place of a head: a folder or a Hugging Face id.
         tree: always draft on this tree, or by this rule (:class:`BestFirst`, :class:`BestPaths`, :class:`Sampled`),
-            whatever the plan.
-        plan: which tree pays, by the number of rows: ``auto`` takes what ``draftheads tune`` left for this head, if it
-            did, else the head's fixed tree; a ``plan.json`` or a folder with one; None is the head's fixed tree.
-        adaptive: with a tuned plan, whether to guess more or less by how it goes. Off, equal requests meet equal trees.
+            whatever the profile.
+        profile: the head's acceptance profile, from which and from the costs on this machine the size of each draft
+            follows. ``auto`` takes what ``draftheads tune`` measured, if it did, else the one that comes with the head;
+            an ``acceptance.json`` or a folder with one; None drafts on a fixed tree of 10 nodes. The costs are measured
+            in at most five seconds when model, head and machine first meet, and cached.
+        copy: drafts of a head or draft model also hold copies from the text so far, where its last tokens stood before.
         precision: ``fp32``, ``bf16``, ``fp16`` or ``int8``; ``auto`` is bf16 on CUDA and on CPUs that have it, else
             fp32. ``int8`` holds linear layers in 8 bits: faster on CPUs, but it changes the model a little.
         device: where; CUDA if there is one.
@@ -82,13 +84,13 @@ def load(
         ModelNotFound, UnsupportedModel: the model.
         CheckpointError, ModelNotFound: the head.
         InvalidTree: ``tree`` is deeper than the head.
-        InvalidSettings: ``tree`` or ``plan`` without what drafts, both of them, ``head`` and ``draft_model``, a draft
+        InvalidSettings: ``tree`` or ``profile`` without a drafter, both of them, ``head`` and ``draft_model``, a draft
             model of another tokenizer, or ``exact_bits`` on a machine whose kernels do not keep it.
 
     Warns:
-        PlanWarning: the plan was tuned on another machine, for another type, or with another version.
+        CacheWarning: the cache of measured costs and kernels is damaged or cannot be written.
     """
-    _check_what_drafts(head, draft_model, tree, plan)
+    _check_what_drafts(head, draft_model, tree, profile)
     if head is not None and head not in UNTRAINED:
         find_head(fspath(head), fspath(model))  # said before the model is loaded
     target = load_target(model, precision=precision, device=device, fast=fast, exact_bits=exact_bits)
@@ -96,121 +98,113 @@ def load(
         return Engine(target, UNTRAINED[str(head)](), max_batch_size=max_batch_size)
     if draft_model is not None:
         small = load_target(draft_model, precision=precision, device=device, fast=fast)
-        return Engine(target, DraftModel(small, target, shape=tree), max_batch_size=max_batch_size)
+        draft = DraftModel(small, target, shape=tree)
+        return Engine(target, Copying(draft) if copy else draft, max_batch_size=max_batch_size)
     if head is None:
         return Engine(target, max_batch_size=max_batch_size)
     drafter = load_drafter(head, model, target, fast=fast)
-    tuned = None
-    if isinstance(tree, Tree):
-        drafter.tree = tree
-    elif tree is not None:
+    return head_engine(
+        target, drafter, head=head, model=model, tree=tree, profile=profile, copy=copy, max_batch_size=max_batch_size
+    )
+
+
+def head_engine(
+    target: TargetModel,
+    drafter: DraftHead,
+    *,
+    head: str | PathLike[str],
+    model: str | PathLike[str],
+    tree: Shape | None = None,
+    profile: str | PathLike[str] | None = "auto",
+    copy: bool = True,
+    max_batch_size: int = 16,
+) -> Engine:
+    """An engine of loaded parts; the other arguments as for :func:`load`."""
+    found = None if profile is None else find_profile(head, model, profile=profile)
+    if found is not None:
+        drafter.confidence = tuple(found.confidence)
+    if tree is not None:
         drafter.shape = tree
-        with warnings.catch_warnings():  # how sure the head may be does not depend on the machine
-            warnings.simplefilter("ignore", PlanWarning)
-            known = None if plan is None else find_tuned(head, model, target, drafter)
-        if known is not None:
-            drafter.confidence = tuple(known.confidence)
-    elif plan is not None:
-        tuned = find_tuned(head, model, target, drafter, plan=plan)
-    return Engine(target, drafter, max_batch_size=max_batch_size, tuned=tuned, adaptive=adaptive)
+    whole = copying(drafter, found) if copy else drafter
+    if found is None or tree is not None:
+        return Engine(target, whole, max_batch_size=max_batch_size)
+    cost = cost_of(target, drafter)
+    if isinstance(whole, Copying):
+        whole.extra_nodes = whole.num_tokens  # the policy cuts what does not gain
+    return Engine(target, whole, max_batch_size=max_batch_size, profile=found, cost=cost)
+
+
+def copying(drafter: DraftHead, profile: AcceptanceProfile | None) -> Copying:
+    """A head whose trees also hold copies, which compete for nodes by what the profile says of both."""
+    if profile is None:
+        return Copying(drafter)
+    gains = [after - before for before, after in pairwise(profile.static_tokens)]
+    values = {tuple(path): gain for path, gain in zip(profile.paths, gains, strict=False) if 0.0 < gain < 1.0}
+    return Copying(drafter, odds=profile.copies or DEFAULT_ODDS, values=values)
 
 
 def _check_what_drafts(
     head: str | PathLike[str] | None,
     draft_model: str | PathLike[str] | None,
     tree: Shape | None,
-    plan: str | PathLike[str] | None,
+    profile: str | PathLike[str] | None,
 ) -> None:
     """Do the arguments of :func:`load` go together?"""
-    is_own_plan = plan not in (None, "auto")
-    if is_own_plan and head is None:
-        raise InvalidSettings("a plan needs a head to draft by it: give head=…")
-    if is_own_plan and tree is not None:
-        raise InvalidSettings(f"tree and plan {plan} contradict each other: give one of them")
+    is_own = profile not in (None, "auto")
+    if is_own and head is None:
+        raise InvalidSettings(f"profile {profile} needs a head: give head=…")
+    if is_own and tree is not None:
+        raise InvalidSettings(f"tree and profile {profile} contradict each other: give one of them")
     if head is not None and draft_model is not None:
         raise InvalidSettings(f"head {head} and draft_model {draft_model}: give one of them")
     if tree is not None and (head in UNTRAINED or (head is None and draft_model is None)):
         what = f"{head} fills no tree" if head else "nothing is there to fill it"
         shown = f"a tree of {tree.num_nodes} nodes" if isinstance(tree, Tree) else str(tree)
         raise InvalidSettings(f"{shown}: {what}; give a draft head by head=…, or draft_model=…")
-    if is_own_plan and head in UNTRAINED:
-        raise InvalidSettings(f"plan {plan}: {head} has none")
+    if is_own and head in UNTRAINED:
+        raise InvalidSettings(f"profile {profile}: {head} has none")
 
 
-def find_tuned(
-    head: str | PathLike[str],
-    model: str | PathLike[str],
-    target: TargetModel,
-    drafter: DraftHead,
-    *,
-    plan: str | PathLike[str] = "auto",
-) -> Tuned | None:
-    """What ``draftheads tune`` found for a head; None where nobody tuned it. Arguments as for :func:`load`.
+def find_profile(
+    head: str | PathLike[str], model: str | PathLike[str], *, profile: str | PathLike[str] = "auto"
+) -> AcceptanceProfile:
+    """The acceptance profile of a head; arguments as for :func:`load`.
 
     Raises:
-        CheckpointCorrupt, CheckpointMismatch, InvalidTree: a plan that is broken, or not one for this head.
+        CheckpointCorrupt, CheckpointMismatch, InvalidTree: a profile that is broken, or not one for this head.
         ModelNotFound: no such file.
-        InvalidSettings: a plan that was asked for by name, and is not tuned.
-
-    Warns:
-        PlanWarning: it was tuned under other conditions.
     """
     saved = read_head(find_head(fspath(head), fspath(model)))
-    here = conditions(saved.digest, target)
-    path = _plan_file(plan) if plan != "auto" else _kept_plan(saved.method, here) or saved.folder / PLAN_FILE
-    tuned = read_plan(path).tuned
-    if tuned is None:
-        if plan != "auto":
-            raise InvalidSettings(f"{path} is not tuned: run `{_tuning(model, head, here)}`, or leave the plan out")
-        return None
-    check_tuned(drafter, tuned, path)
-    if differences := tuned.conditions.differences(here):
-        warnings.warn(
-            f"{path} was tuned under other conditions ({'; '.join(differences)}): "
-            f"tune again with `{_tuning(model, head, here)}`",
-            PlanWarning,
-            stacklevel=3,
-        )
-    return tuned
+    path = _profile_file(profile) if profile != "auto" else kept_profile(saved)
+    if path is None:
+        return saved.profile
+    found = read_profile(path)
+    check_profile(saved.skeleton(), found, path)
+    return found
 
 
-def plans_folder(method: str, here: Conditions) -> Path:
-    """Where plans are kept of heads whose own folder is not the user's: one for each type, kind of kernel and device.
+def profile_folder(saved: SavedHead) -> Path:
+    """Where ``draftheads tune`` writes for heads whose own folder is not the user's.
 
     Raises:
         InvalidSettings: there is no place for a cache.
     """
-    device = re.sub(r"\W+", "-", here.device)
-    return cache_folder() / "plans" / f"{method}-{here.head}-{here.dtype}-{here.kernels}-{device}"
+    return cache_folder() / "profiles" / f"{saved.method}-{saved.digest}"
 
 
-def kept_plans(digest: str) -> list[Path]:
-    """Plans in the user's cache for a head of that digest."""
+def kept_profile(saved: SavedHead) -> Path | None:
+    """The profile in the user's cache, if there is one that can be reached."""
     with contextlib.suppress(InvalidSettings, OSError):
-        return sorted((cache_folder() / "plans").glob(f"*-{digest}-*/{PLAN_FILE}"))
-    return []
-
-
-def _kept_plan(method: str, here: Conditions) -> Path | None:
-    """The plan in the user's cache, if there is one that can be reached."""
-    with contextlib.suppress(InvalidSettings, OSError):
-        path = plans_folder(method, here) / PLAN_FILE
+        path = profile_folder(saved) / PROFILE_FILE
         return path if path.is_file() else None
     return None
 
 
-def _tuning(model: str | PathLike[str], head: str | PathLike[str], here: Conditions) -> str:
-    """The command that makes a plan for just these conditions."""
-    words = ["draftheads", "tune", fspath(model), fspath(head)]
-    words += ["--dtype", _SHORT[here.dtype]] if here.dtype in _SHORT else []
-    return shlex.join(words + ["--exact-bits"] * (here.kernels == "exact_bits"))
-
-
-def _plan_file(plan: str | PathLike[str]) -> Path:
-    path = user_path(plan)
-    path = path / PLAN_FILE if path.is_dir() else path
+def _profile_file(profile: str | PathLike[str]) -> Path:
+    path = user_path(profile)
+    path = path / PROFILE_FILE if path.is_dir() else path
     if not path.is_file():
-        raise ModelNotFound(f"no plan at {plan}: no such file; `draftheads tune` makes one")
+        raise ModelNotFound(f"no acceptance profile at {profile}: no such file; `draftheads tune` makes one")
     return path
 
 
@@ -220,13 +214,13 @@ def load_drafter(
     target: TargetModel,
     *,
     fast: bool = True,
-    ignore_plan: bool = False,
+    ignore_profile: bool = False,
 ) -> DraftHead:
     """The head alone, ready to draft for ``target``, which is ``model``; arguments and errors as for :func:`load`.
 
-    ``ignore_plan`` is for who makes a new plan: the one that is there may be broken or missing.
+    With ``ignore_profile`` its acceptance profile may be broken or missing.
     """
-    drafter = load_head(find_head(fspath(head), fspath(model)), target, ignore_plan=ignore_plan)
+    drafter = load_head(find_head(fspath(head), fspath(model)), target, ignore_profile=ignore_profile)
     if fast:
         drafter.speed_up(folder=kernels_folder())
     return drafter

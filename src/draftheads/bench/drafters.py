@@ -17,9 +17,11 @@ from typing import Any
 
 from torch import nn
 
+from draftheads.bench.stopwatch import Stopwatch
 from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine, Prompt
 from draftheads.decode.plain import NoDraft
+from draftheads.decode.stopwatch import wait_for
 from draftheads.draft import Drafter
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.errors import DataError, InvalidSettings
@@ -27,7 +29,6 @@ from draftheads.growth import BestFirst, BestPaths, Sampled, Shape
 from draftheads.heads.base import DraftHead
 from draftheads.sampling import SamplingSettings
 from draftheads.search.calibrate import Answer
-from draftheads.search.cost import Stopwatch, wait_for
 from draftheads.search.rehearsal import Display, Rehearsal, RehearsalSettings, encoded, own_answers
 from draftheads.search.workbook import Workbook
 from draftheads.target.model import TargetModel

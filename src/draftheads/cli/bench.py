@@ -28,11 +28,12 @@ from draftheads.bench.drafters import (
     markdown,
 )
 from draftheads.bench.page import RECORD, TABLE, write_page
-from draftheads.checkpoint import conditions, read_head
+from draftheads.checkpoint import read_head
 from draftheads.cli.demo import PROMPTS
 from draftheads.cli.prompts import read_prompts
 from draftheads.cli.show import quiet_transformers
 from draftheads.cli.stages import Stages
+from draftheads.decode.cost import machine_of
 from draftheads.decode.engine import Prompt
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
@@ -98,7 +99,7 @@ def run(options: BenchOptions) -> None:
         _make(out)
     target = load_target(options.model, precision=options.precision)
     contenders = list(_contenders(names, options, target))
-    here = asdict(conditions("", target))
+    here = machine_of(target)
     calibration = encoded(target, CALIBRATION_PROMPTS, options.settings.rehearsal)  # by the model's own template
     identity = {
         "code": code_digest(),
@@ -116,7 +117,7 @@ def run(options: BenchOptions) -> None:
                 prompts,
                 calibration,
                 options.settings,
-                book=Workbook(folder / "found", identity, anew=False),
+                book=Workbook(folder / "found", identity),
                 display=display,
             )
             rows = bench.run()
@@ -179,8 +180,8 @@ def _contenders(named: dict[str, str], options: BenchOptions, target: TargetMode
                 drafter = PromptLookup(num_tokens=min(drafter.num_tokens, nodes - 1))
             yield Contender(name, drafter, f"{head_name}-{nodes}")
             continue
-        saved = read_head(find_head(head_name, options.model), ignore_plan=True)
-        head = load_drafter(head_name, options.model, target, ignore_plan=True)
+        saved = read_head(find_head(head_name, options.model), ignore_profile=True)
+        head = load_drafter(head_name, options.model, target, ignore_profile=True)
         sizes = hashlib.sha256(json.dumps(asdict(saved.config)).encode()).hexdigest()[:8]
         identity = f"{saved.method}-{saved.digest}-{sizes}"
         yield Contender(name, head, identity)

@@ -18,7 +18,7 @@ from draftheads.cli.prompts import TextPrompt, read_prompts
 from draftheads.cli.show import DRAFTED, quiet_transformers, show_stream
 from draftheads.decode.engine import Engine
 from draftheads.errors import DataError, InvalidSettings
-from draftheads.loading import Precision, find_tuned, kernels_folder, load_drafter, load_target
+from draftheads.loading import Precision, head_engine, kernels_folder, load_drafter, load_target
 from draftheads.provenance import provenance
 from draftheads.target.fast import rows_keep_their_bits
 from draftheads.target.model import TargetModel
@@ -46,7 +46,7 @@ class DemoOptions:
     model: str = "smollm2-135m"
     """A model: a name, a folder or a Hugging Face id."""
     heads: tuple[str, ...] = ("medusa", "hydra")
-    """Draft heads to compare: bundled ones' names, folders or Hugging Face ids; with their tuned plans."""
+    """Draft heads to compare: bundled ones' names, folders or Hugging Face ids."""
     prompts: Path | None = None
     """A JSONL file of prompts ("prompt", "messages" or "turns" in each line) instead of a handful of our own."""
     limit: int | None = None
@@ -90,7 +90,7 @@ def run(options: DemoOptions) -> None:
 
 def _engine(target: TargetModel, head: str, model: str) -> Engine:
     drafter = load_drafter(head, model, target)
-    return Engine(target, drafter, tuned=find_tuned(head, model, target, drafter))
+    return head_engine(target, drafter, head=head, model=model)
 
 
 def _labels(heads: Sequence[str]) -> list[str]:

@@ -44,7 +44,6 @@ def _source(options: DistillOptions, display: "_Display") -> Source:
         tree=None if options.chain is None else Tree.chain(options.chain),
         precision=options.precision,
         max_batch_size=options.batch_size,
-        adaptive=False,  # equal chunks must meet equal trees, or a resumed file could differ where bf16 rounds
     )
     return EngineSource(engine, options)
 

@@ -35,7 +35,7 @@ class GenerateOptions:
     draft_model: str | None = None
     """A smaller model of the same tokenizer drafts in place of a head: a folder or a Hugging Face id."""
     tree: Path | None = None
-    """A JSON file of rank paths to draft on, whatever the plan."""
+    """A JSON file of rank paths to draft on, whatever the profile."""
     grow: int | None = None
     """Draft on trees of so many nodes that grow anew at each step, where the head is sure."""
     threshold: float = 0.0
@@ -46,10 +46,11 @@ class GenerateOptions:
     """Draft on so many of the likeliest whole paths of a full tree, as the MLP Speculator does."""
     widths: tuple[int, ...] = BestPaths().widths
     """With --paths: how many guesses each node of the full tree has, depth by depth."""
-    plan: str = "auto"
-    """auto: what `draftheads tune` found for the head, if it did; none: the head's fixed tree; or a plan.json."""
-    adaptive: bool = True
-    """With a tuned plan: guess more or less by how it goes."""
+    profile: str = "auto"
+    """Acceptance profile that drafts are sized by. auto: what `draftheads tune` measured, if it did, else the head's
+    own; none: always a fixed tree of 10 nodes; or an acceptance.json."""
+    copy: bool = True
+    """Drafts also hold copies from the text so far, where its last tokens stood before."""
     prompts: Path | None = None
     """A JSONL file of prompts ("prompt", "messages" or "turns" in each line), in place of PROMPT."""
     out: Path | None = None
@@ -90,8 +91,8 @@ def run(options: GenerateOptions) -> None:
         options.head,
         draft_model=options.draft_model,
         tree=_shape(options),
-        plan=None if options.plan == "none" else options.plan,
-        adaptive=options.adaptive,
+        profile=None if options.profile == "none" else options.profile,
+        copy=options.copy,
         precision=options.precision,
         max_batch_size=options.batch_size,
         exact_bits=options.exact_bits,

@@ -3,7 +3,6 @@
 Reads configurations and headers only; no model is loaded.
 """
 
-import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -14,13 +13,15 @@ from rich.markdown import Markdown
 from rich.table import Table
 from rich.text import Text
 
+from draftheads.acceptance import DEFAULT_NODES, KINDS, AcceptanceProfile, read_profile
 from draftheads.checkpoint import SavedHead, read_head
-from draftheads.errors import CheckpointError, InvalidSettings, InvalidTree
+from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.files import user_path
-from draftheads.loading import kept_plans
-from draftheads.plan import Tuned, read_plan
+from draftheads.loading import find_profile, kept_profile
 from draftheads.tree import Tree
 from draftheads.zoo.registry import find_head, zoo_heads
+
+_SIZES = (2, 4, 8, 16, 32, 64)  # of trees that are told of
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def run(options: InfoOptions) -> None:
 
 
 def _read_tree(text_or_path: str) -> Tree:
-    """From the JSON itself, a file of it, or a head's ``plan.json``."""
+    """From the JSON itself, a file of it, or a head's ``acceptance.json``."""
     if text_or_path.lstrip().startswith("["):
         return Tree.from_json(text_or_path)
     path = user_path(text_or_path)
@@ -66,7 +67,7 @@ def _read_tree(text_or_path: str) -> Tree:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidTree(f"{text_or_path} is no JSON list of rank paths, nor a file of one: {error}") from None
     if text.lstrip().startswith("{"):
-        return read_plan(path).tree
+        return read_profile(path).tree(DEFAULT_NODES)
     return Tree.from_json(text)
 
 
@@ -75,10 +76,11 @@ def _print_zoo(console: Console) -> None:
     if not heads:
         console.print("No heads are bundled. Train one with `draftheads train`.", markup=False)
         return
-    table = Table("base", "method", "heads", "parameters", "size", "tree nodes")
+    table = Table("base", "method", "heads", "parameters", "size", "tokens/step")
     for base_name, method, folder in heads:
         saved = read_head(folder)
-        sizes = (saved.config.num_heads, f"{saved.num_parameters:,}", _megabytes(saved.num_bytes), saved.tree.num_nodes)
+        gain = max(_at(saved.profile, DEFAULT_NODES).values())
+        sizes = (saved.config.num_heads, f"{saved.num_parameters:,}", _megabytes(saved.num_bytes), f"{gain:.2f}")
         table.add_row(base_name, method, *map(str, sizes))
     console.print(table)
 
@@ -97,28 +99,36 @@ def _print_head(console: Console, saved: SavedHead) -> None:
         console, "Fingerprints of the base", {name: digits[:16] for name, digits in asdict(saved.fingerprints).items()}
     )
     _print_section(console, "Made by", saved.provenance)
-    _print_section(console, "Measured", saved.measured)
     if figures := _figures(saved.card):
         console.print(Text("\nFrom its card", style="bold"))
         console.print(Markdown(figures))
-    if saved.plan.tuned is not None:
-        _print_section(console, "Tuned", _choices(saved.plan.tuned))
-    for path in kept_plans(saved.digest):
-        with contextlib.suppress(CheckpointError, InvalidTree):  # a broken one is said when it is used
-            if (tuned := read_plan(path).tuned) is not None:
-                _print_section(console, "Tuned, in the cache", {"plan": str(path), **_choices(tuned)})
+    _print_section(console, "Acceptance profile", _told(saved.profile))
+    if (kept := kept_profile(saved)) is not None:
+        tuned = find_profile(saved.folder, saved.model_id, profile=kept)
+        _print_section(console, "Acceptance profile by `draftheads tune`", {"file": str(kept), **_told(tuned)})
     console.print(Text("\nTree", style="bold"))
-    _print_tree(console, saved.tree)
+    _print_tree(console, saved.profile.tree(DEFAULT_NODES))
 
 
-def _choices(tuned: Tuned) -> dict[str, object]:
-    """What is drafted with how many rows."""
-    shown: dict[str, object] = {"processor": tuned.conditions.processor, "dtype": tuned.conditions.dtype}
-    for choice in tuned.choices:
-        what = "no guesses" if choice.kind == "none" else f"{choice.kind} tree of {choice.num_nodes} nodes"
-        rows = "1 row" if choice.batch_size == 1 else f"{choice.batch_size} rows"
-        shown[rows] = f"{what}, {choice.tokens_per_second:.1f} tokens/s, {choice.speedup:.2f} x plain"
+def _told(profile: AcceptanceProfile) -> dict[str, object]:
+    """What it was measured on, and tokens per step by size of tree."""
+    if not profile.num_tokens:
+        return {"measured on": "nothing: assumed"}
+    where = f"{profile.num_texts} texts, " if profile.num_texts else ""
+    shown: dict[str, object] = {
+        "measured on": f"{where}{profile.num_tokens:,} tokens at temperature {profile.temperature:g}"
+    }
+    for nodes in _SIZES:
+        gains = _at(profile, nodes)
+        if any(nodes <= len(profile.tokens(kind)) for kind in KINDS):
+            words = ", ".join(f"{kind} {tokens:.2f}" for kind, tokens in gains.items())
+            shown[f"tokens/step, {nodes} nodes"] = words
     return shown
+
+
+def _at(profile: AcceptanceProfile, nodes: int) -> dict[str, float]:
+    """Tokens per step of each kind of tree of at most that many nodes."""
+    return {kind: tokens[min(nodes, len(tokens)) - 1] for kind in KINDS if (tokens := profile.tokens(kind))}
 
 
 def _print_section(console: Console, title: str, facts: Mapping[str, object]) -> None:

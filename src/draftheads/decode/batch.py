@@ -1,6 +1,5 @@
 """The decoding loop: rows that join, step together and leave. Plain and speculative decoding are the same loop."""
 
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import replace
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftheads.accept import accept, num_coins
-from draftheads.decode.pace import Pace
+from draftheads.decode.policy import SizePolicy
 from draftheads.decode.sequence import Sequence, StreamEvent
 from draftheads.draft import Context, Draft, Drafter, Verdict, Watcher
 from draftheads.sampling import RowSettings, choose
@@ -60,7 +59,6 @@ class Batch:
         """Draft, verify, accept, commit: at least one new token for every row."""
         assert self._context is not None, "a step needs rows"
         assert self._rows is not None
-        start = time.perf_counter()
         draft = self.drafter.propose(replace(self._context, rows=self._rows, draws=self._draws))
         self.lap("draft")
         logits, hidden = self.target.verify(draft)
@@ -81,8 +79,8 @@ class Batch:
             sequence.num_steps += 1
             events.append(sequence.append(ids[:count], num_drafted=count - 1, num_copied=num_copied))
         self._note_seen(new_ids, counts)
-        if isinstance(self.drafter, Pace):
-            self.drafter.note([count - 1 for count in counts], time.perf_counter() - start)
+        if isinstance(self.drafter, SizePolicy):
+            self.drafter.note([count - 1 for count in counts])
         self._drop_finished()
         self.lap("rest")
         return events

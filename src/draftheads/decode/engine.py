@@ -5,17 +5,17 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Listing
 from dataclasses import fields, replace
 from threading import Lock
-from typing import Any
+from typing import Any, cast
 
+from draftheads.acceptance import AcceptanceProfile
 from draftheads.decode.batch import Batch
-from draftheads.decode.pace import Experience, Pace
+from draftheads.decode.cost import CostProfile
 from draftheads.decode.plain import NoDraft
+from draftheads.decode.policy import ShapedDrafter, SizePolicy
 from draftheads.decode.sequence import GenerationResult, Sequence, StreamEvent
 from draftheads.decode.text import half_character
 from draftheads.draft import Drafter
 from draftheads.errors import InvalidPrompt, InvalidSettings, PromptTooLong
-from draftheads.heads.base import DraftHead
-from draftheads.plan import Tuned
 from draftheads.sampling import SamplingSettings
 from draftheads.target.model import TargetModel
 
@@ -36,33 +36,31 @@ class Engine:
         drafter: Drafter | None = None,
         *,
         max_batch_size: int = 16,
-        tuned: Tuned | None = None,
-        adaptive: bool = True,
+        profile: AcceptanceProfile | None = None,
+        cost: CostProfile | None = None,
     ) -> None:
         """Puts the parts together.
 
         Args:
             model: the target.
-            drafter: what guesses; None decodes plainly.
+            drafter: what drafts; None decodes plainly.
             max_batch_size: requests that are decoded together.
-            tuned: what ``draftheads tune`` found for a draft head: it decides what is drafted at each step. None leaves
-                the drafter's own shape.
-            adaptive: whether to depart from the tuned choices by how it goes. Off, equal requests meet equal trees; on,
-                trees go by the clock, too, and where a kernel rounds by size (bf16) a near-tie may fall otherwise.
+            profile: what the drafter's trees gain. With ``cost`` it decides how much is drafted at each step; without
+                both the drafter's own shape is drafted.
+            cost: what steps cost on this machine.
         """
         if max_batch_size < 1:
             raise InvalidSettings(f"max_batch_size is {max_batch_size}; it must be at least 1")
-        if tuned is not None and not isinstance(drafter, DraftHead):
-            raise InvalidSettings("a tuned plan is for a draft head")
+        if (profile is None) != (cost is None):
+            raise InvalidSettings("an acceptance profile and a cost profile go together: give both or none")
+        if profile is not None and not hasattr(drafter, "shape"):
+            raise InvalidSettings("profiles are for a drafter that fills trees, such as a draft head")
         self.model = model
         self.drafter: Drafter = NoDraft() if drafter is None else drafter
         self.max_batch_size = max_batch_size
-        self.tuned = tuned
-        self.adaptive = adaptive
-        self._experience = Experience()
+        self.profile = profile
+        self.cost = cost
         self._lock = Lock()  # threads take turns, step by step: two at once would only share the cores
-        if tuned is not None and isinstance(drafter, DraftHead):
-            drafter.confidence = tuple(tuned.confidence)
 
     def generate(
         self,
@@ -129,7 +127,7 @@ class Engine:
 
         Who reads the events may add requests, such as the next turn of a conversation whose last turn just ended.
         """
-        batch = Batch(self.model, self.paced())
+        batch = Batch(self.model, self.fresh_drafter())
         while line or batch.sequences:
             room = self.max_batch_size - len(batch.sequences)
             joining = [line.popleft() for _ in range(min(room, len(line)))]
@@ -143,17 +141,12 @@ class Engine:
                     events = batch.step()
                 yield from events
 
-    def paced(self) -> Drafter:
-        """What guesses for one batch: the drafter, or, where it was tuned, the pace that decides for it."""
-        if self.tuned is None or not isinstance(self.drafter, DraftHead):
-            return self.drafter.fresh()
-        return Pace(
-            self.drafter.fresh(),
-            self.tuned,
-            adaptive=self.adaptive,
-            any_size=True,
-            experience=self._experience,
-        )
+    def fresh_drafter(self) -> Drafter:
+        """A drafter for one batch; with profiles, one that decides how much is drafted at each step."""
+        drafter = self.drafter.fresh()
+        if self.profile is None or self.cost is None:
+            return drafter
+        return SizePolicy(cast("ShapedDrafter", drafter), self.profile, self.cost)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, with the model's chat template where it has one.

@@ -107,8 +107,7 @@ class DraftHead(nn.Module, ABC):
         if config.draft_vocab_size is not None:
             self.register_buffer("draft_vocab", torch.arange(config.draft_vocab_size))
         self.register_buffer("target_embedding", None, persistent=False)
-        self._tree = Tree.chain(config.num_heads)
-        self._shape: Shape = self._tree
+        self._shape: Shape = Tree.chain(config.num_heads)
         self.confidence: Sequence[float] = (1.0,) * config.num_heads
 
     draft_vocab: Tensor  # (V',) int64: target id of each draft token; only with a trimmed vocabulary
@@ -173,16 +172,6 @@ class DraftHead(nn.Module, ABC):
                 if isinstance(module, Fusable):
                     module.fuse()
             pack(replace_linears(self), folder=folder)
-
-    @property
-    def tree(self) -> Tree:
-        """The static tree that is saved with the head; :meth:`propose` fills it unless ``shape`` says otherwise."""
-        return self._tree
-
-    @tree.setter
-    def tree(self, tree: Tree) -> None:
-        self.shape = tree
-        self._tree = tree
 
     @property
     def shape(self) -> Shape:

@@ -1,1 +1,1 @@
-"""Finding the tree of guesses that pays."""
+"""Measuring what trees of draft tokens gain."""

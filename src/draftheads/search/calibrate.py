@@ -1,4 +1,4 @@
-"""What a head's guesses are worth: ranks of the true tokens on recorded answers, and how far to trust its confidence.
+"""How a head's draft tokens rank on recorded answers, and how far to trust its confidence.
 
 Knows models, heads and recorded answers; knows nothing of trees that are to be chosen. A head that reads the guesses
 above it is asked along the true text: what it says there is just what it would say if all guesses before were right, so

@@ -12,7 +12,7 @@ Record = dict[str, Any]
 
 MOST_DRAWN = 40  # nodes beyond which the picture of a tree cannot be read
 _COLOURS = {"static": "#0b6bcb", "dynamic": "#d9480f", "marginal": "#2b8a3e", "dense": "#868e96", "none": "#1c2530"}
-_PARTS = {"draft": "#d9480f", "verify": "#0b6bcb", "rest": "#868e96"}
+_PARTS = {"draft": "#d9480f", "verify": "#0b6bcb"}
 _STYLES = {"static": "o-", "dynamic": "s--", "none": "D"}
 _COLUMNS = 3  # of small multiples
 _TICKS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # of logarithmic scales of shares
@@ -229,20 +229,6 @@ def _draw_rates(ax: Any, record: Record, batch_size: int, *, unit: float) -> Non
             alpha=1 if is_line else 0.6,
             label=kind,
         )
-    for run in _at(record["runs"], batch_size):
-        speeds = sorted(speed / unit for speed in run["tokens_per_second"])
-        middle = (speeds[(len(speeds) - 1) // 2] + speeds[len(speeds) // 2]) / 2
-        ax.errorbar(
-            [run["num_nodes"]],
-            [middle],
-            yerr=[[middle - speeds[0]], [speeds[-1] - middle]],
-            fmt="D",
-            markersize=5,
-            markerfacecolor="white",
-            color=_COLOURS[run["kind"]],
-            capsize=3,
-            label="" if run["kind"] == "none" else f"{run['kind']}, measured",
-        )
     ax.plot(
         [winner["num_nodes"]],
         [winner["tokens_per_second"] / unit],
@@ -252,7 +238,7 @@ def _draw_rates(ax: Any, record: Record, batch_size: int, *, unit: float) -> Non
         markeredgecolor=_COLOURS[winner["kind"]],
         linestyle="",
         zorder=5,
-        label="winner",
+        label="fastest",
     )
     ax.set_ylim(bottom=0)
     _whole_ticks(ax)
@@ -271,7 +257,7 @@ def _draw_costs(ax: Any, record: Record, batch_size: int, parts: Sequence[str], 
     """One line a kind of tree; only the first is in the legend, for the colour says what it is."""
     by_kind: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for cost in _at(record["cost"], batch_size):
-        by_kind[cost["kind"]].append((cost["num_nodes"], 1000 * sum(cost[part] for part in parts)))
+        by_kind[cost["kind"]].append((cost["num_nodes"], sum(cost[part] for part in parts)))
     for number, (kind, points) in enumerate(sorted(by_kind.items(), key=lambda item: list(_STYLES).index(item[0]))):
         ax.plot(
             *zip(*sorted(points), strict=True),

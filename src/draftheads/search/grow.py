@@ -1,4 +1,4 @@
-"""Which tree of guesses pays, from how the heads' guesses ranked the true continuation.
+"""Which tree of draft tokens gains most, from how they ranked the true continuation.
 
 Knows ranks and trees; knows nothing of models. Ranks are (S, K) int64: at position s head i gave the true
 token rank r, 0 the best; what was not among the recorded ranks carries a higher one, that of a miss.

@@ -17,19 +17,16 @@ from draftheads.search.drawings import Record, batch_sizes, drawn_tree, winner_o
 
 RECORD = "tune.json"
 PAGE = "tune.html"
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 _SETTINGS = ("method", "model_id", "head", "dtype", "temperature", "num_texts", "num_tokens", "format_version")
 _BODY = """<p>A tree holds guesses for the tokens to come: its root is the token just chosen, each level below it the
 guesses of one head, and the model checks all nodes in one pass. A <em>static</em> tree has the same shape in every
 step; a <em>dynamic</em> tree is grown anew in each step where the heads are surest; a <em>dense</em> tree makes equally
 many guesses at all nodes of a level.</p>
-<h2>What to use</h2>
+<h2>Predicted speed on this machine</h2>
 {{ numbers(winners) }}
 <h2>Why</h2>
 {% for picture in pictures %}<figure>{{ picture.svg | safe }}<figcaption>{{ picture.caption }}</figcaption></figure>
-{% endfor %}
-{% for table in verified %}<h2>{{ table.title }}</h2>
-{{ numbers(table) }}
 {% endfor %}
 {% for table in tables %}<h2>{{ table.title }}</h2>
 <table>{% for name, value in table.rows %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
@@ -71,7 +68,6 @@ def render(record: Record) -> str:
             {"caption": caption, "svg": picture(partial(draw, record=record), height=height)}
             for caption, draw, height in _pictures(record)
         ],
-        verified=_verified(record),
         tables=[
             {"title": "Settings", "rows": _settings(record)},
             {"title": "Where it comes from", "rows": list(record["provenance"].items())},
@@ -86,7 +82,7 @@ def _summary(record: Record) -> str:
         else f"a {_tree(winner)} at batch size {winner['batch_size']} ({winner['speedup']:.2f} times plain speed)"
         for winner in map(partial(winner_of, record), batch_sizes(record))
     ]
-    return f"For the most tokens a second, use {'; '.join(parts)}."
+    return f"Predicted to be fastest on this machine: {'; '.join(parts)}."
 
 
 def _tree(winner: dict[str, Any]) -> str:
@@ -107,57 +103,6 @@ def _winners(record: Record) -> dict[str, Any]:
     ]
     columns = ["batch size", "tree", "nodes", "tokens a second", "plain decoding", "speed-up"]
     return {"columns": columns, "rows": rows}
-
-
-def _verified(record: Record) -> list[dict[str, Any]]:
-    """Tables of what was compared on other prompts."""
-    verified = record["verified"]
-    if verified is None:
-        return []
-    rows = [
-        [
-            row["batch_size"],
-            row["way"],
-            f"{row['tokens_per_second']:,.1f}",
-            f"{row['tokens_per_step']:.2f}",
-            "–" if row["predicted_tokens_per_step"] is None else f"{row['predicted_tokens_per_step']:.2f}",
-            f"{row['speedup']:.2f} ± {row['error']:.2f}",
-        ]
-        for row in verified["rows"]
-    ]
-    source = f"{verified['num_prompts']:,} other prompts, from {verified['prompts']}"
-    compared = {
-        "title": f"Speed on some of {source}",
-        "columns": ["batch size", "way", "tokens a second", "tokens per step", "predicted", "speed-up"],
-        "rows": rows,
-    }
-    predicted = {
-        "title": f"Tokens per step on {source}",
-        "columns": ["tree", "predicted", "one standard error", "measured", "measured over predicted"],
-        "rows": [
-            [
-                row["way"],
-                f"{row['predicted']:.3f}",
-                f"{row['error']:.3f}",
-                f"{row['measured']:.3f}",
-                f"{row['measured'] / row['predicted']:.3f}",
-            ]
-            for row in verified["predictions"]
-        ],
-    }
-    return [compared, predicted, _mixed_load(verified["mixed_load"])]
-
-
-def _mixed_load(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """A way a row, a phase a column."""
-    phases = {row["phase"]: row["batch_size"] for row in found}
-    speeds = {(row["way"], row["phase"]): row["tokens_per_second"] for row in found}
-    ways = list(dict.fromkeys(row["way"] for row in found))
-    return {
-        "title": "Tokens a second under a load that grows and shrinks",
-        "columns": ["way", *(f"{size} at a time" for size in phases.values())],
-        "rows": [[way, *(f"{speeds[way, phase]:,.1f}" for phase in phases)] for way in ways],
-    }
 
 
 def _settings(record: Record) -> list[tuple[str, Any]]:
@@ -191,17 +136,16 @@ def _pictures(record: Record) -> list[tuple[str, Callable[..., None], float]]:
         ),
         (
             (
-                "Lines: speed predicted from the gain above and the cost below. Diamonds: speed measured from start to "
-                "end, with the slowest and the fastest run. The star is what to use; to its right, checking more nodes "
-                "costs more than they gain."
+                "Speed predicted from the gain above and the cost below, on this machine. The star is the fastest; to "
+                "its right, verifying more nodes costs more than they gain."
             ),
             drawings.draw_speed,
             4.2,
         ),
         (
             (
-                "Where a step's time goes, by the tree's size: the heads' guesses (draft), the model's check of them "
-                "(verify) and all else. Round dots are static trees, squares dynamic ones, the diamond plain decoding."
+                "Where a step's time goes, by the tree's size: drafting and verifying. Round dots are static trees, "
+                "squares dynamic ones, the diamond plain decoding."
             ),
             drawings.draw_cost,
             3.6,

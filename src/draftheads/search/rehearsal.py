@@ -1,4 +1,4 @@
-"""What a head's guesses are worth in trees of all sizes: the model answers prompts, and the head guesses along.
+"""What trees of all sizes gain: the model answers prompts, and the head drafts along the answers.
 
 Knows what trees are grown from, but no clock: the same prompts give the same trees on every machine.
 """
@@ -37,8 +37,8 @@ class RehearsalSettings:
     max_new_tokens: int = 128
     """Tokens of each answer to them."""
     temperature: float = 0.0
-    """The temperature that the plan is for; above 0 the model's probabilities count, not its single choice."""
-    max_nodes: int = 100
+    """The temperature of the answers; above 0 the model's probabilities count, not its single choice."""
+    max_nodes: int = 64
     """The largest tree that is looked at, root included."""
     num_ranks: int = 10
     """How many guesses of each head are looked at."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from draftheads.files import write_atomic
 
-_IDENTITY, _FINISHED = "identity.json", "finished.json"
+_IDENTITY = "identity.json"
 
 
 class Workbook:
@@ -17,14 +17,12 @@ class Workbook:
     Args:
         folder: of the findings.
         identity: what they depend on, JSON values.
-        anew: whether findings of a search that was finished are forgotten.
     """
 
-    def __init__(self, folder: Path, identity: dict[str, Any], *, anew: bool) -> None:
+    def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
         self.folder = folder
         known = _read(folder / _IDENTITY)
-        is_same = known is not None and known == json.loads(json.dumps(identity))
-        if not is_same or (anew and _read(folder / _FINISHED)):
+        if known is None or known != json.loads(json.dumps(identity)):
             shutil.rmtree(folder, ignore_errors=True)
             _write(folder / _IDENTITY, identity)
 
@@ -40,10 +38,6 @@ class Workbook:
     def forget(self, name: str) -> None:
         """What was found under that name is to be found anew the next time."""
         (self.folder / f"{name}.json").unlink(missing_ok=True)
-
-    def finish(self) -> None:
-        """The search is over, and what it was for is saved elsewhere."""
-        _write(self.folder / _FINISHED, value=True)
 
 
 def _read(path: Path) -> Any:

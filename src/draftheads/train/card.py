@@ -34,7 +34,7 @@ guesses:
 {table}
 
 Expected tokens per step: {report.tokens_per_step_chain:.2f} with a chain of best guesses,
-{report.tokens_per_step_tree:.2f} with the tree of {len(report.tree) + 1} nodes in `plan.json`.
+{report.tokens_per_step_tree:.2f} with the best tree of {len(report.tree) + 1} nodes.
 
 ## How it was made
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from draftheads.acceptance import AcceptanceProfile
 from draftheads.checkpoint import load_head, save_head
 from draftheads.data.batches import PlannedTexts
 from draftheads.data.extract import load_texts
@@ -51,7 +52,7 @@ from draftheads.train.movement import Movement, measure_movement
 from draftheads.train.new_head import in_float32, new_head, read_start
 from draftheads.train.report import Report
 from draftheads.train.reporter import Reporter
-from draftheads.train.run import Speedometer, chosen_tree, in_between, new_learner, report_on
+from draftheads.train.run import Speedometer, acceptance, chosen_tree, in_between, new_learner, report_on
 from draftheads.train.start import Start
 from draftheads.train.trainer import computes_in_bf16, fit
 
@@ -141,10 +142,10 @@ class _Run:
         self.reporter.stage(f"measuring on {len(held_out)} texts kept apart")
         movement = measure_movement(self.tuned, self.adapter, self.store, held_out)
         found = self._measure(held_out)
-        self.head.tree = chosen_tree(found, self.options)
         heads = report_on(
             self.head,
             found,
+            tree=chosen_tree(found, self.options),
             model_id=self.tuned.model_id,
             num_training_texts=len(training),
             num_held_out_texts=len(held_out),
@@ -152,7 +153,15 @@ class _Run:
             seconds=speed.seconds,
             tokens_per_second=speed.tokens_per_second,
         )
-        self._save(JointReport(heads, movement))
+        profile = acceptance(
+            self.tuned,
+            self.head,
+            material=self.material,
+            found=found,
+            options=self.options,
+            reporter=self.reporter,
+        )
+        self._save(JointReport(heads, movement), profile)
         processes.wait()
         return JointReport(heads, movement)
 
@@ -206,7 +215,7 @@ class _Run:
         options = self.options
         return new_learner(options, self.head, in_float32(weights))
 
-    def _save(self, report: JointReport) -> None:
+    def _save(self, report: JointReport, profile: AcceptanceProfile) -> None:
         """The head last of all: where it is, the run is complete."""
         options, out = self.options, self.options.out
         made = how_it_was_made(options, self.start)
@@ -218,12 +227,8 @@ class _Run:
             self.adapter.save(staged)
             base = {"model_id": self.target.model_id, "fingerprints": asdict(Fingerprints.of(self.target))}
             (staged / BASE_FILE).write_bytes(as_json({"format_version": FORMAT_VERSION, "base": base}))
-        measured = {
-            "tokens_per_step": report.heads.tokens_per_step_tree,
-            "num_held_out_texts": report.heads.num_held_out_texts,
-        }
         card = model_card(report.heads, made["options"], made["provenance"])
-        save_head(self.head, out / HEAD_FOLDER, base=self.tuned, card=card, plan_details=measured)
+        save_head(self.head, out / HEAD_FOLDER, base=self.tuned, card=card, profile=profile)
         _tidy_up(options)
 
 

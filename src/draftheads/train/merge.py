@@ -61,7 +61,7 @@ def merge(options: MergeOptions) -> None:
         merged.tokenizer.save_pretrained(staged)
         saved = read_head(options.adapter / HEAD_FOLDER)
         head = load_head(saved.folder, merged, dtype=torch.float32)
-        save_head(head, staged / HEAD_FOLDER, base=merged, card=saved.card, plan_details=saved.measured)
+        save_head(head, staged / HEAD_FOLDER, base=merged, card=saved.card, profile=saved.profile)
 
 
 def merged_model(base: TargetModel, run: Path, *, dtype: torch.dtype, model_id: str) -> TargetModel:

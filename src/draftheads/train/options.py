@@ -102,9 +102,9 @@ class TrainOptions:
     held_out: float = 0.05
     """Part of the texts kept for measuring, at most 200 texts."""
     tree_nodes: int = 16
-    """Nodes of the tree that is chosen from the held-out ranks and saved with the head, root included."""
+    """Nodes of the tree that the report shows, chosen from the held-out ranks, root included."""
     chain: bool = False
-    """Save a chain of the best guesses with the head instead of a tree."""
+    """Draft on chains of the best draft tokens alone, not on trees."""
     seed: int = 0
     """Decides batches, their order and random starting values."""
     features: Path | None = None

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from draftheads.checkpoint import save_head
+from draftheads.acceptance import AcceptanceProfile
+from draftheads.checkpoint import copy_for, save_head
 from draftheads.data.batches import PlannedBatches
 from draftheads.data.features import FeatureStore
 from draftheads.data.jsonl import check_readable
@@ -19,6 +20,8 @@ from draftheads.errors import DataError, InvalidSettings, MissingDependency
 from draftheads.files import write_atomic
 from draftheads.heads.base import DraftHead
 from draftheads.search.grow import best_tree
+from draftheads.search.profile import NUM_TEXTS, Silent, measured_profile, recorded, static_profile
+from draftheads.search.rehearsal import RehearsalSettings
 from draftheads.target.model import TargetModel
 from draftheads.target.pretrained import default_dtype
 from draftheads.target.shard import shard_layers
@@ -106,10 +109,10 @@ def train_for(target: TargetModel, options: TrainOptions, reporter: Reporter) ->
         return None
     reporter.stage(f"measuring on {len(held_out)} texts kept apart")
     found = measure(learner, store, held_out, batch_tokens=options.batch_tokens)
-    head.tree = chosen_tree(found, options)
     report = report_on(
         head,
         found,
+        tree=chosen_tree(found, options),
         model_id=target.model_id,
         num_training_texts=len(training),
         num_held_out_texts=len(held_out),
@@ -117,7 +120,8 @@ def train_for(target: TargetModel, options: TrainOptions, reporter: Reporter) ->
         seconds=speed.seconds,
         tokens_per_second=speed.tokens_per_second,
     )
-    _save(head, target, report, options, start)
+    profile = acceptance(target, head, material=material, found=found, options=options, reporter=reporter)
+    _save(head, target, report=report, profile=profile, options=options, start=start)
     _wind_up(options, reporter)
     processes.wait()
     return report
@@ -178,6 +182,7 @@ def report_on(
     head: DraftHead,
     found: Measurement,
     *,
+    tree: Tree,
     model_id: str,
     num_training_texts: int,
     num_held_out_texts: int,
@@ -185,7 +190,7 @@ def report_on(
     seconds: float,
     tokens_per_second: float,
 ) -> Report:
-    """What was found of a head with its tree, as plain numbers."""
+    """What was found of a head, as plain numbers."""
     return Report(
         method=head.config.method,
         model_id=model_id,
@@ -200,8 +205,8 @@ def report_on(
         top3=found.accuracy(3),
         top10=found.accuracy(10),
         tokens_per_step_chain=found.tokens_per_step(Tree.chain(head.config.num_heads)),
-        tokens_per_step_tree=found.tokens_per_step(head.tree),
-        tree=[list(path) for path in head.tree.paths[1:]],
+        tokens_per_step_tree=found.tokens_per_step(tree),
+        tree=[list(path) for path in tree.paths[1:]],
     )
 
 
@@ -224,7 +229,7 @@ def new_learner(options: TrainOptions, head: DraftHead, weights: TargetWeights) 
 
 
 def chosen_tree(found: Measurement, options: TrainOptions) -> Tree:
-    """What is saved with the head: the best tree of so many nodes for the ranks that were found, or a chain."""
+    """What the report shows: the best tree of so many nodes for the ranks that were found, or a chain."""
     if options.chain:
         return Tree.chain(min(options.num_heads, options.tree_nodes - 1))
     return best_tree(found.joint_ranks, options.tree_nodes)
@@ -259,16 +264,42 @@ def _material(target: TargetModel, options: TrainOptions, reporter: Reporter, st
     return material
 
 
-def _save(head: DraftHead, target: TargetModel, report: Report, options: TrainOptions, start: Start | None) -> None:
+def acceptance(
+    target: TargetModel,
+    head: DraftHead,
+    *,
+    material: Material,
+    found: Measurement,
+    options: TrainOptions,
+    reporter: Reporter,
+) -> AcceptanceProfile:
+    """The head's profile on some held-out texts; of static trees alone where there are too few.
+
+    A model that is spread over processes cannot be used in one of them.
+    """
+    store = material.store
+    texts = material.held_out[:NUM_TEXTS]
+    answers = recorded([(store.token_ids[i], store.loss_masks[i]) for i in texts])
+    if len(answers) < 2 or options.chain or options.shard_model:
+        return static_profile(found.joint_ranks, num_ranks=NUM_RANKS, only_chain=options.chain)
+    reporter.stage(f"acceptance profile from {len(answers)} held-out texts")
+    return measured_profile(target, copy_for(head, target), answers, RehearsalSettings(), display=Silent())[0]
+
+
+def _save(
+    head: DraftHead,
+    target: TargetModel,
+    *,
+    report: Report,
+    profile: AcceptanceProfile,
+    options: TrainOptions,
+    start: Start | None,
+) -> None:
     """The head last of all: where it is, the run is complete."""
     made = how_it_was_made(options, start)
     write_atomic(options.out / "metrics.json", as_json({**asdict(report), **made}))
-    measured = {
-        "tokens_per_step": report.tokens_per_step_tree,
-        "num_held_out_texts": report.num_held_out_texts,
-    }
     card = model_card(report, made["options"], made["provenance"])
-    save_head(head, options.out, base=target, card=card, plan_details=measured)
+    save_head(head, options.out, base=target, card=card, profile=profile)
 
 
 def _wind_up(options: TrainOptions, reporter: Reporter) -> None:

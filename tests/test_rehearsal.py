@@ -1,7 +1,8 @@
-"""What a search for trees does before it measures anything: calibration, two halves, choices."""
+"""Calibration on recorded answers: trees of all sizes, judged on the other half of the answers."""
 
 import itertools
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 from draftheads.errors import DataError
 from draftheads.growth import BestFirst
 from draftheads.heads.base import DraftHead
-from draftheads.plan import Conditions
-from draftheads.sampling import SamplingSettings
 from draftheads.search import rehearsal
 from draftheads.search.calibrate import Answer, Observation
-from draftheads.search.cost import Way, measure_speeds
-from draftheads.search.rehearsal import dense_widths, marginal_accuracy, samplings
-from draftheads.search.tune import Tuner, TuneSettings, choose
+from draftheads.search.profile import Silent
+from draftheads.search.rehearsal import (
+    Rehearsal,
+    RehearsalSettings,
+    dense_widths,
+    encoded,
+    marginal_accuracy,
+    own_answers,
+    samplings,
+)
+from draftheads.search.workbook import Workbook
 from draftheads.target.model import TargetModel
 from draftheads.tree import Path as RankPath
 from draftheads.tree import Tree
@@ -28,30 +34,25 @@ from families import PROMPTS, tiny_head, tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 K, R = 2, 3
-HERE = Conditions("cpu", "cpu", 1, "fp32", "stock", "0", "0", "0", "0")
 
 
-class Silent:
-    """Shows nothing."""
+@dataclass
+class Case:
+    """A rehearsal and the prompts that it is for."""
 
-    def stage(self, what: str, total: int) -> None:
-        pass
+    rehearsal: Rehearsal
+    prompts: list[list[int]]
+    folder: Path
 
-    def advance(self) -> None:
-        pass
+    def answers(self) -> list[Answer]:
+        book = Workbook(self.folder, {})
+        found = self.rehearsal
+        return own_answers(found.target, self.prompts, found.settings, book=book, display=Silent())
 
 
-def tuner(model: TargetModel, head: DraftHead, folder: Path, prompts: list[list[int]], **settings: Any) -> Tuner:
-    return Tuner(
-        model,
-        head,
-        prompts,
-        TuneSettings(**settings),
-        conditions=HERE,
-        command="draftheads tune",
-        folder=folder,
-        display=Silent(),
-    )
+def tuner(model: TargetModel, head: DraftHead, folder: Path, prompts: list[list[int]], **settings: Any) -> Case:
+    chosen = RehearsalSettings(**settings)
+    return Case(Rehearsal(model, head, chosen, display=Silent()), encoded(model, prompts, chosen), folder)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def model() -> TargetModel:
 
 
 @pytest.fixture
-def small(model: TargetModel, tmp_path: Path) -> Tuner:
+def small(model: TargetModel, tmp_path: Path) -> Case:
     """For two heads and three ranks."""
     return tuner(model, tiny_head("medusa", model, num_heads=K), tmp_path, PROMPTS, num_ranks=R, max_nodes=8)
 
@@ -126,7 +127,7 @@ def crossed(seen: list[Observation], order_of: Any, size: int) -> float:
     return tokens / steps
 
 
-def test_each_half_is_judged_with_trees_that_grew_on_the_other(small: Tuner) -> None:
+def test_each_half_is_judged_with_trees_that_grew_on_the_other(small: Case) -> None:
     # answers of two kinds, by turns
     easy, hard = random_answers(6, seed=1), random_answers(6, seed=2, ease=-0.5)
     seen = [one for pair in zip(easy, hard, strict=True) for one in pair]
@@ -142,7 +143,7 @@ def test_each_half_is_judged_with_trees_that_grew_on_the_other(small: Tuner) -> 
     assert found == small.rehearsal._grow(list(seen)), "the same answers give the same trees"
 
 
-def test_shares_are_of_all_answers_and_fall(small: Tuner) -> None:
+def test_shares_are_of_all_answers_and_fall(small: Case) -> None:
     seen = random_answers(8, seed=3)
     found = small.rehearsal._grow(seen)["static"]
     rows = [tuple(row) for one in seen for row in one.ranks.tolist()[:-K]]
@@ -151,7 +152,7 @@ def test_shares_are_of_all_answers_and_fall(small: Tuner) -> None:
     assert found["shares"] == sorted(found["shares"], reverse=True)
 
 
-def test_a_half_with_fewer_paths_promises_no_more_than_it_has(small: Tuner) -> None:
+def test_a_half_with_fewer_paths_promises_no_more_than_it_has(small: Case) -> None:
     rich = seen_as([(a, b) for one in random_answers(4, seed=4) for a, b in one.ranks.tolist()])
     poor = seen_as([(0, 3)] * 8 + [(3, 3)])
     found = small.rehearsal._grow([rich, poor])["static"]
@@ -163,7 +164,7 @@ def test_a_half_with_fewer_paths_promises_no_more_than_it_has(small: Tuner) -> N
         assert found["expected"][size - 1] == pytest.approx(sum(t for t, _ in pairs) / sum(s for _, s in pairs))
 
 
-def test_dense_trees_are_decoded_along_all_answers(small: Tuner) -> None:
+def test_dense_trees_are_decoded_along_all_answers(small: Case) -> None:
     seen = random_answers(8, seed=5)
     dense = small.rehearsal._grow(seen)["dense"]
     assert [tuple(tree["widths"]) for tree in dense] == dense_widths(K, R, 8)
@@ -197,38 +198,11 @@ def test_accuracies_are_counted_where_there_is_something_to_guess() -> None:
     assert found == [pytest.approx(chances[:2, 0].mean(0).tolist()), pytest.approx(chances[0, 1].tolist())]
 
 
-def test_answers_shorter_than_the_heads_reach_still_give_trees(small: Tuner) -> None:
+def test_answers_shorter_than_the_heads_reach_still_give_trees(small: Case) -> None:
     short = seen_as([(0, 3), (3, 3)])
     found = small.rehearsal._grow([short, short])
     assert found["static"]["paths"] == [[0]]
     assert found["static"]["expected"] == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("batch_size", [1, 4])
-def test_plain_decoding_is_chosen_unless_something_is_clearly_faster(batch_size: int) -> None:
-    def run(kind: str, num_nodes: int, *speeds: float, rows: int = batch_size) -> dict[str, Any]:
-        return {"batch_size": rows, "kind": kind, "num_nodes": num_nodes, "tokens_per_second": list(speeds)}
-
-    plain = run("none", 1, 90.0, 110.0)
-    elsewhere = [run("none", 1, 1.0, rows=9), run("static", 7, 999.0, rows=9)]
-
-    def chosen(*runs: dict[str, Any]) -> tuple[str, int, float]:
-        found = choose(batch_size, [*elsewhere, *runs])
-        assert found["batch_size"] == batch_size
-        assert found["plain_tokens_per_second"] == 100.0
-        assert found["speedup"] == pytest.approx(found["tokens_per_second"] / 100.0)
-        return found["kind"], found["num_nodes"], found["tokens_per_second"]
-
-    assert chosen(plain) == ("none", 1, 100.0)
-    assert chosen(plain, run("static", 8, 80.0, 70.0)) == ("none", 1, 100.0)
-    assert chosen(run("static", 8, 130.0, 109.0), plain) == ("none", 1, 100.0), "rounds overlap"
-    assert chosen(run("static", 8, 130.0, 111.0), plain) == ("static", 8, 120.5)
-    even = run("none", 1, 100.0, 100.0)
-    assert chosen(run("static", 8, 101.0, 104.8), even) == ("none", 1, 100.0), "hardly faster"
-    assert chosen(run("static", 8, 101.0, 105.2), even) == ("static", 8, pytest.approx(103.1))
-    # the mean decides, not a single round
-    two = (run("static", 8, 190.0, 60.0), run("dynamic", 5, 130.0, 131.0))
-    assert chosen(plain, *two) == ("dynamic", 5, 130.5)
 
 
 @pytest.mark.parametrize(("depth", "widest", "max_nodes"), [(1, 5, 4), (2, 3, 8), (3, 3, 20), (4, 2, 31), (3, 4, 2)])
@@ -255,7 +229,7 @@ def test_growing_trees_are_looked_at_up_to_their_largest_size(
     head.propose = lambda context: drafted.append(propose(context).num_nodes) or propose(context)  # type: ignore[method-assign]
     Engine(model, head).generate(PROMPTS, max_new_tokens=4)
     assert set(drafted) == {one.rehearsal._most_grown()}
-    one.rehearsal.settings = TuneSettings(num_ranks=num_ranks, beam=beam, max_nodes=4)
+    one.rehearsal.settings = RehearsalSettings(num_ranks=num_ranks, beam=beam, max_nodes=4)
     assert one.rehearsal._most_grown() == 4
 
 
@@ -278,7 +252,7 @@ def test_calibrating_in_parts_changes_nothing_and_growing_trees_are_foreseen(
         assert sum(count for *_, count in bins) == 11 * sum(max(0, len(answer.token_ids) - 3) for answer in answers)
     assert list(head.confidence) == found["confidence"]["temperatures"]
     head.shape = BestFirst(12, num_ranks=5, beam=3)
-    results = Engine(model, head).generate(PROMPTS, samplings(one.settings, len(PROMPTS)))
+    results = Engine(model, head).generate(PROMPTS, samplings(one.rehearsal.settings, len(PROMPTS)))
     foreseen = sum(len(result.token_ids) - 1 for result in results) / sum(result.num_steps for result in results)
     assert found["dynamic"]["expected"][11] == foreseen
 
@@ -308,20 +282,3 @@ def test_answers_that_are_shorter_than_the_heads_reach_still_grow_trees(
     one = tuner(model, head, tmp_path, PROMPTS, max_new_tokens=3, max_nodes=6, temperature=temperature)
     found = one.rehearsal.run(one.answers())
     assert len(found["static"]["shares"]) == len(found["static"]["paths"]) + 1
-
-
-def test_each_round_of_timing_begins_with_another_prompt(model: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[list[int]] = []
-    join = Batch.join
-
-    def noted(batch: Batch, sequences: Any) -> Any:
-        read.append(sequences[0].prompt_ids)
-        return join(batch, sequences)
-
-    monkeypatch.setattr(Batch, "join", noted)
-    settings = [SamplingSettings(max_new_tokens=4, ignore_eos=True)] * 2
-    ways = [Way("none", 1, None)]
-    head = tiny_head("medusa", model)
-    speeds = measure_speeds(model, head, ways, [[5, 6], [7]], batch_size=1, num_tokens=2, settings=settings, rounds=2)
-    assert read == [[5, 6], [7]]
-    assert len(speeds[0].tokens_per_second) == 2

@@ -1,0 +1,281 @@
+"""What a decoding step costs on this machine: milliseconds of verifying and of drafting, by rows and by nodes.
+
+A cost profile belongs to a machine, a model and a head's architecture; it does not depend on acceptance. It is measured
+once, in at most five seconds, with the operations of the decoding loop, and kept in the user's cache.
+"""
+
+import bisect
+import hashlib
+import json
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from draftheads.decode.stopwatch import StepTimer
+from draftheads.errors import CacheWarning, CheckpointError, InvalidSettings, StorageError
+from draftheads.files import write_atomic
+from draftheads.heads.base import DraftHead
+from draftheads.provenance import provenance
+from draftheads.strict_json import checked, read_dataclass, read_object
+from draftheads.target.embedded import cache_folder
+from draftheads.target.fast import kernels_of
+from draftheads.target.model import TargetModel
+
+BUDGET_SECONDS = 5.0
+_VERSION = 1
+_REPEATS = 3
+Part = Literal["verify", "follow", "static", "dynamic"]  # following is what a drafter does in a step without a draft
+Line = list[tuple[int, float]]  # (nodes, milliseconds), ascending
+# (part, rows, nodes) in the order of measuring: what decides most comes first
+_ORDER: tuple[tuple[Part, int, int], ...] = (
+    *(("verify", 1, nodes) for nodes in (1, 8, 16, 4)),
+    ("follow", 1, 1),
+    ("static", 1, 8),
+    ("dynamic", 1, 8),
+    *(("verify", 4, nodes) for nodes in (1, 4)),
+    *(("verify", 16, nodes) for nodes in (1, 2)),
+    *((part, rows, 4) for part in ("static", "dynamic") for rows in (4, 16)),
+    *(("follow", rows, 1) for rows in (4, 16)),
+    *(("verify", 1, nodes) for nodes in (24, 32, 12)),
+    *(("verify", 4, nodes) for nodes in (8, 2)),
+    *((part, 1, nodes) for part in ("static", "dynamic") for nodes in (24, 3)),
+    ("verify", 16, 4),
+    *(("verify", 1, nodes) for nodes in (64, 48)),
+    ("verify", 4, 16),
+)
+
+
+@dataclass(frozen=True)
+class CostPoint:
+    """One measurement: a part of a step, with that many rows and nodes."""
+
+    part: Part
+    rows: int
+    nodes: int
+    milliseconds: float
+
+
+@dataclass(frozen=True)
+class CostProfile:
+    """Milliseconds of a step: straight lines between the measured points.
+
+    Beyond the last number of nodes the last line goes on; beyond the last number of rows verifying is in proportion.
+    Verifying never gets cheaper with more rows or nodes: where a measurement says so, that is noise.
+
+    Raises:
+        ValueError: on construction, where a point is not positive or no plain step was measured.
+
+    >>> cost = CostProfile((CostPoint("verify", 1, 1, 10.0), CostPoint("verify", 1, 11, 20.0)))
+    >>> cost.verify(1, 6), cost.verify(1, 21), cost.draft("static", 1, 6)
+    (15.0, 30.0, 0.0)
+    """
+
+    points: tuple[CostPoint, ...]
+
+    def __post_init__(self) -> None:
+        for point in self.points:
+            if not (point.rows >= 1 and point.nodes >= 1 and 0 <= point.milliseconds < math.inf):
+                raise ValueError(f"{point} must have at least 1 row, 1 node and 0 milliseconds")
+        plain = [point for point in self.points if (point.part, point.rows, point.nodes) == ("verify", 1, 1)]
+        if not plain or plain[0].milliseconds <= 0:
+            raise ValueError("a cost profile needs the milliseconds of verifying 1 row of 1 node")
+
+    def verify(self, rows: int, nodes: int) -> float:
+        """Milliseconds of verifying, accepting and committing."""
+        lines = self._lines["verify"]
+        if len(lines) == 1:  # nothing is known of several rows but the number of their nodes
+            rows, nodes = 1, rows * nodes
+        highest: list[tuple[int, float]] = []
+        for number, line in sorted(lines.items()):
+            found = _on_line(_rising(line), nodes)
+            highest.append((number, max([found, *(value for _, value in highest)])))
+        most = highest[-1][0]
+        return _on_line(highest, min(rows, most)) * max(1.0, rows / most)
+
+    def draft(self, kind: Literal["static", "dynamic"], rows: int, nodes: int) -> float:
+        """Milliseconds of drafting."""
+        return self._bilinear(self._lines.get(kind) or self._lines.get("static"), rows, nodes)
+
+    def follow(self, rows: int) -> float:
+        """Milliseconds that a drafter takes in a step without a draft."""
+        return self._bilinear(self._lines.get("follow"), rows, 1)
+
+    @staticmethod
+    def _bilinear(lines: dict[int, Line] | None, rows: int, nodes: int) -> float:
+        return (
+            _on_line([(number, _on_line(line, nodes)) for number, line in sorted(lines.items())], rows)
+            if lines
+            else 0.0
+        )
+
+    @cached_property
+    def _lines(self) -> dict[str, dict[int, Line]]:
+        lines: dict[str, dict[int, Line]] = {}
+        for point in sorted(self.points, key=lambda point: point.nodes):
+            lines.setdefault(point.part, {}).setdefault(point.rows, []).append((point.nodes, point.milliseconds))
+        return lines
+
+    def to_json(self) -> str:
+        """What :func:`read_cost` reads."""
+        return json.dumps({"format_version": _VERSION, "points": [asdict(point) for point in self.points]}) + "\n"
+
+
+def read_cost(path: Path) -> CostProfile:
+    """The profile in a file.
+
+    Raises:
+        CheckpointError, ValueError: it is damaged, or of a newer version.
+    """
+    raw = checked(read_object(path, newest=_VERSION), {"format_version": int, "points": list}, path)
+    return CostProfile(
+        tuple(read_dataclass(CostPoint, item, path, f"points[{i}]") for i, item in enumerate(raw["points"]))
+    )
+
+
+def _rising(line: Sequence[tuple[int, float]]) -> Line:
+    """No point lower than those before it."""
+    found: Line = []
+    for nodes, value in line:
+        found.append((nodes, max(value, found[-1][1]) if found else value))
+    return found
+
+
+def _on_line(line: Sequence[tuple[int, float]], at: int) -> float:
+    """The value at a place of the straight lines through (place, value) points; beyond the last by its slope.
+
+    >>> _on_line([(1, 10.0), (3, 30.0)], 2), _on_line([(1, 10.0), (3, 30.0)], 4), _on_line([(2, 10.0)], 4)
+    (20.0, 40.0, 10.0)
+    """
+    right = bisect.bisect_left(line, at, key=lambda point: point[0])
+    if right == 0 or len(line) == 1:
+        return line[0][1]
+    right = min(right, len(line) - 1)
+    (x0, y0), (x1, y1) = line[right - 1], line[right]
+    value = y0 + (y1 - y0) * (at - x0) / (x1 - x0)
+    return max(y1, value) if at > x1 else value
+
+
+# --- measuring ---
+
+
+def measure_cost(
+    target: TargetModel,
+    drafter: DraftHead,
+    *,
+    budget_seconds: float = BUDGET_SECONDS,
+    timer_class: type[StepTimer] = StepTimer,
+) -> CostProfile:
+    """Times the parts of a step, the most informative first, until the time is up.
+
+    Args:
+        target: the model.
+        drafter: bound to it.
+        budget_seconds: no measurement begins that would not be over by then. Two always are made.
+        timer_class: what times a part.
+    """
+    timer = timer_class(target, drafter)
+    deadline = timer.now + budget_seconds
+    samples: dict[tuple[Part, int, int], float] = {}
+    most = 1.0 + drafter.config.num_heads + getattr(drafter, "extra_nodes", 0)  # tokens of a step
+    for part, rows, nodes in _ORDER:
+        expected = _REPEATS * _guess(samples, part, rows, nodes)
+        if len(samples) >= 2 and timer.now + expected / 1e3 > deadline:
+            continue
+        if _never_faster(samples, part, rows, nodes, most):
+            continue
+        times = []
+        for _ in range(_REPEATS):
+            times.append(timer.milliseconds(part, rows, nodes))
+            if times and timer.now + times[-1] / 1e3 > deadline:
+                break
+        samples[part, rows, nodes] = sorted(times)[len(times) // 2] if len(times) > 2 else min(times)
+    return CostProfile(tuple(CostPoint(*place, round(value, 4)) for place, value in sorted(samples.items())))
+
+
+def _guess(samples: dict[tuple[Part, int, int], float], part: Part, rows: int, nodes: int) -> float:
+    """About how many milliseconds a part will take: as the nearest one so far, in proportion to its tokens at most."""
+    known = {place: value for place, value in samples.items() if (place[0] == "verify") == (part == "verify")}
+    if not known:
+        return 0.0
+    near = min(known, key=lambda place: abs(math.log(place[1] * place[2] / (rows * nodes))))
+    return known[near] * max(1.0, rows * nodes / (near[1] * near[2]))
+
+
+def _never_faster(samples: dict[tuple[Part, int, int], float], part: Part, rows: int, nodes: int, most: float) -> bool:
+    """Does verifying fewer nodes already cost more plain steps than a step can have tokens?"""
+    plain = samples.get(("verify", rows, 1))
+    if part != "verify" or plain is None:
+        return False
+    below = [v for (p, r, n), v in samples.items() if p == "verify" and r == rows and n < nodes]
+    return bool(below) and max(below) > most * plain
+
+
+# --- the cache ---
+
+
+def machine_of(target: TargetModel) -> dict[str, str | int]:
+    """What speeds depend on besides the sizes of model and head."""
+    here = provenance()
+    is_gpu = target.device.type == "cuda"
+    return {
+        "processor": str(here["processor"]),
+        "device": torch.cuda.get_device_name(target.device) if is_gpu else str(target.device),
+        "threads": torch.get_num_threads(),
+        "precision": target.precision,
+        "kernels": kernels_of(target.model),
+        "torch": str(here["torch"]),
+        "transformers": str(here["transformers"]),
+        "draftheads": str(here["draftheads"]),
+    }
+
+
+def cost_key(target: TargetModel, drafter: DraftHead) -> str:
+    """A digest of what a cost profile depends on; not of weights."""
+    sizes = {
+        "model": target.config.model_type,
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "layers": target.layer_kinds,
+        "layer_sizes": target.layer_sizes,
+        "experts": getattr(target.config, "num_local_experts", None),
+    }
+    head = {"method": drafter.config.method, **asdict(drafter.config)}
+    whole = {"version": _VERSION, "machine": machine_of(target), "sizes": sizes, "head": head}
+    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def cost_of(target: TargetModel, drafter: DraftHead) -> CostProfile:
+    """The cost profile in the user's cache; measured now, and kept, where there is none.
+
+    Warns:
+        CacheWarning: the cache is damaged or cannot be written. Then it is measured anew.
+    """
+    problems = []
+    try:
+        path = cache_folder() / "costs" / f"{cost_key(target, drafter)}.json"
+        if path.exists():
+            return read_cost(path)
+    except (CheckpointError, ValueError, OSError) as error:
+        problems.append(f"the cost profile cannot be read: {error}")
+    except InvalidSettings as error:
+        warnings.warn(f"the cost profile is not kept: {error}", CacheWarning, stacklevel=2)
+        return measure_cost(target, drafter)
+    found = measure_cost(target, drafter)
+    try:
+        write_atomic(path, found.to_json().encode())
+    except StorageError as error:
+        problems.append(f"the cost profile is not kept: {error}")
+    if problems:
+        warnings.warn("; ".join(problems), CacheWarning, stacklevel=2)
+    return found
+
+
+def by_hand(points: Iterable[tuple[Any, int, int, float]]) -> CostProfile:
+    """A profile of (part, rows, nodes, milliseconds)."""
+    return CostProfile(tuple(CostPoint(*point) for point in points))

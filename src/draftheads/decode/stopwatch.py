@@ -1,0 +1,126 @@
+"""Clocks for parts of a decoding step. Nothing here is used while requests are decoded."""
+
+import time
+from itertools import chain, product
+
+import torch
+from torch import Tensor
+
+from draftheads.accept import accept
+from draftheads.draft import Context, Draft
+from draftheads.growth import BestFirst, Shape
+from draftheads.heads.base import DraftHead
+from draftheads.sampling import RowSettings, SamplingSettings
+from draftheads.target.model import TargetModel
+from draftheads.target.target import Target
+from draftheads.tree import Tree
+
+_TEXT_TOKENS = 200  # of the text that every row has
+
+
+def wait_for(device: torch.device) -> None:
+    """Returns when an accelerator has done all its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class StepTimer:
+    """Times verifying and drafting of rows with about 200 tokens of arbitrary text.
+
+    The text is not read: its keys and values are zeros, which take as long as others.
+    """
+
+    def __init__(self, target: TargetModel, drafter: DraftHead) -> None:
+        self.target, self.drafter = target, drafter
+        self.length = min(_TEXT_TOKENS, (target.max_positions or 4 * _TEXT_TOKENS) // 2)
+        self.generator = torch.Generator().manual_seed(0)
+        self._targets: dict[int, Target] = {}
+        self._drafters: dict[int, DraftHead] = {}
+
+    @property
+    def now(self) -> float:
+        """Seconds of a clock."""
+        wait_for(self.target.device)
+        return time.perf_counter()
+
+    @torch.inference_mode()
+    def milliseconds(self, part: str, rows: int, nodes: int) -> float:
+        """Of one part of a step: ``verify``, ``follow``, or drafting a ``static`` or ``dynamic`` tree."""
+        return 1e3 * (self._verify(rows, nodes) if part == "verify" else self._draft(part, rows, nodes))
+
+    def _verify(self, rows: int, nodes: int) -> float:
+        """Verifying, accepting and committing, on a tree whose nodes are all children of the root."""
+        target = self._target(rows)
+        settings = self._settings(rows)
+        draft = Draft.on_tree(Tree.from_paths([(rank,) for rank in range(nodes - 1)]), self._tokens(rows, nodes))
+        uniforms = torch.zeros(rows, draft.max_depth + 1, dtype=torch.float64, device=self.target.device)
+        start = self.now
+        logits, _ = target.verify(draft)
+        verdict = accept(draft, logits, settings, uniforms, None)
+        target.commit(verdict, verdict.num_accepted.tolist())
+        seconds = self.now - start
+        target.lengths = [self.length] * rows
+        return seconds
+
+    def _draft(self, part: str, rows: int, nodes: int) -> float:
+        drafter = self._drafter(rows)
+        context = self._context(rows, 1)
+        if part != "follow":
+            drafter.shape = self._shape(part, nodes)
+        start = self.now
+        if part == "follow":
+            drafter.follow(context)
+        else:
+            drafter.propose(context)
+        return self.now - start
+
+    def _shape(self, part: str, nodes: int) -> Shape:
+        """A tree such as heads draft on, whatever this one's accuracy."""
+        if part == "dynamic":
+            return BestFirst(nodes)
+        config = self.drafter.config
+        return typical_tree(nodes, depth=min(config.num_heads, 5), num_ranks=min(config.num_draft_tokens, 4))
+
+    def _target(self, rows: int) -> Target:
+        """Rows that look as if their text had been read."""
+        if rows not in self._targets:
+            self._targets.clear()
+            target = Target(self.target)
+            target.prefill(self._tokens(rows, 1).tolist())
+            target.cache.reserve(rows, self.length)
+            target.lengths = [self.length] * rows
+            self._targets[rows] = target
+        return self._targets[rows]
+
+    def _drafter(self, rows: int) -> DraftHead:
+        """A drafter that has read the rows' text, where it reads it at all."""
+        if rows not in self._drafters:
+            self._drafters.clear()
+            self._drafters[rows] = self.drafter.fresh()
+            self._drafters[rows].follow(self._context(rows, self.length if self.drafter.needs_history else 1))
+        return self._drafters[rows]
+
+    def _context(self, rows: int, length: int) -> Context:
+        device = self.target.device
+        dtype = next(self.drafter.parameters()).dtype
+        hidden = torch.randn(rows, length, self.target.hidden_size, generator=self.generator).to(device, dtype)
+        counts = torch.full((rows,), length, device=device)
+        return Context(hidden, self._tokens(rows, length), counts, self._tokens(rows, 1)[:, 0], self._settings(rows))
+
+    def _settings(self, rows: int) -> RowSettings:
+        target = self.target
+        return RowSettings.of([SamplingSettings()] * rows, vocab_size=target.vocab_size, device=target.device)
+
+    def _tokens(self, rows: int, nodes: int) -> Tensor:
+        tokens = torch.randint(self.target.vocab_size, (rows, nodes), generator=self.generator)
+        return tokens.to(self.target.device)
+
+
+def typical_tree(num_nodes: int, *, depth: int, num_ranks: int) -> Tree:
+    """Wide at the top and deep on the left, of at most that many nodes.
+
+    >>> typical_tree(6, depth=3, num_ranks=3).paths
+    ((), (0,), (1,), (0, 0), (0, 1), (0, 0, 0))
+    """
+    paths = chain.from_iterable(product(range(num_ranks), repeat=level) for level in range(1, depth + 1))
+    return Tree.from_paths(sorted(paths, key=lambda path: (len(path) + sum(path), path))[: num_nodes - 1])

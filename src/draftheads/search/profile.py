@@ -1,0 +1,100 @@
+"""From held-out texts or a model's own answers to the acceptance profile of a head."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor
+
+from draftheads.acceptance import MAX_NODES, AcceptanceProfile
+from draftheads.heads.base import DraftHead
+from draftheads.search.calibrate import Answer
+from draftheads.search.grow import expected_tokens, joint_order, path_counts
+from draftheads.search.rehearsal import Display, Rehearsal, RehearsalSettings
+from draftheads.target.model import TargetModel
+from draftheads.tree import Path as RankPath
+from draftheads.tree import Tree
+
+NUM_TEXTS, TOKENS_PER_TEXT = 64, 64  # held-out texts that a profile is measured on after training
+
+
+def recorded(texts: Sequence[tuple[Tensor, Tensor]]) -> list[Answer]:
+    """The first answer of each text as if the model had just given it; texts without two learned tokens are left out.
+
+    Args:
+        texts: token ids (T,) and loss masks (T,), True for tokens of answers.
+
+    >>> import torch
+    >>> recorded([(torch.tensor([5, 6, 7, 8, 9]), torch.tensor([False, True, True, False, True]))])
+    [Answer(prompt_ids=(5,), token_ids=(6, 7))]
+    """
+    answers = []
+    for token_ids, loss_mask in texts:
+        ids, mask = token_ids.tolist(), loss_mask.tolist()
+        start = max(1, mask.index(True)) if True in mask else len(mask)  # a plain text's first token is its prompt
+        stop = next((place for place in range(start, len(mask)) if not mask[place]), len(mask))
+        stop = min(stop, start + TOKENS_PER_TEXT)
+        if stop - start >= 2:
+            answers.append(Answer(tuple(ids[:start]), tuple(ids[start:stop])))
+    return answers
+
+
+def measured_profile(
+    target: TargetModel, head: DraftHead, answers: Sequence[Answer], settings: RehearsalSettings, *, display: Display
+) -> tuple[AcceptanceProfile, dict[str, Any]]:
+    """The profile of a head along recorded answers, and everything that it was made from."""
+    rehearsal = Rehearsal(target, head, settings, display=display)
+    found = rehearsal.run(answers)
+    paths = found["static"]["paths"][: MAX_NODES - 1]
+    profile = AcceptanceProfile(
+        temperature=settings.temperature,
+        num_texts=len(answers),
+        num_tokens=found["num_tokens"],
+        confidence=[round(divisor, 4) for divisor in found["confidence"]["temperatures"]],
+        paths=paths,
+        static_tokens=_rising(found["static"]["expected"][: len(paths) + 1]),
+        dynamic_tokens=_rising(found["dynamic"]["expected"][:MAX_NODES]),
+        num_ranks=rehearsal.num_ranks,
+        beam=settings.beam,
+    )
+    return profile, found
+
+
+def static_profile(joint_ranks: Tensor, *, num_ranks: int, only_chain: bool = False) -> AcceptanceProfile:
+    """A profile without growing trees from ranks (S, K) of true tokens; of chains only where asked."""
+    heads = joint_ranks.shape[1]
+    paths: list[RankPath] = [(0,) * depth for depth in range(1, heads + 1)]
+    if not only_chain:
+        paths = joint_order(path_counts(joint_ranks, num_ranks=num_ranks), MAX_NODES)
+    trees = [Tree.from_paths(paths[:count]) for count in range(len(paths) + 1)]
+    return AcceptanceProfile(
+        temperature=0.0,
+        num_texts=0,
+        num_tokens=len(joint_ranks),
+        confidence=[1.0] * heads,
+        paths=[list(path) for path in paths],
+        static_tokens=_rising([expected_tokens(joint_ranks, tree) for tree in trees]),
+        dynamic_tokens=[],
+        num_ranks=num_ranks,
+        beam=1,
+    )
+
+
+def _rising(tokens: Sequence[float]) -> list[float]:
+    """A larger tree contains the smaller one: where it seems to gain less, that is noise."""
+    return [round(value, 4) for value in accumulate(tokens, max)]
+
+
+class Silent:
+    """A display that shows nothing."""
+
+    def stage(self, what: str, total: int) -> None:
+        """Nothing to show."""
+
+    def advance(self) -> None:
+        """Nothing to show."""
+
+
+def with_copies(profile: AcceptanceProfile, copies: Sequence[Sequence[float]]) -> AcceptanceProfile:
+    """The same profile with the measured acceptance of copies, see :class:`AcceptanceProfile`."""
+    return AcceptanceProfile(**{**vars(profile), "copies": [[round(share, 4) for share in row] for row in copies]})
