@@ -582,12 +582,3 @@ def test_rules_that_the_head_cannot_follow(method: str) -> None:
     assert head.shape is kept, "a refused rule changes nothing"
     assert proposed(head, BestPaths((8, 1, 8), 64), random_context(2)).num_nodes == 1 + 8 + 8 + 64
     assert proposed(head, BestFirst(600, num_ranks=9, beam=64), random_context(2)).num_nodes == 1 + 8 + 64 + 512
-
-
-def test_a_rule_leaves_the_tree_that_is_saved_with_the_head_alone() -> None:
-    head = random_head("medusa")
-    saved = head.shape = Tree.cartesian([2, 2])
-    head.shape = BestFirst(5)
-    assert head.shape is saved
-    head.shape = saved
-    assert head.shape is saved
