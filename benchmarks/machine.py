@@ -23,4 +23,6 @@ def machine(num_threads: int) -> dict[str, object]:
     """Kind of CPU, threads, commit and versions; plain JSON values."""
     path = Path("/proc/cpuinfo")
     model, flags = cpu_model_and_flags(path.read_text(encoding="utf-8") if path.is_file() else "")
-    return {**provenance(), "cpu": model, "cpu_flags": list(flags), "threads": num_threads}
+    facts: dict[str, object] = {**provenance(), "cpu": model, "cpu_flags": list(flags), "threads": num_threads}
+    del facts["command"]  # its arguments are the machine's folders
+    return facts

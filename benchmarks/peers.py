@@ -206,10 +206,10 @@ class Comparison:
         if self.options.json is None:
             return
         rows = [summary(row, self.base(row.batch_size)) for row in self.rows.values()]
-        options = {
-            key: value if isinstance(value, int | tuple) else str(value) for key, value in vars(self.options).items()
-        }
-        record = {"machine": self.facts, "versions": self.versions, "options": options, "rows": rows}
+        kept = ("head", "max_new_tokens", "batch_sizes", "rounds")
+        settings = {name: getattr(self.options, name) for name in kept}
+        settings |= {"prompts": self.options.prompts.name, "num_prompts": len(self.prompts)}
+        record = {"machine": self.facts, "versions": self.versions, "settings": settings, "rows": rows}
         self.options.json.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def table(self, batch_size: int) -> Table:

@@ -84,10 +84,8 @@ class WorkerProcess:
 
     def stop(self) -> None:
         """End the process."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
         self._process.kill()
-        self._process.wait()
+        self._process.communicate()  # closes both pipes, also a broken one
 
     def _read(self) -> dict[str, Any]:
         """The next line. A reply is one line, so nothing stays in the buffer that select() cannot see."""
