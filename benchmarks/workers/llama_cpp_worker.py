@@ -1,0 +1,98 @@
+"""Worker: llama-cpp-python on a GGUF file, and its prompt lookup.
+
+Its Python interface answers one prompt at a time; a batch is decoded through its binding of llama.cpp's own functions.
+"""
+
+from typing import Any
+
+import llama_cpp
+import numpy as np
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+from worker import Answers, Generate, Ids, serve
+
+_LOOKUP_TOKENS = 2  # llama-cpp-python's advice for machines without a GPU
+
+
+def load(settings: dict[str, Any]) -> Generate:
+    """Settings: ``gguf`` file, ``threads``, ``lookup``, ``max_length``, ``max_batch_size``."""
+    llama = llama_cpp.Llama(
+        settings["gguf"],
+        n_ctx=settings["max_length"],
+        n_threads=settings["threads"],
+        n_threads_batch=settings["threads"],
+        draft_model=LlamaPromptLookupDecoding(num_pred_tokens=_LOOKUP_TOKENS) if settings["lookup"] else None,
+        verbose=False,
+    )
+    batched: list[Batched] = []  # made when it is first needed
+
+    def generate(prompts: list[Ids], max_new_tokens: int) -> Answers:
+        if len(prompts) == 1:
+            return Answers([_single(llama, prompts[0], max_new_tokens)])
+        if settings["lookup"]:
+            raise NotImplementedError("llama-cpp-python has no prompt lookup for batches")
+        if not batched:
+            batched.append(Batched(llama, settings))
+        return Answers(batched[0].generate(prompts, max_new_tokens))
+
+    return generate
+
+
+def _single(llama: llama_cpp.Llama, prompt: Ids, max_new_tokens: int) -> Ids:
+    llama.reset()  # or a prompt that was answered before is not read again
+    answer: Ids = []
+    for token in llama.generate(prompt, temp=0.0):
+        answer.append(token)
+        if token == llama.token_eos() or len(answer) == max_new_tokens:
+            break
+    return answer
+
+
+class Batched:
+    """Several prompts together, each a sequence of one context."""
+
+    def __init__(self, llama: llama_cpp.Llama, settings: dict[str, Any]) -> None:
+        self._num_tokens, self._end_id = llama.n_vocab(), llama.token_eos()
+        parameters = llama_cpp.llama_context_default_params()
+        parameters.n_seq_max = settings["max_batch_size"]
+        parameters.n_ctx = parameters.n_batch = settings["max_length"] * settings["max_batch_size"]
+        parameters.n_threads = parameters.n_threads_batch = settings["threads"]
+        self._context = llama_cpp.llama_init_from_model(llama.model, parameters)
+        self._batch = llama_cpp.llama_batch_init(parameters.n_batch, 0, 1)
+
+    def generate(self, prompts: list[Ids], max_new_tokens: int) -> list[Ids]:
+        """Greedy answers to at most ``max_batch_size`` prompts."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)  # noqa: FBT003 - a C function
+        answers: list[Ids] = [[] for _ in prompts]
+        fed = dict(enumerate(prompts))
+        positions = [0] * len(prompts)
+        while fed:
+            for row, token in self._decoded(fed, positions).items():
+                positions[row] += len(fed[row])
+                answers[row].append(token)
+                fed[row] = [token]
+                if token == self._end_id or len(answers[row]) == max_new_tokens:
+                    del fed[row]
+        return answers
+
+    def _decoded(self, fed: dict[int, Ids], positions: list[int]) -> dict[int, int]:
+        """The best next token of each row behind the tokens that are fed."""
+        batch, place, last = self._batch, 0, {}
+        for row, ids in fed.items():
+            for offset, token in enumerate(ids):
+                batch.token[place], batch.pos[place] = token, positions[row] + offset
+                batch.n_seq_id[place], batch.seq_id[place][0] = 1, row
+                batch.logits[place] = offset == len(ids) - 1
+                place += 1
+            last[row] = place - 1
+        batch.n_tokens = place
+        if code := llama_cpp.llama_decode(self._context, batch):
+            raise RuntimeError(f"llama_decode returned {code}")
+        return {row: self._best(index) for row, index in last.items()}
+
+    def _best(self, index: int) -> int:
+        logits = llama_cpp.llama_get_logits_ith(self._context, index)
+        return int(np.ctypeslib.as_array(logits, shape=(self._num_tokens,)).argmax())
+
+
+if __name__ == "__main__":
+    serve(load, ("llama_cpp_python",))

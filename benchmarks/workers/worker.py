@@ -1,0 +1,77 @@
+"""What all workers share: a worker loads one peer and answers requests, a JSON object a line.
+
+Each peer runs in an environment of its own, so a worker imports the peer's library and the standard library only.
+The first line on stdout is ``{"versions": {…}}``; then each request ``{"prompts": [[id, …], …], "max_new_tokens": N}``
+gets ``{"seconds": S, "token_ids": [[id, …], …], "num_steps": N or null}``. Whatever fails gets ``{"error": "…"}``.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+Ids = list[int]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The new tokens of each prompt; the one that ended the answer is included."""
+
+    token_ids: list[Ids]
+    num_steps: int | None = None  # passes behind the prompts', all rows together; None where the peer does not count
+
+
+Generate = Callable[[list[Ids], int], Answers]  # prompts and max_new_tokens
+
+
+def serve(load: Callable[[dict[str, Any]], Generate], packages: tuple[str, ...]) -> None:
+    """Load the peer with the settings from the command line, then answer until stdin is closed."""
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # libraries print to stdout; it is for answers only
+
+    def reply(line: dict[str, Any]) -> None:
+        channel.write(json.dumps(line) + "\n")
+        channel.flush()
+
+    try:
+        generate = load(json.loads(sys.argv[1]))
+        reply({"versions": {package: version(package) for package in packages}})
+        for line in sys.stdin:
+            reply(_answered(generate, json.loads(line)))
+    except Exception as error:  # noqa: BLE001 - any library may fail in any way; the coordinator shows it
+        reply({"error": described(error)})
+
+
+def _answered(generate: Generate, request: dict[str, Any]) -> dict[str, Any]:
+    start = time.perf_counter()
+    try:
+        answers = generate(request["prompts"], request["max_new_tokens"])
+    except Exception as error:  # noqa: BLE001 - the same
+        return {"error": described(error)}
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "token_ids": answers.token_ids, "num_steps": answers.num_steps}
+
+
+def described(error: Exception) -> str:
+    r"""Kind and first line of an error.
+
+    >>> described(ValueError("no such file\nand more"))
+    'ValueError: no such file'
+    """
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def until_end(ids: Ids, end_ids: set[int]) -> Ids:
+    """An answer without what follows its end.
+
+    >>> until_end([5, 6, 2, 0, 0], {2})
+    [5, 6, 2]
+    """
+    for place, token in enumerate(ids):
+        if token in end_ids:
+            return ids[: place + 1]
+    return ids
