@@ -102,7 +102,7 @@ class StepTimer:
 
     def _context(self, rows: int, length: int) -> Context:
         device = self.target.device
-        dtype = next(self.drafter.parameters()).dtype
+        dtype = self.target.dtype
         hidden = torch.randn(rows, length, self.target.hidden_size, generator=self.generator).to(device, dtype)
         counts = torch.full((rows,), length, device=device)
         return Context(hidden, self._tokens(rows, length), counts, self._tokens(rows, 1)[:, 0], self._settings(rows))

@@ -1,0 +1,176 @@
+"""What a step of verification costs: by nodes, rows and length of the text, beside two lower bounds.
+
+A step must read all weights (bytes / bandwidth), and multiply by them (operations / rate); both rates are measured
+here. ``--plot FILE`` draws it, ``--json FILE`` writes it. The time beside the products is measured by replacing each
+product with one that returns at once.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from machine import machine
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from draftheads.cli.show import quiet_transformers
+from draftheads.draft import Draft
+from draftheads.kernels import PackedLinear, Product
+from draftheads.loading import Precision, load_target
+from draftheads.target.model import TargetModel
+from draftheads.target.target import Target
+from draftheads.tree import Tree
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured."""
+
+    model: str = "smollm2-135m"
+    """A model: a name, a folder or a Hugging Face id."""
+    precisions: tuple[Precision, ...] = ("auto", "int8")
+    """What the model computes in."""
+    nodes: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32)
+    """Nodes of the tree."""
+    rows: tuple[int, ...] = (1, 4, 8)
+    """Texts that are decoded together."""
+    lengths: tuple[int, ...] = (200, 1000)
+    """Tokens of each text."""
+    repeats: int = 15
+    """Steps of each kind; their median counts."""
+    plot: Path | None = None
+    """Draw step time against nodes into this file."""
+    json: Path | None = None
+    """Write everything there."""
+
+
+class Instant(Product):
+    """Gives the same numbers at once."""
+
+    name = "instant"
+    exact_rows = 1
+
+    def __init__(self, other: Product, rows: int) -> None:
+        self.in_features, self.out_features = other.in_features, other.out_features
+        self.dtype, self.bias = other.dtype, None
+        self.out = torch.randn(rows, other.out_features, dtype=other.dtype) * 0.1
+
+    @classmethod
+    def fits(cls, weight: Tensor) -> bool:
+        """Not for decoding: no weight is held."""
+        return weight.numel() == 0
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """(n, in) -> (n, out)."""
+        return self.out[: len(rows)]
+
+
+def median_ms(action: Callable[[], object], repeats: int) -> float:
+    """Milliseconds, after two calls that warm up."""
+    times = []
+    for _ in range(repeats + 2):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times[2:])
+
+
+def step_ms(model: TargetModel, rows: int, nodes: int, length: int, options: Options) -> tuple[float, float]:
+    """Milliseconds of a step, and of what is not products."""
+    target = Target(model)
+    target.prefill([list(range(100, 100 + length))] * rows)
+    draft = Draft.on_tree(Tree.chain(nodes - 1), torch.randint(100, 1000, (rows, nodes)))
+    whole = median_ms(lambda: target.verify(draft), options.repeats)
+    layers = [layer for layer in model.model.modules() if isinstance(layer, PackedLinear)]
+    products = [layer.product for layer in layers]
+    for layer in layers:
+        layer.product = Instant(layer.product, max(128, rows * nodes))
+    beside = median_ms(lambda: target.verify(draft), options.repeats)
+    for layer, product in zip(layers, products, strict=True):
+        layer.product = product
+    return whole, beside
+
+
+def rates() -> tuple[float, float]:
+    """Bytes a second that are read, and fp32 operations a second."""
+    block = torch.zeros(32 << 20)  # 128 MiB: beyond any cache
+    bandwidth = block.nbytes / (median_ms(block.sum, 7) / 1e3)
+    a = torch.randn(1024, 1024)
+    return bandwidth, 2 * 1024**3 / (median_ms(lambda: a @ a, 7) / 1e3)
+
+
+def weight_bytes(model: TargetModel) -> int:
+    """Of all linear layers in the form that they are held in."""
+    size = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}[model.precision]
+    layers = [layer for layer in model.model.modules() if isinstance(layer, PackedLinear)]
+    held = [2 if layer.product.name == "fbgemm-fp16" else size for layer in layers]
+    return sum(n * layer.in_features * layer.out_features for n, layer in zip(held, layers, strict=True))
+
+
+@torch.inference_mode()
+def main(options: Options) -> None:
+    """Measures and prints."""
+    quiet_transformers()
+    bandwidth, rate = rates()
+    facts = machine(torch.get_num_threads())
+    console = Console(width=120)
+    console.print(f"{facts['cpu']}: {bandwidth / 1e9:.0f} GB/s, {rate / 1e9:.0f} fp32 GFLOP/s")
+    found = []
+    for precision in options.precisions:
+        model = load_target(options.model, precision=precision)
+        read_ms = 1e3 * weight_bytes(model) / bandwidth
+        layers = [layer for layer in model.model.modules() if isinstance(layer, PackedLinear)]
+        numbers = sum(layer.in_features * layer.out_features for layer in layers)
+        table = Table("rows", "text", "nodes", "step, ms", "beside products, ms", "reading, ms", "fp32 sums, ms")
+        table.title = f"{options.model} in {model.precision}"
+        for length in options.lengths:
+            for rows in options.rows:
+                for nodes in options.nodes:
+                    if rows * nodes > 128:
+                        continue
+                    whole, beside = step_ms(model, rows, nodes, length, options)
+                    sums = 2e3 * numbers * rows * nodes / rate
+                    numbers_shown = (whole, beside, read_ms, sums)
+                    table.add_row(str(rows), str(length), str(nodes), *(f"{value:.1f}" for value in numbers_shown))
+                    found.append(
+                        {"precision": model.precision, "rows": rows, "length": length, "nodes": nodes}
+                        | dict(zip(("step_ms", "beside_ms", "read_ms", "sums_ms"), numbers_shown, strict=True))
+                    )
+        console.print(table)
+    if options.json:
+        options.json.write_text(json.dumps({"machine": facts, "steps": found}), encoding="utf-8")
+    if options.plot:
+        draw(found, f"{options.model}, {facts['cpu']}", options.plot)
+
+
+def draw(found: list[dict[str, object]], title: str, path: Path) -> None:
+    """Step time against nodes for one row and the shortest text, with the bounds dashed."""
+    import matplotlib as mpl  # noqa: PLC0415
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    shortest = min(one["length"] for one in found)  # type: ignore[type-var]
+    for number, precision in enumerate(dict.fromkeys(one["precision"] for one in found)):
+        own = [one for one in found if (one["precision"], one["rows"], one["length"]) == (precision, 1, shortest)]
+        nodes = [one["nodes"] for one in own]
+        colour = f"C{number}"
+        axes.plot(nodes, [one["step_ms"] for one in own], "o-", color=colour, label=f"{precision}: step")
+        axes.plot(nodes, [one["beside_ms"] for one in own], ":", color=colour, label=f"{precision}: beside products")
+        bound = [max(one["read_ms"], one["sums_ms"]) for one in own]  # type: ignore[type-var]
+        axes.plot(nodes, bound, "--", color=colour, alpha=0.6, label=f"{precision}: reading weights or fp32 sums")
+    axes.set(xlabel="nodes of the tree", ylabel="milliseconds", title=title, xlim=(0, None), ylim=(0, None))
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
