@@ -19,7 +19,7 @@ import json
 import math
 import typing
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftheads.acceptance import DEFAULT_NODES, PROFILE_FILE, AcceptanceProfile, read_profile
-from draftheads.draft import TargetWeights
 from draftheads.errors import (
     CheckpointCorrupt,
     CheckpointMismatch,
@@ -151,8 +150,7 @@ def load_head(
     Args:
         folder: written by :func:`save_head`.
         base: the model that the head was trained for.
-        dtype: of the head; the base's where left out. With another one the base's matrices that the head
-            reads are copied, and who calls the head casts the hidden states.
+        dtype: of the head; the base's where left out.
         ignore_profile: as for :func:`read_head`.
 
     Raises:
@@ -172,7 +170,7 @@ def load_head(
     if unsaved := [name for name, buffer in head.named_buffers() if buffer.is_meta]:
         raise AssertionError(f"{saved.method} heads compute {unsaved} when built: save or derive them instead")
     _check_draft_vocab(saved, head)
-    head.bind(_weights(base, dtype))
+    head.bind(base.weights)
     head.confidence = tuple(saved.profile.confidence)
     head.shape = saved.profile.tree(DEFAULT_NODES)
     return head.eval().requires_grad_(requires_grad=False)
@@ -183,7 +181,7 @@ def copy_for(head: DraftHead, base: TargetModel) -> DraftHead:
     twin = _skeleton(head.config)
     values = {name: _cast(tensor.detach(), base.dtype) for name, tensor in head.state_dict().items()}
     twin.load_state_dict(values, strict=True, assign=True)
-    twin.bind(_weights(base, base.dtype))
+    twin.bind(base.weights)
     return twin.eval().requires_grad_(requires_grad=False)
 
 
@@ -369,17 +367,6 @@ def _check_draft_vocab(saved: SavedHead, head: DraftHead) -> None:
     if low < 0 or high >= size:
         path = saved.folder / TENSORS_FILE
         raise CheckpointCorrupt(f"{path}: draft_vocab has ids {low} … {high}; they must lie in 0 … {size - 1}")
-
-
-def _weights(base: TargetModel, dtype: torch.dtype) -> TargetWeights:
-    """What a head reads of its base; copied only where the base has another type."""
-    weights, bias = base.weights, base.weights.lm_head_bias
-    return replace(
-        weights,
-        embedding=weights.embedding.to(dtype),
-        lm_head=weights.lm_head.to(dtype),
-        lm_head_bias=None if bias is None else bias.to(dtype),
-    )
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

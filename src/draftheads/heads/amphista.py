@@ -125,8 +125,7 @@ class AmphistaHead(StatefulHead):
         return heads.movedim(-2, 0)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        embedded: Tensor = self.target_embedding[token_ids]
-        return embedded * self.scale
+        return self.embedded(token_ids) * self.scale
 
 
 def _fusion(size: int) -> nn.Linear:

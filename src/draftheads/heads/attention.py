@@ -312,6 +312,7 @@ class StatefulHead(DraftHead):
         Raises:
             ValueError: the context has fewer rows than there are: some left, and ``keep`` was not told.
         """
+        context = self.in_own_type(context)
         known = self.history.num_rows
         batch = known + context.num_new_rows(known)
         self.history.join(batch, context.root_ids.device)

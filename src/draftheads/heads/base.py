@@ -7,7 +7,7 @@ K heads; head i (0-based) reads position t and guesses x_{t+2+i}; V' is the draf
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -107,6 +107,7 @@ class DraftHead(nn.Module, ABC):
         if config.draft_vocab_size is not None:
             self.register_buffer("draft_vocab", torch.arange(config.draft_vocab_size))
         self.register_buffer("target_embedding", None, persistent=False)
+        self.dtype = torch.float32  # what it computes in; its parameters' when it is bound
         self._shape: Shape = Tree.chain(config.num_heads)
         self.confidence: Sequence[float] = (1.0,) * config.num_heads
 
@@ -145,7 +146,8 @@ class DraftHead(nn.Module, ABC):
         return state
 
     def propose(self, context: Context) -> Draft:
-        """Guesses in this head's shape for every row of the context."""
+        """Draft tokens in this head's shape for every row of the context."""
+        context = self.in_own_type(context)
         shape = self._shape
         if isinstance(shape, Tree):
             return fill(self, shape, context)
@@ -166,7 +168,7 @@ class DraftHead(nn.Module, ABC):
     def speed_up(self, *, folder: Path | None = None) -> None:
         """Drafts with the kernels that are fastest here; after ``bind``. ``folder`` keeps the choice of kernels."""
         weight = self.target_embedding
-        if weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16):
+        if weight.device.type == "cpu" and self.dtype in (torch.float32, torch.bfloat16):
             self.lm_heads.pack()
             for module in list(self.modules()):
                 if isinstance(module, Fusable):
@@ -209,8 +211,19 @@ class DraftHead(nn.Module, ABC):
             if shape != expected:
                 raise InvalidSettings(f"the target's {name} is {shape} but the head was made for {expected}")
         self.target_embedding = weights.embedding.detach()
+        self.dtype = next((parameter.dtype for parameter in self.parameters()), weights.embedding.dtype)
         rows = self.draft_vocab.to(weights.lm_head.device) if self.config.draft_vocab_size else None
-        self.lm_heads.bind(weights, rows)
+        self.lm_heads.bind(weights, rows, self.dtype)
+
+    def embedded(self, token_ids: Tensor) -> Tensor:
+        """The target's embedding of tokens in this head's type, (…) -> (…, D)."""
+        return self.target_embedding[token_ids].to(self.dtype)
+
+    def in_own_type(self, context: Context) -> Context:
+        """The same context with hidden states in this head's type."""
+        if context.hidden.dtype == self.dtype:
+            return context
+        return replace(context, hidden=context.hidden.to(self.dtype))
 
     def initialise(self, weights: TargetWeights, draft_vocab: Tensor | None = None) -> None:
         """Starting values for training that come from the target; ``draft_vocab`` is (V',) target ids."""

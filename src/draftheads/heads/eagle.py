@@ -123,5 +123,4 @@ class EagleHead(StatefulHead):
         return fused
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        embedded: Tensor = self.target_embedding[token_ids]
-        return embedded * self.scale
+        return self.embedded(token_ids) * self.scale

@@ -96,5 +96,4 @@ class HydraHead(DraftHead):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """E(x) times the scale, (…) -> (…, D)."""
-        embedded: Tensor = self.target_embedding[token_ids]
-        return embedded * self.scale
+        return self.embedded(token_ids) * self.scale

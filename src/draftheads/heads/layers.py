@@ -69,16 +69,16 @@ class LmHeads(nn.Module):
     shared: Tensor | None
     shared_bias: Tensor | None
 
-    def bind(self, weights: TargetWeights, rows: Tensor | None) -> None:
+    def bind(self, weights: TargetWeights, rows: Tensor | None, dtype: torch.dtype) -> None:
         """Takes the target's lm_head (its ``rows``, or all of them) where it is shared."""
         if self.kind != "shared":
             return
-        lm_head = weights.lm_head.detach()
+        lm_head, bias = weights.lm_head.detach(), weights.lm_head_bias
         self.packed = None
-        self.target_product = weights.lm_head_product if rows is None else None
-        self.shared = lm_head if rows is None else lm_head[rows].contiguous()
-        bias = weights.lm_head_bias
-        self.shared_bias = bias if bias is None or rows is None else bias.detach()[rows]
+        same_type = weights.lm_head_product is not None and weights.lm_head_product.dtype == dtype
+        self.target_product = weights.lm_head_product if rows is None and same_type else None
+        self.shared = (lm_head if rows is None else lm_head[rows].contiguous()).to(dtype)
+        self.shared_bias = None if bias is None else (bias if rows is None else bias.detach()[rows]).to(dtype)
         self.logit_scale = weights.logit_scale
 
     def pack(self) -> None:

@@ -114,5 +114,4 @@ class MarkovMedusaHead(MedusaHead):
         return 2.0 * torch.sigmoid(self.gates[head_index](hidden))
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        embedded: Tensor = self.target_embedding[token_ids]
-        return embedded * self.scale
+        return self.embedded(token_ids) * self.scale

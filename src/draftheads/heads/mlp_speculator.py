@@ -179,7 +179,7 @@ class MlpSpeculatorHead(DraftHead):
         if len(self.embeddings):
             embedded = self.embeddings[shared](token_ids)
         else:
-            embedded = self.embedding_projections[shared](self.target_embedding[token_ids] * self.scale)
+            embedded = self.embedding_projections[shared](self.embedded(token_ids) * self.scale)
         projected = self.projections[min(stage, 1) if tied else stage](state)
         advanced: Tensor = F.gelu(self.norms[shared](projected + self.embedding_weight * embedded))
         return advanced

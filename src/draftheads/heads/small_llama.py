@@ -72,7 +72,7 @@ class SmallLlamaHead(StatefulHead):
 
     def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
         """(B, T, D), (B, T) -> (K, B, T, D)."""
-        x = self.target_embedding[token_ids]
+        x = self.embedded(token_ids)
         for layer in self.layers:
             x = layer(x)
         features = self.norm(x)
@@ -97,7 +97,7 @@ class SmallLlamaHead(StatefulHead):
     def descend(self, state: _State, depth: int, parents: Tensor, token_ids: Tensor) -> _State:
         """One pass for all chosen children, each with its own path."""
         rows = torch.arange(len(parents), device=parents.device)[:, None]
-        x = self.target_embedding[token_ids]  # (B, W', D)
+        x = self.embedded(token_ids)  # (B, W', D)
         positions = (self.history.counts[:, None] + depth).expand(-1, x.shape[1])
         paths = []
         for layer, above, seen in zip(self._layers(), state.paths, state.seen, strict=True):
@@ -117,7 +117,7 @@ class SmallLlamaHead(StatefulHead):
         return last_of(self.norm(self._step(next_tokens(context), rows)), context.num_accepted)
 
     def _step(self, token_ids: Tensor, rows: slice) -> Tensor:
-        x = self.target_embedding[token_ids]
+        x = self.embedded(token_ids)
         for number, layer in enumerate(self._layers()):
             x = layer.step(x, self.history, number, rows)
         return x

@@ -67,7 +67,7 @@ def observe(
     start, length, heads = len(answer.prompt_ids), len(answer.token_ids), head.config.num_heads
     text = torch.tensor([answer.prompt_ids + answer.token_ids], device=target.device)
     hidden = target.hidden_states(text)  # (1, T, D)
-    features = head(hidden, text)[:, 0, start - 1 : start - 1 + length]  # (K, m, D)
+    features = head(hidden.to(head.dtype), text)[:, 0, start - 1 : start - 1 + length]  # (K, m, D)
     after = target_probabilities(target, hidden[0, start:], temperature)  # (m, V): at j what follows token j
     truth = text[0, start:]
     divisors = DIVISORS.to(target.device, torch.float32)
