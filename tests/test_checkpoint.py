@@ -173,10 +173,12 @@ def test_a_loaded_head_is_frozen_and_of_the_bases_type(folder: Path, base_dtype:
     assert head.propose(context(dtype=base_dtype)).num_nodes == TREE.num_nodes
 
 
-def test_a_head_of_another_type_than_its_base_is_bound_to_matrices_of_its_own_type(folder: Path) -> None:
-    head = load_head(folder, tiny_base(dtype=torch.bfloat16), dtype=torch.float32)
+def test_a_head_of_another_type_than_its_base_computes_in_its_own_type(folder: Path) -> None:
+    base = tiny_base(dtype=torch.bfloat16)
+    head = load_head(folder, base, dtype=torch.float32)
     assert {parameter.dtype for parameter in head.parameters()} == {torch.float32}
-    assert head.target_embedding.dtype == torch.float32
+    assert head.target_embedding.data_ptr() == base.weights.embedding.data_ptr(), "the embedding is not copied"
+    assert head.embedded(torch.tensor([1])).dtype == torch.float32
     assert head.propose(context()).num_nodes == TREE.num_nodes
 
 

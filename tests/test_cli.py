@@ -266,7 +266,8 @@ def test_generate_prints_the_answer(head: str | None, engine: Engine, capsys: py
     expected = engine.generate(["dead cab"], max_new_tokens=12)[0]
     assert out == expected.text + "\n"
     assert err.startswith(f"{len(expected.token_ids)} tokens in ")
-    assert err.endswith(f" tokens/step, ended by {expected.finish_reason}\n")
+    assert err.endswith(f", ended by {expected.finish_reason}\n")
+    assert " tokens/step, " in err
     assert err.count("\n") == 1
 
 
@@ -294,7 +295,7 @@ def test_several_prompts_give_a_json_object_each(engine: Engine, capsys: pytest.
         assert record["tokens_per_step"] == (len(result.token_ids) - 1) / record["num_steps"]
         counts = {"num_steps", "tokens_per_step", "num_copied"}
         assert set(record) == {"prompt", "text", "token_ids", "finish_reason", *counts}
-        assert record["num_copied"] == 0
+        assert 0 <= record["num_copied"] < len(record["token_ids"])
     assert max(record["tokens_per_step"] for record in found) > 1.0, "the head was not used"
     assert err.startswith(f"3 answers, {sum(len(result.token_ids) for result in expected)} tokens in ")
     assert err.count("\n") == 1
@@ -344,13 +345,14 @@ def test_all_options_arrive(here: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(generate, "_batch", batch)
     words = """abc def --model here --head there --tree chain.json --max-new-tokens 5 --temperature 0.5 --top-k 3
         --top-p 0.75 --repetition-penalty 1.5 --seed 11 --stop x yz --acceptance typical --batch-size 2
-        --dtype bf16 --exact-bits --out o --profile p"""
+        --precision bf16 --no-copy --exact-bits --out o --profile p"""
     assert main(["generate", *shlex.split(words)]) == 0
     options = {
         "draft_model": None,
         "tree": Tree.chain(2),
         "profile": "p",
-        "dtype": torch.bfloat16,
+        "copy": False,
+        "precision": "bf16",
         "max_batch_size": 2,
         "exact_bits": True,
     }
@@ -370,7 +372,8 @@ def test_all_options_arrive(here: Path, monkeypatch: pytest.MonkeyPatch):
         "draft_model": None,
         "tree": None,
         "profile": "auto",
-        "dtype": None,
+        "copy": True,
+        "precision": "auto",
         "max_batch_size": 16,
         "exact_bits": False,
     }

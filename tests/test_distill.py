@@ -408,4 +408,4 @@ def test_the_command_line(
     assert "was complete already" in capsys.readouterr().out
     assert main([*command, "--seed", "1"]) == 1
     assert "seed was 0 and is 1" in capsys.readouterr().err
-    assert json.loads((tmp_path / "cli.jsonl.manifest.json").read_text())["details"]["options"]["dtype"] == "fp32"
+    assert json.loads((tmp_path / "cli.jsonl.manifest.json").read_text())["details"]["options"]["precision"] == "fp32"

@@ -443,7 +443,7 @@ def test_load_gives_an_engine(tiny_by_name: list[dict[str, Any]], head_folder: P
         assert ids(engine.generate(MANY, max_new_tokens=30, **ON)) == plain
         assert engine.max_batch_size == 2
     assert engine.profile == tiny_profile(TREES["chain"])
-    engine = draftheads.load("tiny", head_folder, tree=Tree.chain(2), dtype=torch.bfloat16, device="cpu")
+    engine = draftheads.load("tiny", head_folder, tree=Tree.chain(2), precision="bf16", device="cpu")
     assert engine.drafter.shape == Tree.chain(2)  # type: ignore[attr-defined]
     assert engine.model.dtype == torch.bfloat16
     assert tiny_by_name[0] == {"dtype": None, "device": None}
@@ -481,10 +481,12 @@ def test_kernels_of_a_loaded_model(monkeypatch: pytest.MonkeyPatch):
         return {m.multiple > 1 for m in engine.model.model.modules() if isinstance(m, PackedLinear)}
 
     monkeypatch.setattr(loading, "rows_keep_their_bits", lambda _: True)
-    bf16 = {"dtype": torch.bfloat16}
+    bf16: dict[str, Any] = {"precision": "bf16"}
     assert layers_of(draftheads.load("tiny", fast=False)) == {torch.nn.Linear}
-    assert exact(exact_bits=True) == exact(**bf16, exact_bits=True) == exact(fast=False, exact_bits=True) == {True}
+    assert exact(**bf16, exact_bits=True) == {True}
     assert True not in exact() | exact(**bf16)
+    for options in ({"exact_bits": True}, {"fast": False, "exact_bits": True}):
+        assert draftheads.load("tiny", **options).model.exact_bits
     monkeypatch.setattr(loading, "rows_keep_their_bits", lambda _: False)
     with pytest.raises(InvalidSettings, match="exact_bits: this CPU's kernels change a row's bits"):
         exact(exact_bits=True)

@@ -103,12 +103,12 @@ def test_it_leaves_a_profile_a_record_and_a_page(tuned: Path) -> None:
 
 
 def test_a_tuned_head_is_loaded_with_its_profile_and_answers_as_plain_does(here: Path, tuned: Path) -> None:
-    plain = draftheads.load("./model", dtype=torch.float32)
+    plain = draftheads.load("./model", precision="fp32")
     prompts = ["a dog", "ice", "hello"]
     expected = [result.token_ids for result in plain.generate(prompts, max_new_tokens=30)]
-    engine = draftheads.load("./model", "./hydra", profile=tuned, dtype=torch.float32)
+    engine = draftheads.load("./model", "./hydra", profile=tuned, precision="fp32")
     assert engine.profile == read_profile(tuned / "acceptance.json")
-    assert engine.drafter.confidence == tuple(engine.profile.confidence)  # type: ignore[union-attr,attr-defined]
+    assert engine.drafter.drafter.confidence == tuple(engine.profile.confidence)  # type: ignore[union-attr,attr-defined]
     assert [result.token_ids for result in engine.generate(prompts, max_new_tokens=30)] == expected
 
 
@@ -117,9 +117,9 @@ def test_a_head_of_ones_own_gets_its_profile_into_its_folder(here: Path, capsys:
     shown = capsys.readouterr().out
     assert "over plain" in shown
     saved = read_profile("medusa/acceptance.json")
-    engine = draftheads.load("./model", "./medusa", dtype=torch.float32)
+    engine = draftheads.load("./model", "./medusa", precision="fp32")
     assert engine.profile == saved != AcceptanceProfile.assumed(3)
-    assert draftheads.load("./model", "./medusa", profile=None, dtype=torch.float32).profile is None
+    assert draftheads.load("./model", "./medusa", profile=None, precision="fp32").profile is None
     assert main(["info", "./medusa"]) == 0
     assert "6 texts, 60 tokens at temperature 0" in capsys.readouterr().out
     before = Path("medusa/tune.html").read_bytes()
@@ -135,7 +135,7 @@ def test_a_broken_profile_is_replaced_by_tuning(here: Path, tmp_path: Path, prof
     if profile is not None:
         (folder / "acceptance.json").write_text(profile)
     with pytest.raises(CheckpointCorrupt, match=r"acceptance\.json"):
-        draftheads.load("./model", folder, dtype=torch.float32)
+        draftheads.load("./model", folder, precision="fp32")
     assert main(["tune", "./model", str(folder), *tune("medusa")[3:]]) == 0
     assert find_profile(folder, "./model").num_texts == 6
 
@@ -242,7 +242,7 @@ def test_profiles_of_heads_that_are_not_ones_own_go_to_the_cache(
     assert main(tune("hydra")) == 0
     assert kept_profile(saved) == in_cache / "acceptance.json"
     assert read_profile("hydra/acceptance.json") == saved.profile, "the head's own stays"
-    engine = draftheads.load("./model", "./hydra", dtype=torch.float32)
+    engine = draftheads.load("./model", "./hydra", precision="fp32")
     assert engine.profile == read_profile(in_cache / "acceptance.json") != saved.profile
     monkeypatch.undo()
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))

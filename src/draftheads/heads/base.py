@@ -211,9 +211,18 @@ class DraftHead(nn.Module, ABC):
             if shape != expected:
                 raise InvalidSettings(f"the target's {name} is {shape} but the head was made for {expected}")
         self.target_embedding = weights.embedding.detach()
-        self.dtype = next((parameter.dtype for parameter in self.parameters()), weights.embedding.dtype)
+        self._read_type()
         rows = self.draft_vocab.to(weights.lm_head.device) if self.config.draft_vocab_size else None
         self.lm_heads.bind(weights, rows, self.dtype)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:  # noqa: FBT001, FBT002 - torch's own signature
+        """What ``to``, ``float``, ``bfloat16`` … do to all tensors."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._read_type()
+        return self
+
+    def _read_type(self) -> None:
+        self.dtype = next((parameter.dtype for parameter in self.parameters()), self.dtype)
 
     def embedded(self, token_ids: Tensor) -> Tensor:
         """The target's embedding of tokens in this head's type, (…) -> (…, D)."""
