@@ -16,7 +16,7 @@ from torch import Tensor
 from draftheads.acceptance import KINDS, AcceptanceProfile, Kind
 from draftheads.decode.cost import CostProfile
 from draftheads.draft import Context, Draft, Drafter
-from draftheads.growth import Shape
+from draftheads.growth import BestFirst, Shape
 from draftheads.tree import Tree
 
 Floats = npt.NDArray[np.float64]
@@ -27,6 +27,7 @@ _MEMORY = 0.99  # of a request's draft tokens, per step with a draft
 # (1 - _FORGETTING) * _PRIOR = 2 % of its time on drafts.
 _FORGETTING = 0.995
 _SMALLEST_GAIN = 1.02  # over plain decoding, or nothing is drafted
+_SPARE_NODES = 4  # that growing trees are drafted with beyond twice their best size
 _PLAIN = Tree.chain(0)
 
 
@@ -102,7 +103,7 @@ class SizePolicy:
             self.drafter.follow(context)
             self._expected = (0.0,) * batch
             return Draft.on_tree(_PLAIN, context.root_ids[:, None])
-        self.drafter.shape = _PLAIN if shape is None else shape
+        self.drafter.shape = _PLAIN if shape is None else self._with_spare(shape)
         draft = self.drafter.propose(context)
         if draft.path_log_probs is None:
             self._expected = (gain,) * batch
@@ -164,6 +165,13 @@ class SizePolicy:
             milliseconds = {kind: verifying[: len(drafting[kind])] + drafting[kind] for kind in gains}
             self._tables[batch] = _Table(plain, gains, milliseconds, verifying)
         return self._tables[batch]
+
+    def _with_spare(self, shape: Shape) -> Shape:
+        """A growing tree of twice the nodes, for :meth:`_cut` to choose among: drafting them costs little."""
+        if not isinstance(shape, BestFirst):
+            return shape
+        most = len(self.profile.tokens("dynamic"))
+        return self._shape("dynamic", min(2 * shape.num_nodes + _SPARE_NODES, most))
 
     def _shape(self, kind: Kind, num_nodes: int) -> Shape:
         if (kind, num_nodes) not in self._shapes:
