@@ -104,6 +104,21 @@ def test_weights_are_held_once(monkeypatch: pytest.MonkeyPatch):
     assert held & before <= {lm_head.data_ptr()}
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@torch.inference_mode()
+def test_an_embedding_is_held_in_16_bits_where_these_hold_it(family: str):
+    exact, inexact = tiny_model(family), tiny_model(family)
+    exact.model.get_input_embeddings().weight.copy_(exact.weights.embedding.bfloat16())
+    text = torch.arange(20)[None] % VOCAB
+    expected = exact.model(text).logits
+    for model, dtype in ((exact, torch.bfloat16), (inexact, torch.float32)):
+        model.speed_up()
+        # Gemma's embedding scales what it gives: a class of its own, which is left alone
+        assert model.weights.embedding.dtype == (dtype if family == "llama" else torch.float32)
+        assert model.dtype == torch.float32
+    torch.testing.assert_close(exact.model(text).logits, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_an_lm_head_that_is_not_tied_is_made_anew():
     model = tiny_model("llama")
     expected = model.lm_head.weight.clone()

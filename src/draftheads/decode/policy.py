@@ -27,7 +27,8 @@ _MEMORY = 0.99  # of a request's draft tokens, per step with a draft
 # (1 - _FORGETTING) * _PRIOR = 2 % of its time on drafts.
 _FORGETTING = 0.995
 _SMALLEST_GAIN = 1.02  # over plain decoding, or nothing is drafted
-_SPARE_NODES = 4  # that growing trees are drafted with beyond twice their best size
+_SPARE_NODES = 4  # that growing trees are drafted with beyond twice their best size …
+_SPARE_COST = 0.03  # … as long as drafting them costs less than this share of a plain step
 _PLAIN = Tree.chain(0)
 
 
@@ -103,7 +104,7 @@ class SizePolicy:
             self.drafter.follow(context)
             self._expected = (0.0,) * batch
             return Draft.on_tree(_PLAIN, context.root_ids[:, None])
-        self.drafter.shape = _PLAIN if shape is None else self._with_spare(shape)
+        self.drafter.shape = _PLAIN if shape is None else self._with_spare(shape, batch)
         draft = self.drafter.propose(context)
         if draft.path_log_probs is None:
             self._expected = (gain,) * batch
@@ -166,12 +167,17 @@ class SizePolicy:
             self._tables[batch] = _Table(plain, gains, milliseconds, verifying)
         return self._tables[batch]
 
-    def _with_spare(self, shape: Shape) -> Shape:
-        """A growing tree of twice the nodes, for :meth:`_cut` to choose among: drafting them costs little."""
+    def _with_spare(self, shape: Shape, batch: int) -> Shape:
+        """A growing tree of twice the nodes, for :meth:`_cut` to choose among, where drafting them costs little."""
         if not isinstance(shape, BestFirst):
             return shape
-        most = len(self.profile.tokens("dynamic"))
-        return self._shape("dynamic", min(2 * shape.num_nodes + _SPARE_NODES, most))
+        table = self._table(batch)
+        costs = table.milliseconds["dynamic"] - table.verifying[: len(table.gains["dynamic"])]
+        most = min(2 * shape.num_nodes + _SPARE_NODES, len(costs))
+        limit = costs[shape.num_nodes - 1] + _SPARE_COST * table.plain
+        while most > shape.num_nodes and costs[most - 1] > limit:
+            most -= 1
+        return self._shape("dynamic", most)
 
     def _shape(self, kind: Kind, num_nodes: int) -> Shape:
         if (kind, num_nodes) not in self._shapes:

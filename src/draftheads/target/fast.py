@@ -24,7 +24,7 @@ from draftheads.target.attention import (
     grouped_attention,
     scores_keep_their_bits,
 )
-from draftheads.target.modules import fuse
+from draftheads.target.modules import fuse, halve_embedding
 
 _SMALLEST_SHARE = 0.5  # of a model's weights, without embeddings, that int8 must reach
 _TYPES = (torch.float32, torch.bfloat16)
@@ -68,7 +68,8 @@ def speed_up(
         if typical_ids is not None and int8:
             _observe_inputs(model, layers, typical_ids)
         pack(layers, exact_bits=exact_bits, int8=int8, folder=folder)
-        _tie(model, embedding)
+        halve_embedding(model)
+        _tie(model)
 
 
 def kernels_of(model: Any) -> str:
@@ -117,8 +118,8 @@ def _observe_inputs(model: Any, layers: Sequence[PackedLinear], token_ids: Tenso
         layer.product = product
 
 
-def _tie(model: Any, embedding: Tensor) -> None:
+def _tie(model: Any) -> None:
     """An lm_head that is the embedding, too, gives that as its weight instead of making it anew."""
     lm_head = model.get_output_embeddings()
     if isinstance(lm_head, PackedLinear) and bool(getattr(model.config, "tie_word_embeddings", False)):
-        lm_head.tied = embedding
+        lm_head.tied = model.get_input_embeddings().weight

@@ -81,7 +81,7 @@ class TargetModel:
 
     def speed_up(self, *, exact_bits: bool = False, int8: bool = False, folder: Path | None = None) -> None:
         """Faster kernels on a CPU, in place; see :func:`draftheads.target.fast.speed_up`."""
-        _ = self.weights_print  # packed layers have no parameters to make it of
+        _ = self.weights_print, self.dtype  # packed layers have no parameters, an embedding may be held in 16 bits
         typical = torch.tensor([self.tokenizer(TYPICAL_TEXT)["input_ids"]]) % self.vocab_size if int8 else None
         speed_up(self.model, exact_bits=exact_bits, int8=int8, typical_ids=typical, folder=folder)
         self.__dict__["precision"] = "int8" if int8 else self.precision
@@ -102,7 +102,7 @@ class TargetModel:
         """Where the weights are."""
         return self._embedding.device
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """In which type the model computes."""
         return self._embedding.dtype

@@ -49,6 +49,19 @@ class FusedNorm(nn.Module):
         return torch.rms_norm(x, *self.given)
 
 
+class HalfEmbedding(nn.Module):
+    """An embedding held in 16 bits, where these hold it exactly, for a model that computes in fp32."""
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.dtype = dtype
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """(…) -> (…, D)."""
+        return F.embedding(token_ids, self.weight).to(self.dtype)
+
+
 class FusedMlp(nn.Module):
     """W_down (act(W_gate x) · W_up x) with one product for gate and up."""
 
@@ -166,6 +179,19 @@ def fuse(model: Any, attention: Attention | None) -> None:
         parts = [getattr(layer, name, None) for name in _LAYER_PARTS]
         if [type(part) for part in parts] == [FusedNorm, FusedAttention, FusedNorm, FusedMlp]:
             layers[index] = _fused_layer(layer, model) or layer
+
+
+def halve_embedding(model: Any) -> None:
+    """Holds the embedding in 16 bits, if that changes none of its numbers."""
+    original = model.get_input_embeddings()
+    if type(original) is not nn.Embedding or original.weight.dtype != torch.float32:
+        return
+    weight = original.weight.detach()
+    for dtype in (torch.bfloat16, torch.float16):
+        held = weight.to(dtype)
+        if torch.equal(held.float(), weight):
+            model.set_input_embeddings(HalfEmbedding(held, weight.dtype))
+            return
 
 
 def _fused(child: Any, model: Any, attention: Attention | None) -> nn.Module | None:
