@@ -85,7 +85,7 @@ class Way:
         """Tokens, steps of single rows, and copied tokens."""
         if self.engine is None:
             assert self.stock is not None
-            answers = [stock_way(self.stock, options.max_new_tokens).decode(prompt) for prompt in prompts]
+            answers = [stock_way(self.stock).decode(prompt, options.max_new_tokens) for prompt in prompts]
             return sum(len(a.token_ids) for a in answers), sum(a.num_steps for a in answers), 0
         self.engine.max_batch_size = len(prompts)
         found = self.engine.generate(list(prompts), max_new_tokens=options.max_new_tokens)

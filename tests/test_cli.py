@@ -21,11 +21,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 import draftheads
-from draftheads.cli import demo, generate
+from draftheads.bench.compare import Extent, Row
+from draftheads.cli import demo, generate, show_comparison
 from draftheads.cli.main import VERBS, main
 from draftheads.cli.prompts import read_prompts
 from draftheads.cli.show import show_stream
+from draftheads.decode import cost
 from draftheads.decode.engine import Engine
+from draftheads.drafters.copying import Copying
 from draftheads.errors import DataError
 from draftheads.growth import BestFirst, BestPaths, Sampled
 from draftheads.heads.base import DraftHead
@@ -205,6 +208,9 @@ ERRORS = {
     "demo --heads medusa medusa": "heads are medusa, medusa: each must have a name of its own",
     "demo --heads plain": "heads are plain: each must have a name of its own",
     f"demo {ON_MODEL} --heads nohead": "no head 'nohead'",
+    f"demo {ON_MODEL} --seconds 0": "--seconds is 0; it must be above 0",
+    f"demo {ON_MODEL} --seconds nan": "--seconds is nan; it must be above 0",
+    f"demo {ON_MODEL} --json nowhere/out.json": "--json nowhere/out.json: there is no folder nowhere",
 }
 
 
@@ -445,13 +451,17 @@ HEADINGS = [
 ]
 
 
+DEMO = ["demo", "--model", "model", "--max-new-tokens", "3", "--no-stream"]
+COLUMNS = {"COLUMNS": "80", "OMP_NUM_THREADS": "1"}
+
+
 @pytest.fixture(scope="module")
 def shown(folder: Path) -> tuple[str, str]:
     """What the demo prints, in a process of its own and in fp32."""
     (folder / "two.jsonl").write_text('{"prompt": "[/b] ab"}\n{"turns": ["cabbage"]}\n', encoding="utf-8")
-    arguments = ["demo", "--model", "model", "--heads", "medusa", "./hydra", "--prompts", "two.jsonl"]
-    environment = {**os.environ, "COLUMNS": "80", "OMP_NUM_THREADS": "1", "DRAFTHEADS_CACHE": str(folder)}
-    done = run_process([*arguments, "--dtype", "fp32", "--max-new-tokens", "24"], folder, env=environment)
+    arguments = ["demo", "--model", "model", "--heads", "./hydra", "medusa", "--prompts", "two.jsonl", "--json", "-"]
+    environment = {**os.environ, **COLUMNS, "DRAFTHEADS_CACHE": str(folder)}
+    done = run_process([*arguments, "--precision", "fp32", "--max-new-tokens", "24"], folder, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
 
@@ -459,25 +469,18 @@ def shown(folder: Path) -> tuple[str, str]:
 def test_the_demo_ends_with_one_json_object(shown: tuple[str, str]):
     lines = shown[0].splitlines()
     record = json.loads(lines[-1])
-    assert set(record) == {"model", "dtype", "threads", "exact_bits", "max_new_tokens", "rows", "provenance"}
-    assert (record["model"], record["dtype"], record["exact_bits"]) == ("model", "float32", False)
+    assert list(record) == [
+        *("model", "precision", "threads", "exact_bits", "copy", "num_prompts", "max_new_tokens", "seconds", "rows"),
+        *("step_milliseconds", "sentences", "provenance"),
+    ]
+    assert (record["model"], record["precision"], record["exact_bits"]) == ("model", "fp32", False)
+    assert (record["num_prompts"], record["max_new_tokens"], record["copy"]) == (2, 24, True)
     assert isinstance(record["threads"], int)
-    assert record["max_new_tokens"] == 24
+    assert 0 < record["seconds"] < 100
     assert record["provenance"]["command"].endswith("--max-new-tokens 24")
     rows = {row["method"]: row for row in record["rows"]}
-    assert list(rows) == ["transformers", "plain", "medusa", "hydra"]
+    assert list(rows) == ["transformers", "plain", "hydra", "medusa"]
     for row in record["rows"]:
-        assert set(row) == {
-            "method",
-            "tokens_per_second",
-            "tokens_per_step",
-            "speedup",
-            "speedup_quartiles",
-            "speedup_over_transformers",
-            "identical",
-            "num_different",
-            "worst_margin",
-        }
         assert row["identical"] is True
         assert row["num_different"] == 0
         assert 0 <= row["worst_margin"] < 1e-4
@@ -486,23 +489,27 @@ def test_the_demo_ends_with_one_json_object(shown: tuple[str, str]):
     assert rows["transformers"]["tokens_per_step"] == rows["plain"]["tokens_per_step"] == 1.0
     assert rows["medusa"]["tokens_per_step"] >= 1.0  # of a model so small nothing may be as fast as plain decoding
     assert rows["hydra"]["tokens_per_step"] >= 1.0
+    parts = record["step_milliseconds"]
+    fastest = max(("hydra", "medusa"), key=lambda name: rows[name]["tokens_per_second"])
+    assert list(parts) == ["plain", fastest]
+    assert set(parts["plain"]) == {"drafting", "verification", "accept and rest"}
 
 
 def test_the_demo_shows_one_answer_and_a_table(shown: tuple[str, str], engine: Engine):
     out, err = shown
     assert not err, "no bars, no warnings"
     text = engine.generate(["[/b] ab"], max_new_tokens=24)[0].text
-    title = "[/b] ab   (hydra; what it guessed is green)\n"
+    title = "[/b] ab   (hydra)\n"
     assert out.startswith(f"{title}\n{text}\n\n")
-    table = out.removeprefix(f"{title}\n{text}\n\n").splitlines()[:-1]
-    assert all(len(line) <= 80 for line in table)
+    lines = out.removeprefix(f"{title}\n{text}\n\n").splitlines()[:-1]
+    assert all(len(line) <= 80 for line in lines)
     assert "…" not in out
-    heads = [line for line in table if line and not line.startswith("─")]
+    heads = [line for line in lines if line and not line.startswith("─")]
     assert sorted(" ".join(heads[:2]).split()) == sorted(" ".join(HEADINGS).split())
-    rows = [line.split() for line in heads[2:]]
-    assert [row[0] for row in rows] == ["transformers", "plain", "medusa", "hydra"]
+    table = [line.split() for line in heads[2:6]]
+    assert [row[0] for row in table] == ["transformers", "plain", "hydra", "medusa"]
     record = json.loads(out.splitlines()[-1])
-    for cells, row in zip(rows, record["rows"], strict=True):
+    for cells, row in zip(table, record["rows"], strict=True):
         low, high = row["speedup_quartiles"]
         assert cells[1:] == [
             f"{row['tokens_per_second']:.1f}",
@@ -513,31 +520,39 @@ def test_the_demo_shows_one_answer_and_a_table(shown: tuple[str, str], engine: E
             "yes",
             f"{row['worst_margin']:.1g}",
         ]
+    assert heads[6].startswith("2 prompts, answers of at most 24 tokens, ")
+    assert heads[7] == "Parts of a step, milliseconds"
+    assert [line.split()[0] for line in heads[8:10]] == list(record["step_milliseconds"])
+    assert " ".join(record["sentences"]) == " ".join(" ".join(heads[11:]).split())
+    assert record["sentences"][0].startswith(f"With one request {list(record['step_milliseconds'])[1]} drafts ")
 
 
-def test_the_widest_table_fits(here: Path, capsys: pytest.CaptureFixture[str]):
-    row = demo.Row("transformers", 12345.67, 12.345, 12.34, (10.12, 14.56), 123.45, identical=False, num_different=80,
-                   worst_margin=1.23e-05)  # fmt: skip
-    demo._print_table([row], Console(highlight=False))
+def test_the_widest_table_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    row = Row("transformers", 12345.67, 12.345, 12.34, (10.12, 14.56), 123.45, identical=False, num_different=80,
+              worst_margin=1.23e-05)  # fmt: skip
+    show_comparison.print_table([row], Extent(80, 128, 1234.5), Console(highlight=False))
+    parts = {name: {"drafting": 1234.5, "verification": 3.0, "accept and rest": 0.0} for name in ("plain", "h" * 90)}
+    show_comparison.print_parts(parts, Console(highlight=False))
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 80 for line in lines)
-    assert lines[-1].split() == [
+    assert lines[3].split() == [
         *("transformers", "12345.7", "12.35", "12.34", "(10.12-14.56)", "123.45", "no", "(80)", "1e-05")
     ]
+    assert lines[4] == "80 prompts, answers of at most 128 tokens, 1234 s in all"
 
 
 @pytest.mark.usefixtures("here")
 def test_heads_draft_with_the_fast_kernels_in_the_demo(monkeypatch: pytest.MonkeyPatch):
     sped_up: list[str] = []
-    monkeypatch.setattr(DraftHead, "speed_up", lambda head: sped_up.append(head.config.method))
-    arguments = ["demo", "--model", "model", "--heads", "./medusa", "./hydra", "--limit", "1", "--max-new-tokens", "2"]
-    assert main([*arguments, "--no-transformers", "--no-stream", "--precision", "fp32"]) == 0
+    monkeypatch.setattr(DraftHead, "speed_up", lambda head, **_: sped_up.append(head.config.method))
+    arguments = [*DEMO, "--heads", "./medusa", "./hydra", "--limit", "1", "--no-transformers", "--precision", "fp32"]
+    assert main(arguments) == 0
     assert sped_up == ["medusa", "hydra"]
 
 
-def test_the_demo_explains_texts_that_differ(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+@pytest.mark.usefixtures("here")
+def test_the_demo_explains_texts_that_differ(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     compared = demo.rows
     differing = False
 
@@ -545,54 +560,54 @@ def test_the_demo_explains_texts_that_differ(
         return [replace(row, identical=not differing) for row in compared(*arguments, **options)]
 
     monkeypatch.setattr(demo, "rows", rows)
-    arguments = [
-        "demo",
-        "--model",
-        "model",
-        "--heads",
-        "./hydra",
-        "--limit",
-        "1",
-        "--no-stream",
-        "--max-new-tokens",
-        "3",
-    ]
     said = {}
-    for dtype in ("bf16", "fp32"):
+    for precision in ("bf16", "fp32", "int8"):
         for differing in (False, True):
-            assert main([*arguments, "--precision", dtype]) == 0
+            assert main([*DEMO, "--heads", "./hydra", "--limit", "1", "--precision", precision]) == 0
             out = capsys.readouterr().out
-            said[dtype, differing] = ("--exact-bits" in out, "please report" in out)
-            assert all(len(line) <= 80 for line in out.splitlines()[:-1])
-    neither = (False, False)
+            said[precision, differing] = [
+                words for words in ("--exact-bits", "please report", "another model than int8") if words in out
+            ]
+            assert all(len(line) <= 80 for line in out.splitlines())
     assert said == {
-        ("bf16", False): neither,
-        ("bf16", True): (True, False),
-        ("fp32", False): neither,
-        ("fp32", True): (False, True),
+        ("bf16", False): [],
+        ("bf16", True): ["--exact-bits"],
+        ("fp32", False): [],
+        ("fp32", True): ["please report"],
+        ("int8", False): [],
+        ("int8", True): ["please report", "another model than int8"],
     }
 
 
 def test_demo_variants(here: Path, capsys: pytest.CaptureFixture[str]):
     """Own prompts, fewer of them, without transformers or a stream; two heads of one name keep their paths."""
-    arguments = [
-        "demo",
-        "--model",
-        "model",
-        "--limit",
-        "1",
-        "--no-transformers",
-        "--no-stream",
-        "--max-new-tokens",
-        "3",
-    ]
-    assert main([*arguments, "--heads", "./medusa", str(here / "medusa"), "--precision", "fp32"]) == 0
+    arguments = [*DEMO, "--limit", "1", "--no-transformers", "--precision", "fp32", "--no-copy", "--seconds", "inf"]
+    assert main([*arguments, "--heads", "./medusa", str(here / "medusa"), "--json", "record.json"]) == 0
     out, err = capsys.readouterr()
     assert not err
-    assert "guessed" not in out
-    record = json.loads(out.splitlines()[-1])
+    assert "provenance" not in out
+    assert "draft tokens are" not in out
+    record = json.loads((here / "record.json").read_text(encoding="utf-8"))
     assert [row["method"] for row in record["rows"]] == ["plain", "./medusa", str(here / "medusa")]
     assert [row["speedup_over_transformers"] for row in record["rows"]] == [None] * 3
+    assert [row["num_copied"] for row in record["rows"]] == [0] * 3
+    assert (record["copy"], record["num_prompts"], record["max_new_tokens"]) == (False, 1, 3)
+
+
+@pytest.mark.usefixtures("here")
+def test_the_demo_in_int8_compares_with_plain_int8(capsys: pytest.CaptureFixture[str]):
+    """Transformers' model stays exact; plain and heads share the quantised one, and nothing is re-scored."""
+    arguments = ["demo", "--model", "model", "--heads", "./hydra", "--limit", "2", "--no-stream", "--json", "-"]
+    assert main([*arguments, "--precision", "int8", "--max-new-tokens", "24"]) == 0
+    out = capsys.readouterr().out
+    assert "margin" not in out.split("provenance")[0].split('{"model"')[0]
+    record = json.loads(out.splitlines()[-1])
+    assert (record["precision"], record["exact_bits"]) == ("int8", True)
+    assert [row["worst_margin"] for row in record["rows"]] == [None] * 3
+    rows = {row["method"]: row for row in record["rows"]}
+    assert rows["plain"]["identical"]
+    assert rows["hydra"]["identical"], "to the bit"
+    assert rows["hydra"]["tokens_per_step"] > 1.0
 
 
 def test_the_demo_with_exact_bits_compares_with_plain_of_the_same_kernels(
@@ -608,19 +623,83 @@ def test_the_demo_with_exact_bits_compares_with_plain_of_the_same_kernels(
     monkeypatch.setattr(demo, "rows", rows)
     monkeypatch.setattr(demo, "rows_keep_their_bits", lambda _: True)
     arguments = ["demo", "--model", "model", "--limit", "2", "--no-stream", "--max-new-tokens", "10", "--heads"]
-    assert main([*arguments, "hydra", "--precision", "fp32", "--exact-bits"]) == 0
+    arguments += ["hydra", "--precision", "fp32", "--json", "-"]
+    assert main([*arguments, "--exact-bits"]) == 0
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record["exact_bits"] is True
     assert all(row["identical"] for row in record["rows"])
     assert list(asked[0]) == ["hydra"]
     assert [len(answer) for answer in asked[0]["hydra"]] == [10, 10]
-    assert main([*arguments, "hydra", "--precision", "fp32"]) == 0
+    assert main(arguments) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["exact_bits"] is False
     assert asked[1] == {}
 
 
 def test_the_demos_own_prompts_are_a_handful():
     assert len(demo.PROMPTS) == len(set(demo.PROMPTS)) >= 5
+
+
+# --- what the demo says ---
+
+
+def test_a_bar_shows_the_parts_in_proportion():
+    parts = {"drafting": 3.0, "verification": 6.0, "accept and rest": 1.0}
+    assert show_comparison.bar(parts, 10.0, cells=20).plain == "▒" * 6 + "█" * 12 + "░" * 2
+    assert show_comparison.bar(parts, 20.0, cells=20).plain == "▒" * 3 + "█" * 6 + "░"
+    assert show_comparison.bar(dict.fromkeys(parts, 0.0), 0.0).plain == ""
+    coloured = Console(file=io.StringIO(), force_terminal=True, color_system="standard", _environ={})
+    coloured.print(show_comparison.bar(parts, 10.0, cells=20))
+    assert isinstance(coloured.file, io.StringIO)
+    assert coloured.file.getvalue().count("\x1b[0m") == 3, "each part has its colour"
+
+
+def costly(per_node: float) -> cost.CostProfile:
+    """A plain step takes 10 ms, each further node so many, a draft 1."""
+    points = [("verify", 1, nodes, 10.0 + per_node * (nodes - 1)) for nodes in (1, 33)]
+    return cost.by_hand([*points, ("static", 1, 2, 1.0)])
+
+
+def told(engine: Engine, per_node: float, *, copies: bool = False, **profile: Any) -> str:
+    head = tiny_head("hydra", engine.model)
+    drafter = Copying(head) if copies else head
+    found = tiny_profile(Tree.chain(3), static_tokens=[1.0, 1.5, 1.75, 1.8], **profile)
+    return show_comparison.tree_sentence("hydra", Engine(engine.model, drafter, profile=found, cost=costly(per_node)))
+
+
+def test_a_sentence_explains_the_tree(engine: Engine):
+    fixed = told(engine, 1.0, dynamic_tokens=[])
+    assert fixed == (
+        "With one request hydra drafts a fixed tree of 3 nodes: a step then costs 1.3 plain steps and brings about "
+        "1.8 tokens."
+    )
+    growing = told(engine, 1.0, dynamic_tokens=[1.0, 2.0])
+    assert growing == (
+        "With one request hydra drafts growing trees of 2 nodes: a step then costs 1.2 plain steps and brings about "
+        "2.0 tokens."
+    )
+    nothing = told(engine, 20.0, dynamic_tokens=[])
+    assert nothing.startswith("With one request hydra drafts nothing: on this machine verifying draft tokens takes")
+    assert "nothing, but copies from the text:" in told(engine, 20.0, copies=True, dynamic_tokens=[])
+    assert "always drafts the same tree" in show_comparison.tree_sentence("hydra", engine)
+
+
+def row_of(method: str, speedup: float) -> Row:
+    return Row(method, 10.0, 1.5, speedup, (1.0, 1.0), None, identical=True, num_different=0, worst_margin=0.0,
+               num_drafted=50, num_copied=7)  # fmt: skip
+
+
+def test_a_head_that_is_slower_than_plain_is_named():
+    table = [row_of("transformers", 0.5), row_of("plain", 1.0), row_of("hydra", 1.2), row_of("medusa", 0.934)]
+    options = {"precision": "fp32", "copy": True, "model": "./mine"}
+    (sentence,) = show_comparison.slower_sentences(table, **options)  # type: ignore[arg-type]
+    assert sentence == (
+        "medusa is slower than plain decoding here (0.93 ×). Try --precision int8 or --no-copy, or measure its trees "
+        "on your own prompts: draftheads tune ./mine medusa --prompts FILE"
+    )
+    (sentence,) = show_comparison.slower_sentences(table, precision="int8", copy=False, model="./mine")
+    assert "here (0.93 ×). To change that, measure its trees" in sentence
+    assert not show_comparison.slower_sentences(table[:3], precision="fp32", copy=True, model="./mine")
+    assert "Of its 50 accepted draft tokens, 7 were copied" in show_comparison.copies_sentence(table[2])
 
 
 # --- answers as they come ---

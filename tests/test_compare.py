@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from draftheads.bench.compare import Answer, Way, compare, engine_way, rows, stock_way
+from draftheads.bench.compare import Answer, Extent, Way, compare, engine_way, rows, stock_way
 from draftheads.bench.margins import Scorer
+from draftheads.bench.step_parts import step_parts
 from draftheads.decode.engine import Engine
+from draftheads.drafters.copying import Copying
 from draftheads.target.fast import speed_up
 from draftheads.target.model import TargetModel
 from families import PROMPTS, TREES, tiny_head, tiny_model
@@ -29,7 +31,7 @@ class FakeScorer(Scorer):
 
 def way(name: str, answers: list[tuple[Ids, int, float]]) -> Way:
     """A way that has already answered: token ids, steps, seconds."""
-    return Way(name, lambda _: pytest.fail("asked again"), [Answer(*answer) for answer in answers])
+    return Way(name, lambda *_: pytest.fail("asked again"), [Answer(*answer) for answer in answers])
 
 
 A, B, C = (1, 2, 3, 4, 5), (6, 7, 8), (9, 9, 9, 9, 9, 9, 9, 9)
@@ -92,21 +94,105 @@ def test_who_goes_first_changes_from_prompt_to_prompt():
     told: list[int] = []
 
     def recorder(name: str) -> Way:
-        def decode(prompt: Sequence[int]) -> Answer:
+        def decode(prompt: Sequence[int], _: int) -> Answer:
             asked.append((name, prompt[0]))
             return Answer((prompt[0],), 1, 1.0)
 
         return Way(name, decode)
 
     ways = [recorder(name) for name in "abc"]
-    compare(ways, [[0], [1], [2], [3]], on_answer=lambda: told.append(len(asked)))
-    assert asked[:3] == [("a", 0), ("b", 0), ("c", 0)], "a warm-up comes first"
-    order = ["".join(name for name, _ in asked[start : start + 3]) for start in range(3, 15, 3)]
+    compare(ways, [[0], [1], [2], [3]], max_new_tokens=8, on_answer=lambda: told.append(len(asked)))
+    warm_up = [(name, 0) for name in "aabbcc"]
+    assert asked[:6] == warm_up
+    del asked[:6]
+    order = ["".join(name for name, _ in asked[start : start + 3]) for start in range(0, 12, 3)]
     assert order == ["abc", "bca", "cab", "abc"]
-    assert [number for _, number in asked[3:]] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
-    assert told == list(range(4, 16))
+    assert [number for _, number in asked] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert told == list(range(7, 19))
     for each in ways:  # the warm-up's answer is not among them, and they are in the prompts' order
         assert [answer.token_ids for answer in each.answers] == [(0,), (1,), (2,), (3,)]
+
+
+# --- the time box ---
+
+
+class Machine:
+    """Ways that move a clock on: so many seconds for the prompt, and for each token of an answer."""
+
+    def __init__(self, *speeds: tuple[float, float]) -> None:
+        self.now = 0.0
+        self.ways = [self._way(f"way {number}", *speed) for number, speed in enumerate(speeds)]
+
+    def clock(self) -> float:
+        return self.now
+
+    def _way(self, name: str, reading: float, per_token: float) -> Way:
+        def decode(_: Sequence[int], max_new_tokens: int) -> Answer:
+            seconds = reading + per_token * max_new_tokens
+            self.now += seconds
+            return Answer((7,) * max_new_tokens, max_new_tokens - 1, seconds)
+
+        return Way(name, decode)
+
+    def compare(self, seconds: float, *, num_prompts: int = 6, most: int = 128) -> Extent:
+        prompts = [[number] for number in range(num_prompts)]
+        extent = compare(self.ways, prompts, max_new_tokens=most, seconds=seconds, clock=self.clock)
+        assert all(len(way.answers) == extent.num_prompts for way in self.ways), "every way answers every prompt"
+        assert {len(a.token_ids) for way in self.ways for a in way.answers} == {extent.max_new_tokens}
+        assert extent.seconds == pytest.approx(self.now)
+        return extent
+
+
+def test_a_fast_machine_answers_everything_and_is_done_early():
+    extent = Machine((0.01, 0.01), (0.01, 0.005)).compare(120.0)
+    assert (extent.num_prompts, extent.max_new_tokens) == (6, 128)
+    assert extent.seconds < 15.0
+
+
+@pytest.mark.parametrize("slowness", [1.0, 2.0, 3.0, 4.0, 5.0])
+def test_a_slow_machine_answers_three_prompts_in_time(slowness: float):
+    """As long as 32 tokens can be afforded: the answers get shorter before there are fewer than three."""
+    ways = [(0.1, 0.075), (0.1, 0.04), (0.1, 0.025), (0.1, 0.03)]
+    machine = Machine(*((reading * slowness, per_token * slowness) for reading, per_token in ways))
+    extent = machine.compare(120.0)
+    assert extent.num_prompts >= 3
+    assert 32 <= extent.max_new_tokens <= 128
+    assert extent.seconds <= 120.0
+    assert extent.seconds > 60.0, "the time is used"
+    if slowness == 1.0:
+        assert extent.max_new_tokens == 128
+
+
+def test_a_very_slow_machine_answers_fewer_prompts_but_at_least_one():
+    two, one = Machine((0.0, 0.5)), Machine((0.0, 50.0))
+    assert (two.compare(50.0).num_prompts, one.compare(50.0).num_prompts) == (2, 1)
+    assert {len(answer.token_ids) for answer in (*two.ways[0].answers, *one.ways[0].answers)} == {32}
+    assert two.now <= 50.0
+
+
+def test_no_prompt_is_begun_that_would_not_fit():
+    """Warming up takes 20 seconds and each answer of 32 tokens 32: three end after 116 seconds, four after 148."""
+    assert Machine((0.0, 1.0)).compare(148.5, most=32).num_prompts == 4
+    assert Machine((0.0, 1.0)).compare(147.5, most=32).num_prompts == 3
+
+
+def test_without_a_box_nothing_is_cut():
+    extent = Machine((10.0, 10.0)).compare(math.inf)
+    assert (extent.num_prompts, extent.max_new_tokens) == (6, 128)
+    assert Machine((0.0, 1.0)).compare(10.0, most=5).max_new_tokens == 5, "never more than asked for"
+
+
+def test_texts_are_scored_once():
+    asked: list[Ids] = []
+
+    class Counting(FakeScorer):
+        def worst_margin(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:
+            asked.append(tuple(token_ids))
+            return super().worst_margin(prompt_ids, token_ids)
+
+    rows([way("plain", PLAIN), way("hydra", PLAIN)], THREE, Counting())
+    assert asked == [A, B, C]
+    assert [row.worst_margin for row in rows([way("plain", PLAIN)], THREE, None)] == [None]
 
 
 # --- real ways, tiny models ---
@@ -118,12 +204,18 @@ def test_real_ways_agree_on_a_tiny_model():
     speed_up(plain.model, exact_bits=False)
     head = tiny_head("hydra", plain)
     head.shape = TREES["cartesian"]
-    ways = [stock_way(stock, 20), engine_way("plain", Engine(plain), 20), engine_way("hydra", Engine(plain, head), 20)]
+    ways = [stock_way(stock), engine_way("plain", Engine(plain)), engine_way("hydra", Engine(plain, Copying(head)))]
     start = time.perf_counter()
-    compare(ways, PROMPTS)
+    extent = compare(ways, PROMPTS, max_new_tokens=20)
     seconds = time.perf_counter() - start
+    assert (extent.num_prompts, extent.max_new_tokens) == (3, 20)
     table = rows(ways, PROMPTS, Scorer(stock))
     assert [row.method for row in table] == ["transformers", "plain", "hydra"]
+    found = Engine(plain, Copying(head)).generate(PROMPTS, max_new_tokens=20)
+    assert table[2].num_copied == sum(result.num_copied for result in found) > 0
+    accepted = sum(len(result.token_ids) - 1 - result.num_steps for result in found)
+    assert accepted <= table[2].num_drafted <= accepted + len(PROMPTS)  # the last step may end inside a draft
+    assert table[1].num_drafted == table[1].num_copied == 0
     assert all(row.identical and row.worst_margin < 1e-4 for row in table)
     assert table[0].tokens_per_step == table[1].tokens_per_step == 1.0
     assert table[2].tokens_per_step > 1.0
@@ -135,13 +227,26 @@ def test_real_ways_agree_on_a_tiny_model():
 
 def test_the_stock_way_stops_at_the_end_of_text():
     stock = tiny_model("llama")
-    free = stock_way(stock, 20).decode(PROMPTS[0]).token_ids
+    free = stock_way(stock).decode(PROMPTS[0], 20).token_ids
     place = next(place for place in range(3, 20) if free[place] not in free[:place])
     stock.model.generation_config.eos_token_id = [free[place]]
     again = TargetModel(stock.model, stock.tokenizer, "again")
-    answer = stock_way(again, 20).decode(PROMPTS[0])
-    assert answer.token_ids == free[: place + 1] == engine_way("plain", Engine(again), 20).decode(PROMPTS[0]).token_ids
+    answer = stock_way(again).decode(PROMPTS[0], 20)
+    assert answer.token_ids == free[: place + 1] == engine_way("plain", Engine(again)).decode(PROMPTS[0], 20).token_ids
     assert answer.num_steps == place
+
+
+def test_the_parts_of_a_step_make_up_the_time_of_an_answer():
+    model = tiny_model("llama")
+    head = tiny_head("hydra", model)
+    start = time.perf_counter()
+    parts = step_parts(Engine(model, head), PROMPTS[0], max_new_tokens=20)
+    milliseconds = 1e3 * (time.perf_counter() - start)
+    assert list(parts) == ["drafting", "verification", "accept and rest"]
+    assert all(0 < each < milliseconds for each in parts.values())
+    assert sum(parts.values()) < milliseconds
+    assert step_parts(Engine(model), PROMPTS[0], max_new_tokens=20)["drafting"] < parts["drafting"]
+    assert set(step_parts(Engine(model), PROMPTS[0], max_new_tokens=1).values()) == {0.0}, "no step at all"
 
 
 # --- margins ---

@@ -1,0 +1,133 @@
+"""A comparison on a terminal: the table, a bar of the parts of a step, and sentences. Fits 80 columns."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from draftheads.bench.compare import BASELINE, STOCK, Extent, Row
+from draftheads.bench.step_parts import PARTS
+from draftheads.decode.engine import Engine
+from draftheads.decode.policy import SizePolicy
+from draftheads.drafters.copying import Copying
+from draftheads.growth import BestFirst
+from draftheads.tree import Tree
+
+NEAR_TIES = """\
+In bf16 a sum taken in another order differs in its last bits, so two tokens
+that are nearly as likely can change places, with heads as between
+transformers and plain. "worst margin" is the largest such gap (in logits of
+fp32); --exact-bits rules it out, at some cost."""
+INT8 = "transformers computes in {}, another model than int8: its texts may differ."
+DIFFERENT = "Texts differ, which they should not in this precision: please report it."
+_BAR_CELLS = 50
+_NAME_CELLS = 12
+# each part has a sign of its own, so that bars are read without colours, too
+_SIGNS = dict(zip(PARTS.values(), (("▒", "green"), ("█", "blue"), ("░", "yellow")), strict=True))
+
+
+def print_table(table: Sequence[Row], extent: Extent, console: Console) -> None:
+    """A row for each way, and what was compared."""
+    scored = any(row.worst_margin is not None for row in table)
+    shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    shown.add_column("method", overflow="fold")
+    headings = ["tokens\n/s", "tokens\n/step", "speed-up\n(quartiles)", "× trans-\nformers", "same\ntext"]
+    for heading in [*headings, "worst\nmargin"] if scored else headings:
+        shown.add_column(heading, justify="right", no_wrap=True)
+    for row in table:
+        low, high = row.speedup_quartiles
+        over_stock = row.speedup_over_transformers
+        cells = [
+            f"{row.tokens_per_second:.1f}",
+            f"{row.tokens_per_step:.2f}",
+            f"{row.speedup:.2f} ({low:.2f}-{high:.2f})",
+            "" if over_stock is None else f"{over_stock:.2f}",
+            "yes" if row.identical else f"no ({row.num_different})",
+        ]
+        if scored:
+            cells.append("" if row.worst_margin is None else f"{row.worst_margin:.1g}")
+        shown.add_row(Text(row.method), *cells)
+    console.print(shown)
+    prompts = f"{extent.num_prompts} prompt" + "s" * (extent.num_prompts != 1)
+    console.print(f"{prompts}, answers of at most {extent.max_new_tokens} tokens, {extent.seconds:.0f} s in all\n")
+
+
+def print_parts(parts: Mapping[str, Mapping[str, float]], console: Console) -> None:
+    """A bar for each way: the parts of its step, in milliseconds."""
+    longest = max(sum(one.values()) for one in parts.values())
+    console.print("Parts of a step, milliseconds")
+    for name, one in parts.items():
+        label = name if len(name) <= _NAME_CELLS else f"…{name[1 - _NAME_CELLS :]}"
+        console.print(Text(f"{label:<{_NAME_CELLS}} ").append(bar(one, longest)).append(f" {sum(one.values()):.1f}"))
+    legend = Text(" " * (_NAME_CELLS + 1))
+    for part, (sign, style) in _SIGNS.items():
+        numbers = ", ".join(f"{one[part]:.1f}" for one in parts.values())
+        legend.append(sign, style).append(f" {part} ({numbers})  ")
+    legend.rstrip()
+    console.print(legend)
+    console.print()
+
+
+def bar(parts: Mapping[str, float], longest: float, *, cells: int = _BAR_CELLS) -> Text:
+    """The parts side by side; one of ``longest`` milliseconds fills all cells.
+
+    >>> bar({"drafting": 2.0, "verification": 5.0, "accept and rest": 1.0}, 8.0, cells=8).plain
+    '▒▒█████░'
+    """
+    text, end = Text(), 0.0
+    for part, milliseconds in parts.items():
+        sign, style = _SIGNS[part]
+        end += milliseconds
+        text.append(sign * (round(cells * end / max(longest, 1e-9)) - len(text)), style)
+    return text
+
+
+def explain_texts(table: Sequence[Row], console: Console, *, precision: str, stock_precision: str) -> None:
+    """Why texts differ, where they do."""
+    different = {row.method for row in table if not row.identical}
+    if precision == "int8" and STOCK in different:
+        different.remove(STOCK)
+        console.print(INT8.format(stock_precision) + "\n")
+    if different:
+        console.print((NEAR_TIES if precision == "bf16" else DIFFERENT) + "\n")
+
+
+def tree_sentence(name: str, engine: Engine) -> str:
+    """Which tree is drafted for one request, and why."""
+    policy = engine.fresh_drafter()
+    if not isinstance(policy, SizePolicy):
+        return f"{name} always drafts the same tree."
+    shape, gain, rate = policy.choose(np.ones(1))
+    if shape is None:
+        copies = ", but copies from the text" if isinstance(policy.drafter, Copying) else ""
+        return (
+            f"With one request {name} drafts nothing{copies}: on this machine verifying draft tokens takes more time "
+            "than it saves."
+        )
+    assert isinstance(shape, Tree | BestFirst)
+    kind = "a fixed tree" if isinstance(shape, Tree) else "growing trees"
+    cost = (1 + gain) / rate / policy.cost.verify(1, 1)
+    return (
+        f"With one request {name} drafts {kind} of {shape.num_nodes} nodes: a step then costs {cost:.1f} plain steps "
+        f"and brings about {1 + gain:.1f} tokens."
+    )
+
+
+def copies_sentence(row: Row) -> str:
+    """How many accepted draft tokens were copied."""
+    return f"Of its {row.num_drafted} accepted draft tokens, {row.num_copied} were copied from the text so far."
+
+
+def slower_sentences(table: Sequence[Row], *, precision: str, copy: bool, model: str) -> list[str]:
+    """For each head that is slower than plain decoding: that it is, and what to do."""
+    other = [*(["--precision int8"] if precision != "int8" else []), *(["--no-copy"] if copy else [])]
+    trials = f"Try {' or '.join(other)}, or" if other else "To change that,"
+    return [
+        f"{row.method} is slower than plain decoding here ({row.speedup:.2f} ×). {trials} measure its trees on your "
+        f"own prompts: draftheads tune {model} {row.method} --prompts FILE"
+        for row in table
+        if row.method not in (STOCK, BASELINE) and round(row.speedup, 2) < 1
+    ]
