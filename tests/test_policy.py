@@ -270,10 +270,25 @@ def test_a_grown_draft_is_cut_where_a_node_gains_less_than_its_time_is_worth() -
     for likely in ([0.9] * 40, [0.9, 0.5, 0.01, 0.01] + [0.0] * 40, [1e-4] * 40):
         one = policy(GROWING, cost, Scripted(lambda _, likely=likely: likely))  # type: ignore[misc]
         found = one.propose(context(1)).num_nodes
-        worth = [sum(likely[: n - 1]) - rate * cost.verify(1, n) for n in range(1, best + 1)]
+        drafted = one.drafter.shape.num_nodes
+        assert drafted > best, "a few more than are best on average, to choose among"
+        worth = [sum(likely[: n - 1]) - rate * cost.verify(1, n) for n in range(1, drafted + 1)]
         assert found == int(np.argmax(worth)) + 1
         assert one._expected == pytest.approx([sum(likely[: found - 1])], abs=1e-5)
     assert found == 1, "the last draft is not worth verifying"
+
+
+def test_no_spare_nodes_where_drafting_them_costs() -> None:
+    dear = by_hand(
+        [("verify", 1, n, 20.0 + n) for n in (1, 64)]
+        + [("dynamic", 1, n, 2.0 * n) for n in (1, 64)]
+        + [("follow", 1, 1, 0.0)]
+    )
+    one = policy(GROWING, dear, Scripted(lambda _: [0.5] * 64))
+    shape, _, _ = one.choose(np.ones(1))
+    assert shape is not None
+    one.propose(context(1))
+    assert one.drafter.shape == shape
 
 
 def test_rows_are_cut_together_by_what_they_gain_together() -> None:
