@@ -79,7 +79,11 @@ def exact_attention(
     else:
         rows, key = rows.double(), key.double()
     scores = (rows @ key.transpose(-1, -2))[:, :, :count, : value.shape[2]].double()  # (b, G, H/G·N, S)
-    scores = scores * (size**-0.5 if scaling is None else scaling) + _repeated(attention_mask, heads // groups)
+    mask = _repeated(attention_mask, heads // groups)
+    if mask.dtype == torch.bool:  # transformers' own, in passes that bring none: True where seen
+        lowest = torch.finfo(torch.float32).min  # not infinity: a row of padding sees nothing, and must not become NaN
+        mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, lowest)
+    scores = scores * (size**-0.5 if scaling is None else scaling) + mask
     out = (scores.softmax(-1) @ value.double()).to(query.dtype)
     return out.view(batch, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous(), None
 
@@ -114,11 +118,7 @@ def _repeated(mask: Tensor, times: int) -> Tensor:
     """(b, 1, N, S) -> (b, 1, times · N, S), made once per pass and kept on the pass's own mask."""
     made: Tensor | None = getattr(mask, "draftheads_repeated", None)
     if made is None or made.shape[2] != times * mask.shape[2]:
-        lowest = torch.finfo(torch.float32).min  # not infinity: a row of padding sees nothing, and must not become NaN
-        given = mask  # transformers' own masks are True where seen
-        if mask.dtype == torch.bool:
-            given = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, lowest)
-        made = given.repeat(1, 1, times, 1)
+        made = mask.repeat(1, 1, times, 1)
         mask.draftheads_repeated = made  # type: ignore[attr-defined]
     return made
 
