@@ -118,7 +118,8 @@ def tree_sentence(name: str, engine: Engine) -> str:
 
 def copies_sentence(row: Row) -> str:
     """How many accepted draft tokens were copied."""
-    return f"Of its {row.num_drafted} accepted draft tokens, {row.num_copied} were copied from the text so far."
+    were = "was" if row.num_copied == 1 else "were"
+    return f"Of its {row.num_drafted} accepted draft tokens, {row.num_copied} {were} copied from the text so far."
 
 
 def slower_sentences(table: Sequence[Row], *, precision: str, copy: bool, model: str) -> list[str]:
