@@ -23,7 +23,7 @@ transformers and plain. "worst margin" is the largest such gap (in logits of
 fp32); --exact-bits rules it out, at some cost."""
 INT8 = "transformers computes in {}, another model than int8: its texts may differ."
 DIFFERENT = "Texts differ, which they should not in this precision: please report it."
-_BAR_CELLS = 50
+_BAR_CELLS = 32
 _NAME_CELLS = 12
 # each part has a sign of its own, so that bars are read without colours, too
 _SIGNS = dict(zip(PARTS.values(), (("▒", "green"), ("█", "blue"), ("░", "yellow")), strict=True))
@@ -61,11 +61,11 @@ def print_parts(parts: Mapping[str, Mapping[str, float]], console: Console) -> N
     console.print("Parts of a step, milliseconds")
     for name, one in parts.items():
         label = name if len(name) <= _NAME_CELLS else f"…{name[1 - _NAME_CELLS :]}"
-        console.print(Text(f"{label:<{_NAME_CELLS}} ").append(bar(one, longest)).append(f" {sum(one.values()):.1f}"))
+        numbers = f"{sum(one.values()):.1f} = {' + '.join(f'{each:.1f}' for each in one.values())}"
+        console.print(Text(f"{label:<{_NAME_CELLS}} ").append(bar(one, longest)).append(f" {numbers}"))
     legend = Text(" " * (_NAME_CELLS + 1))
     for part, (sign, style) in _SIGNS.items():
-        numbers = ", ".join(f"{one[part]:.1f}" for one in parts.values())
-        legend.append(sign, style).append(f" {part} ({numbers})  ")
+        legend.append(sign, style).append(f" {part}  ")
     legend.rstrip()
     console.print(legend)
     console.print()
@@ -118,7 +118,8 @@ def tree_sentence(name: str, engine: Engine) -> str:
 
 def copies_sentence(row: Row) -> str:
     """How many accepted draft tokens were copied."""
-    return f"Of its {row.num_drafted} accepted draft tokens, {row.num_copied} were copied from the text so far."
+    were = "was" if row.num_copied == 1 else "were"
+    return f"Of its {row.num_drafted} accepted draft tokens, {row.num_copied} {were} copied from the text so far."
 
 
 def slower_sentences(table: Sequence[Row], *, precision: str, copy: bool, model: str) -> list[str]:
