@@ -31,10 +31,10 @@ class Graph(Protocol):
 
 
 class Capture(Protocol):
-    """Captures what ``run`` computes, perhaps in the memory of another graph's ``pool``."""
+    """Computes what ``run`` does just once, and captures it, perhaps in the memory of another graph's ``pool``."""
 
-    def __call__(self, run: Callable[[], Outputs], pool: Any) -> tuple[Graph, Outputs]:
-        """The graph, and the buffers in which its results will lie."""
+    def __call__(self, run: Callable[[], Outputs], pool: Any) -> tuple[Graph, Outputs, Outputs]:
+        """The graph, the buffers in which its results will lie, and the results of this time."""
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,13 @@ class StepGraphs:
         if generation != self._generation:
             self.clear()
             self._generation = generation
-        found = self._captured.get(key)
-        if found is None and self.capture is not None and key in self._met:
-            found = self._captured_now(self.capture, key, function, inputs)
-        if found is None:
-            self._met.add(key)
-            return function(*inputs)
-        self._captured.move_to_end(key)
-        return found.replay(inputs)
+        if key in self._captured:
+            self._captured.move_to_end(key)
+            return self._captured[key].replay(inputs)
+        if self.capture is not None and key in self._met:
+            return self._captured_now(self.capture, key, function, inputs)
+        self._met.add(key)
+        return function(*inputs)
 
     def clear(self) -> None:
         """Drops all graphs and their memory."""
@@ -106,20 +105,20 @@ class StepGraphs:
 
     def _captured_now(
         self, capture: Capture, key: Hashable, function: Callable[..., Outputs], inputs: Sequence[Tensor]
-    ) -> _Captured | None:
+    ) -> Outputs:
         buffers = tuple(value.clone(memory_format=torch.contiguous_format) for value in inputs)
         pool = next(iter(self._captured.values())).graph.pool() if self._captured else None
         try:
-            graph, outputs = capture(lambda: function(*buffers), pool)
+            graph, outputs, results = capture(lambda: function(*buffers), pool)
         except RuntimeError as error:  # of CUDA and of PyTorch; out of memory is one, too
             self.clear()
             self.capture, self.failure = None, str(error)
             warnings.warn(f"decoding goes on without CUDA graphs: {error}", UserWarning, stacklevel=5)
-            return None
+            return function(*inputs)
         self._captured[key] = _Captured(graph, buffers, outputs)
         if len(self._captured) > self.limit:
             self._captured.popitem(last=False)
-        return self._captured[key]
+        return results
 
 
 def capture_for(device: torch.device) -> Capture | None:
@@ -127,8 +126,8 @@ def capture_for(device: torch.device) -> Capture | None:
     return capture_cuda if device.type == "cuda" else None
 
 
-def capture_cuda(run: Callable[[], Outputs], pool: Any) -> tuple[Graph, Outputs]:
-    """Runs once on a side stream, which also checks that it can be captured, and then captures.
+def capture_cuda(run: Callable[[], Outputs], pool: Any) -> tuple[Graph, Outputs, Outputs]:
+    """Runs once on a side stream, which also checks that it can be captured, and then captures, which computes nothing.
 
     Not by ``torch.cuda.graph``, which waits for all streams and returns all cached memory before each capture.
 
@@ -142,7 +141,7 @@ def capture_cuda(run: Callable[[], Outputs], pool: Any) -> tuple[Graph, Outputs]
         try:
             with torch.cuda.stream(stream):
                 with StaticOnly():  # a capture that fails half-way would leave the allocator in a bad state
-                    run()
+                    results = run()
                 graph = torch.cuda.CUDAGraph()
                 # other threads may allocate memory meanwhile
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -152,7 +151,9 @@ def capture_cuda(run: Callable[[], Outputs], pool: Any) -> tuple[Graph, Outputs]
                     graph.capture_end()
         finally:
             current.wait_stream(stream)
-    return graph, outputs
+    for result in results:
+        result.record_stream(current)
+    return graph, outputs, results
 
 
 @cache
