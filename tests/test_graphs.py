@@ -1,4 +1,4 @@
-"""Static steps: the same numbers as ordinary ones, no value or shape that depends on data, and graphs where they belong.
+"""Static steps: the same numbers as ordinary ones, no value or shape that depends on data, and graphs.
 
 There need be no GPU: :class:`Tape` stands for a CUDA graph. Like one it replays the operators of the capture on the
 tensors of the capture, whatever became of Python's variables since.

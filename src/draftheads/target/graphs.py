@@ -172,6 +172,9 @@ class StaticOnly(TorchDispatchMode):
     RuntimeError: aten.item.default needs the host: it cannot be captured
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

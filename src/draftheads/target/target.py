@@ -110,7 +110,9 @@ class Target:
         self.lengths = [self.lengths[row] for row in rows]
         self.cache.keep(torch.tensor(rows, dtype=torch.long, device=self.model.device), max(self.lengths, default=0))
 
-    def verify_static(self, tokens: Tensor, depths: Tensor, ancestors: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    def verify_static(
+        self, tokens: Tensor, depths: Tensor, ancestors: Tensor, lengths: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The part of a static step that computes: tensors on the device in and out, no value needed by the host.
 
         Args:
@@ -144,7 +146,9 @@ class Target:
         logits, hidden = self._run_static("verify", self.verify_static, *inputs)
         return logits[:, :nodes], hidden[:, :nodes]
 
-    def _run_static(self, name: str, function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
+    def _run_static(
+        self, name: str, function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         """By a graph where there is one. A model that cannot be captured has no static steps from then on."""
         key = (name, *inputs[0].shape, self.cache.capacity)  # rows, nodes or places of a path, slots
         outputs = self.graphs.run(key, self.cache.generation, function, *inputs)
