@@ -1,7 +1,8 @@
 """Functions of tensors that are captured once as CUDA graphs and then replayed: one launch instead of a thousand.
 
 Knows nothing of models and caches: the caller gives a key, which stands for all shapes and addresses that a function
-uses. The function must compute on the device alone; :class:`StaticOnly` checks this on any device.
+uses. The function must compute on the device alone; :class:`StaticOnly` checks this on any device. The bookkeeping is
+tested on CPUs; :func:`capture_cuda` itself has not been run on a GPU yet.
 """
 
 import warnings
