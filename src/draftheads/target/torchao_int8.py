@@ -1,9 +1,10 @@
 """Eight-bit linear layers on CUDA, by torchao, which is an optional package; the only file that knows it.
 
-It has not been run on a GPU yet. fp8 needs no more than ``torch._scaled_mm``. torchao's int8 product looks at its input's
-values when it is not compiled: steps with it are not captured, and should be measured before they are offered.
+It has not been run on a GPU yet. torchao 0.18's int8 product reads its input on the host when it is not compiled, so
+steps with it are slow and cannot be captured; fp8 has no such line.
 """
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -27,26 +28,18 @@ def quantise(model: Any) -> str:
         MissingDependency: torchao is not installed.
     """
     try:
-        from torchao.quantization import quantize_  # noqa: PLC0415 - an extra
+        torchao = import_module("torchao.quantization")
     except ImportError as error:
         raise MissingDependency("8 bits on CUDA need torchao", pip_install="torchao") from error
     lm_head = model.get_output_embeddings()
     is_fp8 = _has_fp8(lm_head.weight.device)
-    quantize_(model, _config(is_fp8=is_fp8), filter_fn=lambda layer, _: _is_linear(layer) and layer is not lm_head)
-    return "fp8" if is_fp8 else "int8"
-
-
-def _config(*, is_fp8: bool) -> Any:
-    from torchao import quantization  # noqa: PLC0415 - an extra
-
     if is_fp8:
-        return quantization.Float8DynamicActivationFloat8WeightConfig(granularity=quantization.PerRow())
-    return quantization.Int8DynamicActivationInt8WeightConfig()
+        config = torchao.Float8DynamicActivationFloat8WeightConfig(granularity=torchao.PerRow())
+    else:
+        config = torchao.Int8DynamicActivationInt8WeightConfig()
+    torchao.quantize_(model, config, filter_fn=lambda layer, _: type(layer) is nn.Linear and layer is not lm_head)
+    return "fp8" if is_fp8 else "int8"
 
 
 def _has_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
-
-
-def _is_linear(layer: nn.Module) -> bool:
-    return type(layer) is nn.Linear
