@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 from draftheads.draft import Draft, Verdict
 from draftheads.target import kv_cache, target
@@ -260,6 +261,28 @@ def test_sizes_are_few_and_never_too_small() -> None:
     assert all(nodes <= size <= max(4, 1.6 * nodes) for nodes, size in enumerate(sizes, 1))
     assert len({size for size in sizes if size <= 64}) == 9
     assert [padded_nodes(size) for size in sizes] == sizes
+
+
+@pytest.mark.parametrize("method", [None, "medusa", "hydra"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_step_on_a_static_tree_asks_the_device_once(
+    method: str | None, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Truth values are not counted: accept() asks for one on CPUs only."""
+    model = static(tiny_model("llama"))
+    head = None if method is None else tiny_head(method, model)
+    if head is not None:
+        head.shape = TREES["ragged"]
+    engine, asked = Engine(model, head), []
+    batch = Batch(model, engine.fresh_drafter())
+    batch.join(engine.sequences(PROMPTS, max_new_tokens=60, ignore_eos=True, temperature=temperature))
+    for name in ("tolist", "item", "cpu", "numpy", "__int__", "__float__", "__index__", "nonzero"):
+        own = getattr(Tensor, name)
+        monkeypatch.setattr(Tensor, name, lambda *a, name=name, own=own: asked.append(name) or own(*a))
+    for _ in range(4):
+        asked.clear()
+        batch.step()
+        assert asked == ["tolist"]
 
 
 # --- bookkeeping ---
