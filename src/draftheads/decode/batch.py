@@ -15,6 +15,7 @@ from draftheads.draft import Context, Draft, Drafter, Verdict, Watcher
 from draftheads.sampling import RowSettings, choose
 from draftheads.target.model import TargetModel
 from draftheads.target.target import Target
+from draftheads.target.transfer import to_device
 
 
 class Batch:
@@ -113,7 +114,7 @@ class Batch:
         if not any(sequence.settings.temperature > 0 for sequence in sequences):
             return torch.zeros(len(sequences), count, dtype=torch.float64, device=self.target.model.device)
         numbers = [sequence.uniforms(count) for sequence in sequences]
-        return torch.tensor(numbers, dtype=torch.float64, device=self.target.model.device)
+        return to_device(numbers, self.target.model.device, torch.float64)
 
     def _draws(self, count: int) -> Tensor:
         """(B, count) float64 for a drafter that draws."""
@@ -121,7 +122,7 @@ class Batch:
 
     def _numbers(self, count: int, stream: Literal["coins", "guesses"]) -> Tensor:
         numbers = [sequence.draws(count, stream) for sequence in self.sequences]
-        return torch.tensor(numbers, dtype=torch.float64, device=self.target.model.device)
+        return to_device(numbers, self.target.model.device, torch.float64)
 
     def _seen_of(self, sequences: Listing[Sequence], rows: RowSettings) -> Tensor | None:
         if not rows.any_penalty:

@@ -16,6 +16,7 @@ from draftheads.growth import BestFirst, Shape
 from draftheads.heads.base import DraftHead
 from draftheads.heads.drafting import likely_enough
 from draftheads.merging import merged
+from draftheads.target.transfer import to_device
 from draftheads.tree import Path, Tree
 
 # copy_odds() of 8,253 chats of SmolLM2-135M-Instruct, 1.6 million tokens
@@ -109,9 +110,9 @@ class Copying:
         if num_nodes == 1 or not any(length for _, length in matches):
             return draft
         device = context.root_ids.device
-        tokens = torch.tensor([copied or [0] * self.num_tokens for copied, _ in matches], device=device)
+        tokens = to_device([copied or [0] * self.num_tokens for copied, _ in matches], device)
         odds = [self._log_odds[min(length, len(self.odds))] for _, length in matches]
-        log_probs = torch.tensor(odds, dtype=torch.float32, device=device)
+        log_probs = to_device(odds, device, torch.float32)
         if isinstance(shape, Tree):
             return merged(self._valued(draft, shape), tokens, log_probs, num_nodes)
         draft = merged(draft, tokens, log_probs, num_nodes)

@@ -121,6 +121,7 @@ class SlotCache(Cache):
         self.num_rows = 0  # in use; they come first
         self.held_rows = 0  # that the buffers have
         self.capacity = 0  # slots of each
+        self.generation = 0  # changes when the buffers are made anew
 
     @property
     def num_bytes(self) -> int:
@@ -158,6 +159,7 @@ class SlotCache(Cache):
         for layer in self.layers:
             layer.resize(self.num_rows, capacity)
         self.held_rows, self.capacity = self.num_rows, capacity
+        self.generation += 1
 
 
 def _whole_blocks(num_slots: int) -> int:

@@ -45,6 +45,7 @@ class TargetModel:
     model: Any  # a transformers causal LM in eval mode
     tokenizer: Any  # its tokenizer
     model_id: str  # what a head records as its base
+    graphs: bool | None = None  # capture decoding steps as CUDA graphs; None where the model is on CUDA
 
     def __post_init__(self) -> None:
         unknown = set(self.layer_kinds) - _ATTENTION_KINDS
@@ -77,7 +78,7 @@ class TargetModel:
         """The same model once more, sharing all weights: its modules can be changed without changing these."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         model = copy.deepcopy(self.model, memo={id(tensor): tensor for tensor in tensors})
-        return type(self)(model, self.tokenizer, self.model_id)
+        return type(self)(model, self.tokenizer, self.model_id, self.graphs)
 
     def speed_up(self, *, exact_bits: bool = False, int8: bool = False, folder: Path | None = None) -> None:
         """Faster kernels on a CPU, in place; see :func:`draftheads.target.fast.speed_up`."""
@@ -106,6 +107,15 @@ class TargetModel:
     def dtype(self) -> torch.dtype:
         """In which type the model computes."""
         return self._embedding.dtype
+
+    @property
+    def has_static_steps(self) -> bool:
+        """Whether steps have shapes that can be captured; on a CPU they are run as they are, which is slower."""
+        return self.device.type == "cuda" if self.graphs is None else self.graphs
+
+    def set_graphs(self, *, on: bool) -> None:
+        """Turns static steps on or off, also for rows at work."""
+        object.__setattr__(self, "graphs", on)
 
     @property
     def exact_bits(self) -> bool:

@@ -3,7 +3,7 @@
 Knows nothing of heads or acceptance rules. Rows are dense: 0 … num_rows-1, new ones at the end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,23 +12,32 @@ from torch.nn import functional as F
 from draftheads.draft import Draft, Verdict
 from draftheads.errors import UnsupportedModel
 from draftheads.target.attention import is_large_batch
+from draftheads.target.graphs import StepGraphs, capture_for
 from draftheads.target.kv_cache import SlotCache
 from draftheads.target.masks import as_float_mask, tree_visibility, within_window
 from draftheads.target.model import TargetModel
+from draftheads.target.transfer import to_device
 from draftheads.tree import Tree
 
 PREFILL_CHUNK = 512  # tokens of a long prompt per pass: bounds the mask and the activations
 PREFILL_TOKENS = 2048  # of a pass over several prompts, padding included; more in a pass is no faster
+STATIC_SLOTS = 256  # the capacity of static steps grows by so many: each growth captures all steps anew
 
 
 class Target:
-    """One cache over a shared frozen model: ``prefill``, ``verify``, ``commit``, ``keep``."""
+    """One cache over a shared frozen model: ``prefill``, ``verify``, ``commit``, ``keep``.
+
+    Steps of a model with ``has_static_steps`` have shapes that depend on the numbers of rows and nodes and on the
+    cache's capacity alone: they read all slots of the cache, and a mask hides what is not text. On CUDA they are
+    captured. Other steps read just the slots that are in use.
+    """
 
     def __init__(self, model: TargetModel) -> None:
         self.model = model
         # exact attention adds values in fp64: held so, they need not be converted in each step
         values = torch.float64 if model.exact_bits and model.dtype == torch.float32 else None
         self.cache = SlotCache(len(model.layer_kinds), value_dtype=values)
+        self.graphs = StepGraphs(capture_for(model.device))  # of static steps
         self.lengths: list[int] = []  # tokens of each row in the cache
 
     @property
@@ -71,6 +80,8 @@ class Target:
     @torch.inference_mode()
     def verify(self, draft: Draft) -> tuple[Tensor, Tensor]:
         """One pass over all nodes of all rows: logits (B, N, V) and last hidden states (B, N, D)."""
+        if self.model.has_static_steps:
+            return self._verify_static(draft)
         hidden = self._forward(slice(0, self.num_rows), self.lengths, draft.token_ids, draft.depths, draft.ancestors)
         return self.model.logits(hidden), hidden
 
@@ -83,14 +94,14 @@ class Target:
             num_accepted: the verdict's counts, already on the host.
         """
         if max(num_accepted) > 1:  # the root's entry is in place as it is
-            starts = torch.tensor(self.lengths, device=verdict.path.device)[:, None]  # (B, 1)
-            steps = torch.arange(verdict.path.shape[1], device=verdict.path.device)  # (P,)
-            real = steps < verdict.num_accepted[:, None]
-            source = starts + torch.where(real, verdict.path, steps)  # what is not accepted stays where it is
-            target = starts + steps
-            # the best guesses often stand where the text goes; only on a CPU is it cheap to ask
-            if source.device.type != "cpu" or not torch.equal(source, target):
-                self.cache.move(source, target)
+            lengths = to_device(self.lengths, verdict.path.device)
+            if self.model.has_static_steps:
+                self._run_static("commit", self.move_static, verdict.path, verdict.num_accepted, lengths)
+            else:
+                source, target = _moves(verdict.path, verdict.num_accepted, lengths)
+                # the best draft tokens often stand where the text goes; only on a CPU is it cheap to ask
+                if source.device.type != "cpu" or not torch.equal(source, target):
+                    self.cache.move(source, target)
         self.lengths = [length + count for length, count in zip(self.lengths, num_accepted, strict=True)]
 
     @torch.inference_mode()
@@ -98,6 +109,52 @@ class Target:
         """Goes on with the given rows only, in that order."""
         self.lengths = [self.lengths[row] for row in rows]
         self.cache.keep(torch.tensor(rows, dtype=torch.long, device=self.model.device), max(self.lengths, default=0))
+
+    def verify_static(
+        self, tokens: Tensor, depths: Tensor, ancestors: Tensor, lengths: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The part of a static step that computes: tensors on the device in and out, no value needed by the host.
+
+        Args:
+            tokens: (B, N) of the nodes.
+            depths: (B, N).
+            ancestors: (B, N, N).
+            lengths: (B,) tokens of each row's text. All its nodes must have a slot.
+
+        Returns:
+            Logits (B, N, V) and last hidden states (B, N, D).
+        """
+        hidden = self._decode(slice(0, len(tokens)), lengths, tokens, depths, ancestors, span=self.cache.capacity)
+        return self.model.logits(hidden), hidden
+
+    def move_static(self, path: Tensor, num_accepted: Tensor, lengths: Tensor) -> tuple[()]:
+        """The part of :meth:`commit` that computes: paths (B, P), counts (B,), lengths (B,)."""
+        self.cache.move(*_moves(path, num_accepted, lengths))
+        return ()
+
+    def _verify_static(self, draft: Draft) -> tuple[Tensor, Tensor]:
+        nodes = draft.num_nodes
+        filling = padded_nodes(nodes) - nodes
+        self.cache.reserve(self.num_rows, _rounded_up(max(self.lengths) + nodes + filling, STATIC_SLOTS))
+        inputs = (
+            F.pad(draft.token_ids, (0, filling)),
+            F.pad(draft.depths.expand_as(draft.token_ids), (0, filling)),
+            # nodes that fill up see the text alone, and no node sees them
+            F.pad(draft.ancestors.expand(self.num_rows, nodes, nodes), (0, filling, 0, filling)),
+            to_device(self.lengths, draft.token_ids.device),
+        )
+        logits, hidden = self._run_static("verify", self.verify_static, *inputs)
+        return logits[:, :nodes], hidden[:, :nodes]
+
+    def _run_static(
+        self, name: str, function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        """By a graph where there is one. A model that cannot be captured has no static steps from then on."""
+        key = (name, *inputs[0].shape, self.cache.capacity)  # rows, nodes or places of a path, slots
+        outputs = self.graphs.run(key, self.cache.generation, function, *inputs)
+        if self.graphs.failure is not None:
+            self.model.set_graphs(on=False)
+        return outputs
 
     def _groups(self, prompts: Sequence[Sequence[int]]) -> list[Sequence[Sequence[int]]]:
         """Neighbours that are read in the same passes."""
@@ -120,12 +177,28 @@ class Target:
         self.cache.reserve(self.cache.num_rows, span)
         if is_large_batch(len(tokens), nodes, self.model.dtype, self.model.device) and not self.model.exact_bits:
             span = self.cache.capacity  # keys without gaps
-        lengths = torch.tensor(starts, device=tokens.device)
+        start = starts[0] if len(set(starts)) == 1 else None
+        return self._decode(rows, to_device(starts, tokens.device), tokens, depths, ancestors, span=span, start=start)
+
+    def _decode(
+        self,
+        rows: slice,
+        lengths: Tensor,
+        tokens: Tensor,
+        depths: Tensor,
+        ancestors: Tensor,
+        *,
+        span: int,
+        start: int | None = None,
+    ) -> Tensor:
+        """Reads tokens (b, N) behind texts of ``lengths`` (b,) with the first ``span`` slots; returns (b, N, D).
+
+        ``start`` is the length that all rows have, where they have the same.
+        """
         window = self.cache.window
-        window.rows, window.span = rows, span
-        window.start = starts[0] if len(set(starts)) == 1 else None
+        window.rows, window.span, window.start = rows, span, start
         window.row_index = torch.arange(rows.start, rows.stop, device=tokens.device)[:, None]
-        window.slots = lengths[:, None] + torch.arange(nodes, device=tokens.device)
+        window.slots = lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         output = self.model.decoder(
             input_ids=tokens,
             position_ids=self._positions(lengths, depths),
@@ -151,6 +224,29 @@ class Target:
             seen = visible if window is None else visible & within_window(lengths, depths, span, window)
             masks[kind] = as_float_mask(seen, self.model.dtype)
         return masks if len(masks) > 1 else masks[kinds[0]]
+
+
+def padded_nodes(num_nodes: int) -> int:
+    """How many nodes a static step has for a tree of that size: few sizes, so that few steps are captured.
+
+    >>> [padded_nodes(n) for n in (1, 2, 10, 16, 17, 33, 65)]
+    [1, 4, 12, 16, 24, 48, 80]
+    """
+    if num_nodes == 1:
+        return 1
+    return _rounded_up(num_nodes, 4 if num_nodes <= 16 else 8 if num_nodes <= 32 else 16)
+
+
+def _rounded_up(number: int, block: int) -> int:
+    return -(-number // block) * block
+
+
+def _moves(path: Tensor, num_accepted: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """From which slots accepted nodes go to which, each (B, P); what is not accepted stays where it is."""
+    steps = torch.arange(path.shape[1], device=path.device)  # (P,)
+    real = steps < num_accepted[:, None]
+    starts = lengths[:, None]
+    return starts + torch.where(real, path, steps), starts + steps
 
 
 def _side_by_side(read: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,204 @@
+"""Functions of tensors that are captured once as CUDA graphs and then replayed: one launch instead of a thousand.
+
+Knows nothing of models and caches: the caller gives a key, which stands for all shapes and addresses that a function
+uses. The function must compute on the device alone; :class:`StaticOnly` checks this on any device. The bookkeeping is
+tested on CPUs; :func:`capture_cuda` itself has not been run on a GPU yet.
+"""
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from threading import Lock
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Outputs = tuple[Tensor, ...]
+_ONE_CAPTURE = Lock()  # PyTorch allows one capture at a time in a process
+
+
+class Graph(Protocol):
+    """What a capture gives; :class:`torch.cuda.CUDAGraph` is one."""
+
+    def replay(self) -> None:
+        """Computes once more, from the same input buffers into the same output buffers."""
+
+    def pool(self) -> Any:
+        """Its memory, which other graphs may share."""
+
+
+class Capture(Protocol):
+    """Computes what ``run`` does just once, and captures it, perhaps in the memory of another graph's ``pool``."""
+
+    def __call__(self, run: Callable[[], Outputs], pool: Any) -> tuple[Graph, Outputs, Outputs]:
+        """The graph, the buffers in which its results will lie, and the results of this time."""
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A graph and its buffers."""
+
+    graph: Graph
+    inputs: tuple[Tensor, ...]
+    outputs: Outputs
+
+    def replay(self, inputs: Sequence[Tensor]) -> Outputs:
+        """Results for these inputs. They are copies: the next replay of any graph may overwrite the buffers."""
+        for buffer, value in zip(self.inputs, inputs, strict=True):
+            buffer.copy_(value)
+        self.graph.replay()
+        return tuple(output.clone() for output in self.outputs)
+
+
+class StepGraphs:
+    """Runs functions; those that are run again with the same key are captured, and replayed from then on.
+
+    The first run with a key is an ordinary one: it loads kernels, and a shape that is met once costs no capture.
+    After a failed capture all runs are ordinary ones.
+
+    Args:
+        capture: how to capture; None only ever runs.
+        limit: graphs that are held; the one that was not used for the longest time is dropped.
+    """
+
+    def __init__(self, capture: Capture | None, *, limit: int = 32) -> None:
+        self.capture = capture
+        self.limit = limit
+        self.failure: str | None = None  # why a capture failed
+        self._generation = 0
+        self._met: set[Hashable] = set()
+        self._captured: OrderedDict[Hashable, _Captured] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def run(self, key: Hashable, generation: int, function: Callable[..., Outputs], *inputs: Tensor) -> Outputs:
+        """The function's results.
+
+        Args:
+            key: equal only where function, shapes of inputs, and every other tensor that it uses are the same.
+            generation: all graphs are dropped when it changes: tensors that they use have moved.
+            function: computes on the device alone. It is not kept.
+            inputs: what differs from run to run.
+
+        Warns:
+            UserWarning: the function cannot be captured. It is run as it is.
+        """
+        if generation != self._generation:
+            self.clear()
+            self._generation = generation
+        if key in self._captured:
+            self._captured.move_to_end(key)
+            return self._captured[key].replay(inputs)
+        if self.capture is not None and key in self._met:
+            return self._captured_now(self.capture, key, function, inputs)
+        self._met.add(key)
+        return function(*inputs)
+
+    def clear(self) -> None:
+        """Drops all graphs and their memory."""
+        self._met.clear()
+        self._captured.clear()
+
+    def _captured_now(
+        self, capture: Capture, key: Hashable, function: Callable[..., Outputs], inputs: Sequence[Tensor]
+    ) -> Outputs:
+        buffers = tuple(value.clone(memory_format=torch.contiguous_format) for value in inputs)
+        pool = next(iter(self._captured.values())).graph.pool() if self._captured else None
+        try:
+            graph, outputs, results = capture(lambda: function(*buffers), pool)
+        except RuntimeError as error:  # of CUDA and of PyTorch; out of memory is one, too
+            self.clear()
+            self.capture, self.failure = None, str(error)
+            warnings.warn(f"decoding goes on without CUDA graphs: {error}", UserWarning, stacklevel=5)
+            return function(*inputs)
+        self._captured[key] = _Captured(graph, buffers, outputs)
+        if len(self._captured) > self.limit:
+            self._captured.popitem(last=False)
+        return results
+
+
+def capture_for(device: torch.device) -> Capture | None:
+    """How to capture on that device; None where it cannot be done."""
+    return capture_cuda if device.type == "cuda" else None
+
+
+def capture_cuda(run: Callable[[], Outputs], pool: Any) -> tuple[Graph, Outputs, Outputs]:
+    """Runs once on a side stream, which also checks that it can be captured, and then captures, which computes nothing.
+
+    Not by ``torch.cuda.graph``, which waits for all streams and returns all cached memory before each capture.
+
+    Raises:
+        RuntimeError: it needs the host, or an operator that CUDA cannot capture.
+    """
+    current = torch.cuda.current_stream()
+    with _ONE_CAPTURE:
+        stream = _side_stream(current.device)
+        stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(stream):
+                with StaticOnly():  # a capture that fails half-way would leave the allocator in a bad state
+                    results = run()
+                graph = torch.cuda.CUDAGraph()
+                # other threads may allocate memory meanwhile
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    outputs = run()
+                finally:
+                    graph.capture_end()
+        finally:
+            current.wait_stream(stream)
+    for result in results:
+        result.record_stream(current)
+    return graph, outputs, results
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for each device: cuBLAS holds a workspace for every stream that it has met."""
+    return torch.cuda.Stream(device)
+
+
+class StaticOnly(TorchDispatchMode):
+    """Raises where an operator needs the host: a value or a shape that depends on data, a copy to another device.
+
+    >>> with StaticOnly():
+    ...     torch.arange(3).sum().item()
+    Traceback (most recent call last):
+        ...
+    RuntimeError: aten.item.default needs the host: it cannot be captured
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Called for each operator."""
+        kwargs = kwargs or {}
+        if _needs_host(func, args, kwargs):
+            raise RuntimeError(f"{func} needs the host: it cannot be captured")
+        with self:  # an operator made of others shows what they need
+            result = func.decompose(*args, **kwargs)
+        return func(*args, **kwargs) if result is NotImplemented else result
+
+
+_INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+_COPIES = {"aten::_to_copy", "aten::copy_"}
+
+
+def _needs_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    name = func.name().split(".")[0]
+    if name in _INDEXING:  # tagged as if every index were a mask
+        masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+        return bool(masks) and (name == "aten::index" or args[2].numel() != 1)
+    if name in _COPIES:
+        target = kwargs.get("device") if name == "aten::_to_copy" else args[0].device
+        source = args[0] if name == "aten::_to_copy" else args[1]
+        return target is not None and torch.device(target).type != source.device.type and source.dim() > 0
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags

@@ -1,0 +1,45 @@
+"""Eight-bit linear layers on CUDA, by torchao, which is an optional package; the only file that knows it.
+
+It has not been run on a GPU yet. torchao 0.18's int8 product reads its input on the host when it is not compiled, so
+steps with it are slow and cannot be captured; fp8 has no such line.
+"""
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from draftheads.errors import MissingDependency
+
+_FP8_CAPABILITY = (8, 9)  # Ada and later
+
+
+def quantise(model: Any) -> str:
+    """Holds a model's linear layers in eight bits, in place; gives the format's name, ``fp8`` or ``int8``.
+
+    Weights have a scale per output channel, activations one per row, found at each pass: a row's numbers do not depend
+    on the others. The lm_head stays as it is: heads read its weight, and it may be the embedding, too.
+
+    Args:
+        model: a transformers causal LM.
+
+    Raises:
+        MissingDependency: torchao is not installed.
+    """
+    try:
+        torchao = import_module("torchao.quantization")
+    except ImportError as error:
+        raise MissingDependency("8 bits on CUDA need torchao", pip_install="torchao") from error
+    lm_head = model.get_output_embeddings()
+    is_fp8 = _has_fp8(lm_head.weight.device)
+    if is_fp8:
+        config = torchao.Float8DynamicActivationFloat8WeightConfig(granularity=torchao.PerRow())
+    else:
+        config = torchao.Int8DynamicActivationInt8WeightConfig()
+    torchao.quantize_(model, config, filter_fn=lambda layer, _: type(layer) is nn.Linear and layer is not lm_head)
+    return "fp8" if is_fp8 else "int8"
+
+
+def _has_fp8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
