@@ -25,6 +25,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.target.embedded import cache_folder
 from draftheads.target.fast import rows_keep_their_bits
 from draftheads.target.model import TargetModel
+from draftheads.target.pretrained import default_device
 from draftheads.target.target import check_trees
 from draftheads.tree import Tree
 from draftheads.zoo.registry import find_head
@@ -240,16 +241,21 @@ def load_target(
     if precision not in PRECISIONS:
         raise InvalidSettings(f"precision is {precision!r}; choose among {', '.join(PRECISIONS)}")
     int8 = precision == "int8"
-    target = TargetModel.load(fspath(model), dtype=PRECISIONS[precision], device=device)
+    place = default_device() if device is None else torch.device(device)
+    # int8 computes between its products in fp32 on CPUs, and in the usual type on GPUs
+    dtype = None if int8 and place.type == "cuda" else PRECISIONS[precision]
+    target = TargetModel.load(fspath(model), dtype=dtype, device=device)
     target.set_graphs(on=fast and target.device.type == "cuda")
     check_trees(target)
-    if (exact_bits or int8) and target.device.type != "cpu":
-        raise InvalidSettings(f"{'int8' if int8 else 'exact_bits'} is for CPUs; the model is on {target.device}")
+    if exact_bits and target.device.type != "cpu":
+        raise InvalidSettings(f"exact_bits is for CPUs; the model is on {target.device}")
+    if int8 and target.device.type not in ("cpu", "cuda"):
+        raise InvalidSettings(f"precision int8 is for CPUs and CUDA; the model is on {target.device}")
     if int8 and not fast:
         raise InvalidSettings("precision int8 needs fast=True: it is one of the faster kernels")
     if fast or exact_bits:
         target.speed_up(exact_bits=exact_bits, int8=int8, folder=kernels_folder())
-    if (exact_bits or int8) and not rows_keep_their_bits(target.model):
+    if (exact_bits or int8) and target.device.type == "cpu" and not rows_keep_their_bits(target.model):
         raise InvalidSettings("exact_bits: this CPU's kernels change a row's bits with the number of rows")
     return target
 
