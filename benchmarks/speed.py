@@ -30,6 +30,7 @@ from draftheads.growth import BestFirst
 from draftheads.loading import Precision, head_engine, load_drafter, load_target
 from draftheads.target.model import TargetModel
 
+_QUEUE = 4  # prompts in a group for each one that is at work
 TASKS = Path(__file__).parent / "tasks.jsonl"
 
 
@@ -70,6 +71,7 @@ class Tally:
     tokens: int = 0
     steps: int = 0
     copied: int = 0
+    answers: int = 0
     seconds: list[float] = field(default_factory=list)  # of each group of prompts
     group_tokens: list[int] = field(default_factory=list)
 
@@ -87,7 +89,6 @@ class Way:
             assert self.stock is not None
             answers = [stock_way(self.stock).decode(prompt, options.max_new_tokens) for prompt in prompts]
             return sum(len(a.token_ids) for a in answers), sum(a.num_steps for a in answers), 0
-        self.engine.max_batch_size = len(prompts)
         found = self.engine.generate(list(prompts), max_new_tokens=options.max_new_tokens)
         return sum(len(r.token_ids) for r in found), sum(r.num_steps for r in found), sum(r.num_copied for r in found)
 
@@ -113,19 +114,25 @@ def ways(options: Options) -> list[Way]:
     return found
 
 
-def cells(options: Options, engine: Engine) -> Iterator[tuple[str, list[list[list[int]]]]]:
-    """Rows of the table: a name, and groups of prompts that are decoded together."""
+def cells(options: Options, engine: Engine) -> Iterator[tuple[str, int, list[list[list[int]]]]]:
+    """Rows of the table: a name, how many prompts are at work at a time, and groups of prompts.
+
+    A group has more prompts than are at work at a time: the next one takes the place of one that is answered, as on a
+    server under load. Else the last rows of a group would decode alone, the longer the more rows differ in speed.
+    """
     lines = [json.loads(line) for line in options.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     prompts: list[Prompt] = list(read_prompts(options.prompts))
     ids = [engine.encode(prompt) for prompt in prompts]
     if options.by_task:
         for task in dict.fromkeys(line["category"] for line in lines):
             own = [[one] for one, line in zip(ids, lines, strict=True) if line["category"] == task]
-            yield task, own[: options.limit]
+            yield task, 1, own[: options.limit]
         return
     ids = ids[: options.limit]
     for size in options.batch_sizes:
-        yield f"{size} at a time", [ids[start : start + size] for start in range(0, len(ids) - size + 1, size)]
+        many = 1 if size == 1 else min(len(ids), _QUEUE * size)
+        groups = [ids[start : start + many] for start in range(0, len(ids) - many + 1, many)]
+        yield f"{size} at a time", size, groups
 
 
 def measure(options: Options) -> dict[str, dict[str, Tally]]:
@@ -134,20 +141,23 @@ def measure(options: Options) -> dict[str, dict[str, Tally]]:
     first = every[0].engine
     assert first is not None
     table = list(cells(options, first))
-    found = {cell: {way.name: Tally() for way in every} for cell, _ in table}
+    found = {cell: {way.name: Tally() for way in every} for cell, _, _ in table}
     for way in every:
-        way.decode(table[0][1][0], options)  # warms up
-    groups = [(cell, group) for cell, all_groups in table for group in all_groups] * options.rounds
-    for number, (cell, group) in enumerate(track(groups, console=Console(stderr=True))):
+        way.decode(table[0][2][0][:1], options)  # warms up
+    groups = [(cell, size, group) for cell, size, all_groups in table for group in all_groups] * options.rounds
+    for number, (cell, size, group) in enumerate(track(groups, console=Console(stderr=True))):
         turn = number % len(every)
         for way in [*every[turn:], *every[:turn]]:
             if way.engine is None and len(group) > 1:
                 continue
+            if way.engine is not None:
+                way.engine.max_batch_size = size
             start = time.perf_counter()
             tokens, steps, copied = way.decode(group, options)
             seconds = time.perf_counter() - start
             tally = found[cell][way.name]
             tally.tokens, tally.steps, tally.copied = tally.tokens + tokens, tally.steps + steps, tally.copied + copied
+            tally.answers += len(group)
             tally.seconds.append(seconds)
             tally.group_tokens.append(tokens)
     return found
@@ -178,10 +188,9 @@ def main(options: Options) -> None:
                 continue
             whole, low, high = ratio(tally, tallies["plain"])
             stock = ratio(tally, tallies["transformers"])[0] if "transformers" in tallies else float("nan")
-            groups = len(tally.seconds)
             speed = tally.tokens / sum(tally.seconds)
             # an answer's first token comes with its prompt
-            per_step = (tally.tokens - _answers(cell, groups)) / max(1, tally.steps)
+            per_step = (tally.tokens - tally.answers) / max(1, tally.steps)
             share = f"{tally.copied / max(1, tally.tokens):.0%}"
             shown.add_row(
                 cell,
@@ -196,11 +205,6 @@ def main(options: Options) -> None:
     Console(width=130).print(shown)
     if options.json:
         options.json.write_text(json.dumps({"machine": facts, "rows": rows}), encoding="utf-8")
-
-
-def _answers(cell: str, groups: int) -> int:
-    size = cell.split(" ", 1)[0]
-    return groups * (int(size) if size.isdigit() else 1)
 
 
 if __name__ == "__main__":
