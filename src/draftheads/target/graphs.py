@@ -167,10 +167,10 @@ class StaticOnly(TorchDispatchMode):
     """Raises where an operator needs the host: a value or a shape that depends on data, a copy to another device.
 
     >>> with StaticOnly():
-    ...     torch.arange(3).sum().item()
+    ...     torch.arange(3).nonzero()
     Traceback (most recent call last):
         ...
-    RuntimeError: aten.item.default needs the host: it cannot be captured
+    RuntimeError: aten.nonzero.default needs the host: it cannot be captured
     """
 
     def __init__(self) -> None:
