@@ -30,6 +30,7 @@ def cost_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cost, "cache_folder", place)
+        patch.setattr(loading, "kernels_folder", lambda: place() / "kernels")
         yield
 
 
@@ -37,4 +38,4 @@ def cost_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def cheap_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines are loaded as if nodes cost next to nothing: on tiny models nothing else is faster than plain."""
     points = [("verify", 1, 1, 10.0), ("verify", 1, 33, 10.5), ("static", 1, 2, 0.01)]
-    monkeypatch.setattr(loading, "cost_of", lambda *_: cost.by_hand(points))
+    monkeypatch.setattr(loading, "cost_of", lambda *_, **__: cost.by_hand(points))

@@ -42,6 +42,7 @@ def test_layers_of_usual_families_are_fused_whole(family: str):
     speed_up(model, exact_bits=False)
     assert {FusedLayer, FusedAttention, FusedMlp, FusedNorm, PackedLinear} <= kinds(model)
     assert nn.Linear not in kinds(model)
+    assert not [kind for kind in kinds(model) if kind.__name__.endswith("RMSNorm")], "norms inside attention, too"
 
 
 @pytest.mark.parametrize("family", ["granite", "olmo2", "gemma2", "gemma3_text", "mixtral"])
@@ -133,11 +134,26 @@ def test_what_tells_models_apart_is_known_before_weights_are_packed():
     assert (model.hidden_size, model.vocab_size, model.dtype) == (stock.hidden_size, stock.vocab_size, stock.dtype)
 
 
-def test_attention_of_another_kind_is_left_alone():
+def test_attention_of_another_kind_is_left_alone_and_has_no_exact_bits():
     target = tiny_model("llama")
     target.model.set_attn_implementation("eager")
-    speed_up(target.model, exact_bits=True)
+    speed_up(target.model, exact_bits=False)
     assert target.config._attn_implementation == "eager"
+    for options in ({"exact_bits": True}, {"exact_bits": False, "int8": True}):
+        other = tiny_model("llama")
+        other.model.set_attn_implementation("eager")
+        with pytest.raises(InvalidSettings, match="needs attention of kind sdpa; this model was loaded with eager"):
+            speed_up(other.model, **options)
+
+
+def test_a_mask_is_repeated_for_each_number_of_heads_in_a_group():
+    torch.manual_seed(0)
+    mask = as_float_mask(torch.ones(1, 3, 9, dtype=torch.bool), torch.float32)
+    key, value = torch.randn(2, 1, 2, 9, 8)
+    for heads in (4, 8, 2):  # layers of one pass that share a mask
+        query = torch.randn(1, heads, 3, 8)
+        found, _ = grouped_attention(nn.Module(), query, key, value, mask)
+        torch.testing.assert_close(found.double(), eager(query, key, value, mask, 8**-0.5), rtol=0, atol=5e-6)
 
 
 # --- int8 ---

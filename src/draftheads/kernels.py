@@ -9,6 +9,7 @@ rows a row gets the same bits whatever the other rows are; with ``exact_bits`` r
 """
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 _MKL: Any = torch.ops.mkl
 _ONEDNN: Any = torch.ops.mkldnn
 _FBGEMM: Any = torch.ops.quantized
-MAX_TREE_ROWS = 128  # more rows than this are a prompt, whose shape does not depend on the drafter
+MAX_TREE_ROWS = 128  # with exact bits, more rows are multiplied in pieces of so many
 SMOOTHING = 0.7  # α; of 0.35, 0.5, 0.65 and 0.8 the last two lose least (LOG.md)
 _LARGEST_HALF = 65504.0
 
@@ -186,9 +187,10 @@ class Int8(Product):
         if self._smooth is not None:
             weight = weight / self._smooth
         scales = (weight.abs().amax(1) / 127).clamp_min(1e-12)
-        quantised = torch.ops.aten.quantize_per_channel(
-            weight, scales.double(), torch.zeros(len(scales), dtype=torch.long), 0, torch.qint8
-        )
+        zeros = torch.zeros(len(scales), dtype=torch.long)
+        with warnings.catch_warnings():  # newer ways to make a quantised tensor have no such product
+            warnings.simplefilter("ignore", UserWarning)
+            quantised = torch.quantize_per_channel(weight, scales.double(), zeros, 0, torch.qint8)
         self._packed = _FBGEMM.linear_prepack(quantised, None)
         self._multiply = _FBGEMM.linear_dynamic.default
         self._reduce_range = not has_vnni()  # without it two products of full range overflow 16 bits
@@ -259,9 +261,12 @@ class PackedLinear(nn.Module):
         product, count = self.product, rows.shape[0]
         if count == 0:
             return rows.new_empty(0, product.out_features)
-        if self.multiple == 1 or count > MAX_TREE_ROWS:
+        if self.multiple == 1:
             return product(rows)
-        return product(F.pad(rows, (0, 0, 0, -count % self.multiple)))[:count]
+        rows = F.pad(rows, (0, 0, 0, -count % self.multiple))
+        # bits are checked for so many rows; a large batch of trees has more
+        pieces = [product(piece) for piece in rows.split(MAX_TREE_ROWS)]
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[:count]
 
 
 def replace_linears(module: nn.Module) -> list[PackedLinear]:
@@ -287,9 +292,9 @@ def keeps_bits(product: Product) -> bool:
     """Whether this machine gives a row the same bits at every multiple of the product's ``exact_rows``."""
     step = product.exact_rows
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(64, product.in_features, generator=generator).to(product.dtype)
+    rows = torch.randn(MAX_TREE_ROWS, product.in_features, generator=generator).to(product.dtype)
     expected = product(rows[:step])
-    for count in dict.fromkeys((2 * step, 3 * step, 5 * step, 16, 24, 40, 64)):
+    for count in dict.fromkeys((2 * step, 3 * step, 5 * step, 16, 24, 40, 64, 96, MAX_TREE_ROWS)):
         if not torch.equal(product(torch.cat([rows[step:count], rows[:step]]))[-step:], expected):
             return False
     return True

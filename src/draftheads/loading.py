@@ -129,9 +129,10 @@ def head_engine(
     whole = copying(drafter, found) if copy else drafter
     if found is None or tree is not None:
         return Engine(target, whole, max_batch_size=max_batch_size)
-    cost = cost_of(target, drafter)
+    extra_nodes = whole.num_tokens if isinstance(whole, Copying) else 0
+    cost = cost_of(target, drafter, extra_nodes=extra_nodes)
     if isinstance(whole, Copying):
-        whole.extra_nodes = whole.num_tokens  # the policy cuts what does not gain
+        whole.extra_nodes = extra_nodes  # the policy cuts what does not gain
     return Engine(target, whole, max_batch_size=max_batch_size, profile=found, cost=cost)
 
 

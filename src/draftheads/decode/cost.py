@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from draftheads.decode.stopwatch import StepTimer
 from draftheads.errors import CacheWarning, CheckpointError, InvalidSettings, StorageError
 from draftheads.files import write_atomic
 from draftheads.heads.base import DraftHead
+from draftheads.kernels import PackedLinear
 from draftheads.provenance import provenance
 from draftheads.strict_json import checked, read_dataclass, read_object
 from draftheads.target.embedded import cache_folder
@@ -168,6 +170,7 @@ def measure_cost(
     target: TargetModel,
     drafter: DraftHead,
     *,
+    extra_nodes: int = 0,
     budget_seconds: float = BUDGET_SECONDS,
     timer_class: type[StepTimer] = StepTimer,
 ) -> CostProfile:
@@ -176,13 +179,14 @@ def measure_cost(
     Args:
         target: the model.
         drafter: bound to it.
+        extra_nodes: tokens that a step may have beyond the head's.
         budget_seconds: no measurement begins that would not be over by then. Two always are made.
         timer_class: what times a part.
     """
     timer = timer_class(target, drafter)
     deadline = timer.now + budget_seconds
     samples: dict[tuple[Part, int, int], float] = {}
-    most = 1.0 + drafter.config.num_heads + getattr(drafter, "extra_nodes", 0)  # tokens of a step
+    most = 1.0 + drafter.config.num_heads + extra_nodes  # tokens of a step
     for sweep in range(_SWEEPS):
         for part, rows, nodes in _ORDER:
             place = (part, rows, nodes)
@@ -239,7 +243,13 @@ def machine_of(target: TargetModel) -> dict[str, str | int]:
     }
 
 
-def cost_key(target: TargetModel, drafter: DraftHead) -> str:
+def _products(module: nn.Module) -> list[str]:
+    """Kernels by shape of layer: they depend on the weights, too."""
+    layers = [layer for layer in module.modules() if isinstance(layer, PackedLinear)]
+    return sorted({f"{layer.out_features}x{layer.in_features} {layer.product.name}" for layer in layers})
+
+
+def cost_key(target: TargetModel, drafter: DraftHead, extra_nodes: int = 0) -> str:
     """A digest of what a cost profile depends on; not of weights."""
     sizes = {
         "model": target.config.model_type,
@@ -250,27 +260,30 @@ def cost_key(target: TargetModel, drafter: DraftHead) -> str:
         "experts": getattr(target.config, "num_local_experts", None),
     }
     head = {"method": drafter.config.method, **asdict(drafter.config)}
-    whole = {"version": _VERSION, "machine": machine_of(target), "sizes": sizes, "head": head}
+    products = [_products(target.model), _products(drafter), extra_nodes]
+    whole = {"version": _VERSION, "machine": machine_of(target), "sizes": sizes, "head": head, "products": products}
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def cost_of(target: TargetModel, drafter: DraftHead) -> CostProfile:
+def cost_of(target: TargetModel, drafter: DraftHead, *, extra_nodes: int = 0) -> CostProfile:
     """The cost profile in the user's cache; measured now, and kept, where there is none.
+
+    With ``extra_nodes`` a step may have as many tokens beyond the head's: copies.
 
     Warns:
         CacheWarning: the cache is damaged or cannot be written. Then it is measured anew.
     """
     problems = []
     try:
-        path = cache_folder() / "costs" / f"{cost_key(target, drafter)}.json"
+        path = cache_folder() / "costs" / f"{cost_key(target, drafter, extra_nodes)}.json"
         if path.exists():
             return read_cost(path)
     except (CheckpointError, ValueError, OSError) as error:
         problems.append(f"the cost profile cannot be read: {error}")
     except InvalidSettings as error:
         warnings.warn(f"the cost profile is not kept: {error}", CacheWarning, stacklevel=2)
-        return measure_cost(target, drafter)
-    found = measure_cost(target, drafter)
+        return measure_cost(target, drafter, extra_nodes=extra_nodes)
+    found = measure_cost(target, drafter, extra_nodes=extra_nodes)
     try:
         write_atomic(path, found.to_json().encode())
     except StorageError as error:

@@ -50,7 +50,8 @@ def speed_up(
         folder: where measured choices of kernels are kept.
 
     Raises:
-        InvalidSettings: ``int8`` for a model whose weights are mostly in other layers than ``nn.Linear``.
+        InvalidSettings: ``int8`` for a model whose weights are mostly in other layers than ``nn.Linear``; ``int8`` or
+            ``exact_bits`` for one whose attention is not sdpa.
     """
     embedding = model.get_input_embeddings().weight
     if embedding.device.type != "cpu" or embedding.dtype not in _TYPES:
@@ -59,7 +60,11 @@ def speed_up(
     if int8:
         _check_quantisable(model)
     attention = None
-    if model.config.get_text_config()._attn_implementation == "sdpa":
+    kind = model.config.get_text_config()._attn_implementation
+    if exact_bits and kind != "sdpa":
+        what = "precision int8" if int8 else "exact_bits"
+        raise InvalidSettings(f"{what} needs attention of kind sdpa; this model was loaded with {kind}")
+    if kind == "sdpa":
         model.set_attn_implementation(EXACT_ATTENTION if exact_bits else GROUPED_ATTENTION)
         attention = exact_attention if exact_bits else grouped_attention
     with torch.inference_mode(mode=False), torch.no_grad():  # training may read these weights later

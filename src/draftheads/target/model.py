@@ -87,7 +87,9 @@ class TargetModel:
         if int8 and self.device.type == "cuda":
             self.__dict__["precision"] = quantise(self.model)
             return
-        typical = torch.tensor([self.tokenizer(TYPICAL_TEXT)["input_ids"]]) % self.vocab_size if int8 else None
+        typical = None
+        if int8:
+            typical = torch.tensor([self.tokenizer(TYPICAL_TEXT)["input_ids"][: self.max_positions]]) % self.vocab_size
         speed_up(self.model, exact_bits=exact_bits, int8=int8, typical_ids=typical, folder=folder)
         self.__dict__["precision"] = "int8" if int8 else self.precision
 

@@ -169,11 +169,12 @@ class FusedLayer(nn.Module):
 
 def fuse(model: Any, attention: Attention | None) -> None:
     """Replaces the modules of a stock model that agree with their fused forms; ``attention`` None leaves attention."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            fused = _fused(child, model, attention)
-            if fused is not None:
-                setattr(parent, name, fused)
+    for find in (_fused_norm, lambda child: _fused_part(child, model, attention)):  # attention takes its norms along
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                fused = find(child)
+                if fused is not None:
+                    setattr(parent, name, fused)
     layers = getattr(model.get_decoder(), "layers", [])
     for index, layer in enumerate(layers):
         parts = [getattr(layer, name, None) for name in _LAYER_PARTS]
@@ -194,10 +195,8 @@ def halve_embedding(model: Any) -> None:
             return
 
 
-def _fused(child: Any, model: Any, attention: Attention | None) -> nn.Module | None:
-    """What may stand for a module; None where nothing does."""
-    if type(child).__name__.endswith("RMSNorm"):
-        return _fused_norm(child)
+def _fused_part(child: Any, model: Any, attention: Attention | None) -> nn.Module | None:
+    """What may stand for a feed-forward part or attention; None where nothing does."""
     if _has_plain_linears(child, "gate_proj", "up_proj", "down_proj") and hasattr(child, "act_fn"):
         return _fused_mlp(child)
     if attention is not None and _has_plain_linears(child, "q_proj", "k_proj", "v_proj", "o_proj"):
@@ -207,12 +206,17 @@ def _fused(child: Any, model: Any, attention: Attention | None) -> nn.Module | N
 
 def _fused_norm(original: Any) -> nn.Module | None:
     """Norms differ in how they name ε, and in whether w or 1 + w is multiplied by."""
+    if not type(original).__name__.endswith("RMSNorm"):
+        return None
     weight = getattr(original, "weight", None)
     epsilon = getattr(original, "variance_epsilon", getattr(original, "eps", None))
     if weight is None or epsilon is None or weight.dim() != 1:
         return None
     x = torch.randn(1, 3, len(weight)).to(weight)
-    for scale in (weight.detach(), 1.0 + weight.detach()):
+    scales = [weight.detach()]
+    if weight.dtype == torch.float32:  # in 16 bits the sum would be rounded
+        scales.append(1.0 + weight.detach())
+    for scale in scales:
         fused = FusedNorm(scale, float(epsilon))
         if _agree(lambda fused=fused: fused(x), lambda: original(x)):  # type: ignore[misc]
             return fused
@@ -254,12 +258,15 @@ def _agree(one: Callable[[], Tensor], other: Callable[[], Tensor]) -> bool:
     """Whether both give the same numbers, up to the rounding of their type."""
     try:
         with torch.inference_mode():
-            found, expected = one().float(), other().float()
+            found, expected = one(), other()
+            exact = found.dtype == torch.float32
+            found, expected = found.float(), expected.float()
     except _OTHERWISE_BUILT:
         return False
     if found.shape != expected.shape:
         return False
-    return float((found - expected).abs().max()) <= 2e-2 * float(expected.abs().max())
+    rounding = 1e-4 if exact else 2e-2
+    return float((found - expected).abs().max()) <= rounding * float(expected.abs().max())
 
 
 def _has_plain_linears(module: Any, *names: str) -> bool:
