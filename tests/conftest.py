@@ -30,7 +30,7 @@ def cost_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cost, "cache_folder", place)
-        patch.setattr(loading, "kernels_folder", lambda: place() / "kernels")
+        patch.setattr(loading, "cache_folder", place)
         yield
 
 

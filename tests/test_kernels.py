@@ -151,7 +151,7 @@ def test_int8_smooths_outliers_among_its_inputs():
     x[:, 7] *= 60  # an outlier in every row leaves few steps for the other inputs
     expected = x @ weight.T
     errors = [(Int8(weight, None, inputs)(x) - expected).norm() for inputs in (None, x.abs().amax(0))]
-    assert errors[1] < 0.3 * errors[0]
+    assert errors[1] < 0.4 * errors[0]
     torch.testing.assert_close(Int8(weight, None, x.abs().amax(0)).weight, weight, rtol=0.05, atol=0.2)
 
 

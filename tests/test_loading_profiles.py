@@ -31,7 +31,7 @@ from draftheads.tree import Tree
 from families import SMALL, tiny_head, tiny_profile
 from training_world import VOCAB, chat_tokenizer
 
-FP32: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+FP32: dict[str, Any] = {"precision": "fp32", "device": "cpu"}
 OWN = tiny_profile(Tree.chain(3), confidence=[1.5, 1.25, 1.0])
 OTHER = tiny_profile(Tree.from_paths([(0,), (1,)]), confidence=[0.5, 0.75, 1.0])
 
@@ -59,7 +59,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def cost(monkeypatch: pytest.MonkeyPatch) -> CostProfile:
     """Nothing is measured."""
     found = by_hand([("verify", 1, 1, 10.0), ("verify", 1, 9, 11.0), ("static", 1, 2, 0.1)])
-    monkeypatch.setattr(loading, "cost_of", lambda *_: found)
+    monkeypatch.setattr(loading, "cost_of", lambda *_, **__: found)
     return found
 
 
@@ -68,7 +68,7 @@ def load(world: Path, **options: Any) -> Engine:
 
 
 def confidence(engine: Engine) -> tuple[float, ...]:
-    found: tuple[float, ...] = engine.drafter.confidence  # type: ignore[attr-defined]
+    found: tuple[float, ...] = engine.drafter.drafter.confidence  # type: ignore[attr-defined]
     return found
 
 
@@ -108,7 +108,7 @@ def test_a_profile_may_be_given_by_file_or_folder(world: Path, tmp_path: Path) -
 
 
 def test_a_fixed_tree_needs_no_costs(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "cost_of", lambda *_: pytest.fail("costs were measured"))
+    monkeypatch.setattr(loading, "cost_of", lambda *_, **__: pytest.fail("costs were measured"))
     for options, shape in (
         ({"profile": None}, Tree.chain(3)),
         ({"tree": Tree.chain(1)}, Tree.chain(1)),
@@ -140,10 +140,10 @@ def test_the_command_line_warns_in_one_line(world: Path, cache: Path, capsys: py
     arguments = ["generate", "why", "--model", str(world / "model"), "--head", str(world / "head")]
     with warnings.catch_warnings():
         warnings.simplefilter("default")
-        assert main([*arguments, "--max-new-tokens", "3", "--dtype", "fp32"]) == 0
+        assert main([*arguments, "--max-new-tokens", "3", "--precision", "fp32"]) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert len(said) == 1
-    assert said[0].startswith("warning: the cost profile is not kept")
+    assert said[0].startswith("warning: the cache cannot be written")
 
 
 @pytest.mark.parametrize(

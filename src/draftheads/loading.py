@@ -1,6 +1,8 @@
 """From names to an engine that decodes: the model, the head that was trained for it, and the tree."""
 
 import contextlib
+import os
+import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from os import PathLike, fspath
@@ -18,7 +20,7 @@ from draftheads.drafters.copying import DEFAULT_ODDS, Copying
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
-from draftheads.errors import InvalidSettings, ModelNotFound
+from draftheads.errors import CacheWarning, InvalidSettings, ModelNotFound
 from draftheads.files import user_path
 from draftheads.growth import Shape
 from draftheads.heads.base import DraftHead
@@ -130,7 +132,10 @@ def head_engine(
     if found is None or tree is not None:
         return Engine(target, whole, max_batch_size=max_batch_size)
     extra_nodes = whole.num_tokens if isinstance(whole, Copying) else 0
-    cost = cost_of(target, drafter, extra_nodes=extra_nodes)
+    with warnings.catch_warnings():
+        if kernels_folder() is None:  # the user has been told
+            warnings.simplefilter("ignore", CacheWarning)
+        cost = cost_of(target, drafter, extra_nodes=extra_nodes)
     if isinstance(whole, Copying):
         whole.extra_nodes = extra_nodes  # the policy cuts what does not gain
     return Engine(target, whole, max_batch_size=max_batch_size, profile=found, cost=cost)
@@ -255,15 +260,33 @@ def load_target(
     if int8 and not fast:
         raise InvalidSettings("precision int8 needs fast=True: it is one of the faster kernels")
     if fast or exact_bits:
-        target.speed_up(exact_bits=exact_bits, int8=int8, folder=kernels_folder())
+        target.speed_up(exact_bits=exact_bits, int8=int8, folder=kernels_folder(warn=True))
     if (exact_bits or int8) and target.device.type == "cpu" and not rows_keep_their_bits(target.model):
         raise InvalidSettings("exact_bits: this CPU's kernels change a row's bits with the number of rows")
     return target
 
 
-def kernels_folder() -> Path | None:
-    """Where measured choices of kernels are kept; None where the user has no place for a cache."""
+def kernels_folder(*, warn: bool = False) -> Path | None:
+    """Where measured choices of kernels are kept; None where the user has no place for a cache.
+
+    Warns:
+        CacheWarning: if asked to, where there is a place that cannot be written.
+    """
     try:
-        return cache_folder() / "kernels"
+        folder = cache_folder() / "kernels"
     except InvalidSettings:
         return None
+    if problem := _unwritable(folder):
+        if warn:
+            warnings.warn(f"{problem}: what is measured is measured again at each start", CacheWarning, stacklevel=4)
+        return None
+    return folder
+
+
+def _unwritable(folder: Path) -> str | None:
+    """Why nothing can be kept in a folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"the cache cannot be written ({error})"
+    return None if os.access(folder, os.W_OK) else f"the cache cannot be written ({folder} is read-only)"

@@ -26,7 +26,7 @@ _MEMORY = 0.99  # of a request's draft tokens, per step with a draft
 # The same per step without one. A request none of whose draft tokens is accepted spends at most
 # (1 - _FORGETTING) * _PRIOR = 2 % of its time on drafts.
 _FORGETTING = 0.995
-_SMALLEST_GAIN = 1.05  # over plain decoding, or nothing is drafted
+_SMALLEST_GAIN = 1.02  # over plain decoding, or nothing is drafted
 _SPARE_NODES = 4  # that growing trees are drafted with beyond twice their best size …
 _SPARE_COST = 0.03  # … as long as drafting them costs less than this share of a plain step
 _PLAIN = Tree.chain(0)
