@@ -393,7 +393,7 @@ def test_the_table_and_the_page_show_what_was_found(
         write_page(tmp_path)
     record = {
         "model": "tiny",
-        "dtype": "float32",
+        "precision": "fp32",
         "threads": 1,
         "num_prompts": 6,
         "prompts": "some/questions.jsonl",
