@@ -11,6 +11,7 @@ from torch import Tensor
 import draftheads
 from draftheads.decode.engine import Engine
 from draftheads.draft import Context, Draft, Drafter
+from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
@@ -194,9 +195,12 @@ def test_drafters_without_training_are_loaded_by_name(world: Path, name: str, ki
 
 
 def test_a_draft_model_is_loaded_by_name(world: Path) -> None:
-    options: dict[str, Any] = {"dtype": torch.float32}
+    options: dict[str, Any] = {"precision": "fp32"}
     engine = draftheads.load(world / "model", draft_model=world / "model", tree=Sampled(Tree.chain(3)), **options)
-    assert isinstance(engine.drafter, DraftModel)
+    assert isinstance(engine.drafter, Copying)
+    assert isinstance(engine.drafter.drafter, DraftModel)
+    alone = draftheads.load(world / "model", draft_model=world / "model", copy=False, **options)
+    assert isinstance(alone.drafter, DraftModel)
     found = engine.generate(["a dog"], max_new_tokens=25, temperature=0.8, acceptance="block", ignore_eos=True, seed=1)
     assert found[0].tokens_per_step == 4.0
     with pytest.raises(InvalidSettings, match=r"head .*hydra and draft_model .*model: give one of them"):

@@ -69,7 +69,7 @@ def test_plain_text_is_transformers_text(stock: TargetModel):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_with_exact_bits_speculative_text_is_plains(dtype: torch.dtype):
     try:
-        target = load_target(MODEL, dtype=dtype, exact_bits=True)
+        target = load_target(MODEL, precision={torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype], exact_bits=True)
     except InvalidSettings as error:
         pytest.skip(str(error))
     plain = answers(Engine(target), 24)
