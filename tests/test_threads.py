@@ -1,10 +1,13 @@
 """Several threads at once: on one engine they take turns, and engines of their own do not disturb each other."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
+from draftheads.decode.sequence import StreamEvent
 from families import GROWING, PROMPTS, TREES, tiny_head, tiny_model
 
 NEW_TOKENS = 32
@@ -49,3 +52,22 @@ def test_a_stream_that_nobody_reads_on_does_not_hold_up_others():
     with ThreadPoolExecutor(1) as pool:
         assert len(pool.submit(ask, one, 0).result(timeout=60)) == 4
     assert sum(1 for _ in stream) > 0
+
+
+def test_threads_on_one_engine_take_turns(monkeypatch: pytest.MonkeyPatch):
+    active, most, step = 0, 0, Batch.step
+
+    def watched(batch: Batch) -> list[StreamEvent]:
+        nonlocal active, most
+        active += 1
+        most = max(most, active)
+        time.sleep(0.002)  # time for another thread to begin a step
+        events = step(batch)
+        active -= 1
+        return events
+
+    monkeypatch.setattr(Batch, "step", watched)
+    one = Engine(tiny_model("llama"))
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(lambda seed: ask(one, seed), range(THREADS)))
+    assert most == 1

@@ -71,7 +71,7 @@ class Plain(Product):
 
     @classmethod
     def fits(cls, weight: Tensor) -> bool:
-        """Always, but for weights that are not floating."""
+        """Any floating-point weight."""
         return weight.is_floating_point()
 
     @property
@@ -241,7 +241,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """(out, in), perhaps made anew: for whoever copies a model or a head, not for decoding."""
+        """(out, in). Unpacked at each call unless it is tied: for copying weights, not for decoding."""
         return self.product.weight if self.tied is None else self.tied
 
     @property

@@ -262,7 +262,8 @@ def load_target(
     if fast or exact_bits:
         target.speed_up(exact_bits=exact_bits, int8=int8, folder=kernels_folder(warn=True))
     if (exact_bits or int8) and target.device.type == "cpu" and not rows_keep_their_bits(target.model):
-        raise InvalidSettings("exact_bits: this CPU's kernels change a row's bits with the number of rows")
+        what = "precision int8" if int8 else "exact_bits"
+        raise InvalidSettings(f"{what}: this CPU's kernels change a row's bits with the number of rows")
     return target
 
 

@@ -40,7 +40,7 @@ def speed_up(
 ) -> None:
     """Gives a stock model faster kernels and modules. Its numbers stay, but for rounding, or int8 where asked for.
 
-    Weights are held once: in the form of their kernel. ``layer.weight`` makes them anew for whoever needs them.
+    Each weight is held once, in the form of its kernel. ``layer.weight`` unpacks it.
 
     Args:
         model: a transformers causal LM in fp32 or bf16 on a CPU; others are left as they are.
