@@ -209,10 +209,9 @@ class Int8(Product):
     def multiply(self, rows: Tensor) -> Tensor:
         """(n, in) -> (n, out)."""
         rows = rows.float() if self._smooth is None else rows * self._smooth
-        largest = torch.linalg.vector_norm(rows, math.inf, -1, keepdim=True).clamp_min_(1e-12)
+        largest = rows.abs().amax(-1, keepdim=True).clamp_min_(1e-12)  # one operator finds it ten times slower
         out: Tensor = self._multiply(torch.cat([rows / largest, self._range]), self._packed, self._reduce_range)
-        scaled: Tensor = out[:-1] * largest
-        return scaled.to(self.dtype)
+        return out[:-1].mul_(largest).to(self.dtype)
 
 
 PRODUCTS: tuple[type[Product], ...] = (Plain, MklPacked, OneDnnPacked, HalfWeights)  # all exact

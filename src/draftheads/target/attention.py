@@ -7,6 +7,7 @@ and whatever is computed beside it.
 Alphabet: b texts, H query heads, G key and value heads, N tokens, S slots, d numbers in a head.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,12 +16,13 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from draftheads.kernels import MAX_TREE_ROWS
+from draftheads.kernels import MAX_TREE_ROWS, native_bf16
 
 GROUPED_ATTENTION = "draftheads_grouped"
 EXACT_ATTENTION = "draftheads_exact"
-MANY_TEXTS = 16  # from here on a batch is large; key heads come in groups, so three times as many products or more
-FEW_NODES = 16
+# Scores, of all texts and heads: from here on batched bf16 products are faster than PyTorch's fused attention (LOG.md)
+_MANY_SCORES = 32_000
+_MOST_SCORES = 256_000  # of one product: larger results are given back to the system and fetched anew each time
 _EXACT_ROWS, _EXACT_SLOTS = 8, 32  # fewer rows or keys take other kernels, which add in another order
 
 
@@ -44,8 +46,8 @@ def grouped_attention(
         return out.transpose(1, 2).contiguous(), None
     rows = query.reshape(batch, groups, heads // groups * nodes, size)
     mask = None if attention_mask is None else _repeated(attention_mask, heads // groups)
-    has_no_gaps = key.is_contiguous() and value.is_contiguous()
-    if mask is not None and has_no_gaps and is_large_batch(batch, nodes, query.dtype, query.device):
+    has_no_gaps = batch == 1 or (key.is_contiguous() and value.is_contiguous())  # or products would copy them
+    if mask is not None and has_no_gaps and by_products(query.shape, key.shape[2], query.dtype, query.device):
         out = _by_products(rows, key, value, mask, size**-0.5 if scaling is None else scaling)
     else:
         out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
@@ -83,7 +85,7 @@ def exact_attention(
     if mask.dtype == torch.bool:  # transformers' own, in passes that bring none: True where seen
         lowest = torch.finfo(torch.float32).min  # not infinity: a row of padding sees nothing, and must not become NaN
         mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, lowest)
-    scores = scores * (size**-0.5 if scaling is None else scaling) + mask
+    scores = torch.add(mask, scores, alpha=size**-0.5 if scaling is None else scaling)
     out = (scores.softmax(-1) @ value.double()).to(query.dtype)
     return out.view(batch, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous(), None
 
@@ -101,16 +103,23 @@ def scores_keep_their_bits(size: int) -> bool:
     )
 
 
-def is_large_batch(num_rows: int, nodes: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether batched products are the faster way to attend, for that many texts and nodes in each."""
-    return num_rows >= MANY_TEXTS and nodes <= FEW_NODES and dtype == torch.bfloat16 and device.type == "cpu"
+def by_products(query: Sequence[int], slots: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether batched products are the faster way to attend, for queries of shape (b, H, N, d)."""
+    batch, heads, nodes, _ = query
+    if nodes > MAX_TREE_ROWS or batch * heads * nodes * slots < _MANY_SCORES:
+        return False
+    return dtype == torch.bfloat16 and device.type == "cpu" and native_bf16()
 
 
 def _by_products(rows: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
-    """Softmax in fp32 between two batched products: (b, G, n, d) over (b, G, S, d), mask (b, 1, n, S)."""
+    """Softmax between two batched products: (b, G, n, d) over (b, G, S, d), mask (b, 1, n, S)."""
     batch, groups, num, _ = rows.shape
+    texts = max(1, _MOST_SCORES // (groups * num * key.shape[2]))
+    if texts < batch:
+        parts = zip(*(tensor.split(texts) for tensor in (rows, key, value, mask)), strict=True)
+        return torch.cat([_by_products(*part, scaling) for part in parts])
     scores = torch.bmm(rows.flatten(0, 1), key.flatten(0, 1).transpose(1, 2)).view(batch, groups, num, -1)
-    weights = scores.float().mul_(scaling).add_(mask).softmax(-1).to(value.dtype)
+    weights = torch.add(mask, scores, alpha=scaling).softmax(-1)
     return torch.bmm(weights.flatten(0, 1), value.flatten(0, 1)).view(batch, groups, num, -1)
 
 

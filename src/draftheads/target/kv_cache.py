@@ -131,7 +131,7 @@ class SlotCache(Cache):
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
         """Makes room for that many rows of that many slots; slots come in blocks."""
-        capacity = max(self.capacity, _whole_blocks(num_slots))
+        capacity = max(self.capacity, whole_blocks(num_slots))
         self.num_rows = num_rows
         if num_rows > self.held_rows or capacity > self.capacity:
             self._resize(capacity)
@@ -150,7 +150,7 @@ class SlotCache(Cache):
             for layer in self.layers:
                 layer.take(rows[moved], moved)
         self.num_rows = len(rows)
-        capacity = min(self.capacity, _whole_blocks(num_slots))
+        capacity = min(self.capacity, whole_blocks(num_slots))
         if 2 * self.num_rows * capacity <= self.held_rows * self.capacity:
             self._resize(capacity)
 
@@ -162,5 +162,6 @@ class SlotCache(Cache):
         self.generation += 1
 
 
-def _whole_blocks(num_slots: int) -> int:
+def whole_blocks(num_slots: int) -> int:
+    """So many slots, rounded up."""
     return -(-num_slots // BLOCK_SLOTS) * BLOCK_SLOTS

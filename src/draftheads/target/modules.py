@@ -37,16 +37,21 @@ class Pass(NamedTuple):
 
 
 class FusedNorm(nn.Module):
-    """RMS norm as one operator: x / rms(x) · w."""
+    """RMS norm, x / rms(x) · w. By four operators on a CPU; there PyTorch's own is made of eight."""
 
     def __init__(self, weight: Tensor, epsilon: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.given = (list(weight.shape), self.weight, epsilon)  # attributes of a module's own are found slowly
+        size = len(weight)
+        # √D · w and √(D · ε): rms(x) is the length of x over √D. A tuple, as a module's own attributes are found slowly.
+        self.given = size**0.5 * weight.detach().float(), torch.tensor((size * epsilon) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, D) -> (…, D)."""
-        return torch.rms_norm(x, *self.given)
+        scaled, floor = self.given
+        whole = x.float()
+        length = torch.hypot(torch.linalg.vector_norm(whole, 2, -1, True), floor)
+        return (whole / length).mul_(scaled).to(x.dtype)
 
 
 class HalfEmbedding(nn.Module):

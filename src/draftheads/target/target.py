@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from draftheads.draft import Draft, Verdict
 from draftheads.errors import UnsupportedModel
-from draftheads.target.attention import is_large_batch
+from draftheads.target.attention import by_products
 from draftheads.target.graphs import StepGraphs, capture_for
-from draftheads.target.kv_cache import SlotCache
+from draftheads.target.kv_cache import SlotCache, whole_blocks
 from draftheads.target.masks import as_float_mask, tree_visibility, within_window
 from draftheads.target.model import TargetModel
 from draftheads.target.transfer import to_device
@@ -37,6 +37,7 @@ class Target:
         # exact attention adds values in fp64: held so, they need not be converted in each step
         values = torch.float64 if model.exact_bits and model.dtype == torch.float32 else None
         self.cache = SlotCache(len(model.layer_kinds), value_dtype=values)
+        self.num_heads = int(model.layer_sizes["num_attention_heads"])
         self.graphs = StepGraphs(capture_for(model.device))  # of static steps
         self.lengths: list[int] = []  # tokens of each row in the cache
 
@@ -175,8 +176,10 @@ class Target:
         nodes = tokens.shape[1]
         span = max(starts) + nodes
         self.cache.reserve(self.cache.num_rows, span)
-        if is_large_batch(len(tokens), nodes, self.model.dtype, self.model.device) and not self.model.exact_bits:
-            span = self.cache.capacity  # keys without gaps
+        whole = min(self.cache.capacity, whole_blocks(span))
+        queries = (len(tokens), self.num_heads, nodes, 0)
+        if not self.model.exact_bits and by_products(queries, whole, self.model.dtype, self.model.device):
+            span = whole  # few sizes: a kernel is prepared once for each. And keys without gaps, if that is all
         start = starts[0] if len(set(starts)) == 1 else None
         return self._decode(rows, to_device(starts, tokens.device), tokens, depths, ancestors, span=span, start=start)
 
