@@ -13,7 +13,7 @@ import torch
 
 from draftheads.candidates import Candidates, best_nodes
 from draftheads.draft import Context
-from draftheads.drafters.copying import DEFAULT_ODDS
+from draftheads.drafters.copy_odds import DEFAULT_ODDS
 from draftheads.drafters.text_index import RowTexts
 from draftheads.merging import merged
 

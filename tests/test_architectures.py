@@ -1,6 +1,6 @@
 """Every architecture: drafting says what training taught, with a history as from scratch; sizes; bad settings."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -189,9 +189,23 @@ def test_no_head_sees_what_is_yet_to_come(name: str, model: TargetModel) -> None
     assert ((head(earlier, tokens)[:, :, 9:] - before[:, :, 9:]).abs().max() > 1e-5) == sees_history
 
 
+# steps without a draft: now and then, several in a row, from the beginning on, and so many that they must be read
+WITHOUT_DRAFT: dict[str, Callable[[int], bool]] = {
+    "single": lambda step: step % 5 == 3,
+    "in a row": lambda step: step % 7 in {3, 4, 5},
+    "at first": lambda step: step < 11 or step % 5 == 3,
+    "without room": lambda step: step % 9 > 1,
+}
+
+
+@pytest.mark.parametrize("without_draft", WITHOUT_DRAFT)
 @pytest.mark.parametrize("name", [name for name, (method, _) in VARIANTS.items() if method in STATEFUL])
-def test_drafting_with_a_history_is_drafting_from_scratch(name: str, model: TargetModel) -> None:
-    """Rows join, take different numbers of tokens a step, sometimes without guessing, and leave."""
+def test_drafting_with_a_history_is_drafting_from_scratch(
+    name: str, without_draft: str, model: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows join, take different numbers of tokens a step, sometimes without a draft, and leave."""
+    if without_draft == "without room":
+        monkeypatch.setattr("draftheads.heads.attention._MOST_UNREAD", 5000)
     head = variant(name, model)
     head.shape = BestFirst(12, num_ranks=4, beam=3)
     hidden, tokens = random_text(6, 200, size=model.hidden_size, seed=3)
@@ -203,9 +217,7 @@ def test_drafting_with_a_history_is_drafting_from_scratch(name: str, model: Targ
     met = set()
     for step in range(40):
         met.add(len(rows))
-        new = dict.fromkeys(rows, 0)
-        for row in rows:
-            new[row] = 1 + int(torch.randint(0, 5, (1,), generator=chance))
+        new = {row: 1 + int(torch.randint(0, 5, (1,), generator=chance)) for row in rows}
         if waiting and step % 4 == 0:
             for row in waiting[:2]:
                 rows.append(row)
@@ -221,7 +233,7 @@ def test_drafting_with_a_history_is_drafting_from_scratch(name: str, model: Targ
             read[row] += new[row]
         roots = torch.stack([tokens[row, read[row]] for row in rows])
         context = Context(states, ids, torch.tensor([new[row] for row in rows]), roots)
-        if step % 5 == 3:
+        if WITHOUT_DRAFT[without_draft](step):
             drafter.follow(context)
         else:
             found = drafter.propose(context)
@@ -240,6 +252,23 @@ def test_drafting_with_a_history_is_drafting_from_scratch(name: str, model: Targ
         if not rows and not waiting:
             break
     assert len(met) > 3
+
+
+@pytest.mark.parametrize("method", STATEFUL)
+def test_steps_without_drafts_are_read_when_a_draft_is_wanted(method: str, model: TargetModel) -> None:
+    head = tiny_head(method, model)
+    hidden, tokens = random_text(2, 30, size=model.hidden_size)
+    read = []
+    head.read = lambda context, rows, read_it=head.read: (read.append(context), read_it(context, rows))[1]  # type: ignore[method-assign]
+    head.follow(whole(hidden, tokens, [5, 8]))
+    head.follow(Context(hidden[:, :2], tokens[:, :2], torch.tensor([1, 2]), tokens[:, 2]))
+    assert not read
+    assert head.num_rows == 2
+    other = head.fresh()
+    assert (other.num_rows, len(head.unread)) == (0, 2)
+    head.propose(Context(hidden[:, :3], tokens[:, :3], torch.tensor([3, 2]), tokens[:, 4]))
+    assert [context.num_accepted.tolist() for context in read] == [[9, 12]]
+    assert head.unread == []
 
 
 @pytest.mark.parametrize("method", STATEFUL)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from draftheads.decode.engine import Engine
 from draftheads.decode.sequence import GenerationResult, Sequence
 from draftheads.draft import Context, Draft, Drafter, Watcher
-from draftheads.drafters.copy_odds import copy_odds
-from draftheads.drafters.copying import DEFAULT_ODDS, Copying
+from draftheads.drafters.copy_odds import DEFAULT_ODDS, copy_odds
+from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.text_index import TextIndex
 from draftheads.errors import InvalidSettings
@@ -199,7 +199,7 @@ def test_without_a_head_only_copies_are_drafted() -> None:
     draft = copying.propose(context)
     assert draft.token_ids[0].tolist() == [5, 6, 7, 8]
     assert draft.depths.tolist() == [[0, 1, 2, 3], [0, 0, 0, 0]]
-    assert copying.drafter.history.num_rows == 2  # type: ignore[union-attr]
+    assert copying.drafter.num_rows == 2  # type: ignore[union-attr]
     copying.extra_nodes = 0
     assert copying.fresh().propose(context).num_nodes == 1
 
@@ -369,6 +369,12 @@ def test_odds_without_a_match() -> None:
     assert odds == [[0.5, 0.25, 0.125]] * 2
 
 
+def test_odds_of_few_texts_stay_near_earlier_ones() -> None:
+    assert copy_odds([], prior=DEFAULT_ODDS) == [pytest.approx(row, abs=1e-3) for row in DEFAULT_ODDS]
+    once = copy_odds([([1, 2, 3], [1, 2, 3])], prior=DEFAULT_ODDS)
+    assert DEFAULT_ODDS[0][0] < once[0][0] < DEFAULT_ODDS[0][0] + 0.1
+
+
 def test_what_follows_the_end_of_an_answer_is_not_counted() -> None:
     """One token of each answer is known: the second copied one stays as uncertain as without texts."""
     odds = copy_odds([([1, 2, 1, 2, 1, 2], [1])] * 400, num_tokens=2, max_match=4)
@@ -390,3 +396,21 @@ def test_odds_fall_along_a_copy_and_rise_with_the_match(
 
 def test_the_default_odds_fall_and_rise() -> None:
     assert falls([list(row) for row in DEFAULT_ODDS])
+
+
+def test_copies_that_cost_more_than_they_gain_are_not_proposed_to_a_root_alone() -> None:
+    head = tiny_head("medusa", some_model("llama"))
+    drafter = Copying(head, odds=((0.5, 0.2), (0.9, 0.8)))
+    drafter.shape, drafter.extra_nodes = Tree.chain(0), 2
+
+    def nodes(*prices: float) -> int:
+        engine_drafter = drafter.fresh()
+        engine_drafter.prices = prices
+        tokens = torch.tensor([[5, 6, 7, 5], [8, 9, 10, 11]])
+        context = Context(torch.zeros(2, 4, 32), tokens, torch.tensor([4, 4]), torch.tensor([6, 12]))
+        return engine_drafter.propose(context).num_nodes
+
+    assert nodes() == 3, "without prices every match counts"
+    assert nodes(0.8, 9.0) == 3, "one token is worth 0.9"
+    assert nodes(0.95, 1.6) == 3, "two tokens are worth 0.9 + 0.8"
+    assert nodes(0.95, 1.75) == 1

@@ -223,10 +223,10 @@ def test_attention_is_attention(attention: Any, heads: int, groups: int, masked:
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2)])
 @pytest.mark.parametrize("scaling", [None, 0.7])
-def test_attention_in_large_batches(
+def test_attention_with_many_scores(
     monkeypatch: pytest.MonkeyPatch, heads: int, groups: int, scaling: float | None
 ) -> None:
-    """Many texts in bf16 go another way, as long as their keys lie without gaps; it is as exact as the usual one."""
+    """Many scores in bf16 go another way, if no keys need be copied for it; it is as exact as the usual one."""
     torch.manual_seed(0)
     module = nn.Module()
     used: list[int] = []
@@ -237,7 +237,18 @@ def test_attention_in_large_batches(
         return by_products(rows, *rest)
 
     monkeypatch.setattr(attention_module, "_by_products", spying)
-    for batch, nodes, gaps in ((15, 2, 0), (16, 2, 0), (16, 2, 3), (16, 17, 0), (40, 1, 0)):
+    monkeypatch.setattr(attention_module, "native_bf16", lambda: True)
+    monkeypatch.setattr(attention_module, "_MANY_SCORES", 16 * heads * 2 * 32)
+    monkeypatch.setattr(attention_module, "_MOST_SCORES", 16 * heads * 4 * 34)
+    cases = {
+        (15, 2, 0): [],
+        (16, 2, 0): [16],
+        (16, 2, 3): [],
+        (1, 40, 3): [1],  # one text's keys may have gaps behind them
+        (2, 129, 0): [],
+        (40, 4, 0): [40, 16, 16, 8],  # in parts
+    }
+    for (batch, nodes, gaps), expected_use in cases.items():
         slots = nodes + 30
         query = torch.randn(batch, heads, nodes, 16).bfloat16()
         buffers = torch.randn(2, batch, groups, slots + gaps, 16).bfloat16()
@@ -247,13 +258,15 @@ def test_attention_in_large_batches(
         mask = as_float_mask(visible, torch.bfloat16)
         used.clear()
         found, _ = grouped_attention(module, query, key, value, mask, scaling=scaling)
-        assert used == ([batch] if (batch, nodes, gaps) in {(16, 2, 0), (40, 1, 0)} else [])
+        assert used == expected_use
         assert found.is_contiguous()
         expected = eager(query, key, value, mask, 16**-0.5 if scaling is None else scaling)
         torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.04)
 
 
-def test_large_batches_in_bf16_read_keys_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_scores_in_bf16_read_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_module, "native_bf16", lambda: True)
+    monkeypatch.setattr(attention_module, "_MANY_SCORES", 10_000)
     model = tiny_model("llama", dtype=torch.bfloat16)
     speed_up(model.model, exact_bits=False)
     spans: list[int] = []

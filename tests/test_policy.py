@@ -150,9 +150,9 @@ def test_nothing_is_drafted_where_many_rows_make_nodes_dear() -> None:
     assert sizes(policy(STATIC, cost), 3, as_expected, batch=16) == [1, 1, 1]
 
 
-def test_a_gain_of_less_than_two_percent_is_none() -> None:
+def test_a_gain_of_less_than_five_percent_is_none() -> None:
     barely = tiny_profile(Tree.chain(1), static_tokens=[1.0, 1.5], dynamic_tokens=[])
-    for milliseconds, nodes in ((14.6, 2), (14.8, 1)):  # 1.5 / 14.6 is 1.027 of 1 / 10, 1.5 / 14.8 is 1.0135
+    for milliseconds, nodes in ((14.2, 2), (14.4, 1)):  # 1.5 / 14.2 is 1.056 of 1 / 10, 1.5 / 14.4 is 1.042
         cost = by_hand([("verify", 1, 1, 10.0), ("verify", 1, 2, milliseconds), ("static", 1, 2, 0.0)])
         assert policy(barely, cost).propose(context(1)).num_nodes == nodes
 
@@ -179,7 +179,7 @@ def test_a_head_without_trees_is_never_asked() -> None:
 
 
 def test_what_a_step_without_a_draft_costs_the_drafter_counts() -> None:
-    cost = by_hand([("verify", 1, 1, 10.0), ("verify", 1, 2, 14.9), ("static", 1, 2, 0.0), ("follow", 1, 1, 0.3)])
+    cost = by_hand([("verify", 1, 1, 10.0), ("verify", 1, 2, 14.5), ("static", 1, 2, 0.0), ("follow", 1, 1, 0.3)])
     barely = tiny_profile(Tree.chain(1), static_tokens=[1.0, 1.5], dynamic_tokens=[])
     assert policy(barely, cost).propose(context(1)).num_nodes == 2
 
@@ -302,7 +302,7 @@ def test_a_request_that_is_never_right_is_cut_more() -> None:
     cost = machine(1.0)
     one = policy(GROWING, cost)
     found = sizes(one, 40, never)
-    assert found[0] > found[10] > found[-1]
+    assert found[0] > found[5] > found[-1]
 
 
 # --- a drafter that adds copies ---

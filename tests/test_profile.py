@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from draftheads.acceptance import AcceptanceProfile
 from draftheads.decode.engine import Engine
+from draftheads.drafters.copy_odds import DEFAULT_ODDS, check_odds
 from draftheads.growth import BestFirst
 from draftheads.search.calibrate import Answer
-from draftheads.search.profile import TOKENS_PER_TEXT, Silent, measured_profile, recorded, static_profile, with_copies
+from draftheads.search.profile import TOKENS_PER_TEXT, Silent, measured_profile, recorded, static_profile
 from draftheads.search.rehearsal import RehearsalSettings
 from draftheads.tree import Tree
 from families import PROMPTS, tiny_head, tiny_model
@@ -57,7 +57,20 @@ def test_static_profiles_from_ranks_alone() -> None:
     assert chain.static_tokens == [1.0, 1.75, 1.75]
 
 
-def test_copies_are_added_to_a_profile() -> None:
-    profile = with_copies(AcceptanceProfile.assumed(2), [[0.5, 0.25], [0.90001, 0.8]])
-    assert profile.copies == [[0.5, 0.25], [0.9, 0.8]]
-    assert profile.paths == AcceptanceProfile.assumed(2).paths
+def test_a_measured_profile_knows_how_copies_fared() -> None:
+    """Answers that repeat themselves raise the odds of copies above the usual ones; others lower them."""
+    model = tiny_model("llama")
+    vocabulary = list(range(5, 20))
+    repeating = [Answer((3, 4), (5, 6, 7, 8) * 15)] * 4
+    others = [
+        Answer((3, 4), tuple(token for pair in zip(vocabulary * 4, [21] * 60, strict=True) for token in pair))
+    ] * 4
+
+    def copies(answers: list[Answer]) -> list[list[float]]:
+        settings = RehearsalSettings(num_ranks=4, beam=2)
+        profile, _ = measured_profile(model, tiny_head("medusa", model), answers, settings, display=Silent())
+        check_odds(profile.copies)
+        return profile.copies
+
+    assert copies(repeating)[-1][5] > DEFAULT_ODDS[-1][5]
+    assert copies(others)[0][0] < DEFAULT_ODDS[0][0], "21 is followed by another token each time"

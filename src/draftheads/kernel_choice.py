@@ -71,9 +71,10 @@ def choose(
     groups: dict[Shape, list[Tensor]] = {}
     for weight in weights:
         groups.setdefault(_shape(weight), []).append(weight)
-    kinds = {shape: candidates(group[:_MOST_LAYERS], quantised=quantised) for shape, group in groups.items()}
+    samples = {shape: _sample(group) for shape, group in groups.items()}
+    kinds = {shape: candidates(sample, quantised=quantised) for shape, sample in samples.items()}
     if exact_bits:
-        kinds = {shape: _exact(found, groups[shape][0]) for shape, found in kinds.items()}
+        kinds = {shape: _exact(found, samples[shape][0]) for shape, found in kinds.items()}
     open_shapes = [shape for shape, found in kinds.items() if len(found) > 1]
     known = {shape: found[0] for shape, found in kinds.items() if len(found) == 1}
     if not open_shapes:
@@ -85,7 +86,7 @@ def choose(
         kept = {}
         for place, shape in enumerate(open_shapes):
             share = (deadline - clock()) / (len(open_shapes) - place)
-            kept[shape] = fastest(groups[shape], kinds[shape], seconds=share, clock=clock)
+            kept[shape] = fastest(samples[shape], kinds[shape], seconds=share, clock=clock)
         if path is not None:
             _write(path, kept)
     return {**known, **kept}
@@ -101,13 +102,12 @@ def fastest(
     rows counts only if all candidates were timed at it.
     """
     deadline = clock() + seconds
-    sample = weights[: max(1, min(_MOST_LAYERS, _SAMPLE_BYTES // max(1, weights[0].nbytes)))]
-    packs = {kind: [kind(weight, None) for weight in sample] for kind in kinds}
+    packs = {kind: [kind(weight, None) for weight in weights] for kind in kinds}
     totals = dict.fromkeys(kinds, 0.0)
     for rows, weight in ROW_WEIGHTS.items():
-        if rows > _MOST_VOCABULARY_ROWS and sample[0].shape[0] >= _VOCABULARY:
+        if rows > _MOST_VOCABULARY_ROWS and weights[0].shape[0] >= _VOCABULARY:
             break
-        x = torch.randn(rows, sample[0].shape[1]).to(sample[0].dtype)
+        x = torch.randn(rows, weights[0].shape[1]).to(weights[0].dtype)
         best = dict.fromkeys(kinds, float("inf"))
         for turn in range(4):  # the first one warms up
             for kind, products in packs.items():
@@ -123,6 +123,15 @@ def fastest(
         if clock() > deadline:
             break
     return min(kinds, key=totals.__getitem__)
+
+
+def _sample(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Some weights of one shape, no more than :data:`_SAMPLE_BYTES`; of a large one its first rows."""
+    row = weights[0].nbytes // max(1, len(weights[0]))
+    most = max(1, _SAMPLE_BYTES // max(1, row))  # rows
+    if len(weights[0]) > most:
+        return [weights[0][:most]]
+    return list(weights[: min(_MOST_LAYERS, most // len(weights[0]))])
 
 
 def _exact(kinds: Sequence[type[Product]], weight: Tensor) -> list[type[Product]]:

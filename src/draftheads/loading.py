@@ -16,7 +16,8 @@ from draftheads.checkpoint import SavedHead, check_profile, load_head, read_head
 from draftheads.decode.cost import cost_of
 from draftheads.decode.engine import Engine
 from draftheads.draft import Drafter
-from draftheads.drafters.copying import DEFAULT_ODDS, Copying
+from draftheads.drafters.copy_odds import DEFAULT_ODDS
+from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup

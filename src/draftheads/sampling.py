@@ -184,7 +184,8 @@ def most_likely(scores: Tensor) -> Tensor:
     parts = scores.unflatten(-1, (-1, _PART))
     part = parts.amax(-1).argmax(-1, keepdim=True)  # (…, 1)
     inside = parts.take_along_dim(part[..., None], -2)[..., 0, :].argmax(-1)
-    return part[..., 0] * _PART + inside
+    found: Tensor = part[..., 0] * _PART + inside
+    return found
 
 
 def draw(probs: Tensor, uniforms: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from draftheads.acceptance import DEFAULT_NODES, KINDS, AcceptanceProfile, read_profile
 from draftheads.checkpoint import SavedHead, read_head
+from draftheads.drafters.copy_odds import DEFAULT_ODDS
 from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.files import user_path
 from draftheads.loading import find_profile, kept_profile
@@ -123,6 +124,11 @@ def _told(profile: AcceptanceProfile) -> dict[str, object]:
         if any(nodes <= len(profile.tokens(kind)) for kind in KINDS):
             words = ", ".join(f"{kind} {tokens:.2f}" for kind, tokens in gains.items())
             shown[f"tokens/step, {nodes} nodes"] = words
+    odds = profile.copies or DEFAULT_ODDS
+    lengths = sorted({1, 1 + len(odds) // 2, len(odds)})
+    shares = ", ".join(f"{length}: {odds[length - 1][0]:.0%}" for length in lengths)
+    usual = "" if profile.copies else " (as usual; not measured)"
+    shown["copied tokens accepted, by length of the match"] = f"{shares}{usual}"
     return shown
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from draftheads.acceptance import KINDS, AcceptanceProfile, Kind
 from draftheads.decode.cost import CostProfile
 from draftheads.draft import Context, Draft, Drafter
+from draftheads.drafters.copying import Copying
 from draftheads.growth import BestFirst, Shape
 from draftheads.tree import Tree
 
@@ -26,7 +27,7 @@ _MEMORY = 0.99  # of a request's draft tokens, per step with a draft
 # The same per step without one. A request none of whose draft tokens is accepted spends at most
 # (1 - _FORGETTING) * _PRIOR = 2 % of its time on drafts.
 _FORGETTING = 0.995
-_SMALLEST_GAIN = 1.02  # over plain decoding, or nothing is drafted
+_SMALLEST_GAIN = 1.05  # over plain decoding, or nothing is drafted
 _SPARE_NODES = 4  # that growing trees are drafted with beyond twice their best size …
 _SPARE_COST = 0.03  # … as long as drafting them costs less than this share of a plain step
 _PLAIN = Tree.chain(0)
@@ -105,6 +106,9 @@ class SizePolicy:
             self._expected = (0.0,) * batch
             return Draft.on_tree(_PLAIN, context.root_ids[:, None])
         self.drafter.shape = _PLAIN if shape is None else self._with_spare(shape, batch)
+        if isinstance(self.drafter, Copying):  # what gains less than it costs would be cut
+            verifying = self._table(batch).verifying
+            self.drafter.prices = (rate / ratios.max() * (verifying[1:] - verifying[0])).tolist()
         draft = self.drafter.propose(context)
         if draft.path_log_probs is None:
             self._expected = (gain,) * batch

@@ -16,6 +16,7 @@ from draftheads.target.target import Target
 from draftheads.tree import Tree
 
 _TEXT_TOKENS = 400  # tokens of each row; attention over long texts is what larger batches pay for
+_STEP_TOKENS = 3  # that a step adds to a row; of several rows the one with the most counts
 
 
 def wait_for(device: torch.device) -> None:
@@ -69,9 +70,11 @@ class StepTimer:
 
     def _draft(self, part: str, rows: int, nodes: int) -> float:
         drafter = self._drafter(rows)
-        context = self._context(rows, 1)
+        context = self._context(rows, _STEP_TOKENS if self.drafter.needs_history else 1)
         if part != "follow":
             drafter.shape = self._shape(part, nodes)
+        if self.target.device.type == "cpu":  # between two drafts the target's weights drive the head's from the caches
+            self.target.logits(self.target.hidden_states(self._tokens(1, 1)))
         start = self.now
         if part == "follow":
             drafter.follow(context)

@@ -7,8 +7,19 @@ from draftheads.drafters.text_index import TextIndex
 from draftheads.errors import InvalidSettings
 
 Odds = Sequence[Sequence[float]]
+# copy_odds() of 8,253 chats of SmolLM2-135M-Instruct, 1.6 million tokens
+DEFAULT_ODDS: Odds = (
+    (0.208, 0.107, 0.066, 0.045, 0.033, 0.025, 0.019, 0.016, 0.013),
+    (0.501, 0.295, 0.2, 0.146, 0.112, 0.088, 0.072, 0.06, 0.05),
+    (0.585, 0.394, 0.285, 0.218, 0.171, 0.139, 0.116, 0.098, 0.083),
+    (0.676, 0.491, 0.379, 0.3, 0.246, 0.206, 0.175, 0.149, 0.13),
+    (0.725, 0.559, 0.443, 0.365, 0.305, 0.26, 0.221, 0.194, 0.172),
+    (0.77, 0.609, 0.503, 0.42, 0.358, 0.305, 0.267, 0.237, 0.214),
+    (0.789, 0.651, 0.546, 0.465, 0.398, 0.348, 0.309, 0.279, 0.252),
+    (0.928, 0.869, 0.821, 0.779, 0.743, 0.711, 0.683, 0.657, 0.634),
+)
 
-_PRIOR = 20.0  # matches that "as for the next shorter match" counts as
+_PRIOR = 20.0  # matches that earlier odds, or those of the next shorter match, count as
 _HIGHEST = 0.99  # probability of a copied token given those before it
 _STEP = 0.001  # odds are rounded to this, and fall by at least this from token to token
 
@@ -19,18 +30,20 @@ def copy_odds(
     num_tokens: int = 9,
     max_ngram: int = 4,
     max_match: int = 8,
+    prior: Odds | None = None,
 ) -> list[list[float]]:
     """Row m-1, place d: the probability that the first d+1 copied tokens are right after a match of m tokens.
 
     At every token of an answer, what would be copied is compared with what follows. The last row is for ``max_match``
     tokens and more. Rows fall from token to token and do not fall from a match to a longer one; with few observations
-    they are drawn to the row of the next shorter match.
+    they are drawn to ``prior``, or to the row of the next shorter match.
 
     Args:
         texts: pairs of prompt and answer, token ids.
         num_tokens: the most tokens that are copied.
         max_ngram: the longest n-gram that is looked up.
-        max_match: the longest match that is told from a longer one.
+        max_match: longer matches count as matches of this length.
+        prior: odds of as many tokens and matches, measured on other texts.
     """
     right = [[0] * (num_tokens + 1) for _ in range(max_match)]  # the first d tokens are; all of them are known
     tried = [[0] * (num_tokens + 1) for _ in range(max_match)]  # the first d-1 are, and the next one is known
@@ -47,16 +60,20 @@ def copy_odds(
                         break
                     right[row][depth] += 1
             text.read([token])
-    return _odds(right, tried, num_tokens)
+    return _odds(right, tried, num_tokens, prior)
 
 
-def _odds(right: Sequence[Sequence[int]], tried: Sequence[Sequence[int]], num_tokens: int) -> list[list[float]]:
+def _odds(
+    right: Sequence[Sequence[int]], tried: Sequence[Sequence[int]], num_tokens: int, prior: Odds | None
+) -> list[list[float]]:
     """Counts as smooth products of conditional probabilities."""
     depths = range(1, num_tokens + 1)
     all_right, all_tried = (list(map(sum, zip(*counts, strict=True))) for counts in (right, tried))
     shares = [(all_right[d] + 1) / (all_tried[d] + 2) for d in depths]
     odds: list[list[float]] = []
-    for hits, trials in zip(right, tried, strict=True):
+    for number, (hits, trials) in enumerate(zip(right, tried, strict=True)):
+        if prior is not None:
+            shares = [after / before for before, after in pairwise([1.0, *prior[number]])]
         shares = [(hits[d] + _PRIOR * shares[d - 1]) / (trials[d] + _PRIOR) for d in depths]
         row, product = [], 1.0
         for share in shares:

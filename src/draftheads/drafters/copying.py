@@ -1,15 +1,17 @@
 """A drafter whose trees also hold a copy from the text so far (prompt lookup in the tree of a draft head or model)."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
+from operator import gt
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from draftheads.draft import Context, Draft, Watcher
-from draftheads.drafters.copy_odds import Odds, check_odds
+from draftheads.drafters.copy_odds import DEFAULT_ODDS, Odds, check_odds
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.text_index import RowTexts
 from draftheads.growth import BestFirst, Shape
@@ -19,21 +21,11 @@ from draftheads.merging import merged
 from draftheads.target.transfer import to_device
 from draftheads.tree import Path, Tree
 
-# copy_odds() of 8,253 chats of SmolLM2-135M-Instruct, 1.6 million tokens
-DEFAULT_ODDS: Odds = (
-    (0.208, 0.107, 0.066, 0.045, 0.033, 0.025, 0.019, 0.016, 0.013),
-    (0.501, 0.295, 0.2, 0.146, 0.112, 0.088, 0.072, 0.06, 0.05),
-    (0.585, 0.394, 0.285, 0.218, 0.171, 0.139, 0.116, 0.098, 0.083),
-    (0.676, 0.491, 0.379, 0.3, 0.246, 0.206, 0.175, 0.149, 0.13),
-    (0.725, 0.559, 0.443, 0.365, 0.305, 0.26, 0.221, 0.194, 0.172),
-    (0.77, 0.609, 0.503, 0.42, 0.358, 0.305, 0.267, 0.237, 0.214),
-    (0.789, 0.651, 0.546, 0.465, 0.398, 0.348, 0.309, 0.279, 0.252),
-    (0.928, 0.869, 0.821, 0.779, 0.743, 0.711, 0.683, 0.657, 0.634),
-)
 # For static trees without measured values, close to hydra's: the probability of a node of rank 0 as a share of its
 # parent's, and of a node of each next rank as a share of the rank before.
 _BEST_RANK = 0.45
 _NEXT_RANK = 0.3
+_ROOT = Tree.chain(0)
 
 
 class Copying:
@@ -70,6 +62,8 @@ class Copying:
         self.odds, self.max_ngram = odds, max_ngram
         self.values = {} if values is None else values
         self.extra_nodes = 0  # how many nodes a tree may have beyond the shape's own
+        # where nothing else is drafted, n copied tokens of all rows must together promise more than prices[n-1] tokens
+        self.prices: Sequence[float] = ()
         self._texts = RowTexts(max_ngram=max_ngram)
         self._log_odds = [[-math.inf] * self.num_tokens, *([math.log(p) for p in row] for row in odds)]
         self._static: dict[Tree, Tensor] = {}  # (1, N) log-probabilities of static trees' nodes
@@ -96,7 +90,7 @@ class Copying:
             values=self.values,
             max_ngram=self.max_ngram,
         )
-        other.extra_nodes = self.extra_nodes
+        other.extra_nodes, other.prices = self.extra_nodes, self.prices
         return other
 
     def propose(self, context: Context) -> Draft:
@@ -109,6 +103,11 @@ class Copying:
         matches = [text.copy(self.num_tokens, longest=len(self.odds)) for text in self._texts.rows]
         if num_nodes == 1 or not any(length for _, length in matches):
             return draft
+        if shape == _ROOT and self.prices:
+            found = [self.odds[min(length, len(self.odds)) - 1] for _, length in matches if length]
+            gains = accumulate(map(sum, zip(*found, strict=True)))
+            if not any(map(gt, gains, self.prices)):
+                return draft
         device = context.root_ids.device
         tokens = to_device([copied or [0] * self.num_tokens for copied, _ in matches], device)
         odds = [self._log_odds[min(length, len(self.odds))] for _, length in matches]
@@ -135,10 +134,10 @@ class Copying:
             self.drafter.watch(draft, logits)
 
     def _drafted(self, context: Context) -> Draft:
-        if self.shape != Tree.chain(0):
+        if self.shape != _ROOT:
             return self.drafter.propose(context)
         self.drafter.follow(context)  # the root alone needs no head
-        return Draft.on_tree(Tree.chain(0), context.root_ids[:, None])
+        return Draft.on_tree(_ROOT, context.root_ids[:, None])
 
     def _valued(self, draft: Draft, tree: Tree) -> Draft:
         """A draft on a static tree with the probabilities of its nodes."""

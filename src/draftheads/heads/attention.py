@@ -6,12 +6,13 @@ d their size, D hidden size.
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from draftheads.draft import Context
 from draftheads.errors import InvalidSettings
@@ -19,6 +20,7 @@ from draftheads.heads.base import DraftHead, HeadConfig
 from draftheads.kernels import PackedLinear, stacked
 
 _FIRST_CAPACITY = 64  # slots of a new history; it doubles
+_MOST_UNREAD = 64 << 20  # bytes of hidden states that a head puts aside
 
 
 @dataclass(frozen=True)
@@ -284,13 +286,18 @@ def attend_with_path(queries: Tensor, seen: KeysValues, mask: Tensor, path: Keys
 
 
 class StatefulHead(DraftHead):
-    """A head that reads all accepted tokens: it keeps a :class:`History` of its rows and reads each token once."""
+    """A head that reads all accepted tokens: it keeps a :class:`History` of its rows and reads each token once.
+
+    On a CPU the tokens of steps without a draft are put aside, and read before the next draft. A batch in which
+    nothing is ever drafted costs the head nothing.
+    """
 
     needs_history: ClassVar[bool] = True
 
     def __init__(self, config: LayerConfig, num_layers: int) -> None:
         super().__init__(config)
         self.history = History(num_layers)
+        self.unread: list[list[tuple[Tensor, Tensor]]] = []  # for each row: hidden states (n, D), tokens (n,)
 
     @abstractmethod
     def read(self, context: Context, rows: slice) -> Tensor:
@@ -312,9 +319,9 @@ class StatefulHead(DraftHead):
         Raises:
             ValueError: the context has fewer rows than there are: some left, and ``keep`` was not told.
         """
-        context = self.in_own_type(context)
+        batch = self.num_rows + context.num_new_rows(self.num_rows)
+        context = self.in_own_type(self._with_unread(context))
         known = self.history.num_rows
-        batch = known + context.num_new_rows(known)
         self.history.join(batch, context.root_ids.device)
         parts = []
         for rows in (slice(0, known), slice(known, batch)):
@@ -332,17 +339,54 @@ class StatefulHead(DraftHead):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def follow(self, context: Context) -> None:
-        """Reads the new tokens."""
-        self.advance(context)
+        """Puts the new tokens aside, or reads them where that is no use or they have become many."""
+        joins_others = context.num_new_rows(self.num_rows) > 0 and self.history.num_rows > 0
+        held = sum(hidden.nbytes for row in self.unread for hidden, _ in row)
+        if context.root_ids.device.type != "cpu" or joins_others or held > _MOST_UNREAD:
+            self.advance(context)
+            return
+        self.unread += [[] for _ in range(len(context.root_ids) - len(self.unread))]
+        for row, count in enumerate(context.num_accepted.tolist()):
+            self.unread[row].append((context.hidden[row, :count].clone(), context.token_ids[row, :count].clone()))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows at work, read or not."""
+        return max(self.history.num_rows, len(self.unread))
+
+    def _with_unread(self, context: Context) -> Context:
+        """The tokens that were put aside, and behind them those of the context."""
+        if not self.unread:
+            return context
+        self.unread += [[] for _ in range(len(context.root_ids) - len(self.unread))]
+        counts = context.num_accepted.tolist()
+        hidden, tokens = (
+            [
+                torch.cat([*(old[part] for old in row), new[:count]])
+                for row, new, count in zip(self.unread, values, counts, strict=True)
+            ]
+            for part, values in enumerate((context.hidden, context.token_ids))
+        )
+        self.unread = []
+        return replace(
+            context,
+            hidden=pad_sequence(hidden, batch_first=True),
+            token_ids=pad_sequence(tokens, batch_first=True),
+            num_accepted=torch.tensor([len(row) for row in tokens]),
+        )
 
     def keep(self, rows: Tensor) -> None:
-        """Their history moves with the rows."""
-        self.history.keep(rows)
+        """What is kept of the rows moves with them."""
+        if self.history.num_rows:
+            self.history.keep(rows)
+        if self.unread:
+            self.unread = [self.unread[row] for row in rows.tolist()]
 
     def fresh(self) -> Self:
         """The same head for other rows: weights are shared, the history is empty."""
         other = super().fresh()
         other.history = History(len(self.history.layers))
+        other.unread = []
         return other
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from draftheads.acceptance import MAX_NODES, AcceptanceProfile
+from draftheads.drafters.copy_odds import DEFAULT_ODDS, copy_odds
 from draftheads.heads.base import DraftHead
 from draftheads.search.calibrate import Answer
 from draftheads.search.grow import expected_tokens, joint_order, path_counts
@@ -56,6 +57,7 @@ def measured_profile(
         dynamic_tokens=_rising(found["dynamic"]["expected"][:MAX_NODES]),
         num_ranks=rehearsal.num_ranks,
         beam=settings.beam,
+        copies=copy_odds(((answer.prompt_ids, answer.token_ids) for answer in answers), prior=DEFAULT_ODDS),
     )
     return profile, found
 
@@ -93,8 +95,3 @@ class Silent:
 
     def advance(self) -> None:
         """Nothing to show."""
-
-
-def with_copies(profile: AcceptanceProfile, copies: Sequence[Sequence[float]]) -> AcceptanceProfile:
-    """The same profile with the measured acceptance of copies, see :class:`AcceptanceProfile`."""
-    return AcceptanceProfile(**{**vars(profile), "copies": [[round(share, 4) for share in row] for row in copies]})

@@ -116,8 +116,8 @@ def _by_products(rows: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling
     batch, groups, num, _ = rows.shape
     texts = max(1, _MOST_SCORES // (groups * num * key.shape[2]))
     if texts < batch:
-        parts = zip(*(tensor.split(texts) for tensor in (rows, key, value, mask)), strict=True)
-        return torch.cat([_by_products(*part, scaling) for part in parts])
+        parts = zip(rows.split(texts), key.split(texts), value.split(texts), mask.split(texts), strict=True)
+        return torch.cat([_by_products(q, k, v, m, scaling) for q, k, v, m in parts])
     scores = torch.bmm(rows.flatten(0, 1), key.flatten(0, 1).transpose(1, 2)).view(batch, groups, num, -1)
     weights = torch.add(mask, scores, alpha=scaling).softmax(-1)
     return torch.bmm(weights.flatten(0, 1), value.flatten(0, 1)).view(batch, groups, num, -1)

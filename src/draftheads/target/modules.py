@@ -43,14 +43,14 @@ class FusedNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         size = len(weight)
-        # √D · w and √(D · ε): rms(x) is the length of x over √D. A tuple, as a module's own attributes are found slowly.
+        # √D · w and √(D · ε): rms(x) is the length of x over √D. In a tuple: a module's own attributes are found slowly
         self.given = size**0.5 * weight.detach().float(), torch.tensor((size * epsilon) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, D) -> (…, D)."""
         scaled, floor = self.given
         whole = x.float()
-        length = torch.hypot(torch.linalg.vector_norm(whole, 2, -1, True), floor)
+        length = torch.hypot(torch.linalg.vector_norm(whole, dim=-1, keepdim=True), floor)
         return (whole / length).mul_(scaled).to(x.dtype)
 
 
