@@ -63,12 +63,12 @@ def measured(model: str, head: str, precision: str, max_new_tokens: int) -> Memo
     torch.randn(64, 64) @ torch.randn(64, 64)  # threads and kernels
     before = resident_mb()
     engine = load(model, head=head, precision=precision)
-    engine.generate("Why is the sky blue?", max_new_tokens=max_new_tokens)
+    engine.generate(["Why is the sky blue?"], max_new_tokens=max_new_tokens)
     gc.collect()
     after = resident_mb()
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
     with torch.device("meta"):
-        parameters = type(engine.target.model)(engine.target.model.config).num_parameters()
+        parameters = type(engine.model.model)(engine.model.model.config).num_parameters()
     return Memory(precision, parameters * BYTES[precision] / 1e6, after - before, most - before)
 
 
