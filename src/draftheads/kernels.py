@@ -273,7 +273,8 @@ def replace_linears(module: nn.Module) -> list[PackedLinear]:
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                setattr(parent, name, PackedLinear(Plain(child.weight.detach(), child.bias)))
+                bias = None if child.bias is None else child.bias.detach().clone()
+                setattr(parent, name, PackedLinear(Plain(child.weight.detach(), bias)))
     return [layer for layer in module.modules() if isinstance(layer, PackedLinear)]
 
 

@@ -26,7 +26,7 @@ from draftheads.files import user_path
 from draftheads.growth import Shape
 from draftheads.heads.base import DraftHead
 from draftheads.target.embedded import cache_folder
-from draftheads.target.fast import rows_keep_their_bits
+from draftheads.target.fast import return_freed_memory, rows_keep_their_bits
 from draftheads.target.model import TargetModel
 from draftheads.target.pretrained import default_device
 from draftheads.target.target import check_trees
@@ -137,6 +137,7 @@ def head_engine(
         if kernels_folder() is None:  # the user has been told
             warnings.simplefilter("ignore", CacheWarning)
         cost = cost_of(target, drafter, extra_nodes=extra_nodes)
+    return_freed_memory()
     if isinstance(whole, Copying):
         whole.extra_nodes = extra_nodes  # the policy cuts what does not gain
     return Engine(target, whole, max_batch_size=max_batch_size, profile=found, cost=cost)
@@ -233,6 +234,7 @@ def load_drafter(
     drafter = load_head(find_head(fspath(head), fspath(model)), target, dtype=dtype, ignore_profile=ignore_profile)
     if fast:
         drafter.speed_up(folder=kernels_folder())
+        return_freed_memory()
     return drafter
 
 
@@ -265,6 +267,7 @@ def load_target(
     if (exact_bits or int8) and target.device.type == "cpu" and not rows_keep_their_bits(target.model):
         what = "precision int8" if int8 else "exact_bits"
         raise InvalidSettings(f"{what}: this CPU's kernels change a row's bits with the number of rows")
+    return_freed_memory()
     return target
 
 

@@ -7,6 +7,8 @@ It covers layers that are ``nn.Linear`` (not GPT-2's Conv1D or Mixtral's experts
 ``int8`` quantises the linear layers. The model becomes another one, whose plain decoding is the oracle.
 """
 
+import ctypes
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,7 +76,15 @@ def speed_up(
             _observe_inputs(model, layers, typical_ids)
         pack(layers, exact_bits=exact_bits, int8=int8, folder=folder)
         halve_embedding(model)
+        _let_go_of_file(model)
         _tie(model)
+
+
+def return_freed_memory() -> None:
+    """Gives memory that is free again back to the system. glibc keeps it: after loading, more than the weights take."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
 
 
 def kernels_of(model: Any) -> str:
@@ -121,6 +131,12 @@ def _observe_inputs(model: Any, layers: Sequence[PackedLinear], token_ids: Tenso
     for layer, product in zip(layers, plain, strict=True):
         layer.inputs = seen.get(id(layer.product))
         layer.product = product
+
+
+def _let_go_of_file(model: Any) -> None:
+    """Copies what is not packed, norms and the embedding: else these few tensors keep the whole file in memory."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
 
 
 def _tie(model: Any) -> None:
