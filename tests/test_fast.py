@@ -1,14 +1,20 @@
 """The faster model: the same numbers as the stock one, and with exact bits the same bits at every shape."""
 
+import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
 
 from draftheads.draft import Draft
 from draftheads.errors import InvalidSettings
 from draftheads.kernels import MAX_TREE_ROWS, Int8, PackedLinear, Plain
+from draftheads.loading import Precision, load_target
 from draftheads.target import attention as attention_module
 from draftheads.target import target as target_module
 from draftheads.target.attention import (
@@ -93,16 +99,31 @@ def test_weights_are_held_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("draftheads.kernel_choice.fastest", lambda _, kinds, **__: kinds[-1])
     model = tiny_model("llama", hidden_size=64, intermediate_size=128, tie_word_embeddings=True)
     before = {layer.weight.data_ptr() for layer in model.model.modules() if isinstance(layer, nn.Linear)}
-    lm_head, expected = model.weights.lm_head, model.lm_head.weight.clone()
+    expected = model.lm_head.weight.clone()
     model.speed_up()
-    assert model.weights.lm_head.data_ptr() == lm_head.data_ptr(), "a tied lm_head gives the embedding"
+    weights = model.weights
+    assert weights.lm_head.data_ptr() == weights.embedding.data_ptr(), "a tied lm_head gives the embedding"
     assert torch.equal(model.weights.lm_head, expected)
-    held = {tensor.data_ptr() for tensor in [*model.model.parameters(), *model.model.buffers()]}
     packed = [m.product for m in model.model.modules() if isinstance(m, PackedLinear) and type(m.product) is not Plain]
     assert packed
     tensors = [v for p in packed for v in vars(p).values() if isinstance(v, Tensor) and v.layout == torch.strided]
     assert not {tensor.data_ptr() for tensor in tensors if tensor.numel() > 1} & before
-    assert held & before <= {lm_head.data_ptr()}
+    matrices = [tensor for tensor in model.model.parameters() if tensor.dim() > 1]
+    assert [tensor.data_ptr() for tensor in matrices] == [weights.embedding.data_ptr()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs a list of what this process has mapped")
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "int8"])
+def test_the_file_of_the_weights_is_not_kept_in_memory(precision: Precision, tmp_path: Path):
+    """A single small tensor that lies in the mapped file would keep all of it."""
+    target = tiny_model("llama", tie_word_embeddings=True)
+    target.model.to(torch.bfloat16).save_pretrained(tmp_path)
+    backend = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCAB)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="w1").save_pretrained(tmp_path)
+    loaded = load_target(tmp_path, precision=precision)
+    gc.collect()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text(encoding="utf-8")
+    assert loaded.precision == precision
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

@@ -134,9 +134,20 @@ def _observe_inputs(model: Any, layers: Sequence[PackedLinear], token_ids: Tenso
 
 
 def _let_go_of_file(model: Any) -> None:
-    """Copies what is not packed, norms and the embedding: else these few tensors keep the whole file in memory."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
+    """Copies what is not packed, such as norms: else a few tensors keep all of the mapped file in memory."""
+    copies: dict[tuple[int, torch.Size], Tensor] = {}  # a tensor that two modules share stays one
+
+    def copied(old: Tensor) -> Tensor:
+        place = (old.data_ptr(), old.shape)
+        if place not in copies:
+            copies[place] = old.detach().clone()
+        return copies[place]
+
+    for module in model.modules():
+        for name, old in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(copied(old), requires_grad=old.requires_grad))
+        if isinstance(module, PackedLinear) and type(module.product) is Plain:
+            module.product = Plain(copied(module.product.weight), module.product.bias)
 
 
 def _tie(model: Any) -> None:
