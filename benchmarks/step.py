@@ -97,12 +97,18 @@ def step_ms(model: TargetModel, rows: int, nodes: int, length: int, options: Opt
     return whole, beside
 
 
-def rates() -> tuple[float, float]:
-    """Bytes a second that are read, and fp32 operations a second."""
+def bytes_per_second() -> float:
+    """That are read from memory."""
     block = torch.zeros(32 << 20)  # 128 MiB: beyond any cache
-    bandwidth = block.nbytes / (median_ms(block.sum, 7) / 1e3)
-    a = torch.randn(1024, 1024)
-    return bandwidth, 2 * 1024**3 / (median_ms(lambda: a @ a, 7) / 1e3)
+    return block.nbytes / (median_ms(block.sum, 7) / 1e3)
+
+
+def operations_per_second(model: TargetModel) -> float:
+    """Of the model's own largest layer but the lm_head, with more rows than any step has."""
+    layers = [layer for layer in model.model.modules() if isinstance(layer, PackedLinear)]
+    layer = max(layers[:-1], key=lambda layer: layer.in_features * layer.out_features)
+    rows = torch.randn(1024, layer.in_features).to(model.dtype)
+    return 2 * len(rows) * layer.in_features * layer.out_features / (median_ms(lambda: layer.rows(rows), 15) / 1e3)
 
 
 def weight_bytes(model: TargetModel) -> int:
@@ -117,18 +123,19 @@ def weight_bytes(model: TargetModel) -> int:
 def main(options: Options) -> None:
     """Measures and prints."""
     quiet_transformers()
-    bandwidth, rate = rates()
+    bandwidth = bytes_per_second()
     facts = machine(torch.get_num_threads())
     console = Console(width=120)
-    console.print(f"{facts['cpu']}: {bandwidth / 1e9:.0f} GB/s, {rate / 1e9:.0f} fp32 GFLOP/s")
+    console.print(f"{facts['cpu']}: {bandwidth / 1e9:.0f} GB/s")
     found = []
     for precision in options.precisions:
         model = load_target(options.model, precision=precision)
+        rate = operations_per_second(model)
         read_ms = 1e3 * weight_bytes(model) / bandwidth
         layers = [layer for layer in model.model.modules() if isinstance(layer, PackedLinear)]
         numbers = sum(layer.in_features * layer.out_features for layer in layers)
-        table = Table("rows", "text", "nodes", "step, ms", "beside products, ms", "reading, ms", "fp32 sums, ms")
-        table.title = f"{options.model} in {model.precision}"
+        table = Table("rows", "text", "nodes", "step, ms", "beside products, ms", "reading, ms", "computing, ms")
+        table.title = f"{options.model} in {model.precision}, {rate / 1e9:.0f} billion operations/s"
         for length in options.lengths:
             for rows in options.rows:
                 for nodes in options.nodes:
@@ -165,7 +172,7 @@ def draw(found: list[dict[str, object]], title: str, path: Path) -> None:
         axes.plot(nodes, [one["step_ms"] for one in own], "o-", color=colour, label=f"{precision}: step")
         axes.plot(nodes, [one["beside_ms"] for one in own], ":", color=colour, label=f"{precision}: beside products")
         bound = [max(one["read_ms"], one["sums_ms"]) for one in own]  # type: ignore[type-var]
-        axes.plot(nodes, bound, "--", color=colour, alpha=0.6, label=f"{precision}: reading weights or fp32 sums")
+        axes.plot(nodes, bound, "--", color=colour, alpha=0.6, label=f"{precision}: reading weights, computing")
     axes.set(xlabel="nodes of the tree", ylabel="milliseconds", title=title, xlim=(0, None), ylim=(0, None))
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)

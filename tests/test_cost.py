@@ -211,9 +211,9 @@ def test_real_steps_are_measured(family: str, method: str) -> None:
     assert head.shape == shape, "it measures with a head of its own"
 
 
-def test_rows_have_400_tokens_of_text(target: TargetModel, head: DraftHead, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_have_256_tokens_of_text(target: TargetModel, head: DraftHead, monkeypatch: pytest.MonkeyPatch) -> None:
     timer = StepTimer(tiny_model("llama", max_position_embeddings=2048), head)
-    assert timer.length == 400
+    assert timer.length == 256
     assert StepTimer(target, head).length == 128, "it knows 256 positions"
     seen: list[tuple[int, ...]] = []
     verify = module.StepTimer._target(timer, 2).verify

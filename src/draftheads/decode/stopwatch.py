@@ -15,7 +15,7 @@ from draftheads.target.model import TargetModel
 from draftheads.target.target import Target
 from draftheads.tree import Tree
 
-_TEXT_TOKENS = 400  # tokens of each row; attention over long texts is what larger batches pay for
+_TEXT_TOKENS = 256  # tokens of each row, about as many as a short answer and its prompt have
 _STEP_TOKENS = 3  # that a step adds to a row; of several rows the one with the most counts
 
 
@@ -26,7 +26,7 @@ def wait_for(device: torch.device) -> None:
 
 
 class StepTimer:
-    """Times verifying and drafting of rows with about 400 tokens of arbitrary text.
+    """Times verifying and drafting of rows with about 256 tokens of arbitrary text.
 
     The text is not read: its keys and values are zeros, which take as long as others.
     """
