@@ -226,7 +226,20 @@ def test_rows_have_256_tokens_of_text(target: TargetModel, head: DraftHead, monk
     monkeypatch.setattr(timer._target(2), "verify", watched)
     for _ in range(2):
         assert timer.milliseconds("verify", 2, 5) > 0
-    assert seen == [(2, 5, 405)] * 2
+    assert seen == [(2, 5, 261)] * 2
+
+
+def test_a_draft_is_timed_after_a_pass_of_the_model(
+    target: TargetModel, head: DraftHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the decoding loop the model's weights have driven the head's from the caches."""
+    timer = StepTimer(target, head)
+    timer.milliseconds("static", 1, 3)
+    passes: list[int] = []
+    logits = TargetModel.logits
+    monkeypatch.setattr(TargetModel, "logits", lambda self, hidden: passes.append(1) or logits(self, hidden))
+    timer.milliseconds("static", 1, 3)
+    assert passes == [1]
 
 
 def test_typical_trees_hang_together() -> None:

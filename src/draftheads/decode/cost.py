@@ -30,7 +30,7 @@ from draftheads.target.fast import kernels_of
 from draftheads.target.model import TargetModel
 
 BUDGET_SECONDS = 5.0
-_VERSION = 3
+_VERSION = 4
 _REPEATS, _SWEEPS = 2, 4  # timings of a part in a row, and how often all parts are timed
 Part = Literal["verify", "follow", "static", "dynamic"]  # following is what a drafter does in a step without a draft
 Line = list[tuple[int, float]]  # (nodes, milliseconds), ascending
