@@ -211,6 +211,13 @@ def test_real_steps_are_measured(family: str, method: str) -> None:
     assert head.shape == shape, "it measures with a head of its own"
 
 
+def test_a_point_above_the_others_is_lowered() -> None:
+    cost = by_hand([("verify", 1, 1, 10.0), ("verify", 1, 4, 14.0), ("verify", 1, 8, 14.0), ("verify", 1, 16, 22.0)])
+    assert [cost.verify(1, nodes) for nodes in (1, 8, 16)] == [10.0, 14.0, 22.0]
+    assert cost.verify(1, 4) == pytest.approx(10.0 + 3 * 4 / 7)
+    assert by_hand([("verify", 1, 1, 12.0), ("verify", 1, 4, 10.0)]).verify(1, 1) == 10.0
+
+
 def test_rows_have_256_tokens_of_text(target: TargetModel, head: DraftHead, monkeypatch: pytest.MonkeyPatch) -> None:
     timer = StepTimer(tiny_model("llama", max_position_embeddings=2048), head)
     assert timer.length == 256

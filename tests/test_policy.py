@@ -157,6 +157,19 @@ def test_a_gain_of_less_than_five_percent_is_none() -> None:
         assert policy(barely, cost).propose(context(1)).num_nodes == nodes
 
 
+def test_growing_trees_count_for_more_in_small_batches() -> None:
+    """They are cut step by step, which their average size in the profile does not show."""
+    both = tiny_profile(
+        Tree.from_paths([(rank,) for rank in range(23)]),
+        static_tokens=[1.0, *(1.02 * tokens for tokens in STATIC.static_tokens[1:])],
+        dynamic_tokens=STATIC.static_tokens,
+    )
+    for rows, growing in ((1, True), (4, False)):
+        one = policy(both, machine(0.1))
+        one.propose(context(rows))
+        assert isinstance(one.drafter.shape, BestFirst) == growing
+
+
 def test_the_better_kind_of_tree_is_drafted() -> None:
     both = tiny_profile(
         Tree.from_paths([(rank,) for rank in range(23)]),

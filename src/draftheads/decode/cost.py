@@ -30,7 +30,7 @@ from draftheads.target.fast import kernels_of
 from draftheads.target.model import TargetModel
 
 BUDGET_SECONDS = 5.0
-_VERSION = 4
+_VERSION = 5
 _REPEATS, _SWEEPS = 2, 4  # timings of a part in a row, and how often all parts are timed
 Part = Literal["verify", "follow", "static", "dynamic"]  # following is what a drafter does in a step without a draft
 Line = list[tuple[int, float]]  # (nodes, milliseconds), ascending
@@ -46,7 +46,9 @@ _ORDER: tuple[tuple[Part, int, int], ...] = (
     *(("follow", rows, 1) for rows in (4, 16)),
     *(("verify", 1, nodes) for nodes in (24, 32, 12)),
     *(("verify", 4, nodes) for nodes in (8, 2)),
-    *((part, 1, nodes) for part in ("static", "dynamic") for nodes in (24, 3)),
+    *(
+        (part, 1, nodes) for part in ("static", "dynamic") for nodes in (24, 5, 2)
+    ),  # each of the first levels costs a call of the head
     ("verify", 16, 4),
     *(("verify", 1, nodes) for nodes in (64, 48)),
     ("verify", 4, 16),
@@ -68,7 +70,8 @@ class CostProfile:
     """Milliseconds of a step: straight lines between the measured points.
 
     Beyond the last number of nodes the last line goes on; beyond the last number of rows verifying is in proportion.
-    Verifying never gets cheaper with more rows or nodes: where a measurement says so, that is noise.
+    Verifying never gets cheaper with more rows or nodes, and no node is cheaper than those before it: small trees wait
+    for weights, large ones compute. Disturbance only adds, so points that say otherwise are lowered.
 
     Raises:
         ValueError: on construction, where a point is not positive or no plain step was measured.
@@ -95,7 +98,7 @@ class CostProfile:
             rows, nodes = 1, rows * nodes
         highest: list[tuple[int, float]] = []
         for number, line in sorted(lines.items()):
-            found = _on_line(_rising(line), nodes)
+            found = _on_line(_from_below(line), nodes)
             highest.append((number, max([found, *(value for _, value in highest)])))
         most = highest[-1][0]
         return _on_line(highest, min(rows, most)) * max(1.0, rows / most)
@@ -140,12 +143,26 @@ def read_cost(path: Path) -> CostProfile:
     )
 
 
-def _rising(line: Sequence[tuple[int, float]]) -> Line:
-    """No point lower than those before it."""
-    found: Line = []
-    for nodes, value in line:
-        found.append((nodes, max(value, found[-1][1]) if found else value))
-    return found
+def _from_below(line: Sequence[tuple[int, float]]) -> Line:
+    """The corners of the highest convex line that rises and lies above no point.
+
+    >>> _from_below([(1, 10.0), (4, 14.0), (8, 14.0), (16, 22.0)])
+    [(1, 10.0), (8, 14.0), (16, 22.0)]
+    >>> _from_below([(1, 12.0), (4, 10.0), (8, 14.0)])
+    [(1, 10.0), (4, 10.0), (8, 14.0)]
+    """
+    corners: Line = []
+    lowest = math.inf
+    for nodes, value in reversed(line):
+        lowest = min(lowest, value)  # a smaller tree costs no more than a larger one
+        while len(corners) >= 2 and _slope((nodes, lowest), corners[-1]) > _slope(corners[-1], corners[-2]):
+            corners.pop()
+        corners.append((nodes, lowest))
+    return corners[::-1]
+
+
+def _slope(left: tuple[int, float], right: tuple[int, float]) -> float:
+    return (right[1] - left[1]) / (right[0] - left[0])
 
 
 def _on_line(line: Sequence[tuple[int, float]], at: int) -> float:

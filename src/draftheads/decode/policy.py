@@ -30,6 +30,7 @@ _FORGETTING = 0.995
 _SMALLEST_GAIN = 1.05  # over plain decoding, or nothing is drafted
 _SPARE_NODES = 4  # that growing trees are drafted with beyond twice their best size …
 _SPARE_COST = 0.03  # … as long as drafting them costs less than this share of a plain step
+_CUT_GAIN = 0.05  # how much faster growing trees are than their profile says, as each is cut; of b rows a b-th of it
 _PLAIN = Tree.chain(0)
 
 
@@ -141,9 +142,12 @@ class SizePolicy:
         for kind, gains in table.gains.items():
             rates = (batch + ratios.sum() * gains) / table.milliseconds[kind]
             best = int(rates[1:].argmax()) + 1 if len(rates) > 1 else 0
-            if best and rates[best] > fastest:
-                fastest = float(rates[best])
-                found = (self._shape(kind, best + 1), float(gains[best]), fastest)
+            if not best:
+                continue
+            rate = float(rates[best]) * (1.0 + (_CUT_GAIN / batch if kind == "dynamic" else 0.0))
+            if rate > fastest:
+                fastest = rate
+                found = (self._shape(kind, best + 1), float(gains[best]), float(rates[best]))
         return found
 
     def _cut(self, draft: Draft, ratios: Floats, rate: float) -> Draft:
