@@ -205,7 +205,7 @@ def test_drafting_with_a_history_is_drafting_from_scratch(
 ) -> None:
     """Rows join, take different numbers of tokens a step, sometimes without a draft, and leave."""
     if without_draft == "without room":
-        monkeypatch.setattr("draftheads.heads.attention._MOST_UNREAD", 5000)
+        monkeypatch.setattr("draftheads.heads.attention._MOST_UNREAD", 6)
     head = variant(name, model)
     head.shape = BestFirst(12, num_ranks=4, beam=3)
     hidden, tokens = random_text(6, 200, size=model.hidden_size, seed=3)

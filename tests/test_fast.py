@@ -285,6 +285,18 @@ def test_attention_with_many_scores(
         torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.04)
 
 
+def test_masks_of_booleans_are_not_added_to_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers gives such masks to texts that are padded; 0 and 1 would hide nothing."""
+    monkeypatch.setattr(attention_module, "native_bf16", lambda: True)
+    monkeypatch.setattr(attention_module, "_MANY_SCORES", 1)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 4, 5, 16).bfloat16() for _ in range(3))
+    seen = torch.ones(5, 5, dtype=torch.bool).tril().expand(2, 1, 5, 5)
+    found, _ = grouped_attention(nn.Module(), query, key, value, seen)
+    expected, _ = grouped_attention(nn.Module(), query, key, value, as_float_mask(seen[:, 0], torch.bfloat16))
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
 def test_many_scores_in_bf16_read_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_module, "native_bf16", lambda: True)
     monkeypatch.setattr(attention_module, "_MANY_SCORES", 10_000)

@@ -86,7 +86,7 @@ def choose(
         kept = {}
         for place, shape in enumerate(open_shapes):
             share = (deadline - clock()) / (len(open_shapes) - place)
-            kept[shape] = fastest(samples[shape], kinds[shape], seconds=share, clock=clock)
+            kept[shape] = fastest(samples[shape], kinds[shape], seconds=share, clock=clock, outputs=shape[0])
         if path is not None:
             _write(path, kept)
     return {**known, **kept}
@@ -94,18 +94,23 @@ def choose(
 
 @torch.inference_mode()
 def fastest(
-    weights: Sequence[Tensor], kinds: Sequence[type[Product]], *, seconds: float, clock: Callable[[], float]
+    weights: Sequence[Tensor],
+    kinds: Sequence[type[Product]],
+    *,
+    seconds: float,
+    clock: Callable[[], float],
+    outputs: int | None = None,
 ) -> type[Product]:
     """The candidate with the least weighted time over :data:`ROW_WEIGHTS`, measured in about so many seconds.
 
     Candidates take turns; the least time of several turns counts, for what disturbs a machine only adds. A number of
-    rows counts only if all candidates were timed at it.
+    rows counts only if all candidates were timed at it. ``outputs`` is the number of whole weights' rows.
     """
     deadline = clock() + seconds
     packs = {kind: [kind(weight, None) for weight in weights] for kind in kinds}
     totals = dict.fromkeys(kinds, 0.0)
     for rows, weight in ROW_WEIGHTS.items():
-        if rows > _MOST_VOCABULARY_ROWS and weights[0].shape[0] >= _VOCABULARY:
+        if rows > _MOST_VOCABULARY_ROWS and (outputs or weights[0].shape[0]) >= _VOCABULARY:
             break
         x = torch.randn(rows, weights[0].shape[1]).to(weights[0].dtype)
         best = dict.fromkeys(kinds, float("inf"))

@@ -52,15 +52,19 @@ class StepTimer:
 
     def _verify(self, rows: int, nodes: int) -> float:
         """Verifying, accepting and committing, where two draft tokens are accepted if the tree has as many."""
+        self._target(rows)  # new rows have captured nothing
+        if self.target.has_static_steps and nodes not in self._captured:
+            self._captured.add(nodes)
+            for _ in range(2):  # the second time captures
+                self._verify_once(rows, nodes)
+        return self._verify_once(rows, nodes)
+
+    def _verify_once(self, rows: int, nodes: int) -> float:
         target = self._target(rows)
         settings = self._settings(rows)
         tree = typical_tree(nodes, depth=4, num_ranks=4)
         draft = Draft.on_tree(tree, self._tokens(rows, nodes))
         uniforms = torch.zeros(rows, draft.max_depth + 1, dtype=torch.float64, device=self.target.device)
-        if self.target.has_static_steps and nodes not in self._captured:
-            self._captured.add(nodes)
-            for _ in range(2):  # the second time captures
-                target.verify(draft)
         start = self.now
         logits, _ = target.verify(draft)
         seconds = self.now - start

@@ -20,7 +20,7 @@ from draftheads.heads.base import DraftHead, HeadConfig
 from draftheads.kernels import PackedLinear, stacked
 
 _FIRST_CAPACITY = 64  # slots of a new history; it doubles
-_MOST_UNREAD = 64 << 20  # bytes of hidden states that a head puts aside
+_MOST_UNREAD = 256  # tokens of a row that a head puts aside: reading more at once would hold up the others
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ class StatefulHead(DraftHead):
     def __init__(self, config: LayerConfig, num_layers: int) -> None:
         super().__init__(config)
         self.history = History(num_layers)
-        self.unread: list[list[tuple[Tensor, Tensor]]] = []  # for each row: hidden states (n, D), tokens (n,)
+        self.unread: list[list[tuple[Tensor, Tensor]]] = []  # for each row: hidden state (D,) and id () of each token
 
     @abstractmethod
     def read(self, context: Context, rows: slice) -> Tensor:
@@ -341,13 +341,17 @@ class StatefulHead(DraftHead):
     def follow(self, context: Context) -> None:
         """Puts the new tokens aside, or reads them where that is no use or they have become many."""
         joins_others = context.num_new_rows(self.num_rows) > 0 and self.history.num_rows > 0
-        held = sum(hidden.nbytes for row in self.unread for hidden, _ in row)
-        if context.root_ids.device.type != "cpu" or joins_others or held > _MOST_UNREAD:
+        if (
+            context.root_ids.device.type != "cpu"
+            or joins_others
+            or max(map(len, self.unread), default=0) > _MOST_UNREAD
+        ):
             self.advance(context)
             return
         self.unread += [[] for _ in range(len(context.root_ids) - len(self.unread))]
         for row, count in enumerate(context.num_accepted.tolist()):
-            self.unread[row].append((context.hidden[row, :count].clone(), context.token_ids[row, :count].clone()))
+            hidden, tokens = context.hidden[row, :count].clone(), context.token_ids[row, :count].clone()
+            self.unread[row] += zip(hidden, tokens, strict=True)
 
     @property
     def num_rows(self) -> int:
@@ -362,7 +366,7 @@ class StatefulHead(DraftHead):
         counts = context.num_accepted.tolist()
         hidden, tokens = (
             [
-                torch.cat([*(old[part] for old in row), new[:count]])
+                torch.stack([*(old[part] for old in row), *new[:count]])
                 for row, new, count in zip(self.unread, values, counts, strict=True)
             ]
             for part, values in enumerate((context.hidden, context.token_ids))

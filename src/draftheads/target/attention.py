@@ -47,7 +47,9 @@ def grouped_attention(
     rows = query.reshape(batch, groups, heads // groups * nodes, size)
     mask = None if attention_mask is None else _repeated(attention_mask, heads // groups)
     has_no_gaps = batch == 1 or (key.is_contiguous() and value.is_contiguous())  # or products would copy them
-    if mask is not None and has_no_gaps and by_products(query.shape, key.shape[2], query.dtype, query.device):
+    is_added = mask is not None and mask.dtype != torch.bool
+    if is_added and has_no_gaps and by_products(query.shape, key.shape[2], query.dtype, query.device):
+        assert mask is not None
         out = _by_products(rows, key, value, mask, size**-0.5 if scaling is None else scaling)
     else:
         out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
@@ -112,14 +114,14 @@ def by_products(query: Sequence[int], slots: int, dtype: torch.dtype, device: to
 
 
 def _by_products(rows: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
-    """Softmax between two batched products: (b, G, n, d) over (b, G, S, d), mask (b, 1, n, S)."""
+    """Softmax in fp32 between two batched products: (b, G, n, d) over (b, G, S, d), mask (b, 1, n, S)."""
     batch, groups, num, _ = rows.shape
     texts = max(1, _MOST_SCORES // (groups * num * key.shape[2]))
     if texts < batch:
         parts = zip(rows.split(texts), key.split(texts), value.split(texts), mask.split(texts), strict=True)
         return torch.cat([_by_products(q, k, v, m, scaling) for q, k, v, m in parts])
     scores = torch.bmm(rows.flatten(0, 1), key.flatten(0, 1).transpose(1, 2)).view(batch, groups, num, -1)
-    weights = torch.add(mask, scores, alpha=scaling).softmax(-1)
+    weights = torch.add(mask.float(), scores, alpha=scaling).softmax(-1).to(value.dtype)
     return torch.bmm(weights.flatten(0, 1), value.flatten(0, 1)).view(batch, groups, num, -1)
 
 
