@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftheads import Engine, GenerationResult, TargetModel, Tree
+from draftheads import BestFirst, Engine, GenerationResult, TargetModel, Tree
 from draftheads.acceptance import read_profile
 from draftheads.bench.margins import Scorer
 from draftheads.cli.main import main
@@ -97,11 +97,11 @@ def test_the_worst_margin_is_no_larger_with_drafts(stock: TargetModel):
 
 @pytest.fixture(scope="module")
 def tokens_per_step() -> dict[str, float]:
-    """Of the bundled heads, in fp32, where their text must be plain's."""
+    """Of the bundled heads on trees of ten nodes, in fp32, where their text must be plain's."""
     plain = ids(answers(Engine(load_target(MODEL, precision="fp32"), max_batch_size=1), 48))
     found = {}
     for head in BUNDLED:
-        results = answers(load(MODEL, head, precision="fp32"), 48)
+        results = answers(load(MODEL, head, precision="fp32", tree=BestFirst(10)), 48)
         assert ids(results) == plain
         found[head] = sum(len(result.token_ids) - 1 for result in results) / sum(r.num_steps for r in results)
     return found
@@ -136,7 +136,7 @@ def test_the_session_in_the_readme(verb: str, capsys: pytest.CaptureFixture[str]
 
 
 def test_streamed_text_is_the_results_text():
-    engine = Engine(load_target(MODEL))
+    engine = Engine(load_target(MODEL, precision="fp32"))  # in bf16 near-ties may fall either way
     plain = answers(engine, 24)
     engine.drafter = oracle(engine, plain)
     for prompt, result in zip(PROMPTS, plain, strict=True):
