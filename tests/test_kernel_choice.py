@@ -141,3 +141,11 @@ def test_layers_get_what_was_chosen_and_their_own_weight_decides_last(monkeypatc
     assert [layer.multiple for layer in layers] == [8, 8, 8]
     pack(layers)
     assert type(layers[0].product) is Steady, "what is packed stays as it is"
+
+
+def test_a_large_weight_is_timed_by_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftheads.kernel_choice._SAMPLE_BYTES", 4 * 8 * 10)  # ten rows of eight numbers
+    large, small = torch.randn(25, 8), torch.randn(4, 8)
+    (part,) = kernel_choice._sample([large, large])
+    assert torch.equal(part, large[:10])
+    assert len(kernel_choice._sample([small] * 5)) == 2

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from draftheads.errors import InvalidSettings
-from draftheads.sampling import RowSettings, SamplingSettings, choose, draw, penalised, probabilities
+from draftheads.sampling import RowSettings, SamplingSettings, choose, draw, most_likely, penalised, probabilities
 
 CPU = torch.device("cpu")
 V = 40
@@ -250,3 +250,14 @@ def test_rows_know_what_they_need() -> None:
     assert on.top_k.tolist() == [V, V, V]
     assert on.epsilon.tolist() == [0.09] * 3
     assert on.delta.tolist() == pytest.approx([0.3, 0.3, 0.7])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [100, 16_384, 16_385, 49_152])
+def test_the_most_likely_token_is_the_first_of_equals(size: int, dtype: torch.dtype) -> None:
+    """Also in vocabularies so large that it is found in two stages; bf16 has many equals."""
+    generator = torch.Generator().manual_seed(size)
+    scores = torch.randn(2, 3, size, generator=generator).to(dtype)
+    assert torch.equal(most_likely(scores), scores.float().argmax(-1))
+    scores[0, 0, [size - 1, 7, size // 2]] = 50.0
+    assert int(most_likely(scores)[0, 0]) == 7

@@ -288,8 +288,8 @@ def attend_with_path(queries: Tensor, seen: KeysValues, mask: Tensor, path: Keys
 class StatefulHead(DraftHead):
     """A head that reads all accepted tokens: it keeps a :class:`History` of its rows and reads each token once.
 
-    On a CPU the tokens of steps without a draft are put aside, and read before the next draft. A batch in which
-    nothing is ever drafted costs the head nothing.
+    On a CPU the tokens of steps without a draft are put aside. They are read before the next draft, or together when a
+    row has many of them, which costs less than to read them step by step.
     """
 
     needs_history: ClassVar[bool] = True
