@@ -9,7 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftheads.acceptance import AcceptanceProfile
+from draftheads.decode.cost import by_hand
 from draftheads.decode.engine import Engine
+from draftheads.decode.policy import SizePolicy
 from draftheads.decode.sequence import GenerationResult, Sequence
 from draftheads.draft import Context, Draft, Drafter, Watcher
 from draftheads.drafters.copy_odds import DEFAULT_ODDS, copy_odds
@@ -414,3 +417,14 @@ def test_copies_that_cost_more_than_they_gain_are_not_proposed_to_a_root_alone()
     assert nodes(0.8, 9.0) == 3, "one token is worth 0.9"
     assert nodes(0.95, 1.6) == 3, "two tokens are worth 0.9 + 0.8"
     assert nodes(0.95, 1.75) == 1
+
+
+def test_the_policy_tells_copies_what_their_nodes_cost() -> None:
+    model = some_model("llama")
+    head = tiny_head("medusa", model)
+    drafter = Copying(head)
+    drafter.extra_nodes = 2
+    cost = by_hand([("verify", 1, 1, 10.0), ("verify", 1, 11, 110.0)])  # two rows cost as one with twice the nodes
+    policy = SizePolicy(drafter, AcceptanceProfile.assumed(head.config.num_heads), cost)
+    assert policy.propose(context_of(TEXTS, model.hidden_size)).num_nodes == 1
+    assert list(drafter.prices[:2]) == pytest.approx([2.0, 4.0]), "plain decoding makes two tokens in 20 ms"
