@@ -94,14 +94,17 @@ points = st.lists(
 )
 
 
-@given(points, st.integers(1, 40), st.integers(1, 70))
+@given(points, points, st.integers(1, 40), st.integers(1, 70), st.integers(0, 4000))
 @settings(max_examples=200, deadline=None)
-def test_more_rows_or_nodes_never_cost_less(found: list[tuple[int, int, float]], rows: int, nodes: int) -> None:
+def test_more_rows_nodes_or_text_never_cost_less(
+    found: list[tuple[int, int, float]], long: list[tuple[int, int, float]], rows: int, nodes: int, text: int
+) -> None:
     others = [("verify", *point) for point in found if point[:2] != (1, 1)]
-    cost = by_hand([("verify", 1, 1, 7.0), *others])
-    here = cost.verify(rows, nodes)
-    assert cost.verify(rows, nodes + 1) >= here - 1e-9
-    assert cost.verify(rows + 1, nodes) >= here - 1e-9
+    cost = by_hand([("verify", 1, 1, 7.0), *others, *(("verify", *point, 1024) for point in long)])
+    here = cost.verify(rows, nodes, text)
+    assert cost.verify(rows, nodes + 1, text) >= here - 1e-9
+    assert cost.verify(rows + 1, nodes, text) >= here - 1e-9
+    assert cost.verify(rows, nodes, text + 100) >= here - 1e-9
 
 
 def test_a_profile_comes_back(tmp_path: Path) -> None:
@@ -146,8 +149,8 @@ class FakeTimer(StepTimer):
     def now(self) -> float:
         return self.clock
 
-    def milliseconds(self, part: str, rows: int, nodes: int) -> float:
-        spent = float(type(self).cost(part, rows, nodes))
+    def milliseconds(self, part: str, rows: int, nodes: int, *, text_tokens: int | None = None) -> float:
+        spent = float(type(self).cost(part, rows, nodes)) + 0.001 * rows * nodes * ((text_tokens or 256) - 256)
         type(self).clock += spent / 1e3
         self.asked.append((part, rows, nodes))
         return spent
@@ -193,6 +196,36 @@ def test_sizes_that_can_never_be_faster_are_left_out(target: TargetModel, head: 
     assert max(point.nodes for point in found.points if (point.part, point.rows) == ("verify", 1)) == 8
 
 
+def test_verifying_is_also_measured_after_a_long_text(head: DraftHead) -> None:
+    model = tiny_model("llama", max_position_embeddings=2048)
+    found = fake(model, head, linear)
+    long = [(point.rows, point.nodes) for point in found.points if point.text_tokens == 1024]
+    assert long == [(1, 1), (1, 8), (4, 1), (4, 4), (16, 1), (16, 2)]
+    assert FakeTimer.clock <= 5.0
+    for rows, nodes in ((1, 4), (4, 3), (16, 2), (32, 1)):
+        short = found.verify(rows, nodes)
+        assert found.verify(rows, nodes, 256) == short
+        assert found.verify(rows, nodes, 640) == pytest.approx(short + 0.001 * rows * nodes * 384)
+
+
+def test_a_long_text_that_needs_too_much_memory_is_not_measured(
+    head: DraftHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LONG_TEXT_BYTES", 4 * 1024 * 10)
+    monkeypatch.setattr(
+        FakeTimer, "bytes_per_token", property(lambda self: 10, lambda self, value: None), raising=False
+    )
+    found = fake(tiny_model("llama", max_position_embeddings=2048), head, linear)
+    assert {point.rows for point in found.points if point.text_tokens == 1024} == {1, 4}
+
+
+def test_a_real_long_text_costs_more(head: DraftHead) -> None:
+    timer = StepTimer(tiny_model("llama", max_position_embeddings=2048), head)
+    timer.milliseconds("verify", 1, 2, text_tokens=1024)
+    assert timer._target(1, 1024).lengths == [1024]
+    assert timer.bytes_per_token == timer._target(1, 1024).cache.num_bytes // timer._target(1, 1024).cache.capacity > 0
+
+
 def test_a_single_outlier_does_not_count(target: TargetModel, head: DraftHead) -> None:
     found = fake(target, head, lambda *place: linear(*place) * (20 if FakeTimer.asked.count(place) == 0 else 1))
     assert found.verify(1, 4) == pytest.approx(24.0)
@@ -223,14 +256,14 @@ def test_rows_have_256_tokens_of_text(target: TargetModel, head: DraftHead, monk
     assert timer.length == 256
     assert StepTimer(target, head).length == 128, "it knows 256 positions"
     seen: list[tuple[int, ...]] = []
-    verify = module.StepTimer._target(timer, 2).verify
+    verify = module.StepTimer._target(timer, 2, 256).verify
 
     def watched(draft: Draft) -> Any:
         found = verify(draft)
-        seen.append((*draft.token_ids.shape, timer._target(2).cache.window.span))
+        seen.append((*draft.token_ids.shape, timer._target(2, 256).cache.window.span))
         return found
 
-    monkeypatch.setattr(timer._target(2), "verify", watched)
+    monkeypatch.setattr(timer._target(2, 256), "verify", watched)
     for _ in range(2):
         assert timer.milliseconds("verify", 2, 5) > 0
     assert seen == [(2, 5, 261)] * 2

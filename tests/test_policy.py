@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
@@ -119,7 +120,7 @@ def best_size(cost: CostProfile, batch: int = 1, ratio: float = 1.0) -> int:
         for n, gain in enumerate(GAINS, 1)
     ]
     best = int(np.argmax(rates)) + 1
-    return best if rates[best - 1] > 1.02 * rates[0] else 1
+    return best if rates[best - 1] > (1.05 if batch == 1 else 1.10) * rates[0] else 1
 
 
 def as_expected(row: int, nodes: int) -> float:
@@ -444,3 +445,22 @@ def test_profiles_come_in_pairs_and_for_drafters_with_shapes() -> None:
     for drafter in (None, Prophet(TREES["chain"], {})):
         with pytest.raises(InvalidSettings, match="fills trees"):
             Engine(model, drafter, profile=BOTH, cost=machine(1.0))
+
+
+def test_a_long_text_makes_drafts_smaller() -> None:
+    """Attention of every node reads the whole text."""
+    long = [("verify", 1, 1, 25.0, 1024), ("verify", 1, 32, 25.0 + 31 * 8.0, 1024)]
+    cost = by_hand([*((p.part, p.rows, p.nodes, p.milliseconds) for p in machine(0.5).points), *long])
+    one = policy(STATIC, cost)
+    short = one.propose(context(1)).num_nodes
+    one.note([1])
+    after_long = one.propose(replace(context(1), text_tokens=1024)).num_nodes
+    assert 1 < after_long < short
+
+
+def test_several_rows_draft_only_for_a_tenth_more() -> None:
+    """A gain of 7 % is enough for one row and not for two."""
+    profile = tiny_profile(Tree.chain(1), static_tokens=[1.0, 1.28], dynamic_tokens=[])
+    cost = by_hand([("verify", rows, nodes, 10.0 * 1.2 ** (nodes - 1)) for rows in (1, 2) for nodes in (1, 2)])
+    shapes = [policy(profile, cost).choose(np.ones(rows))[0] for rows in (1, 2)]
+    assert [shape is not None for shape in shapes] == [True, False]

@@ -126,6 +126,7 @@ class Context:
     root_ids: Tensor  # (B,) int64: x_{t+1}
     rows: RowSettings | None = None  # how the next tokens of the B rows are chosen
     draws: Callable[[int], Tensor] | None = None  # n -> (B, n) float64 random numbers in [0, 1), new ones at each call
+    text_tokens: int = 0  # tokens in the target's cache of the row that has most
 
     @property
     def last_hidden(self) -> Tensor:

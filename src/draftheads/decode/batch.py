@@ -60,7 +60,9 @@ class Batch:
         """Draft, verify, accept, commit: at least one new token for every row."""
         assert self._context is not None, "a step needs rows"
         assert self._rows is not None
-        draft = self.drafter.propose(replace(self._context, rows=self._rows, draws=self._draws))
+        text_tokens = max(self.target.lengths)
+        context = replace(self._context, rows=self._rows, draws=self._draws, text_tokens=text_tokens)
+        draft = self.drafter.propose(context)
         self.lap("draft")
         logits, hidden = self.target.verify(draft)
         self.lap("verify")

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from draftheads.decode.stopwatch import StepTimer
+from draftheads.decode.stopwatch import TEXT_TOKENS, StepTimer
 from draftheads.errors import CacheWarning, CheckpointError, InvalidSettings, StorageError
 from draftheads.files import write_atomic
 from draftheads.heads.base import DraftHead
@@ -30,8 +30,10 @@ from draftheads.target.fast import kernels_of
 from draftheads.target.model import TargetModel
 
 BUDGET_SECONDS = 5.0
-_VERSION = 5
+_VERSION = 6
 _REPEATS, _SWEEPS = 2, 4  # timings of a part in a row, and how often all parts are timed
+_LONG_REPEATS = 4  # timings of verifying after a long text
+_LONG_TEXT_SECONDS = 1.5  # of the budget, for these
 Part = Literal["verify", "follow", "static", "dynamic"]  # following is what a drafter does in a step without a draft
 Line = list[tuple[int, float]]  # (nodes, milliseconds), ascending
 # (part, rows, nodes) in the order of measuring: what decides most comes first
@@ -53,6 +55,9 @@ _ORDER: tuple[tuple[Part, int, int], ...] = (
     *(("verify", 1, nodes) for nodes in (64, 48)),
     ("verify", 4, 16),
 )
+# (rows, nodes) of verifying after a long text; attention takes longer there, the rest as long as before
+_LONG_TEXT_ORDER = ((1, 1), (1, 8), (4, 1), (4, 4), (16, 1), (16, 2))
+_LONG_TEXT_BYTES = 2**30  # most memory that the keys and values of one of these measurements may take
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,8 @@ class CostPoint:
     rows: int
     nodes: int
     milliseconds: float
+    text_tokens: int = TEXT_TOKENS
+    """Tokens of each row's text. Only verifying is also measured after a longer text."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +98,43 @@ class CostProfile:
         if not plain or plain[0].milliseconds <= 0:
             raise ValueError("a cost profile needs the milliseconds of verifying 1 row of 1 node")
 
-    def verify(self, rows: int, nodes: int) -> float:
-        """Milliseconds of verifying, accepting and committing."""
+    def verify(self, rows: int, nodes: int, text_tokens: int = 0) -> float:
+        """Milliseconds of verifying, accepting and committing.
+
+        Args:
+            rows: B.
+            nodes: N, root included.
+            text_tokens: of the longest row. All rows attend to as many slots as the longest one needs. Attention takes
+                time in proportion to them, beyond the length at which the other points were measured.
+        """
+        return self._verify_short(rows, nodes) + self._long_text_share(rows, nodes, text_tokens)
+
+    def _long_text_share(self, rows: int, nodes: int, text_tokens: int) -> float:
+        """Milliseconds that a text longer than the usual one adds."""
+        if not self._long_lines or text_tokens <= TEXT_TOKENS:
+            return 0.0
+        return self._by_rows(self._long_lines, rows, nodes) * (text_tokens - TEXT_TOKENS)
+
+    @cached_property
+    def _long_lines(self) -> dict[int, Line]:
+        """By rows: (nodes, milliseconds that each further token of text adds)."""
+        lines: dict[int, Line] = {}
+        for point in sorted(self.points, key=lambda point: point.nodes):
+            if point.part == "verify" and point.text_tokens > TEXT_TOKENS:
+                line = lines.setdefault(point.rows, [])
+                added = max(0.0, point.milliseconds - self._verify_short(point.rows, point.nodes))
+                line.append((point.nodes, added / (point.text_tokens - TEXT_TOKENS)))
+        return lines
+
+    def _verify_short(self, rows: int, nodes: int) -> float:
         lines = self._lines["verify"]
         if len(lines) == 1:  # nothing is known of several rows but the number of their nodes
             rows, nodes = 1, rows * nodes
+        return self._by_rows(lines, rows, nodes)
+
+    @staticmethod
+    def _by_rows(lines: Mapping[int, Line], rows: int, nodes: int) -> float:
+        """Interpolates between numbers of rows; never less for more rows, and in proportion beyond the last number."""
         highest: list[tuple[int, float]] = []
         for number, line in sorted(lines.items()):
             found = _on_line(_from_below(line), nodes)
@@ -123,6 +162,8 @@ class CostProfile:
     def _lines(self) -> dict[str, dict[int, Line]]:
         lines: dict[str, dict[int, Line]] = {}
         for point in sorted(self.points, key=lambda point: point.nodes):
+            if point.text_tokens > TEXT_TOKENS:
+                continue
             lines.setdefault(point.part, {}).setdefault(point.rows, []).append((point.nodes, point.milliseconds))
         return lines
 
@@ -201,7 +242,8 @@ def measure_cost(
         timer_class: what times a part.
     """
     timer = timer_class(target, drafter)
-    deadline = timer.now + budget_seconds
+    end = timer.now + budget_seconds
+    deadline = end - (_LONG_TEXT_SECONDS if timer.long_text_tokens > TEXT_TOKENS else 0.0)
     samples: dict[tuple[Part, int, int], float] = {}
     most = 1.0 + drafter.config.num_heads + extra_nodes  # tokens of a step
     for sweep in range(_SWEEPS):
@@ -220,7 +262,22 @@ def measure_cost(
                 if timer.now + times[-1] / 1e3 > deadline:
                     break
             samples[place] = min(times)  # what disturbs a machine only adds
-    return CostProfile(tuple(CostPoint(*place, round(value, 4)) for place, value in sorted(samples.items())))
+    points = [CostPoint(*place, round(value, 4)) for place, value in sorted(samples.items())]
+    return CostProfile((*points, *_after_long_text(timer, samples, end)))
+
+
+def _after_long_text(
+    timer: StepTimer, samples: Mapping[tuple[Part, int, int], float], deadline: float
+) -> Iterator[CostPoint]:
+    """What verifying takes after a long text; nothing for models that take none, and once the time is up."""
+    length = timer.long_text_tokens
+    for rows, nodes in _LONG_TEXT_ORDER:
+        expected = samples.get(("verify", rows, nodes), math.inf)
+        fits = rows * length * timer.bytes_per_token <= _LONG_TEXT_BYTES
+        if length <= TEXT_TOKENS or not fits or timer.now + _LONG_REPEATS * 2 * expected / 1e3 > deadline:
+            continue
+        found = min(timer.milliseconds("verify", rows, nodes, text_tokens=length) for _ in range(_LONG_REPEATS))
+        yield CostPoint("verify", rows, nodes, round(found, 4), length)
 
 
 def _guess(samples: dict[tuple[Part, int, int], float], part: Part, rows: int, nodes: int) -> float:

@@ -28,6 +28,8 @@ _MEMORY = 0.99  # of a request's draft tokens, per step with a draft
 # (1 - _FORGETTING) * _PRIOR = 2 % of its time on drafts.
 _FORGETTING = 0.995
 _SMALLEST_GAIN = 1.05  # over plain decoding, or nothing is drafted
+_SMALLEST_GAIN_OF_SEVERAL = 1.10  # the same for several rows, whose costs are known less well
+_TEXT_BLOCK = 128  # tokens; tables are made for multiples of it
 _SPARE_NODES = 4  # that growing trees are drafted with beyond twice their best size …
 _SPARE_COST = 0.03  # … as long as drafting them costs less than this share of a plain step
 _CUT_GAIN = 0.05  # how much faster growing trees are than their profile says, as each is cut; of b rows a b-th of it
@@ -84,7 +86,7 @@ class SizePolicy:
         self.extra_nodes: int = getattr(drafter, "extra_nodes", 0)
         self._records: list[_Record] = []
         self._expected: Sequence[float] = ()  # draft tokens of this step that should be accepted, per row
-        self._tables: dict[int, _Table] = {}
+        self._tables: dict[tuple[int, int], _Table] = {}  # by rows and tokens of the longest text
         self._shapes: dict[tuple[Kind, int], Shape] = {}
 
     def fresh(self) -> Self:
@@ -101,20 +103,23 @@ class SizePolicy:
         batch = len(context.root_ids)
         self._records += [_Record() for _ in range(batch - len(self._records))]
         ratios = np.array([record.ratio for record in self._records])
-        shape, gain, rate = self.choose(ratios)
+        table = self._table(batch, context.text_tokens)
+        shape, gain, rate = self.choose(ratios, context.text_tokens)
         if shape is None and not self.extra_nodes:
             self.drafter.follow(context)
             self._expected = (0.0,) * batch
             return Draft.on_tree(_PLAIN, context.root_ids[:, None])
-        self.drafter.shape = _PLAIN if shape is None else self._with_spare(shape, batch)
+        self.drafter.shape = _PLAIN if shape is None else self._with_spare(shape, table)
         if isinstance(self.drafter, Copying):  # what gains less than it costs would be cut
-            verifying = self._table(batch).verifying
-            self.drafter.prices = (rate / ratios.max() * (verifying[1:] - verifying[0])).tolist()
+            margin = _SMALLEST_GAIN_OF_SEVERAL if batch > 1 else 1.0
+            further = table.verifying[1:] - table.verifying[0]
+            needed = margin * rate * (table.plain + further) - rate * table.plain
+            self.drafter.prices = (needed / ratios.max()).tolist()
         draft = self.drafter.propose(context)
         if draft.path_log_probs is None:
             self._expected = (gain,) * batch
             return draft
-        return self._cut(draft, ratios, rate)
+        return self._cut(draft, ratios, rate, table)
 
     def follow(self, context: Context) -> None:
         """As the drafter does."""
@@ -130,15 +135,15 @@ class SizePolicy:
         for record, accepted, expected in zip(self._records, num_accepted, self._expected, strict=True):
             record.note(accepted, expected)
 
-    def choose(self, ratios: Floats) -> tuple[Shape | None, float, float]:
+    def choose(self, ratios: Floats, text_tokens: int = 0) -> tuple[Shape | None, float, float]:
         """What rows with these ratios are to draft on, its expected draft tokens per row, and tokens a millisecond.
 
-        None where plain decoding is as fast.
+        None where plain decoding is as fast. ``text_tokens`` is the length of the longest row.
         """
         batch = len(ratios)
-        table = self._table(batch)
+        table = self._table(batch, text_tokens)
         found: tuple[Shape | None, float, float] = (None, 0.0, batch / table.plain)
-        fastest = _SMALLEST_GAIN * found[2]
+        fastest = (_SMALLEST_GAIN_OF_SEVERAL if batch > 1 else _SMALLEST_GAIN) * found[2]
         for kind, gains in table.gains.items():
             rates = (batch + ratios.sum() * gains) / table.milliseconds[kind]
             best = int(rates[1:].argmax()) + 1 if len(rates) > 1 else 0
@@ -150,21 +155,22 @@ class SizePolicy:
                 found = (self._shape(kind, best + 1), float(gains[best]), float(rates[best]))
         return found
 
-    def _cut(self, draft: Draft, ratios: Floats, rate: float) -> Draft:
+    def _cut(self, draft: Draft, ratios: Floats, rate: float, table: _Table) -> Draft:
         """The first nodes of a draft, as many as gain more tokens than their time is worth at that rate."""
         assert draft.path_log_probs is not None
         likely = draft.path_log_probs.exp().double().cpu().numpy()  # (B, N)
         likely[:, 0] = 0.0  # the root is no draft token
-        worth = (ratios @ likely).cumsum() - rate * self._table(len(ratios)).verifying[: draft.num_nodes]
+        worth = (ratios @ likely).cumsum() - rate * table.verifying[: draft.num_nodes]
         nodes = int(worth.argmax()) + 1
         self._expected = likely[:, :nodes].sum(1).tolist()
         return draft.first(nodes)
 
-    def _table(self, batch: int) -> _Table:
-        if batch not in self._tables:
+    def _table(self, batch: int, text_tokens: int) -> _Table:
+        text = -(-text_tokens // _TEXT_BLOCK) * _TEXT_BLOCK
+        if (batch, text) not in self._tables:
             profile, cost = self.profile, self.cost
             most = max(len(profile.tokens(kind)) for kind in KINDS) + self.extra_nodes
-            verifying = np.array([cost.verify(batch, nodes) for nodes in range(1, most + 1)])
+            verifying = np.array([cost.verify(batch, nodes, text) for nodes in range(1, most + 1)])
             gains = {kind: np.array(profile.tokens(kind)) - 1.0 for kind in KINDS if len(profile.tokens(kind)) > 1}
             drafting = {
                 kind: np.array([cost.draft(kind, batch, nodes) for nodes in range(1, len(gains[kind]) + 1)])
@@ -172,14 +178,13 @@ class SizePolicy:
             }
             plain = float(verifying[0]) + cost.follow(batch)
             milliseconds = {kind: verifying[: len(drafting[kind])] + drafting[kind] for kind in gains}
-            self._tables[batch] = _Table(plain, gains, milliseconds, verifying)
-        return self._tables[batch]
+            self._tables[batch, text] = _Table(plain, gains, milliseconds, verifying)
+        return self._tables[batch, text]
 
-    def _with_spare(self, shape: Shape, batch: int) -> Shape:
+    def _with_spare(self, shape: Shape, table: _Table) -> Shape:
         """A growing tree of twice the nodes, for :meth:`_cut` to choose among, where drafting them costs little."""
         if not isinstance(shape, BestFirst):
             return shape
-        table = self._table(batch)
         costs = table.milliseconds["dynamic"] - table.verifying[: len(table.gains["dynamic"])]
         most = min(2 * shape.num_nodes + _SPARE_NODES, len(costs))
         limit = costs[shape.num_nodes - 1] + _SPARE_COST * table.plain

@@ -15,7 +15,8 @@ from draftheads.target.model import TargetModel
 from draftheads.target.target import Target
 from draftheads.tree import Tree
 
-_TEXT_TOKENS = 256  # tokens of each row, about as many as a short answer and its prompt have
+TEXT_TOKENS = 256  # tokens of each row, about as many as a short answer and its prompt have
+LONG_TEXT_TOKENS = 1024  # the same where the cost of a longer text is measured
 _STEP_TOKENS = 3  # that a step adds to a row; of several rows the one with the most counts
 
 
@@ -33,9 +34,11 @@ class StepTimer:
 
     def __init__(self, target: TargetModel, drafter: DraftHead) -> None:
         self.target, self.drafter = target, drafter
-        self.length = min(_TEXT_TOKENS, (target.max_positions or 4 * _TEXT_TOKENS) // 2)
+        self.length = min(TEXT_TOKENS, (target.max_positions or 4 * TEXT_TOKENS) // 2)
+        self.long_text_tokens = min(LONG_TEXT_TOKENS, (target.max_positions or 2 * LONG_TEXT_TOKENS) // 2)
+        self.bytes_per_token = 0  # of keys and values, known after the first verification
         self.generator = torch.Generator().manual_seed(0)
-        self._targets: dict[int, Target] = {}
+        self._targets: dict[tuple[int, int], Target] = {}  # by rows and their length; one at a time
         self._drafters: dict[int, DraftHead] = {}
         self._captured: set[int] = set()  # nodes of steps that have been captured
 
@@ -46,21 +49,26 @@ class StepTimer:
         return time.perf_counter()
 
     @torch.inference_mode()
-    def milliseconds(self, part: str, rows: int, nodes: int) -> float:
-        """Of one part of a step: ``verify``, ``follow``, or drafting a ``static`` or ``dynamic`` tree."""
-        return 1e3 * (self._verify(rows, nodes) if part == "verify" else self._draft(part, rows, nodes))
+    def milliseconds(self, part: str, rows: int, nodes: int, *, text_tokens: int | None = None) -> float:
+        """Of one part of a step: ``verify``, ``follow``, or drafting a ``static`` or ``dynamic`` tree.
 
-    def _verify(self, rows: int, nodes: int) -> float:
+        ``text_tokens`` is the length of each row when it is verified; ``length`` when left out.
+        """
+        if part != "verify":
+            return 1e3 * self._draft(part, rows, nodes)
+        return 1e3 * self._verify(rows, nodes, text_tokens or self.length)
+
+    def _verify(self, rows: int, nodes: int, text_tokens: int) -> float:
         """Verifying, accepting and committing, where two draft tokens are accepted if the tree has as many."""
-        self._target(rows)  # new rows have captured nothing
+        self._target(rows, text_tokens)  # new rows have captured nothing
         if self.target.has_static_steps and nodes not in self._captured:
             self._captured.add(nodes)
             for _ in range(2):  # the second time captures
-                self._verify_once(rows, nodes)
-        return self._verify_once(rows, nodes)
+                self._verify_once(rows, nodes, text_tokens)
+        return self._verify_once(rows, nodes, text_tokens)
 
-    def _verify_once(self, rows: int, nodes: int) -> float:
-        target = self._target(rows)
+    def _verify_once(self, rows: int, nodes: int, text_tokens: int) -> float:
+        target = self._target(rows, text_tokens)
         settings = self._settings(rows)
         tree = typical_tree(nodes, depth=4, num_ranks=4)
         draft = Draft.on_tree(tree, self._tokens(rows, nodes))
@@ -76,7 +84,7 @@ class StepTimer:
         verdict = accept(draft, logits, settings, uniforms, None)
         target.commit(verdict, verdict.num_accepted.tolist())
         seconds += self.now - start
-        target.lengths = [self.length] * rows
+        target.lengths = [text_tokens] * rows
         return seconds
 
     def _draft(self, part: str, rows: int, nodes: int) -> float:
@@ -100,17 +108,18 @@ class StepTimer:
         config = self.drafter.config
         return typical_tree(nodes, depth=min(config.num_heads, 5), num_ranks=min(config.num_draft_tokens, 4))
 
-    def _target(self, rows: int) -> Target:
+    def _target(self, rows: int, text_tokens: int) -> Target:
         """Rows that look as if their text had been read."""
-        if rows not in self._targets:
+        if (rows, text_tokens) not in self._targets:
             self._targets.clear()
             self._captured.clear()
             target = Target(self.target)
             target.prefill(self._tokens(rows, 1).tolist())
-            target.cache.reserve(rows, self.length)
-            target.lengths = [self.length] * rows
-            self._targets[rows] = target
-        return self._targets[rows]
+            target.cache.reserve(rows, text_tokens)
+            target.lengths = [text_tokens] * rows
+            self.bytes_per_token = target.cache.num_bytes // (rows * target.cache.capacity)
+            self._targets[rows, text_tokens] = target
+        return self._targets[rows, text_tokens]
 
     def _drafter(self, rows: int) -> DraftHead:
         """A drafter that has read the rows' text, where it reads it at all."""
