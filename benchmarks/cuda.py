@@ -31,11 +31,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from draftheads.cli.show import quiet_transformers
 from draftheads.decode.engine import Engine
-from draftheads.decode.stopwatch import StepTimer, wait_for
+from draftheads.decode.step_timer import StepTimer, wait_for
 from draftheads.draft import Draft
 from draftheads.loading import head_engine, load_drafter, load_target
-from draftheads.target.model import TargetModel
-from draftheads.target.target import Target
+from draftheads.models.kv_target import Target
+from draftheads.models.model import TargetModel
 from draftheads.tree import Tree
 from draftheads.zoo.registry import zoo_heads
 

@@ -22,8 +22,8 @@ from transformers import AutoTokenizer
 from worker_process import Ids, WorkerFailed, WorkerProcess
 
 from draftheads.cli.prompts import TextPrompt, read_prompts
-from draftheads.target.embedded import SMOLLM2_135M, converted_folder, find_gguf
-from draftheads.target.pretrained import default_dtype
+from draftheads.models.embedded import SMOLLM2_135M, converted_folder, find_gguf
+from draftheads.models.pretrained import default_dtype
 
 HERE = Path(__file__).parent
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}

@@ -26,9 +26,9 @@ from draftheads.cli.prompts import read_prompts
 from draftheads.cli.show import quiet_transformers
 from draftheads.decode.engine import Engine, Prompt
 from draftheads.drafters.prompt_lookup import PromptLookup
-from draftheads.growth import BestFirst
 from draftheads.loading import Precision, head_engine, load_drafter, load_target
-from draftheads.target.model import TargetModel
+from draftheads.models.model import TargetModel
+from draftheads.shapes import BestFirst
 
 _QUEUE = 4  # prompts in a group for each one that is at work
 TASKS = Path(__file__).parent / "tasks.jsonl"

@@ -23,8 +23,8 @@ from draftheads.cli.show import quiet_transformers
 from draftheads.draft import Draft
 from draftheads.kernels import PackedLinear, Product
 from draftheads.loading import Precision, load_target
-from draftheads.target.model import TargetModel
-from draftheads.target.target import Target
+from draftheads.models.kv_target import Target
+from draftheads.models.model import TargetModel
 from draftheads.tree import Tree
 
 

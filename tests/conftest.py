@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from draftheads import loading
-from draftheads.decode import cost
+from draftheads.decode import cost_profile as cost
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from draftheads.distill.local import EngineSource
 from draftheads.distill.options import DistillOptions
 from draftheads.distill.run import Outcome, distill
 from draftheads.draft import Drafter
-from draftheads.target.model import TargetModel
+from draftheads.models.model import TargetModel
 
 # prompts of one word, two turns, a system's word, and other people's answers, which do not count
 RECORDS: list[dict[str, Any]] = [

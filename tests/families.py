@@ -6,12 +6,12 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from draftheads.acceptance import AcceptanceProfile
+from draftheads.acceptance_profile import AcceptanceProfile
 from draftheads.draft import Context, Draft
-from draftheads.growth import BestFirst, BestPaths
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead
-from draftheads.target.model import TargetModel
+from draftheads.models.model import TargetModel
+from draftheads.shapes import BestFirst, BestPaths
 from draftheads.tree import Tree
 
 # few enough tokens that untrained heads are right now and then, so that paths of all lengths are accepted

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from draftheads.accept import accept
 from draftheads.draft import Context, Draft, Verdict
-from draftheads.growth import BestFirst, BestPaths, Shape
 from draftheads.heads.drafting import fill, grow
 from draftheads.sampling import RowSettings, SamplingSettings, choose
+from draftheads.shapes import BestFirst, BestPaths, Shape
 from draftheads.tree import Tree
 
 CPU = torch.device("cpu")

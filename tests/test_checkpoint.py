@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftheads import checkpoint
-from draftheads.acceptance import AcceptanceProfile
+from draftheads.acceptance_profile import AcceptanceProfile
 from draftheads.checkpoint import (
     CARD_FILE,
     CONFIG_FILE,
@@ -38,13 +38,13 @@ from draftheads.errors import (
     StorageError,
     UnknownMethod,
 )
-from draftheads.growth import BestFirst
 from draftheads.heads import HEADS
 from draftheads.heads.base import DraftHead
 from draftheads.heads.medusa import MedusaConfig, MedusaHead
-from draftheads.target import fingerprint
-from draftheads.target.fingerprint import Fingerprints, difference
-from draftheads.target.model import TargetModel
+from draftheads.models import fingerprint
+from draftheads.models.fingerprint import Fingerprints, difference
+from draftheads.models.model import TargetModel
+from draftheads.shapes import BestFirst
 from draftheads.tree import Tree
 from families import fitting, tiny_head, tiny_profile
 

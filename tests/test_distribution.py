@@ -18,11 +18,11 @@ from transformers import (
 from draftheads.accept import accept
 from draftheads.decode.engine import Engine
 from draftheads.draft import Context, Draft, Drafter, Verdict
-from draftheads.growth import BestFirst, BestPaths, Shape
 from draftheads.heads import HEADS
 from draftheads.heads.base import DraftHead
+from draftheads.models.model import TargetModel
 from draftheads.sampling import RowSettings, SamplingSettings, choose
-from draftheads.target.model import TargetModel
+from draftheads.shapes import BestFirst, BestPaths, Shape
 from draftheads.tree import Tree
 from families import GROWING, PROMPTS, TREES, tiny_head, tiny_model
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from draftheads.decode.engine import Engine
-from draftheads.decode.sequence import GenerationResult
+from draftheads.decode.request import GenerationResult
 from draftheads.draft import Context, Draft
-from draftheads.growth import BestFirst, Shape
 from draftheads.heads import HEADS
 from draftheads.heads.base import DraftHead
-from draftheads.target.fast import speed_up
-from draftheads.target.model import TargetModel
+from draftheads.models.fast import speed_up
+from draftheads.models.model import TargetModel
+from draftheads.shapes import BestFirst, Shape
 from draftheads.tree import Tree
 from families import FAMILIES, GROWING, PROMPTS, TREES, VOCAB, Prophet, WildProphet, fitting, tiny_head, tiny_model
 
@@ -216,7 +216,7 @@ def test_a_long_prompt_is_read_in_chunks_without_a_difference(monkeypatch: pytes
     model = tiny_model("mistral")
     prompt = [3 + n * n % 20 for n in range(100)]
     whole = ids(decode(Engine(model), [prompt, [4, 5]]))
-    monkeypatch.setattr("draftheads.target.target.PREFILL_CHUNK", 16)
+    monkeypatch.setattr("draftheads.models.kv_target.PREFILL_CHUNK", 16)
     assert ids(decode(Engine(model), [prompt, [4, 5]])) == whole
 
 

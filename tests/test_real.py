@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from draftheads import BestFirst, Engine, GenerationResult, TargetModel, Tree
-from draftheads.acceptance import read_profile
+from draftheads.acceptance_profile import read_profile
 from draftheads.bench.margins import Scorer
 from draftheads.cli.main import main
 from draftheads.errors import InvalidSettings

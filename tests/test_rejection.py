@@ -8,21 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from draftheads.accept import accept, num_coins
-from draftheads.decode.engine import Engine
-from draftheads.draft import Context, Draft
-from draftheads.drafters.draft_model import DraftModel
-from draftheads.errors import InvalidSettings, InvalidTree
-from draftheads.growth import Sampled, Shape
-from draftheads.heads.drafting import sample
-from draftheads.rejection import block_chances, sibling_chances
-from draftheads.sampling import RowSettings, SamplingSettings
-from draftheads.target.model import TargetModel
-from draftheads.tree import Tree
-from families import PROMPTS, VOCAB, tiny_head, tiny_model
-from test_distribution import (
+from tests.test_distribution import (
     NUM_ANSWERS,
     ODDS,
     PROMPT,
@@ -33,6 +19,20 @@ from test_distribution import (
     model,
     p_value,
 )
+from torch import Tensor
+
+from draftheads.accept import accept, num_coins
+from draftheads.decode.engine import Engine
+from draftheads.draft import Context, Draft
+from draftheads.drafters.draft_model import DraftModel
+from draftheads.errors import InvalidSettings, InvalidTree
+from draftheads.heads.drafting import sample
+from draftheads.models.model import TargetModel
+from draftheads.rejection import block_chances, sibling_chances
+from draftheads.sampling import RowSettings, SamplingSettings
+from draftheads.shapes import Sampled, Shape
+from draftheads.tree import Tree
+from families import PROMPTS, VOCAB, tiny_head, tiny_model
 
 __all__ = ["exact", "model"]  # fixtures
 V = 3

@@ -7,7 +7,7 @@ import pytest
 
 from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
-from draftheads.decode.sequence import StreamEvent
+from draftheads.decode.request import StreamEvent
 from families import GROWING, PROMPTS, TREES, tiny_head, tiny_model
 
 NEW_TOKENS = 32

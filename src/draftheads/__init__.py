@@ -9,15 +9,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # importing the package must not cost torch's seconds to who only asks for --help
-    from draftheads.acceptance import AcceptanceProfile
+    from draftheads.acceptance_profile import AcceptanceProfile
     from draftheads.checkpoint import load_head, save_head
     from draftheads.decode.engine import Engine
-    from draftheads.decode.sequence import GenerationResult, StreamEvent
+    from draftheads.decode.request import GenerationResult, StreamEvent
     from draftheads.errors import DraftHeadsError
-    from draftheads.growth import BestFirst, BestPaths, Sampled
     from draftheads.loading import load
+    from draftheads.models.model import TargetModel
     from draftheads.sampling import SamplingSettings
-    from draftheads.target.model import TargetModel
+    from draftheads.shapes import BestFirst, BestPaths, Sampled
     from draftheads.tree import Tree
 
 __all__ = [
@@ -38,16 +38,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AcceptanceProfile": "draftheads.acceptance",
-    "BestFirst": "draftheads.growth",
-    "BestPaths": "draftheads.growth",
+    "AcceptanceProfile": "draftheads.acceptance_profile",
+    "BestFirst": "draftheads.shapes",
+    "BestPaths": "draftheads.shapes",
     "DraftHeadsError": "draftheads.errors",
     "Engine": "draftheads.decode.engine",
-    "GenerationResult": "draftheads.decode.sequence",
-    "Sampled": "draftheads.growth",
+    "GenerationResult": "draftheads.decode.request",
+    "Sampled": "draftheads.shapes",
     "SamplingSettings": "draftheads.sampling",
-    "StreamEvent": "draftheads.decode.sequence",
-    "TargetModel": "draftheads.target.model",
+    "StreamEvent": "draftheads.decode.request",
+    "TargetModel": "draftheads.models.model",
     "Tree": "draftheads.tree",
     "load": "draftheads.loading",
     "load_head": "draftheads.checkpoint",

@@ -6,7 +6,7 @@ A head is a folder of four files:
 =====================  ======================================================================================
 ``config.json``        format_version, method, head (every option), base (model_id, fingerprints), provenance
 ``model.safetensors``  the head's own tensors, bf16 unless asked otherwise; never the base's
-``acceptance.json``    how many tokens its trees gain, see :mod:`draftheads.acceptance`
+``acceptance.json``    how many tokens its trees gain, see :mod:`draftheads.acceptance_profile`
 ``README.md``          the model card
 =====================  ======================================================================================
 
@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draftheads.acceptance import DEFAULT_NODES, PROFILE_FILE, AcceptanceProfile, read_profile
+from draftheads.acceptance_profile import DEFAULT_NODES, PROFILE_FILE, AcceptanceProfile, read_profile
 from draftheads.errors import (
     CheckpointCorrupt,
     CheckpointMismatch,
@@ -42,10 +42,10 @@ from draftheads.errors import (
 from draftheads.files import atomic_directory
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead, HeadConfig
+from draftheads.models.fingerprint import MAX_DIFFERENCE, Fingerprints, difference
+from draftheads.models.model import TargetModel
 from draftheads.provenance import provenance
 from draftheads.strict_json import checked, read_object
-from draftheads.target.fingerprint import MAX_DIFFERENCE, Fingerprints, difference
-from draftheads.target.model import TargetModel
 
 FORMAT_VERSION = 1
 CONFIG_FILE, TENSORS_FILE, CARD_FILE = "config.json", "model.safetensors", "README.md"

@@ -11,9 +11,9 @@ from typing import Literal
 
 import torch
 
-from draftheads.acceptance import PROFILE_FILE, AcceptanceProfile, read_profile
+from draftheads.acceptance_profile import PROFILE_FILE, AcceptanceProfile, read_profile
 from draftheads.checkpoint import SavedHead, check_profile, load_head, read_head
-from draftheads.decode.cost import cost_of
+from draftheads.decode.cost_profile import cost_of
 from draftheads.decode.engine import Engine
 from draftheads.draft import Drafter
 from draftheads.drafters.copy_odds import DEFAULT_ODDS
@@ -23,13 +23,13 @@ from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import CacheWarning, InvalidSettings, ModelNotFound
 from draftheads.files import user_path
-from draftheads.growth import Shape
 from draftheads.heads.base import DraftHead
-from draftheads.target.embedded import cache_folder
-from draftheads.target.fast import return_freed_memory, rows_keep_their_bits
-from draftheads.target.model import TargetModel
-from draftheads.target.pretrained import default_device
-from draftheads.target.target import check_trees
+from draftheads.models.embedded import cache_folder
+from draftheads.models.fast import return_freed_memory, rows_keep_their_bits
+from draftheads.models.kv_target import check_trees
+from draftheads.models.model import TargetModel
+from draftheads.models.pretrained import default_device
+from draftheads.shapes import Shape
 from draftheads.tree import Tree
 from draftheads.zoo.registry import find_head
 

@@ -16,9 +16,9 @@ import torch
 
 from draftheads.bench.margins import Scorer
 from draftheads.decode.engine import Engine
-from draftheads.decode.sequence import GenerationResult
-from draftheads.decode.stopwatch import wait_for
-from draftheads.target.model import TargetModel
+from draftheads.decode.request import GenerationResult
+from draftheads.decode.step_timer import wait_for
+from draftheads.models.model import TargetModel
 
 BASELINE = "plain"
 STOCK = "transformers"

@@ -21,17 +21,17 @@ from draftheads.bench.stopwatch import Stopwatch
 from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine, Prompt
 from draftheads.decode.plain import NoDraft
-from draftheads.decode.stopwatch import wait_for
+from draftheads.decode.step_timer import wait_for
 from draftheads.draft import Drafter
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.errors import DataError, InvalidSettings
-from draftheads.growth import BestFirst, BestPaths, Sampled, Shape
 from draftheads.heads.base import DraftHead
+from draftheads.models.model import TargetModel
 from draftheads.sampling import SamplingSettings
 from draftheads.search.calibrate import Answer
-from draftheads.search.rehearsal import Display, Rehearsal, RehearsalSettings, encoded, own_answers
+from draftheads.search.replay import Display, Rehearsal, RehearsalSettings, encoded, own_answers
 from draftheads.search.workbook import Workbook
-from draftheads.target.model import TargetModel
+from draftheads.shapes import BestFirst, BestPaths, Sampled, Shape
 from draftheads.tree import Tree
 
 PLAIN = "plain"

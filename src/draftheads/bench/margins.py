@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from draftheads.target.model import TargetModel
+from draftheads.models.model import TargetModel
 
 
 class Scorer:

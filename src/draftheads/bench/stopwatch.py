@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from draftheads.decode.stopwatch import wait_for
+from draftheads.decode.step_timer import wait_for
 
 _PARTS = ("draft", "verify", "rest")
 

@@ -27,27 +27,27 @@ from draftheads.bench.drafters import (
     headings,
     markdown,
 )
-from draftheads.bench.page import RECORD, TABLE, write_page
 from draftheads.checkpoint import read_head
 from draftheads.cli.demo import PROMPTS
 from draftheads.cli.prompts import read_prompts
 from draftheads.cli.show import quiet_transformers
 from draftheads.cli.stages import Stages
-from draftheads.decode.cost import machine_of
+from draftheads.decode.cost_profile import machine_of
 from draftheads.decode.engine import Prompt
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import DataError, InvalidSettings, MissingDependency, StorageError
 from draftheads.files import locked, user_path, write_atomic
-from draftheads.growth import BestPaths
 from draftheads.loading import UNTRAINED, Precision, load_drafter, load_target
+from draftheads.models.embedded import SMOLLM2_135M, cache_folder
+from draftheads.models.model import TargetModel
 from draftheads.provenance import provenance
+from draftheads.reports.bench_page import RECORD, TABLE, write_page
 from draftheads.search.prompts import CALIBRATION_PROMPTS
-from draftheads.search.rehearsal import encoded
+from draftheads.search.replay import encoded
 from draftheads.search.workbook import Workbook
-from draftheads.target.embedded import SMOLLM2_135M, cache_folder
-from draftheads.target.model import TargetModel
+from draftheads.shapes import BestPaths
 from draftheads.zoo.registry import find_head, zoo_heads
 
 _NAME_WIDTH = 24  # of 80 columns; longer names are folded

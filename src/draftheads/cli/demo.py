@@ -28,9 +28,9 @@ from draftheads.decode.engine import Engine
 from draftheads.errors import DataError, InvalidSettings, StorageError
 from draftheads.files import user_path, write_atomic
 from draftheads.loading import Precision, head_engine, kernels_folder, load_drafter, load_target
+from draftheads.models.fast import rows_keep_their_bits
+from draftheads.models.model import TargetModel
 from draftheads.provenance import provenance
-from draftheads.target.fast import rows_keep_their_bits
-from draftheads.target.model import TargetModel
 
 PROMPTS = (
     "Explain to a child why the sky is blue.",

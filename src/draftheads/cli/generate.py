@@ -15,9 +15,9 @@ from draftheads.cli.show import quiet_transformers, show_stream
 from draftheads.decode.engine import Engine, Prompt
 from draftheads.errors import InvalidPrompt, InvalidSettings, InvalidTree
 from draftheads.files import write_atomic
-from draftheads.growth import BestFirst, BestPaths, Sampled, Shape
 from draftheads.loading import Precision, load
 from draftheads.sampling import AcceptanceRule, SamplingSettings
+from draftheads.shapes import BestFirst, BestPaths, Sampled, Shape
 from draftheads.tree import Tree
 
 

@@ -13,7 +13,7 @@ from rich.markdown import Markdown
 from rich.table import Table
 from rich.text import Text
 
-from draftheads.acceptance import DEFAULT_NODES, KINDS, AcceptanceProfile, read_profile
+from draftheads.acceptance_profile import DEFAULT_NODES, KINDS, AcceptanceProfile, read_profile
 from draftheads.checkpoint import SavedHead, read_head
 from draftheads.drafters.copy_odds import DEFAULT_ODDS
 from draftheads.errors import InvalidSettings, InvalidTree

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import tyro
 
-from draftheads.bench import page as bench_page
 from draftheads.errors import DataError
-from draftheads.search import page as search_page
-from draftheads.train import page as training_page
+from draftheads.reports import bench_page
+from draftheads.reports import train_page as training_page
+from draftheads.reports import tune_page as search_page
 
 
 @dataclass(frozen=True)

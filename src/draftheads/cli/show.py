@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from draftheads.decode.engine import Engine
-from draftheads.decode.sequence import Sequence, StreamEvent
+from draftheads.decode.request import Sequence, StreamEvent
 from draftheads.decode.text import TextStream
 
 DRAFTED = "bold green"

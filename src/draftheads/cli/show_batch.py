@@ -22,7 +22,7 @@ from draftheads.data.extract import load_and_count
 from draftheads.data.show import Counts, Span, num_read, padding_share, spans
 from draftheads.errors import InvalidSettings
 from draftheads.files import write_atomic
-from draftheads.target.pretrained import load_tokenizer
+from draftheads.models.pretrained import load_tokenizer
 from draftheads.train.options import TrainOptions
 
 _HTML_WIDTH = 110

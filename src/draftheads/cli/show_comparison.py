@@ -11,9 +11,9 @@ from rich.text import Text
 from draftheads.bench.compare import BASELINE, STOCK, Extent, Row
 from draftheads.bench.step_parts import PARTS
 from draftheads.decode.engine import Engine
-from draftheads.decode.policy import SizePolicy
+from draftheads.decode.size_policy import SizePolicy
 from draftheads.drafters.copying import Copying
-from draftheads.growth import BestFirst
+from draftheads.shapes import BestFirst
 from draftheads.tree import Tree
 
 NEAR_TIES = """\

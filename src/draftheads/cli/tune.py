@@ -9,22 +9,22 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from draftheads.acceptance import PROFILE_FILE, AcceptanceProfile
+from draftheads.acceptance_profile import PROFILE_FILE, AcceptanceProfile
 from draftheads.checkpoint import SavedHead, read_head
 from draftheads.cli.prompts import read_prompts
 from draftheads.cli.show import quiet_transformers
 from draftheads.cli.stages import Stages
-from draftheads.decode.cost import cost_of
+from draftheads.decode.cost_profile import cost_of
 from draftheads.decode.engine import Prompt
 from draftheads.errors import InvalidSettings, MissingDependency
 from draftheads.files import locked, user_path, write_atomic
 from draftheads.loading import Precision, load_drafter, load_target, profile_folder
+from draftheads.models.embedded import cache_folder
 from draftheads.provenance import provenance
-from draftheads.search.page import RECORD, write_page
+from draftheads.reports.tune_page import RECORD, write_page
 from draftheads.search.prompts import CALIBRATION_PROMPTS
-from draftheads.search.rehearsal import RehearsalSettings
+from draftheads.search.replay import RehearsalSettings
 from draftheads.search.tune import predicted, tune
-from draftheads.target.embedded import cache_folder
 from draftheads.zoo.registry import find_head, zoo_heads
 
 _WORK_FOLDER = "tune.work"  # where there is no cache

@@ -25,7 +25,7 @@ from draftheads.data.features import (
 )
 from draftheads.data.live import fingerprint_of, read_alone
 from draftheads.errors import DataError, StorageError
-from draftheads.target.model import TargetModel
+from draftheads.models.model import TargetModel
 
 Progress = Callable[[int, int], None]  # tokens done, tokens in all
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftheads.data.chat import EncodedChat
 from draftheads.data.features import Document
-from draftheads.target.model import TargetModel
+from draftheads.models.model import TargetModel
 
 
 def read_alone(target: TargetModel, token_ids: Tensor) -> Tensor:

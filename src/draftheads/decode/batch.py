@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from draftheads.accept import accept, num_coins
-from draftheads.decode.policy import SizePolicy
-from draftheads.decode.sequence import Sequence, StreamEvent
+from draftheads.decode.request import Sequence, StreamEvent
+from draftheads.decode.size_policy import SizePolicy
 from draftheads.draft import Context, Draft, Drafter, Verdict, Watcher
+from draftheads.models.kv_target import Target
+from draftheads.models.model import TargetModel
+from draftheads.models.transfer import to_device
 from draftheads.sampling import RowSettings, choose
-from draftheads.target.model import TargetModel
-from draftheads.target.target import Target
-from draftheads.target.transfer import to_device
 
 
 class Batch:

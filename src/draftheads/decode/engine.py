@@ -7,17 +7,17 @@ from dataclasses import fields, replace
 from threading import Lock
 from typing import Any, cast
 
-from draftheads.acceptance import AcceptanceProfile
+from draftheads.acceptance_profile import AcceptanceProfile
 from draftheads.decode.batch import Batch
-from draftheads.decode.cost import CostProfile
+from draftheads.decode.cost_profile import CostProfile
 from draftheads.decode.plain import NoDraft
-from draftheads.decode.policy import ShapedDrafter, SizePolicy
-from draftheads.decode.sequence import GenerationResult, Sequence, StreamEvent
+from draftheads.decode.request import GenerationResult, Sequence, StreamEvent
+from draftheads.decode.size_policy import ShapedDrafter, SizePolicy
 from draftheads.decode.text import half_character
 from draftheads.draft import Drafter
 from draftheads.errors import InvalidPrompt, InvalidSettings, PromptTooLong
+from draftheads.models.model import TargetModel
 from draftheads.sampling import SamplingSettings
-from draftheads.target.model import TargetModel
 
 Message = Mapping[str, str]
 Prompt = str | Listing[Message] | Listing[int]  # a user's text, a list of messages, or token ids as they are

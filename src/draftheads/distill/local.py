@@ -8,14 +8,14 @@ from dataclasses import asdict
 from functools import cached_property
 
 from draftheads.decode.engine import Engine, Prompt
-from draftheads.decode.sequence import Sequence
+from draftheads.decode.request import Sequence
 from draftheads.distill.dialogue import Dialogue
 from draftheads.distill.options import DistillOptions
 from draftheads.distill.source import Heard
 from draftheads.distill.template import TurnEnd, user_turn_end, user_turn_opening
 from draftheads.errors import DataError, InvalidPrompt, PromptTooLong, UnsupportedModel
+from draftheads.models.fingerprint import Fingerprints
 from draftheads.sampling import SamplingSettings
-from draftheads.target.fingerprint import Fingerprints
 
 
 class EngineSource:

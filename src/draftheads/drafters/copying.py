@@ -14,11 +14,11 @@ from draftheads.draft import Context, Draft, Watcher
 from draftheads.drafters.copy_odds import DEFAULT_ODDS, Odds, check_odds
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.text_index import RowTexts
-from draftheads.growth import BestFirst, Shape
 from draftheads.heads.base import DraftHead
 from draftheads.heads.drafting import likely_enough
 from draftheads.merging import merged
-from draftheads.target.transfer import to_device
+from draftheads.models.transfer import to_device
+from draftheads.shapes import BestFirst, Shape
 from draftheads.tree import Path, Tree
 
 # For static trees without measured values, close to hydra's: the probability of a node of rank 0 as a share of its

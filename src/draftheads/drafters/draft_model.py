@@ -13,11 +13,11 @@ from torch import Tensor
 
 from draftheads.draft import Context, Draft, Verdict
 from draftheads.errors import InvalidSettings
-from draftheads.growth import Sampled, Shape, check_ranks
 from draftheads.heads.drafting import fill, grow, sample
-from draftheads.target.fingerprint import Fingerprints
-from draftheads.target.model import TargetModel
-from draftheads.target.target import Target
+from draftheads.models.fingerprint import Fingerprints
+from draftheads.models.kv_target import Target
+from draftheads.models.model import TargetModel
+from draftheads.shapes import Sampled, Shape, check_ranks
 from draftheads.tree import Tree
 
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from draftheads.draft import Context, Draft, TargetWeights
 from draftheads.errors import InvalidSettings, InvalidTree
-from draftheads.growth import Sampled, Shape, check_ranks
 from draftheads.heads.drafting import fill, grow, sample
 from draftheads.heads.layers import Fusable, LmHeads
 from draftheads.kernel_choice import pack
 from draftheads.kernels import replace_linears
+from draftheads.shapes import Sampled, Shape, check_ranks
 from draftheads.tree import Tree
 
 LmHeadKind = Literal["shared", "own", "low_rank"]

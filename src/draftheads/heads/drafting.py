@@ -15,8 +15,8 @@ from torch import Tensor
 
 from draftheads.candidates import Candidates, best_nodes
 from draftheads.draft import Context, Draft, tree_tensors
-from draftheads.growth import BestFirst, BestPaths, Sampled
 from draftheads.sampling import RowSettings, draw, probabilities
+from draftheads.shapes import BestFirst, BestPaths, Sampled
 from draftheads.tree import Tree
 
 

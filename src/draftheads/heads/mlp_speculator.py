@@ -1,7 +1,7 @@
 """IBM's MLP Speculator: a small recurrent network over the tokens guessed so far (Wertheimer et al. 2024, section 3).
 
 Of its own way of drafting, the top k of each stage expanded and the likeliest whole candidates kept, see
-:class:`draftheads.growth.BestPaths`.
+:class:`draftheads.shapes.BestPaths`.
 """
 
 import math
@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from draftheads.draft import Context, TargetWeights
 from draftheads.errors import InvalidSettings, InvalidTree
-from draftheads.growth import BestPaths, Shape
 from draftheads.heads.base import DraftHead, HeadConfig
+from draftheads.shapes import BestPaths, Shape
 
 Embeddings = Literal["own", "target"]
 _EPSILON = 1e-6

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from draftheads.draft import Context
-from draftheads.growth import BestFirst
 from draftheads.heads.base import DraftHead
+from draftheads.models.model import TargetModel
 from draftheads.sampling import RowSettings, SamplingSettings, probabilities
-from draftheads.target.model import TargetModel
+from draftheads.shapes import BestFirst
 
 # what logits may be divided by: steps of 6 %
 DIVISORS = torch.logspace(-0.4, 0.6, 41, base=10.0, dtype=torch.float64)
@@ -165,7 +165,7 @@ def replay(
 
     Returns:
         For each answer the size of tree from which on the true token at each depth is kept, (m, K), as
-        :func:`draftheads.search.grow.entries`; and how often whole paths are kept by how sure the head is, as
+        :func:`draftheads.tree_search.entries`; and how often whole paths are kept by how sure the head is, as
         :func:`reliability`.
     """
     head = head.fresh()

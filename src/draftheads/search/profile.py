@@ -6,15 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
-from draftheads.acceptance import MAX_NODES, AcceptanceProfile
+from draftheads.acceptance_profile import MAX_NODES, AcceptanceProfile
 from draftheads.drafters.copy_odds import DEFAULT_ODDS, copy_odds
 from draftheads.heads.base import DraftHead
+from draftheads.models.model import TargetModel
 from draftheads.search.calibrate import Answer
-from draftheads.search.grow import expected_tokens, joint_order, path_counts
-from draftheads.search.rehearsal import Display, Rehearsal, RehearsalSettings
-from draftheads.target.model import TargetModel
+from draftheads.search.replay import Display, Rehearsal, RehearsalSettings
 from draftheads.tree import Path as RankPath
 from draftheads.tree import Tree
+from draftheads.tree_search import expected_tokens, joint_order, path_counts
 
 NUM_TEXTS, TOKENS_PER_TEXT = 64, 64  # held-out texts that a profile is measured on after training
 

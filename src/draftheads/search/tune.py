@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftheads.acceptance import KINDS, AcceptanceProfile
-from draftheads.decode.cost import CostProfile
+from draftheads.acceptance_profile import KINDS, AcceptanceProfile
+from draftheads.decode.cost_profile import CostProfile
 from draftheads.decode.engine import Prompt
 from draftheads.heads.base import DraftHead
+from draftheads.models.model import TargetModel
 from draftheads.search.profile import measured_profile
-from draftheads.search.rehearsal import Display, RehearsalSettings, encoded, own_answers
+from draftheads.search.replay import Display, RehearsalSettings, encoded, own_answers
 from draftheads.search.workbook import Workbook
-from draftheads.target.model import TargetModel
 
 BATCH_SIZES = (1, 2, 4, 8, 16)  # that speeds are predicted for
 _SHOWN_NODES = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)  # of trees whose cost is shown

@@ -15,10 +15,10 @@ from typing import Any
 from draftheads.errors import DataError, InvalidSettings
 from draftheads.files import locked, remove_leftovers, write_atomic
 from draftheads.provenance import provenance
+from draftheads.reports.train_page import PAGE
 from draftheads.train import processes
 from draftheads.train.material import Material
 from draftheads.train.options import TrainOptions
-from draftheads.train.page import PAGE
 from draftheads.train.reporter import Reporter
 from draftheads.train.start import Start, digest_of
 from draftheads.train.trainer import find_checkpoint, require_packages

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from draftheads.acceptance import AcceptanceProfile
+from draftheads.acceptance_profile import AcceptanceProfile
 from draftheads.checkpoint import load_head, save_head
 from draftheads.data.batches import PlannedTexts
 from draftheads.data.extract import load_texts
@@ -24,9 +24,9 @@ from draftheads.data.live import LiveStore
 from draftheads.draft import TargetWeights
 from draftheads.files import atomic_directory, write_atomic
 from draftheads.heads.base import DraftHead
-from draftheads.target.fingerprint import Fingerprints
-from draftheads.target.model import TargetModel
-from draftheads.target.pretrained import default_device
+from draftheads.models.fingerprint import Fingerprints
+from draftheads.models.model import TargetModel
+from draftheads.models.pretrained import default_device
 from draftheads.train import processes
 from draftheads.train.card import model_card
 from draftheads.train.folder import (

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from draftheads.draft import TargetWeights
 from draftheads.errors import CheckpointCorrupt, InvalidSettings, MissingDependency, ModelNotFound
-from draftheads.target.model import TargetModel
+from draftheads.models.model import TargetModel
 
 _CONFIG_FILE = "adapter_config.json"
 

@@ -16,7 +16,7 @@ from draftheads.data.features import Documents, FeatureStore
 from draftheads.data.live import LiveStore, read_alone
 from draftheads.data.plain_text import is_plain, load_blocks
 from draftheads.errors import InvalidSettings
-from draftheads.target.model import TargetModel
+from draftheads.models.model import TargetModel
 from draftheads.train import processes
 from draftheads.train.options import TrainOptions
 from draftheads.train.schedule import Stage

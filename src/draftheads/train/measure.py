@@ -14,10 +14,10 @@ from torch import Tensor
 from draftheads.data.batches import Batch, bucket_by_length, collate
 from draftheads.data.features import Documents
 from draftheads.errors import DataError
-from draftheads.search.grow import expected_tokens
 from draftheads.train.learner import Learner
 from draftheads.train.objectives import CHUNK_SIZE, find_guesses
 from draftheads.tree import Tree
+from draftheads.tree_search import expected_tokens
 
 NUM_RANKS = 10  # ranks 0 … 9 are recorded; this number means a miss
 

@@ -14,9 +14,9 @@ import torch
 from draftheads.checkpoint import load_head, read_head, save_head
 from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, InvalidSettings, ModelNotFound
 from draftheads.files import atomic_directory, user_path
-from draftheads.target.fingerprint import MAX_DIFFERENCE, Fingerprints, difference
-from draftheads.target.model import TargetModel
-from draftheads.target.pretrained import stored_dtype
+from draftheads.models.fingerprint import MAX_DIFFERENCE, Fingerprints, difference
+from draftheads.models.model import TargetModel
+from draftheads.models.pretrained import stored_dtype
 from draftheads.train.joint import ADAPTER_FOLDER, BASE_FILE, FORMAT_VERSION, HEAD_FOLDER
 from draftheads.train.lora import Adapter
 

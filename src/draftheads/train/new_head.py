@@ -11,7 +11,7 @@ from draftheads.data.features import Documents
 from draftheads.draft import TargetWeights
 from draftheads.heads import head_classes, parse_head_options
 from draftheads.heads.base import DraftHead, HeadConfig
-from draftheads.target.model import TargetModel
+from draftheads.models.model import TargetModel
 from draftheads.train.options import TrainOptions
 from draftheads.train.reporter import Reporter
 from draftheads.train.start import Start

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from draftheads.acceptance import AcceptanceProfile
+from draftheads.acceptance_profile import AcceptanceProfile
 from draftheads.checkpoint import copy_for, save_head
 from draftheads.data.batches import PlannedBatches
 from draftheads.data.features import FeatureStore
@@ -19,12 +19,12 @@ from draftheads.draft import TargetWeights
 from draftheads.errors import DataError, InvalidSettings, MissingDependency
 from draftheads.files import write_atomic
 from draftheads.heads.base import DraftHead
-from draftheads.search.grow import best_tree
+from draftheads.models.model import TargetModel
+from draftheads.models.pretrained import default_dtype
+from draftheads.models.shard import shard_layers
+from draftheads.reports.train_page import write_page
 from draftheads.search.profile import NUM_TEXTS, Silent, measured_profile, recorded, static_profile
-from draftheads.search.rehearsal import RehearsalSettings
-from draftheads.target.model import TargetModel
-from draftheads.target.pretrained import default_dtype
-from draftheads.target.shard import shard_layers
+from draftheads.search.replay import RehearsalSettings
 from draftheads.train import processes
 from draftheads.train.card import model_card
 from draftheads.train.folder import (
@@ -44,12 +44,12 @@ from draftheads.train.material import Material, arrange, read_data, with_hidden_
 from draftheads.train.measure import NUM_RANKS, Measurement, measure
 from draftheads.train.new_head import in_float32, new_head, read_start
 from draftheads.train.options import TrainOptions
-from draftheads.train.page import write_page
 from draftheads.train.report import Report
 from draftheads.train.reporter import Reporter
 from draftheads.train.start import Start
 from draftheads.train.trainer import OnStep, TrainingInterrupted, fit
 from draftheads.tree import Tree
+from draftheads.tree_search import best_tree
 
 
 def train(options: TrainOptions, reporter: Reporter) -> Report | None:

@@ -16,8 +16,8 @@ from draftheads.checkpoint import TENSORS_FILE, SavedHead, read_head
 from draftheads.errors import CheckpointMismatch, DraftHeadsError, InvalidSettings, ModelNotFound
 from draftheads.heads.attention import LayerConfig
 from draftheads.heads.base import DraftHead, HeadConfig
-from draftheads.target.fingerprint import Fingerprints
-from draftheads.target.model import TargetModel
+from draftheads.models.fingerprint import Fingerprints
+from draftheads.models.model import TargetModel
 from draftheads.zoo.registry import find_head, zoo_heads
 
 _VOCAB = "draft_vocab"

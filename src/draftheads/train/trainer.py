@@ -27,7 +27,7 @@ from transformers.trainer_callback import PrinterCallback
 from draftheads.data.batches import PlannedBatches, PlannedTexts
 from draftheads.errors import MissingDependency, NonFiniteLoss, StorageError, TrainingError
 from draftheads.files import write_atomic
-from draftheads.target.pretrained import default_dtype
+from draftheads.models.pretrained import default_dtype
 from draftheads.train import processes
 from draftheads.train.options import TrainOptions
 from draftheads.train.schedule import Stage, staged_rate

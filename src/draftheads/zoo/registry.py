@@ -11,7 +11,7 @@ from typing import NamedTuple
 from draftheads.checkpoint import CONFIG_FILE, HEAD_FILES
 from draftheads.errors import ModelNotFound
 from draftheads.files import user_path
-from draftheads.target.embedded import SMOLLM2_135M
+from draftheads.models.embedded import SMOLLM2_135M
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _HUB_TIMEOUT_SECONDS = 10.0

@@ -1,0 +1,372 @@
+"""What a decoding step costs on this machine: milliseconds of verifying and of drafting, by rows and by nodes.
+
+A cost profile belongs to a machine, a model and a head's architecture; it does not depend on acceptance. It is measured
+once, in at most five seconds, with the operations of the decoding loop, and kept in the user's cache.
+"""
+
+import bisect
+import hashlib
+import json
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from draftheads.decode.step_timer import TEXT_TOKENS, StepTimer
+from draftheads.errors import CacheWarning, CheckpointError, InvalidSettings, StorageError
+from draftheads.files import write_atomic
+from draftheads.heads.base import DraftHead
+from draftheads.kernels import PackedLinear
+from draftheads.models.embedded import cache_folder
+from draftheads.models.fast import kernels_of
+from draftheads.models.model import TargetModel
+from draftheads.provenance import provenance
+from draftheads.strict_json import checked, read_dataclass, read_object
+
+BUDGET_SECONDS = 5.0
+_VERSION = 6
+_REPEATS, _SWEEPS = 2, 4  # timings of a part in a row, and how often all parts are timed
+_LONG_REPEATS = 4  # timings of verifying after a long text
+_LONG_TEXT_SECONDS = 1.5  # of the budget, for these
+Part = Literal["verify", "follow", "static", "dynamic"]  # following is what a drafter does in a step without a draft
+Line = list[tuple[int, float]]  # (nodes, milliseconds), ascending
+# (part, rows, nodes) in the order of measuring: what decides most comes first
+_ORDER: tuple[tuple[Part, int, int], ...] = (
+    *(("verify", 1, nodes) for nodes in (1, 8, 16, 4)),
+    ("follow", 1, 1),
+    ("static", 1, 8),
+    ("dynamic", 1, 8),
+    *(("verify", 4, nodes) for nodes in (1, 4)),
+    *(("verify", 16, nodes) for nodes in (1, 2)),
+    *((part, rows, 4) for part in ("static", "dynamic") for rows in (4, 16)),
+    *(("follow", rows, 1) for rows in (4, 16)),
+    *(("verify", 1, nodes) for nodes in (24, 32, 12)),
+    *(("verify", 4, nodes) for nodes in (8, 2)),
+    *(
+        (part, 1, nodes) for part in ("static", "dynamic") for nodes in (24, 5, 2)
+    ),  # each of the first levels costs a call of the head
+    ("verify", 16, 4),
+    *(("verify", 1, nodes) for nodes in (64, 48)),
+    ("verify", 4, 16),
+)
+# (rows, nodes) of verifying after a long text; attention takes longer there, the rest as long as before
+_LONG_TEXT_ORDER = ((1, 1), (1, 8), (4, 1), (4, 4), (16, 1), (16, 2))
+_LONG_TEXT_BYTES = 2**30  # most memory that the keys and values of one of these measurements may take
+
+
+@dataclass(frozen=True)
+class CostPoint:
+    """One measurement: a part of a step, with that many rows and nodes."""
+
+    part: Part
+    rows: int
+    nodes: int
+    milliseconds: float
+    text_tokens: int = TEXT_TOKENS
+    """Tokens of each row's text. Only verifying is also measured after a longer text."""
+
+
+@dataclass(frozen=True)
+class CostProfile:
+    """Milliseconds of a step: straight lines between the measured points.
+
+    Beyond the last number of nodes the last line goes on; beyond the last number of rows verifying is in proportion.
+    Verifying never gets cheaper with more rows or nodes, and no node is cheaper than those before it: small trees wait
+    for weights, large ones compute. Disturbance only adds, so points that say otherwise are lowered.
+
+    Raises:
+        ValueError: on construction, where a point is not positive or no plain step was measured.
+
+    >>> cost = CostProfile((CostPoint("verify", 1, 1, 10.0), CostPoint("verify", 1, 11, 20.0)))
+    >>> cost.verify(1, 6), cost.verify(1, 21), cost.draft("static", 1, 6)
+    (15.0, 30.0, 0.0)
+    """
+
+    points: tuple[CostPoint, ...]
+
+    def __post_init__(self) -> None:
+        for point in self.points:
+            if not (point.rows >= 1 and point.nodes >= 1 and 0 <= point.milliseconds < math.inf):
+                raise ValueError(f"{point} must have at least 1 row, 1 node and 0 milliseconds")
+        plain = [point for point in self.points if (point.part, point.rows, point.nodes) == ("verify", 1, 1)]
+        if not plain or plain[0].milliseconds <= 0:
+            raise ValueError("a cost profile needs the milliseconds of verifying 1 row of 1 node")
+
+    def verify(self, rows: int, nodes: int, text_tokens: int = 0) -> float:
+        """Milliseconds of verifying, accepting and committing.
+
+        Args:
+            rows: B.
+            nodes: N, root included.
+            text_tokens: of the longest row. All rows attend to as many slots as the longest one needs. Attention takes
+                time in proportion to them, beyond the length at which the other points were measured.
+        """
+        return self._verify_short(rows, nodes) + self._long_text_share(rows, nodes, text_tokens)
+
+    def _long_text_share(self, rows: int, nodes: int, text_tokens: int) -> float:
+        """Milliseconds that a text longer than the usual one adds."""
+        if not self._long_lines or text_tokens <= TEXT_TOKENS:
+            return 0.0
+        return self._by_rows(self._long_lines, rows, nodes) * (text_tokens - TEXT_TOKENS)
+
+    @cached_property
+    def _long_lines(self) -> dict[int, Line]:
+        """By rows: (nodes, milliseconds that each further token of text adds)."""
+        lines: dict[int, Line] = {}
+        for point in sorted(self.points, key=lambda point: point.nodes):
+            if point.part == "verify" and point.text_tokens > TEXT_TOKENS:
+                line = lines.setdefault(point.rows, [])
+                added = max(0.0, point.milliseconds - self._verify_short(point.rows, point.nodes))
+                line.append((point.nodes, added / (point.text_tokens - TEXT_TOKENS)))
+        return lines
+
+    def _verify_short(self, rows: int, nodes: int) -> float:
+        lines = self._lines["verify"]
+        if len(lines) == 1:  # nothing is known of several rows but the number of their nodes
+            rows, nodes = 1, rows * nodes
+        return self._by_rows(lines, rows, nodes)
+
+    @staticmethod
+    def _by_rows(lines: Mapping[int, Line], rows: int, nodes: int) -> float:
+        """Interpolates between numbers of rows; never less for more rows, and in proportion beyond the last number."""
+        highest: list[tuple[int, float]] = []
+        for number, line in sorted(lines.items()):
+            found = _on_line(_from_below(line), nodes)
+            highest.append((number, max([found, *(value for _, value in highest)])))
+        most = highest[-1][0]
+        return _on_line(highest, min(rows, most)) * max(1.0, rows / most)
+
+    def draft(self, kind: Literal["static", "dynamic"], rows: int, nodes: int) -> float:
+        """Milliseconds of drafting."""
+        return self._bilinear(self._lines.get(kind) or self._lines.get("static"), rows, nodes)
+
+    def follow(self, rows: int) -> float:
+        """Milliseconds that a drafter takes in a step without a draft."""
+        return self._bilinear(self._lines.get("follow"), rows, 1)
+
+    @staticmethod
+    def _bilinear(lines: dict[int, Line] | None, rows: int, nodes: int) -> float:
+        return (
+            _on_line([(number, _on_line(line, nodes)) for number, line in sorted(lines.items())], rows)
+            if lines
+            else 0.0
+        )
+
+    @cached_property
+    def _lines(self) -> dict[str, dict[int, Line]]:
+        lines: dict[str, dict[int, Line]] = {}
+        for point in sorted(self.points, key=lambda point: point.nodes):
+            if point.text_tokens > TEXT_TOKENS:
+                continue
+            lines.setdefault(point.part, {}).setdefault(point.rows, []).append((point.nodes, point.milliseconds))
+        return lines
+
+    def to_json(self) -> str:
+        """What :func:`read_cost` reads."""
+        return json.dumps({"format_version": _VERSION, "points": [asdict(point) for point in self.points]}) + "\n"
+
+
+def read_cost(path: Path) -> CostProfile:
+    """The profile in a file.
+
+    Raises:
+        CheckpointError, ValueError: it is damaged, or of a newer version.
+    """
+    raw = checked(read_object(path, newest=_VERSION), {"format_version": int, "points": list}, path)
+    return CostProfile(
+        tuple(read_dataclass(CostPoint, item, path, f"points[{i}]") for i, item in enumerate(raw["points"]))
+    )
+
+
+def _from_below(line: Sequence[tuple[int, float]]) -> Line:
+    """The corners of the highest convex line that rises and lies above no point.
+
+    >>> _from_below([(1, 10.0), (4, 14.0), (8, 14.0), (16, 22.0)])
+    [(1, 10.0), (8, 14.0), (16, 22.0)]
+    >>> _from_below([(1, 12.0), (4, 10.0), (8, 14.0)])
+    [(1, 10.0), (4, 10.0), (8, 14.0)]
+    """
+    corners: Line = []
+    lowest = math.inf
+    for nodes, value in reversed(line):
+        lowest = min(lowest, value)  # a smaller tree costs no more than a larger one
+        while len(corners) >= 2 and _slope((nodes, lowest), corners[-1]) > _slope(corners[-1], corners[-2]):
+            corners.pop()
+        corners.append((nodes, lowest))
+    return corners[::-1]
+
+
+def _slope(left: tuple[int, float], right: tuple[int, float]) -> float:
+    return (right[1] - left[1]) / (right[0] - left[0])
+
+
+def _on_line(line: Sequence[tuple[int, float]], at: int) -> float:
+    """The value at a place of the straight lines through (place, value) points; beyond the last by its slope.
+
+    >>> _on_line([(1, 10.0), (3, 30.0)], 2), _on_line([(1, 10.0), (3, 30.0)], 4), _on_line([(2, 10.0)], 4)
+    (20.0, 40.0, 10.0)
+    """
+    right = bisect.bisect_left(line, at, key=lambda point: point[0])
+    if right == 0 or len(line) == 1:
+        return line[0][1]
+    right = min(right, len(line) - 1)
+    (x0, y0), (x1, y1) = line[right - 1], line[right]
+    value = y0 + (y1 - y0) * (at - x0) / (x1 - x0)
+    return max(y1, value) if at > x1 else value
+
+
+# --- measuring ---
+
+
+def measure_cost(
+    target: TargetModel,
+    drafter: DraftHead,
+    *,
+    extra_nodes: int = 0,
+    budget_seconds: float = BUDGET_SECONDS,
+    timer_class: type[StepTimer] = StepTimer,
+) -> CostProfile:
+    """Times the parts of a step, the most informative first, in several sweeps until the time is up; the least counts.
+
+    Args:
+        target: the model.
+        drafter: bound to it.
+        extra_nodes: tokens that a step may have beyond the head's.
+        budget_seconds: no measurement begins that would not be over by then. Two always are made.
+        timer_class: what times a part.
+    """
+    timer = timer_class(target, drafter)
+    end = timer.now + budget_seconds
+    deadline = end - (_LONG_TEXT_SECONDS if timer.long_text_tokens > TEXT_TOKENS else 0.0)
+    samples: dict[tuple[Part, int, int], float] = {}
+    most = 1.0 + drafter.config.num_heads + extra_nodes  # tokens of a step
+    for sweep in range(_SWEEPS):
+        for part, rows, nodes in _ORDER:
+            place = (part, rows, nodes)
+            if sweep and place not in samples:
+                continue
+            expected = samples.get(place, _guess(samples, part, rows, nodes))
+            if len(samples) >= 2 and timer.now + _REPEATS * expected / 1e3 > deadline:
+                continue
+            if not sweep and _never_faster(samples, part, rows, nodes, most):
+                continue
+            times = [samples.get(place, math.inf)]
+            for _ in range(_REPEATS):
+                times.append(timer.milliseconds(part, rows, nodes))
+                if timer.now + times[-1] / 1e3 > deadline:
+                    break
+            samples[place] = min(times)  # what disturbs a machine only adds
+    points = [CostPoint(*place, round(value, 4)) for place, value in sorted(samples.items())]
+    return CostProfile((*points, *_after_long_text(timer, samples, end)))
+
+
+def _after_long_text(
+    timer: StepTimer, samples: Mapping[tuple[Part, int, int], float], deadline: float
+) -> Iterator[CostPoint]:
+    """What verifying takes after a long text; nothing for models that take none, and once the time is up."""
+    length = timer.long_text_tokens
+    for rows, nodes in _LONG_TEXT_ORDER:
+        expected = samples.get(("verify", rows, nodes), math.inf)
+        fits = rows * length * timer.bytes_per_token <= _LONG_TEXT_BYTES
+        if length <= TEXT_TOKENS or not fits or timer.now + _LONG_REPEATS * 2 * expected / 1e3 > deadline:
+            continue
+        found = min(timer.milliseconds("verify", rows, nodes, text_tokens=length) for _ in range(_LONG_REPEATS))
+        yield CostPoint("verify", rows, nodes, round(found, 4), length)
+
+
+def _guess(samples: dict[tuple[Part, int, int], float], part: Part, rows: int, nodes: int) -> float:
+    """About how many milliseconds a part will take: as the nearest one so far, in proportion to its tokens at most."""
+    known = {place: value for place, value in samples.items() if (place[0] == "verify") == (part == "verify")}
+    if not known:
+        return 0.0
+    near = min(known, key=lambda place: abs(math.log(place[1] * place[2] / (rows * nodes))))
+    return known[near] * max(1.0, rows * nodes / (near[1] * near[2]))
+
+
+def _never_faster(samples: dict[tuple[Part, int, int], float], part: Part, rows: int, nodes: int, most: float) -> bool:
+    """Does verifying fewer nodes already cost more plain steps than a step can have tokens?"""
+    plain = samples.get(("verify", rows, 1))
+    if part != "verify" or plain is None:
+        return False
+    below = [v for (p, r, n), v in samples.items() if p == "verify" and r == rows and n < nodes]
+    return bool(below) and max(below) > most * plain
+
+
+# --- the cache ---
+
+
+def machine_of(target: TargetModel) -> dict[str, str | int]:
+    """What speeds depend on besides the sizes of model and head."""
+    here = provenance()
+    is_gpu = target.device.type == "cuda"
+    return {
+        "processor": str(here["processor"]),
+        "device": torch.cuda.get_device_name(target.device) if is_gpu else str(target.device),
+        "threads": torch.get_num_threads(),
+        "precision": target.precision,
+        "kernels": kernels_of(target.model),
+        "torch": str(here["torch"]),
+        "transformers": str(here["transformers"]),
+        "draftheads": str(here["draftheads"]),
+    }
+
+
+def _products(module: nn.Module) -> list[str]:
+    """Kernels by shape of layer: they depend on the weights, too."""
+    layers = [layer for layer in module.modules() if isinstance(layer, PackedLinear)]
+    return sorted({f"{layer.out_features}x{layer.in_features} {layer.product.name}" for layer in layers})
+
+
+def cost_key(target: TargetModel, drafter: DraftHead, extra_nodes: int = 0) -> str:
+    """A digest of what a cost profile depends on; not of weights."""
+    sizes = {
+        "model": target.config.model_type,
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "layers": target.layer_kinds,
+        "layer_sizes": target.layer_sizes,
+        "experts": getattr(target.config, "num_local_experts", None),
+    }
+    head = {"method": drafter.config.method, **asdict(drafter.config)}
+    products = [_products(target.model), _products(drafter), extra_nodes]
+    whole = {"version": _VERSION, "machine": machine_of(target), "sizes": sizes, "head": head, "products": products}
+    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def cost_of(target: TargetModel, drafter: DraftHead, *, extra_nodes: int = 0) -> CostProfile:
+    """The cost profile in the user's cache; measured now, and kept, where there is none.
+
+    With ``extra_nodes`` a step may have as many tokens beyond the head's: copies.
+
+    Warns:
+        CacheWarning: the cache is damaged or cannot be written. Then it is measured anew.
+    """
+    problems = []
+    try:
+        path = cache_folder() / "costs" / f"{cost_key(target, drafter, extra_nodes)}.json"
+        if path.exists():
+            return read_cost(path)
+    except (CheckpointError, ValueError, OSError) as error:
+        problems.append(f"the cost profile cannot be read: {error}")
+    except InvalidSettings as error:
+        warnings.warn(f"the cost profile is not kept: {error}", CacheWarning, stacklevel=2)
+        return measure_cost(target, drafter, extra_nodes=extra_nodes)
+    found = measure_cost(target, drafter, extra_nodes=extra_nodes)
+    try:
+        write_atomic(path, found.to_json().encode())
+    except StorageError as error:
+        problems.append(f"the cost profile is not kept: {error}")
+    if problems:
+        warnings.warn("; ".join(problems), CacheWarning, stacklevel=2)
+    return found
+
+
+def by_hand(points: Iterable[tuple[Any, int, int, float]]) -> CostProfile:
+    """A profile of (part, rows, nodes, milliseconds)."""
+    return CostProfile(tuple(CostPoint(*point) for point in points))

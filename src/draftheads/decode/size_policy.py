@@ -1,0 +1,198 @@
+"""How many tokens to draft at a step: from the acceptance profile, the cost profile and each request's own acceptance.
+
+The policy reads no clock: what it decides depends on tokens and on the two profiles only. A table gives the expected
+tokens and the milliseconds of each kind and size of tree; the fastest is drafted, or nothing where plain decoding is as
+fast. A draft that comes with probabilities is then cut where a further node costs more time than it gains.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from draftheads.acceptance_profile import KINDS, AcceptanceProfile, Kind
+from draftheads.decode.cost_profile import CostProfile
+from draftheads.draft import Context, Draft, Drafter
+from draftheads.drafters.copying import Copying
+from draftheads.shapes import BestFirst, Shape
+from draftheads.tree import Tree
+
+Floats = npt.NDArray[np.float64]
+
+_PRIOR = 4.0  # expected draft tokens that "as in the profile" weighs as much as
+_MEMORY = 0.99  # of a request's draft tokens, per step with a draft
+# The same per step without one. A request none of whose draft tokens is accepted spends at most
+# (1 - _FORGETTING) * _PRIOR = 2 % of its time on drafts.
+_FORGETTING = 0.995
+_SMALLEST_GAIN = 1.05  # over plain decoding, or nothing is drafted
+_SMALLEST_GAIN_OF_SEVERAL = 1.10  # the same for several rows, whose costs are known less well
+_TEXT_BLOCK = 128  # tokens; tables are made for multiples of it
+_SPARE_NODES = 4  # that growing trees are drafted with beyond twice their best size …
+_SPARE_COST = 0.03  # … as long as drafting them costs less than this share of a plain step
+_CUT_GAIN = 0.05  # how much faster growing trees are than their profile says, as each is cut; of b rows a b-th of it
+_PLAIN = Tree.chain(0)
+
+
+class ShapedDrafter(Drafter, Protocol):
+    """A drafter that can be told what to fill. One that adds nodes of its own says how many in ``extra_nodes``."""
+
+    shape: Shape
+
+
+@dataclass
+class _Record:
+    """Draft tokens of one request, older ones counting less."""
+
+    accepted: float = 0.0
+    expected: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Accepted draft tokens for each expected one; 1 as long as little is known."""
+        return (_PRIOR + self.accepted) / (_PRIOR + self.expected)
+
+    def note(self, accepted: float, expected: float) -> None:
+        memory = _MEMORY if expected else _FORGETTING
+        self.accepted = memory * self.accepted + accepted
+        self.expected = memory * self.expected + expected
+
+
+@dataclass(frozen=True)
+class _Table:
+    """What steps of one number of rows gain and cost, by kind; entry n-1 is of trees of n nodes."""
+
+    plain: float  # milliseconds of a step without a draft
+    gains: dict[Kind, Floats]  # expected draft tokens that are accepted, per row
+    milliseconds: dict[Kind, Floats]  # of a whole step
+    verifying: Floats  # of that, verifying; for more nodes than there are trees, too
+
+
+class SizePolicy:
+    """A drafter that decides for another one what it fills at each step.
+
+    Args:
+        drafter: what drafts.
+        profile: what trees gain.
+        cost: what steps cost.
+    """
+
+    def __init__(self, drafter: ShapedDrafter, profile: AcceptanceProfile, cost: CostProfile) -> None:
+        self.drafter = drafter
+        self.profile = profile
+        self.cost = cost
+        self.extra_nodes: int = getattr(drafter, "extra_nodes", 0)
+        self._records: list[_Record] = []
+        self._expected: Sequence[float] = ()  # draft tokens of this step that should be accepted, per row
+        self._tables: dict[tuple[int, int], _Table] = {}  # by rows and tokens of the longest text
+        self._shapes: dict[tuple[Kind, int], Shape] = {}
+
+    def fresh(self) -> Self:
+        """For other rows."""
+        return type(self)(self.drafter.fresh(), self.profile, self.cost)
+
+    @property
+    def needs_history(self) -> bool:
+        """As the drafter's."""
+        return self.drafter.needs_history
+
+    def propose(self, context: Context) -> Draft:
+        """The drafter's draft, of the size that is fastest, or the root alone."""
+        batch = len(context.root_ids)
+        self._records += [_Record() for _ in range(batch - len(self._records))]
+        ratios = np.array([record.ratio for record in self._records])
+        table = self._table(batch, context.text_tokens)
+        shape, gain, rate = self.choose(ratios, context.text_tokens)
+        if shape is None and not self.extra_nodes:
+            self.drafter.follow(context)
+            self._expected = (0.0,) * batch
+            return Draft.on_tree(_PLAIN, context.root_ids[:, None])
+        self.drafter.shape = _PLAIN if shape is None else self._with_spare(shape, table)
+        if isinstance(self.drafter, Copying):  # what gains less than it costs would be cut
+            margin = _SMALLEST_GAIN_OF_SEVERAL if batch > 1 else 1.0
+            further = table.verifying[1:] - table.verifying[0]
+            needed = margin * rate * (table.plain + further) - rate * table.plain
+            self.drafter.prices = (needed / ratios.max()).tolist()
+        draft = self.drafter.propose(context)
+        if draft.path_log_probs is None:
+            self._expected = (gain,) * batch
+            return draft
+        return self._cut(draft, ratios, rate, table)
+
+    def follow(self, context: Context) -> None:
+        """As the drafter does."""
+        self.drafter.follow(context)
+
+    def keep(self, rows: Tensor) -> None:
+        """Rows left or moved."""
+        self._records = [self._records[row] for row in rows.tolist()]
+        self.drafter.keep(rows)
+
+    def note(self, num_accepted: Sequence[int]) -> None:
+        """How many draft tokens of each row the last step accepted."""
+        for record, accepted, expected in zip(self._records, num_accepted, self._expected, strict=True):
+            record.note(accepted, expected)
+
+    def choose(self, ratios: Floats, text_tokens: int = 0) -> tuple[Shape | None, float, float]:
+        """What rows with these ratios are to draft on, its expected draft tokens per row, and tokens a millisecond.
+
+        None where plain decoding is as fast. ``text_tokens`` is the length of the longest row.
+        """
+        batch = len(ratios)
+        table = self._table(batch, text_tokens)
+        found: tuple[Shape | None, float, float] = (None, 0.0, batch / table.plain)
+        fastest = (_SMALLEST_GAIN_OF_SEVERAL if batch > 1 else _SMALLEST_GAIN) * found[2]
+        for kind, gains in table.gains.items():
+            rates = (batch + ratios.sum() * gains) / table.milliseconds[kind]
+            best = int(rates[1:].argmax()) + 1 if len(rates) > 1 else 0
+            if not best:
+                continue
+            rate = float(rates[best]) * (1.0 + (_CUT_GAIN / batch if kind == "dynamic" else 0.0))
+            if rate > fastest:
+                fastest = rate
+                found = (self._shape(kind, best + 1), float(gains[best]), float(rates[best]))
+        return found
+
+    def _cut(self, draft: Draft, ratios: Floats, rate: float, table: _Table) -> Draft:
+        """The first nodes of a draft, as many as gain more tokens than their time is worth at that rate."""
+        assert draft.path_log_probs is not None
+        likely = draft.path_log_probs.exp().double().cpu().numpy()  # (B, N)
+        likely[:, 0] = 0.0  # the root is no draft token
+        worth = (ratios @ likely).cumsum() - rate * table.verifying[: draft.num_nodes]
+        nodes = int(worth.argmax()) + 1
+        self._expected = likely[:, :nodes].sum(1).tolist()
+        return draft.first(nodes)
+
+    def _table(self, batch: int, text_tokens: int) -> _Table:
+        text = -(-text_tokens // _TEXT_BLOCK) * _TEXT_BLOCK
+        if (batch, text) not in self._tables:
+            profile, cost = self.profile, self.cost
+            most = max(len(profile.tokens(kind)) for kind in KINDS) + self.extra_nodes
+            verifying = np.array([cost.verify(batch, nodes, text) for nodes in range(1, most + 1)])
+            gains = {kind: np.array(profile.tokens(kind)) - 1.0 for kind in KINDS if len(profile.tokens(kind)) > 1}
+            drafting = {
+                kind: np.array([cost.draft(kind, batch, nodes) for nodes in range(1, len(gains[kind]) + 1)])
+                for kind in gains
+            }
+            plain = float(verifying[0]) + cost.follow(batch)
+            milliseconds = {kind: verifying[: len(drafting[kind])] + drafting[kind] for kind in gains}
+            self._tables[batch, text] = _Table(plain, gains, milliseconds, verifying)
+        return self._tables[batch, text]
+
+    def _with_spare(self, shape: Shape, table: _Table) -> Shape:
+        """A growing tree of twice the nodes, for :meth:`_cut` to choose among, where drafting them costs little."""
+        if not isinstance(shape, BestFirst):
+            return shape
+        costs = table.milliseconds["dynamic"] - table.verifying[: len(table.gains["dynamic"])]
+        most = min(2 * shape.num_nodes + _SPARE_NODES, len(costs))
+        limit = costs[shape.num_nodes - 1] + _SPARE_COST * table.plain
+        while most > shape.num_nodes and costs[most - 1] > limit:
+            most -= 1
+        return self._shape("dynamic", most)
+
+    def _shape(self, kind: Kind, num_nodes: int) -> Shape:
+        if (kind, num_nodes) not in self._shapes:
+            self._shapes[kind, num_nodes] = self.profile.shape(kind, num_nodes)
+        return self._shapes[kind, num_nodes]

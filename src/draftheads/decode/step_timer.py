@@ -1,0 +1,155 @@
+"""Clocks for parts of a decoding step. Nothing here is used while requests are decoded."""
+
+import time
+from itertools import chain, product
+
+import torch
+from torch import Tensor
+
+from draftheads.accept import accept
+from draftheads.draft import Context, Draft
+from draftheads.heads.base import DraftHead
+from draftheads.models.kv_target import Target
+from draftheads.models.model import TargetModel
+from draftheads.sampling import RowSettings, SamplingSettings, most_likely
+from draftheads.shapes import BestFirst, Shape
+from draftheads.tree import Tree
+
+TEXT_TOKENS = 256  # tokens of each row, about as many as a short answer and its prompt have
+LONG_TEXT_TOKENS = 1024  # the same where the cost of a longer text is measured
+_STEP_TOKENS = 3  # that a step adds to a row; of several rows the one with the most counts
+
+
+def wait_for(device: torch.device) -> None:
+    """Returns when an accelerator has done all its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class StepTimer:
+    """Times verifying and drafting of rows with about 256 tokens of arbitrary text.
+
+    The text is not read: its keys and values are zeros, which take as long as others.
+    """
+
+    def __init__(self, target: TargetModel, drafter: DraftHead) -> None:
+        self.target, self.drafter = target, drafter
+        self.length = min(TEXT_TOKENS, (target.max_positions or 4 * TEXT_TOKENS) // 2)
+        self.long_text_tokens = min(LONG_TEXT_TOKENS, (target.max_positions or 2 * LONG_TEXT_TOKENS) // 2)
+        self.bytes_per_token = 0  # of keys and values, known after the first verification
+        self.generator = torch.Generator().manual_seed(0)
+        self._targets: dict[tuple[int, int], Target] = {}  # by rows and their length; one at a time
+        self._drafters: dict[int, DraftHead] = {}
+        self._captured: set[int] = set()  # nodes of steps that have been captured
+
+    @property
+    def now(self) -> float:
+        """Seconds of a clock."""
+        wait_for(self.target.device)
+        return time.perf_counter()
+
+    @torch.inference_mode()
+    def milliseconds(self, part: str, rows: int, nodes: int, *, text_tokens: int | None = None) -> float:
+        """Of one part of a step: ``verify``, ``follow``, or drafting a ``static`` or ``dynamic`` tree.
+
+        ``text_tokens`` is the length of each row when it is verified; ``length`` when left out.
+        """
+        if part != "verify":
+            return 1e3 * self._draft(part, rows, nodes)
+        return 1e3 * self._verify(rows, nodes, text_tokens or self.length)
+
+    def _verify(self, rows: int, nodes: int, text_tokens: int) -> float:
+        """Verifying, accepting and committing, where two draft tokens are accepted if the tree has as many."""
+        self._target(rows, text_tokens)  # new rows have captured nothing
+        if self.target.has_static_steps and nodes not in self._captured:
+            self._captured.add(nodes)
+            for _ in range(2):  # the second time captures
+                self._verify_once(rows, nodes, text_tokens)
+        return self._verify_once(rows, nodes, text_tokens)
+
+    def _verify_once(self, rows: int, nodes: int, text_tokens: int) -> float:
+        target = self._target(rows, text_tokens)
+        settings = self._settings(rows)
+        tree = typical_tree(nodes, depth=4, num_ranks=4)
+        draft = Draft.on_tree(tree, self._tokens(rows, nodes))
+        uniforms = torch.zeros(rows, draft.max_depth + 1, dtype=torch.float64, device=self.target.device)
+        start = self.now
+        logits, _ = target.verify(draft)
+        seconds = self.now - start
+        for path in ((0,), (0, 0)):
+            if path in tree.paths:
+                above = tree.paths.index(path[:-1])
+                draft.token_ids[:, tree.paths.index(path)] = most_likely(logits[:, above])
+        start = self.now
+        verdict = accept(draft, logits, settings, uniforms, None)
+        target.commit(verdict, verdict.num_accepted.tolist())
+        seconds += self.now - start
+        target.lengths = [text_tokens] * rows
+        return seconds
+
+    def _draft(self, part: str, rows: int, nodes: int) -> float:
+        drafter = self._drafter(rows)
+        context = self._context(rows, _STEP_TOKENS if self.drafter.needs_history else 1)
+        if part != "follow":
+            drafter.shape = self._shape(part, nodes)
+        if self.target.device.type == "cpu":  # between two drafts the target's weights drive the head's from the caches
+            self.target.logits(self.target.hidden_states(self._tokens(1, 1)))
+        start = self.now
+        if part == "follow":
+            drafter.follow(context)
+        else:
+            drafter.propose(context)
+        return self.now - start
+
+    def _shape(self, part: str, nodes: int) -> Shape:
+        """A tree such as heads draft on, whatever this one's accuracy."""
+        if part == "dynamic":
+            return BestFirst(nodes)
+        config = self.drafter.config
+        return typical_tree(nodes, depth=min(config.num_heads, 5), num_ranks=min(config.num_draft_tokens, 4))
+
+    def _target(self, rows: int, text_tokens: int) -> Target:
+        """Rows that look as if their text had been read."""
+        if (rows, text_tokens) not in self._targets:
+            self._targets.clear()
+            self._captured.clear()
+            target = Target(self.target)
+            target.prefill(self._tokens(rows, 1).tolist())
+            target.cache.reserve(rows, text_tokens)
+            target.lengths = [text_tokens] * rows
+            self.bytes_per_token = target.cache.num_bytes // (rows * target.cache.capacity)
+            self._targets[rows, text_tokens] = target
+        return self._targets[rows, text_tokens]
+
+    def _drafter(self, rows: int) -> DraftHead:
+        """A drafter that has read the rows' text, where it reads it at all."""
+        if rows not in self._drafters:
+            self._drafters.clear()
+            self._drafters[rows] = self.drafter.fresh()
+            self._drafters[rows].follow(self._context(rows, self.length if self.drafter.needs_history else 1))
+        return self._drafters[rows]
+
+    def _context(self, rows: int, length: int) -> Context:
+        device = self.target.device
+        dtype = self.target.dtype
+        hidden = torch.randn(rows, length, self.target.hidden_size, generator=self.generator).to(device, dtype)
+        counts = torch.full((rows,), length, device=device)
+        return Context(hidden, self._tokens(rows, length), counts, self._tokens(rows, 1)[:, 0], self._settings(rows))
+
+    def _settings(self, rows: int) -> RowSettings:
+        target = self.target
+        return RowSettings.of([SamplingSettings()] * rows, vocab_size=target.vocab_size, device=target.device)
+
+    def _tokens(self, rows: int, nodes: int) -> Tensor:
+        tokens = torch.randint(self.target.vocab_size, (rows, nodes), generator=self.generator)
+        return tokens.to(self.target.device)
+
+
+def typical_tree(num_nodes: int, *, depth: int, num_ranks: int) -> Tree:
+    """Wide at the top and deep on the left, of at most that many nodes.
+
+    >>> typical_tree(6, depth=3, num_ranks=3).paths
+    ((), (0,), (1,), (0, 0), (0, 1), (0, 0, 0))
+    """
+    paths = chain.from_iterable(product(range(num_ranks), repeat=level) for level in range(1, depth + 1))
+    return Tree.from_paths(sorted(paths, key=lambda path: (len(path) + sum(path), path))[: num_nodes - 1])

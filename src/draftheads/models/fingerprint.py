@@ -1,0 +1,75 @@
+"""What tells one base model from another, in a few hundred characters.
+
+A tokenizer is the same or not. Matrices are compared by a sample of their numbers: a quantised copy of a model is close
+to it and may use its heads (the text stays the model's own in any case), another model is far from it.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from draftheads.models.model import TargetModel
+
+MAX_DIFFERENCE = 0.05  # of two samples, relative: eight-bit copies differ by under 0.01, four-bit ones by 0.1
+_NUM_PROBES = 64
+_PROBE_TEXTS = (
+    "The quick brown fox doesn't jump over 12,345.67 lazy dogs; they'd sleep anyway!",
+    "def add(a, b):\n    return a + b\n\n\tprint(add(1, 2))  # three",
+    "Füße, naïve façade, Привет мир, 你好世界, こんにちは, مرحبا, 👩‍🚀🎉",
+)
+
+
+@dataclass(frozen=True)
+class Fingerprints:
+    """Of a base model."""
+
+    embedding: str  # 64 of its numbers as bf16, four hexadecimal digits each
+    lm_head: str  # likewise; equal to the embedding's where the two are tied
+    tokenizer: str  # 16 hexadecimal digits: its vocabulary, and how it splits a few texts
+
+    @classmethod
+    def of(cls, base: TargetModel) -> Self:
+        """Of a loaded model; the same in fp32 and bf16, on the CPU and elsewhere."""
+        weights = base.weights
+        return cls(_sampled(weights.embedding), _sampled(weights.lm_head), _split(base.tokenizer))
+
+
+def difference(one: str, other: str) -> float:
+    """How far two matrices are apart by their fingerprints: |a - b| / |a|; about 1.4 for two that are unrelated.
+
+    Raises:
+        ValueError: one of them is no fingerprint of a matrix.
+
+    >>> difference("3f80" * 64, "3f80" * 64)
+    0.0
+    """
+    a, b = _numbers(one), _numbers(other)
+    return float((a - b).norm() / a.norm().clamp_min(1e-30))
+
+
+def _sampled(matrix: Tensor) -> str:
+    """Numbers spread over a matrix (R, D); only those leave the device."""
+    steps = torch.arange(_NUM_PROBES)
+    rows = steps * (len(matrix) - 1) // (_NUM_PROBES - 1)  # first and last among them
+    columns = steps * 37 % matrix.shape[1]
+    sample = matrix.detach()[rows.to(matrix.device), columns.to(matrix.device)]
+    return sample.to(torch.bfloat16).cpu().view(torch.int16).numpy().astype(">u2").tobytes().hex()
+
+
+def _numbers(fingerprint: str) -> Tensor:
+    raw = bytes.fromhex(fingerprint)
+    if len(raw) != 2 * _NUM_PROBES:
+        raise ValueError(f"a matrix has a fingerprint of {4 * _NUM_PROBES} digits, not {len(fingerprint)}")
+    bits = [int.from_bytes(raw[at : at + 2], "big") << 16 for at in range(0, len(raw), 2)]
+    return torch.tensor(bits, dtype=torch.int64).to(torch.uint32).view(torch.float32)
+
+
+def _split(tokenizer: Any) -> str:
+    """What ids mean and how texts are split; padding, truncation and chat template do not count."""
+    vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+    probes = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in _PROBE_TEXTS]
+    return hashlib.sha256(json.dumps([sorted(vocabulary.items()), probes]).encode()).hexdigest()[:16]

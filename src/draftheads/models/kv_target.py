@@ -1,0 +1,291 @@
+"""The target at work: the frozen model with the cache of the rows that are being decoded.
+
+Knows nothing of heads or acceptance rules. Rows are dense: 0 … num_rows-1, new ones at the end.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from draftheads.draft import Draft, Verdict
+from draftheads.errors import UnsupportedModel
+from draftheads.models.attention import by_products
+from draftheads.models.graphs import StepGraphs, capture_for
+from draftheads.models.kv_cache import SlotCache, whole_blocks
+from draftheads.models.masks import as_float_mask, tree_visibility, within_window
+from draftheads.models.model import TargetModel
+from draftheads.models.transfer import to_device
+from draftheads.tree import Tree
+
+PREFILL_CHUNK = 512  # tokens of a long prompt per pass: bounds the mask and the activations
+PREFILL_TOKENS = 2048  # of a pass over several prompts, padding included; more in a pass is no faster
+STATIC_SLOTS = 256  # the capacity of static steps grows by so many: each growth captures all steps anew
+
+
+class Target:
+    """One cache over a shared frozen model: ``prefill``, ``verify``, ``commit``, ``keep``.
+
+    Steps of a model with ``has_static_steps`` have shapes that depend on the numbers of rows and nodes and on the
+    cache's capacity alone: they read all slots of the cache, and a mask hides what is not text. On CUDA they are
+    captured. Other steps read just the slots that are in use.
+    """
+
+    def __init__(self, model: TargetModel) -> None:
+        self.model = model
+        # exact attention adds values in fp64: held so, they need not be converted in each step
+        values = torch.float64 if model.exact_bits and model.dtype == torch.float32 else None
+        self.cache = SlotCache(len(model.layer_kinds), value_dtype=values)
+        self.num_heads = int(model.layer_sizes["num_attention_heads"])
+        self.graphs = StepGraphs(capture_for(model.device))  # of static steps
+        self.lengths: list[int] = []  # tokens of each row in the cache
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return len(self.lengths)
+
+    @torch.inference_mode()
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Adds a row per prompt and reads it.
+
+        Returns:
+            The logits after each prompt's last token (b, V) and the hidden states of all its tokens (b, T, D),
+            right-padded.
+        """
+        groups = self._groups(prompts)
+        if len(groups) > 1:
+            return _side_by_side([self.prefill(group) for group in groups])
+        device, old, lengths = self.model.device, self.num_rows, [len(prompt) for prompt in prompts]
+        longest = max(lengths)
+        tokens = torch.zeros(len(prompts), longest, dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = torch.tensor(prompt)
+        tokens = tokens.to(device)
+        self.cache.reserve(old + len(prompts), longest)
+        hidden = []
+        for start in range(0, longest, PREFILL_CHUNK):
+            chunk = tokens[:, start : start + PREFILL_CHUNK]
+            steps = torch.arange(chunk.shape[1], device=device)
+            # a text is a tree too: a chain, in which every token sees those before it
+            chain = (steps[:, None] >= steps)[None]
+            hidden.append(
+                self._forward(slice(old, old + len(prompts)), [start] * len(prompts), chunk, steps[None], chain)
+            )
+        self.lengths += lengths
+        every = torch.cat(hidden, 1)  # (b, T, D)
+        last = every[torch.arange(len(prompts), device=device), torch.tensor(lengths, device=device) - 1]
+        return self.model.logits(last), every
+
+    @torch.inference_mode()
+    def verify(self, draft: Draft) -> tuple[Tensor, Tensor]:
+        """One pass over all nodes of all rows: logits (B, N, V) and last hidden states (B, N, D)."""
+        if self.model.has_static_steps:
+            return self._verify_static(draft)
+        hidden = self._forward(slice(0, self.num_rows), self.lengths, draft.token_ids, draft.depths, draft.ancestors)
+        return self.model.logits(hidden), hidden
+
+    @torch.inference_mode()
+    def commit(self, verdict: Verdict, num_accepted: Sequence[int]) -> None:
+        """Keeps the accepted nodes' entries as text and forgets the others.
+
+        Args:
+            verdict: paths (B, P) of the nodes that :meth:`verify` just read.
+            num_accepted: the verdict's counts, already on the host.
+        """
+        if max(num_accepted) > 1:  # the root's entry is in place as it is
+            lengths = to_device(self.lengths, verdict.path.device)
+            if self.model.has_static_steps:
+                self._run_static("commit", self.move_static, verdict.path, verdict.num_accepted, lengths)
+            else:
+                source, target = _moves(verdict.path, verdict.num_accepted, lengths)
+                # the best draft tokens often stand where the text goes; only on a CPU is it cheap to ask
+                if source.device.type != "cpu" or not torch.equal(source, target):
+                    self.cache.move(source, target)
+        self.lengths = [length + count for length, count in zip(self.lengths, num_accepted, strict=True)]
+
+    @torch.inference_mode()
+    def keep(self, rows: Sequence[int]) -> None:
+        """Goes on with the given rows only, in that order."""
+        self.lengths = [self.lengths[row] for row in rows]
+        self.cache.keep(torch.tensor(rows, dtype=torch.long, device=self.model.device), max(self.lengths, default=0))
+
+    def verify_static(
+        self, tokens: Tensor, depths: Tensor, ancestors: Tensor, lengths: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The part of a static step that computes: tensors on the device in and out, no value needed by the host.
+
+        Args:
+            tokens: (B, N) of the nodes.
+            depths: (B, N).
+            ancestors: (B, N, N).
+            lengths: (B,) tokens of each row's text. All its nodes must have a slot.
+
+        Returns:
+            Logits (B, N, V) and last hidden states (B, N, D).
+        """
+        hidden = self._decode(slice(0, len(tokens)), lengths, tokens, depths, ancestors, span=self.cache.capacity)
+        return self.model.logits(hidden), hidden
+
+    def move_static(self, path: Tensor, num_accepted: Tensor, lengths: Tensor) -> tuple[()]:
+        """The part of :meth:`commit` that computes: paths (B, P), counts (B,), lengths (B,)."""
+        self.cache.move(*_moves(path, num_accepted, lengths))
+        return ()
+
+    def _verify_static(self, draft: Draft) -> tuple[Tensor, Tensor]:
+        nodes = draft.num_nodes
+        filling = padded_nodes(nodes) - nodes
+        self.cache.reserve(self.num_rows, _rounded_up(max(self.lengths) + nodes + filling, STATIC_SLOTS))
+        inputs = (
+            F.pad(draft.token_ids, (0, filling)),
+            F.pad(draft.depths.expand_as(draft.token_ids), (0, filling)),
+            # nodes that fill up see the text alone, and no node sees them
+            F.pad(draft.ancestors.expand(self.num_rows, nodes, nodes), (0, filling, 0, filling)),
+            to_device(self.lengths, draft.token_ids.device),
+        )
+        logits, hidden = self._run_static("verify", self.verify_static, *inputs)
+        return logits[:, :nodes], hidden[:, :nodes]
+
+    def _run_static(
+        self, name: str, function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        """By a graph where there is one. A model that cannot be captured has no static steps from then on."""
+        key = (name, *inputs[0].shape, self.cache.capacity)  # rows, nodes or places of a path, slots
+        outputs = self.graphs.run(key, self.cache.generation, function, *inputs)
+        if self.graphs.failure is not None:
+            self.model.set_graphs(on=False)
+        return outputs
+
+    def _groups(self, prompts: Sequence[Sequence[int]]) -> list[Sequence[Sequence[int]]]:
+        """Neighbours that are read in the same passes."""
+        if self.model.exact_bits:  # who is read beside it must not show
+            return [[prompt] for prompt in prompts]
+        groups: list[list[Sequence[int]]] = []
+        longest = 0
+        for prompt in prompts:
+            longest = max(longest, len(prompt))
+            if not groups or (len(groups[-1]) + 1) * longest > PREFILL_TOKENS:
+                groups.append([])
+                longest = len(prompt)
+            groups[-1].append(prompt)
+        return list(groups)
+
+    def _forward(self, rows: slice, starts: Sequence[int], tokens: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor:
+        """Reads tokens (b, N) that stand ``depths`` after ``starts``; returns (b, N, D)."""
+        nodes = tokens.shape[1]
+        span = max(starts) + nodes
+        self.cache.reserve(self.cache.num_rows, span)
+        whole = min(self.cache.capacity, whole_blocks(span))
+        queries = (len(tokens), self.num_heads, nodes, 0)
+        if not self.model.exact_bits and by_products(queries, whole, self.model.dtype, self.model.device):
+            span = whole  # few sizes: a kernel is prepared once for each. And keys without gaps, if that is all
+        start = starts[0] if len(set(starts)) == 1 else None
+        return self._decode(rows, to_device(starts, tokens.device), tokens, depths, ancestors, span=span, start=start)
+
+    def _decode(
+        self,
+        rows: slice,
+        lengths: Tensor,
+        tokens: Tensor,
+        depths: Tensor,
+        ancestors: Tensor,
+        *,
+        span: int,
+        start: int | None = None,
+    ) -> Tensor:
+        """Reads tokens (b, N) behind texts of ``lengths`` (b,) with the first ``span`` slots; returns (b, N, D).
+
+        ``start`` is the length that all rows have, where they have the same.
+        """
+        window = self.cache.window
+        window.rows, window.span, window.start = rows, span, start
+        window.row_index = torch.arange(rows.start, rows.stop, device=tokens.device)[:, None]
+        window.slots = lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        output = self.model.decoder(
+            input_ids=tokens,
+            position_ids=self._positions(lengths, depths),
+            attention_mask=self._masks(lengths, depths, ancestors, span),
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        return output.last_hidden_state  # type: ignore[no-any-return]
+
+    def _positions(self, lengths: Tensor, depths: Tensor) -> Tensor:
+        """(b, N). Nodes beyond the last position guess tokens that the text has no room for: any value will do."""
+        positions = lengths[:, None] + depths
+        limit = self.model.max_positions
+        return positions if limit is None else positions.clamp(max=limit - 1)
+
+    def _masks(self, lengths: Tensor, depths: Tensor, ancestors: Tensor, span: int) -> Tensor | dict[str, Tensor]:
+        """One mask, or one per kind of layer where the model has several."""
+        visible = tree_visibility(lengths, ancestors, span)
+        kinds = sorted(set(self.model.layer_kinds))
+        masks = {}
+        for kind in kinds:
+            window = self.model.sliding_window if kind == "sliding_attention" else None
+            seen = visible if window is None else visible & within_window(lengths, depths, span, window)
+            masks[kind] = as_float_mask(seen, self.model.dtype)
+        return masks if len(masks) > 1 else masks[kinds[0]]
+
+
+def padded_nodes(num_nodes: int) -> int:
+    """How many nodes a static step has for a tree of that size: few sizes, so that few steps are captured.
+
+    >>> [padded_nodes(n) for n in (1, 2, 10, 16, 17, 33, 65)]
+    [1, 4, 12, 16, 24, 48, 80]
+    """
+    if num_nodes == 1:
+        return 1
+    return _rounded_up(num_nodes, 4 if num_nodes <= 16 else 8 if num_nodes <= 32 else 16)
+
+
+def _rounded_up(number: int, block: int) -> int:
+    return -(-number // block) * block
+
+
+def _moves(path: Tensor, num_accepted: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """From which slots accepted nodes go to which, each (B, P); what is not accepted stays where it is."""
+    steps = torch.arange(path.shape[1], device=path.device)  # (P,)
+    real = steps < num_accepted[:, None]
+    starts = lengths[:, None]
+    return starts + torch.where(real, path, steps), starts + steps
+
+
+def _side_by_side(read: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Logits (b, V) and hidden states (b, T, D) of groups of rows as those of all, right-padded."""
+    logits, hidden = zip(*read, strict=True)
+    longest = max(states.shape[1] for states in hidden)
+    return torch.cat(logits), torch.cat([F.pad(states, (0, 0, 0, longest - states.shape[1])) for states in hidden])
+
+
+@torch.inference_mode()
+def check_trees(model: TargetModel) -> None:
+    """Reads a small tree below two texts of different lengths, and each of its paths as plain text: logits must agree.
+
+    Raises:
+        UnsupportedModel: they do not, so the model would decode something else with drafts than without.
+    """
+    tree = Tree.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 1)])
+    texts = [[token % model.vocab_size for token in text] for text in ([3, 11, 7, 5, 2], [13])]
+    tokens = torch.arange(2 * tree.num_nodes, device=model.device).view(2, -1) * 5 % model.vocab_size  # (2, N)
+    target = Target(model)
+    try:
+        target.prefill(texts)
+        found = target.verify(Draft.on_tree(tree, tokens))[0].flatten(0, 1)  # (2·N, V)
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedModel(f"{model.model_id} cannot read a tree of drafts: {error}") from error
+    paths = [
+        text + [int(nodes[tree.paths.index(path[:depth])]) for depth in range(len(path) + 1)]
+        for text, nodes in zip(texts, tokens, strict=True)
+        for path in tree.paths
+    ]
+    last = torch.tensor([len(path) - 1 for path in paths], device=model.device)
+    plain = torch.tensor([path + [0] * (int(last.max()) + 1 - len(path)) for path in paths], device=model.device)
+    expected = model.logits(model.hidden_states(plain)[torch.arange(len(paths), device=model.device), last])
+    gap = float((found.float() - expected.float()).abs().max()) / max(1.0, float(expected.abs().max()))
+    if not gap <= (1e-3 if model.dtype == torch.float32 else 5e-2):
+        raise UnsupportedModel(
+            f"{model.model_id}: logits in a tree of drafts differ from those of a plain text by {gap:.1%}; "
+            "its attention goes by something else than positions and masks"
+        )

@@ -1,0 +1,259 @@
+"""A frozen causal language model as draft heads see it: text in, last hidden states and logits out.
+
+Knows ``transformers``; knows nothing of caches, trees or heads.
+"""
+
+import copy
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from draftheads.draft import TargetWeights
+from draftheads.errors import UnsupportedModel
+from draftheads.kernels import PackedLinear
+from draftheads.models.attention import EXACT_ATTENTION
+from draftheads.models.fast import speed_up
+from draftheads.models.pretrained import eos_ids_of, load_pretrained
+from draftheads.models.torchao_int8 import quantise
+
+# some of everything, for int8 to find which inputs of a layer are large
+TYPICAL_TEXT = """
+The committee met on 14 March 2019 to discuss the harbour. "Nobody asked us," said Mrs. Alvarez, who has
+fished here since 1987. def mean(values): return sum(values) / len(values)  # raises ZeroDivisionError when
+empty. Prices rose by 3.5% in the first quarter, and then fell again. Dear Sir, thank you for your letter; I
+am sorry that the parcel never arrived. Photosynthesis turns carbon dioxide and water into glucose and oxygen.
+Why did the old lighthouse keeper leave? He loved his daughter more than the sea. SELECT name, age FROM people
+WHERE city = 'Oslo' ORDER BY age DESC; Der Zug nach Bern fährt um 7 Uhr. La maison est près de la rivière. 1.
+Wash the rice. 2. Boil 400 ml of water."""
+_ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+_SLOT_BOUND_TYPES = {"bloom", "gpt_neo", "mpt"}  # by ALiBi, or by a causal mask of their own
+
+
+@dataclass(frozen=True, eq=False)
+class TargetModel:
+    """The model, its tokenizer and its name. Frozen: nothing here changes its weights.
+
+    Raises:
+        UnsupportedModel: on construction, where the model's state cannot be rewound or its logits are not a known
+            function of its last hidden state.
+    """
+
+    model: Any  # a transformers causal LM in eval mode
+    tokenizer: Any  # its tokenizer
+    model_id: str  # what a head records as its base
+    graphs: bool | None = None  # capture decoding steps as CUDA graphs; None where the model is on CUDA
+
+    def __post_init__(self) -> None:
+        unknown = set(self.layer_kinds) - _ATTENTION_KINDS
+        if unknown or getattr(self.model, "_is_stateful", False):
+            what = ", ".join(sorted(unknown)) or "a recurrent state"
+            raise UnsupportedModel(
+                f"{self.model_id} has {what}: "
+                "drafts are rewound by dropping cache entries, which needs plain attention layers"
+            )
+        if self.config.model_type in _SLOT_BOUND_TYPES or getattr(self.config, "alibi", False):
+            raise UnsupportedModel(
+                f"{self.model_id} ({self.config.model_type}) places tokens by their slot in the cache: "
+                "the nodes of a tree need attention that goes by positions and masks alone"
+            )
+        self._check_logits()
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        *,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        four_bit: bool = False,
+    ) -> Self:
+        """The model of a name, path or hub id; see :func:`draftheads.models.pretrained.load_pretrained`."""
+        return cls(*load_pretrained(name, dtype=dtype, device=device, four_bit=four_bit))
+
+    def twin(self) -> Self:
+        """The same model once more, sharing all weights: its modules can be changed without changing these."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        model = copy.deepcopy(self.model, memo={id(tensor): tensor for tensor in tensors})
+        return type(self)(model, self.tokenizer, self.model_id, self.graphs)
+
+    def speed_up(self, *, exact_bits: bool = False, int8: bool = False, folder: Path | None = None) -> None:
+        """Faster kernels on a CPU, and 8 bits on a GPU; in place. See :func:`draftheads.models.fast.speed_up`."""
+        _ = self.weights_print, self.dtype  # packed layers have no parameters, an embedding may be held in 16 bits
+        if int8 and self.device.type == "cuda":
+            self.__dict__["precision"] = quantise(self.model)
+            return
+        typical = None
+        if int8:
+            typical = torch.tensor([self.tokenizer(TYPICAL_TEXT)["input_ids"][: self.max_positions]]) % self.vocab_size
+        speed_up(self.model, exact_bits=exact_bits, int8=int8, typical_ids=typical, folder=folder)
+        self.__dict__["precision"] = "int8" if int8 else self.precision
+
+    @cached_property
+    def precision(self) -> str:
+        """``fp32``, ``bf16``, ``fp16`` or ``int8``: what its linear layers are computed in."""
+        names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+        return names.get(self.dtype, str(self.dtype))
+
+    @property
+    def config(self) -> Any:
+        """The configuration of the text model."""
+        return self.model.config.get_text_config()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._embedding.device
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """In which type the model computes."""
+        return self._embedding.dtype
+
+    @property
+    def has_static_steps(self) -> bool:
+        """Whether steps have shapes that can be captured; on a CPU they are run as they are, which is slower."""
+        return self.device.type == "cuda" if self.graphs is None else self.graphs
+
+    def set_graphs(self, *, on: bool) -> None:
+        """Turns static steps on or off, also for rows at work."""
+        object.__setattr__(self, "graphs", on)
+
+    @property
+    def exact_bits(self) -> bool:
+        """Whether it was given kernels whose results do not depend on how many rows are computed together."""
+        return bool(self.config._attn_implementation == EXACT_ATTENTION)  # noqa: SLF001 - no public name
+
+    @property
+    def hidden_size(self) -> int:
+        """D."""
+        return int(self.lm_head.in_features)
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the rows of the lm_head (a tokenizer may use fewer)."""
+        return int(self.lm_head.out_features)
+
+    @property
+    def max_positions(self) -> int | None:
+        """How many tokens of text the model was made for, where it says so."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    @cached_property
+    def eos_ids(self) -> frozenset[int]:
+        """Token ids that end a text."""
+        return eos_ids_of(getattr(self.model, "generation_config", None), self.config, self.tokenizer)
+
+    @cached_property
+    def weights_print(self) -> str:
+        """A digest of some numbers of every weight, 4-bit ones as they are held: tells versions of a model apart."""
+        digest = hashlib.sha256()
+        for name, weight in self.model.named_parameters():
+            places = torch.linspace(0, weight.numel() - 1, 16, dtype=torch.float64).long().to(weight.device)
+            digest.update(name.encode() + weight.detach().reshape(-1)[places].double().cpu().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    @property
+    def lm_head(self) -> nn.Linear:
+        """The output embedding."""
+        head: nn.Linear = self.model.get_output_embeddings()
+        return head
+
+    @cached_property
+    def decoder(self) -> Any:
+        """The model below the lm_head."""
+        return self.model.get_decoder()
+
+    @cached_property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """Per layer ``full_attention`` or ``sliding_attention`` (or what else the config names)."""
+        kinds = getattr(self.config, "layer_types", None)
+        if kinds:
+            return tuple(kinds)
+        kind = "sliding_attention" if self.sliding_window else "full_attention"
+        return (kind,) * int(self.config.num_hidden_layers)
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Tokens that a sliding layer looks back, itself included."""
+        if getattr(self.config, "use_sliding_window", True) is False:
+            return None
+        return getattr(self.config, "sliding_window", None)
+
+    @property
+    def weights(self) -> TargetWeights:
+        """What a draft head may read. A packed lm_head that is not tied makes its weight anew: keep no copy of it."""
+        lm_head = self.lm_head
+        return TargetWeights(
+            self._embedding,
+            lm_head.weight,
+            lm_head.bias,
+            self._logit_scale,
+            self._softcap,
+            lm_head.product if isinstance(lm_head, PackedLinear) else None,
+        )
+
+    @property
+    def _embedding(self) -> Tensor:
+        weight: Tensor = self.model.get_input_embeddings().weight
+        return weight
+
+    @cached_property
+    def layer_sizes(self) -> dict[str, float]:
+        """Sizes of the model's layers, for heads with layers of that size; usual ones where it has none."""
+        config = self.config
+        heads = int(config.num_attention_heads)
+        rope = getattr(config, "rope_parameters", None) or {}
+        rope = rope.get("full_attention", rope)  # by kind of layer
+        theta = rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
+        epsilons = (getattr(config, name, None) for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"))
+        inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+        return {
+            "num_attention_heads": heads,
+            "num_key_value_heads": int(getattr(config, "num_key_value_heads", None) or heads),
+            "head_size": int(getattr(config, "head_dim", None) or self.hidden_size // heads),
+            "intermediate_size": int(inner or 4 * self.hidden_size),
+            "rope_theta": float(theta),
+            "norm_epsilon": float(next((value for value in epsilons if value), 1e-5)),
+        }
+
+    @torch.inference_mode()
+    def hidden_states(self, token_ids: Tensor) -> Tensor:
+        """h_t for a whole text in one pass: (B, T) -> (B, T, D). Padding on the right changes nothing left of it."""
+        return self.decoder(input_ids=token_ids, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The model's own logits: (…, D) -> (…, V)."""
+        logits: Tensor = self.lm_head(hidden)
+        if self._logit_scale != 1.0:
+            logits = logits * self._logit_scale
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits
+
+    @cached_property
+    def _softcap(self) -> float | None:
+        return getattr(self.config, "final_logit_softcapping", None)
+
+    @cached_property
+    def _logit_scale(self) -> float:
+        if getattr(self.config, "logits_scaling", None):  # Granite divides
+            return 1.0 / float(self.config.logits_scaling)
+        return float(getattr(self.config, "logit_scale", None) or 1.0)  # Cohere multiplies
+
+    @torch.inference_mode()
+    def _check_logits(self) -> None:
+        """Heads read the hidden state below the lm_head, so logits must follow from it as :meth:`logits` says."""
+        probe = torch.arange(4, device=self.device)[None] % self.vocab_size
+        expected = self.model(input_ids=probe, use_cache=False).logits.float()
+        found = self.logits(self.hidden_states(probe)).float()
+        error = float((expected - found).abs().max())
+        if not error <= 1e-2 * max(1.0, float(expected.abs().max())):
+            raise UnsupportedModel(
+                f"{self.model_id}: its logits differ by {error:.3g} from lm_head(last hidden state); "
+                "it changes them in a way that is not known here"
+            )

@@ -1,0 +1,267 @@
+"""From a name to a frozen model with its tokenizer, or to an error that says what to do.
+
+A name is ``smollm2-135m``, a folder, or an id on the Hugging Face Hub. Knows nothing of caches or trees.
+"""
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from draftheads.errors import DraftHeadsError, MissingDependency, ModelNotFound, UnsupportedModel
+from draftheads.files import user_path
+from draftheads.models.embedded import SMOLLM2_135M, converted_folder
+
+if TYPE_CHECKING:  # three seconds that finding out where a model is need not pay
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_HUB_TIMEOUT_SECONDS = 10.0
+_BF16_CPU_FEATURES = ("avx512_bf16", "amx_bf16")
+
+
+def resolve_model(name: str) -> Path | str:
+    """Where the model ``name`` is to be loaded from.
+
+    ``smollm2-135m`` is the embedded model (write ``./smollm2-135m`` for a folder of that name): converted
+    into the user's cache the first time, where its package is installed, else its id on the Hub. A Hub model
+    that was downloaded before is found without the network, too.
+
+    Returns:
+        A folder on this machine, or the id of a model that the Hub has just said it has.
+
+    Raises:
+        ModelNotFound: none of these; the text says what was tried and what to do.
+        InvalidSettings: a path in the home folder of nobody.
+        StorageError: the embedded model cannot be written into the cache.
+    """
+    if name == SMOLLM2_135M.name:
+        return converted_folder(SMOLLM2_135M) or _resolve_embedded_on_hub()
+    folder = user_path(name)
+    if folder.exists():
+        if not (folder / "config.json").is_file():
+            raise ModelNotFound(f"{name} is here, but is no model folder: it has no config.json")
+        return folder
+    return _resolve_on_hub(name)
+
+
+def load_pretrained(
+    name: str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    four_bit: bool = False,
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase, str]":
+    """The causal language model ``name``, frozen and in eval mode, and its tokenizer.
+
+    Args:
+        name: ``smollm2-135m``, a folder, or an id on the Hugging Face Hub.
+        dtype: in which type the model computes; :func:`default_dtype` of the device when left out.
+        device: where it runs; :func:`default_device` when left out.
+        four_bit: hold its linear layers, but the lm_head, in 4 bits (NF4).
+
+    Returns:
+        The model, its tokenizer, and the model's id: the Hub's where it has one, else the folder's full path.
+
+    Raises:
+        ModelNotFound: no such model, or one with files missing or damaged.
+        UnsupportedModel: it is no causal language model, or its file lacks weights.
+        MissingDependency: its tokenizer or code, or ``four_bit``, needs a package that is not installed.
+        StorageError: the embedded model cannot be written into the cache.
+    """
+    source = resolve_model(name)
+    place = default_device() if device is None else torch.device(device)
+    with _as_our_errors(name), _quiet(embedded=name == SMOLLM2_135M.name):
+        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+        compute = dtype or default_dtype(place)
+        options = _four_bit_options(compute, place) if four_bit else {}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=compute, output_loading_info=True, **options)
+        model: PreTrainedModel = loaded[0]
+        _keep_differentiable(model)
+        _check_complete(name, loaded[1]["missing_keys"])
+        if not four_bit:  # those are where they were loaded
+            model.to(place)  # type: ignore[arg-type]  # its stub mistakes the device for self
+    return model.eval().requires_grad_(requires_grad=False), tokenizer, _model_id(name)
+
+
+class ModelTokenizer(NamedTuple):
+    """How a model reads and ends texts, without the model."""
+
+    tokenizer: Any  # a transformers tokenizer
+    eos_ids: frozenset[int]  # token ids that end a text
+
+
+def load_tokenizer(name: str) -> ModelTokenizer:
+    """The tokenizer of the model ``name``; its weights are not read. Errors as on loading."""
+    source = resolve_model(name)
+    with _as_our_errors(name):
+        from transformers import AutoConfig, AutoTokenizer, GenerationConfig  # noqa: PLC0415
+
+        tokenizer: Any = AutoTokenizer.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source)
+        try:
+            generation = GenerationConfig.from_pretrained(source)
+        except OSError:  # no such file: a loaded model makes its own in the same way
+            generation = GenerationConfig.from_model_config(config)
+        return ModelTokenizer(tokenizer, eos_ids_of(generation, config.get_text_config(), tokenizer))
+
+
+def eos_ids_of(*sources: Any) -> frozenset[int]:
+    """Token ids that end a text by any of a model's configurations or its tokenizer."""
+    found: set[int] = set()
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return frozenset(found)
+
+
+def stored_dtype(name: str) -> torch.dtype:
+    """In which type the files of a model hold its weights, fp32 where they do not say; errors as on loading."""
+    source = resolve_model(name)
+    with _as_our_errors(name):
+        from transformers import AutoConfig  # noqa: PLC0415
+
+        found = getattr(AutoConfig.from_pretrained(source), "dtype", None)
+    return found if isinstance(found, torch.dtype) else torch.float32
+
+
+def _four_bit_options(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` for QLoRA's NF4 (Dettmers et al. 2023)."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise MissingDependency("4-bit weights need bitsandbytes", pip_install="bitsandbytes")
+    from transformers import BitsAndBytesConfig  # noqa: PLC0415
+
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+    return {"quantization_config": quantization, "device_map": {"": str(device)}}
+
+
+def _keep_differentiable(model: Any) -> None:
+    """Keeps bitsandbytes from repacking 4-bit weights for inference on a CPU: gradients do not pass what it makes."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def default_device() -> torch.device:
+    """The first CUDA device where there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def default_dtype(device: str | torch.device) -> torch.dtype:
+    """bf16 on CUDA and on CPUs with bf16 instructions, else fp32: bf16 would be emulated, slowly."""
+    kind = torch.device(device).type
+    return torch.bfloat16 if kind == "cuda" or (kind == "cpu" and _cpu_has_bf16()) else torch.float32
+
+
+def _cpu_has_bf16() -> bool:
+    """Whether the CPU multiplies bf16 matrices itself (AVX-512 BF16 or AMX)."""
+    capabilities = getattr(torch.cpu, "get_capabilities", None)  # newer than the oldest torch we accept
+    if capabilities is not None:
+        known = capabilities()
+        return any(known.get(feature, False) for feature in _BF16_CPU_FEATURES)
+    try:
+        words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
+    except OSError:  # not Linux: the safe answer
+        return False
+    return not words.isdisjoint(_BF16_CPU_FEATURES)
+
+
+def _model_id(name: str) -> str:
+    if name == SMOLLM2_135M.name:
+        return SMOLLM2_135M.hub_id
+    folder = user_path(name)
+    return str(folder.resolve()) if folder.exists() else name
+
+
+def _resolve_embedded_on_hub() -> Path | str:
+    try:
+        return _resolve_on_hub(SMOLLM2_135M.hub_id)
+    except ModelNotFound as error:
+        raise ModelNotFound(
+            f"{SMOLLM2_135M.name} can be had in two ways, and neither works here. Either install the package "
+            f"that holds its weights: {SMOLLM2_135M.pip_install}. Or take {SMOLLM2_135M.hub_id} from the "
+            f"Hugging Face Hub; but {error}."
+        ) from error
+
+
+def _resolve_on_hub(model_id: str) -> Path | str:
+    """The Hub's model, asked for once and briefly: offline, its own client would retry for 23 s per file."""
+    from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415
+    from huggingface_hub.errors import (  # noqa: PLC0415
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        HfApi().model_info(model_id, timeout=_HUB_TIMEOUT_SECONDS)
+    except HFValidationError:
+        raise ModelNotFound(f"{model_id} is no folder here, and cannot be an id on the Hub") from None
+    except GatedRepoError as error:
+        raise ModelNotFound(f"{model_id} is gated: accept its terms on the Hub, then log in") from error
+    except RepositoryNotFoundError as error:
+        raise ModelNotFound(
+            f"{model_id} is no folder here, and the Hub has no such model, or keeps it private: then log in"
+        ) from error
+    except Exception as error:  # noqa: BLE001 - whatever the network does; which classes depends on the Hub's client
+        try:
+            return Path(snapshot_download(model_id, local_files_only=True))
+        except LocalEntryNotFoundError:
+            raise ModelNotFound(
+                f"{model_id} is no folder here, was not downloaded before, "
+                f"and the Hugging Face Hub cannot be reached ({_first_line(error)})"
+            ) from error
+    return model_id
+
+
+@contextlib.contextmanager
+def _as_our_errors(name: str) -> Iterator[None]:
+    """Say what ``transformers`` raises while loading in terms of our own errors."""
+    from huggingface_hub.errors import StrictDataclassError  # noqa: PLC0415
+    from safetensors import SafetensorError  # noqa: PLC0415
+
+    try:
+        yield
+    except DraftHeadsError:
+        raise
+    except (OSError, SafetensorError) as error:
+        raise ModelNotFound(f"{name} cannot be loaded: {_first_line(error)}") from error
+    except ImportError as error:
+        raise MissingDependency(f"{name} needs another package: {_first_line(error)}") from error
+    except (ValueError, KeyError) as error:
+        raise UnsupportedModel(f"{name} is no known causal language model: {_first_line(error)}") from error
+    except (RuntimeError, TypeError, AttributeError, UnpicklingError, StrictDataclassError) as error:
+        raise UnsupportedModel(f"{name} cannot be read, its files are damaged: {_first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _quiet(*, embedded: bool) -> Iterator[None]:
+    """No "Loading weights" bar for the embedded model, which loads in a blink."""
+    from transformers.utils import logging  # noqa: PLC0415
+
+    silence = embedded and logging.is_progress_bar_enabled()
+    if silence:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if silence:
+            logging.enable_progress_bar()
+
+
+def _check_complete(name: str, missing: "set[str] | list[str]") -> None:
+    """``transformers`` fills missing weights at random and only warns; a draft for noise is no use."""
+    if missing:
+        raise UnsupportedModel(f"{name} lacks {len(missing)} weights, {min(missing)} among them")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,40 @@
+"""A frozen model spread over several processes (FSDP): each holds a part of every layer and fetches the rest.
+
+Knows torch's FSDP; knows nothing of training. All processes must then make their passes together, in the same number.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from draftheads.errors import UnsupportedModel
+from draftheads.models.model import TargetModel
+
+
+def shard_layers(target: TargetModel, device: torch.device) -> None:
+    """Splits each decoder layer over all processes; embedding, last norm and lm_head stay whole in each of them.
+
+    Args:
+        target: the model, whole, on the CPU.
+        device: this process's own; the parts go there.
+
+    Raises:
+        UnsupportedModel: its layers are not found.
+    """
+    layers = _layers(target)
+    inside = set(layers.modules())
+    for module in target.model.modules():
+        if module not in inside:  # its own tensors only: those of the layers are to be split before they go anywhere
+            module._apply(lambda tensor: tensor.to(device), recurse=False)  # noqa: SLF001 - what .to() calls
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+
+
+def _layers(target: TargetModel) -> nn.ModuleList:
+    count = target.model.config.get_text_config().num_hidden_layers
+    for module in target.decoder.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise UnsupportedModel(f"{target.model_id} has no list of {count} layers that could be spread over processes")

@@ -1,0 +1,1 @@
+"""Pages, plots and tables of what was measured. Nothing below this floor knows how results are shown."""

@@ -1,0 +1,166 @@
+"""``draftheads info`` tells what is in a head's folder, which heads there are, and how a tree looks."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import tyro
+
+from draftheads.acceptance_profile import AcceptanceProfile
+from draftheads.checkpoint import save_head
+from draftheads.cli.info import InfoOptions, run
+from draftheads.errors import CheckpointCorrupt, InvalidSettings, InvalidTree, ModelNotFound
+from draftheads.heads.medusa import MedusaConfig, MedusaHead
+from draftheads.models.model import TargetModel
+from draftheads.tree import Tree
+from draftheads.zoo import registry
+from families import VOCAB, tiny_model, tiny_profile
+
+TREE = Tree.from_paths([(0,), (1,), (0, 0)])
+DRAWN = "root\n├── 0\n│   └── 0\n└── 1\n"
+CARD = """# A tiny head
+
+Trained on [nothing].
+
+## Figures
+
+| tokens/step | speed-up |
+| --- | --- |
+| 2.17 | 1.42 |
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved Medusa head with everything that can be told about it."""
+    base = tiny_model("llama")
+    head = MedusaHead(MedusaConfig(hidden_size=32, vocab_size=VOCAB, num_heads=2, draft_vocab_size=20))
+    head.initialise(base.weights, torch.arange(20))
+    place = tmp_path_factory.mktemp("heads") / "tiny-llama" / "medusa"
+    save_head(head, place, base=base, card=CARD, profile=tiny_profile(TREE, num_heads=2))
+    return place
+
+
+@pytest.fixture(autouse=True)
+def zoo(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only bundled head is the saved one. No model may be loaded, and nobody looks at a wide screen."""
+    monkeypatch.setattr(registry, "weights_folder", lambda: folder.parent.parent)
+    monkeypatch.setattr(TargetModel, "load", lambda *_, **__: pytest.fail("info loaded a model"))
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def told(capsys: pytest.CaptureFixture[str], arguments: str) -> str:
+    """What the command prints."""
+    run(tyro.cli(InfoOptions, args=shlex.split(arguments)))
+    return capsys.readouterr().out
+
+
+def lines(text: str) -> list[str]:
+    """Lines with their runs of blanks made one."""
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def test_a_head_is_described(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = told(capsys, shlex.quote(str(folder)))
+    config = json.loads((folder / "config.json").read_text())
+    for line in (
+        "method medusa",
+        "hidden size 32",
+        f"vocab size {VOCAB}",
+        "num heads 2",
+        "lm head shared",
+        "draft vocab size 20",
+        f"parameters {2 * (32 * 32 + 32):,}",
+        f"size {(folder / 'model.safetensors').stat().st_size / 1e6:.1f} MB",
+        "base tiny-llama",
+        f"tokenizer {config['base']['fingerprints']['tokenizer']}",
+        f"embedding {config['base']['fingerprints']['embedding'][:16]}",
+        f"torch {torch.__version__}",
+        "measured on 4 texts, 80 tokens at temperature 0",
+        "tokens/step, 4 nodes static 1.30, dynamic 1.36",
+        "4 nodes, root included; depth 2",
+    ):
+        assert line in lines(text), line
+    assert text.endswith(DRAWN)
+
+
+def test_the_figures_of_a_card_are_shown_and_its_prose_is_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = told(capsys, shlex.quote(str(folder)))
+    assert "Figures" in text
+    assert "2.17 1.42" in lines(text)
+    assert "nothing" not in text
+
+
+def test_what_is_not_there_has_no_heading(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "README.md").write_text("no figures")
+    AcceptanceProfile.assumed(2).save(tmp_path / "acceptance.json")
+    text = told(capsys, shlex.quote(str(tmp_path)))
+    assert "Made by" in text
+    assert "measured on nothing: assumed" in lines(text)
+    assert "From its card" not in text
+
+
+def test_a_bundled_head_is_found_by_method_and_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "method medusa" in lines(told(capsys, "medusa --model tiny-llama"))
+    with pytest.raises(ModelNotFound, match="none is bundled for smollm2-135m, only medusa for tiny-llama"):
+        told(capsys, "medusa")
+
+
+def test_the_zoo_is_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = told(capsys, "")
+    row = next(line for line in text.splitlines() if "tiny-llama" in line)
+    cells = [cell.strip() for cell in row.strip("│ ").split("│")]
+    size = f"{(folder / 'model.safetensors').stat().st_size / 1e6:.1f} MB"
+    assert cells == ["tiny-llama", "medusa", "2", f"{2 * (32 * 32 + 32):,}", size, "1.49"]
+
+
+def test_an_empty_zoo_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(registry, "weights_folder", lambda: tmp_path / "none")
+    assert "No heads are bundled" in told(capsys, "")
+
+
+@pytest.mark.parametrize("text", ["[[0],[1],[0,0]]", " [[0], [1], [0, 0]]"])
+def test_a_tree_is_drawn_from_its_json(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    assert told(capsys, f"--tree {shlex.quote(text)}") == f"4 nodes, root included; depth 2\n{DRAWN}"
+
+
+def test_a_tree_is_drawn_from_a_file_or_a_profile(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tree.json").write_text(TREE.to_json())
+    for path in (tmp_path / "tree.json", folder / "acceptance.json"):
+        assert told(capsys, f"--tree {shlex.quote(str(path))}") == f"4 nodes, root included; depth 2\n{DRAWN}"
+
+
+def test_a_deep_tree_is_not_wrapped(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    assert Tree.chain(12).draw() in told(capsys, f"--tree {shlex.quote(Tree.chain(12).to_json())}")
+
+
+@pytest.mark.parametrize("text", ["[[0", "[[0, 0]]", "nowhere.json", "."])
+def test_what_is_no_tree_is_said(
+    capsys: pytest.CaptureFixture[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidTree):
+        told(capsys, f"--tree {shlex.quote(text)}")
+
+
+def test_a_file_that_is_no_tree_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "acceptance.json").write_text("{}")
+    with pytest.raises(CheckpointCorrupt, match="format_version"):
+        told(capsys, f"--tree {shlex.quote(str(tmp_path / 'acceptance.json'))}")
+    (tmp_path / "tree.json").write_text("once upon a time")
+    with pytest.raises(InvalidTree):
+        told(capsys, f"--tree {shlex.quote(str(tmp_path / 'tree.json'))}")
+
+
+def test_a_head_and_a_tree_at_once_is_refused() -> None:
+    with pytest.raises(InvalidSettings, match=r"head is 'medusa' and tree is '\[\[0\]\]'"):
+        InfoOptions(head="medusa", tree="[[0]]")

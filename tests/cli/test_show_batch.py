@@ -1,0 +1,478 @@
+"""``draftheads show-batch``: the batch that training takes, piece by piece, with what is learned marked."""
+
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.text import Text
+from tests.decode.test_text import LETTERS, TOKENIZERS, whole_text
+from tests.train.test_train import KilledError, Silent, options
+from transformers import GenerationConfig
+from transformers.utils import logging
+
+from draftheads.cli import show_batch
+from draftheads.cli.main import main
+from draftheads.cli.show_batch import ShowBatchOptions, bracketed, coloured
+from draftheads.data.batches import collate
+from draftheads.data.chat import EncodedChat, encode_chat
+from draftheads.data.extract import load_texts
+from draftheads.data.features import Document
+from draftheads.data.show import Counts, Span, num_read, padding_share, spans
+from draftheads.errors import DataError, InvalidSettings
+from draftheads.models.model import TargetModel
+from draftheads.models.pretrained import load_tokenizer
+from draftheads.train import run
+from training_world import EOS, TEMPLATE, chat, chat_model, chat_tokenizer, counting_chats, write_chats
+
+BROKEN = "\ufffd"
+MAX_LENGTH = 24
+RECORDS = [
+    *counting_chats(30),
+    chat("w1", ""),  # its end alone: nothing to guess
+    chat("w1 " * 30, "w2"),  # its answer lies behind the cut
+    chat("w1", "w2 " * 30),  # cut
+    chat("w3", "w4 w5", "w6", "w7"),
+]
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return chat_model()
+
+
+@pytest.fixture(scope="module")
+def folder(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a model that has no weights (``model``), and chats."""
+    place = tmp_path_factory.mktemp("show")
+    target.model.config.save_pretrained(place / "model")
+    GenerationConfig(eos_token_id=EOS).save_pretrained(place / "model")
+    target.tokenizer.save_pretrained(str(place / "model"))
+    write_chats(place / "chats.jsonl", RECORDS)
+    return place
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder is the working directory, and nothing outside says what the screen is like."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    yield folder
+    logging.set_verbosity(verbosity)
+    if bars:
+        logging.enable_progress_bar()
+
+
+ARGUMENTS = f"show-batch --model model --data chats.jsonl --max-length {MAX_LENGTH} --batch-tokens 64 --held-out 0.2"
+
+
+def shown(capsys: pytest.CaptureFixture[str], arguments: str = "") -> str:
+    """What the command prints."""
+    assert main(shlex.split(f"{ARGUMENTS} {arguments}")) == 0
+    out, err = capsys.readouterr()
+    assert not err
+    return out
+
+
+def table(out: str) -> dict[str, list[str]]:
+    """The table's rows: their words by their label."""
+    rows = (re.split(r" {2,}", line.strip()) for line in out.splitlines())
+    return {label: cells for label, *cells in rows if cells}
+
+
+def encode(tokenizer: Any, *parts: tuple[str, bool]) -> EncodedChat:
+    """Texts one after the other, each with whether it is learned."""
+    token_ids: list[int] = []
+    mask: list[bool] = []
+    for words, is_learned in parts:
+        ids = tokenizer(words, add_special_tokens=False)["input_ids"]
+        token_ids += ids
+        mask += [is_learned] * len(ids)
+    return EncodedChat(tuple(token_ids), tuple(mask))
+
+
+def joined(pieces: Sequence[Span], *, learned: bool | None = None) -> str:
+    return "".join(piece.text for piece in pieces if learned in (None, piece.is_learned))
+
+
+# --- pieces ---
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.text(LETTERS, max_size=12), st.booleans()), max_size=5))
+def test_pieces_are_whole_characters_and_make_the_text(name: str, parts: list[tuple[str, bool]]) -> None:
+    tokenizer = TOKENIZERS[name]
+    text = encode(tokenizer, *parts)
+    pieces = spans(tokenizer, text)
+    assert not any(BROKEN in piece.text or not piece.text for piece in pieces)
+    whole = whole_text(tokenizer, list(text.token_ids))
+    # a space that the decoder drops is shown as the token's own name
+    assert joined(pieces).replace("▁", " ").lstrip(" ") == whole.lstrip(" ")
+    if name == "byte level":
+        for learned in (False, True):
+            assert joined(pieces, learned=learned) == "".join(words for words, is_said in parts if is_said == learned)
+
+
+def test_a_piece_is_a_token_unless_tokens_share_a_character() -> None:
+    tokenizer = TOKENIZERS["byte level"]
+    text = encode(tokenizer, ("a𝄞", False), ("𝄞b", True))
+    assert len(text.token_ids) == 10, "four tokens each"
+    assert [(piece.text, piece.is_learned) for piece in spans(tokenizer, text)] == [
+        ("a", False), ("𝄞", False), ("𝄞", True), ("b", True)
+    ]  # fmt: skip
+
+
+def test_special_tokens_have_their_names() -> None:
+    tokenizer = TOKENIZERS["byte level"]
+    eos = tokenizer.eos_token_id
+    (a,) = tokenizer("a")["input_ids"]
+    text = EncodedChat((eos, a, eos, eos), (False, True, True, False))
+    assert spans(tokenizer, text) == [
+        Span("<eos>", is_learned=False, is_special=True),
+        Span("a", is_learned=True, is_special=False),
+        Span("<eos>", is_learned=True, is_special=True),
+        Span("<eos>", is_learned=False, is_special=True),
+    ]
+
+
+def test_letters_that_look_like_a_special_token_are_letters() -> None:
+    tokenizer = TOKENIZERS["byte level"]
+    pieces = spans(tokenizer, encode(tokenizer, ("<e", True), ("os>", True)))
+    assert joined(pieces) == "<eos>"
+    assert not any(piece.is_special for piece in pieces)
+
+
+def test_a_character_that_the_length_cut_through_is_shown_as_broken() -> None:
+    tokenizer = TOKENIZERS["byte level"]
+    whole = encode(tokenizer, ("a𝄞", True))
+    pieces = spans(tokenizer, EncodedChat(whole.token_ids[:3], whole.loss_mask[:3]))
+    assert [piece.text for piece in pieces] == ["a", BROKEN]
+
+
+def test_a_token_without_words_is_not_unseen() -> None:
+    tokenizer = TOKENIZERS["byte fallback"]
+    space = tokenizer.convert_tokens_to_ids("▁")
+    assert tokenizer.decode([space]) == ""
+    assert spans(tokenizer, EncodedChat((space,), (True,))) == [Span("▁", is_learned=True, is_special=False)]
+
+
+def test_the_mask_of_a_chat_is_what_the_assistant_says() -> None:
+    record = chat("w1 w2", "w3 w4", "w5", "w6")
+    tokenizer = chat_tokenizer()
+    text = encode_chat(tokenizer, record["messages"], finished=True, max_length=99, eos_ids=frozenset({EOS}))
+    pieces = [(piece.text.strip(" "), piece.is_learned, piece.is_special) for piece in spans(tokenizer, text)]
+    learned = [(words, is_special) for words, is_learned, is_special in pieces if is_learned]
+    assert learned == [("w3", False), ("w4", False), ("<e>", True), ("w6", False), ("<e>", True)]
+    assert len(pieces) == len(text.token_ids)
+    assert [words for words, _, is_special in pieces if is_special] == ["<e>"] * 4
+    assert bracketed(spans(tokenizer, text)) == (
+        "<s> user ↵\n w1 w2‹<e>› ↵\n <s> assistant ↵\n⟦ w3 w4‹<e>›⟧"
+        " ↵\n <s> user ↵\n w5‹<e>› ↵\n <s> assistant ↵\n⟦ w6‹<e>›⟧"
+    )
+
+
+# --- counts ---
+
+
+def test_counts() -> None:
+    texts = [
+        EncodedChat((1, 2, 3), (False, True, True)),
+        EncodedChat((1, 2, 3, 4, 5), (False, False, False, False, True), is_cut=True),
+    ]
+    assert Counts.of(texts) == Counts(num_texts=2, num_tokens=8, num_learned=3, num_cut=1, shortest=3, longest=5)
+
+
+def test_padding_is_what_collating_adds(target: TargetModel, folder: Path) -> None:
+    texts = load_texts(target, [folder / "chats.jsonl"], max_length=MAX_LENGTH)[:5]
+    documents = [
+        Document(torch.ones(len(text.token_ids), 1), torch.tensor(text.token_ids), torch.tensor(text.loss_mask))
+        for text in texts
+    ]
+    for skips, sizes in ((False, [len(text.token_ids) for text in texts]), (True, list(map(num_read, texts)))):
+        padded = collate(documents, skip_prompts=skips).hidden[:, :, 0]
+        assert padding_share([sizes]) == pytest.approx(float((padded == 0).float().mean()))
+        assert padding_share([sizes]) > 0
+
+
+# --- the model's tokenizer alone ---
+
+
+def test_a_tokenizer_is_loaded_without_weights(target: TargetModel, folder: Path) -> None:
+    assert not list((folder / "model").glob("*.safetensors"))
+    model = load_tokenizer(str(folder / "model"))
+    assert model.eos_ids == target.eos_ids == {EOS}
+    texts, expected = (load_texts(of, [folder / "chats.jsonl"], max_length=MAX_LENGTH) for of in (model, target))
+    assert texts == expected
+
+
+@pytest.mark.parametrize("ends", [None, [1, 5]])
+def test_its_ends_of_text_are_the_models(tmp_path: Path, ends: list[int] | None) -> None:
+    """With a configuration for generation and without."""
+    made = chat_model(eos_token_id=[EOS, 7])
+    made.model.generation_config.eos_token_id = ends
+    made.model.save_pretrained(tmp_path)
+    made.tokenizer.save_pretrained(str(tmp_path))
+    if ends is None:
+        (tmp_path / "generation_config.json").unlink()
+    expected = TargetModel.load(str(tmp_path), dtype=torch.float32).eos_ids
+    assert load_tokenizer(str(tmp_path)).eos_ids == expected == {EOS, 7, *(ends or [])}
+
+
+# --- the command ---
+
+
+def planned(**changes: Any) -> Any:
+    asked = ShowBatchOptions(
+        data=(Path("chats.jsonl"),),
+        **{"max_length": MAX_LENGTH, "batch_tokens": 64, "held_out": 0.2, "epochs": 3, **changes},
+    )
+    return show_batch._plan(load_tokenizer("model"), asked)
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("seed", [0, 1])
+def test_batches_are_those_of_training(
+    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    seen: list[Any] = []
+
+    def fit(_learner: Any, batches: Any, *_: Any, **__: Any) -> None:
+        seen.append(batches)
+        raise KilledError
+
+    monkeypatch.setattr(run, "fit", fit)
+    chosen = options(
+        tmp_path / "out", None, data=(Path("chats.jsonl"),), max_length=MAX_LENGTH, batch_tokens=64, epochs=3, seed=seed
+    )
+    with pytest.raises(KilledError):
+        run.train_for(target, chosen, Silent())
+    (batches,) = seen
+    plan = planned(seed=seed)
+    assert plan.batches == batches.plan
+    assert plan.batches != planned(seed=seed + 7).batches
+    for batch in plan.batches[:3]:
+        for i in batch:
+            assert plan.texts[i].token_ids == tuple(batches.store.token_ids[i].tolist())
+            assert plan.texts[i].loss_mask == tuple(batches.store.loss_masks[i].tolist())
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("index", [0, 5])
+def test_a_batch_is_shown_text_by_text(capsys: pytest.CaptureFixture[str], index: int) -> None:
+    out = shown(capsys, f"--index {index} --max-texts 0")
+    plan = planned()
+    batch = plan.batches[index]
+    expected = ""
+    for i in batch:
+        text = plan.texts[i]
+        cut = f", cut off at {MAX_LENGTH}" if text.is_cut else ""
+        expected += f"text {i}: {len(text.token_ids)} tokens, {sum(text.loss_mask)} learned{cut}\n"
+        expected += bracketed(spans(chat_tokenizer(), text)) + "\n\n"
+    assert out.startswith(expected)
+    assert out.removeprefix(expected).startswith("⟦learned⟧  ‹special token›")
+    assert out.count("⟧\n") == len(batch), "every text ends with what the assistant says"
+    assert all(len(line) <= 80 for line in out.removeprefix(expected).splitlines())
+    assert "\x1b" not in out
+
+
+@pytest.mark.usefixtures("here")
+def test_the_table_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    found = table(shown(capsys, "--epochs 3"))
+    plan = planned()
+    texts = [plan.texts[i] for i in plan.batches[0]]
+    num_tokens, num_learned = (sum(len(t.token_ids) for t in texts), sum(sum(t.loss_mask) for t in texts))
+    longest = max(len(text.token_ids) for text in texts)
+    assert found["texts"] == [str(len(texts)), "33"], "one of the 34 is left out"
+    assert found["tokens"] == [str(num_tokens), str(sum(len(text.token_ids) for text in plan.texts))]
+    every_learned = sum(sum(text.loss_mask) for text in plan.texts)
+    share = every_learned / sum(len(text.token_ids) for text in plan.texts)
+    assert found["learned tokens"] == [
+        f"{num_learned} ({num_learned / num_tokens:.1%})",
+        f"{every_learned} ({share:.1%})",
+    ]
+    assert found["tokens per text"][0].startswith(f"{min(len(text.token_ids) for text in texts)} to {longest}, mean ")
+    assert (
+        found["tokens per text"][1].split(",")[0]
+        == f"{min(len(text.token_ids) for text in plan.texts)} to {MAX_LENGTH}"
+    )
+    assert found[f"texts cut off at {MAX_LENGTH} tokens"][1] == "1"
+    assert found["padding beside whole texts"][0] == f"{1 - num_tokens / longest / len(texts):.1%}"
+    assert found["padding beside whole texts"][1] != found["padding once prompts are skipped"][1]
+    assert found["batches"] == [str(len(plan.batches))]
+    assert found["texts kept apart to measure on"] == ["6"]
+    left_out = found["left out: no two learned in a row"]
+    assert int(left_out[0]) + int(found["texts trained on"][0]) == 33 - 6
+    assert left_out == [str(plan.num_too_short)]
+    assert found["left out: no learned token"] == ["1"]
+
+
+@pytest.mark.usefixtures("here")
+def test_texts_with_nothing_to_guess_are_counted() -> None:
+    """Whichever are kept apart, over all seeds the one text is sometimes left out and sometimes kept apart."""
+    assert {planned(seed=seed).num_too_short for seed in range(10)} == {0, 1}
+    assert planned(max_length=99).num_left_out == 0
+
+
+@pytest.mark.usefixtures("here")
+def test_only_the_first_texts_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = list(map(len, planned().batches))
+    index = sizes.index(max(sizes))
+    every, some = (shown(capsys, f"--index {index} --epochs 3 --max-texts {number}") for number in (0, 1))
+    first, _, rest = some.partition("… ")
+    assert every.startswith(first)
+    assert first.count(" tokens, ") == 1
+    assert every.partition("⟦learned⟧")[0].count(" tokens, ") == sizes[index]
+    assert rest.startswith(f"texts not shown: {sizes[index] - 1}; --max-texts 0 shows all\n")
+    assert table(every) == table(some)
+
+
+@pytest.mark.usefixtures("here")
+def test_colours(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = shown(capsys, "--index 2")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    assert Text.from_ansi(shown(capsys, "--index 2 --plain-text")).plain.splitlines() == plain.splitlines()
+    found = Text.from_ansi(shown(capsys, "--index 2"))
+    assert "⟦" not in found.plain
+    learned = "".join(
+        found.plain[span.start : span.end]
+        for span in found.spans
+        if not isinstance(span.style, str) and span.style.bgcolor is not None
+    )
+    assert learned == "".join(re.findall(r"⟦(.*?)⟧", plain)).replace("‹", "").replace("›", "")
+    monkeypatch.setenv("NO_COLOR", "1")
+    without = shown(capsys, "--index 2")
+    assert Text.from_ansi(without).plain.splitlines() == plain.splitlines()
+
+
+def test_every_kind_has_its_style() -> None:
+    kinds = [(learned, special) for learned in (False, True) for special in (False, True)]
+    text = coloured([Span("x", is_learned=learned, is_special=special) for learned, special in kinds])
+    styles = [str(span.style) for span in text.spans]
+    assert len(set(styles)) == 4
+    assert [style.endswith(" on green") for style in styles] == [learned for learned, _ in kinds]
+
+
+def test_what_a_terminal_would_act_on_is_visible() -> None:
+    pieces = [Span("a\x1b[2J\r\n\tb\x9b\x7f\0c", is_learned=True, is_special=False)]
+    visible = "a␛[2J␍↵\n⇥   b\\x9b␡␀c"
+    assert coloured(pieces).plain == visible
+    assert bracketed(pieces) == f"⟦{visible}⟧"
+
+
+@pytest.mark.usefixtures("here")
+def test_the_page_shows_the_same(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")  # which is about the screen
+    path = tmp_path / "new" / "batch.html"
+    out = shown(capsys, f"--index 2 --html {path}")
+    assert out.endswith(f"\nwrote {path}\n")
+    page = path.read_text(encoding="utf-8")
+    green = r"background-color: #37a55a"
+    classes = re.findall(rf"\.(r\d+) {{[^}}]*{green}", page)
+    assert len(classes) == 2, "learned, and learned special tokens"
+    learned = "".join(re.findall(rf'<span class="(?:{"|".join(classes)})">(.*?)</span>', page))
+    expected = "".join(re.findall(r"⟦(.*?)⟧", out)).replace("‹", "").replace("›", "")
+    assert learned == expected.replace("<", "&lt;").replace(">", "&gt;")
+    text = re.sub(r"<[^>]*>", "", page)
+    for words in ("texts kept apart to measure on", "↵ line break", "draftheads show-batch"):
+        assert words in text
+    assert "⟦" not in page
+
+
+# --- what is refused ---
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--index 999", "--index is 999: the run's batches are 0 to "),
+        ("--index -1", "--index is -1: must be at least 0"),
+        ("--max-texts -1", "--max-texts is -1: must be at least 0"),
+        ("--batch-tokens 0", "--batch-tokens is 0: must be at least 1"),
+        ("--epochs 0", "--epochs is 0: must be at least 1"),
+        ("--max-tokens 0", "--max-tokens is 0: must be at least 1"),
+        ("--held-out 1", "--held-out is 1.0: must be at least 0 and below 1"),
+        ("--max-length 3", "no answer within the first 3 tokens in chats.jsonl"),
+        ("--max-tokens 1", "only one text: training needs another one to measure on"),
+        ("--data none.jsonl", "none.jsonl, line 1: cannot be read"),
+        ("--model none/none/none", "none/none/none is no folder here"),
+        ("--html chats.jsonl/page.html", "cannot save chats.jsonl/page.html"),
+    ],
+)
+def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
+    assert main(shlex.split(f"{ARGUMENTS} {arguments}")) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("template", "records", "message"),
+    [
+        (
+            TEMPLATE.replace("m['content']", "m['content'] | upper"),
+            [chat("w1", "w2")],
+            "line 1: the chat template hides",
+        ),
+        (TEMPLATE, [chat("w1", "w2"), chat("w1")], "line 2: no message of role 'assistant'"),
+        (None, [chat("w1", "w2")], "line 1: the chat template refuses this chat"),
+        (TEMPLATE, [chat("w1", "")] * 9, "no two assistant tokens in a row in any text"),
+    ],
+)
+def test_a_template_or_data_that_teaches_nothing_is_an_error(
+    folder: Path, tmp_path: Path, template: str | None, records: list[dict[str, Any]], message: str
+) -> None:
+    shutil.copytree(folder / "model", tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / "model" / name).unlink(missing_ok=True)
+    chat_tokenizer(template).save_pretrained(str(tmp_path / "model"))
+    data = write_chats(tmp_path / "chats.jsonl", records)
+    with pytest.raises(DataError, match=message):
+        show_batch.run(ShowBatchOptions(model=str(tmp_path / "model"), data=(data,)))
+
+
+def test_data_is_needed() -> None:
+    with pytest.raises(SystemExit):
+        main(["show-batch"])
+    with pytest.raises(InvalidSettings, match="--max-length is 0"):
+        ShowBatchOptions(data=(Path("x"),), max_length=0)
+
+
+# --- the real tokenizer ---
+
+
+@pytest.mark.real
+def test_the_real_tokenizer_and_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = ["A squid: 🦑, and 日本 — <b>naïve</b>.\n\nDone.", "Bye 👩‍👩‍👧"]
+    messages = chat("Hello 🦑", answers[0], "Again?", answers[1])["messages"]
+    model = load_tokenizer("smollm2-135m")
+    text = encode_chat(model.tokenizer, messages, finished=True, max_length=999, eos_ids=model.eos_ids)
+    pieces = spans(model.tokenizer, text)
+    assert joined(pieces, learned=True) == "".join(f"{answer}<|im_end|>" for answer in answers)
+    assert joined(pieces) == model.tokenizer.decode(text.token_ids)
+    assert {piece.text for piece in pieces if piece.is_special} == {"<|im_start|>", "<|im_end|>"}
+    assert [piece.text for piece in pieces if piece.is_special and piece.is_learned] == ["<|im_end|>"] * 2
+    assert len(model.tokenizer("🦑", add_special_tokens=False)["input_ids"]) > 1
+    assert [piece.is_learned for piece in pieces if "🦑" in piece.text] == [False, True]
+    assert not any(BROKEN in piece.text for piece in pieces)
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for _ in range(2)), encoding="utf-8")
+    assert main(["show-batch", "--data", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "‹<|im_start|>›assistant↵\n⟦A squid: 🦑, and 日本 — <b>naïve</b>.↵\n↵\nDone.‹<|im_end|>›⟧↵\n" in out
+    assert "⟦Bye 👩‍👩‍👧‹<|im_end|>›⟧\n" in out

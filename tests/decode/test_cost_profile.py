@@ -1,0 +1,382 @@
+"""Cost profiles: lines between measurements, measuring in time, and the cache."""
+
+import json
+import os
+import warnings
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftheads.decode import cost_profile as module
+from draftheads.decode.cost_profile import CostPoint, CostProfile, by_hand, cost_key, cost_of, measure_cost, read_cost
+from draftheads.decode.step_timer import StepTimer, typical_tree
+from draftheads.draft import Draft
+from draftheads.errors import CacheWarning, CheckpointError
+from draftheads.heads.base import DraftHead
+from draftheads.models.model import TargetModel
+from families import tiny_head, tiny_model
+
+COST = by_hand(
+    [
+        ("verify", 1, 1, 10.0),
+        ("verify", 1, 5, 18.0),
+        ("verify", 4, 1, 16.0),
+        ("verify", 4, 3, 24.0),
+        ("follow", 1, 1, 0.5),
+        ("static", 1, 3, 2.0),
+        ("static", 1, 5, 4.0),
+        ("dynamic", 1, 4, 6.0),
+    ]
+)
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def head(target: TargetModel) -> DraftHead:
+    return tiny_head("medusa", target)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+# --- between measurements ---
+
+
+@pytest.mark.parametrize(
+    ("rows", "nodes", "milliseconds"),
+    [
+        (1, 1, 10.0),
+        (1, 3, 14.0),
+        (1, 7, 22.0),  # by the last slope
+        (4, 2, 20.0),
+        (4, 5, 32.0),
+        (2, 1, 12.0),
+        (3, 3, 14.0 + 2 / 3 * 10.0),
+        (7, 1, 28.0),  # in proportion
+    ],
+)
+def test_verifying_between_and_beyond_what_was_measured(rows: int, nodes: int, milliseconds: float) -> None:
+    assert COST.verify(rows, nodes) == pytest.approx(milliseconds)
+
+
+def test_drafting_and_following() -> None:
+    assert COST.draft("static", 1, 2) == COST.draft("static", 8, 3) == 2.0
+    assert COST.draft("static", 1, 4) == 3.0
+    assert COST.draft("static", 1, 7) == 6.0
+    assert COST.draft("dynamic", 1, 9) == 6.0
+    assert COST.follow(3) == 0.5
+    bare = by_hand([("verify", 1, 1, 10.0), ("static", 1, 2, 1.0)])
+    assert (bare.draft("dynamic", 1, 5), bare.follow(1)) == (1.0, 0.0), "what was not measured is as the nearest kind"
+
+
+def test_with_one_row_measured_several_rows_are_as_many_nodes() -> None:
+    one = by_hand([("verify", 1, 1, 10.0), ("verify", 1, 9, 26.0)])
+    assert one.verify(4, 2) == one.verify(1, 8) == 24.0
+
+
+points = st.lists(
+    st.tuples(st.sampled_from([1, 2, 4, 16]), st.sampled_from([1, 2, 3, 8, 20]), st.floats(0.1, 100.0)),
+    max_size=14,
+    unique_by=lambda point: point[:2],
+)
+
+
+@given(points, points, st.integers(1, 40), st.integers(1, 70), st.integers(0, 4000))
+@settings(max_examples=200, deadline=None)
+def test_more_rows_nodes_or_text_never_cost_less(
+    found: list[tuple[int, int, float]], long: list[tuple[int, int, float]], rows: int, nodes: int, text: int
+) -> None:
+    others = [("verify", *point) for point in found if point[:2] != (1, 1)]
+    cost = by_hand([("verify", 1, 1, 7.0), *others, *(("verify", *point, 1024) for point in long)])
+    here = cost.verify(rows, nodes, text)
+    assert cost.verify(rows, nodes + 1, text) >= here - 1e-9
+    assert cost.verify(rows + 1, nodes, text) >= here - 1e-9
+    assert cost.verify(rows, nodes, text + 100) >= here - 1e-9
+
+
+def test_a_profile_comes_back(tmp_path: Path) -> None:
+    (tmp_path / "cost.json").write_text(COST.to_json())
+    assert read_cost(tmp_path / "cost.json") == COST
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format_version": 9},
+        {"points": [{"part": "verify", "rows": 1, "nodes": 1}]},
+        {"points": [{"part": "sleep", "rows": 1, "nodes": 1, "milliseconds": 1.0}]},
+        {"points": [{"part": "verify", "rows": 1, "nodes": 1, "milliseconds": -1.0}]},
+        {"points": [{"part": "verify", "rows": 0, "nodes": 1, "milliseconds": 1.0}]},
+        {"points": [{"part": "verify", "rows": 1, "nodes": 2, "milliseconds": 1.0}]},
+        {"points": []},
+    ],
+)
+def test_a_damaged_profile_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    (tmp_path / "cost.json").write_text(json.dumps({**json.loads(COST.to_json()), **change}))
+    with pytest.raises((CheckpointError, ValueError)):
+        read_cost(tmp_path / "cost.json")
+
+
+# --- measuring ---
+
+
+class FakeTimer(StepTimer):
+    """A machine whose parts take what a function says; nothing is computed."""
+
+    cost: Callable[[str, int, int], float] = staticmethod(lambda part, rows, nodes: 1.0)  # type: ignore[assignment]
+    asked: list[tuple[str, int, int]]
+    clock = 0.0
+
+    def __init__(self, target: TargetModel, drafter: DraftHead) -> None:
+        super().__init__(target, drafter)
+        type(self).asked = []
+        type(self).clock = 0.0
+
+    @property
+    def now(self) -> float:
+        return self.clock
+
+    def milliseconds(self, part: str, rows: int, nodes: int, *, text_tokens: int | None = None) -> float:
+        spent = float(type(self).cost(part, rows, nodes)) + 0.001 * rows * nodes * ((text_tokens or 256) - 256)
+        type(self).clock += spent / 1e3
+        self.asked.append((part, rows, nodes))
+        return spent
+
+
+def fake(target: TargetModel, head: DraftHead, cost: Callable[[str, int, int], float], **options: Any) -> CostProfile:
+    FakeTimer.cost = staticmethod(cost)  # type: ignore[assignment]
+    return measure_cost(target, head, timer_class=FakeTimer, **options)
+
+
+def linear(part: str, rows: int, nodes: int) -> float:
+    return 20.0 + rows * nodes if part == "verify" else 2.0
+
+
+def test_a_fast_machine_is_measured_at_every_point(target: TargetModel, head: DraftHead) -> None:
+    found = fake(target, head, linear)
+    verified = {(point.rows, point.nodes) for point in found.points if point.part == "verify"}
+    assert verified == {
+        *((1, nodes) for nodes in (1, 4, 8, 12, 16, 24, 32, 48, 64)),
+        *((4, nodes) for nodes in (1, 2, 4, 8, 16)),
+        *((16, nodes) for nodes in (1, 2, 4)),
+    }
+    assert {point.part for point in found.points} == {"verify", "follow", "static", "dynamic"}
+    for rows, nodes in ((1, 10), (4, 6), (8, 3), (16, 4)):
+        assert found.verify(rows, nodes) == pytest.approx(20.0 + rows * nodes)
+    assert max(FakeTimer.asked.count(one) for one in FakeTimer.asked) == 8, "four sweeps of two timings"
+
+
+@pytest.mark.parametrize("slowness", [1.0, 5.0, 20.0, 100.0, 700.0])
+def test_measuring_ends_in_time_and_begins_with_what_decides(
+    target: TargetModel, head: DraftHead, slowness: float
+) -> None:
+    found = fake(target, head, lambda *place: slowness * linear(*place))
+    assert FakeTimer.clock <= 5.0 + 1e-9 or len(found.points) == 2
+    verified = [(point.rows, point.nodes) for point in found.points if point.part == "verify"]
+    assert {(1, 1), (1, 8)} <= set(verified)
+    assert found.verify(1, 8) == pytest.approx(28.0 * slowness)
+
+
+def test_sizes_that_can_never_be_faster_are_left_out(target: TargetModel, head: DraftHead) -> None:
+    """Three heads: four tokens in a step at most, so what costs more is never faster."""
+    found = fake(target, head, lambda part, rows, nodes: 10.0 * rows * nodes if part == "verify" else 1.0)
+    assert max(point.nodes for point in found.points if (point.part, point.rows) == ("verify", 1)) == 8
+
+
+def test_verifying_is_also_measured_after_a_long_text(head: DraftHead) -> None:
+    model = tiny_model("llama", max_position_embeddings=2048)
+    found = fake(model, head, linear)
+    long = [(point.rows, point.nodes) for point in found.points if point.text_tokens == 1024]
+    assert long == [(1, 1), (1, 8), (4, 1), (4, 4), (16, 1), (16, 2)]
+    assert FakeTimer.clock <= 5.0
+    for rows, nodes in ((1, 4), (4, 3), (16, 2), (32, 1)):
+        short = found.verify(rows, nodes)
+        assert found.verify(rows, nodes, 256) == short
+        assert found.verify(rows, nodes, 640) == pytest.approx(short + 0.001 * rows * nodes * 384)
+
+
+def test_a_long_text_that_needs_too_much_memory_is_not_measured(
+    head: DraftHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LONG_TEXT_BYTES", 4 * 1024 * 10)
+    monkeypatch.setattr(
+        FakeTimer, "bytes_per_token", property(lambda self: 10, lambda self, value: None), raising=False
+    )
+    found = fake(tiny_model("llama", max_position_embeddings=2048), head, linear)
+    assert {point.rows for point in found.points if point.text_tokens == 1024} == {1, 4}
+
+
+def test_a_real_long_text_costs_more(head: DraftHead) -> None:
+    timer = StepTimer(tiny_model("llama", max_position_embeddings=2048), head)
+    timer.milliseconds("verify", 1, 2, text_tokens=1024)
+    assert timer._target(1, 1024).lengths == [1024]
+    assert timer.bytes_per_token == timer._target(1, 1024).cache.num_bytes // timer._target(1, 1024).cache.capacity > 0
+
+
+def test_a_single_outlier_does_not_count(target: TargetModel, head: DraftHead) -> None:
+    found = fake(target, head, lambda *place: linear(*place) * (20 if FakeTimer.asked.count(place) == 0 else 1))
+    assert found.verify(1, 4) == pytest.approx(24.0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
+@pytest.mark.parametrize("method", ["medusa", "hydra", "eagle", "small-llama"])
+def test_real_steps_are_measured(family: str, method: str) -> None:
+    """Also of a model that knows few positions, and heads that read all of the text."""
+    model = tiny_model(family)
+    head = tiny_head(method, model)
+    shape = head.shape
+    found = measure_cost(model, head, budget_seconds=1.0)
+    assert all(point.milliseconds > 0 for point in found.points)
+    assert {point.part for point in found.points} == {"verify", "follow", "static", "dynamic"}
+    assert head.shape == shape, "it measures with a head of its own"
+
+
+def test_a_point_above_the_others_is_lowered() -> None:
+    cost = by_hand([("verify", 1, 1, 10.0), ("verify", 1, 4, 14.0), ("verify", 1, 8, 14.0), ("verify", 1, 16, 22.0)])
+    assert [cost.verify(1, nodes) for nodes in (1, 8, 16)] == [10.0, 14.0, 22.0]
+    assert cost.verify(1, 4) == pytest.approx(10.0 + 3 * 4 / 7)
+    assert by_hand([("verify", 1, 1, 12.0), ("verify", 1, 4, 10.0)]).verify(1, 1) == 10.0
+
+
+def test_rows_have_256_tokens_of_text(target: TargetModel, head: DraftHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = StepTimer(tiny_model("llama", max_position_embeddings=2048), head)
+    assert timer.length == 256
+    assert StepTimer(target, head).length == 128, "it knows 256 positions"
+    seen: list[tuple[int, ...]] = []
+    verify = module.StepTimer._target(timer, 2, 256).verify
+
+    def watched(draft: Draft) -> Any:
+        found = verify(draft)
+        seen.append((*draft.token_ids.shape, timer._target(2, 256).cache.window.span))
+        return found
+
+    monkeypatch.setattr(timer._target(2, 256), "verify", watched)
+    for _ in range(2):
+        assert timer.milliseconds("verify", 2, 5) > 0
+    assert seen == [(2, 5, 261)] * 2
+
+
+def test_a_draft_is_timed_after_a_pass_of_the_model(
+    target: TargetModel, head: DraftHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the decoding loop the model's weights have driven the head's from the caches."""
+    timer = StepTimer(target, head)
+    timer.milliseconds("static", 1, 3)
+    passes: list[int] = []
+    logits = TargetModel.logits
+    monkeypatch.setattr(TargetModel, "logits", lambda self, hidden: passes.append(1) or logits(self, hidden))
+    timer.milliseconds("static", 1, 3)
+    assert passes == [1]
+
+
+def test_typical_trees_hang_together() -> None:
+    for nodes in range(1, 65):
+        assert typical_tree(nodes, depth=4, num_ranks=4).num_nodes == nodes
+    assert typical_tree(64, depth=1, num_ranks=3).num_nodes == 4
+
+
+# --- the cache ---
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[CostProfile]:
+    """What was measured, instead of measuring."""
+    found: list[CostProfile] = []
+
+    def measure(*_: Any, **__: Any) -> CostProfile:
+        found.append(by_hand([("verify", 1, 1, 10.0 + len(found))]))
+        return found[-1]
+
+    monkeypatch.setattr(module, "measure_cost", measure)
+    return found
+
+
+def test_it_is_measured_once(target: TargetModel, head: DraftHead, cache: Path, measured: list[CostProfile]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cost_of(target, head) == cost_of(target, head) == measured[0]
+    assert len(measured) == 1
+    assert (cache / "costs" / f"{cost_key(target, head)}.json").is_file()
+
+
+def test_what_speeds_depend_on_is_in_the_key(target: TargetModel, head: DraftHead) -> None:
+    others = [
+        cost_key(tiny_model("llama", intermediate_size=64), head),
+        cost_key(tiny_model("llama", dtype=torch.bfloat16), head),
+        cost_key(tiny_model("qwen2"), head),
+        cost_key(target, tiny_head("hydra", target)),
+        cost_key(target, tiny_head("medusa", target, num_layers=2)),
+        cost_key(target, head),
+    ]
+    assert len(set(others)) == 6
+    assert cost_key(tiny_model("llama", seed=1), tiny_head("medusa", target, seed=1)) == others[-1], "not weights"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        assert cost_key(target, head) != others[-1]
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format_version": 1, "points": []}', '{"format_version": 7}'])
+def test_a_damaged_cache_is_measured_anew_with_one_warning(
+    target: TargetModel, head: DraftHead, cache: Path, measured: list[CostProfile], text: str
+) -> None:
+    cost_of(target, head)
+    (cache / "costs" / f"{cost_key(target, head)}.json").write_text(text)
+    with pytest.warns(CacheWarning, match="cannot be read") as caught:
+        assert cost_of(target, head) == measured[1]
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cost_of(target, head) == measured[1]
+
+
+def test_a_cache_that_cannot_be_written_is_one_warning(
+    target: TargetModel, head: DraftHead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: list[CostProfile]
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "file"))
+    with pytest.warns(CacheWarning, match="not kept") as caught:
+        assert cost_of(target, head) == measured[0]
+    assert len(caught) == 1
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_cache_is_one_warning(
+    target: TargetModel, head: DraftHead, cache: Path, measured: list[CostProfile]
+) -> None:
+    (cache / "costs").mkdir(parents=True)
+    (cache / "costs").chmod(0o500)
+    with pytest.warns(CacheWarning, match="not kept") as caught:
+        assert cost_of(target, head) == measured[0]
+    assert len(caught) == 1
+
+
+def test_without_a_place_for_a_cache_it_is_one_warning(
+    target: TargetModel, head: DraftHead, monkeypatch: pytest.MonkeyPatch, measured: list[CostProfile]
+) -> None:
+    monkeypatch.setenv("DRAFTHEADS_CACHE", "~nobody-of-that-name/cache")
+    with pytest.warns(CacheWarning, match="not kept") as caught:
+        assert cost_of(target, head) == measured[0]
+    assert len(caught) == 1
+
+
+def test_points_are_sorted_and_rounded(target: TargetModel, head: DraftHead) -> None:
+    found = fake(target, head, lambda *_: 1 / 3)
+    assert found.points[0].milliseconds == 0.3333
+    assert all((a.part, a.rows, a.nodes) < (b.part, b.rows, b.nodes) for a, b in pairwise(found.points))
+    assert CostPoint("verify", 1, 1, 0.3333) in found.points

@@ -1,0 +1,515 @@
+"""The engine's faces: generate, stream and run; rows that come and go; settings; prompts that cannot be answered."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import draftheads
+from draftheads import Engine, GenerationResult, SamplingSettings, StreamEvent, TargetModel, Tree, loading
+from draftheads.checkpoint import save_head
+from draftheads.decode.batch import Batch
+from draftheads.draft import Context, Draft
+from draftheads.errors import (
+    DraftHeadsError,
+    InvalidPrompt,
+    InvalidSettings,
+    InvalidTree,
+    ModelNotFound,
+    UnsupportedModel,
+)
+from draftheads.kernels import PackedLinear
+from draftheads.models.kv_target import Target
+from families import PROMPTS, TREES, VOCAB, IntegerTokenizer, Prophet, tiny_head, tiny_model, tiny_profile
+
+MANY = [*PROMPTS, [4, 5], [22, 3, 9, 4], [8, 8, 8], [20, 19, 18]]  # seven, no two alike
+LENGTHS = [1, 9, 4, 1, 12, 2, 6]
+ON = {"ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model() -> TargetModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def plain(model: TargetModel) -> list[tuple[int, ...]]:
+    """Plain answers of 30 tokens to MANY, each alone."""
+    engine = Engine(model, max_batch_size=1)
+    return [result.token_ids for result in engine.generate(MANY, max_new_tokens=30, **ON)]
+
+
+def prophet(plain: list[tuple[int, ...]], tree: str = "chain", seed: int = 0) -> Prophet:
+    """A drafter that often guesses several tokens in a row rightly."""
+    answers = {tuple(prompt): answer for prompt, answer in zip(MANY, plain, strict=True)}
+    return Prophet(TREES[tree], answers, seed=seed)
+
+
+class Witness(Prophet):
+    """Also keeps what it was told of the hidden states."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.told: list[tuple[list[int], torch.Tensor]] = []  # a text, and the hidden states of its last tokens
+
+    def propose(self, context: Context) -> Draft:
+        draft = super().propose(context)
+        for row, count in enumerate(context.num_accepted.tolist()):
+            self.told.append((list(self.texts[row]), context.hidden[row, :count]))
+        return draft
+
+
+@pytest.mark.parametrize("room", [1, 3, 16])
+def test_drafters_are_told_the_hidden_states_of_what_was_accepted(
+    model: TargetModel, plain: list[tuple[int, ...]], room: int
+):
+    answers = {tuple(prompt): answer for prompt, answer in zip(MANY, plain, strict=True)}
+    witness = Witness(TREES["ragged"], answers)
+    Engine(model, witness, max_batch_size=room).generate(MANY, lengths_as_settings())
+    assert max(len(hidden) for text, hidden in witness.told if tuple(text) not in answers) > 2
+    for text, hidden in witness.told:
+        expected = model.hidden_states(torch.tensor([text]))[0, -len(hidden) :]
+        torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-5)
+
+
+def lengths_as_settings() -> list[SamplingSettings]:
+    return [SamplingSettings(max_new_tokens=length, ignore_eos=True) for length in LENGTHS]
+
+
+# --- rows come and go ---
+
+
+def rows_per_step(lengths: list[int], room: int) -> list[int]:
+    """How many rows step together when each step gives a token, the first one comes with the prompt, and who is
+    done makes room for the next in line."""
+    waiting, rows, sizes = list(lengths), [], []
+    while waiting or rows:
+        joining, waiting = waiting[: room - len(rows)], waiting[room - len(rows) :]
+        rows = [left for left in [*rows, *(length - 1 for length in joining)] if left]
+        if rows:
+            sizes.append(len(rows))
+            rows = [left - 1 for left in rows if left > 1]
+    return sizes
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 2, 3, 16])
+def test_who_is_done_makes_room_for_the_next(
+    model: TargetModel, plain: list[tuple[int, ...]], max_batch_size: int, monkeypatch: pytest.MonkeyPatch
+):
+    sizes: list[int] = []
+    step = Batch.step
+    monkeypatch.setattr(Batch, "step", lambda batch: (sizes.append(len(batch.sequences)), step(batch))[1])
+    results = Engine(model, max_batch_size=max_batch_size).generate(MANY, lengths_as_settings())
+    assert [result.token_ids for result in results] == [
+        answer[:length] for answer, length in zip(plain, LENGTHS, strict=True)
+    ]
+    assert sizes == rows_per_step(LENGTHS, max_batch_size)
+    assert [result.num_steps for result in results] == [length - 1 for length in LENGTHS]
+    assert [result.num_prompt_tokens for result in results] == [len(prompt) for prompt in MANY]
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 3])
+def test_a_line_may_grow_while_it_is_served(model: TargetModel, plain: list[tuple[int, ...]], max_batch_size: int):
+    """Each answer that ends asks for the next one: the last ones are asked when nothing waits any more."""
+    engine = Engine(model, max_batch_size=max_batch_size)
+    sequences = engine.sequences(MANY, lengths_as_settings())
+    line, later = deque(sequences[:2]), sequences[2:]
+    for event in engine.serve(line):
+        if event.finish_reason and later:
+            line.append(later.pop(0))
+    assert [tuple(sequence.token_ids) for sequence in sequences] == [
+        answer[:length] for answer, length in zip(plain, LENGTHS, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 2, 3, 16])
+def test_a_drafter_with_a_history_follows_rows_that_come_and_go(
+    model: TargetModel, plain: list[tuple[int, ...]], max_batch_size: int
+):
+    """The prophet checks what it is told of every row; it must not be told of answers that their first token ends."""
+    drafter = prophet(plain)
+    results = Engine(model, drafter, max_batch_size=max_batch_size).generate(MANY, lengths_as_settings())
+    assert [result.token_ids for result in results] == [
+        answer[:length] for answer, length in zip(plain, LENGTHS, strict=True)
+    ]
+    assert sum(result.num_steps for result in results) < sum(LENGTHS) - len(LENGTHS)
+    assert drafter.texts == []
+
+
+def test_no_prompts_no_answers(model: TargetModel):
+    assert Engine(model).generate([]) == []
+
+
+def test_texts_messages_and_token_ids_may_stand_side_by_side(model: TargetModel):
+    text = "hey"
+    ids = IntegerTokenizer()(text)["input_ids"]
+    messages = [{"role": "user", "content": text}]
+    found = Engine(model).generate([text, messages, ids, tuple(ids)], max_new_tokens=5, **ON)
+    assert len({result.token_ids for result in found}) == 1
+    assert {result.num_prompt_tokens for result in found} == {3}
+
+
+# --- events ---
+
+
+def test_events_add_up_to_the_results(model: TargetModel, plain: list[tuple[int, ...]]):
+    engine = Engine(model, prophet(plain, "cartesian"), max_batch_size=3)
+    sequences = engine.sequences(MANY, max_new_tokens=30, **ON)
+    events: list[list[StreamEvent]] = [[] for _ in MANY]
+    for event in engine.run(sequences):
+        events[event.index].append(event)
+    assert sum(event.num_drafted for each in events for event in each) > len(MANY) * 5
+    for sequence, own in zip(sequences, events, strict=True):
+        result = sequence.result()
+        assert "".join(event.text for event in own) == result.text == model.tokenizer.decode(list(result.token_ids))
+        assert sum((event.token_ids for event in own), ()) == result.token_ids
+        assert len(own) == result.num_steps + 1
+        assert [event.finish_reason for event in own] == [None] * (len(own) - 1) + ["length"]
+        assert (own[0].num_drafted, len(own[0].token_ids)) == (0, 1)
+        # each step adds one token that was not guessed, except where the end cut it off
+        assert all(event.num_drafted == len(event.token_ids) - 1 for event in own[:-1])
+        assert own[-1].num_drafted in (len(own[-1].token_ids) - 1, len(own[-1].token_ids))
+        assert result.tokens_per_step == (len(result.token_ids) - 1) / result.num_steps
+
+
+def test_the_text_before_a_stop_inside_an_accepted_run_is_kept(model: TargetModel, plain: list[tuple[int, ...]]):
+    """Whatever the runs were, the text is that of the tokens before the stop token."""
+    cut_inside = 0
+    for prompt, answer in zip(MANY, plain, strict=True):
+        place = next((place for place in range(4, 30) if answer[place] not in answer[:place]), None)
+        if place is None:  # an answer of few words
+            continue
+        settings = {"max_new_tokens": 30, "stop_token_ids": (answer[place],), **ON}
+        for drafter in [None, *(prophet(plain, seed=seed) for seed in range(4))]:
+            events = list(Engine(model, drafter).stream(prompt, **settings))
+            assert "".join(event.text for event in events) == model.tokenizer.decode(list(answer[:place]))
+            assert sum((event.token_ids for event in events), ()) == answer[: place + 1]
+            assert events[-1].finish_reason == "stop"
+            cut_inside += len(events[-1].token_ids) > 1
+    assert cut_inside > 4, "no answer ended inside a run"
+
+
+def test_a_stream_is_the_result_as_it_comes(model: TargetModel, plain: list[tuple[int, ...]]):
+    stream = Engine(model, prophet(plain)).stream(MANY[0], max_new_tokens=30, **ON)
+    assert isinstance(stream, Iterator)
+    first = next(stream)
+    assert (first.token_ids, first.text, first.index) == (plain[0][:1], f"<{plain[0][0]}>", 0)
+    assert first.token_ids + sum((event.token_ids for event in stream), ()) == plain[0]
+
+
+def test_generations_do_not_disturb_each_other(model: TargetModel, plain: list[tuple[int, ...]]):
+    """Their states lie in objects of their own: two streams of one engine may be read in turn."""
+    engine = Engine(model, tiny_head("hydra", model))
+    one, two = (engine.stream(prompt, max_new_tokens=30, **ON) for prompt in MANY[:2])
+    answers: list[tuple[int, ...]] = [(), ()]
+    for first in one:
+        second = next(two, StreamEvent(1, "", (), 0))
+        answers = [answers[0] + first.token_ids, answers[1] + second.token_ids]
+    answers[1] += sum((event.token_ids for event in two), ())
+    assert answers == plain[:2]
+
+
+# --- settings ---
+
+
+def test_settings_for_each_row_and_overrides_for_all(model: TargetModel, plain: list[tuple[int, ...]]):
+    engine = Engine(model)
+    each = [SamplingSettings(max_new_tokens=3, stop_token_ids=(VOCAB + 9,)), SamplingSettings(max_new_tokens=5)]
+    assert ids(engine.generate(MANY[:2], each, **ON)) == [plain[0][:3], plain[1][:5]]
+    assert ids(engine.generate(MANY[:2], each, max_new_tokens=2, **ON)) == [plain[0][:2], plain[1][:2]]
+    assert ids(engine.generate(MANY[:2], SamplingSettings(max_new_tokens=4), **ON)) == [plain[0][:4], plain[1][:4]]
+    assert each[1] == SamplingSettings(max_new_tokens=5), "overriding made copies"
+    sequences = engine.sequences(MANY[:2], tuple(each), temperature=0.5)
+    assert [sequence.settings.temperature for sequence in sequences] == [0.5, 0.5]
+    assert [sequence.settings.stop_token_ids for sequence in sequences] == [(VOCAB + 9,), ()]
+
+
+def ids(results: list[GenerationResult]) -> list[tuple[int, ...]]:
+    return [result.token_ids for result in results]
+
+
+def test_a_seed_decides_the_answer_and_its_lack_does_not(model: TargetModel, plain: list[tuple[int, ...]]):
+    def sampled(drafter: Any = None, **settings: Any) -> tuple[int, ...]:
+        settings = {"max_new_tokens": 30, "temperature": 3.0, **ON, **settings}
+        return Engine(model, drafter).generate([MANY[0]], **settings)[0].token_ids
+
+    first = sampled(seed=1)
+    assert sampled(seed=1) == first == sampled(tiny_head("hydra", model), seed=1)
+    assert sampled(seed=2) != first
+    # two draws of 30 tokens, each of at most about 1/2: equal once in 10⁹
+    assert sampled() != sampled()
+    assert first != plain[0]
+
+
+def test_rows_with_penalties_keep_to_their_own_texts(model: TargetModel):
+    """What a row has seen must follow it when others leave, and be set up anew for those that join."""
+    each = [
+        SamplingSettings(max_new_tokens=length + 8, repetition_penalty=1.0 + 0.4 * (row % 3), ignore_eos=True)
+        for row, length in enumerate(LENGTHS)
+    ]
+    alone = [Engine(model).generate([prompt], own)[0].token_ids for prompt, own in zip(MANY, each, strict=True)]
+    head = tiny_head("hydra", model)
+    head.shape = TREES["cartesian"]
+    found = Engine(model, head, max_batch_size=3).generate(MANY, each)
+    assert ids(found) == alone
+    assert max(result.tokens_per_step for result in found) > 1.0
+    unpenalised = Engine(model).generate(MANY, [SamplingSettings(max_new_tokens=s.max_new_tokens, **ON) for s in each])
+    assert sum(a != b for a, b in zip(ids(unpenalised), alone, strict=True)) >= 3
+
+
+def test_a_stop_string_ends_one_row_and_no_other(model: TargetModel, plain: list[tuple[int, ...]]):
+    token, after = plain[1][4:6]
+    stop = f"{token}><{after}"  # begins inside one token and ends inside the next
+    whole = model.tokenizer.decode(list(plain[1]))
+    each = [SamplingSettings(max_new_tokens=30, stop=(stop,) if row == 1 else (), **ON) for row in range(3)]
+    for drafter in (None, prophet(plain), prophet(plain, seed=1)):
+        results = Engine(model, drafter).generate(MANY[:3], each)
+        assert [result.finish_reason for result in results] == ["length", "stop", "length"]
+        assert results[1].text == whole[: whole.index(stop)]
+        assert results[1].token_ids == plain[1][: len(results[1].token_ids)]
+        assert stop in model.tokenizer.decode(list(results[1].token_ids))
+        assert stop not in model.tokenizer.decode(list(results[1].token_ids[:-1]))
+        assert ids([results[0], results[2]]) == [plain[0], plain[2]]
+
+
+# --- prompts and settings that cannot be ---
+
+SETTINGS = SamplingSettings()
+BAD_PROMPTS: dict[str, tuple[Any, str]] = {
+    "no text": ([""], "the prompt is empty"),
+    "blanks": ([" \n\t"], "the prompt is empty"),
+    "no tokens": ([[]], "the prompt is empty"),
+    "messages that say nothing": ([[{"role": "user", "content": " "}]], "the prompt is empty"),
+    "one text, no list": ("Hello", r"list of prompts: write \[prompt\]"),
+    "one message, no list": ({"role": "user", "content": "hi"}, r"list of prompts: write \[prompt\]"),
+    "bytes": (b"Hello", r"list of prompts: write \[prompt\]"),
+    "one conversation, no list": ([{"role": "user", "content": "hi"}], "a list of messages .* not dict"),
+    "one prompt's tokens, no list": ([5, 6], "a list of token ids, not int: 5"),
+    "nothing": ([None], "not NoneType"),
+    "a prompt of bytes": ([b"hi"], "not bytes"),
+    "a tensor": ([torch.tensor([5, 6])], "not Tensor"),
+    "texts in a prompt": ([["hi", "you"]], "a message needs the keys 'role' and 'content' with text, not 'hi'"),
+    "a message without a role": ([[{"content": "hi"}]], "needs the keys 'role' and 'content' .*'content': 'hi'"),
+    "a message without content": ([[{"role": "user"}]], "needs the keys"),
+    "content that is no text": ([[{"role": "user", "content": ["hi"]}]], "needs the keys"),
+    "a role that is no text": ([[{"role": 1, "content": "hi"}]], "needs the keys"),
+    "tokens and texts": ([[5, "hi"]], "needs the keys .* not 5"),
+    "a negative token": ([[5, -1]], f"token ids must lie in 0 … {VOCAB - 1}"),
+    "a token beyond the vocabulary": ([[5, VOCAB]], f"token ids must lie in 0 … {VOCAB - 1}"),
+    "too long": ([[5] * 256], "has 256 tokens; tiny-llama takes at most 255"),
+    "one of two": ([[5, 6], []], "the prompt is empty"),
+    "half a character": (["w1 \ud800"], r"half a character, '\\ud800' as its number \d+, which no tokenizer can read"),
+    "half a character in a message": ([[{"role": "user", "content": "\udcff"}]], r"half a character, '\\udcff'"),
+}
+BAD_SETTINGS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "unknown": (None, {"max_tokens": 5}, "unknown setting 'max_tokens'; choose among acceptance, .*max_new_tokens"),
+    "too few": ([SETTINGS], {}, "1 settings for 2 prompts"),
+    "too many": ([SETTINGS] * 3, {}, "3 settings for 2 prompts"),
+    "none at all": ([], {}, "0 settings for 2 prompts"),
+    "of another type": ({"temperature": 1.0}, {}, "settings are SamplingSettings, not dict"),
+    "one of another type": ([SETTINGS, {"temperature": 1.0}], {}, "settings are SamplingSettings, not dict"),
+    "out of range": (None, {"temperature": -1.0}, "temperature is -1.0"),
+    "one out of range": ([SETTINGS, SETTINGS], {"top_p": 0.0}, "top_p is 0.0"),
+    "no tokens": (None, {"max_new_tokens": 0}, "max_new_tokens is 0"),
+}
+
+
+@pytest.fixture
+def no_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bad input must show before any work is done."""
+    monkeypatch.setattr(Target, "prefill", lambda *_: pytest.fail("the model was asked"))
+
+
+@pytest.mark.parametrize("case", BAD_PROMPTS)
+@pytest.mark.usefixtures("no_decoding")
+def test_bad_prompts(model: TargetModel, case: str):
+    prompts, message = BAD_PROMPTS[case]
+    with pytest.raises(InvalidPrompt, match=message):
+        Engine(model).generate(prompts)
+
+
+@pytest.mark.parametrize("case", BAD_SETTINGS)
+@pytest.mark.usefixtures("no_decoding")
+def test_bad_settings(model: TargetModel, case: str):
+    settings, overrides, message = BAD_SETTINGS[case]
+    with pytest.raises(InvalidSettings, match=message):
+        Engine(model).generate([[5], [6]], settings, **overrides)
+
+
+@pytest.mark.usefixtures("no_decoding")
+def test_a_stream_complains_at_once(model: TargetModel):
+    engine = Engine(model)
+    bad: list[tuple[Any, dict[str, Any]]] = [("", {}), (["hi"], {}), ([5, VOCAB], {}), ([5], {"temprature": 1.0})]
+    for prompt, overrides in bad:
+        with pytest.raises(DraftHeadsError):
+            engine.stream(prompt, **overrides)
+
+
+def test_the_longest_prompt_leaves_room_for_one_token(model: TargetModel):
+    result = Engine(model, tiny_head("medusa", model)).generate([[5] * 255], **ON)[0]
+    assert (len(result.token_ids), result.finish_reason, result.num_steps) == (1, "length", 0)
+    assert result.tokens_per_step == 1.0
+
+
+def test_a_batch_needs_room(model: TargetModel):
+    with pytest.raises(InvalidSettings, match="max_batch_size is 0; it must be at least 1"):
+        Engine(model, max_batch_size=0)
+
+
+# --- chat templates ---
+
+
+class ChatTokenizer(IntegerTokenizer):
+    """Counts as having a template; adds a start token where it is not told not to."""
+
+    chat_template = "a program"
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True, **_: object) -> dict[str, list[int]]:
+        return {"input_ids": [1] * add_special_tokens + super().__call__(text)["input_ids"]}
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool
+    ) -> str:
+        assert not tokenize
+        if messages[0]["role"] == "system":
+            raise ValueError("no system messages, please")
+        turns = "".join(f"{message['role']}:{message['content']};" for message in messages)
+        return turns + "assistant:" * add_generation_prompt
+
+
+def with_tokenizer(model: TargetModel, tokenizer: Any) -> Engine:
+    return Engine(TargetModel(model.model, tokenizer, model.model_id))
+
+
+def test_a_chat_template_is_used_where_there_is_one(model: TargetModel):
+    engine = with_tokenizer(model, ChatTokenizer())
+    expected = IntegerTokenizer()("user:hi;assistant:")["input_ids"]
+    messages: list[Mapping[str, str]] = [{"role": "user", "content": "hi"}]
+    assert engine.encode("hi") == engine.encode(messages) == expected
+    longer = [*messages, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "go"}]
+    expected = IntegerTokenizer()("user:hi;assistant:yes;user:go;assistant:")["input_ids"]
+    assert engine.encode(longer) == expected
+    assert engine.encode([5, 6]) == [5, 6]
+
+
+def test_a_template_that_refuses(model: TargetModel):
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    with pytest.raises(InvalidPrompt, match="the model's chat template refuses these messages: no system messages"):
+        with_tokenizer(model, ChatTokenizer()).encode(messages)
+
+
+def test_without_a_template_the_words_stand_as_they_are(model: TargetModel):
+    tokenizer = ChatTokenizer()
+    tokenizer.chat_template = None  # type: ignore[assignment]
+    engine = with_tokenizer(model, tokenizer)
+    assert engine.encode("hi") == [1, *IntegerTokenizer()("hi")["input_ids"]]
+    messages = [{"role": "user", "content": "hi"}, {"role": "user", "content": "you"}]
+    assert engine.encode(messages) == [1, *IntegerTokenizer()("hi\nyou")["input_ids"]]
+
+
+# --- load: from names to an engine ---
+
+
+@pytest.fixture
+def tiny_by_name(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """``tiny`` is a model; what it was asked to load with."""
+    asked: list[dict[str, Any]] = []
+
+    def load(name: str, **options: Any) -> TargetModel:
+        if name != "tiny":
+            raise ModelNotFound(f"{name} is no folder here")
+        asked.append(options)
+        return tiny_model("llama", dtype=options["dtype"] or torch.float32)
+
+    monkeypatch.setattr(TargetModel, "load", load)
+    return asked
+
+
+@pytest.fixture(scope="module")
+def head_folder(model: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved Hydra head of three heads."""
+    head = tiny_head("hydra", model)
+    folder = tmp_path_factory.mktemp("heads") / "hydra"
+    save_head(head, folder, base=model, dtype=torch.float32, profile=tiny_profile(TREES["chain"]))
+    return folder
+
+
+def test_load_gives_an_engine(tiny_by_name: list[dict[str, Any]], head_folder: Path, plain: list[tuple[int, ...]]):
+    for head in (None, head_folder, str(head_folder)):
+        engine = draftheads.load("tiny", head, max_batch_size=2)
+        assert ids(engine.generate(MANY, max_new_tokens=30, **ON)) == plain
+        assert engine.max_batch_size == 2
+    assert engine.profile == tiny_profile(TREES["chain"])
+    engine = draftheads.load("tiny", head_folder, tree=Tree.chain(2), precision="bf16", device="cpu")
+    assert engine.drafter.shape == Tree.chain(2)  # type: ignore[attr-defined]
+    assert engine.model.dtype == torch.bfloat16
+    assert tiny_by_name[0] == {"dtype": None, "device": None}
+    assert tiny_by_name[-1] == {"dtype": torch.bfloat16, "device": "cpu"}
+
+
+def test_a_tree_needs_a_head(tiny_by_name: list[dict[str, Any]]):
+    with pytest.raises(InvalidSettings, match=r"nodes: nothing is there to fill it; give a draft head by head="):
+        draftheads.load("tiny", tree=Tree.chain(1))
+    assert not tiny_by_name, "the model was loaded first"
+
+
+@pytest.mark.usefixtures("tiny_by_name")
+def test_a_tree_deeper_than_the_heads(head_folder: Path):
+    with pytest.raises(InvalidTree, match="the tree is 4 deep but the head has 3 heads"):
+        draftheads.load("tiny", head_folder, tree=Tree.chain(4))
+
+
+@pytest.mark.usefixtures("tiny_by_name")
+def test_unknown_names(tmp_path: Path):
+    with pytest.raises(ModelNotFound, match="no head 'medusaa'"):
+        draftheads.load("tiny", "medusaa")
+    with pytest.raises(ModelNotFound, match="nowhere is no folder"):
+        draftheads.load("nowhere", tmp_path)
+
+
+def layers_of(engine: Engine) -> set[type]:
+    return {type(module) for module in engine.model.model.modules() if isinstance(module, torch.nn.Linear)}
+
+
+@pytest.mark.usefixtures("tiny_by_name")
+def test_kernels_of_a_loaded_model(monkeypatch: pytest.MonkeyPatch):
+    def exact(**options: Any) -> set[bool]:
+        engine = draftheads.load("tiny", **options)
+        return {m.multiple > 1 for m in engine.model.model.modules() if isinstance(m, PackedLinear)}
+
+    monkeypatch.setattr(loading, "rows_keep_their_bits", lambda _: True)
+    bf16: dict[str, Any] = {"precision": "bf16"}
+    assert layers_of(draftheads.load("tiny", fast=False)) == {torch.nn.Linear}
+    assert exact(**bf16, exact_bits=True) == {True}
+    assert True not in exact() | exact(**bf16)
+    for options in ({"exact_bits": True}, {"fast": False, "exact_bits": True}):
+        assert draftheads.load("tiny", **options).model.exact_bits
+    monkeypatch.setattr(loading, "rows_keep_their_bits", lambda _: False)
+    with pytest.raises(InvalidSettings, match="exact_bits: this CPU's kernels change a row's bits"):
+        exact(exact_bits=True)
+
+
+def test_exact_bits_are_for_cpus(monkeypatch: pytest.MonkeyPatch):
+    elsewhere = TargetModel.__new__(TargetModel)
+    monkeypatch.setattr(TargetModel, "load", lambda *_, **__: elsewhere)
+    monkeypatch.setattr(TargetModel, "device", torch.device("meta"))
+    monkeypatch.setattr(TargetModel, "dtype", torch.float32)
+    monkeypatch.setattr(loading, "check_trees", lambda _: None)
+    with pytest.raises(InvalidSettings, match="exact_bits is for CPUs; the model is on meta"):
+        draftheads.load("tiny", exact_bits=True)
+
+
+def test_a_model_that_cannot_read_trees_is_refused_on_loading(monkeypatch: pytest.MonkeyPatch):
+    model = tiny_model("llama")
+    monkeypatch.setattr(TargetModel, "load", lambda *_, **__: model)
+    # attention that forgets what the mask says, as that of models with masks of their own does
+    attention = model.model.model.layers[0].self_attn
+    forward = attention.forward
+    monkeypatch.setattr(
+        attention, "forward", lambda *args, attention_mask, **rest: forward(*args, attention_mask=None, **rest)
+    )
+    with pytest.raises(UnsupportedModel, match="logits in a tree of drafts differ from those of a plain text by"):
+        draftheads.load("tiny")

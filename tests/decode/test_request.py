@@ -1,0 +1,268 @@
+"""A request's own rules: where it stops, what it counts, and that none of it depends on how the tokens came."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftheads.decode.engine import Engine
+from draftheads.decode.request import Sequence, StreamEvent
+from draftheads.models.model import TargetModel
+from draftheads.sampling import SamplingSettings
+from families import PROMPTS, TREES, VOCAB, IntegerTokenizer, Prophet, tiny_model
+
+EOS = 2
+
+
+def request(*, prompt: list[int] | None = None, max_length: int | None = None, **own: Any) -> Sequence:
+    return Sequence(
+        [5, 6] if prompt is None else prompt,
+        SamplingSettings(**own),
+        tokenizer=IntegerTokenizer(),
+        eos_ids=frozenset({EOS}),
+        max_length=max_length,
+        index=3,
+    )
+
+
+def fed(sequence: Sequence, *runs: list[int]) -> list[StreamEvent]:
+    """Runs of a root's followers, as steps give them, until the answer is finished."""
+    events = []
+    for run in runs:
+        if sequence.finish_reason is None:
+            sequence.num_steps += 1
+            events.append(sequence.append(run, num_drafted=len(run) - 1))
+    return events
+
+
+# --- a stop inside an accepted run ---
+
+
+@pytest.mark.parametrize(
+    ("own", "token_ids", "text", "reason"),
+    [
+        ({}, (7, 8, EOS), "<7><8>", "stop"),
+        ({"stop_token_ids": (8,)}, (7, 8), "<7>", "stop"),
+        ({"stop_token_ids": (11, 9)}, (7, 8, EOS), "<7><8>", "stop"),
+        ({"ignore_eos": True, "stop_token_ids": (9,)}, (7, 8, EOS, 9), "<7><8><2>", "stop"),
+        ({"stop": ("<8>",)}, (7, 8), "<7>", "stop"),
+        ({"stop": ("7><",)}, (7, 8), "<", "stop"),
+        ({"stop": ("nothing",)}, (7, 8, EOS), "<7><8>", "stop"),
+        ({"stop": ("<9>", "8")}, (7, 8), "<7><", "stop"),
+        ({"stop": ("<2>",)}, (7, 8, EOS), "<7><8>", "stop"),
+        ({"max_new_tokens": 2}, (7, 8), "<7><8>", "length"),
+        ({"max_new_tokens": 2, "stop": ("nothing",)}, (7, 8), "<7><8>", "length"),
+        ({"max_new_tokens": 3}, (7, 8, EOS), "<7><8>", "stop"),
+        ({"max_new_tokens": 1}, (7,), "<7>", "length"),
+        ({"ignore_eos": True, "max_new_tokens": 5}, (7, 8, EOS, 9, 10), "<7><8><2><9><10>", "length"),
+        ({"ignore_eos": True, "max_new_tokens": 4}, (7, 8, EOS, 9), "<7><8><2><9>", "length"),
+    ],
+)
+def test_nothing_after_a_stop_is_kept(own: dict[str, Any], token_ids: tuple[int, ...], text: str, reason: str) -> None:
+    for runs in ([[7, 8, EOS, 9, 10]], [[7], [8, EOS, 9], [10]], [[7], [8], [EOS], [9], [10]]):
+        sequence = request(**own)
+        events = fed(sequence, *runs)
+        result = sequence.result()
+        assert (result.token_ids, result.text, result.finish_reason) == (token_ids, text, reason)
+        assert "".join(event.text for event in events) == text
+        assert sum((event.token_ids for event in events), ()) == token_ids
+        assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + [reason]
+
+
+def test_a_string_that_only_begins_like_a_stop_string_is_shown_at_the_end() -> None:
+    for own in ({"stop": ("<8>!",), "max_new_tokens": 2}, {"stop": ("<8>!",)}):
+        sequence = request(**own)
+        events = fed(sequence, [7], [8], [EOS])
+        assert [event.text for event in events][:2] == ["<7>", "<8>" if "max_new_tokens" in own else ""]
+        assert sequence.result().text == "<7><8>"
+
+
+def test_half_a_character_is_shown_when_the_answer_ends() -> None:
+    class Halves(IntegerTokenizer):
+        """Two tokens a character."""
+
+        def decode(self, token_ids: list[int], **_: object) -> str:
+            return "é" * (len(token_ids) // 2) + "\ufffd" * (len(token_ids) % 2)
+
+    own = SamplingSettings(max_new_tokens=3)
+    sequence = Sequence([5], own, tokenizer=Halves(), eos_ids=frozenset(), max_length=None)
+    assert [event.text for event in fed(sequence, [7], [8], [9])] == ["", "é", "\ufffd"]
+
+
+def slow_answer(tokens: list[int], own: SamplingSettings) -> tuple[tuple[int, ...], str, str]:
+    """Token after token over whole texts: ids, text and why it ended."""
+    enders = {*own.stop_token_ids, *(() if own.ignore_eos else (EOS,))}
+    for count in range(1, len(tokens) + 1):
+        kept = tokens[:count]
+        stopped = kept[-1] in enders
+        text = IntegerTokenizer().decode(kept[:-1] if stopped else kept)
+        ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in own.stop if stop in text]
+        if ends:
+            return tuple(kept), text[: min(ends)[1]], "stop"
+        if stopped:
+            return tuple(kept), text, "stop"
+        if count == own.max_new_tokens:
+            return tuple(kept), text, "length"
+    raise AssertionError("the tokens did not suffice")
+
+
+stop_texts = st.sampled_from(["<7>", "7", "><", "<7><8>", "8><9", "<1", "9>", "nothing", "<2>", "1><10>"])
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.sampled_from([EOS, 7, 8, 9, 10]), min_size=12, max_size=12),
+    st.builds(
+        SamplingSettings,
+        max_new_tokens=st.integers(1, 12),
+        stop=st.lists(stop_texts, max_size=3).map(tuple),
+        stop_token_ids=st.sampled_from([(), (10,), (9, 10)]),
+        ignore_eos=st.booleans(),
+    ),
+    st.lists(st.integers(1, 5), min_size=12, max_size=12),
+)
+def test_the_answer_is_the_same_in_whatever_runs_it_comes(
+    tokens: list[int], own: SamplingSettings, sizes: list[int]
+) -> None:
+    sequence = Sequence([5], own, tokenizer=IntegerTokenizer(), eos_ids=frozenset({EOS}), max_length=None, index=0)
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    runs = [tokens[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    events = fed(sequence, *filter(None, runs))
+    result = sequence.result()
+    assert (result.token_ids, result.text, result.finish_reason) == slow_answer(tokens, own)
+    assert "".join(event.text for event in events) == result.text
+    assert sum((event.token_ids for event in events), ()) == result.token_ids
+    for event, run in zip(events, runs, strict=False):
+        assert event.token_ids == tuple(run[: len(event.token_ids)])
+        assert event.num_drafted == min(len(run) - 1, len(event.token_ids))
+
+
+# --- room and counts ---
+
+
+def test_an_answer_ends_where_the_model_does() -> None:
+    sequence = request(prompt=[5, 6, 7], max_length=5, max_new_tokens=100)
+    fed(sequence, [8, 9, 10])
+    assert sequence.result().token_ids == (8, 9)
+    assert sequence.result().finish_reason == "length"
+    short = request(prompt=[5, 6, 7], max_length=50, max_new_tokens=1)
+    fed(short, [8, 9, 10])
+    assert short.result().token_ids == (8,)
+
+
+def test_how_many_of_the_new_tokens_were_guessed() -> None:
+    sequence = request(max_new_tokens=9, stop_token_ids=(20,))
+    first = sequence.append([7], num_drafted=0)
+    assert (first.index, first.token_ids, first.num_drafted) == (3, (7,), 0)
+    # three guesses and the token after them
+    run = sequence.append([8, 9, 10, 11], num_drafted=3)
+    assert (run.token_ids, run.num_drafted) == ((8, 9, 10, 11), 3)
+    # the second guess ends the answer: what is left of the run was all guessed
+    last = sequence.append([12, 20, 13], num_drafted=2)
+    assert (last.token_ids, last.num_drafted, last.finish_reason) == ((12, 20), 2, "stop")
+
+
+def test_what_a_result_says() -> None:
+    sequence = request(prompt=[5, 6, 7], max_new_tokens=6)
+    sequence.append([7], num_drafted=0)  # from reading the prompt, which is no step
+    fed(sequence, [8, 9, 10, 11], [12])
+    result = sequence.result()
+    assert result.num_prompt_tokens == 3
+    assert result.num_steps == 2
+    assert result.tokens_per_step == 2.5
+
+
+def test_an_answer_of_one_token_took_no_step() -> None:
+    sequence = request(max_new_tokens=1)
+    sequence.append([7], num_drafted=0)
+    assert sequence.result().num_steps == 0
+    assert sequence.result().tokens_per_step == 1.0
+
+
+def test_an_unfinished_answer_has_no_result() -> None:
+    sequence = request()
+    sequence.append([7], num_drafted=0)
+    with pytest.raises(AssertionError, match="not finished"):
+        sequence.result()
+
+
+# --- random numbers ---
+
+
+def test_a_place_in_the_answer_has_its_number_however_it_is_reached() -> None:
+    plain, drafted = request(seed=5, max_new_tokens=500), request(seed=5, max_new_tokens=500)
+    one_by_one = []
+    for _ in range(200):
+        one_by_one += plain.uniforms(1)
+        fed(plain, [7])
+    assert all(0 <= number < 1 for number in one_by_one)
+    assert len(set(one_by_one)) == 200
+    for size in [1, 4, 2, 60, 3, 70, 1]:
+        done = len(drafted.token_ids)
+        assert drafted.uniforms(size) == one_by_one[done : done + size]
+        assert drafted.uniforms(2) == one_by_one[done : done + 2], "asking does not use a number up"
+        fed(drafted, [7] * size)
+
+
+def test_seeds_make_the_numbers() -> None:
+    assert request(seed=1).uniforms(4) == request(seed=1).uniforms(4)
+    assert request(seed=1).uniforms(4) != request(seed=2).uniforms(4)
+    assert request().uniforms(4) != request().uniforms(4)
+
+
+# --- the same through the engine, where a whole accepted run arrives at once ---
+
+
+@pytest.fixture(scope="module")
+def model() -> TargetModel:
+    return tiny_model("llama")
+
+
+STOPS: dict[str, Callable[[tuple[int, ...]], dict[str, Any]]] = {
+    "stop id": lambda answer: {"stop_token_ids": (answer[9],)},
+    "stop string": lambda answer: {"stop": (f"<{answer[8]}><{answer[9]}><",)},
+    "max_new_tokens": lambda answer: {"max_new_tokens": 10},
+}
+
+
+@pytest.mark.parametrize("stop", STOPS)
+@pytest.mark.parametrize("tree", ["chain", "cartesian", "ragged"])
+def test_drafted_answers_end_as_plain_ones(model: TargetModel, stop: str, tree: str) -> None:
+    free = Engine(model).generate(PROMPTS, max_new_tokens=40, ignore_eos=True)
+    own = {"max_new_tokens": 40, "ignore_eos": True}
+    each = [SamplingSettings(**{**own, **STOPS[stop](result.token_ids)}) for result in free]
+    plain = Engine(model).generate(PROMPTS, each)
+    assert all(len(result.token_ids) <= 11 for result in plain)
+    answers = {tuple(p): result.token_ids for p, result in zip(PROMPTS, free, strict=True)}
+    shorter = 0
+    for seed in range(3):
+        engine = Engine(model, Prophet(TREES[tree], answers, seed=seed))
+        sequences = engine.sequences(PROMPTS, each)
+        events = list(engine.run(sequences))
+        drafted = [sequence.result() for sequence in sequences]
+        for index, (found, expected) in enumerate(zip(drafted, plain, strict=True)):
+            own_events = [event for event in events if event.index == index]
+            assert (found.token_ids, found.text, found.finish_reason) == (
+                expected.token_ids,
+                expected.text,
+                expected.finish_reason,
+            )
+            assert "".join(event.text for event in own_events) == expected.text
+            assert sum((event.token_ids for event in own_events), ()) == expected.token_ids
+            assert own_events[-1].finish_reason == expected.finish_reason
+            shorter += own_events[-1].num_drafted == len(own_events[-1].token_ids)
+    assert shorter, "no answer ended inside an accepted run"
+
+
+def test_the_models_own_end_of_text(model: TargetModel) -> None:
+    free = Engine(model).generate(PROMPTS, max_new_tokens=40, ignore_eos=True)
+    eos = free[0].token_ids[6]
+    ending = tiny_model("llama", eos_token_id=eos)
+    found, *_ = Engine(ending).generate(PROMPTS, max_new_tokens=40)
+    end = free[0].token_ids.index(eos)
+    assert found.token_ids == free[0].token_ids[: end + 1]
+    assert found.finish_reason == "stop"
+    assert found.text == "".join(f"<{token}>" for token in found.token_ids[:-1])
+    assert all(token < VOCAB for token in found.token_ids)

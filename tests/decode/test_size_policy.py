@@ -1,0 +1,466 @@
+"""How much is drafted: by hand-made profiles and costs, without a clock."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import numpy as np
+import pytest
+import torch
+
+from draftheads.acceptance_profile import AcceptanceProfile
+from draftheads.decode.batch import Batch
+from draftheads.decode.cost_profile import CostProfile, by_hand
+from draftheads.decode.engine import Engine
+from draftheads.decode.size_policy import SizePolicy
+from draftheads.draft import Context, Draft
+from draftheads.errors import InvalidSettings
+from draftheads.models.model import TargetModel
+from draftheads.shapes import BestFirst, Shape
+from draftheads.tree import Tree
+from families import PROMPTS, TREES, Prophet, tiny_head, tiny_model, tiny_profile
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+# 0.6 tokens for the first draft token, ever fewer for the next ones
+GAINS = np.cumsum([0.0, *(0.6 * 0.8**n for n in range(23))])
+STATIC = tiny_profile(
+    Tree.from_paths([(rank,) for rank in range(23)]),
+    static_tokens=[round(float(1 + gain), 4) for gain in GAINS],
+    dynamic_tokens=[],
+)
+GROWING = tiny_profile(Tree.chain(0), dynamic_tokens=STATIC.static_tokens)
+
+
+def machine(per_node: float, *, plain: float = 20.0, draft: float = 1.0) -> CostProfile:
+    """A step takes so many milliseconds, and so many more for each further node of all rows."""
+    return by_hand(
+        [
+            *(("verify", rows, nodes, plain + per_node * (rows * nodes - 1)) for rows in (1, 16) for nodes in (1, 32)),
+            ("static", 1, 2, draft),
+            ("dynamic", 1, 2, draft),
+        ]
+    )
+
+
+class Scripted:
+    """A drafter whose tokens mean nothing; it keeps what it was asked for."""
+
+    needs_history = False
+
+    def __init__(self, likely: Callable[[int], Sequence[float]] | None = None) -> None:
+        self.shape: Shape = Tree.chain(0)
+        self.likely = likely or (lambda row: [0.6 * 0.8**n for n in range(40)])  # path probabilities of a row's nodes
+        self.asked: list[Shape | None] = []  # per step; None where it was told to follow
+        self.kept: list[list[int]] = []
+
+    def fresh(self) -> Self:
+        return self
+
+    def propose(self, context: Context) -> Draft:
+        self.asked.append(self.shape)
+        batch = len(context.root_ids)
+        if isinstance(self.shape, Tree):
+            return Draft.on_tree(self.shape, torch.zeros(batch, self.shape.num_nodes, dtype=torch.long))
+        assert isinstance(self.shape, BestFirst)
+        return grown(batch, self.shape.num_nodes, self.likely)
+
+    def follow(self, context: Context) -> None:
+        self.asked.append(None)
+
+    def keep(self, rows: torch.Tensor) -> None:
+        self.kept.append(rows.tolist())
+
+
+def grown(batch: int, nodes: int, likely: Callable[[int], Sequence[float]]) -> Draft:
+    rows = torch.tensor([[1.0, *likely(row)][:nodes] for row in range(batch)])
+    draft = Draft.on_tree(Tree.chain(rows.shape[1] - 1), torch.zeros(rows.shape, dtype=torch.long))
+    return Draft(**{**vars(draft), "path_log_probs": rows.log()})
+
+
+class Copying(Scripted):
+    """One that adds two copied nodes to what it is asked for."""
+
+    extra_nodes = 2
+
+    def __init__(self, copied: Sequence[float]) -> None:
+        super().__init__()
+        self.copied = copied
+
+    def propose(self, context: Context) -> Draft:
+        self.asked.append(self.shape)
+        nodes = self.shape.num_nodes
+        assert isinstance(nodes, int)
+        drafted = sorted([*self.likely(0)[: nodes - 1], *self.copied], reverse=True)
+        return grown(len(context.root_ids), 1 + len(drafted), lambda _: drafted)
+
+
+def context(batch: int) -> Context:
+    zeros = torch.zeros(batch, 1, dtype=torch.long)
+    return Context(torch.zeros(batch, 1, 1), zeros, torch.ones(batch, dtype=torch.long), zeros[:, 0])
+
+
+def policy(profile: AcceptanceProfile, cost: CostProfile, drafter: Any = None) -> SizePolicy:
+    return SizePolicy(drafter or Scripted(), profile, cost)
+
+
+def sizes(one: SizePolicy, steps: int, accepted: Callable[[int, int], float], batch: int = 1) -> list[int]:
+    """Nodes of each step; ``accepted`` says of a row and a number of nodes how many draft tokens are accepted."""
+    found = []
+    for _ in range(steps):
+        found.append(one.propose(context(batch)).num_nodes)
+        one.note([accepted(row, found[-1]) for row in range(batch)])  # type: ignore[misc]
+    return found
+
+
+def best_size(cost: CostProfile, batch: int = 1, ratio: float = 1.0) -> int:
+    """By trying them all."""
+    rates = [
+        batch * (1 + ratio * gain) / (cost.verify(batch, n) + (cost.draft("static", batch, n) if n > 1 else 0.0))
+        for n, gain in enumerate(GAINS, 1)
+    ]
+    best = int(np.argmax(rates)) + 1
+    return best if rates[best - 1] > (1.05 if batch == 1 else 1.10) * rates[0] else 1
+
+
+def as_expected(row: int, nodes: int) -> float:
+    return float(GAINS[nodes - 1])
+
+
+def never(row: int, nodes: int) -> float:
+    return 0.0
+
+
+# --- the table ---
+
+
+@pytest.mark.parametrize("per_node", [0.05, 0.5, 1.5, 4.0, 30.0])
+@pytest.mark.parametrize("batch", [1, 3, 16, 40])
+def test_the_fastest_tree_is_drafted(per_node: float, batch: int) -> None:
+    cost = machine(per_node)
+    one = policy(STATIC, cost)
+    expected = best_size(cost, batch)
+    assert one.propose(context(batch)).num_nodes == expected
+    assert one.drafter.asked == [None if expected == 1 else STATIC.tree(expected)]  # type: ignore[attr-defined]
+
+
+def test_nothing_is_drafted_where_many_rows_make_nodes_dear() -> None:
+    cost = machine(1.5)
+    assert best_size(cost, 1) > 2
+    assert best_size(cost, 16) == 1
+    assert sizes(policy(STATIC, cost), 3, as_expected, batch=16) == [1, 1, 1]
+
+
+def test_a_gain_of_less_than_five_percent_is_none() -> None:
+    barely = tiny_profile(Tree.chain(1), static_tokens=[1.0, 1.5], dynamic_tokens=[])
+    for milliseconds, nodes in ((14.2, 2), (14.4, 1)):  # 1.5 / 14.2 is 1.056 of 1 / 10, 1.5 / 14.4 is 1.042
+        cost = by_hand([("verify", 1, 1, 10.0), ("verify", 1, 2, milliseconds), ("static", 1, 2, 0.0)])
+        assert policy(barely, cost).propose(context(1)).num_nodes == nodes
+
+
+def test_growing_trees_count_for_more_in_small_batches() -> None:
+    """They are cut step by step, which their average size in the profile does not show."""
+    both = tiny_profile(
+        Tree.from_paths([(rank,) for rank in range(23)]),
+        static_tokens=[1.0, *(1.02 * tokens for tokens in STATIC.static_tokens[1:])],
+        dynamic_tokens=STATIC.static_tokens,
+    )
+    for rows, growing in ((1, True), (4, False)):
+        one = policy(both, machine(0.1))
+        one.propose(context(rows))
+        assert isinstance(one.drafter.shape, BestFirst) == growing
+
+
+def test_the_better_kind_of_tree_is_drafted() -> None:
+    both = tiny_profile(
+        Tree.from_paths([(rank,) for rank in range(23)]),
+        static_tokens=STATIC.static_tokens,
+        dynamic_tokens=[1.0, *(1.02 * tokens for tokens in STATIC.static_tokens[1:])],
+    )
+    one = policy(both, machine(0.5))
+    one.propose(context(1))
+    assert isinstance(one.drafter.shape, BestFirst)
+    points = [(p.part, p.rows, p.nodes, p.milliseconds) for p in machine(0.5).points if p.part != "dynamic"]
+    dear = by_hand([*points, ("dynamic", 1, 2, 9.0)])
+    one = policy(both, dear)
+    one.propose(context(1))
+    assert isinstance(one.drafter.shape, Tree)
+
+
+def test_a_head_without_trees_is_never_asked() -> None:
+    nothing = tiny_profile(Tree.chain(0), dynamic_tokens=[])
+    assert sizes(policy(nothing, machine(0.1)), 3, never) == [1, 1, 1]
+
+
+def test_what_a_step_without_a_draft_costs_the_drafter_counts() -> None:
+    cost = by_hand([("verify", 1, 1, 10.0), ("verify", 1, 2, 14.5), ("static", 1, 2, 0.0), ("follow", 1, 1, 0.3)])
+    barely = tiny_profile(Tree.chain(1), static_tokens=[1.0, 1.5], dynamic_tokens=[])
+    assert policy(barely, cost).propose(context(1)).num_nodes == 2
+
+
+# --- one number per request ---
+
+
+def test_a_request_as_predictable_as_expected_keeps_its_tree() -> None:
+    cost = machine(0.5)
+    assert set(sizes(policy(STATIC, cost), 300, as_expected)) == {best_size(cost)}
+
+
+def test_a_request_that_is_never_right_gets_smaller_trees_then_none_and_is_probed() -> None:
+    cost = machine(1.5)
+    found = sizes(policy(STATIC, cost), 2000, never)
+    first_plain = found.index(1)
+    assert found[0] == best_size(cost) > 2
+    assert found[:first_plain] == sorted(found[:first_plain], reverse=True)
+    later = found[first_plain:]
+    assert 1 < max(later) <= found[0] - 2, "probes are small"
+    gaps = np.diff(np.flatnonzero(np.array(later) > 1))
+    assert gaps.max() < 100, "it is probed again and again"
+
+
+@pytest.mark.parametrize("per_node", [0.3, 0.6, 1.0, 1.5, 3.0, 6.0])
+def test_probes_of_a_hopeless_request_cost_at_most_three_percent(per_node: float) -> None:
+    cost = machine(per_node, draft=0.0)
+    found = sizes(policy(STATIC, cost), 4000, never)[1000:]
+    spent = sum(cost.verify(1, nodes) for nodes in found)
+    assert spent / (len(found) * cost.verify(1, 1)) < 1.03
+
+
+def test_a_request_that_becomes_predictable_gets_its_trees_back() -> None:
+    cost = machine(1.0)
+    one = policy(STATIC, cost)
+    assert sizes(one, 600, never)[-1] <= 2
+    found = sizes(one, 600, as_expected)
+    assert found[-1] >= best_size(cost) - 1
+    assert np.mean(found[-100:]) > best_size(cost, ratio=0.8) - 0.5
+
+
+def test_a_request_better_than_expected_gets_larger_trees() -> None:
+    cost = machine(0.5)
+    found = sizes(policy(STATIC, cost), 200, lambda row, nodes: 2 * as_expected(row, nodes))
+    assert found[-1] > found[0] == best_size(cost)
+
+
+def test_rows_take_their_records_with_them() -> None:
+    cost = machine(1.5)
+    one = policy(STATIC, cost)
+    sizes(one, 100, lambda row, nodes: as_expected(row, nodes) if row else 0.0, batch=2)
+    ratios = [record.ratio for record in one._records]
+    assert ratios[0] < 0.4
+    assert ratios[1] == pytest.approx(1.0, abs=0.01)
+    one.keep(torch.tensor([1]))
+    assert one.drafter.kept == [[1]]  # type: ignore[attr-defined]
+    assert one.propose(context(1)).num_nodes == best_size(cost, ratio=ratios[1])
+    one.note([1])
+    fresh = one.fresh()
+    assert fresh.propose(context(1)).num_nodes == best_size(cost)
+
+
+def test_a_row_that_joins_begins_as_expected() -> None:
+    one = policy(STATIC, machine(1.5))
+    sizes(one, 100, never)
+    one.propose(context(2))
+    assert [round(record.ratio, 3) for record in one._records][1] == 1.0
+
+
+def test_equal_requests_meet_equal_trees() -> None:
+    script = np.random.default_rng(0).random(300)
+
+    def run() -> list[int]:
+        numbers = iter(script)
+        return sizes(policy(GROWING, machine(0.7)), 300, lambda row, nodes: float(next(numbers) < 0.5) * (nodes > 1))
+
+    assert run() == run()
+    assert len(set(run())) > 1
+
+
+# --- cutting a draft ---
+
+
+def test_a_grown_draft_is_cut_where_a_node_gains_less_than_its_time_is_worth() -> None:
+    cost = machine(1.0)
+    best = best_size(cost)
+    rate = (1 + GAINS[best - 1]) / (cost.verify(1, best) + 1.0)  # tokens a millisecond
+    for likely in ([0.9] * 40, [0.9, 0.5, 0.01, 0.01] + [0.0] * 40, [1e-4] * 40):
+        one = policy(GROWING, cost, Scripted(lambda _, likely=likely: likely))  # type: ignore[misc]
+        found = one.propose(context(1)).num_nodes
+        drafted = one.drafter.shape.num_nodes
+        assert drafted > best, "a few more than are best on average, to choose among"
+        worth = [sum(likely[: n - 1]) - rate * cost.verify(1, n) for n in range(1, drafted + 1)]
+        assert found == int(np.argmax(worth)) + 1
+        assert one._expected == pytest.approx([sum(likely[: found - 1])], abs=1e-5)
+    assert found == 1, "the last draft is not worth verifying"
+
+
+def test_no_spare_nodes_where_drafting_them_costs() -> None:
+    dear = by_hand(
+        [("verify", 1, n, 20.0 + n) for n in (1, 64)]
+        + [("dynamic", 1, n, 2.0 * n) for n in (1, 64)]
+        + [("follow", 1, 1, 0.0)]
+    )
+    one = policy(GROWING, dear, Scripted(lambda _: [0.5] * 64))
+    shape, _, _ = one.choose(np.ones(1))
+    assert shape is not None
+    one.propose(context(1))
+    assert one.drafter.shape == shape
+
+
+def test_rows_are_cut_together_by_what_they_gain_together() -> None:
+    cost = machine(0.4)
+    unsure = policy(GROWING, cost, Scripted(lambda row: [0.5 / (1 + 9 * row)] * 40)).propose(context(2)).num_nodes
+    sure = policy(GROWING, cost, Scripted(lambda row: [0.5] * 40)).propose(context(2)).num_nodes
+    assert sure >= unsure > 1
+
+
+def test_a_request_that_is_never_right_is_cut_more() -> None:
+    cost = machine(1.0)
+    one = policy(GROWING, cost)
+    found = sizes(one, 40, never)
+    assert found[0] > found[5] > found[-1]
+
+
+# --- a drafter that adds copies ---
+
+
+def test_copies_are_verified_also_where_no_tree_is_worth_it() -> None:
+    cost = machine(20.0)
+    assert best_size(cost) == 1
+    sure = policy(GROWING, cost, Copying([0.99, 0.98]))
+    cheap = policy(GROWING, machine(12.0), Copying([0.99, 0.98]))
+    assert sure.propose(context(1)).num_nodes == 1, "a node costs a whole step"
+    assert cheap.propose(context(1)).num_nodes == 3
+    assert cheap.drafter.asked == [Tree.chain(0)]  # type: ignore[attr-defined]
+    assert cheap._expected == pytest.approx([1.97])
+    unsure = policy(GROWING, machine(12.0), Copying([0.3, 0.1]))
+    assert unsure.propose(context(1)).num_nodes == 1
+
+
+def test_copies_come_on_top_of_a_tree_and_are_cut_with_it() -> None:
+    cost = machine(0.5)
+    best = best_size(cost)
+    assert policy(GROWING, cost, Copying([0.99, 0.98])).propose(context(1)).num_nodes == best + 2
+    assert policy(GROWING, cost, Copying([0.0, 0.0])).propose(context(1)).num_nodes <= best
+
+
+# --- in the engine ---
+
+
+class Random(Prophet):
+    """A shaped drafter that plants true tokens; its growing trees are chains with probabilities."""
+
+    def __init__(self, answers: dict[tuple[int, ...], tuple[int, ...]], *, seed: int = 0) -> None:
+        super().__init__(Tree.chain(0), answers, seed=seed)
+
+    @property
+    def shape(self) -> Shape:
+        return self.tree
+
+    @shape.setter
+    def shape(self, shape: Shape) -> None:
+        self.tree = shape if isinstance(shape, Tree) else Tree.chain(shape.num_nodes - 1)  # type: ignore[union-attr]
+        self.is_growing = not isinstance(shape, Tree)
+
+    def propose(self, context: Context) -> Draft:
+        draft = super().propose(context)
+        if not self.is_growing:
+            return draft
+        likely = torch.rand(draft.token_ids.shape, generator=self.generator).sort(dim=1, descending=True).values
+        return Draft(**{**vars(draft), "path_log_probs": likely.log()})
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2", "gemma3_text", "mixtral"])
+def family(request: pytest.FixtureRequest) -> TargetModel:
+    return tiny_model(request.param)
+
+
+BOTH = tiny_profile(Tree.from_paths([*TREES["cartesian"].paths[1:], (3,), (4,)]), num_heads=3)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("per_node", [0.1, 1.0])
+@pytest.mark.parametrize("method", ["medusa", "hydra", "eagle", "amphista"])
+def test_heads_with_profiles_equal_plain(family: TargetModel, method: str, per_node: float, batch_size: int) -> None:
+    """Requests join and leave: there are more than are decoded together, and they end at different times."""
+    head = tiny_head(method, family, num_heads=4)
+    profile = tiny_profile(TREES["cartesian"], num_heads=head.config.num_heads)
+    prompts = [*PROMPTS, [4, 4], [7, 8, 9, 10]]
+    plain = Engine(family, max_batch_size=batch_size).generate(prompts, max_new_tokens=24)
+    engine = Engine(family, head, max_batch_size=batch_size, profile=profile, cost=machine(per_node))
+    results = engine.generate(prompts, max_new_tokens=24)
+    assert [result.token_ids for result in results] == [result.token_ids for result in plain]
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_any_accepted_path_equals_plain(family: TargetModel, kind: str, batch_size: int) -> None:
+    plain = Engine(family, max_batch_size=batch_size).generate(PROMPTS, max_new_tokens=40)
+    answers = {tuple(p): r.token_ids for p, r in zip(PROMPTS, plain, strict=True)}
+    profile = tiny_profile(TREES["cartesian"], **({"dynamic_tokens": []} if kind == "static" else {}))
+    engine = Engine(family, Random(answers), max_batch_size=batch_size, profile=profile, cost=machine(0.2))
+    results = engine.generate(PROMPTS, max_new_tokens=40)
+    assert [result.token_ids for result in results] == [result.token_ids for result in plain]
+    assert max(result.tokens_per_step for result in results) > 1.2
+
+
+def test_sampled_text_equals_plain() -> None:
+    model = tiny_model("llama")
+    settings: dict[str, Any] = {"max_new_tokens": 30, "temperature": 0.9, "seed": 5}
+    plain = Engine(model).generate(PROMPTS, **settings)
+    engine = Engine(model, tiny_head("hydra", model), profile=BOTH, cost=machine(0.3))
+    assert [r.token_ids for r in engine.generate(PROMPTS, **settings)] == [r.token_ids for r in plain]
+
+
+def test_decoding_reads_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    engine = Engine(model, tiny_head("hydra", model), profile=BOTH, cost=machine(0.3))
+    for name in ("perf_counter", "monotonic", "time", "process_time"):
+        monkeypatch.setattr(time, name, lambda: pytest.fail("a clock was read"))
+    results = engine.generate(PROMPTS, max_new_tokens=12)
+    monkeypatch.undo()
+    assert all(result.token_ids for result in results)
+
+
+def test_equal_requests_take_equal_steps() -> None:
+    model = tiny_model("llama")
+    engine = Engine(model, tiny_head("hydra", model), profile=BOTH, cost=machine(0.3))
+    drafted: list[list[int]] = []
+    for _ in range(2):
+        batch = Batch(model, engine.fresh_drafter(), lap=str)
+        batch.join(engine.sequences([PROMPTS[1]], max_new_tokens=30))
+        drafted.append([])
+        while batch.sequences:
+            before = batch.target.verify
+            batch.target.verify = lambda draft: (drafted[-1].append(draft.num_nodes), before(draft))[1]  # type: ignore[method-assign,func-returns-value,return-value]  # noqa: B023
+            batch.step()
+            batch.target.verify = before  # type: ignore[method-assign]
+    assert drafted[0] == drafted[1]
+
+
+def test_profiles_come_in_pairs_and_for_drafters_with_shapes() -> None:
+    model = tiny_model("llama")
+    head = tiny_head("medusa", model)
+    for options in ({"profile": BOTH}, {"cost": machine(1.0)}):
+        with pytest.raises(InvalidSettings, match="go together"):
+            Engine(model, head, **options)  # type: ignore[arg-type]
+    for drafter in (None, Prophet(TREES["chain"], {})):
+        with pytest.raises(InvalidSettings, match="fills trees"):
+            Engine(model, drafter, profile=BOTH, cost=machine(1.0))
+
+
+def test_a_long_text_makes_drafts_smaller() -> None:
+    """Attention of every node reads the whole text."""
+    long = [("verify", 1, 1, 25.0, 1024), ("verify", 1, 32, 25.0 + 31 * 8.0, 1024)]
+    cost = by_hand([*((p.part, p.rows, p.nodes, p.milliseconds) for p in machine(0.5).points), *long])
+    one = policy(STATIC, cost)
+    short = one.propose(context(1)).num_nodes
+    one.note([1])
+    after_long = one.propose(replace(context(1), text_tokens=1024)).num_nodes
+    assert 1 < after_long < short
+
+
+def test_several_rows_draft_only_for_a_tenth_more() -> None:
+    """A gain of 7 % is enough for one row and not for two."""
+    profile = tiny_profile(Tree.chain(1), static_tokens=[1.0, 1.28], dynamic_tokens=[])
+    cost = by_hand([("verify", rows, nodes, 10.0 * 1.2 ** (nodes - 1)) for rows in (1, 2) for nodes in (1, 2)])
+    shapes = [policy(profile, cost).choose(np.ones(rows))[0] for rows in (1, 2)]
+    assert [shape is not None for shape in shapes] == [True, False]

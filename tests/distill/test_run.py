@@ -1,0 +1,411 @@
+"""What is distilled: the answers, who asks, what is left out, and what the manifest says of it."""
+
+import gzip
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from distill_world import RECORDS, Silent, manifest, options, records, run, write_prompts
+from draftheads.cli import distill as command_line
+from draftheads.cli.main import main
+from draftheads.data.chat import read_chats
+from draftheads.data.extract import load_texts
+from draftheads.decode.engine import Engine
+from draftheads.decode.request import GenerationResult
+from draftheads.distill.dialogue import Dialogue
+from draftheads.distill.local import _take_down
+from draftheads.distill.options import DistillOptions
+from draftheads.distill.prompts import SELF_TALK, Prompt, read_prompts, survey
+from draftheads.distill.template import TurnEnd, user_turn_end, user_turn_opening
+from draftheads.errors import DataError, InvalidSettings, UnsupportedModel
+from draftheads.models.model import TargetModel
+from draftheads.sampling import SamplingSettings
+from draftheads.tree import Tree
+from families import TREES, tiny_head
+from training_world import EOS, chat_model, chat_tokenizer
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return chat_model(seed=3)
+
+
+def roles(record: dict[str, Any]) -> list[str]:
+    return [message["role"] for message in record["messages"]]
+
+
+def user_turns(record: dict[str, Any]) -> list[str]:
+    return [message["content"] for message in record["messages"] if message["role"] == "user"]
+
+
+# --- answers ---
+
+
+def test_answers_are_what_the_engine_says_to_the_conversation_so_far(target: TargetModel, tmp_path: Path):
+    chosen = options(tmp_path, temperature=(0.0,))
+    run(target, chosen)
+    alone = Engine(target, max_batch_size=1)
+    found = records(chosen)
+    assert [record["index"] for record in found] == list(range(len(RECORDS)))
+    for record in found:
+        messages = record["messages"]
+        for place, message in enumerate(messages):
+            if message["role"] == "assistant":
+                result = alone.generate([messages[:place]], max_new_tokens=12)[0]
+                is_last = place == len(messages) - 1
+                assert message["content"] == result.text
+                assert (result.finish_reason == "stop") == (record["finished"] or not is_last)
+    assert roles(found[13])[:3] == ["system", "user", "assistant"]
+    assert "never" not in chosen.out.read_text()
+    assert {record["finished"] for record in found} == {True, False}  # or half of this shows nothing
+
+
+def test_users_turns_are_fed_one_by_one_until_an_answer_is_cut_off(target: TargetModel, tmp_path: Path):
+    chosen = options(tmp_path, max_new_tokens=60)
+    write_prompts(chosen.prompts[0], [{"turns": [f"w{i}", f"w{i + 1}", "w9"]} for i in range(20)])
+    outcome = run(target, chosen)
+    found = records(chosen)
+    for i, record in enumerate(found):
+        turns = user_turns(record)
+        assert turns == [f"w{i}", f"w{i + 1}", "w9"][: len(turns)]
+        assert roles(record) == ["user", "assistant"] * len(turns)
+        assert len(turns) == 3 or not record["finished"]
+    assert {len(user_turns(record)) for record in found} >= {1, 3}
+    assert outcome.counts.num_answers == sum(len(user_turns(record)) for record in found)
+    assert outcome.counts.num_unfinished == sum(not record["finished"] for record in found) > 0
+
+
+@pytest.mark.parametrize("changes", [{"batch_size": 1}, {"batch_size": 64, "chunk_size": None}, {"chunk_size": 1}])
+def test_neighbours_change_no_answer(tmp_path: Path, changes: dict[str, Any]):
+    """In fp64: in fp32 a draw in some ten thousand falls so near the border of two tokens that rounding decides."""
+    target = TargetModel(chat_model(seed=3).model.double(), chat_tokenizer(), "tiny-chat")
+    one = options(tmp_path, num_self_talk=20, max_question_tokens=100)
+    other = replace(one, out=tmp_path / "other.jsonl", **changes)
+    run(target, one)
+    run(target, other)
+    assert any(record["source"] == SELF_TALK for record in records(one))
+    assert one.out.read_bytes() == other.out.read_bytes()
+
+
+def test_a_head_changes_no_answer_and_saves_steps(target: TargetModel, tmp_path: Path):
+    head = tiny_head("medusa", target)
+    head.shape = TREES["cartesian"]
+    one, other = options(tmp_path), options(tmp_path, out=tmp_path / "other.jsonl")
+    plain, faster = run(target, one), run(target, other, drafter=head)
+    assert one.out.read_bytes() == other.out.read_bytes()
+    assert plain.counts.tokens_per_step == 1.0
+    assert faster.counts.num_steps < plain.counts.num_steps
+
+
+def test_each_prompt_gets_a_temperature_by_the_seed(target: TargetModel, tmp_path: Path):
+    write_prompts(tmp_path / "prompts.jsonl", [{"prompt": f"w{i % 50} w{i // 50}"} for i in range(90)])
+    mixed = options(tmp_path, temperature=(0.0, 0.0, 1.5), chunk_size=None, batch_size=32)
+    greedy = options(tmp_path, temperature=(0.0,), out=tmp_path / "greedy.jsonl", chunk_size=None, batch_size=32)
+    other = options(
+        tmp_path, temperature=(0.0, 0.0, 1.5), out=tmp_path / "s.jsonl", seed=1, chunk_size=None, batch_size=32
+    )
+    for chosen in (mixed, greedy, other):
+        run(target, chosen)
+    found = records(mixed)
+    cold = [record["temperature"] == 0 for record in found]
+    assert 45 <= sum(cold) <= 75  # 60 expected, standard deviation 4.5
+    assert {record["temperature"] for record in found} == {0.0, 1.5}
+    for record, plain, is_cold in zip(found, records(greedy), cold, strict=True):
+        assert (record["messages"] == plain["messages"]) == is_cold
+    assert [record["temperature"] == 0 for record in records(other)] != cold
+
+
+def test_a_sampled_answer_can_be_made_again_from_its_line(target: TargetModel, tmp_path: Path):
+    chosen = options(tmp_path, temperature=(1.0,))
+    run(target, chosen)
+    one, other = records(chosen)[3:5]
+    prompt = Prompt(("w3",), None, "x")
+    dialogue = Dialogue(prompt, index=3, options=chosen)
+    dialogue.ask_next()
+    settings = SamplingSettings(max_new_tokens=12, temperature=1.0, seed=dialogue.next_seed)
+    assert dialogue.seed == one["seed"] != other["seed"]
+    assert Engine(target).generate(["w3"], settings)[0].text == one["messages"][1]["content"]
+
+
+def test_train_reads_every_line(target: TargetModel, tmp_path: Path):
+    chosen = options(tmp_path, num_self_talk=10)
+    run(target, chosen)
+    chats = list(read_chats(chosen.out))
+    assert [chat.finished for chat in chats] == [record["finished"] for record in records(chosen)]
+    texts = load_texts(target, [chosen.out], max_length=512)
+    assert len(texts) == len(chats)
+    for text, chat in zip(texts, chats, strict=True):
+        last = next(place for place in reversed(range(len(text.loss_mask))) if text.loss_mask[place])
+        assert (text.token_ids[last] == EOS) == chat.finished
+
+
+# --- the model makes up the questions ---
+
+
+def test_self_talk_begins_with_what_the_model_says_in_the_users_place(target: TargetModel, tmp_path: Path):
+    chosen = options(tmp_path, prompts=(), num_self_talk=30, max_question_tokens=100, batch_size=16, chunk_size=20)
+    outcome = run(target, chosen)
+    found = records(chosen)
+    assert len(found) > 10
+    engine = Engine(target)
+    opening = target.tokenizer("<s> user \n", add_special_tokens=False)["input_ids"]
+    for record in found:
+        dialogue = Dialogue(Prompt((), None, SELF_TALK), index=record["index"], options=chosen)
+        settings = SamplingSettings(max_new_tokens=100, temperature=1.0, seed=dialogue.next_seed)
+        asked = engine.generate([opening], settings)[0]
+        assert asked.finish_reason == "stop"
+        assert record["messages"][0] == {"role": "user", "content": asked.text.strip()}
+        assert roles(record) == ["user", "assistant"]
+        assert record["source"] == SELF_TALK
+    counts = outcome.counts
+    assert counts.num_done == 30 == len(found) + counts.num_repeated + counts.num_no_question
+
+
+def test_self_talk_goes_on_for_so_many_turns(target: TargetModel, tmp_path: Path):
+    chosen = options(
+        tmp_path, prompts=(), num_self_talk=20, self_talk_turns=2, max_new_tokens=100, max_question_tokens=200
+    )
+    outcome = run(target, chosen)
+    found = records(chosen)
+    assert {len(user_turns(record)) for record in found} == {1, 2}  # one where an answer or question had no end
+    short = [record for record in found if len(user_turns(record)) == 1 and record["finished"]]
+    assert outcome.counts.num_shortened == len(short)
+    assert all(question.strip() for record in found for question in user_turns(record))
+
+
+@pytest.mark.parametrize(("text", "reason"), [(" \n", "stop"), ("w1 w2", "length")])
+def test_questions_that_are_empty_or_have_no_end_are_dropped(tmp_path: Path, text: str, reason: Any):
+    dialogue = Dialogue(Prompt((), None, SELF_TALK), index=0, options=options(tmp_path, num_self_talk=1))
+    result = GenerationResult(text, (9, 2), 3, 1, reason)
+    _take_down(dialogue, SimpleNamespace(result=lambda: result))  # type: ignore[arg-type]
+    assert (dialogue.is_over, dialogue.given_up, dialogue.record()) == (True, "no_question", None)
+    assert (dialogue.num_tokens, dialogue.num_steps) == (2, 1)  # they cost time all the same
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        ("{% for m in messages %}<s> {{ m['content'] }} <e> \n {% endfor %}", TurnEnd((EOS,), ())),
+        ("{% for m in messages %}w1 {{ m['content'] }} w2 w3 \n w4 {% endfor %}", TurnEnd((), ("w2 w3",))),
+    ],
+)
+def test_the_end_of_a_users_turn_is_read_off_the_template(template: str, end: TurnEnd):
+    assert user_turn_end(chat_tokenizer(template)) == end
+
+
+def test_the_opening_of_a_users_turn_is_the_chat_so_far_and_what_the_template_puts_next():
+    tokenizer = chat_tokenizer()
+    messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
+    text = "<s> user \n w1 <e> \n <s> assistant \n w2 <e> \n <s> user \n"
+    assert user_turn_opening(tokenizer, messages) == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ messages[0]['content'] }}", "nothing behind a user's words"),
+        ("{% for m in messages %}<s> {{ m['content'] | upper }} <e>{% endfor %}", "does not show the user's words"),
+        ("{{ raise_exception('only dogs') }}", "only dogs"),
+    ],
+)
+def test_templates_that_no_question_can_be_made_up_with_are_refused(tmp_path: Path, template: str, words: str):
+    target = TargetModel(chat_model().model, chat_tokenizer(template), "tiny")
+    with pytest.raises(UnsupportedModel, match=words):
+        run(target, options(tmp_path, prompts=(), num_self_talk=1))
+
+
+# --- prompts ---
+
+
+def test_equal_prompts_are_answered_once(target: TargetModel, tmp_path: Path):
+    chosen = options(tmp_path)
+    same = [{"prompt": "w1  w2"}, {"prompt": " w1 w2\n"}, {"turns": ["w1 w2"]}, {"turns": ["w1", "w2"]}]
+    system = {"messages": [{"role": "system", "content": "w5"}, {"role": "user", "content": "w1 w2"}]}
+    write_prompts(chosen.prompts[0], [*same, system])
+    outcome = run(target, chosen)
+    found = records(chosen)
+    assert [record["source"] for record in found] == ["prompts.jsonl:1", "prompts.jsonl:4", "prompts.jsonl:5"]
+    assert [record["index"] for record in found] == [0, 1, 2]
+    assert outcome.survey.num_duplicates == manifest(chosen)["identity"]["num_duplicates"] == 2
+    assert found[0]["messages"][0]["content"] == "w1  w2"  # asked as it was written
+
+
+def test_prompts_come_zipped_and_from_several_files(tmp_path: Path):
+    one = tmp_path / "one.jsonl.gz"
+    one.write_bytes(gzip.compress(b'{"prompt": "w1"}\n\n{"prompt": [{"role": "user", "content": "w2"}]}\n'))
+    two = write_prompts(tmp_path / "two.jsonl", [{"turns": ["w3", "w4"]}, {"prompt": "w2"}])
+    found = [(prompt.turns, prompt.source) for prompt in read_prompts([one, two])]
+    assert found == [(("w1",), "one.jsonl.gz:1"), (("w2",), "one.jsonl.gz:3"), (("w3", "w4"), "two.jsonl:1")]
+    assert survey([one, two]).fingerprint != survey([two, one]).fingerprint
+
+
+def test_prompts_that_are_too_long_are_counted_and_left_out(tmp_path: Path):
+    target = chat_model(seed=3)
+    target.config.max_position_embeddings = 40
+    long = " ".join(["w1"] * 50)
+    chosen = options(tmp_path, temperature=(0.0,), max_new_tokens=30)
+    write_prompts(chosen.prompts[0], [{"prompt": "w1"}, {"prompt": long}, {"prompt": "w2"}])
+    outcome = run(target, chosen)
+    assert [record["index"] for record in records(chosen)] == [0, 2]
+    assert (outcome.counts.num_too_long, outcome.counts.num_done) == (1, 3)
+
+
+def test_a_conversation_that_becomes_too_long_keeps_what_was_said(target: TargetModel, tmp_path: Path):
+    plain = options(tmp_path, temperature=(0.0,), max_new_tokens=200)
+    run(target, plain)
+    done = next(r for r in records(plain) if r["finished"] and roles(r) == ["user", "assistant"])
+    small = chat_model(seed=3)
+    small.config.max_position_embeddings = 300
+    question = user_turns(done)[0]
+    write_prompts(tmp_path / "two.jsonl", [{"turns": [question, " ".join(["w1"] * 300)]}])
+    chosen = options(
+        tmp_path, prompts=(tmp_path / "two.jsonl",), out=tmp_path / "t.jsonl", temperature=(0.0,), max_new_tokens=200
+    )
+    outcome = run(small, chosen)
+    assert records(chosen)[0]["messages"] == done["messages"]
+    assert (outcome.counts.num_shortened, outcome.counts.num_too_long) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "not JSON"),
+        ("[]", "needs"),
+        ('{"prompt": " "}', "needs"),
+        ('{"turns": []}', "needs"),
+        ('{"turns": ["w1", 2]}', "needs"),
+        ('{"messages": [{"role": "assistant", "content": "w1"}]}', "needs"),
+        ('{"messages": [{"role": "tool", "content": "w1"}, {"role": "user", "content": "w1"}]}', "'tool'"),
+        ('{"prompt": "w1 \\ud800"}', "half a character"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_bad_lines_are_named_before_a_model_is_loaded(tmp_path: Path, line: str, words: str):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w1"}\n' + line + "\n")
+    chosen = options(tmp_path)
+    with pytest.raises(DataError, match=f"prompts.jsonl, line 2: .*{words}"):
+        run(None, chosen)  # type: ignore[arg-type]
+    assert not chosen.out.exists()
+
+
+@pytest.mark.parametrize(("content", "words"), [("\n", "no prompts in .*prompts.jsonl"), (None, "cannot be read")])
+def test_files_without_prompts_are_refused(tmp_path: Path, content: str | None, words: str):
+    chosen = options(tmp_path)
+    chosen.prompts[0].unlink() if content is None else chosen.prompts[0].write_text(content)
+    with pytest.raises(DataError, match=words):
+        run(None, chosen)  # type: ignore[arg-type]
+
+
+def test_a_prompt_that_the_template_refuses_is_named(tmp_path: Path):
+    refusing = "{% if messages[0]['content'] == 'w5' %}{{ raise_exception('no w5') }}{% endif %}<s> "
+    target = TargetModel(chat_model().model, chat_tokenizer(refusing), "tiny")
+    with pytest.raises(DataError, match=r"prompts.jsonl:6: .*no w5"):
+        run(target, options(tmp_path))
+
+
+def test_a_model_without_a_chat_template_is_refused(tmp_path: Path):
+    target = TargetModel(chat_model().model, chat_tokenizer(), "tiny")
+    target.tokenizer.chat_template = None
+    with pytest.raises(UnsupportedModel, match="tiny has no chat template"):
+        run(target, options(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prompts": ()}, "nothing to answer: give --prompts"),
+        ({"temperature": ()}, r"--temperature is \(\): give at least one"),
+        ({"temperature": (0.0, -1.0)}, "--temperature is .*-1.0"),
+        ({"self_talk_temperature": 0.0}, "--self-talk-temperature is 0.0"),
+        ({"top_p": 0.0}, "--top-p is 0.0"),
+        ({"top_k": 0}, "--top-k is 0"),
+        ({"batch_size": 0}, "--batch-size is 0: must be at least 1"),
+        ({"chunk_size": 0}, "--chunk-size is 0"),
+        ({"chain": 0, "head": "hydra"}, "--chain is 0"),
+        ({"chain": 2}, "--chain is 2: give --head"),
+        ({"num_self_talk": -1}, "--num-self-talk is -1"),
+        ({"request_timeout": 0.0}, "--request-timeout is 0.0"),
+        ({"out": Path("out.jsonl.gz")}, "--out is .*zip it when it is whole"),
+        ({"endpoint": "http://x/v1"}, "--endpoint-model is None: give both"),
+        ({"endpoint_model": "x"}, "--endpoint is None .*: give both"),
+        ({"endpoint": "http://x/v1", "endpoint_model": "x", "head": "hydra"}, "--head is 'hydra'"),
+        ({"endpoint": "http://x/v1", "endpoint_model": "x", "num_self_talk": 2}, "--num-self-talk is 2"),
+    ],
+)
+def test_impossible_options_name_the_flag_and_the_mend(changes: dict[str, Any], words: str):
+    values: dict[str, Any] = {"out": Path("out.jsonl"), "prompts": (Path("prompts.jsonl"),), **changes}
+    with pytest.raises(InvalidSettings, match=words):
+        DistillOptions(**values)
+
+
+def test_a_chain_takes_the_place_of_the_heads_tree(monkeypatch: pytest.MonkeyPatch, target: TargetModel):
+    asked: list[Any] = []
+
+    def loading(*_: Any, tree: Any, **__: Any) -> Engine:
+        asked.append(tree)
+        return Engine(target)
+
+    monkeypatch.setattr(command_line, "load", loading)
+    for chain in (None, 2):
+        chosen = DistillOptions(out=Path("out.jsonl"), prompts=(Path("prompts.jsonl"),), head="hydra", chain=chain)
+        command_line._source(chosen, Mock())
+    assert asked == [None, Tree.chain(2)]
+
+
+# --- what stands beside it ---
+
+
+def test_the_manifest_says_what_was_done_with_what(target: TargetModel, tmp_path: Path):
+    chosen = options(tmp_path, seed=5)
+    reporter = Silent()
+    outcome = run(target, chosen, reporter)
+    found = manifest(chosen)
+    assert found["is_complete"]
+    assert found["sha256"] == hashlib.sha256(chosen.out.read_bytes()).hexdigest()
+    assert found["counts"]["num_bytes"] == len(chosen.out.read_bytes())
+    assert found["counts"]["num_records"] == len(records(chosen)) == outcome.counts.num_records
+    assert found["counts"]["num_tokens"] == reporter.last[2] > 0
+    assert reporter.last[:2] == (len(RECORDS), len(RECORDS))
+    assert found["identity"]["seed"] == 5
+    assert found["identity"]["model"] == "tiny-chat"
+    assert found["identity"]["dtype"] == "float32"
+    assert found["details"]["options"]["batch_size"] == 4
+    assert found["details"]["provenance"]["torch"]
+    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == [
+        "out.jsonl",
+        "out.jsonl.manifest.json",
+        "prompts.jsonl",
+    ]
+
+
+def test_the_command_line(
+    target: TargetModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(command_line, "quiet_transformers", lambda: None)  # for the whole process, and later tests
+    chosen = options(tmp_path, temperature=(0.0, 0.0, 1.0), num_self_talk=3)
+    target.model.save_pretrained(tmp_path / "model")
+    target.tokenizer.save_pretrained(str(tmp_path / "model"))
+    words = f"distill --model {tmp_path}/model --prompts {chosen.prompts[0]} --num-self-talk 3 --temperature 0 0 1"
+    out = tmp_path / "cli.jsonl"
+    command = [
+        *words.split(),
+        *["--max-new-tokens", "12", "--max-question-tokens", "20", "--batch-size", "4", "--precision", "fp32", "--out"],
+        str(out),
+    ]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "tokens/s" in printed
+    assert "answering 28 of 28 conversations" in printed
+    run(target, chosen)
+    assert out.read_bytes() == chosen.out.read_bytes()
+    assert main(command) == 0
+    assert "was complete already" in capsys.readouterr().out
+    assert main([*command, "--seed", "1"]) == 1
+    assert "seed was 0 and is 1" in capsys.readouterr().err
+    assert json.loads((tmp_path / "cli.jsonl.manifest.json").read_text())["details"]["options"]["precision"] == "fp32"

@@ -1,0 +1,431 @@
+"""Copies from the text so far in the trees of heads and draft models: the same text in fewer steps."""
+
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftheads.acceptance_profile import AcceptanceProfile
+from draftheads.decode.cost_profile import by_hand
+from draftheads.decode.engine import Engine
+from draftheads.decode.request import GenerationResult, Sequence
+from draftheads.decode.size_policy import SizePolicy
+from draftheads.draft import Context, Draft, Drafter, Watcher
+from draftheads.drafters.copy_odds import DEFAULT_ODDS, copy_odds
+from draftheads.drafters.copying import Copying
+from draftheads.drafters.draft_model import DraftModel
+from draftheads.drafters.text_index import TextIndex
+from draftheads.errors import InvalidSettings
+from draftheads.heads import HEADS
+from draftheads.sampling import SamplingSettings
+from draftheads.shapes import BestFirst, BestPaths, Sampled, Shape
+from draftheads.tree import Tree
+from families import IntegerTokenizer, Prophet, tiny_head, tiny_model
+
+FAMILIES = ["llama", "mistral", "mixtral", "gpt2", "gemma3_text", "qwen3"]
+# of many lengths, with much to copy; more than fit in a batch, so rows join and leave
+PROMPTS = [
+    [5, 6, 7, 8, 5, 6, 7, 8, 5, 6],
+    [3],
+    [9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 9, 10, 11],
+    [4, 5, 4, 5],
+    [22, 3, 9, 4],
+    [8, 8, 8, 8, 8, 8],
+]
+SHAPES: dict[str, Shape] = {
+    "chain": Tree.chain(3),
+    "ragged": Tree.from_paths([(0,), (1,), (4,), (0, 0), (0, 2), (4, 1), (0, 2, 0), (4, 1, 3)]),
+    "best first": BestFirst(10, num_ranks=6, beam=4),
+    "sure ones": BestFirst(20, num_ranks=6, beam=4, threshold=0.05),
+}
+some_model = cache(tiny_model)
+
+
+def decode(name: str, drafter: Any, *, batch_size: int = 3, **options: Any) -> list[GenerationResult]:
+    engine = Engine(some_model(name), drafter, max_batch_size=batch_size)
+    return engine.generate(PROMPTS, **{"max_new_tokens": 40, "ignore_eos": True, **options})
+
+
+@cache
+def plain(name: str, temperature: float = 0.0) -> list[tuple[int, ...]]:
+    return ids(decode(name, None, temperature=temperature, seed=5))
+
+
+def ids(results: list[GenerationResult]) -> list[tuple[int, ...]]:
+    return [result.token_ids for result in results]
+
+
+def copied(results: list[GenerationResult]) -> int:
+    return sum(result.num_copied for result in results)
+
+
+# --- the same text ---
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_copies_change_nothing(name: str, shape: str, batch_size: int) -> None:
+    head = tiny_head("hydra", some_model(name))
+    head.shape = SHAPES[shape]
+    found = decode(name, Copying(head), batch_size=batch_size)
+    assert ids(found) == plain(name)
+    assert copied(found) > 0, "tiny models repeat themselves"
+    alone = decode(name, head, batch_size=batch_size)
+    assert sum(result.num_steps for result in found) < sum(result.num_steps for result in alone)
+
+
+@pytest.mark.parametrize("shape", ["ragged", "best first"])
+@pytest.mark.parametrize("method", HEADS)
+def test_copies_change_nothing_with_any_head(method: str, shape: str) -> None:
+    head = tiny_head(method, some_model("llama"))
+    head.shape = SHAPES[shape]
+    found = decode("llama", Copying(head))
+    assert ids(found) == plain("llama")
+    assert copied(found) > 0
+    assert ids(decode("llama", Copying(head), temperature=0.8, seed=5)) == plain("llama", 0.8)
+
+
+@pytest.mark.parametrize("shape", ["ragged", "best first"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma3_text"])
+def test_copies_change_nothing_with_a_draft_model(name: str, shape: str) -> None:
+    drafter = DraftModel(tiny_model("llama", seed=3, num_hidden_layers=1), some_model(name), shape=SHAPES[shape])
+    found = decode(name, Copying(drafter))
+    assert ids(found) == plain(name)
+    assert copied(found) > 0
+    assert ids(decode(name, Copying(drafter), temperature=0.8, seed=5)) == plain(name, 0.8)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_does_not_depend_on_its_neighbours(shape: str) -> None:
+    """Neither its tokens nor its steps; but a threshold is for all rows of a step together."""
+    head = tiny_head("hydra", some_model("llama"))
+    head.shape = SHAPES[shape]
+    options = {"temperature": 0.7, "seed": 5}
+    alone, together = (decode("llama", Copying(head), batch_size=size, **options) for size in (1, 6))
+    assert ids(alone) == ids(together) == plain("llama", 0.7)
+    if shape != "sure ones":
+        assert [result.num_steps for result in alone] == [result.num_steps for result in together]
+        assert [result.num_copied for result in alone] == [result.num_copied for result in together]
+
+
+class Planted(Prophet):
+    """Plants true tokens in a static tree, which may have equal siblings."""
+
+    shape: Shape
+
+    def propose(self, context: Context) -> Draft:
+        assert isinstance(self.shape, Tree)
+        self.tree = self.shape
+        return super().propose(context)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_any_accepted_path_with_copies(name: str) -> None:
+    answers = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, plain(name), strict=True)}
+    planted = Planted(Tree.chain(0), answers)
+    planted.shape = SHAPES["ragged"]
+    for extra_nodes in (0, 4):
+        planted.texts = []
+        copying = Copying(planted)  # type: ignore[arg-type]
+        copying.extra_nodes = extra_nodes
+        found = decode(name, copying)
+        assert ids(found) == plain(name)
+        assert copied(found) > 0
+
+
+class Fickle(Copying):
+    """Another shape and another number of nodes at each step."""
+
+    def propose(self, context: Context) -> Draft:
+        number = sum(len(text.ids) for text in self._texts.rows)
+        self.shape = [Tree.chain(0), BestPaths((3, 2), 3), *SHAPES.values()][number % 6]
+        self.extra_nodes = number % 3
+        return super().propose(context)
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle", "amphista"])
+def test_shapes_that_change_from_step_to_step(method: str) -> None:
+    found = decode("mixtral", Fickle(tiny_head(method, some_model("mixtral"))))
+    assert ids(found) == plain("mixtral")
+    assert copied(found) > 0
+
+
+# --- what is drafted ---
+
+
+def context_of(texts: list[list[int]], size: int) -> Context:
+    """Rows that have just joined; the last token of a text is its root."""
+    width = max(map(len, texts)) - 1
+    tokens = torch.tensor([[*text[:-1], *[0] * (width + 1 - len(text))] for text in texts])
+    hidden = torch.randn(len(texts), width, size, generator=torch.Generator().manual_seed(0))
+    roots = torch.tensor([text[-1] for text in texts])
+    return Context(hidden, tokens, torch.tensor([len(text) - 1 for text in texts]), roots)
+
+
+TEXTS = [[3, 4, 5, 6, 7, 8, 3, 4, 5], [9, 10, 11]]  # the first has something to copy
+
+
+@pytest.mark.parametrize("extra_nodes", [0, 3])
+@pytest.mark.parametrize("shape", ["ragged", "best first"])
+def test_a_draft_keeps_to_its_budget(shape: str, extra_nodes: int) -> None:
+    model = some_model("llama")
+    head = tiny_head("medusa", model)
+    copying = Copying(head, odds=[[0.99, 0.98, 0.97, 0.96, 0.95]])
+    copying.shape = SHAPES[shape]
+    copying.extra_nodes = extra_nodes
+    assert head.shape == SHAPES[shape]
+    copying = copying.fresh()
+    draft = copying.propose(context_of(TEXTS, model.hidden_size))
+    assert draft.num_nodes == head.propose(context_of(TEXTS, model.hidden_size)).num_nodes + extra_nodes
+    assert draft.copied is not None
+    assert draft.token_ids[0, :6].tolist() == [5, 6, 7, 8, 3, 4]
+    assert draft.depths[0, :6].tolist() == [0, 1, 2, 3, 4, 5]
+    assert not draft.copied[1].any()
+    assert (draft.depths[1, 1:] > 0).sum() == draft.num_nodes - 1 - extra_nodes
+    assert draft.first(4).copied is not None
+    assert draft.first(4).copied.shape == (2, 4)  # type: ignore[union-attr]
+
+
+def test_without_a_head_only_copies_are_drafted() -> None:
+    """And the head takes note of the text."""
+    model = some_model("llama")
+    head = tiny_head("eagle", model)
+    head.shape = Tree.chain(0)
+    copying = Copying(head).fresh()
+    copying.extra_nodes = 3
+    context = context_of(TEXTS, model.hidden_size)
+    draft = copying.propose(context)
+    assert draft.token_ids[0].tolist() == [5, 6, 7, 8]
+    assert draft.depths.tolist() == [[0, 1, 2, 3], [0, 0, 0, 0]]
+    assert copying.drafter.num_rows == 2  # type: ignore[union-attr]
+    copying.extra_nodes = 0
+    assert copying.fresh().propose(context).num_nodes == 1
+
+
+@pytest.mark.parametrize("shape", [Sampled(Tree.chain(2)), BestPaths((3, 2), 3)])
+def test_drawn_trees_and_best_paths_are_left_as_they_are(shape: Shape) -> None:
+    model = some_model("llama")
+    head = tiny_head("hydra", model)
+    head.shape = shape
+    found = decode("llama", Copying(head), temperature=0.7, seed=5, acceptance="rejection")
+    expected = decode("llama", head, temperature=0.7, seed=5, acceptance="rejection")
+    assert ids(found) == ids(expected)
+    assert copied(found) == 0
+
+
+def test_unlikely_copies_leave_the_tree_alone() -> None:
+    model = some_model("llama")
+    head = tiny_head("hydra", model)
+    context = context_of(TEXTS, model.hidden_size)
+    tree = Tree.cartesian([3, 2])
+    head.shape = tree
+    copying = Copying(head, odds=[[1e-6, 1e-7]], values=dict.fromkeys(tree.paths, 0.5)).fresh()
+    draft = copying.propose(context)
+    assert draft.copied is not None
+    assert not draft.copied.any()
+    assert sorted(draft.token_ids[0].tolist()) == sorted(head.fresh().propose(context).token_ids[0].tolist())
+
+
+def test_a_static_tree_gives_up_its_least_likely_nodes() -> None:
+    model = some_model("llama")
+    head = tiny_head("medusa", model)
+    tree = Tree.from_paths([(0,), (1,), (0, 0), (2,)])
+    values = {(0,): 0.6, (1,): 0.1, (0, 0): 0.5, (2,): 0.4}
+    head.shape = tree
+    context = context_of(TEXTS, model.hidden_size)
+    whole = head.propose(context)
+    draft = Copying(head, odds=[[0.45, 0.2]], values=values).fresh().propose(context)
+    token = {path: int(whole.token_ids[0, node]) for node, path in enumerate(tree.paths)}
+    assert 6 not in token.values(), "the copied token is another one"
+    assert draft.token_ids[0].tolist() == [5, token[0,], token[0, 0], 6, token[2,]]
+
+
+class Watching(Planted):
+    """Notes which drafts it is shown."""
+
+    seen: list[Draft]
+
+    def watch(self, draft: Draft, logits: torch.Tensor) -> None:
+        assert draft.token_ids.shape == logits.shape[:2]
+        self.seen.append(draft)
+
+
+def test_a_drafter_that_watches_sees_what_was_checked() -> None:
+    answers = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, plain("llama"), strict=True)}
+    watching = Watching(Tree.chain(0), answers)
+    watching.shape, watching.seen = Tree.chain(2), []
+    copying = Copying(watching)  # type: ignore[arg-type]
+    assert isinstance(copying, Watcher)
+    found = decode("llama", copying, batch_size=1)
+    assert len(watching.seen) == sum(result.num_steps for result in found)
+
+
+def test_rows_that_left_without_notice_are_an_error() -> None:
+    model = some_model("llama")
+    copying: Drafter = Copying(tiny_head("hydra", model)).fresh()
+    copying.propose(context_of(TEXTS, model.hidden_size))
+    with pytest.raises(ValueError, match=r"the context has 1 rows but 2 are at work"):
+        copying.propose(context_of(TEXTS[:1], model.hidden_size))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_ngram": 0}, "max_ngram is 0"),
+        ({"odds": []}, r"odds have rows of \[\] tokens"),
+        ({"odds": [[]]}, r"odds have rows of \[0\] tokens"),
+        ({"odds": [[0.5], [0.5, 0.4]]}, r"odds have rows of \[1, 2\] tokens"),
+        ({"odds": [[0.5, 0.5]]}, "odds of a match of 1"),
+        ({"odds": [[0.5], [1.0]]}, "odds of a match of 2"),
+        ({"odds": [[0.5, 0.0]]}, "must lie between 0 and 1"),
+        ({"odds": [[float("nan")]]}, "must lie between 0 and 1"),
+    ],
+)
+def test_impossible_settings(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidSettings, match=words):
+        Copying(tiny_head("medusa", some_model("llama")), **options)
+
+
+# --- counting ---
+
+
+@pytest.mark.parametrize(("room", "drafted", "copies"), [(9, 4, 2), (4, 4, 2), (3, 3, 1), (2, 2, 0), (1, 1, 0)])
+def test_copied_tokens_beyond_the_end_are_not_counted(room: int, drafted: int, copies: int) -> None:
+    """Of five tokens the last two draft tokens are copied; the fifth is the target's own."""
+    sequence = Sequence(
+        [3], SamplingSettings(max_new_tokens=room), tokenizer=IntegerTokenizer(), eos_ids=frozenset(), max_length=None
+    )
+    event = sequence.append([4, 5, 6, 7, 8], num_drafted=4, num_copied=2)
+    assert (event.num_drafted, event.num_copied, sequence.num_copied) == (drafted, copies, copies)
+
+
+def test_nothing_is_copied_without_copies() -> None:
+    assert copied(decode("llama", tiny_head("hydra", some_model("llama")))) == 0
+
+
+# --- the text so far ---
+
+
+def naive_copy(text: list[int], count: int, longest_ngram: int, longest: int) -> tuple[list[int], int]:
+    """By looking at every place."""
+    for size in range(longest_ngram, 0, -1):
+        for place in range(len(text) - 1, size - 1, -1):
+            if text[place - size : place] == text[-size:]:
+                match = size
+                while match < longest and match < place and text[place - match - 1] == text[-match - 1]:
+                    match += 1
+                tokens = list(text)
+                for i in range(count):
+                    tokens.append(tokens[place + i])
+                return tokens[len(text) :], match
+    return [], 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(0, 2), min_size=1, max_size=40),
+    st.lists(st.integers(1, 7), max_size=20),
+    st.integers(1, 5),
+    st.integers(0, 9),
+)
+def test_lookup_equals_looking_at_every_place(text: list[int], pieces: list[int], ngram: int, longest: int) -> None:
+    index = TextIndex(max_ngram=ngram)
+    read = 0
+    for size in [*pieces, len(text)]:
+        index.read(text[read : read + size])
+        read = min(read + size, len(text))
+        assert index.ids == text[:read]
+        assert index.copy(5, longest=longest) == naive_copy(text[:read], 5, ngram, longest)
+
+
+# --- odds ---
+
+
+def falls(odds: list[list[float]]) -> bool:
+    along = all(a > b > 0 for row in odds for a, b in pairwise(row))
+    down = all(a <= b for one, other in pairwise(odds) for a, b in zip(one, other, strict=True))
+    return along and down
+
+
+def test_odds_of_a_text_that_repeats_itself() -> None:
+    odds = copy_odds([([1, 2, 3, 4], [1, 2, 3, 4] * 200)], num_tokens=3, max_match=6)
+    assert odds[-1] == [0.99, 0.98, 0.97]
+    assert falls(odds)
+
+
+def test_odds_of_single_tokens_that_are_followed_by_the_same_every_other_time() -> None:
+    answer = [token for i in range(400) for token in (100 + i, 1, 2 + (i // 2) % 2)]
+    odds = copy_odds([([1], answer)], num_tokens=2, max_match=3)
+    assert odds[0][0] == pytest.approx(0.5, abs=0.03)  # 1 is followed by 2, 2, 3, 3, 2, 2, …
+    assert odds[0][1] < 0.01, "then comes a new token"
+    assert falls(odds)
+
+
+def test_odds_without_a_match() -> None:
+    """Nothing was observed: one half for each next token."""
+    odds = copy_odds([([1, 2, 3], [4, 5, 6])], num_tokens=3, max_match=2)
+    assert odds == [[0.5, 0.25, 0.125]] * 2
+
+
+def test_odds_of_few_texts_stay_near_earlier_ones() -> None:
+    assert copy_odds([], prior=DEFAULT_ODDS) == [pytest.approx(row, abs=1e-3) for row in DEFAULT_ODDS]
+    once = copy_odds([([1, 2, 3], [1, 2, 3])], prior=DEFAULT_ODDS)
+    assert DEFAULT_ODDS[0][0] < once[0][0] < DEFAULT_ODDS[0][0] + 0.1
+
+
+def test_what_follows_the_end_of_an_answer_is_not_counted() -> None:
+    """One token of each answer is known: the second copied one stays as uncertain as without texts."""
+    odds = copy_odds([([1, 2, 1, 2, 1, 2], [1])] * 400, num_tokens=2, max_match=4)
+    assert odds[3][0] == 0.99
+    assert odds[3][1] == pytest.approx(0.99 / 2, abs=0.001)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=30), max_size=5), st.integers(1, 5), st.integers(1, 6))
+def test_odds_fall_along_a_copy_and_rise_with_the_match(
+    texts: list[list[int]], num_tokens: int, max_match: int
+) -> None:
+    odds = copy_odds([(text[:1], text[1:]) for text in texts], num_tokens=num_tokens, max_match=max_match)
+    assert [len(row) for row in odds] == [num_tokens] * max_match
+    assert falls(odds)
+    assert all(row[0] < 1 for row in odds)
+    Copying(tiny_head("medusa", some_model("llama")), odds=odds)
+
+
+def test_the_default_odds_fall_and_rise() -> None:
+    assert falls([list(row) for row in DEFAULT_ODDS])
+
+
+def test_copies_that_cost_more_than_they_gain_are_not_proposed_to_a_root_alone() -> None:
+    head = tiny_head("medusa", some_model("llama"))
+    drafter = Copying(head, odds=((0.5, 0.2), (0.9, 0.8)))
+    drafter.shape, drafter.extra_nodes = Tree.chain(0), 2
+
+    def nodes(*prices: float) -> int:
+        engine_drafter = drafter.fresh()
+        engine_drafter.prices = prices
+        tokens = torch.tensor([[5, 6, 7, 5], [8, 9, 10, 11]])
+        context = Context(torch.zeros(2, 4, 32), tokens, torch.tensor([4, 4]), torch.tensor([6, 12]))
+        return engine_drafter.propose(context).num_nodes
+
+    assert nodes() == 3, "without prices every match counts"
+    assert nodes(0.8, 9.0) == 3, "one token is worth 0.9"
+    assert nodes(0.95, 1.6) == 3, "two tokens are worth 0.9 + 0.8"
+    assert nodes(0.95, 1.75) == 1
+
+
+def test_the_policy_tells_copies_what_their_nodes_cost() -> None:
+    model = some_model("llama")
+    head = tiny_head("medusa", model)
+    drafter = Copying(head)
+    drafter.extra_nodes = 2
+    cost = by_hand([("verify", 1, 1, 10.0), ("verify", 1, 11, 110.0)])  # two rows cost as one with twice the nodes
+    policy = SizePolicy(drafter, AcceptanceProfile.assumed(head.config.num_heads), cost)
+    assert policy.propose(context_of(TEXTS, model.hidden_size)).num_nodes == 1
+    # plain decoding makes two tokens in 20 ms; 40 and 60 ms must make a tenth more than 4 and 6
+    assert list(drafter.prices[:2]) == pytest.approx([1.1 * 4 - 2, 1.1 * 6 - 2])

@@ -1,0 +1,214 @@
+"""Drafters without heads: a smaller model and the text so far change no text, and guess what they should."""
+
+from typing import Any
+
+import pytest
+import torch
+from tests.test_distribution import model
+
+from draftheads.decode.engine import Engine
+from draftheads.draft import Context
+from draftheads.drafters.draft_model import DraftModel
+from draftheads.drafters.lookahead import Lookahead
+from draftheads.drafters.prompt_lookup import PromptLookup
+from draftheads.errors import InvalidSettings, InvalidTree
+from draftheads.models.model import TargetModel
+from draftheads.shapes import BestFirst, BestPaths, Shape
+from draftheads.tree import Tree
+from families import PROMPTS, VOCAB, tiny_model
+
+__all__ = ["model"]  # a fixture
+
+
+# --- a smaller model ---
+
+
+TREES: dict[str, Shape] = {
+    "chain": Tree.chain(3),
+    "ragged": Tree.from_paths([(0,), (1,), (4,), (0, 0), (0, 2), (4, 1), (0, 2, 0), (4, 1, 3)]),
+    "best first": BestFirst(12, num_ranks=4, beam=3, max_depth=4),
+    "best paths": BestPaths((4, 2, 1), 4),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        *((family, "ragged") for family in ("mixtral", "gpt2", "gpt_neox", "gemma3_text")),
+        *(("llama", shape) for shape in TREES),
+    ],
+)
+def test_a_draft_model_changes_nothing(family: str, shape: str) -> None:
+    target, small = tiny_model(family), tiny_model("llama", seed=3, num_hidden_layers=1)
+    prompts = [*PROMPTS, [4, 5], [22, 3, 9, 4]]
+    expected = [result.token_ids for result in Engine(target).generate(prompts, max_new_tokens=24)]
+    drafter = DraftModel(small, target, shape=TREES[shape])
+    for batch_size in (1, 3):
+        found = Engine(target, drafter, max_batch_size=batch_size).generate(prompts, max_new_tokens=24)
+        assert [result.token_ids for result in found] == expected
+
+
+@pytest.mark.parametrize("shape", TREES)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_a_model_that_drafts_for_itself_greedily_is_always_right(family: str, shape: str) -> None:
+    target = tiny_model(family)
+    drafter = DraftModel(target, target, shape=TREES[shape])
+    depth = TREES[shape].max_depth if isinstance(TREES[shape], Tree) else TREES[shape].depth  # type: ignore[union-attr]
+    options: dict[str, Any] = {"max_new_tokens": 25, "ignore_eos": True}
+    results = Engine(target, drafter, max_batch_size=2).generate([*PROMPTS, [4, 5]], **options)
+    expected = Engine(target).generate([*PROMPTS, [4, 5]], **options)
+    assert [result.token_ids for result in results] == [result.token_ids for result in expected]
+    assert depth is not None
+    for result in results:
+        if shape == "ragged":  # its first ranks are two deep, then the third is rank 2's
+            assert result.tokens_per_step >= 3.0
+        elif shape == "chain":
+            assert result.num_steps == 24 / (1 + depth)
+        else:
+            assert result.tokens_per_step > 2.0
+
+
+def test_a_draft_model_guesses_each_node_from_its_own_path(model: TargetModel) -> None:
+    """At the first step, after rows have kept different numbers of tokens, and after one has left."""
+    small, tree = tiny_model("llama", seed=5, num_hidden_layers=1), Tree.cartesian([3, 2, 2])
+    drafter = DraftModel(small, model, shape=tree).fresh()
+    tokens = torch.randint(0, VOCAB, (3, 20), generator=torch.Generator().manual_seed(1))
+    read = [0, 0, 0]
+    for counts in ([11, 6, 1], [2, 4, 1], [1, 3]):
+        if len(counts) == 2:
+            drafter.keep(torch.tensor([2, 0]))
+            tokens, read = tokens[[2, 0]], [read[2], read[0]]
+        ends = [before + count for before, count in zip(read, counts, strict=True)]
+        accepted = torch.zeros(len(counts), max(counts), dtype=torch.long)
+        for row, (start, end) in enumerate(zip(read, ends, strict=True)):
+            accepted[row, : end - start] = tokens[row, start:end]
+        states = torch.zeros(*accepted.shape, model.hidden_size)
+        draft = drafter.propose(Context(states, accepted, torch.tensor(counts), tokens[torch.arange(len(ends)), ends]))
+        for row, end in enumerate(ends):
+            for node, path in enumerate(tree.paths):
+                children = [child for child, parent in enumerate(tree.parents) if parent == node and child]
+                if not children:
+                    continue
+                on_path = [tree.paths.index(path[:length]) for length in range(1, len(path) + 1)]
+                text = [*tokens[row, : end + 1].tolist(), *draft.token_ids[row, on_path].tolist()]
+                best = small.model(torch.tensor([text])).logits[0, -1].topk(len(children)).indices
+                assert draft.token_ids[row, children].tolist() == best.tolist()
+        read = ends
+
+
+def test_a_draft_model_needs_the_same_tokenizer(model: TargetModel) -> None:
+    class Other:
+        eos_token_id = None
+
+        def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+            return {"input_ids": [3 + ord(letter) % 7 for letter in text]}
+
+    small = tiny_model("llama", seed=5)
+    other = TargetModel(small.model, Other(), "other")
+    with pytest.raises(
+        InvalidSettings, match=r"other has another tokenizer \(\w+\) than tiny-llama \(\w+\): take a draft"
+    ):
+        DraftModel(other, model)
+
+
+def test_a_draft_model_grows_trees_as_deep_as_it_is_told(model: TargetModel) -> None:
+    drafter = DraftModel(model, model, shape=BestFirst(8, num_ranks=1), max_depth=2)
+    results = Engine(model, drafter).generate([[3, 4]], max_new_tokens=25, ignore_eos=True)
+    assert results[0].num_steps == 24 / 3
+
+
+@pytest.mark.parametrize("shape", [Tree.from_paths([(VOCAB,)]), BestPaths((2, VOCAB + 1), 2)])
+def test_a_draft_model_fills_no_tree_that_is_wider_than_its_vocabulary(shape: Shape, model: TargetModel) -> None:
+    drafter = DraftModel(tiny_model("llama", seed=5), model)
+    with pytest.raises(InvalidTree, match=f"rank {VOCAB} is beyond the draft vocabulary of {VOCAB}"):
+        drafter.shape = shape
+    drafter.shape = BestFirst(8, num_ranks=VOCAB + 4)
+
+
+def test_a_draft_model_of_a_smaller_vocabulary_guesses_what_it_knows(model: TargetModel) -> None:
+    small = tiny_model("llama", seed=5, vocab_size=VOCAB - 4)
+    expected = Engine(model).generate([[3, 4]], max_new_tokens=24, ignore_eos=True)[0].token_ids
+    drafter = DraftModel(small, model)
+    assert Engine(model, drafter).generate([[3, 4]], max_new_tokens=24, ignore_eos=True)[0].token_ids == expected
+
+
+@pytest.mark.parametrize("kind", ["draft model", "prompt lookup", "lookahead"])
+def test_rows_that_left_unsaid_are_an_error(kind: str, model: TargetModel) -> None:
+    drafter = {
+        "draft model": lambda: DraftModel(tiny_model("llama", seed=5), model),
+        "prompt lookup": PromptLookup,
+        "lookahead": Lookahead,
+    }[kind]().fresh()
+    roots = torch.tensor([3, 4, 5])
+
+    def context(rows: int, count: int) -> Context:
+        tokens = torch.full((rows, count), 7)
+        return Context(torch.zeros(rows, count, 1), tokens, torch.full((rows,), count), roots[:rows])
+
+    drafter.propose(context(3, 6))
+    with pytest.raises(ValueError, match=r"the context has 2 rows but 3 are at work: tell keep\(\)"):
+        drafter.propose(context(2, 1))
+    drafter.keep(torch.tensor([2, 0]))
+    assert drafter.propose(context(2, 1)).token_ids[:, 0].tolist() == [3, 4]
+
+
+# --- the text so far ---
+
+
+def naive_copy(text: list[int], count: int, shortest: int, longest: int) -> list[int]:
+    """What followed the latest earlier place of the longest end of the text that there is."""
+    for size in range(longest, shortest - 1, -1):
+        if size > len(text):
+            continue
+        for end in range(len(text) - 1, size - 1, -1):
+            if text[end - size : end] == text[-size:]:
+                period = text[end:]
+                return [period[i % len(period)] for i in range(count)]
+    return []
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("shortest", "longest"), [(1, 3), (2, 2), (1, 1), (2, 5)])
+def test_prompt_lookup_copies_what_followed_the_last_time(seed: int, shortest: int, longest: int) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    texts = torch.randint(0, 4, (2, 60), generator=chance)
+    lookup = PromptLookup(num_tokens=5, min_ngram=shortest, max_ngram=longest).fresh()
+    read = 0
+    while read < 50:
+        count = 1 + int(torch.randint(0, 4, (1,), generator=chance))
+        part = texts[:, read : read + count]
+        context = Context(torch.zeros(2, count, 1), part, torch.full((2,), count), texts[:, read + count])
+        read += count
+        draft = lookup.propose(context)
+        for row in range(2):
+            expected = naive_copy(texts[row, : read + 1].tolist(), 5, shortest, longest)
+            assert draft.token_ids[row, 1 : 1 + len(expected)].tolist() == expected
+            assert draft.token_ids[row, 0] == texts[row, read]
+        longest_copy = max(len(naive_copy(texts[row, : read + 1].tolist(), 5, shortest, longest)) for row in range(2))
+        assert draft.num_nodes == 1 + longest_copy
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "gemma3_text"])
+def test_prompt_lookup_changes_nothing(family: str) -> None:
+    target = tiny_model(family)
+    prompts = [*PROMPTS, [4, 5], [22, 3, 9, 4]]
+    options: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True}
+    expected = Engine(target).generate(prompts, **options)
+    for batch_size in (1, 3):
+        found = Engine(target, PromptLookup(), max_batch_size=batch_size).generate(prompts, **options)
+        assert [result.token_ids for result in found] == [result.token_ids for result in expected]
+    assert max(result.tokens_per_step for result in found) > 1.2, "tiny models repeat themselves"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_tokens": 0}, "num_tokens is 0; it must be at least 1"),
+        ({"max_ngram": 0}, "max_ngram is 0"),
+        ({"min_ngram": 0}, "min_ngram is 0"),
+        ({"min_ngram": 4}, "min_ngram is 4 and max_ngram 3: it must not be larger"),
+    ],
+)
+def test_impossible_lookups(options: dict[str, int], words: str) -> None:
+    with pytest.raises(InvalidSettings, match=words):
+        PromptLookup(**options)

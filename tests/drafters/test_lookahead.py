@@ -1,0 +1,231 @@
+"""Lookahead decoding: what is tried was said by the model, what is read is a tree, and no text changes."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.search.test_tune import world
+from torch import Tensor
+
+import draftheads
+from draftheads.decode.engine import Engine
+from draftheads.draft import Context, Draft, Drafter
+from draftheads.drafters.copying import Copying
+from draftheads.drafters.draft_model import DraftModel
+from draftheads.drafters.lookahead import Lookahead
+from draftheads.drafters.prompt_lookup import PromptLookup
+from draftheads.errors import InvalidSettings
+from draftheads.sampling import SamplingSettings
+from draftheads.shapes import BestFirst, BestPaths, Sampled
+from draftheads.tree import Tree
+from families import PROMPTS, tiny_head, tiny_model
+
+__all__ = ["world"]  # a fixture
+
+
+def after(token: int) -> int:
+    """A language in which each token has one successor."""
+    return (3 * token + 1) % 17
+
+
+def said(draft: Draft) -> Tensor:
+    """Logits of that language."""
+    return torch.nn.functional.one_hot((3 * draft.token_ids + 1) % 17, 17).float()
+
+
+@pytest.mark.parametrize(("window", "ngram", "guesses"), [(5, 4, 3), (1, 3, 2), (4, 2, 4), (3, 5, 1)])
+def test_ngrams_of_the_pool_were_said_by_the_model(window: int, ngram: int, guesses: int) -> None:
+    lookahead = Lookahead(window=window, ngram=ngram, guesses=guesses).fresh()
+    text = [2, 9]
+    met = 0
+    for _ in range(40):
+        context = Context(
+            torch.zeros(1, 1, 1), torch.tensor([text[-2:-1]]), torch.ones(1).long(), torch.tensor(text[-1:])
+        )
+        draft = lookahead.propose(context)
+        assert int(draft.depths.max()) == draft.max_depth
+        assert draft.num_nodes <= lookahead.most_nodes
+        lookahead.watch(draft, said(draft))
+        row = lookahead._rows[0]
+        assert all(len(level) == window for level in row.levels)
+        assert len(row.levels) <= ngram - 1
+        for first, known in row.pool.items():
+            assert len(known) <= guesses
+            for rest in known:
+                assert len(rest) == ngram - 1
+                assert all(after(a) == b for a, b in pairwise(rest))
+                met += after(first) == rest[0]
+        # the step keeps what is right below the root
+        node, kept = 0, []
+        while True:
+            token = after(int(draft.token_ids[0, node]))
+            below = (draft.parents[0] == node) & (draft.token_ids[0] == token) & (draft.depths[0] > 0)
+            if not below.any():
+                break
+            node = int(below.int().argmax())
+            kept.append(token)
+        text += [*kept, token]
+    assert text[2:] == [after(token) for token in text[1:-1]]
+    if window > 1:
+        assert met, "no n-gram follows its first token"
+        assert len(text) > 2 + 40 * 1.5, "hardly anything was kept"
+
+
+def path_to(draft: Draft, node: int) -> list[int]:
+    """Tokens from the root to a node of the first row."""
+    tokens = []
+    while node:
+        tokens.append(int(draft.token_ids[0, node]))
+        node = int(draft.parents[0, node])
+    return [int(draft.token_ids[0, 0]), *reversed(tokens)]
+
+
+@pytest.mark.parametrize(("window", "ngram"), [(5, 4), (4, 3), (3, 2), (1, 4), (2, 6)])
+def test_a_column_is_read_below_the_columns_before_it(window: int, ngram: int) -> None:
+    """Figure 2 of the paper; the model says something that depends on the whole path."""
+    lookahead = Lookahead(window=window, ngram=ngram, guesses=40).fresh()
+    weights = torch.tensor([11, 7, 5, 3, 2, 1, 13, 4, 9, 6])
+
+    def says(path: list[int]) -> int:
+        return sum(int(weight) * token for weight, token in zip(weights, reversed(path), strict=False)) % 1009
+
+    text = [2, 9, 4]
+    for step in range(12):
+        root = text[-1]
+        context = Context(
+            torch.zeros(1, 1, 1), torch.tensor([text[-2:-1]]), torch.ones(1).long(), torch.tensor(text[-1:])
+        )
+        draft = lookahead.propose(context)
+        row = lookahead._rows[0]
+        levels = [list(level) for level in row.levels]
+        assert len(levels) == min(step + 1, ngram - 1)
+        answers = [says(path_to(draft, node)) for node in range(draft.num_nodes)]
+        expected = []  # of each column, its n-gram
+        for column, end in enumerate(row.ends):
+            beside = [root, *levels[0][1 : column + 1]]
+            above = [level[column] for level in levels[1:]]
+            assert path_to(draft, end) == beside + above
+            expected.append((beside[-1], *above, says(beside + above)))
+        lookahead.watch(draft, torch.nn.functional.one_hot(torch.tensor([answers]), 1009).float())
+        assert row.levels[-1] == [ngram_said[-1] for ngram_said in expected]
+        for first, *rest in expected:
+            assert (tuple(rest) in row.pool.get(first, {})) == (len(levels) == ngram - 1)
+        text.append(answers[0])
+
+
+def test_what_is_read_is_a_tree_of_window_and_guesses() -> None:
+    lookahead = Lookahead(window=3, ngram=4, guesses=2)
+    row_texts = torch.tensor([[4, 5, 6], [7, 8, 9]])
+    context = Context(torch.zeros(2, 3, 1), row_texts, torch.tensor([3, 2]), torch.tensor([10, 11]))
+    draft = lookahead.propose(context)
+    assert draft.token_ids[:, 0].tolist() == [10, 11]
+    parents, depths = draft.parents, draft.depths
+    for row in range(2):
+        for node in range(1, draft.num_nodes):
+            parent = int(parents[row, node])
+            assert parent < node
+            assert depths[row, node] == depths[row, parent] + 1
+            expected = draft.ancestors[row, parent].clone()
+            expected[node] = True
+            assert torch.equal(draft.ancestors[row, node], expected)
+    lookahead.keep(torch.tensor([1]))
+    assert len(lookahead._rows) == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "gemma3_text"])
+def test_lookahead_changes_nothing(family: str) -> None:
+    target = tiny_model(family)
+    prompts = [*PROMPTS, [4, 5], [22, 3, 9, 4]]
+    options: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True}
+    expected = Engine(target).generate(prompts, **options)
+    for batch_size in (1, 3):
+        found = Engine(target, Lookahead(), max_batch_size=batch_size).generate(prompts, **options)
+        assert [result.token_ids for result in found] == [result.token_ids for result in expected]
+    assert max(result.tokens_per_step for result in found) > 1.2
+
+
+@pytest.mark.parametrize("kind", ["lookahead", "prompt lookup", "draft model", "draft model that grows"])
+def test_drafters_without_a_head_change_no_drawn_token(kind: str) -> None:
+    target = tiny_model("llama")
+    small = tiny_model("llama", seed=3, num_hidden_layers=1)
+    drafter = {
+        "lookahead": Lookahead,
+        "prompt lookup": lambda: PromptLookup(min_ngram=1),
+        "draft model": lambda: DraftModel(small, target, shape=Tree.cartesian([3, 2])),
+        "draft model that grows": lambda: DraftModel(small, target, shape=BestFirst(12, num_ranks=4)),
+    }[kind]()
+    options: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 0.7, "seed": 5}
+    expected = [result.token_ids for result in Engine(target).generate(PROMPTS, **options)]
+    for batch_size in (1, 3):
+        found = Engine(target, drafter, max_batch_size=batch_size).generate(PROMPTS, **options)
+        assert [result.token_ids for result in found] == expected
+    assert max(result.tokens_per_step for result in found) > 1.0, "something was kept"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"window": 0}, "window is 0; it must be at least 1"),
+        ({"ngram": 1}, "ngram is 1; it must be at least 2"),
+        ({"guesses": 0}, "guesses is 0; it must be at least 1"),
+    ],
+)
+def test_impossible_windows(options: dict[str, int], words: str) -> None:
+    with pytest.raises(InvalidSettings, match=words):
+        Lookahead(**options)
+
+
+# --- by name ---
+
+
+@pytest.mark.parametrize(("name", "kind"), [("prompt-lookup", PromptLookup), ("lookahead", Lookahead)])
+def test_drafters_without_training_are_loaded_by_name(world: Path, name: str, kind: type) -> None:
+    engine = draftheads.load(world / "model", name, precision="fp32")
+    assert isinstance(engine.drafter, kind)
+    plain = draftheads.load(world / "model", precision="fp32")
+    prompts = ["a dog", "hello, hello, hello"]
+    expected = [result.token_ids for result in plain.generate(prompts, max_new_tokens=20)]
+    assert [result.token_ids for result in engine.generate(prompts, max_new_tokens=20)] == expected
+    with pytest.raises(InvalidSettings, match=f"a tree of 3 nodes: {name} fills no tree; give a draft head"):
+        draftheads.load(world / "model", name, tree=Tree.chain(2))
+    with pytest.raises(InvalidSettings, match=f"profile .*hydra: {name} has none"):
+        draftheads.load(world / "model", name, profile=world / "hydra")
+
+
+def test_a_draft_model_is_loaded_by_name(world: Path) -> None:
+    options: dict[str, Any] = {"precision": "fp32"}
+    engine = draftheads.load(world / "model", draft_model=world / "model", tree=Sampled(Tree.chain(3)), **options)
+    assert isinstance(engine.drafter, Copying)
+    assert isinstance(engine.drafter.drafter, DraftModel)
+    alone = draftheads.load(world / "model", draft_model=world / "model", copy=False, **options)
+    assert isinstance(alone.drafter, DraftModel)
+    found = engine.generate(["a dog"], max_new_tokens=25, temperature=0.8, acceptance="block", ignore_eos=True, seed=1)
+    assert found[0].tokens_per_step == 4.0
+    with pytest.raises(InvalidSettings, match=r"head .*hydra and draft_model .*model: give one of them"):
+        draftheads.load(world / "model", world / "hydra", draft_model=world / "model", **options)
+    with pytest.raises(InvalidSettings, match="nothing is there to fill it; give a draft head by head="):
+        draftheads.load(world / "model", tree=Tree.chain(1), **options)
+
+
+def drafting_paths() -> Drafter:
+    head = tiny_head("mlp-speculator", tiny_model("llama"))
+    head.shape = BestPaths((3, 2, 2), 3)
+    return head
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [PromptLookup(num_tokens=4), Lookahead(window=3, ngram=3, guesses=2), drafting_paths()],
+    ids=["lookup", "lookahead", "paths"],
+)
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "acceptance": "typical"}], ids=["greedy", "typical"])
+def test_neighbours_with_more_guesses_change_no_step(drafter: Drafter, sampling: dict[str, Any]) -> None:
+    model = tiny_model("llama")
+    prompts = [[3 + row, 5, 3 + row, 9 + row // 2][: 1 + row % 4] for row in range(8)]
+    each = [SamplingSettings(max_new_tokens=24, seed=row, **sampling) for row in range(8)]
+    together = Engine(model, drafter, max_batch_size=8).generate(prompts, each)
+    for prompt, settings, result in zip(prompts, each, together, strict=True):
+        (alone,) = Engine(model, drafter).generate([prompt], settings)
+        assert (result.token_ids, result.num_steps) == (alone.token_ids, alone.num_steps)

@@ -1,0 +1,826 @@
+"""Every architecture: drafting says what training taught, with a history as from scratch; sizes; bad settings."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draftheads.draft import Context
+from draftheads.errors import InvalidSettings, InvalidTree
+from draftheads.heads import HEADS, head_classes, parse_head_options
+from draftheads.heads.attention import (
+    History,
+    KeysValues,
+    LayerConfig,
+    RmsNorm,
+    StatefulHead,
+    TransformerLayer,
+    attend,
+    attend_with_path,
+)
+from draftheads.heads.base import DraftHead
+from draftheads.models.model import TargetModel
+from draftheads.sampling import RowSettings, SamplingSettings
+from draftheads.shapes import BestFirst, BestPaths, Sampled
+from families import FAMILIES, TREES, VOCAB, fitting, tiny_head, tiny_model
+
+STATEFUL = [method for method, (_, head_class) in HEADS.items() if issubclass(head_class, StatefulHead)]
+# of every architecture, its variants
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{method: (method, {}) for method in HEADS},
+    "hydra++, deep": ("hydra++", {"num_layers": 3}),
+    "hydra++, grouped": ("hydra++", {"num_key_value_heads": 2, "head_size": 6}),
+    "amphista-alpha": ("amphista", {"num_auto_embedding_blocks": 2}),
+    "amphista, no blocks": ("amphista", {"num_auto_embedding_blocks": 0}),
+    "amphista, no positions": ("amphista", {"head_positions": False}),
+    "amphista, one stage": ("amphista", {"num_adaptation_layers": 1}),
+    "amphista, no stage": ("amphista", {"num_adaptation_layers": 0}),
+    "amphista, no token": ("amphista", {"sampled_token": False}),
+    "amphista, own": ("amphista", {"lm_head": "own"}),
+    "amphista, low rank": ("amphista", {"lm_head": "low_rank", "lm_head_rank": 5, "draft_vocab_size": 12}),
+    "mlp-speculator, own": ("mlp-speculator", {"embeddings": "own", "lm_head": "own", "inner_size": 24}),
+    "mlp-speculator, tied": (
+        "mlp-speculator",
+        {"embeddings": "own", "lm_head": "own", "tie_weights": True, "scale_input": True, "inner_size": 20},
+    ),
+    "mlp-speculator, tied, shared": ("mlp-speculator", {"tie_weights": True}),
+    "eagle, no bias": ("eagle", {"fusion_bias": False, "num_key_value_heads": 1}),
+    "markov-medusa, no gates": ("markov-medusa", {"gated": False, "markov_rank": 3}),
+    "small-llama, deep": ("small-llama", {"num_layers": 2, "num_key_value_heads": 2, "draft_vocab_size": 12}),
+    "markov-medusa, own": ("markov-medusa", {"lm_head": "own", "num_layers": 2, "draft_vocab_size": 12}),
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> TargetModel:
+    return tiny_model("llama")
+
+
+def variant(name: str, model: TargetModel) -> DraftHead:
+    method, options = VARIANTS[name]
+    return (
+        tiny_head(method, model, embedding_scale=SCALE, **options)
+        if reads(method)
+        else tiny_head(method, model, **options)
+    )
+
+
+def reads(method: str) -> bool:
+    return head_classes(method)[0].reads_embeddings
+
+
+def random_text(rows: int, length: int, *, size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Hidden states (B, T, D) and tokens (B, T)."""
+    chance = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, length, size, generator=chance)
+    return hidden, torch.randint(0, VOCAB, (rows, length), generator=chance)
+
+
+def whole(hidden: Tensor, tokens: Tensor, ends: Sequence[int]) -> Context:
+    """Contexts of texts of which ``ends[b]`` tokens are accepted and one is the root."""
+    rows = range(len(ends))
+    roots = torch.stack([tokens[row, end] for row, end in zip(rows, ends, strict=True)])
+    width = max(ends)
+    real = torch.arange(width) < torch.tensor(ends)[:, None]  # what lies beyond means nothing
+    states = torch.where(real[:, :, None], hidden[:, :width], 7.0)
+    return Context(states, torch.where(real, tokens[:, :width], 0), torch.tensor(ends), roots)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_drafting_says_what_training_taught(name: str, model: TargetModel) -> None:
+    """Where all guesses before were right, each head's logits are those of its features along the text."""
+    head = variant(name, model)
+    heads = head.config.num_heads
+    hidden, tokens = random_text(3, 12 + heads, size=model.hidden_size)
+    features = head(hidden, tokens)  # (K, B, T, F)
+    ends = [12, 7, 1]
+    state = head.fresh().begin(whole(hidden, tokens, ends), heads) if not head.needs_history else None
+    fresh = head.fresh()
+    if state is None:
+        state = fresh.begin(whole(hidden, tokens, ends), heads)
+    first = torch.zeros(3, 1, dtype=torch.long)
+    for i in range(heads):
+        found = fresh.guess(state, i)[:, 0]
+        taught = torch.stack([head.logits(features[i, row, end - 1], i) for row, end in enumerate(ends)])
+        torch.testing.assert_close(found, taught, rtol=1e-4, atol=1e-4)
+        if i + 1 < heads:
+            children = torch.stack([tokens[row, end + 1 + i] for row, end in enumerate(ends)])[:, None]
+            state = fresh.descend(state, i, first, children)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_node_of_a_tree_is_guessed_from_its_own_path(name: str, model: TargetModel) -> None:
+    """What a node's children are drawn from is what the features along the text say, had its path been the text."""
+    head = variant(name, model).fresh()
+    tree = TREES["cartesian"]
+    head.shape = Sampled(tree)
+    hidden, tokens = random_text(3, 16, size=model.hidden_size)
+    ends = [11, 6, 1]
+    rows = RowSettings.of([SamplingSettings(temperature=1.0)] * 3, vocab_size=VOCAB, device=torch.device("cpu"))
+    chance = torch.Generator().manual_seed(1)
+    draft = head.propose(
+        replace(
+            whole(hidden, tokens, ends),
+            rows=rows,
+            draws=lambda count: torch.rand(3, count, generator=chance, dtype=torch.float64),
+        )
+    )
+    assert draft.probs is not None
+    for row, end in enumerate(ends):
+        for node, path in enumerate(tree.paths):
+            if len(path) == tree.max_depth:
+                continue
+            depth = len(path)
+            on_path = [tree.paths.index(path[:length]) for length in range(1, depth + 1)]
+            text = tokens[row].clone()
+            text[end + 1 : end + 1 + depth] = draft.token_ids[row, on_path]
+            logits = head.logits(head(hidden[row : row + 1], text[None])[depth, 0, end - 1], depth)
+            expected = torch.zeros(VOCAB)
+            expected[head.to_target_ids(torch.arange(logits.shape[-1]))] = logits.softmax(-1)
+            torch.testing.assert_close(draft.probs[row, node].float(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_guesses_depend_on_the_path_exactly_where_the_head_says_so(name: str, model: TargetModel) -> None:
+    head = variant(name, model)
+    hidden, tokens = random_text(1, 20, size=model.hidden_size)
+    changed = tokens.clone()
+    changed[0, 12] = (changed[0, 12] + 1) % VOCAB
+    before, after = (
+        torch.stack([head.logits(features[i], i) for i in range(head.config.num_heads)])
+        for features in (head(hidden, tokens), head(hidden, changed))
+    )
+    differs = (before - after).abs().amax((1, 3)) > 1e-6  # (K, T)
+    # token 12 is x_{t+1}, the root, for t = 11; x_{t+2} for t = 10
+    reads_root = head.config.method != "medusa" and not name.endswith(("no token", "no stage"))
+    assert bool(differs[0, 11]) == reads_root
+    if head.reads_path:
+        assert differs[1, 10]
+    else:
+        assert not differs[:, 10].any()
+    assert not differs[0, :11].any(), "head 0 at t sees x_{t+1} at most"
+    history = bool(differs[:, 12:].any())
+    assert history == (name.startswith(("eagle", "amphista", "small-llama")) and reads_root)
+
+
+@pytest.mark.parametrize("name", [name for name, (method, _) in VARIANTS.items() if method in STATEFUL])
+def test_no_head_sees_what_is_yet_to_come(name: str, model: TargetModel) -> None:
+    head = variant(name, model)
+    hidden, tokens = random_text(2, 16, size=model.hidden_size)
+    later = hidden.clone()
+    later[:, 9:] += 1.0
+    before, after = head(hidden, tokens), head(later, tokens)
+    torch.testing.assert_close(before[:, :, :9], after[:, :, :9], rtol=0, atol=1e-6)
+    if name.startswith("small-llama"):
+        assert torch.equal(before, after), "it reads the text alone"
+        other = tokens.clone()
+        other[:, 2] = (other[:, 2] + 1) % VOCAB
+        assert (head(hidden, other)[:, :, 9:] - before[:, :, 9:]).abs().max() > 1e-5
+        return
+    assert (before[:, :, 9:] - after[:, :, 9:]).abs().max() > 1e-3
+    earlier = hidden.clone()
+    earlier[:, 2] += 1.0
+    sees_history = not name.endswith("no stage")
+    assert ((head(earlier, tokens)[:, :, 9:] - before[:, :, 9:]).abs().max() > 1e-5) == sees_history
+
+
+# steps without a draft: now and then, several in a row, from the beginning on, and so many that they must be read
+WITHOUT_DRAFT: dict[str, Callable[[int], bool]] = {
+    "single": lambda step: step % 5 == 3,
+    "in a row": lambda step: step % 7 in {3, 4, 5},
+    "at first": lambda step: step < 11 or step % 5 == 3,
+    "without room": lambda step: step % 9 > 1,
+}
+
+
+@pytest.mark.parametrize("without_draft", WITHOUT_DRAFT)
+@pytest.mark.parametrize("name", [name for name, (method, _) in VARIANTS.items() if method in STATEFUL])
+def test_drafting_with_a_history_is_drafting_from_scratch(
+    name: str, without_draft: str, model: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows join, take different numbers of tokens a step, sometimes without a draft, and leave."""
+    if without_draft == "without room":
+        monkeypatch.setattr("draftheads.heads.attention._MOST_UNREAD", 6)
+    head = variant(name, model)
+    head.shape = BestFirst(12, num_ranks=4, beam=3)
+    hidden, tokens = random_text(6, 200, size=model.hidden_size, seed=3)
+    chance = torch.Generator().manual_seed(5)
+    drafter = head.fresh()
+    rows: list[int] = []  # texts at work
+    read: dict[int, int] = {}  # tokens of each that are read
+    waiting = [0, 1, 2, 3, 4, 5]
+    met = set()
+    for step in range(40):
+        met.add(len(rows))
+        new = {row: 1 + int(torch.randint(0, 5, (1,), generator=chance)) for row in rows}
+        if waiting and step % 4 == 0:
+            for row in waiting[:2]:
+                rows.append(row)
+                new[row] = 3 + 11 * row  # a prompt
+                read[row] = 0
+            waiting = waiting[2:]
+        width = max(new.values())
+        states, ids = torch.zeros(len(rows), width, hidden.shape[2]), torch.zeros(len(rows), width, dtype=torch.long)
+        states += 7.0  # what lies beyond a row's tokens means nothing
+        for place, row in enumerate(rows):
+            part = slice(read[row], read[row] + new[row])
+            states[place, : new[row]], ids[place, : new[row]] = hidden[row, part], tokens[row, part]
+            read[row] += new[row]
+        roots = torch.stack([tokens[row, read[row]] for row in rows])
+        context = Context(states, ids, torch.tensor([new[row] for row in rows]), roots)
+        if WITHOUT_DRAFT[without_draft](step):
+            drafter.follow(context)
+        else:
+            found = drafter.propose(context)
+            for place, row in enumerate(rows):
+                scratch = head.fresh().propose(whole(hidden[[row]], tokens[[row]], [read[row]]))
+                assert found.path_log_probs is not None
+                assert scratch.path_log_probs is not None
+                torch.testing.assert_close(found.path_log_probs[place], scratch.path_log_probs[0], rtol=1e-3, atol=1e-4)
+                assert found.token_ids[place].tolist() == scratch.token_ids[0].tolist()
+        leaving = [place for place, row in enumerate(rows) if read[row] > 120 + 10 * row]
+        if leaving:
+            kept = [place for place in reversed(range(len(rows))) if place not in leaving]
+            rows = [rows[place] for place in kept]
+            drafter.keep(torch.tensor(kept, dtype=torch.long))
+            waiting += [] if step > 30 else [row for row in read if row not in rows and row not in waiting][:1]
+        if not rows and not waiting:
+            break
+    assert len(met) > 3
+
+
+@pytest.mark.parametrize("method", STATEFUL)
+def test_steps_without_drafts_are_read_when_a_draft_is_wanted(method: str, model: TargetModel) -> None:
+    head = tiny_head(method, model)
+    hidden, tokens = random_text(2, 30, size=model.hidden_size)
+    read = []
+    head.read = lambda context, rows, read_it=head.read: (read.append(context), read_it(context, rows))[1]  # type: ignore[method-assign]
+    head.follow(whole(hidden, tokens, [5, 8]))
+    head.follow(Context(hidden[:, :2], tokens[:, :2], torch.tensor([1, 2]), tokens[:, 2]))
+    assert not read
+    assert head.num_rows == 2
+    other = head.fresh()
+    assert (other.num_rows, len(head.unread)) == (0, 2)
+    head.propose(Context(hidden[:, :3], tokens[:, :3], torch.tensor([3, 2]), tokens[:, 4]))
+    assert [context.num_accepted.tolist() for context in read] == [[9, 12]]
+    assert head.unread == []
+
+
+@pytest.mark.parametrize("method", STATEFUL)
+def test_a_fresh_head_knows_no_rows_and_shares_its_weights(method: str, model: TargetModel) -> None:
+    head = tiny_head(method, model)
+    hidden, tokens = random_text(2, 9, size=model.hidden_size)
+    first = head.fresh()
+    before = first.propose(whole(hidden, tokens, [5, 8]))
+    again = head.fresh().propose(whole(hidden, tokens, [5, 8]))
+    assert torch.equal(before.token_ids, again.token_ids)
+    with torch.no_grad():
+        next(head.lm_heads.parameters(), next(head.parameters())).add_(1.0)
+    own, theirs = dict(head.named_parameters()), dict(first.named_parameters())
+    assert all(own[name] is theirs[name] for name in own)
+
+
+@pytest.mark.parametrize("method", STATEFUL)
+def test_rows_that_left_unsaid_are_an_error(method: str, model: TargetModel) -> None:
+    head = tiny_head(method, model).fresh()
+    hidden, tokens = random_text(3, 9, size=model.hidden_size)
+    head.propose(whole(hidden, tokens, [5, 8, 2]))
+    with pytest.raises(ValueError, match=r"the context has 2 rows but 3 are at work: tell keep\(\)"):
+        head.propose(whole(hidden[:2], tokens[:2], [5, 8]))
+    head.keep(torch.tensor([2, 0]))
+    head.propose(whole(hidden[:2], tokens[:2], [5, 8]))
+
+
+# --- the layer ---
+
+
+def slow_attention(
+    layer: TransformerLayer, x: Tensor, config: LayerConfig, *, causal: bool = True, rotary: bool = True
+) -> Tensor:
+    """The layer's output (T, D) one query and one head at a time."""
+    size, heads, groups = config.head_size, config.num_attention_heads, config.num_key_value_heads
+
+    def norm(v: Tensor, weight: Tensor) -> Tensor:
+        return v / (v.square().mean() + config.norm_epsilon).sqrt() * weight
+
+    def turned(v: Tensor, position: int) -> Tensor:
+        out = v.clone()
+        for j in range(size // 2 if rotary else 0):
+            angle = torch.tensor(position * config.rope_theta ** (-2.0 * j / size))
+            a, b = v[j], v[j + size // 2]
+            out[j] = a * angle.cos() - b * angle.sin()
+            out[j + size // 2] = b * angle.cos() + a * angle.sin()
+        return out
+
+    normed = [norm(v, layer.input_norm.weight) for v in x]  # type: ignore[arg-type]
+    outputs = []
+    for t, v in enumerate(x):
+        attended = []
+        for h in range(heads):
+            g = h // (heads // groups)
+            q = turned(layer.q_proj.weight[h * size : (h + 1) * size] @ normed[t], t)
+            seen = range(t + 1 if causal else len(x))
+            keys = [turned(layer.k_proj.weight[g * size : (g + 1) * size] @ normed[s], s) for s in seen]
+            values = [layer.v_proj.weight[g * size : (g + 1) * size] @ normed[s] for s in seen]
+            weights = (torch.stack(keys) @ q / size**0.5).softmax(0)
+            attended.append(weights @ torch.stack(values))
+        middle = v + layer.o_proj.weight @ torch.cat(attended)
+        inner = norm(middle, layer.middle_norm.weight)
+        part = layer.feed_forward
+        outputs.append(
+            middle + part.down_proj.weight @ (F.silu(part.gate_proj.weight @ inner) * (part.up_proj.weight @ inner))
+        )
+    return torch.stack(outputs)
+
+
+def layer_config(**changes: Any) -> LayerConfig:
+    config_class, _ = head_classes("eagle")
+    config = config_class(**{"hidden_size": 12, "vocab_size": VOCAB, **changes})
+    assert isinstance(config, LayerConfig)
+    return config
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_a_layer_is_llamas(groups: int) -> None:
+    config = layer_config(num_attention_heads=4, num_key_value_heads=groups, head_size=6, intermediate_size=10)
+    layer = TransformerLayer(config)
+    chance = torch.Generator().manual_seed(groups)
+    for parameter in layer.parameters():
+        parameter.data = 0.5 * torch.randn(parameter.shape, generator=chance)
+    x = torch.randn(7, 12, generator=chance)
+    torch.testing.assert_close(layer(x[None])[0], slow_attention(layer, x, config), rtol=1e-4, atol=1e-4)
+
+
+def test_a_new_layer_changes_nothing() -> None:
+    x = torch.randn(2, 5, 12)
+    assert torch.equal(TransformerLayer(layer_config())(x), x)
+
+
+def test_norms_are_computed_in_fp32() -> None:
+    norm = RmsNorm(8, 1e-6).to(torch.bfloat16)
+    x = (100 + torch.arange(8)).to(torch.bfloat16)[None]
+    expected = (x.float() / x.float().square().mean().sqrt()).to(torch.bfloat16)
+    assert torch.equal(norm(x), expected)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_attention_with_a_path_is_attention_over_both(groups: int) -> None:
+    chance = torch.Generator().manual_seed(groups)
+    normal = lambda *shape: torch.randn(*shape, generator=chance)  # noqa: E731
+    queries = normal(2, 3, 4, 6)
+    seen, path = KeysValues(normal(2, 5, groups, 6), normal(2, 5, groups, 6)), None
+    path = KeysValues(normal(2, 3, 2, groups, 6), normal(2, 3, 2, groups, 6))
+    mask = torch.tensor([[True, True, True, False, False], [True] * 5])[:, None]
+    found = attend_with_path(queries, seen, mask, path)
+    for s in range(3):
+        both = KeysValues(*(torch.cat([a, b[:, s]], 1) for a, b in zip(seen, path, strict=True)))
+        own = torch.cat([mask, torch.ones(2, 1, 2, dtype=torch.bool)], 2)
+        torch.testing.assert_close(found[:, s : s + 1], attend(queries[:, s : s + 1], both, own), rtol=1e-4, atol=1e-5)
+
+
+def test_a_history_grows_and_keeps_what_was_written() -> None:
+    history = History(1)
+    history.join(2, torch.device("cpu"))
+    texts = torch.randn(2, 300, 1, 4)
+    done = [0, 0]
+    chance = torch.Generator().manual_seed(0)
+    while max(done) < 280:
+        positions, longest = history.span(slice(0, 2), 4)
+        assert positions.tolist() == [[n, n + 1, n + 2, n + 3] for n in done]
+        new = torch.stack([texts[row, n : n + 4] for row, n in enumerate(done)])
+        history.write(0, slice(0, 2), KeysValues(new, -new), positions, longest)
+        counts = torch.randint(1, 5, (2,), generator=chance)
+        history.accept(slice(0, 2), counts)
+        done = [n + count for n, count in zip(done, counts.tolist(), strict=True)]
+    seen, mask = history.accepted(0)
+    for row, count in enumerate(done):
+        assert mask[row].sum() == count
+        assert torch.equal(seen.keys[row, :count], texts[row, :count])
+        assert torch.equal(seen.values[row, :count], -texts[row, :count])
+    history.keep(torch.tensor([1]))
+    assert torch.equal(history.accepted(0)[0].keys[0, : done[1]], texts[1, : done[1]])
+
+
+# --- starting values ---
+
+
+@pytest.mark.parametrize("method", ["hydra++", "amphista", "eagle", "markov-medusa"])
+def test_a_new_head_says_what_the_model_says_next(method: str, model: TargetModel) -> None:
+    """Medusa's starting point: every head starts as the target's own lm_head on h_t."""
+    config_class, head_class = head_classes(method)
+    rms = 3.0  # of all hidden states, as after a norm
+    hidden = rms * F.normalize(torch.randn(2, 6, model.hidden_size), dim=-1) * model.hidden_size**0.5
+    scale = rms / float(model.weights.embedding.square().mean().sqrt())
+    config = config_class(
+        hidden_size=model.hidden_size,
+        vocab_size=VOCAB,
+        num_heads=4,
+        **({"embedding_scale": scale} if reads(method) else {}),
+    )
+    head = head_class(config)
+    head.initialise(model.weights)
+    features = head(hidden, torch.randint(0, VOCAB, (2, 6)))
+    expected = model.logits(hidden)
+    for i in range(4):
+        torch.testing.assert_close(head.logits(features[i], i), expected, rtol=1e-3, atol=1e-3)
+
+
+# --- sizes ---
+
+D, V, INNER = 4096, 32000, 11008  # Vicuna-7B
+LAYER = 4 * D * D + 3 * D * INNER + 2 * D
+VICUNA = {
+    "hidden_size": D,
+    "vocab_size": V,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_size": 128,
+    "intermediate_size": INNER,
+}
+SIZES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "medusa": ("medusa", {"num_heads": 4, "lm_head": "own"}, 4 * (D * D + D + V * D)),
+    "hydra++": (
+        "hydra++",
+        {"num_heads": 4, "num_layers": 4, "lm_head": "own"},
+        sum(2 * ((i + 2) * D * D + D) + 3 * (D * D + D) + V * D + V for i in range(4)) + LAYER + D,
+    ),
+    "mlp-speculator": (
+        "mlp-speculator",
+        {"num_heads": 3, "lm_head": "own", "embeddings": "own"},
+        3 * (V * D + D * D + V * D + 2 * D),
+    ),
+    "mlp-speculator, tied": (
+        "mlp-speculator",
+        {"num_heads": 4, "lm_head": "own", "embeddings": "own", "tie_weights": True, "inner_size": 3584},
+        2 * V * 3584 + 3584 * D + 3584 * 3584 + 2 * 3584,
+    ),
+    "eagle": ("eagle", {}, 2 * D * D + D + LAYER - D),
+    "amphista": (
+        "amphista",
+        {"num_heads": 4, "lm_head": "own"},
+        2 * (2 * D * D + D + LAYER) + 4 * (D * D + D) + 4 * D + LAYER + 4 * V * D,
+    ),
+    "amphista, low rank": (
+        "amphista",
+        {"num_heads": 4, "lm_head": "low_rank", "lm_head_rank": 256},
+        2 * (2 * D * D + D + LAYER) + 4 * (D * D + D) + 4 * D + LAYER + 4 * 256 * (V + D),
+    ),
+    "markov-medusa": (
+        "markov-medusa",
+        {"num_heads": 4, "markov_rank": 256},
+        4 * (D * D + D) + 4 * 256 * (D + V) + 4 * (256 * D + 256),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_at_vicunas_sizes_heads_have_the_papers_parameters(name: str) -> None:
+    method, options, expected = SIZES[name]
+    config_class, head_class = head_classes(method)
+    sizes = VICUNA if config_class.has_layers else {"hidden_size": D, "vocab_size": V}
+    with torch.device("meta"):
+        head = head_class(config_class(**{**sizes, **options}))
+    assert sum(parameter.numel() for parameter in head.parameters()) == expected
+
+
+def shapes_of(method: str, **options: Any) -> dict[str, tuple[int, ...]]:
+    config_class, head_class = head_classes(method)
+    sizes = VICUNA if config_class.has_layers else {"hidden_size": D, "vocab_size": V}
+    with torch.device("meta"):
+        head = head_class(config_class(**{**sizes, **options}))
+    return {name: tuple(parameter.shape) for name, parameter in head.named_parameters()}
+
+
+def test_shapes_at_vicunas_sizes() -> None:
+    medusa = shapes_of("medusa", num_heads=4, lm_head="own")
+    assert [shape for name, shape in medusa.items() if "lm_head" in name] == [(V, D)] * 4
+    plus = shapes_of("hydra++", num_heads=4, num_layers=4, lm_head="own")
+    for i in range(4):
+        assert plus[f"blocks.{i}.0.residual.weight"] == plus[f"blocks.{i}.0.linear.weight"] == (D, (i + 2) * D)
+        assert [plus[f"blocks.{i}.{j}.linear.weight"] for j in (1, 2, 3)] == [(D, D)] * 3
+    assert plus["prefix.feed_forward.gate_proj.weight"] == (INNER, D)
+    assert [plus[f"lm_heads.heads.{i}.bias"] for i in range(4)] == [(V,)] * 4
+    ibm = shapes_of("mlp-speculator", num_heads=3, lm_head="own", embeddings="own")
+    assert [ibm[f"embeddings.{i}.weight"] for i in range(3)] == [(V, D)] * 3
+    assert [ibm[f"projections.{i}.weight"] for i in range(3)] == [(D, D)] * 3
+    eagle = shapes_of("eagle")
+    assert eagle["fusion.weight"] == (D, 2 * D)
+    assert "layer.input_norm.weight" not in eagle
+    amphista = shapes_of("amphista", num_heads=4)
+    assert amphista["positions"] == (4, D)
+    assert [amphista[f"fusions.{i}.weight"] for i in range(2)] == [(D, 2 * D)] * 2
+
+
+def test_the_weights_of_state_and_token_are_ibms() -> None:
+    """After n stages half of the state's variance stems from h_t; own embeddings have a variance of 1/M."""
+    from draftheads.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead  # noqa: PLC0415
+
+    head = MlpSpeculatorHead(MlpSpeculatorConfig(64, VOCAB, num_heads=3, embeddings="own", lm_head="own"))
+    state_weight = 0.5 ** (0.5 / 3)
+    assert head.embedding_weight == pytest.approx(((1 - state_weight**2) * 64 / 2) ** 0.5 / state_weight)
+    assert state_weight ** (2 * 3) == pytest.approx(0.5)
+    target = MlpSpeculatorHead(MlpSpeculatorConfig(64, VOCAB, num_heads=3))
+    assert target.embedding_weight == pytest.approx((1 - state_weight**2) ** 0.5 / state_weight)
+
+
+# --- formulas, one number after the other ---
+
+SCALE = 1.7  # of embeddings, in variant()
+
+
+def test_ibms_weights_start_at_one_over_the_root_of_the_size(model: TargetModel) -> None:
+    """Of a state; norms start as no change."""
+    options = {"hidden_size": model.hidden_size, "vocab_size": VOCAB, "num_heads": 3, "inner_size": 100}
+    config_class, head_class = head_classes("mlp-speculator")
+    torch.manual_seed(0)
+    head = head_class(config_class(**options, embeddings="own", lm_head="own"))  # type: ignore[arg-type]
+    head.initialise(model.weights)
+    matrices = {name: weight.detach() for name, weight in head.named_parameters() if weight.dim() == 2}
+    assert len(matrices) == 9
+    for name, weight in matrices.items():
+        assert float(weight.std()) == pytest.approx(0.1, rel=0.1), name
+        assert abs(float(weight.mean())) < 0.01, name
+    assert {float(weight.detach().mean()) for weight in head.parameters() if weight.dim() == 1} == {0.0, 1.0}
+
+
+def numbers(head: DraftHead) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in head.named_parameters()}
+
+
+def affine(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return weights[f"{name}.weight"] @ x + weights.get(f"{name}.bias", torch.zeros(()))
+
+
+def residual(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return x + F.silu(affine(weights, f"{name}.linear", x))
+
+
+@pytest.mark.parametrize("name", ["hydra", "hydra++, deep", "hydra++, grouped"])
+def test_hydra_follows_its_formula(name: str, model: TargetModel) -> None:
+    """u = [s_t; E(x_{t+1}); …], R u + SiLU(W u), then residual blocks; s_t of a layer and a norm in Hydra++."""
+    head = variant(name, model)
+    weights, embedding = numbers(head), SCALE * model.weights.embedding
+    hidden, tokens = random_text(1, 9, size=model.hidden_size)
+    states = hidden[0]
+    if "++" in name:
+        assert isinstance(head.config, LayerConfig)
+        layer = slow_attention(head.prefix, states, head.config)  # type: ignore[arg-type]
+        rms = (layer.square().mean(-1, keepdim=True) + head.config.norm_epsilon).sqrt()
+        states = layer / rms * weights["prefix_norm.weight"]
+    features = head(hidden, tokens)
+    for i in range(head.config.num_heads):
+        u = torch.cat([states[3], *(embedding[tokens[0, 4 + j]] for j in range(i + 1))])
+        x = affine(weights, f"blocks.{i}.0.residual", u) + F.silu(affine(weights, f"blocks.{i}.0.linear", u))
+        for j in range(1, head.config.num_layers):
+            x = residual(weights, f"blocks.{i}.{j}", x)
+        torch.testing.assert_close(features[i, 0, 3], x, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("amphista", "amphista-alpha", "amphista, no blocks", "amphista, no positions", "amphista, one stage"),
+        *("amphista, no stage", "amphista, no token"),
+    ],
+)
+def test_amphista_follows_its_equations(name: str, model: TargetModel) -> None:
+    """Stages on fc([h; e_{t+1}]), an MLP a head on one of them, positions, then all heads see all."""
+    head = variant(name, model)
+    config, weights, embedding = head.config, numbers(head), SCALE * model.weights.embedding
+    assert isinstance(config, LayerConfig)
+    hidden, tokens = random_text(1, 9, size=model.hidden_size)
+    stages = [hidden[0]]
+    for i, layer in enumerate(head.adaptations):  # type: ignore[arg-type, var-annotated]
+        x = stages[-1][:-1]
+        if name != "amphista, no token":
+            both = [torch.cat([state, embedding[token]]) for state, token in zip(x, tokens[0, 1:], strict=True)]
+            x = torch.stack([affine(weights, f"fusions.{i}", one) for one in both])
+        stages.append(F.pad(slow_attention(layer, x, config), (0, 0, 0, 1)))
+    first = {"amphista, no stage": 0}.get(name, 1)
+    last = {"amphista, no stage": 0, "amphista, one stage": 1}.get(name, 2)
+    heads = [residual(weights, f"blocks.{i}.0", stages[first if i < 2 else last][4]) for i in range(4)]
+    if name != "amphista, no positions":
+        heads = [x + weights["positions"][i] for i, x in enumerate(heads)]
+    found = torch.stack(heads)
+    for block in head.auto_embedding:  # type: ignore[union-attr]
+        found = slow_attention(block, found, config, causal=False, rotary=False)
+    assert len(head.auto_embedding) == {"amphista-alpha": 2, "amphista, no blocks": 0}.get(name, 1)  # type: ignore[arg-type]
+    torch.testing.assert_close(head(hidden, tokens)[:, 0, 4], found, rtol=1e-4, atol=1e-4)
+
+
+def test_eagles_first_guess_follows_its_formula(model: TargetModel) -> None:
+    head = variant("eagle", model)
+    weights, embedding = numbers(head), SCALE * model.weights.embedding
+    hidden, tokens = random_text(1, 9, size=model.hidden_size)
+    pairs = zip(tokens[0, 1:], hidden[0], strict=False)
+    x = torch.stack([affine(weights, "fusion", torch.cat([embedding[token], state])) for token, state in pairs])
+    torch.testing.assert_close(head(hidden, tokens)[0, 0, :8], head.layer(x[None])[0], rtol=1e-4, atol=1e-4)  # type: ignore[operator]
+
+
+def test_eagles_further_guesses_read_its_own_hidden_states(model: TargetModel) -> None:
+    """Entries of the text up to t, then fc([E(x_{t+1+j}); f_{t+j}]) at positions t+j: the last one's output is next."""
+    head = variant("eagle", model)
+    embedding = SCALE * model.weights.embedding
+    hidden, tokens = random_text(1, 9, size=model.hidden_size)
+    features = head(hidden, tokens)[:, 0]
+    for t in (0, 3):
+        states = list(hidden[0, : t + 1])
+        for i in range(head.config.num_heads):
+            pairs = [torch.cat([embedding[tokens[0, s + 1]], state]) for s, state in enumerate(states)]
+            states.append(head.layer(head.fusion(torch.stack(pairs))[None])[0, -1])  # type: ignore[operator]
+            torch.testing.assert_close(features[i, t], states[-1], rtol=1e-4, atol=1e-4)
+
+
+def test_the_small_llama_is_a_llama(model: TargetModel) -> None:
+    """With the same weights it says what transformers' own Llama says of the draft vocabulary."""
+    head = variant("small-llama, deep", model)
+    config = head.config
+    assert isinstance(config, LayerConfig)
+    draft_vocab, embedding = head.draft_vocab, model.weights.embedding
+    assert draft_vocab is not None
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(embedding),
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=config.head_size,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            rms_norm_eps=config.norm_epsilon,
+            tie_word_embeddings=False,
+        )
+    ).eval()
+    names = {"input_norm": "input_layernorm", "middle_norm": "post_attention_layernorm", "feed_forward": "mlp"}
+    weights = {"model.embed_tokens.weight": embedding, "lm_head.weight": model.weights.lm_head}
+    for name, tensor in numbers(head).items():
+        if name == "norm.weight":
+            weights["model.norm.weight"] = tensor
+            continue
+        _, number, part, *rest = name.split(".")
+        part = "self_attn." + part if part.endswith("_proj") else names[part]
+        weights[".".join(["model.layers", number, part, *rest])] = tensor
+    llama.load_state_dict(weights)
+    hidden, tokens = random_text(2, 9, size=model.hidden_size)
+    features = head(hidden, tokens)
+    expected = llama(tokens).logits[..., draft_vocab]
+    for i in range(config.num_heads):
+        found = head.logits(features[i, :, : 8 - i], i)
+        torch.testing.assert_close(found, expected[:, 1 + i :], rtol=1e-4, atol=1e-4)
+
+
+def test_markov_medusa_follows_its_formula(model: TargetModel) -> None:
+    """lm_head(blocks(h_t)) + U (2 σ(G h_t) * A E(x_{t+1+i}))."""
+    head = variant("markov-medusa, own", model)
+    weights, embedding = numbers(head), SCALE * model.weights.embedding
+    hidden, tokens = random_text(1, 9, size=model.hidden_size)
+    features, state = head(hidden, tokens), hidden[0, 2]
+    for i in range(head.config.num_heads):
+        x = residual(weights, f"blocks.{i}.1", residual(weights, f"blocks.{i}.0", state))
+        low = (
+            2
+            * torch.sigmoid(affine(weights, f"gates.{i}", state))
+            * (weights[f"down.{i}.weight"] @ embedding[tokens[0, 3 + i]])
+        )
+        expected = weights[f"lm_heads.heads.{i}.weight"] @ x + weights[f"up.{i}.weight"] @ low
+        torch.testing.assert_close(head.logits(features[i, 0, 2], i), expected, rtol=1e-4, atol=1e-4)
+
+
+def slow_stage(head: DraftHead, embedding: Tensor, state: Tensor, stage: int, token: int, *, tied: bool) -> Tensor:
+    """One stage of the MLP Speculator, as its formula has it."""
+    weights = numbers(head)
+    place = 0 if tied else stage
+    z = weights[f"projections.{min(stage, 1) if tied else stage}.weight"] @ state
+    if "embeddings.0.weight" in weights:
+        embedded = weights[f"embeddings.{place}.weight"][token]
+    else:
+        embedded = weights[f"embedding_projections.{place}.weight"] @ embedding[token]
+    z = z + head.embedding_weight * embedded  # type: ignore[operator]
+    z = z / (z.square().mean() + 1e-6).sqrt() * weights[f"norms.{place}.weight"] + weights[f"norms.{place}.bias"]
+    return F.gelu(z)
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp-speculator", "mlp-speculator, own", "mlp-speculator, tied", "mlp-speculator, tied, shared"]
+)
+def test_the_mlp_speculator_follows_its_formula(name: str, model: TargetModel) -> None:
+    head = variant(name, model)
+    tied, shared = "tied" in name, head.config.lm_head == "shared"
+    weights, embedding = numbers(head), SCALE * model.weights.embedding
+    hidden, tokens = random_text(1, 8, size=model.hidden_size)
+    state = hidden[0, 2]
+    if head.config.scale_input:  # type: ignore[attr-defined]
+        state = state / (state.square().mean() + 1e-6).sqrt() / 2**0.5
+    features = head(hidden, tokens)
+    for i in range(3):
+        state = slow_stage(head, embedding, state, i, int(tokens[0, 3 + i]), tied=tied)
+        place = 0 if tied else i
+        said = affine(weights, f"outputs.{place}", state) if shared else state
+        torch.testing.assert_close(features[i, 0, 2], said, rtol=1e-4, atol=1e-4)
+        weight = model.weights.lm_head if shared else weights[f"lm_heads.heads.{place}.weight"]
+        torch.testing.assert_close(head.logits(features[i, 0, 2], i), weight @ said, rtol=1e-4, atol=1e-4)
+
+
+# --- what cannot be ---
+
+
+def test_whole_paths_go_through_all_stages(model: TargetModel) -> None:
+    head = tiny_head("mlp-speculator", model, num_heads=4)
+    with pytest.raises(InvalidTree, match="2 widths for 4 stages: give one for each, such as 4 2 1 1"):
+        head.shape = BestPaths((4, 2), 3)
+    head.shape = BestPaths((4, 2, 1, 1), 3)
+    tiny_head("hydra", model, num_heads=4).shape = BestPaths((4, 2), 3)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "words"),
+    [
+        ("amphista", {"num_heads": 3}, r"num_heads is 3: .*two stages.*an even number, or num_adaptation_layers 1"),
+        ("amphista", {"num_adaptation_layers": 3}, r"num_adaptation_layers is 3; choose 0, 1 or 2"),
+        ("amphista", {"num_auto_embedding_blocks": -1}, r"num_auto_embedding_blocks is -1; give 0 for none"),
+        ("amphista", {"embedding_scale": 0.0}, r"embedding_scale is 0\.0; it must be above 0"),
+        ("eagle", {"num_layers": 2}, r"num_layers is 2; EAGLE has one layer"),
+        ("eagle", {"embedding_scale": -1.0}, r"embedding_scale is -1\.0"),
+        ("eagle", {"num_key_value_heads": 3}, r"num_attention_heads is 4; .* multiple of num_key_value_heads \(3\)"),
+        ("eagle", {"head_size": 5}, r"head_size is 5; rotary positions need an even number"),
+        ("hydra++", {"head_size": 0}, r"head_size is 0; it must be at least 1"),
+        ("hydra++", {"rope_theta": 0.0}, r"rope_theta is 0\.0; it must be above 0"),
+        ("hydra++", {"norm_epsilon": 0.0}, r"norm_epsilon is 0\.0; it must be above 0"),
+        ("mlp-speculator", {"inner_size": 0}, r"inner_size is 0; it must be at least 1"),
+        ("mlp-speculator", {"embeddings": "mine"}, r"embeddings is 'mine'; choose own or target"),
+        ("mlp-speculator", {"num_layers": 2}, r"num_layers is 2; a stage of the MLP Speculator has one layer"),
+        ("mlp-speculator", {"embedding_scale": 0.0}, r"embedding_scale is 0\.0"),
+        ("markov-medusa", {"markov_rank": 0}, r"markov_rank is 0; it must be at least 1"),
+        ("markov-medusa", {"embedding_scale": 0.0}, r"embedding_scale is 0\.0"),
+    ],
+)
+def test_impossible_heads(method: str, options: dict[str, Any], words: str) -> None:
+    config_class, _ = head_classes(method)
+    with pytest.raises(InvalidSettings, match=words):
+        config_class(**{"hidden_size": 8, "vocab_size": 9, **options})
+
+
+def test_options_of_one_architecture_are_read_from_words() -> None:
+    assert parse_head_options("amphista", ["sampled_token=false", "num_auto_embedding_blocks=2"]) == {
+        "sampled_token": False,
+        "num_auto_embedding_blocks": 2,
+    }
+    assert parse_head_options("mlp-speculator", ["embeddings=own", "inner_size=null"]) == {
+        "embeddings": "own",
+        "inner_size": None,
+    }
+    assert parse_head_options("medusa", []) == {}
+
+
+@pytest.mark.parametrize(
+    ("method", "option", "words"),
+    [
+        ("medusa", "depth=2", r"head option 'depth=2': medusa has none; give NAME=VALUE"),
+        ("amphista", "num_heads=2", r"'num_heads=2': amphista has head_positions, head_size, .*sampled_token"),
+        ("amphista", "sampled_token", r"head option 'sampled_token': .*give NAME=VALUE"),
+        ("amphista", "sampled_token=1", r"head option 'sampled_token=1': it must be bool"),
+        ("markov-medusa", "markov_rank=many", r"head option 'markov_rank=many': it must be int"),
+        ("mlp-speculator", "embeddings=mine", r"it must be 'own' or 'target'"),
+    ],
+)
+def test_options_that_an_architecture_has_not(method: str, option: str, words: str) -> None:
+    with pytest.raises(InvalidSettings, match=words):
+        parse_head_options(method, [option])
+
+
+# --- the target's sizes ---
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_take_the_targets_sizes(family: str) -> None:
+    target = tiny_model(family)
+    sizes = target.layer_sizes
+    config_class, head_class = head_classes("hydra++")
+    head = head_class(config_class(hidden_size=32, vocab_size=VOCAB, **sizes))  # type: ignore[arg-type]
+    assert sizes["num_attention_heads"] == 4
+    assert sizes["num_key_value_heads"] == (4 if family in ("gpt2", "gpt_neox") else 2)
+    assert sizes["head_size"] == 8
+    assert sizes["intermediate_size"] == (128 if family == "gpt2" else 48)
+    assert isinstance(head, DraftHead)
+    others = {
+        "gpt2": {"layer_norm_epsilon": 3e-4},
+        "gpt_neox": {"layer_norm_eps": 3e-4, "rope_parameters": {"rope_type": "default", "rope_theta": 1234.0}},
+        "gemma3_text": {
+            "rms_norm_eps": 3e-4,
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": theta}
+                for kind, theta in (("sliding_attention", 77.0), ("full_attention", 1234.0))
+            },
+        },
+    }
+    usual = {"rms_norm_eps": 3e-4, "rope_parameters": {"rope_type": "default", "rope_theta": 1234.0}}
+    sizes = tiny_model(family, **others.get(family, usual)).layer_sizes
+    assert sizes["norm_epsilon"] == 3e-4
+    assert sizes["rope_theta"] == (10000.0 if family == "gpt2" else 1234.0)
+    assert fitting("amphista", num_heads=3) == {"num_heads": 4}

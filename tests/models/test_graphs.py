@@ -1,0 +1,391 @@
+"""Static steps: the same numbers as ordinary ones, no value or shape that depends on data, and graphs.
+
+There need be no GPU: :class:`Tape` stands for a CUDA graph. Like one it replays the operators of the capture on the
+tensors of the capture, whatever became of Python's variables since.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from draftheads.decode.batch import Batch
+from draftheads.decode.engine import Engine
+from draftheads.draft import Draft, Verdict
+from draftheads.models import kv_cache
+from draftheads.models import kv_target as target
+from draftheads.models.graphs import Outputs, StaticOnly, StepGraphs, capture_for
+from draftheads.models.kv_target import Target, padded_nodes
+from draftheads.models.model import TargetModel
+from draftheads.tree import Tree
+from families import FAMILIES, GROWING, PROMPTS, TREES, VOCAB, Prophet, WildProphet, tiny_head, tiny_model
+
+LENGTHS = [len(prompt) for prompt in PROMPTS]
+EIGHT = [*PROMPTS, [4, 5], [22, 3, 9, 4], [8, 8, 8, 8, 8, 8], [20, 19, 18], [6, 21]]
+
+
+class Tape(TorchDispatchMode):
+    """Records operators with the very tensors that they met."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Sequence[Any], dict[str, Any], Any]] = []
+        self.num_replays = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        for func, args, kwargs, out in self.calls:
+            new = func(*args, **kwargs)
+            for old, value in zip(tree_leaves(out), tree_leaves(new), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != value.data_ptr():  # neither a view nor in place
+                    old.copy_(value)
+
+    def pool(self) -> str:
+        return "a pool"
+
+
+class Taping:
+    """A capture that any device can do."""
+
+    def __init__(self) -> None:
+        self.tapes: list[Tape] = []
+        self.pools: list[Any] = []
+
+    def __call__(self, run: Callable[[], Outputs], pool: Any) -> tuple[Tape, Outputs, Outputs]:
+        tape = Tape()
+        with StaticOnly(), tape:
+            outputs = run()
+        self.tapes.append(tape)
+        self.pools.append(pool)
+        return tape, outputs, tuple(output.clone() for output in outputs)
+
+
+@pytest.fixture
+def taping(monkeypatch: pytest.MonkeyPatch) -> Taping:
+    """Targets of models with static steps capture them, in caches that grow and shrink often."""
+    capture = Taping()
+    monkeypatch.setattr(target, "capture_for", lambda _: capture)
+    monkeypatch.setattr(target, "STATIC_SLOTS", 32)
+    monkeypatch.setattr(kv_cache, "BLOCK_SLOTS", 16)
+    return capture
+
+
+def static(model: TargetModel) -> TargetModel:
+    model = copy.copy(model)
+    model.set_graphs(on=True)
+    return model
+
+
+def inputs(tree: Tree, tokens: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
+    """Of the static part."""
+    rows = len(lengths)
+    depths = torch.tensor([tree.depths]).repeat(rows, 1)
+    return tokens, depths, tree.ancestor_mask.repeat(rows, 1, 1), torch.tensor(lengths)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tree", ["ragged", "64 nodes"])
+def test_static_steps_equal_ordinary_ones(family: str, tree: str) -> None:
+    """Three rows of different lengths; after the first tree some nodes are kept, which moves entries."""
+    model, shape = tiny_model(family), TREES[tree]
+    ordinary, fixed = Target(model), Target(static(model))
+    tokens = torch.randint(3, VOCAB, (3, shape.num_nodes), generator=torch.Generator().manual_seed(1))
+    deepest = max(shape.paths, key=len)
+    path = [shape.paths.index(deepest[:depth]) for depth in range(len(deepest) + 1)]
+    verdict = Verdict(
+        torch.tensor([path, [0] * len(path), path]), torch.tensor([len(path), 1, 2]), torch.tensor([4, 5, 6])
+    )
+    for each in (ordinary, fixed):
+        each.prefill(PROMPTS)
+    for _ in range(3):
+        for expected, found in zip(
+            ordinary.verify(Draft.on_tree(shape, tokens)), fixed.verify(Draft.on_tree(shape, tokens)), strict=True
+        ):
+            assert found.shape == expected.shape
+            # sums over more slots, of which the others are exactly 0, are added in another order
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=3e-5)
+        for each in (ordinary, fixed):
+            each.commit(verdict, verdict.num_accepted.tolist())
+    assert ordinary.lengths == fixed.lengths
+    assert fixed.cache.capacity % target.STATIC_SLOTS == 0
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "gemma3_text"])
+@torch.inference_mode()
+def test_the_static_part_is_one_graph_for_all_lengths(family: str) -> None:
+    """``fullgraph`` raises at a graph break; shapes are fixed, and another vector of lengths compiles nothing anew."""
+    model, tree = tiny_model(family), TREES["ragged"]
+    at_work = Target(static(model))
+    at_work.prefill(PROMPTS)
+    at_work.cache.reserve(3, 128)
+    tokens = torch.randint(3, VOCAB, (3, tree.num_nodes), generator=torch.Generator().manual_seed(1))
+    compiled = torch.compile(at_work.verify_static, fullgraph=True, backend="eager", dynamic=False)
+    for lengths in (LENGTHS, [2, 5, 1], [100, 7, 64]):
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            found = compiled(*inputs(tree, tokens, lengths))
+        expected = at_work.verify_static(*inputs(tree, tokens, lengths))
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_nothing_in_the_static_part_needs_the_host(family: str) -> None:
+    at_work, tree = Target(static(tiny_model(family))), TREES["ragged"]
+    at_work.prefill(PROMPTS)
+    with StaticOnly():
+        at_work.verify_static(*inputs(tree, torch.full((3, tree.num_nodes), 5), LENGTHS))
+        at_work.move_static(torch.tensor([[0, 2]] * 3), torch.tensor([2, 1, 2]), torch.tensor(LENGTHS))
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        lambda x: x.sum().item(),
+        lambda x: int(x.max()),
+        lambda x: bool((x > 1).any()),
+        lambda x: x[x > 1],
+        lambda x: x.nonzero(),
+        lambda x: torch.equal(x, x),
+        lambda x: x.repeat_interleave(x),
+        lambda x: x.index_put_((x > 1,), x[:2]),
+        lambda x: x.to("meta"),
+        lambda x: torch.empty(4, device="meta").copy_(x),
+    ],
+    ids=["item", "int", "bool", "mask", "nonzero", "equal", "repeat", "put", "to", "copy"],
+)
+@pytest.mark.parametrize("inference", [True, False])
+def test_what_needs_the_host_is_found(action: Callable[[Tensor], object], inference: bool) -> None:
+    with (
+        torch.inference_mode(inference),
+        pytest.raises(RuntimeError, match="needs the host"),
+        StaticOnly(),
+    ):
+        action(torch.arange(4))
+
+
+def test_what_stays_on_the_device_is_not() -> None:
+    x = torch.arange(4)
+    with StaticOnly():
+        x[torch.tensor([0, 2])] = x[torch.tensor([1, 3])]
+        x[x > 2] = 0
+        assert x.to(torch.float32).dtype == torch.float32
+    assert x.tolist() == [1, 1, 0, 0]
+
+
+# --- decoding ---
+
+
+def decode(engine: Engine, **settings: object) -> list[tuple[int, ...]]:
+    results = engine.generate(EIGHT, **{"max_new_tokens": 40, "ignore_eos": True, **settings})
+    return [result.token_ids for result in results]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "gemma3_text"])
+def test_captured_steps_are_lossless(family: str, batch_size: int, taping: Taping) -> None:
+    """Rows join and leave; trees change with every step; buffers move. Each path of a tree is accepted at some time."""
+    model = tiny_model(family)
+    plain = decode(Engine(model, max_batch_size=1))
+    answers = {tuple(prompt): answer for prompt, answer in zip(EIGHT, plain, strict=True)}
+    captured = static(model)
+    assert decode(Engine(captured, max_batch_size=batch_size)) == plain
+    drafters = [
+        Prophet(TREES["ragged"], answers),
+        WildProphet(answers, max_nodes=24),
+        tiny_head("hydra", model),
+        tiny_head("eagle", model),
+    ]
+    drafters[-2].shape = GROWING["best first"]
+    for drafter in drafters:
+        before = len(taping.tapes)
+        assert decode(Engine(captured, drafter, max_batch_size=batch_size)) == plain
+        assert len(taping.tapes) > before
+    assert sum(tape.num_replays for tape in taping.tapes) > 100
+    sampled = {"temperature": 1.0, "seed": 3}
+    expected = decode(Engine(model, max_batch_size=1), **sampled)
+    assert decode(Engine(captured, tiny_head("hydra", model), max_batch_size=batch_size), **sampled) == expected
+
+
+def test_static_steps_without_graphs_are_lossless(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen2")
+    plain = decode(Engine(model))
+    forward = Target.verify_static
+    calls = []
+    monkeypatch.setattr(Target, "verify_static", lambda *a: calls.append(0) or forward(*a))
+    assert decode(Engine(static(model), tiny_head("medusa", model), max_batch_size=3)) == plain
+    assert len(calls) > 40
+    calls.clear()
+    model.set_graphs(on=False)
+    assert decode(Engine(model, max_batch_size=3)) == plain
+    assert not calls
+
+
+def test_a_model_that_cannot_be_captured_is_decoded_without_graphs(taping: Taping) -> None:
+    """One warning, and no further attempt, by this batch or a later one."""
+    model = tiny_model("llama")
+    plain = decode(Engine(model))
+    model.model.model.norm.register_forward_hook(lambda _, __, out: out if bool(out.isfinite().all()) else None)
+    captured = static(model)
+    with pytest.warns(UserWarning, match="without CUDA graphs: .* needs the host") as warned:
+        assert decode(Engine(captured, max_batch_size=3)) == plain
+    assert len(warned) == 1
+    assert not captured.has_static_steps
+    assert decode(Engine(captured, max_batch_size=3)) == plain  # warnings are errors
+    assert not taping.tapes
+
+
+def test_sizes_are_few_and_never_too_small() -> None:
+    sizes = [padded_nodes(nodes) for nodes in range(1, 129)]
+    assert all(nodes <= size <= max(4, 1.6 * nodes) for nodes, size in enumerate(sizes, 1))
+    assert len({size for size in sizes if size <= 64}) == 9
+    assert [padded_nodes(size) for size in sizes] == sizes
+
+
+@pytest.mark.parametrize("method", [None, "medusa", "hydra"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_step_on_a_static_tree_asks_the_device_once(
+    method: str | None, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Truth values are not counted: accept() asks for one on CPUs only."""
+    model = static(tiny_model("llama"))
+    head = None if method is None else tiny_head(method, model)
+    if head is not None:
+        head.shape = TREES["ragged"]
+    engine, asked = Engine(model, head), []
+    batch = Batch(model, engine.fresh_drafter())
+    batch.join(engine.sequences(PROMPTS, max_new_tokens=60, ignore_eos=True, temperature=temperature))
+    for name in ("tolist", "item", "cpu", "numpy", "__int__", "__float__", "__index__", "nonzero"):
+        own = getattr(Tensor, name)
+        monkeypatch.setattr(Tensor, name, lambda *a, name=name, own=own: asked.append(name) or own(*a))
+    for _ in range(4):
+        asked.clear()
+        batch.step()
+        assert asked == ["tolist"]
+
+
+# --- bookkeeping ---
+
+
+class Doubling:
+    """A function, and how often it was run."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, x: Tensor) -> Outputs:
+        self.calls += 1
+        return (2 * x,)
+
+
+def test_the_second_run_of_a_key_captures_and_further_ones_replay() -> None:
+    taping, double = Taping(), Doubling()
+    graphs = StepGraphs(taping)
+    found = [graphs.run("a", 0, double, torch.tensor([number]))[0] for number in range(5)]
+    assert [int(one) for one in found] == [0, 2, 4, 6, 8], "results are copies"
+    assert double.calls == 2
+    assert taping.tapes[0].num_replays == 3
+    assert graphs.run("b", 0, double, torch.tensor([1.0, 2.0]))[0].tolist() == [2.0, 4.0]
+    assert graphs.run("b", 0, double, torch.tensor([3.0, 2.0]))[0].tolist() == [6.0, 4.0]
+    assert len(graphs) == 2
+    assert taping.pools == [None, "a pool"]
+
+
+def test_graphs_are_dropped_with_their_generation() -> None:
+    taping, double = Taping(), Doubling()
+    graphs = StepGraphs(taping)
+    for generation in (0, 0, 0, 1, 1):
+        graphs.run("a", generation, double, torch.ones(1))
+    assert len(taping.tapes) == 2
+    assert taping.pools == [None, None], "the pool of dropped graphs is gone"
+    graphs.run("a", 2, double, torch.ones(1))
+    assert len(graphs) == 0
+
+
+def test_the_graph_that_was_not_used_for_longest_is_dropped() -> None:
+    taping = Taping()
+    graphs = StepGraphs(taping, limit=2)
+    for key in "aabbacc":
+        graphs.run(key, 0, Doubling(), torch.ones(1))
+    assert len(graphs) == 2
+    graphs.run("a", 0, Doubling(), torch.ones(1))
+    assert len(taping.tapes) == 3
+    graphs.run("b", 0, Doubling(), torch.ones(1))
+    assert len(taping.tapes) == 4
+
+
+def test_after_a_failure_everything_is_run_as_it_is() -> None:
+    attempts = []
+
+    def fail(run: Callable[[], Outputs], pool: object) -> Any:
+        attempts.append(run)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    graphs, double = StepGraphs(fail), Doubling()
+    graphs.run("a", 0, double, torch.ones(1))
+    with pytest.warns(UserWarning, match="not permitted"):
+        assert graphs.run("a", 0, double, torch.ones(1))[0].item() == 2
+    assert graphs.failure is not None
+    for _ in range(3):
+        assert graphs.run("a", 0, double, torch.ones(1))[0].item() == 2
+    assert len(attempts) == 1
+    assert double.calls == 5
+
+
+def test_only_cuda_is_captured() -> None:
+    assert capture_for(torch.device("cpu")) is None
+    assert capture_for(torch.device("cuda", 0)) is not None
+    assert not tiny_model("llama").has_static_steps
+
+
+def test_the_generation_changes_when_the_buffers_move() -> None:
+    at_work = Target(tiny_model("llama"))
+    at_work.prefill(PROMPTS)
+    before, keys = at_work.cache.generation, at_work.cache.layers[0].keys
+    at_work.cache.reserve(3, 100)
+    assert (at_work.cache.generation, at_work.cache.layers[0].keys) == (before, keys)
+    at_work.cache.reserve(3, 1000)
+    assert at_work.cache.generation != before
+    assert at_work.cache.layers[0].keys is not keys
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_graphs_give_what_is_captured() -> None:
+    model = tiny_model("llama")
+    model.model.to("cuda")
+    captured, plain = Target(static(model)), Target(copy.copy(model))
+    plain.model.set_graphs(on=False)
+    tokens = torch.full((3, 8), 5, device="cuda")
+    for each in (captured, plain):
+        each.prefill(PROMPTS)
+    for step in range(4):
+        draft = Draft.on_tree(Tree.chain(7), (tokens + step) % VOCAB)
+        for found, expected in zip(captured.verify(draft), plain.verify(draft), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+        counts = torch.tensor([3, 1, 8], device="cuda")
+        path = torch.arange(8, device="cuda").repeat(3, 1)
+        for each in (captured, plain):
+            each.commit(Verdict(path, counts, counts), counts.tolist())
+    assert len(captured.graphs) == 2

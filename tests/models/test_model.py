@@ -1,0 +1,247 @@
+"""The frozen model as heads see it: which models are refused, what logits follow from, and what a twin shares."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from draftheads.errors import UnsupportedModel
+from draftheads.kernels import PackedLinear
+from draftheads.models.fast import speed_up
+from draftheads.models.kv_target import check_trees
+from draftheads.models.model import TargetModel
+from families import FAMILIES, SMALL, VOCAB, IntegerTokenizer, tiny_model
+
+MOE = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+BLOOM = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "mamba": ({"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, "linear_attention"),
+    "rwkv": ({"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}, "a recurrent state"),
+    "recurrent_gemma": ({**SMALL, "head_dim": 8, "lru_width": 32}, "linear_attention"),
+    "qwen3_next": (
+        {**SMALL, **MOE, **LINEAR, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+        "linear_attention",
+    ),
+    "lfm2": ({**SMALL, "layer_types": ["conv", "full_attention"]}, "conv"),
+    "falcon_h1": (SMALL, "hybrid"),
+    "bloom": (BLOOM, "by their slot in the cache"),
+    "mpt": ({"vocab_size": VOCAB, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}, "by their slot"),
+    "falcon": ({**SMALL, "alibi": True}, "by their slot"),
+    "gpt_neo": (
+        {**SMALL, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8},
+        "by their slot",
+    ),
+}
+
+
+def built(model_type: str, options: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**options), dtype=torch.float32).eval()
+
+
+def target_of(model: Any, tokenizer: Any = None) -> TargetModel:
+    return TargetModel(model, tokenizer or IntegerTokenizer(), "some-model")
+
+
+# --- models whose drafts cannot be taken back ---
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_models_that_cannot_rewind_or_read_trees_are_refused(model_type: str):
+    options, reason = REFUSED[model_type]
+    with pytest.raises(UnsupportedModel, match=f"some-model.*{reason}"):
+        target_of(built(model_type, options))
+
+
+def test_falcon_without_alibi_is_welcome():
+    check_trees(target_of(built("falcon", SMALL)))
+
+
+def test_a_state_of_its_own_is_refused_whatever_the_configuration_says():
+    model = tiny_model("llama").model
+    model._is_stateful = True
+    with pytest.raises(UnsupportedModel, match="has a recurrent state: drafts are rewound by dropping cache entries"):
+        target_of(model)
+
+
+# --- trees ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trees_can_be_checked_on_every_family(family: str, dtype: torch.dtype):
+    check_trees(tiny_model(family, dtype=dtype))
+
+
+def test_a_model_that_crashes_on_trees_is_refused():
+    target = tiny_model("llama")
+    forward = target.decoder.forward
+
+    def no_masks(*args: Any, attention_mask: Tensor | None = None, **rest: Any) -> Any:
+        if attention_mask is not None:
+            _batch, _length = attention_mask.shape  # as old models do
+        return forward(*args, **rest)
+
+    target.decoder.forward = no_masks
+    with pytest.raises(UnsupportedModel, match="tiny-llama cannot read a tree of drafts: too many values to unpack"):
+        check_trees(target)
+
+
+@pytest.mark.parametrize("wrong", ["mask", "positions"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_reads_trees_otherwise_is_refused(wrong: str, dtype: torch.dtype):
+    target = tiny_model("llama", dtype=dtype)
+    forward = target.decoder.forward
+
+    def careless(*args: Any, **given: Any) -> Any:
+        if wrong == "mask" and given.get("attention_mask") is not None:
+            given["attention_mask"] = torch.zeros_like(given["attention_mask"])
+        if wrong == "positions" and given.get("position_ids") is not None:
+            given["position_ids"] = torch.arange(given["position_ids"].shape[1])[None]
+        return forward(*args, **given)
+
+    target.decoder.forward = careless
+    with pytest.raises(UnsupportedModel, match=r"tiny-llama: logits in a tree of drafts differ .* by [0-9.]+%"):
+        check_trees(target)
+
+
+# --- logits ---
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "cohere"])
+def test_logits_follow_from_the_hidden_state(family: str):
+    target = tiny_model(family) if family in FAMILIES else target_of(built(family, {**SMALL, "logit_scale": 0.25}))
+    text = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [3, 4, 3, 4, 3, 4, 3, 4, 3, 4]])
+    with torch.inference_mode():
+        expected = target.model(text).logits
+        hidden = target.hidden_states(text)
+        found = target.logits(hidden)
+    assert hidden.shape == (2, 10, target.hidden_size)
+    assert found.shape == (2, 10, target.vocab_size)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert not hidden.requires_grad
+
+
+def test_what_is_padded_on_the_right_changes_nothing():
+    for family in ("mistral", "gpt2"):
+        target = tiny_model(family)
+        text = torch.tensor([[5, 6, 7, 8]])
+        padded = torch.tensor([[5, 6, 7, 8, 0, 0, 9]])
+        torch.testing.assert_close(target.hidden_states(padded)[:, :4], target.hidden_states(text))
+
+
+class Bent(nn.Module):
+    """A model whose logits are bent after the lm_head in a way of its own."""
+
+    def __init__(self, inner: nn.Module, bend: Any) -> None:
+        super().__init__()
+        self.inner, self.bend = inner, bend
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("inner", "bend"):
+            return super().__getattr__(name)
+        return getattr(self.inner, name)
+
+    def forward(self, **inputs: Any) -> Any:
+        return SimpleNamespace(logits=self.bend(self.inner(**inputs).logits))
+
+
+@pytest.mark.parametrize(
+    ("bend", "fits"),
+    [
+        (lambda logits: logits, True),
+        (lambda logits: logits * 1.001, True),  # rounding, in bf16
+        (lambda logits: logits * 1.1, False),
+        (lambda logits: logits.tanh(), False),
+        (lambda logits: logits + 1.0, False),
+        (lambda logits: logits * float("nan"), False),
+    ],
+)
+def test_logits_that_are_bent_unknown_are_refused(bend: Any, fits: bool):
+    model = Bent(tiny_model("llama").model, bend)
+    if fits:
+        target_of(model)
+    else:
+        with pytest.raises(UnsupportedModel, match=r"some-model: its logits differ by .* from lm_head\(last hidden"):
+            target_of(model)
+
+
+# --- what is read from configurations ---
+
+
+def test_ends_of_text_come_from_everywhere():
+    model = tiny_model("llama").model
+    tokenizer = SimpleNamespace(eos_token_id=9)
+    model.generation_config.eos_token_id, model.config.eos_token_id = [2, 5], 7
+    assert target_of(model, tokenizer).eos_ids == {2, 5, 7, 9}
+    model.generation_config.eos_token_id, model.config.eos_token_id = 3, [4]
+    assert target_of(model, tokenizer).eos_ids == {3, 4, 9}
+    model.generation_config = model.config.eos_token_id = None
+    assert target_of(model).eos_ids == frozenset()
+
+
+def test_layer_kinds_and_windows():
+    full, sliding = "full_attention", "sliding_attention"
+    assert tiny_model("llama").layer_kinds == (full, full)
+    assert tiny_model("mistral").layer_kinds == (sliding, sliding)
+    assert tiny_model("gemma3_text").layer_kinds == (sliding, full)
+    assert tiny_model("gpt2").layer_kinds == (full, full)
+    assert tiny_model("mistral").sliding_window == 8
+    assert tiny_model("llama").sliding_window is None
+    unused = tiny_model("qwen2", sliding_window=8, use_sliding_window=False)
+    assert (unused.sliding_window, unused.layer_kinds) == (None, (full, full))
+
+
+def test_sizes():
+    target = tiny_model("gpt2", n_positions=40, dtype=torch.bfloat16)
+    assert (target.hidden_size, target.vocab_size, target.max_positions) == (32, VOCAB, 40)
+    assert (target.dtype, target.device) == (torch.bfloat16, torch.device("cpu"))
+
+
+def test_weights_of_tied_and_untied_embeddings():
+    tied, untied = tiny_model("llama", tie_word_embeddings=True), tiny_model("llama")
+    for target in (tied, untied):
+        weights = target.weights
+        assert weights.embedding is target.model.get_input_embeddings().weight
+        assert weights.lm_head is target.model.get_output_embeddings().weight
+        assert weights.lm_head_bias is None
+        assert weights.logit_scale == 1.0
+    assert tied.weights.embedding.data_ptr() == tied.weights.lm_head.data_ptr()
+    assert not torch.equal(untied.weights.embedding, untied.weights.lm_head)
+
+
+def test_weights_with_a_bias_and_with_a_scale():
+    phi = target_of(built("phi", SMALL))
+    bias = phi.weights.lm_head_bias
+    assert bias is phi.model.lm_head.bias
+    assert bias is not None
+    assert tiny_model("granite").weights.logit_scale == 0.5
+    assert target_of(built("cohere", {**SMALL, "logit_scale": 0.25})).weights.logit_scale == 0.25
+
+
+# --- twins ---
+
+
+def test_a_twin_shares_weights_and_nothing_else():
+    target = tiny_model("llama", tie_word_embeddings=True)
+    text = torch.tensor([[5, 6, 7, 8, 9]])
+    expected = target.model(text).logits
+    twin = target.twin()
+    assert (twin.tokenizer, twin.model_id) == (target.tokenizer, target.model_id)
+    tensors = dict(target.model.named_parameters()) | dict(target.model.named_buffers())
+    assert {name: id(tensor) for name, tensor in tensors.items()} == {
+        name: id(tensor) for name, tensor in [*twin.model.named_parameters(), *twin.model.named_buffers()]
+    }
+    assert not {id(module) for module in target.model.modules()} & {id(module) for module in twin.model.modules()}
+    assert torch.equal(twin.model(text).logits, expected)
+
+    speed_up(twin.model, exact_bits=True)
+    assert any(isinstance(module, PackedLinear) for module in twin.model.modules())
+    assert not any(isinstance(module, PackedLinear) for module in target.model.modules())
+    assert twin.config._attn_implementation != target.config._attn_implementation == "sdpa"
+    assert torch.equal(target.model(text).logits, expected)

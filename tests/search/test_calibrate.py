@@ -1,0 +1,466 @@
+"""What is seen of a head along recorded answers, against slow twins that ask it token by token."""
+
+import itertools
+from functools import cache
+from typing import Any, Self
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftheads.decode.engine import Engine
+from draftheads.draft import Context, Draft
+from draftheads.heads.base import DraftHead
+from draftheads.heads.hydra import HydraConfig, HydraHead
+from draftheads.models.model import TargetModel
+from draftheads.search import calibrate
+from draftheads.search.calibrate import (
+    DIVISORS,
+    Answer,
+    Observation,
+    fit_confidence,
+    observe,
+    reached,
+    reliability,
+    replay,
+)
+from draftheads.shapes import BestFirst
+from draftheads.tree import Tree
+from families import PROMPTS, tiny_head, tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+K = 3
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "medusa": ("medusa", {}),
+    "hydra": ("hydra", {}),
+    "trimmed medusa": ("medusa", {"draft_vocab_size": 14}),
+    "trimmed hydra": ("hydra", {"draft_vocab_size": 14, "lm_head": "own"}),
+}
+
+
+model_of = cache(tiny_model)
+
+
+@cache
+def said(model: TargetModel, *, temperature: float, max_new_tokens: int = 14) -> list[Answer]:
+    """What the model answers to all prompts."""
+    results = Engine(model).generate(
+        PROMPTS, max_new_tokens=max_new_tokens, temperature=temperature, seed=0, ignore_eos=True
+    )
+    return [Answer(tuple(prompt), result.token_ids) for prompt, result in zip(PROMPTS, results, strict=True)]
+
+
+@cache
+def state_before(model: TargetModel, answer: Answer, place: int) -> Tensor:
+    """(D,): the hidden state that the token at ``place`` was chosen from, read from nothing behind it."""
+    text = torch.tensor([[*answer.prompt_ids, *answer.token_ids[:place]]])
+    return model.hidden_states(text)[0, -1]
+
+
+def context_at(model: TargetModel, answer: Answer, place: int) -> Context:
+    before = [*answer.prompt_ids, *answer.token_ids][: len(answer.prompt_ids) + place]
+    return Context(
+        state_before(model, answer, place)[None, None],
+        torch.tensor([before[-1:]]),
+        torch.ones(1, dtype=torch.long),
+        torch.tensor([answer.token_ids[place]]),
+    )
+
+
+def logits_at(head: DraftHead, model: TargetModel, answer: Answer, place: int) -> list[Tensor]:
+    """Each head's logits (V',) when it drafts at a token and all guesses before its own were right."""
+    state = head.begin(context_at(model, answer, place), K)
+    found = []
+    for depth in range(min(K, len(answer.token_ids) - 1 - place)):
+        found.append(head.guess(state, depth)[0, 0])
+        token = torch.tensor([[answer.token_ids[place + 1 + depth]]])
+        state = head.descend(state, depth, torch.zeros(1, 1, dtype=torch.long), token)
+    return found
+
+
+@cache
+def chances_after(model: TargetModel, answer: Answer, place: int, temperature: float) -> Tensor:
+    """(V,): what the token after the one at ``place`` was drawn from."""
+    text = torch.tensor([[*answer.prompt_ids, *answer.token_ids[: place + 1]]])
+    with torch.inference_mode():
+        logits = model.model(text).logits[0, -1].double()
+    return (logits / temperature).softmax(0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *((family, "hydra") for family in ("llama", "mistral", "granite", "gemma2")),
+        *(("qwen3", kind) for kind in HEADS),
+    ],
+)
+def test_an_observation_is_what_the_head_says_token_by_token(family: str, kind: str, temperature: float) -> None:
+    num_ranks = 5
+    model = model_of(family)
+    method, options = HEADS[kind]
+    head = tiny_head(method, model, num_heads=K, **options)
+    misses = 0
+    for answer in said(model, temperature=temperature)[:2]:
+        length = len(answer.token_ids)
+        seen, hidden = observe(head, model, answer, num_ranks=num_ranks, temperature=temperature)
+        assert seen.ranks.shape == (length, K)
+        assert seen.probs.shape == seen.top_logits.shape == (length, K, num_ranks)
+        assert seen.log_norms.shape == (length, K, len(DIVISORS))
+        assert seen.complete.tolist() == [place + K < length for place in range(length)]
+        for place in range(length):
+            torch.testing.assert_close(hidden[place], state_before(model, answer, place), atol=1e-4, rtol=1e-4)
+            every = logits_at(head, model, answer, place)
+            for depth, logits in enumerate(every):
+                truth = answer.token_ids[place + 1 + depth]
+                best = logits.sort(descending=True, stable=True).indices[:num_ranks].tolist()
+                guesses = [int(head.to_target_ids(torch.tensor(guess))) for guess in best]
+                assert seen.ranks[place, depth] == (guesses.index(truth) if truth in guesses else num_ranks)
+                misses += truth not in guesses
+                if temperature:
+                    chances = chances_after(model, answer, place + depth, temperature)[guesses].float()
+                else:
+                    chances = torch.tensor([float(guess == truth) for guess in guesses])
+                torch.testing.assert_close(seen.probs[place, depth], chances, atol=1e-4, rtol=1e-3)
+                torch.testing.assert_close(seen.top_logits[place, depth], logits[best], atol=1e-4, rtol=1e-4)
+                norms = (logits[:, None] / DIVISORS).exp().sum(0).log().float()
+                torch.testing.assert_close(seen.log_norms[place, depth], norms, atol=1e-4, rtol=1e-4)
+            assert seen.ranks[place, len(every) :].tolist() == [num_ranks] * (K - len(every)), "the answer has ended"
+            assert not seen.probs[place, len(every) :].any()
+    assert 0 < misses < 2 * K * 13, "guesses were both right and wrong"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("size", [1, 5, 13])
+def test_how_many_positions_are_held_at_once_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, size: int, temperature: float
+) -> None:
+    model = model_of("llama")
+    head = tiny_head("hydra", model, num_heads=K)
+    answer = said(model, temperature=temperature)[0]
+    whole, states = observe(head, model, answer, num_ranks=6, temperature=temperature)
+    monkeypatch.setattr(calibrate, "_CHUNK", size)
+    again, same = observe(head, model, answer, num_ranks=6, temperature=temperature)
+    assert torch.equal(whole.ranks, again.ranks)
+    assert torch.equal(states, same)
+    for name in ("probs", "top_logits", "log_norms"):
+        torch.testing.assert_close(getattr(whole, name), getattr(again, name), atol=1e-5, rtol=1e-5)
+
+
+def test_more_ranks_than_tokens_to_guess_are_misses() -> None:
+    model = model_of("llama")
+    head = tiny_head("medusa", model, num_heads=K, draft_vocab_size=4)
+    answer = said(model, temperature=0.7)[0]
+    seen, _ = observe(head, model, answer, num_ranks=6, temperature=0.7)
+    assert set(seen.ranks.flatten().tolist()) <= {0, 1, 2, 3, 6}
+    assert not seen.probs[:, :, 4:].any()
+    assert bool((seen.top_logits[:, :, 4:] == -torch.inf).all())
+    assert len(fit_confidence([seen], 6)) == K
+
+
+def test_norms_are_computed_for_those_who_ask() -> None:
+    model = model_of("llama")
+    head = tiny_head("medusa", model, num_heads=K)
+    answer = said(model, temperature=0.0)[0]
+    with_norms, _ = observe(head, model, answer, num_ranks=4, temperature=0.0)
+    without, _ = observe(head, model, answer, num_ranks=4, temperature=0.0, log_norms=False)
+    assert not without.log_norms.any()
+    assert with_norms.log_norms[0].all()
+    assert torch.equal(with_norms.ranks, without.ranks)
+
+
+@pytest.mark.parametrize("length", [1, 2, K, K + 1])
+def test_answers_shorter_than_the_heads_reach_are_seen_as_far_as_they_go(length: int) -> None:
+    model = model_of("llama")
+    head = tiny_head("hydra", model, num_heads=K)
+    answer = said(model, temperature=0.0, max_new_tokens=length)[0]
+    seen, hidden = observe(head, model, answer, num_ranks=24, temperature=0.0)
+    assert hidden.shape == (length, model.hidden_size)
+    assert int(seen.complete.sum()) == max(0, length - K)
+    known = [[place + 1 + depth < length for depth in range(K)] for place in range(length)]
+    assert (seen.ranks < 24).tolist() == known, "all tokens are among 24 ranks where there are some"
+
+
+# --- confidence ---
+
+
+def made_up(
+    sharpness: list[float],
+    *,
+    length: int = 400,
+    num_ranks: int = 6,
+    vocab: int = 12,
+    drawn: bool = False,
+    seed: int = 0,
+) -> Observation:
+    """A head whose logits are so many times too sharp, and a target that says what they ought to be."""
+    chance = torch.Generator().manual_seed(seed)
+    ranks, probs, top_logits, norms = [], [], [], []
+    for factor in sharpness:
+        right = 2.0 * torch.randn(length, vocab, generator=chance, dtype=torch.float64)
+        right = right.sort(1, descending=True).values
+        chances = right.softmax(1)
+        rank = torch.multinomial(chances, 1, generator=chance)[:, 0].clamp_max(num_ranks)
+        ranks.append(rank)
+        hits = torch.nn.functional.one_hot(rank, num_ranks + 1)[:, :num_ranks].double()
+        probs.append(hits if drawn else chances[:, :num_ranks])
+        logits = factor * right
+        top_logits.append(logits[:, :num_ranks])
+        norms.append(torch.stack([(logits / divisor).logsumexp(1) for divisor in DIVISORS], 1))
+    parts = [torch.stack(part, 1) for part in (ranks, probs, top_logits, norms)]
+    return Observation(parts[0], *(part.float() for part in parts[1:]))
+
+
+def gain_of(seen: Observation, divisors: list[float], num_ranks: int) -> float:
+    """Log-likelihood of what was kept, or of none, from the guesses' own logits and a softmax over all tokens."""
+    total = 0.0
+    for depth, divisor in enumerate(divisors):
+        index = int((DIVISORS - divisor).abs().argmin())
+        for place in range(len(seen.ranks) - len(divisors)):
+            if any(int(rank) >= num_ranks for rank in seen.ranks[place, :depth]):
+                continue
+            logits = seen.top_logits[place, depth].double() / DIVISORS[index]
+            log_probs = logits - seen.log_norms[place, depth, index].double()
+            probs = seen.probs[place, depth].double()
+            none = max(1.0 - float(log_probs.exp().sum()), 1e-6)
+            total += float((probs * log_probs).sum()) + (1.0 - float(probs.sum())) * float(torch.tensor(none).log())
+    return total
+
+
+def test_known_divisors_are_recovered() -> None:
+    truth = [float(DIVISORS[index]) for index in (5, 16, 30)]
+    seen = [made_up(truth, seed=1), made_up(truth, length=90, seed=2)]
+    assert fit_confidence(seen, 6) == pytest.approx(truth)
+    swapped = fit_confidence([made_up(truth[::-1])], 6)
+    assert swapped == pytest.approx(truth[::-1]), "each head has its own"
+
+
+def test_known_divisors_are_recovered_from_single_draws() -> None:
+    truth = [float(DIVISORS[index]) for index in (10, 24)]
+    found = fit_confidence([made_up(truth, length=3000, drawn=True)], 6)
+    assert found == pytest.approx(truth, rel=0.15)
+
+
+def test_places_that_no_tree_reaches_do_not_count() -> None:
+    right, wrong = made_up([2.0, 2.0], length=300, seed=1), made_up([2.0, 0.5], length=300, seed=2)
+    missed = right.ranks[:, 0] >= 6
+    assert 0 < int(missed.sum()) < 300
+    mixed = Observation(
+        right.ranks,
+        right.probs,
+        torch.where(missed[:, None, None], wrong.top_logits, right.top_logits),
+        torch.where(missed[:, None, None], wrong.log_norms, right.log_norms),
+    )
+    assert fit_confidence([mixed], 6)[1] == fit_confidence([right], 6)[1]
+    expected = [place < 298 and int(right.ranks[place, 0]) < 6 for place in range(300)]
+    assert reached(right, 1, 6).tolist() == expected
+    assert reached(right, 0, 6).tolist() == [place < 298 for place in range(300)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_of_a_real_head_the_likeliest_divisors_are_found(temperature: float) -> None:
+    model = model_of("llama")
+    head = tiny_head("hydra", model, num_heads=K)
+    seen = [
+        observe(head, model, one, num_ranks=5, temperature=temperature)[0]
+        for one in said(model, temperature=temperature)
+    ]
+    found = fit_confidence(seen, 5)
+    best = sum(gain_of(one, found, 5) for one in seen)
+    assert best > sum(gain_of(one, [1.0] * K, 5) for one in seen)
+    for depth, step in itertools.product(range(K), (-1, 1)):
+        index = int((DIVISORS - found[depth]).abs().argmin()) + step
+        if 0 <= index < len(DIVISORS):
+            other = [*found[:depth], float(DIVISORS[index]), *found[depth + 1 :]]
+            assert best >= sum(gain_of(one, other, 5) for one in seen)
+
+
+def test_bins_of_confidence_sum_up() -> None:
+    seen = [made_up([2.0, 1.0], length=60, seed=1), made_up([2.0, 1.0], length=30, seed=2)]
+    divisors = [float(DIVISORS[28]), 1.0]
+    expected: dict[int, list[tuple[float, float]]] = {}
+    for one in seen:
+        for place in range(len(one.ranks) - 2):
+            for depth, divisor in enumerate(divisors):
+                if depth and int(one.ranks[place, 0]) >= 6:
+                    continue
+                norm = one.log_norms[place, depth, int((DIVISORS - divisor).abs().argmin())]
+                for logit, prob in zip(one.top_logits[place, depth], one.probs[place, depth], strict=True):
+                    sure = float((logit.double() / divisor - norm.double()).exp())
+                    expected.setdefault(min(int(sure * 12), 11), []).append((sure, float(prob)))
+    found = reliability(seen, divisors, 6)
+    assert len(found) == len(expected) > 8
+    for (_, pairs), row in zip(sorted(expected.items()), found, strict=True):
+        means = [sum(pair[i] for pair in pairs) / len(pairs) for i in (0, 1)]
+        assert row == pytest.approx([*means, len(pairs)], rel=1e-6)
+
+
+def test_with_the_right_divisors_confidence_is_what_is_kept() -> None:
+    seen = [made_up([2.0], length=3000)]
+    found = fit_confidence(seen, 6)
+    after, before = (reliability(seen, divisors, 6) for divisors in (found, [1.0]))
+    assert max(abs(sure - kept) for sure, kept, _ in after) < 0.01
+    assert max(abs(sure - kept) for sure, kept, _ in before) > 0.05
+
+
+# --- trees that grow ---
+
+
+class Remembering(HydraHead):
+    """Reads a fading memory of all states and tokens so far in place of the last state."""
+
+    needs_history = True
+
+    def __init__(self, config: HydraConfig) -> None:
+        super().__init__(config)
+        self.memories: list[Tensor] = []  # of the rows at work
+
+    def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
+        memory = torch.zeros_like(hidden[:, 0])
+        memories = []
+        for place in range(hidden.shape[1]):
+            memory = self.further(memory, hidden[:, place], token_ids[:, place])
+            memories.append(memory)
+        return super().forward(torch.stack(memories, 1), token_ids)
+
+    def fresh(self) -> Self:
+        other = super().fresh()
+        other.memories = []
+        return other
+
+    def begin(self, context: Context, depth: int) -> Tensor:
+        for row, count in enumerate(context.num_accepted.tolist()):
+            if row == len(self.memories):
+                self.memories.append(torch.zeros_like(context.hidden[row, 0]))
+            for place in range(count):
+                state, token = context.hidden[row, place], context.token_ids[row, place]
+                self.memories[row] = self.further(self.memories[row], state, token)
+        rows = len(context.root_ids)
+        last = torch.stack(self.memories)[:, None]
+        return super().begin(Context(last, context.root_ids[:, None], torch.ones(rows).long(), context.root_ids), depth)
+
+    def keep(self, rows: Tensor) -> None:
+        self.memories = [self.memories[row] for row in rows.tolist()]
+
+    def further(self, memory: Tensor, state: Tensor, token_id: Tensor) -> Tensor:
+        return 0.5 * memory + state + self.target_embedding[token_id]
+
+
+def remembering_head(model: TargetModel) -> Remembering:
+    torch.manual_seed(0)
+    head = Remembering(HydraConfig(hidden_size=model.hidden_size, vocab_size=model.vocab_size, num_heads=K))
+    head.initialise(model.weights)
+    for parameter in head.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return head.eval().requires_grad_(requires_grad=False)
+
+
+def head_of(kind: str, model: TargetModel) -> DraftHead:
+    if kind == "remembering":
+        return remembering_head(model)
+    method, options = HEADS.get(kind, (kind, {}))
+    return tiny_head(method, model, num_heads=K, **options)
+
+
+def replayed(
+    head: DraftHead, model: TargetModel, answers: list[Answer], shape: BestFirst
+) -> tuple[list[Tensor], list[list[float]]]:
+    """With states as they are observed."""
+    hidden = [observe(head, model, answer, num_ranks=2, temperature=0.0)[1] for answer in answers]
+    prompts = [model.hidden_states(torch.tensor([answer.prompt_ids]))[0] for answer in answers]
+    found = replay(head, shape, answers, hidden, prompts)
+    head.keep(torch.empty(0, dtype=torch.long))
+    return found
+
+
+def drafts_of(head: DraftHead, model: TargetModel, answer: Answer, shape: BestFirst) -> list[Draft]:
+    """What the head drafts at each token of the answer, one row alone."""
+    head.shape = shape
+    drafts = []
+    for place in range(len(answer.token_ids)):
+        context = context_at(model, answer, place)
+        if head.needs_history and place == 0:
+            prompt = torch.tensor([answer.prompt_ids])
+            context = Context(model.hidden_states(prompt), prompt, torch.tensor([prompt.shape[1]]), context.root_ids)
+        drafts.append(head.propose(context))
+    head.keep(torch.empty(0, dtype=torch.long))
+    return drafts
+
+
+def true_nodes(draft: Draft, truth: tuple[int, ...]) -> list[int]:
+    """The nodes below the root that follow the text, found step by step."""
+    parents, tokens = draft.parents[0].tolist(), draft.token_ids[0].tolist()
+    node, found = 0, []
+    for token in truth:
+        children = [n for n in range(1, len(tokens)) if (parents[n], tokens[n]) == (node, token)]
+        if not children:
+            break
+        (node,) = children
+        found.append(node)
+    return found
+
+
+KINDS = ["medusa", "hydra", "trimmed hydra", "remembering"]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "hydra++", "eagle"])
+def test_replaying_side_by_side_is_drafting_row_by_row_with_trees_of_every_size(kind: str) -> None:
+    model = model_of("llama")
+    head = head_of(kind, model)
+    head.confidence = (1.7, 0.8, 2.5)
+    answers = [
+        Answer(one.prompt_ids, one.token_ids[:length])
+        for one, length in zip(said(model, temperature=0.7), (14, 5, 1), strict=True)
+    ]
+    found, _ = replayed(head, model, answers, BestFirst(30, num_ranks=6, beam=3))
+    kept_by_size = []
+    for size in (1, 2, 9, 30):
+        kept = []
+        for answer in answers:
+            drafts = drafts_of(head, model, answer, BestFirst(size, num_ranks=6, beam=3))
+            kept += [
+                len(true_nodes(draft, answer.token_ids[place + 1 : place + 1 + K]))
+                for place, draft in enumerate(drafts)
+            ]
+        assert torch.cat([(sizes <= size).sum(1) for sizes in found]).tolist() == kept
+        kept_by_size.append(sum(kept))
+    assert kept_by_size[0] == 0 < kept_by_size[1] < kept_by_size[2] < kept_by_size[-1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replaying_counts_how_often_whole_paths_are_kept(kind: str) -> None:
+    model = model_of("llama")
+    head = head_of(kind, model)
+    head.confidence = (2.0, 2.0, 3.0)
+    answers = said(model, temperature=0.0)
+    shape = BestFirst(20, num_ranks=6, beam=4)
+    _, bins = replayed(head, model, answers, shape)
+    expected: dict[int, list[tuple[float, float]]] = {}
+    for answer in answers:
+        drafts = drafts_of(head, model, answer, shape)
+        for place in range(len(answer.token_ids) - K):
+            draft = drafts[place]
+            assert draft.path_log_probs is not None
+            true = true_nodes(draft, answer.token_ids[place + 1 : place + 1 + K])
+            for node in range(1, draft.num_nodes):
+                sure = float(draft.path_log_probs[0, node].exp())
+                expected.setdefault(min(int(sure * 12), 11), []).append((sure, float(node in true)))
+    assert len(bins) == len(expected) > 3
+    for (_, pairs), row in zip(sorted(expected.items()), bins, strict=True):
+        assert row == pytest.approx(
+            [sum(pair[i] for pair in pairs) / len(pairs) for i in (0, 1)] + [len(pairs)], rel=1e-4
+        )
+    assert sum(count for *_, count in bins) == 19 * sum(len(answer.token_ids) - K for answer in answers)
+
+
+def test_replaying_heeds_confidence_and_leaves_the_head_s_tree() -> None:
+    model = model_of("llama")
+    head = tiny_head("medusa", model, num_heads=K)
+    head.shape = Tree.cartesian([2, 2])
+    answers = said(model, temperature=0.0)
+    found = []
+    for confidence in ((1.0, 1.0, 1.0), (4.0, 0.4, 1.0)):
+        head.confidence = confidence
+        found.append(torch.cat(replayed(head, model, answers, BestFirst(24, num_ranks=6))[0]))
+        assert head.shape == Tree.cartesian([2, 2])
+    assert not torch.equal(*found)

@@ -1,0 +1,105 @@
+"""Prediction is decoding: the engine takes just the steps that were foreseen on recorded answers."""
+
+from functools import cache
+
+import pytest
+import torch
+from tests.search.test_calibrate import head_of, replayed
+
+from draftheads.decode.engine import Engine
+from draftheads.decode.request import GenerationResult
+from draftheads.heads.base import DraftHead
+from draftheads.models.model import TargetModel
+from draftheads.search.calibrate import Answer, Observation, observe
+from draftheads.shapes import BestFirst, Shape
+from draftheads.tree import Tree
+from draftheads.tree_search import entries, joint_order, path_counts, simulate
+from families import TREES, VOCAB, tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NUM_PROMPTS, NEW_TOKENS, BATCH, RANKS = 8, 32, 4, 10
+model_of = cache(tiny_model)
+
+
+def prompts() -> list[list[int]]:
+    chance = torch.Generator().manual_seed(5)
+    lengths = torch.randint(1, 16, (NUM_PROMPTS,), generator=chance).tolist()
+    return [torch.randint(3, VOCAB, (length,), generator=chance).tolist() for length in lengths]
+
+
+def decoded(model: TargetModel, head: DraftHead | None, temperature: float) -> list[GenerationResult]:
+    """All prompts, a few at a time; some answers end before they are cut off."""
+    engine = Engine(model, head, max_batch_size=BATCH)
+    return engine.generate(prompts(), max_new_tokens=NEW_TOKENS, temperature=temperature, seed=11)
+
+
+@cache
+def recorded(family: str, temperature: float) -> list[Answer]:
+    results = decoded(model_of(family), None, temperature)
+    return [Answer(tuple(prompt), result.token_ids) for prompt, result in zip(prompts(), results, strict=True)]
+
+
+def measured(model: TargetModel, head: DraftHead, shape: Shape, answers: list[Answer], temperature: float) -> float:
+    """Tokens per step that the engine takes to say the same."""
+    head.shape = shape
+    results = decoded(model, head, temperature)
+    assert [result.token_ids for result in results] == [answer.token_ids for answer in answers]
+    return sum(len(result.token_ids) - 1 for result in results) / sum(result.num_steps for result in results)
+
+
+def observed(head: DraftHead, model: TargetModel, answers: list[Answer], temperature: float) -> list[Observation]:
+    return [observe(head, model, one, num_ranks=RANKS, temperature=temperature, log_norms=False)[0] for one in answers]
+
+
+CASES = [
+    ("llama", "medusa"),
+    ("llama", "hydra"),
+    ("llama", "remembering"),
+    ("granite", "trimmed hydra"),
+    ("gemma2", "hydra"),
+    ("mistral", "trimmed medusa"),
+]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("family", "kind"), CASES)
+def test_static_trees_keep_what_was_foreseen(family: str, kind: str, temperature: float) -> None:
+    model = model_of(family)
+    head, answers = head_of(kind, model), recorded(family, temperature)
+    seen = observed(head, model, answers, temperature)
+    order = joint_order(path_counts(torch.cat([one.ranks for one in seen]), num_ranks=RANKS), 24)
+    tables = [entries(one.ranks, order) for one in seen]
+    foreseen = []
+    for size in (3, 24):
+        foreseen.append(simulate(tables, size)[0])
+        assert foreseen[-1] == measured(model, head, Tree.from_paths(order[: size - 1]), answers, temperature)
+    assert 1.0 < foreseen[0] < foreseen[1]
+    tree = TREES["ragged"]  # that grew from nothing that was seen
+    tables = [entries(one.ranks, tree.paths[1:]) for one in seen]
+    assert simulate(tables, tree.num_nodes)[0] == measured(model, head, tree, answers, temperature)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("family", "kind"), CASES)
+def test_growing_trees_keep_what_was_foreseen(family: str, kind: str, temperature: float) -> None:
+    model = model_of(family)
+    head, answers = head_of(kind, model), recorded(family, temperature)
+    head.confidence = (1.6, 2.2, 0.9)
+    texts, _ = replayed(head, model, answers, BestFirst(30, num_ranks=6, beam=3))
+    foreseen = []
+    for size in (3, 24):
+        foreseen.append(simulate(texts, size)[0])
+        shape = BestFirst(size, num_ranks=6, beam=3)
+        assert foreseen[-1] == measured(model, head, shape, answers, temperature)
+    assert 1.0 < foreseen[0] < foreseen[1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_each_answer_takes_as_many_steps_as_foreseen(temperature: float) -> None:
+    model = model_of("llama")
+    head, answers = head_of("hydra", model), recorded("llama", temperature)
+    head.shape = TREES["cartesian"]
+    seen = observed(head, model, answers, temperature)
+    foreseen = [simulate([entries(one.ranks, TREES["cartesian"].paths[1:])], 100)[0] for one in seen]
+    assert foreseen == [result.tokens_per_step for result in decoded(model, head, temperature)]
+    assert any(len(answer.token_ids) < NEW_TOKENS for answer in answers), "some answers end by themselves"

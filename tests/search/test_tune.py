@@ -1,0 +1,251 @@
+"""``draftheads tune`` on a tiny model: the profile it leaves, how it goes on after a kill, and what it refuses."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.cli.test_main import SPECIAL, letters_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import draftheads
+from draftheads.acceptance_profile import AcceptanceProfile, read_profile
+from draftheads.checkpoint import read_head
+from draftheads.cli.main import main
+from draftheads.cli.tune import own_folder, work_folder
+from draftheads.errors import CheckpointCorrupt, InvalidSettings
+from draftheads.files import locked
+from draftheads.loading import find_profile, kept_profile, profile_folder
+from draftheads.models.model import TargetModel
+from draftheads.search.replay import RehearsalSettings
+from draftheads.zoo.registry import zoo_heads
+from families import SMALL, VOCAB, tiny_head
+from nursery import Nursery
+
+QUICK = ["--num-prompts", "6", "--max-new-tokens", "10", "--max-nodes", "6"]
+PROMPTS = ["a dog", "hello", "fog and ice", "black ice on a hill", "mom", "a bad lad", "peking", "old film"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Nothing goes to the user's."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAFTHEADS_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, two heads for it, and prompts to tune on."""
+    place = tmp_path_factory.mktemp("tune")
+    torch.manual_seed(22)
+    model = LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": VOCAB, "max_position_embeddings": 512})).eval()
+    model.lm_head.weight.data[: len(SPECIAL)] = 0
+    model.save_pretrained(place / "model")
+    letters_tokenizer().save_pretrained(str(place / "model"))
+    base = TargetModel.load(str(place / "model"), dtype=torch.float32)
+    for method in ("medusa", "hydra"):
+        draftheads.save_head(tiny_head(method, base), place / method, base=base, dtype=torch.float32)
+    lines = [json.dumps({"prompt": prompt}) for prompt in PROMPTS]
+    (place / "prompts.jsonl").write_text("\n".join(lines[:6]), encoding="utf-8")
+    (place / "others.jsonl").write_text("\n".join(lines[4:]), encoding="utf-8")
+    (place / "one.jsonl").write_text(lines[0], encoding="utf-8")
+    return place
+
+
+@pytest.fixture
+def here(world: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(world)
+    monkeypatch.setenv("COLUMNS", "100")
+    return world
+
+
+def tune(method: str, *more: str) -> list[str]:
+    options = ["--precision", "fp32", "--prompts", "prompts.jsonl", *QUICK, *more]
+    return ["tune", "./model", f"./{method}", *options]
+
+
+@pytest.fixture(scope="module")
+def tuned(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What tuning hydra leaves in a folder."""
+    out = tmp_path_factory.mktemp("out") / "hydra"
+    with contextlib.chdir(world):
+        assert main(tune("hydra", "--out", str(out))) == 0
+    return out
+
+
+def test_it_leaves_a_profile_a_record_and_a_page(tuned: Path) -> None:
+    profile = read_profile(tuned / "acceptance.json")
+    record = json.loads((tuned / "tune.json").read_text())
+    assert (profile.num_texts, profile.num_tokens, profile.temperature) == (6, 60, 0.0)
+    assert profile.confidence == pytest.approx(record["confidence"]["temperatures"], abs=1e-4)
+    assert profile.paths == record["static"]["paths"]
+    for tokens, expected in (
+        (profile.static_tokens, record["static"]["expected"]),
+        (profile.dynamic_tokens, record["dynamic"]["expected"]),
+    ):
+        assert len(tokens) == 6
+        assert tokens == pytest.approx(list(accumulate(expected, max)), abs=1e-4)
+    assert record["head"] == "./hydra"
+    assert [batch["batch_size"] for batch in record["batches"]] == [1, 2, 4, 8, 16]
+    assert all(batch["speedup"] >= 1 for batch in record["batches"])
+    page = (tuned / "tune.html").read_text()
+    assert page.count("<svg") >= 6
+
+
+def test_a_tuned_head_is_loaded_with_its_profile_and_answers_as_plain_does(here: Path, tuned: Path) -> None:
+    plain = draftheads.load("./model", precision="fp32")
+    prompts = ["a dog", "ice", "hello"]
+    expected = [result.token_ids for result in plain.generate(prompts, max_new_tokens=30)]
+    engine = draftheads.load("./model", "./hydra", profile=tuned, precision="fp32")
+    assert engine.profile == read_profile(tuned / "acceptance.json")
+    assert engine.drafter.drafter.confidence == tuple(engine.profile.confidence)  # type: ignore[union-attr,attr-defined]
+    assert [result.token_ids for result in engine.generate(prompts, max_new_tokens=30)] == expected
+
+
+def test_a_head_of_ones_own_gets_its_profile_into_its_folder(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(tune("medusa")) == 0
+    shown = capsys.readouterr().out
+    assert "over plain" in shown
+    saved = read_profile("medusa/acceptance.json")
+    engine = draftheads.load("./model", "./medusa", precision="fp32")
+    assert engine.profile == saved != AcceptanceProfile.assumed(3)
+    assert draftheads.load("./model", "./medusa", profile=None, precision="fp32").profile is None
+    assert main(["info", "./medusa"]) == 0
+    assert "6 texts, 60 tokens at temperature 0" in capsys.readouterr().out
+    before = Path("medusa/tune.html").read_bytes()
+    Path("medusa/tune.html").unlink()
+    assert main(["report", "medusa"]) == 0
+    assert Path("medusa/tune.html").read_bytes() == before
+
+
+@pytest.mark.parametrize("profile", ["{}", "not JSON", None])
+def test_a_broken_profile_is_replaced_by_tuning(here: Path, tmp_path: Path, profile: str | None) -> None:
+    folder = shutil.copytree("medusa", tmp_path / "head")
+    (folder / "acceptance.json").unlink()
+    if profile is not None:
+        (folder / "acceptance.json").write_text(profile)
+    with pytest.raises(CheckpointCorrupt, match=r"acceptance\.json"):
+        draftheads.load("./model", folder, precision="fp32")
+    assert main(["tune", "./model", str(folder), *tune("medusa")[3:]]) == 0
+    assert find_profile(folder, "./model").num_texts == 6
+
+
+def test_prompts_do_not_travel_with_a_head(here: Path, tuned: Path) -> None:
+    assert {path.name for path in tuned.iterdir()} == {"acceptance.json", "tune.json", "tune.html", ".lock"}
+    assert list(work_folder(tuned).glob("*/answers-000.json"))
+    assert not work_folder(tuned).is_relative_to(tuned)
+
+
+def test_answers_are_used_again_for_other_heads(here: Path, tuned: Path, tmp_path: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in work_folder(tuned).glob("*/answers-*.json")}
+    assert main(tune("medusa", "--out", str(tmp_path / "other"))) == 0
+    assert {path: path.stat().st_mtime_ns for path in work_folder(tuned).glob("*/answers-*.json")} == before
+    assert main(tune("medusa", "--max-new-tokens", "9", "--out", str(tmp_path / "shorter"))) == 0
+    assert len(list(work_folder(tuned).glob("*/answers-*.json"))) > len(before)
+
+
+def test_calibrating_twice_finds_the_same(here: Path, tuned: Path, tmp_path: Path) -> None:
+    assert main(tune("hydra", "--out", str(tmp_path / "again"))) == 0
+    first, second = (json.loads((place / "tune.json").read_text()) for place in (tuned, tmp_path / "again"))
+    for part in ("static", "marginal", "dynamic", "dense", "accuracy", "confidence"):
+        assert first[part] == second[part]
+
+
+def test_a_search_for_a_temperature_counts_probabilities(here: Path, tmp_path: Path) -> None:
+    assert main(tune("medusa", "--temperature", "0.9", "--out", str(tmp_path / "warm"))) == 0
+    record = json.loads((tmp_path / "warm" / "tune.json").read_text())
+    counted = [share * record["num_tokens"] for share in record["static"]["shares"][1:]]
+    assert any(abs(count - round(count)) > 1e-3 for count in counted)
+    assert read_profile(tmp_path / "warm" / "acceptance.json").temperature == 0.9
+
+
+def test_killed_in_the_middle_it_goes_on_with_what_it_had(world: Path, tmp_path: Path) -> None:
+    out = tmp_path / "killed"
+    nursery = Nursery("tune")
+    more = ["--num-prompts", "32", "--max-new-tokens", "11"]
+    (tmp_path / "many.jsonl").write_text("\n".join(json.dumps({"prompt": "mom" + "a" * n}) for n in range(32)))
+    arguments = [*tune("hydra", "--out", str(out))[1:], *more, "--prompts", str(tmp_path / "many.jsonl")]
+    known = set(work_folder(out).glob("*/answers-*.json"))
+    try:
+        process = nursery.start(arguments, folder=world)
+        until = time.monotonic() + 60
+        while not (found := set(work_folder(out).glob("*/answers-*.json")) - known) and time.monotonic() < until:
+            time.sleep(0.001)
+        os.kill(process, signal.SIGKILL)
+        assert nursery.wait() == -signal.SIGKILL
+        written = {path: path.stat().st_mtime_ns for path in found}
+        assert written
+        assert not (out / "acceptance.json").exists()
+        nursery.start(arguments, folder=world)
+        assert nursery.wait() == 0
+    finally:
+        nursery.close()
+    assert {path: path.stat().st_mtime_ns for path in written} == written, "answers from before the kill are used"
+    assert read_profile(out / "acceptance.json").num_texts == 32
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(arguments) == 1
+    return capsys.readouterr().err
+
+
+def test_impossible_searches_are_refused(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ["--out", str(tmp_path / "no")]
+    one = ["tune", "./model", "./hydra", "--precision", "fp32", "--prompts", "one.jsonl", *QUICK, *out]
+    assert "1 prompts to calibrate on" in refused(one, capsys)
+    assert "no head" in refused(["tune", "./model", "./nothing", *out], capsys)
+    assert "cannot be read" in refused(["tune", "./model", "./hydra", "--prompts", "none.jsonl", *out], capsys)
+    (tmp_path / "file").write_text("")
+    assert "cannot write" in refused(tune("hydra", "--out", str(tmp_path / "file" / "x")), capsys)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"num_prompts": 1}, "num_prompts is 1; it must be at least 2"),
+        ({"max_nodes": 1}, "max_nodes is 1"),
+    ],
+)
+def test_impossible_settings_are_refused(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidSettings, match=words):
+        RehearsalSettings(**wrong)
+
+
+def test_two_searches_into_one_folder_do_not_meet(
+    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with locked(tmp_path / "busy", ""):
+        assert "another process is writing" in refused(tune("hydra", "--out", str(tmp_path / "busy")), capsys)
+
+
+def test_profiles_of_heads_that_are_not_ones_own_go_to_the_cache(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
+    saved = read_head("hydra")
+    assert own_folder(saved) == Path("hydra")
+    in_cache = profile_folder(saved)
+    assert in_cache.is_relative_to(tmp_path / "cache")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(here))
+    assert own_folder(saved) == in_cache
+    assert kept_profile(saved) is None
+    assert main(tune("hydra")) == 0
+    assert kept_profile(saved) == in_cache / "acceptance.json"
+    assert read_profile("hydra/acceptance.json") == saved.profile, "the head's own stays"
+    engine = draftheads.load("./model", "./hydra", precision="fp32")
+    assert engine.profile == read_profile(in_cache / "acceptance.json") != saved.profile
+    monkeypatch.undo()
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(here)
+    for head in zoo_heads():
+        assert own_folder(read_head(head.folder)).is_relative_to(tmp_path / "cache")

@@ -1,0 +1,120 @@
+"""``acceptance.json``: there and back, and every broken one refused by file, place and both values."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftheads.acceptance_profile import MAX_NODES, AcceptanceProfile, read_profile
+from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, DraftHeadsError, InvalidTree, StorageError
+from draftheads.shapes import BestFirst
+from draftheads.tree import Tree
+from families import tiny_profile
+
+PATHS = [[0], [0, 0], [1], [0, 0, 0], [0, 1]]
+PROFILE = tiny_profile(Tree.chain(1), paths=PATHS, static_tokens=[1.0, 1.5, 1.8, 1.9, 2.0, 2.0], copies=[[0.5, 0.25]])
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "acceptance.json"
+
+
+@pytest.mark.parametrize("profile", [PROFILE, replace(PROFILE, dynamic_tokens=[]), AcceptanceProfile.assumed(4)])
+def test_a_profile_comes_back(profile: AcceptanceProfile, path: Path) -> None:
+    profile.save(path)
+    assert read_profile(path) == profile
+    assert json.loads(path.read_text())["format_version"] == 1
+
+
+def test_numbers_are_rounded_for_people(path: Path) -> None:
+    replace(PROFILE, temperature=0.123456).save(path)
+    assert read_profile(path).temperature == 0.1235
+
+
+def test_trees_are_nested_in_the_order_of_the_paths() -> None:
+    trees = [PROFILE.tree(nodes) for nodes in range(1, 7)]
+    assert [tree.num_nodes for tree in trees] == [1, 2, 3, 4, 5, 6]
+    assert set(trees[3].paths) == {(), (0,), (0, 0), (1,)}
+    assert all(set(small.paths) < set(large.paths) for small, large in pairwise(trees))
+    assert PROFILE.tree(64) == trees[-1], "there are no more"
+    assert PROFILE.growing(7) == PROFILE.shape("dynamic", 7) == BestFirst(7, num_ranks=6, beam=4)
+    assert PROFILE.shape("static", 3) == trees[2]
+    assert (PROFILE.tokens("static"), PROFILE.tokens("dynamic")) == (PROFILE.static_tokens, PROFILE.dynamic_tokens)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": -1.0}, r"temperature is -1\.0; it must be at least 0"),
+    ({"num_texts": -1}, "num_texts is -1; it must be at least 0"),
+    ({"num_tokens": -2}, "num_tokens is -2; it must be at least 0"),
+    ({"confidence": []}, "confidence is empty"),
+    ({"confidence": [1.0, 0.0]}, r"confidence is \[1\.0, 0\.0\]; every number must lie between 0\.01 and 100"),
+    ({"static_tokens": [1.0, 1.5]}, "static_tokens has 2 numbers; 5 paths make 6 trees"),
+    ({"static_tokens": [0.5, 1.5, 1.8, 1.9, 2.0, 2.0]}, r"a step has 0\.5 tokens; it must have at least 1"),
+    ({"dynamic_tokens": [1.0] * 65}, "dynamic_tokens has 65 numbers; it must have at most 64"),
+    ({"paths": [[n] for n in range(64)], "static_tokens": [1.0] * 65}, "paths has 64 nodes; it must have at most 63"),
+    ({"copies": [[0.5], [1.5]]}, r"copies is \[\[0\.5\], \[1\.5\]\]; every number must lie between 0 and 1"),
+    ({"num_ranks": 1.5}, r"num_ranks is 1\.5; it must be int"),
+    ({"surprise": 1}, "unknown key surprise"),
+    ({"beam": "6"}, "beam is '6'; it must be int"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), WRONG)
+def test_a_broken_profile_is_named(change: dict[str, Any], words: str, path: Path) -> None:
+    path.write_text(json.dumps({**json.loads(PROFILE.to_json()), **change}))
+    with pytest.raises(CheckpointCorrupt, match=words) as caught:
+        read_profile(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"paths": [[0], [1, 0]], "static_tokens": [1.0] * 3}, InvalidTree),
+        ({"paths": [[0], [0]], "static_tokens": [1.0] * 3}, InvalidTree),
+        ({"paths": [[-1]], "static_tokens": [1.0] * 2}, InvalidTree),
+        ({"paths": [[0, 0], [0]], "static_tokens": [1.0] * 3}, InvalidTree),  # the tree of two nodes lacks a parent
+        ({"num_ranks": 0}, InvalidTree),
+        ({"format_version": 2}, CheckpointMismatch),
+        ({"format_version": None}, CheckpointCorrupt),
+    ],
+)
+def test_trees_and_versions_that_cannot_be_are_refused(
+    change: dict[str, Any], kind: type[DraftHeadsError], path: Path
+) -> None:
+    path.write_text(json.dumps({**json.loads(PROFILE.to_json()), **change}))
+    with pytest.raises(kind, match=r"acceptance\.json"):
+        read_profile(path)
+
+
+@pytest.mark.parametrize("key", list(json.loads(PROFILE.to_json())))
+def test_a_missing_key_is_named(key: str, path: Path) -> None:
+    raw = json.loads(PROFILE.to_json())
+    del raw[key]
+    path.write_text(json.dumps(raw))
+    with pytest.raises(CheckpointCorrupt, match=key):
+        read_profile(path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"format_version": 1, "temperature": NaN}'])
+def test_what_is_no_profile_is_refused(text: str, path: Path) -> None:
+    path.write_text(text)
+    with pytest.raises(CheckpointCorrupt, match=r"acceptance\.json"):
+        read_profile(path)
+
+
+def test_a_profile_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError):
+        PROFILE.save(tmp_path / "file" / "acceptance.json")
+
+
+def test_the_assumed_profile_is_a_chain() -> None:
+    profile = AcceptanceProfile.assumed(3)
+    assert profile.tree(MAX_NODES) == Tree.chain(3)
+    assert profile.static_tokens == [1.0, 1.5, 1.75, 1.875]
+    assert (profile.num_texts, profile.dynamic_tokens) == (0, [])

@@ -1,0 +1,187 @@
+"""Which acceptance profile a head is loaded with: the user's before the head's own, one given by name before both."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import draftheads
+from draftheads import loading
+from draftheads.acceptance_profile import AcceptanceProfile
+from draftheads.checkpoint import read_head, save_head
+from draftheads.cli.main import main
+from draftheads.decode.cost_profile import CostProfile, by_hand
+from draftheads.decode.engine import Engine
+from draftheads.decode.size_policy import SizePolicy
+from draftheads.errors import (
+    CacheWarning,
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    InvalidSettings,
+    InvalidTree,
+    ModelNotFound,
+)
+from draftheads.loading import load_target, profile_folder
+from draftheads.shapes import BestFirst
+from draftheads.tree import Tree
+from families import SMALL, tiny_head, tiny_profile
+from training_world import VOCAB, chat_tokenizer
+
+FP32: dict[str, Any] = {"precision": "fp32", "device": "cpu"}
+OWN = tiny_profile(Tree.chain(3), confidence=[1.5, 1.25, 1.0])
+OTHER = tiny_profile(Tree.from_paths([(0,), (1,)]), confidence=[0.5, 0.75, 1.0])
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a model and a head for it."""
+    place = tmp_path_factory.mktemp("profiles")
+    torch.manual_seed(3)
+    LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": len(VOCAB)})).save_pretrained(place / "model")
+    chat_tokenizer().save_pretrained(str(place / "model"))
+    base = load_target(place / "model", **FP32)
+    save_head(tiny_head("medusa", base), place / "head", base=base, dtype=torch.float32, profile=OWN)
+    return place
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache is empty."""
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def cost(monkeypatch: pytest.MonkeyPatch) -> CostProfile:
+    """Nothing is measured."""
+    found = by_hand([("verify", 1, 1, 10.0), ("verify", 1, 9, 11.0), ("static", 1, 2, 0.1)])
+    monkeypatch.setattr(loading, "cost_of", lambda *_, **__: found)
+    return found
+
+
+def load(world: Path, **options: Any) -> Engine:
+    return draftheads.load(world / "model", world / "head", **{**FP32, **options})
+
+
+def confidence(engine: Engine) -> tuple[float, ...]:
+    found: tuple[float, ...] = engine.drafter.drafter.confidence  # type: ignore[attr-defined]
+    return found
+
+
+def test_the_head_s_own_profile_and_the_machine_s_costs_size_the_drafts(world: Path, cost: CostProfile) -> None:
+    engine = load(world)
+    assert (engine.profile, engine.cost) == (OWN, cost)
+    assert confidence(engine) == (1.5, 1.25, 1.0)
+    assert isinstance(engine.fresh_drafter(), SizePolicy)
+
+
+@pytest.mark.usefixtures("cost")
+def test_the_user_s_profile_comes_before_the_head_s(world: Path, cache: Path) -> None:
+    folder = profile_folder(read_head(world / "head"))
+    assert folder.is_relative_to(cache)
+    folder.mkdir(parents=True)
+    OTHER.save(folder / "acceptance.json")
+    engine = load(world)
+    assert engine.profile == OTHER
+    assert confidence(engine) == (0.5, 0.75, 1.0)
+    assert load(world, profile=world / "head").profile == OWN
+    assert confidence(load(world, tree=BestFirst(8))) == (0.5, 0.75, 1.0)
+
+
+@pytest.mark.usefixtures("cost")
+def test_a_profile_of_another_head_in_the_cache_is_not_used(world: Path, cache: Path) -> None:
+    other = cache / "profiles" / "medusa-0123456789abcdef"
+    other.mkdir(parents=True)
+    OTHER.save(other / "acceptance.json")
+    assert load(world).profile == OWN
+
+
+@pytest.mark.usefixtures("cost")
+def test_a_profile_may_be_given_by_file_or_folder(world: Path, tmp_path: Path) -> None:
+    OTHER.save(tmp_path / "acceptance.json")
+    for place in (tmp_path, tmp_path / "acceptance.json", str(tmp_path)):
+        assert load(world, profile=place).profile == OTHER
+
+
+def test_a_fixed_tree_needs_no_costs(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "cost_of", lambda *_, **__: pytest.fail("costs were measured"))
+    for options, shape in (
+        ({"profile": None}, Tree.chain(3)),
+        ({"tree": Tree.chain(1)}, Tree.chain(1)),
+        ({"tree": BestFirst(5)}, BestFirst(5)),
+    ):
+        engine = load(world, **options)
+        assert (engine.profile, engine.cost) == (None, None)
+        assert engine.drafter.shape == shape  # type: ignore[attr-defined]
+        assert not isinstance(engine.fresh_drafter(), SizePolicy)
+        assert confidence(engine) == (1.5, 1.25, 1.0)
+
+
+def test_costs_are_measured_once_and_kept(world: Path, cache: Path) -> None:
+    first = load(world)
+    kept = list((cache / "costs").glob("*.json"))
+    assert len(kept) == 1
+    before = kept[0].stat().st_mtime_ns
+    assert load(world).cost == first.cost
+    assert kept[0].stat().st_mtime_ns == before
+    kept[0].write_text("{")
+    with pytest.warns(CacheWarning, match="cannot be read") as caught:
+        engine = load(world)
+    assert len(caught) == 1
+    assert engine.generate(["why"], max_new_tokens=4)[0].token_ids
+
+
+def test_the_command_line_warns_in_one_line(world: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache.write_text("in the way")
+    arguments = ["generate", "why", "--model", str(world / "model"), "--head", str(world / "head")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert main([*arguments, "--max-new-tokens", "3", "--precision", "fp32"]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert len(said) == 1
+    assert said[0].startswith("warning: the cache cannot be written")
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        ({"confidence": [1.0]}, CheckpointCorrupt, "confidence has 1 numbers but the head has 3 heads"),
+        ({"format_version": 2}, CheckpointMismatch, "is 2 .* up to 1: upgrade"),
+        ({"paths": [[0], [0, 0], [0, 0, 0], [0] * 4], "static_tokens": [1.0] * 5}, InvalidTree, "the tree is 4 deep"),
+        ({"paths": [[1000]], "static_tokens": [1.0, 1.0]}, InvalidTree, "rank 1000 is beyond the draft vocabulary"),
+    ],
+)
+@pytest.mark.usefixtures("cost")
+def test_a_profile_that_does_not_fit_is_named(
+    world: Path, tmp_path: Path, change: dict[str, Any], kind: type[Exception], words: str
+) -> None:
+    (tmp_path / "acceptance.json").write_text(json.dumps({**json.loads(OTHER.to_json()), **change}))
+    with pytest.raises(kind, match=words) as caught:
+        load(world, profile=tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_arguments_that_contradict_each_other(world: Path) -> None:
+    with pytest.raises(ModelNotFound, match="no acceptance profile at nowhere"):
+        load(world, profile="nowhere")
+    with pytest.raises(InvalidSettings, match=r"tree and profile .* contradict each other"):
+        load(world, profile=world / "head", tree=Tree.chain(1))
+    with pytest.raises(InvalidSettings, match="needs a head"):
+        draftheads.load(world / "model", profile=world / "head")
+    with pytest.raises(InvalidSettings, match="prompt-lookup has none"):
+        draftheads.load(world / "model", "prompt-lookup", profile=world / "head")
+
+
+def test_a_head_that_nobody_measured_is_used_all_the_same(world: Path, tmp_path: Path) -> None:
+    base = load_target(world / "model", **FP32)
+    save_head(tiny_head("hydra", base), tmp_path / "new", base=base, dtype=torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine = draftheads.load(world / "model", tmp_path / "new", **FP32)
+    assert engine.profile == AcceptanceProfile.assumed(3)
+    plain = draftheads.load(world / "model", **FP32).generate(["why", "how"], max_new_tokens=20)
+    assert [r.token_ids for r in engine.generate(["why", "how"], max_new_tokens=20)] == [r.token_ids for r in plain]

@@ -1,0 +1,278 @@
+"""The tool that makes the bundled heads, on a tiny model: what it trains, writes and says."""
+
+import importlib.util
+import json
+import shlex
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import tyro
+from safetensors.torch import load_file
+
+from draftheads.checkpoint import load_head, read_head
+from draftheads.cli.train import expanded
+from draftheads.heads import head_classes, parse_head_options
+from draftheads.models.model import TargetModel
+from draftheads.train import run
+from draftheads.train.options import TrainOptions
+from draftheads.zoo import registry
+from training_world import chat_model, counting_chats, write_chats
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ONLY = ["medusa", "hydra", "hydra++", "amphista"]
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    path = Path(__file__).parents[2] / "tools" / "zoo.py"
+    spec = importlib.util.spec_from_file_location("zoo_tool", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return chat_model()
+
+
+@pytest.fixture(scope="module")
+def work(tool: ModuleType, target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("zoo")
+    data = write_chats(folder / "chats.jsonl", counting_chats(24))
+    arguments = ["train", str(folder / "work"), "--data", str(data), "--only", *ONLY]
+    small = ["--batch-tokens", "128", "--held-out", "0.2", "--draft-vocab-size", "48"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run.TargetModel, "load", lambda *_, **__: target)
+        assert tool.main([*arguments, "--", *small]) == 0
+        assert tool.main([*arguments, "--", *small]) == 0, "all is there already"
+        assert tool.main([*arguments, "--", *small, "--seed", "3"]) == 1, "an error of the training is the tool's"
+    return folder / "work"
+
+
+@pytest.fixture
+def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(registry, "weights_folder", lambda: tmp_path / "weights")
+    return tmp_path / "weights" / "smollm2-135m"
+
+
+def bench(work: Path, names: list[str], **changes: Any) -> dict[str, Any]:
+    row = {
+        "tree": "growing, 24",
+        "tokens_per_step": 2.345,
+        "tokens_per_step_error": 0.067,
+        "speedup": 1.5,
+        "speedup_error": 0.03,
+        "sampled_tokens_per_step": 1.875,
+        "typical_tokens_per_step": 2.125,
+        **changes,
+    }
+    settings = {"temperature": 0.7, "max_new_tokens": 128, "num_sampled_prompts": 40}
+    rows = [{"name": name, **row} for name in names]
+    drafters = {name: f"{name}-{read_head(work / name).digest}-0123" for name in names}
+    shared = {"num_prompts": 80, "prompts": "mt_bench/question.jsonl", "dtype": "bfloat16", "threads": 2}
+    return {**shared, "settings": settings, "rows": rows, "drafters": drafters}
+
+
+def test_the_heads_are_trained_alike_and_start_from_each_other(work: Path) -> None:
+    made = {name: json.loads((work / name / "metrics.json").read_text())["options"] for name in ONLY}
+    own = {"method", "out", "num_heads", "num_layers", "start_from", "head_options", "epochs"}
+    assert all(
+        {key: value for key, value in made[name].items() if key not in own}
+        == {key: value for key, value in made["medusa"].items() if key not in own}
+        for name in ONLY
+    )
+    assert (made["hydra"]["start_from"], made["hydra++"]["start_from"]) == (None, None)
+    assert made["amphista"]["start_from"] == str(work / "medusa"), "not from the bundled one"
+    assert {name: made[name]["epochs"] for name in ONLY} == {"medusa": 4, "hydra": 4, "hydra++": 4, "amphista": 2}
+    assert (work / "features").is_dir()
+
+
+def test_a_start_that_is_not_there_is_said(tool: ModuleType, work: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"amphista starts from medusa, which is not in .*: train that one before"):
+        tool.main(["train", str(tmp_path), "--data", str(work.parent / "chats.jsonl"), "--only", "amphista"])
+
+
+def test_the_zoo_is_as_small_as_it_may_be(tool: ModuleType) -> None:
+    """At the sizes of SmolLM2-135M, in bf16."""
+    sizes: dict[str, Any] = {"hidden_size": 576, "vocab_size": 49152}
+    layer = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_size": 64, "intermediate_size": 1536}
+    found = []
+    for name, settings in tool.HEADS.items():
+        arguments = ["--method", name, *shlex.split(f"{tool.COMMON} {settings}"), "--data", "x", "--out", "y"]
+        options = tyro.cli(TrainOptions, args=expanded(arguments))
+        config_class, head_class = head_classes(name)
+        more = {**(layer if config_class.has_layers else {}), **parse_head_options(name, options.head_options)}
+        own = {"num_heads": options.num_heads, "num_layers": options.num_layers, "draft_vocab_size": 6144}
+        with torch.device("meta"):
+            head = head_class(config_class(**{**sizes, **own, **more}))
+        found.append(2 * sum(parameter.numel() for parameter in head.parameters()) + 8 * 6144)
+        start = options.start_from
+        assert not start or list(tool.HEADS).index(start) < list(tool.HEADS).index(name)
+    assert max(found) < tool.MOST_BYTES
+    assert sum(found) < tool.MOST_BYTES_IN_ALL
+
+
+def test_bundled_heads_are_those_that_were_trained(
+    tool: ModuleType, target: TargetModel, work: Path, zoo: Path, tmp_path: Path
+) -> None:
+    found = tmp_path / "bench.json"
+    found.write_text(json.dumps(bench(work, ["medusa", "amphista"])))
+    assert tool.main(["bundle", str(work), "--bench", str(found), "--only", *ONLY]) == 0
+    assert [head.method for head in registry.zoo_heads()] == sorted(ONLY)
+    for name in ONLY:
+        files = {path.name for path in (zoo / name).iterdir()}
+        assert files == {"README.md", "acceptance.json", "config.json", "model.safetensors"}
+        load_head(zoo / name, target)
+        ours, theirs = (load_file(folder / name / "model.safetensors") for folder in (zoo, work))
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+        card = read_head(zoo / name).card
+        metrics = json.loads((work / name / "metrics.json").read_text())
+        for i, (loss, top1) in enumerate(zip(metrics["losses"], metrics["top1"], strict=True)):
+            assert f"\n| {i + 1} | {loss:.3f} | {top1:.1%} | " in card
+        assert f"Guesses {len(metrics['losses'])} tokens beyond the next one" in card
+        assert f"{metrics['num_training_texts']} chats for training, {metrics['num_held_out_texts']} kept" in card
+        assert "The model's own answers (up to 256 tokens" in card
+        assert "It shares the model's lm_head. It guesses among the 48 most frequent tokens." in card
+        assert f"{metrics['options']['epochs']} passes over the text" in card
+        assert str(work) not in card + (zoo / name / "config.json").read_text()
+        assert ("2.35 ± 0.07 tokens/step, 1.50 ± 0.03 times plain" in card) == (name in ("medusa", "amphista"))
+        assert ("80 prompts (mt_bench/question.jsonl), 128 greedy tokens" in card) == (name in ("medusa", "amphista"))
+        assert ("At temperature 0.7, on 40 of them: 1.88 tokens/step with exact, 2.12 with typical" in card) == (
+            name in ("medusa", "amphista")
+        )
+        start = {"amphista": "medusa"}.get(name)
+        assert (f"It began with the layers of `{start}`" in card) == (start is not None)
+
+
+def test_numbers_of_another_head_are_not_told_of_this_one(
+    tool: ModuleType, work: Path, zoo: Path, tmp_path: Path
+) -> None:
+    found = tmp_path / "bench.json"
+    numbers = bench(work, ["medusa"])
+    numbers["drafters"]["medusa"] = "medusa-of-another-day"
+    found.write_text(json.dumps(numbers))
+    with pytest.raises(SystemExit, match="another medusa was compared"):
+        tool.main(["bundle", str(work), "--bench", str(found), "--only", "hydra", "medusa"])
+    assert not zoo.exists(), "all or nothing"
+    with pytest.raises(SystemExit, match=r"error: no head at .*nowhere"):
+        tool.main(["bundle", str(work / "nowhere"), "--only", "medusa"])
+
+
+@pytest.mark.parametrize("verb", [["train", "work", "--data", "chats.jsonl"], ["bundle", "work"]])
+def test_unknown_heads_are_named(tool: ModuleType, verb: list[str]) -> None:
+    with pytest.raises(SystemExit, match=r"no head eagle-9 in the zoo; choose among medusa, hydra"):
+        tool.main([*verb, "--only", "hydra", "eagle-9"])
+
+
+def test_the_command_makes_the_head_again(tool: ModuleType, work: Path) -> None:
+    options = json.loads((work / "amphista" / "metrics.json").read_text())["options"]
+    assert tool.command(options) == (
+        "draftheads train --method amphista --model smollm2-135m --data chats.jsonl --out amphista --start-from medusa "
+        "--num-layers 2 --draft-vocab-size 48 --learning-rate 0.0005 --batch-tokens 128 "
+        "--max-length 512 --held-out 0.2 --tree-nodes 10"
+    )
+    several = {**options, "data": ["a/b.jsonl", "c.jsonl"], "head_options": ["inner_size=8", "x=1"], "start_from": None}
+    several |= {"text": ["/private/t.txt"], "chain": True}
+    assert "--data b.jsonl c.jsonl --text t.txt --out" in tool.command(several)
+    assert "--chain" in tool.command(several)
+    assert "True" not in tool.command(several)
+    assert "--head-options inner_size=8 x=1" in tool.command(several)
+    assert "start-from" not in tool.command(several)
+
+
+@pytest.mark.parametrize(
+    ("learned", "told"),
+    [(1.0, "more text of this kind"), (9.0, "nothing is learned by heart: more passes, a larger head")],
+)
+def test_a_card_says_what_more_would_bring(
+    tool: ModuleType, work: Path, tmp_path: Path, learned: float, told: str
+) -> None:
+    folder = tmp_path / "medusa"
+    folder.mkdir()
+    metrics = json.loads((work / "medusa" / "metrics.json").read_text())
+    lines = [{"head_losses": [0.5 if step < 38 else learned, 7.0]} for step in range(40)]
+    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = tool.card(folder, {**metrics, "losses": [2.0, *metrics["losses"][1:]]}, [], 5_400_000)
+    assert f"loss was {learned:.2f} on the text that it learned from; here it is\n2.00. So {told}" in text
+    assert "5.4 MB in bf16" in text
+    assert "MT-Bench" not in text
+    assert "None" not in text
+
+
+def test_a_later_comparison_goes_into_the_cards(tool: ModuleType, work: Path, zoo: Path, tmp_path: Path) -> None:
+    assert tool.main(["bundle", str(work), "--only", *ONLY]) == 0
+    before = {name: read_head(zoo / name).card for name in ONLY}
+    found = tmp_path / "bench.json"
+    for tokens, told in ((2.345, "2.35 ± 0.07 tokens/step"), (3.456, "3.46 ± 0.07 tokens/step")):
+        found.write_text(json.dumps(bench(work, ["medusa", "hydra++"], tokens_per_step=tokens)))
+        assert tool.main(["cards", str(found)]) == 0
+        for name in ("medusa", "hydra++"):
+            card = read_head(zoo / name).card
+            assert card.startswith(before[name])
+            assert card.count("## Side by side") == card.count(told) == card.count("tokens/step,") == 1
+            assert "128 greedy tokens, growing trees of 24 nodes:\n" in card
+    assert {name: read_head(zoo / name).card for name in ("hydra", "amphista")} == {
+        name: before[name] for name in ("hydra", "amphista")
+    }
+    smaller = tmp_path / "smaller.json"
+    smaller.write_text(json.dumps(bench(work, ["medusa"], tree="static, 10", sampled_tokens_per_step=None)))
+    assert tool.main(["cards", str(smaller), str(found)]) == 0
+    card = read_head(zoo / "medusa").card
+    assert card.count("## Side by side") == 1
+    assert card.index("greedy tokens, static trees of 10 nodes:\n2.35") < card.index("growing trees of 24 nodes:\n3.46")
+    assert card.count("At temperature") == 1
+    assert read_head(zoo / "hydra++").card.count("greedy tokens, ") == 1
+    assert tool.main(["bundle", str(work), "--bench", str(smaller), str(found), "--only", "medusa"]) == 0
+    assert read_head(zoo / "medusa").card == card
+    assert tool.main(["bundle", str(work), "--bench", str(found), "--only", "medusa"]) == 0
+    bundled = read_head(zoo / "medusa").card
+    assert tool.main(["cards", str(found)]) == 0
+    assert read_head(zoo / "medusa").card == bundled, "the same section"
+    numbers = bench(work, ["medusa"])
+    numbers["drafters"]["medusa"] = "medusa-of-another-day"
+    found.write_text(json.dumps(numbers))
+    with pytest.raises(SystemExit, match="another medusa was compared: draftheads bench --heads medusa"):
+        tool.main(["cards", str(found)])
+    with pytest.raises(SystemExit, match=r"which comparison\?"):
+        tool.main(["cards"])
+    found.write_text(json.dumps(bench(work, [])))
+    with pytest.raises(SystemExit, match=r"bench\.json: no word of a bundled head"):
+        tool.main(["cards", str(found)])
+
+
+def test_one_pass_on_one_thread_is_no_plural(tool: ModuleType, work: Path) -> None:
+    metrics = json.loads((work / "medusa" / "metrics.json").read_text())
+    for number, told in ((1, ("1 pass over the text", "on 1 thread of")), (2, ("2 passes over", "on 2 threads of"))):
+        metrics["options"]["epochs"] = metrics["provenance"]["threads"] = number
+        text = tool.card(work / "medusa", metrics, [], 1)
+        assert all(words in text for words in told)
+
+
+def test_without_samples_a_card_speaks_of_none(tool: ModuleType, work: Path) -> None:
+    metrics = json.loads((work / "medusa" / "metrics.json").read_text())
+    found = bench(work, ["medusa"], sampled_tokens_per_step=None, typical_tokens_per_step=None)
+    text = tool.card(work / "medusa", metrics, [(found, found["rows"][0])], 1)
+    assert "2.35 ± 0.07 tokens/step" in text
+    assert "temperature 0.7:" not in text
+
+
+@pytest.mark.parametrize("limit", ["MOST_BYTES", "MOST_BYTES_IN_ALL"])
+def test_too_large_a_zoo_is_not_written(
+    tool: ModuleType, work: Path, zoo: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    sizes = [read_head(work / name).num_bytes for name in ("medusa", "hydra")]
+    monkeypatch.setattr(tool, limit, max(sizes) if limit == "MOST_BYTES" else sum(sizes))
+    assert tool.main(["bundle", str(work), "--only", "medusa", "hydra"]) == 0
+    before = {path: path.read_bytes() for path in zoo.rglob("*") if path.is_file()}
+    with pytest.raises(SystemExit, match="a head may have"):
+        tool.main(["bundle", str(work), "--only", "hydra++"])
+    assert {path: path.read_bytes() for path in zoo.rglob("*") if path.is_file()} == before
+    with pytest.raises(SystemExit, match="nothing is trained here: leave out --epochs 3"):
+        tool.main(["bundle", str(work), "--", "--epochs", "3"])

@@ -1,0 +1,218 @@
+"""Every objective against a slow twin, in value and gradient.
+
+Tolerance: both sides compute in fp32 in another order; 1e-5 is some hundred roundings of numbers around 1.
+"""
+
+from typing import get_args
+
+import pytest
+import torch
+from tests.train.test_losses import slow_loss
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from draftheads.train.losses import Labels, LossKind, objective
+from draftheads.train.objectives import depth_weights, find_guesses, head_losses
+
+K, B, T, D, V = 3, 3, 9, 8, 11
+MASKS = {
+    "one answer a row": [
+        [0, 0, 0, 1, 1, 1, 1, 1, 1],
+        [0, 1, 1, 1, 1, 1, 0, 0, 0],
+        [0, 0, 0, 0, 0, 1, 1, 0, 0],
+    ],
+    "two turns": [[0, 1, 1, 1, 0, 0, 1, 1, 1], [0, 1, 1, 0, 1, 1, 0, 1, 1], [0, 0, 1, 1, 1, 1, 0, 1, 0]],
+    "everything": [[1] * 9] * 3,
+    "a row of nothing": [[0] * 9, [1] * 9, [0, 0, 0, 0, 0, 0, 0, 0, 1]],
+}
+
+
+class World:
+    """Random features, hidden states and tokens; heads with an lm_head each."""
+
+    def __init__(self, mask: str) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+        self.features = self.normal(K, B * T, D).requires_grad_()
+        self.hidden = self.normal(B * T, D)
+        self.teacher = self.normal(V, D)
+        self.token_ids = torch.randint(V, (B * T,), generator=self.generator)
+        self.lm_heads = [self.normal(V, D).requires_grad_() for _ in range(K)]
+        self.loss_mask = torch.tensor(MASKS[mask]).bool()
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def logits(self, features: Tensor, head: int) -> Tensor:
+        return F.linear(features, self.lm_heads[head])
+
+    def labels(self, positions: Tensor) -> Labels:
+        """Every third token is not in the draft vocabulary."""
+        said = self.token_ids[positions + 1]
+        return Labels(F.linear(self.hidden[positions], self.teacher).softmax(-1), said, said % 3 != 0)
+
+    def slow_losses(self, kind: str) -> list[Tensor]:
+        """Position by position, straight from the definition."""
+        means = []
+        for i in range(K):
+            losses = []
+            for b in range(B):
+                for t in range(T - 2 - i):
+                    if self.loss_mask[b, t + 1] and self.loss_mask[b, t + 2 + i]:
+                        log_probs = self.logits(self.features[i, b * T + t], i).log_softmax(-1)
+                        said = int(self.token_ids[b * T + t + 2 + i])
+                        target = F.linear(self.hidden[b * T + t + 1 + i], self.teacher).softmax(-1)
+                        losses.append(slow_loss(kind, log_probs, target, said, known=said % 3 != 0))
+            means.append(torch.stack(losses).mean() if losses else torch.zeros(()))
+        return means
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 1000])
+@pytest.mark.parametrize("kind", get_args(LossKind))
+@pytest.mark.parametrize("mask", MASKS)
+def test_head_losses_equal_their_slow_twin(mask: str, kind: LossKind, chunk_size: int) -> None:
+    world = World(mask)
+    inputs = [world.features, *world.lm_heads]
+    weights = depth_weights(K, 0.8)
+    loss, means = head_losses(
+        world.features,
+        find_guesses(world.loss_mask, K),
+        labels=world.labels,
+        row_loss=objective(kind).loss,
+        logits=world.logits,
+        weights=weights,
+        parameters=world.lm_heads,
+        chunk_size=chunk_size,
+    )
+    slow = world.slow_losses(kind)
+    slow_total = sum((0.8**i * mean for i, mean in enumerate(slow)), start=torch.zeros(()))
+    torch.testing.assert_close(means, torch.stack(slow).detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loss, slow_total, rtol=1e-5, atol=1e-5)
+    # times 3: the gradient from above must reach the gradients that were taken at once
+    found = torch.autograd.grad(3 * loss, inputs)
+    expected = torch.autograd.grad(3 * slow_total, inputs, materialize_grads=True)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_guesses_are_those_of_the_definition(mask: str) -> None:
+    loss_mask = torch.tensor(MASKS[mask]).bool()
+    guesses = find_guesses(loss_mask, K)
+    found = {
+        (i, int(guesses.sources(i)[column]), int(guesses.positions[column]) + 1)
+        for i, column in guesses.counts.nonzero().tolist()
+    }
+    expected = {
+        (i, b * T + t, b * T + t + 2 + i)
+        for i in range(K)
+        for b in range(B)
+        for t in range(T)
+        if t + 2 + i < T and loss_mask[b, t + 1] and loss_mask[b, t + 2 + i]
+    }
+    assert found == expected
+    assert guesses.counts.any(0).all()
+
+
+def test_texts_shorter_than_the_heads_reach_have_few_guesses() -> None:
+    assert find_guesses(torch.ones(1, 1).bool(), 4).counts.shape == (4, 0)
+    assert find_guesses(torch.ones(1, 3).bool(), 4).counts.tolist() == [[True], [False], [False], [False]]
+
+
+def test_no_more_logits_exist_than_a_chunk_has_positions() -> None:
+    world, seen = World("everything"), []
+
+    def logits(features: Tensor, head: int) -> Tensor:
+        seen.append(len(features))
+        return world.logits(features, head)
+
+    head_losses(
+        world.features,
+        find_guesses(world.loss_mask, K),
+        labels=world.labels,
+        row_loss=objective("teacher").loss,
+        logits=logits,
+        weights=torch.ones(K),
+        chunk_size=5,
+    )[0].backward()
+    assert max(seen) == 5
+    assert sum(seen) == K * find_guesses(world.loss_mask, K).positions.numel()
+
+
+def test_a_bias_learns_from_the_guesses_that_count_only() -> None:
+    world = World("two turns")
+    bias = nn.Parameter(torch.zeros(V))
+    loss, _ = head_losses(
+        world.features,
+        find_guesses(world.loss_mask, K),
+        labels=world.labels,
+        row_loss=objective("hard").loss,
+        logits=lambda features, head: world.logits(features, head) + bias,
+        weights=torch.ones(K),
+        parameters=[bias],
+    )
+    found = torch.autograd.grad(loss, bias)[0]
+    world.logits = lambda features, head: F.linear(features, world.lm_heads[head], bias)  # type: ignore[method-assign]
+    slow = torch.stack(world.slow_losses("hard")).sum()
+    torch.testing.assert_close(found, torch.autograd.grad(slow, bias)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_without_gradients_the_losses_are_the_same() -> None:
+    world = World("two turns")
+
+    def losses() -> tuple[Tensor, Tensor]:
+        return head_losses(
+            world.features,
+            find_guesses(world.loss_mask, K),
+            labels=world.labels,
+            row_loss=objective("teacher").loss,
+            logits=world.logits,
+            weights=depth_weights(K, 0.5),
+        )
+
+    with torch.no_grad():
+        without = losses()
+    torch.testing.assert_close(without, tuple(tensor.detach() for tensor in losses()))
+
+
+def test_heads_that_weigh_nothing_are_not_asked() -> None:
+    world = World("two turns")
+    asked: list[int] = []
+
+    def logits(features: Tensor, index: int) -> Tensor:
+        asked.append(index)
+        return world.logits(features, index)
+
+    weights = torch.tensor([0.0, 0.7] + [0.0] * (K - 2))
+    loss, means = head_losses(
+        world.features,
+        find_guesses(world.loss_mask, K),
+        labels=world.labels,
+        row_loss=objective("teacher").loss,
+        logits=logits,
+        weights=weights,
+        parameters=world.lm_heads,
+    )
+    slow = world.slow_losses("teacher")
+    assert set(asked) == {1}
+    torch.testing.assert_close(loss, 0.7 * slow[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(means[1], slow[1].detach(), rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad(loss, [world.features, *world.lm_heads])
+    expected = torch.autograd.grad(0.7 * slow[1], [world.features, *world.lm_heads], materialize_grads=True)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_without_a_guess_the_loss_is_zero_and_so_are_its_gradients() -> None:
+    world = World("everything")
+    guesses = find_guesses(world.loss_mask, K)
+    loss, means = head_losses(
+        world.features,
+        guesses.only(torch.zeros_like(guesses.positions, dtype=torch.bool)),
+        labels=world.labels,
+        row_loss=objective("hard").loss,
+        logits=world.logits,
+        weights=depth_weights(K, 0.5),
+        parameters=world.lm_heads,
+    )
+    assert loss.item() == 0
+    assert means.tolist() == [0] * K
+    for gradient in torch.autograd.grad(loss, [world.features, *world.lm_heads]):
+        assert not gradient.any()

@@ -1,0 +1,158 @@
+"""Recipes: presets that say all they set, train, and give way to what is asked for beside them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import tyro
+
+from draftheads.cli import train as command
+from draftheads.cli import train_joint
+from draftheads.cli.main import main
+from draftheads.models.model import TargetModel
+from draftheads.train import run
+from draftheads.train.joint import train_jointly_for
+from draftheads.train.joint_options import JointOptions
+from draftheads.train.options import TrainOptions
+from draftheads.train.recipes import RECIPES
+from draftheads.train.report import Report
+from draftheads.train.schedule import Stage
+from draftheads.train.trainer import learning_rate_of
+from training_world import chat_model, counting_chats, distilled_chats, write_chats
+
+
+def parsed(*arguments: str, tunes_model: bool = False) -> TrainOptions:
+    if tunes_model:
+        return tyro.cli(JointOptions, args=train_joint.expanded(arguments))
+    return tyro.cli(TrainOptions, args=command.expanded(arguments))
+
+
+BASICS = ("--out", "out", "--data", "chats.jsonl", "--method", "medusa")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_recipe_sets_what_it_says_and_nothing_else(name: str, joined: bool) -> None:
+    arguments = [*BASICS[:4], *([f"--recipe={name}"] if joined else ["--recipe", name])]
+    settings, tunes = RECIPES[name].settings, RECIPES[name].tunes_model
+    found = parsed(*arguments, *([] if "method" in settings else BASICS[4:]), tunes_model=tunes)
+    plain = parsed(*BASICS, tunes_model=tunes)
+    assert {key: getattr(found, key) for key in settings} == dict(settings)
+    others = set(vars(plain)) - set(settings) - {"recipe", "method"}
+    assert {key: getattr(found, key) for key in others} == {key: getattr(plain, key) for key in others}
+    assert found.recipe == name
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("medusa-1", {"num_heads": 5, "num_layers": 1, "learning_rate": 1e-3, "warmup": 0.1, "depth_decay": 0.8}),
+        ("hydra", {"num_heads": 4, "num_layers": 1, "learning_rate": 1e-3, "epochs": 1, "loss": "hard"}),
+        ("hydra++", {"num_layers": 4, "learning_rate": 5e-4, "final_learning_rate": 0.33, "loss": "teacher"}),
+        ("hydra++", {"weight_decay": 0.1, "dropout": 0.2, "epochs": 10, "depth_decay": 1.0}),
+        ("amphista", {"num_heads": 4, "loss": "amphista", "learning_rate": 1e-3, "epochs": 4, "lm_head": "own"}),
+        ("mlp-speculator", {"num_heads": 3, "learning_rate": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}),
+        ("mlp-speculator", {"loss": "hard", "depth_decay": 1.0}),
+        ("eagle", {"feature_weight": 10.0, "loss": "teacher", "betas": (0.9, 0.95), "epochs": 20}),
+        ("blockwise", {"method": "medusa", "chain": True}),
+    ],
+)
+def test_recipes_have_the_papers_numbers(name: str, numbers: dict[str, object]) -> None:
+    found = parsed(*BASICS[:4], "--recipe", name)
+    assert {key: getattr(found, key) for key in numbers} == numbers
+
+
+def test_what_is_asked_for_wins_wherever_it_stands() -> None:
+    before = parsed("--epochs", "7", *BASICS[:4], "--recipe", "medusa-1")
+    after = parsed(*BASICS[:4], "--recipe", "medusa-1", "--epochs", "7", "--method", "hydra")
+    assert (before.epochs, before.method, before.num_heads) == (7, "medusa", 5)
+    assert (after.epochs, after.method, after.num_heads) == (7, "hydra", 5)
+
+
+def test_without_a_recipe_arguments_stay() -> None:
+    assert command.expanded(["--epochs", "3", "--recipes"]) == ["--epochs", "3", "--recipes"]
+
+
+@pytest.mark.parametrize("arguments", [["--recipe", "medusa-7"], ["--recipe=medusa-7"]])
+def test_an_unknown_recipe_is_named(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *BASICS, *arguments]) == 1
+    assert "no recipe 'medusa-7'; choose among medusa-1, hydra" in capsys.readouterr().err
+
+
+def test_a_recipe_of_the_other_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *BASICS, "--recipe", "medusa-2"]) == 1
+    assert "medusa-2 tunes the model, too: draftheads train-joint --recipe medusa-2" in capsys.readouterr().err
+    assert main(["train-joint", *BASICS, "--recipe", "hydra"]) == 1
+    assert "hydra leaves the model as it is: draftheads train --recipe hydra" in capsys.readouterr().err
+
+
+class Quiet:
+    def stage(self, what: str) -> None: ...
+
+    def progress(self, done: int, total: int, loss: float | None = None) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return chat_model()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_learns(target: TargetModel, tmp_path: Path, name: str) -> None:
+    """Heads rise above untrained ones; a tiny model needs a higher rate and smaller batches than the papers' models."""
+    data = write_chats(tmp_path / "chats.jsonl", [*distilled_chats(target) * 4, *counting_chats(20)])
+    tunes = RECIPES[name].tunes_model
+    options = parsed(
+        *(() if "method" in RECIPES[name].settings else ("--method", "medusa")),
+        *("--recipe", name, "--out", str(tmp_path / "out"), "--data", str(data)),
+        *(
+            "--learning-rate",
+            "0.005" if tunes else "0.02",  # the heads' own is four times the model's
+            "--batch-tokens",
+            "128",
+            "--draft-vocab-size",
+            "48",
+            "--log-steps",
+            "1",
+            "--eval-steps",
+            "1000",
+            "--eval-texts",
+            "500",
+            *(("--epochs", "5") if RECIPES[name].settings.get("epochs", 0) > 5 else ()),
+        ),
+        tunes_model=tunes,
+    )
+    if isinstance(options, JointOptions):
+        report = train_jointly_for(chat_model(), options, Quiet()).heads
+    else:
+        report = run.train_for(target, options, Quiet())
+    untrained = json.loads((tmp_path / "out" / "validation.jsonl").read_text().splitlines()[0])
+    assert report.tokens_per_step_tree > untrained["tokens_per_step_tree"] + 0.05
+    lines = (tmp_path / "out" / "log.jsonl").read_text().splitlines()
+    losses = [sum(json.loads(line)["head_losses"]) for line in lines]  # of one made of more than heads, too
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+
+
+def test_the_run_prints_what_its_recipe_sets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shares = [0.5]
+    report = Report("medusa", "m", 1, 1, 1, 1.0, 1.0, shares, [shares], shares, shares, shares, 1.0, 1.0, [[0]])
+    monkeypatch.setattr(command, "train", lambda *_: report)
+    command.run(parsed(*BASICS, "--recipe", "hydra", "--epochs", "3", "--method", "hydra"))
+    out = capsys.readouterr().out
+    assert "recipe hydra" in out
+    for name, value in RECIPES["hydra"].settings.items():
+        row = next(line for line in out.splitlines() if f" {name} " in line)
+        assert str(value) in row
+        assert ("3 (the recipe has 1)" in row) == (name == "epochs")
+
+
+@pytest.mark.parametrize("final", [0.0, 0.25])
+def test_the_learning_rate_rises_and_falls_along_a_cosine(final: float) -> None:
+    options = parsed(*BASICS, "--warmup", "0.2", "--learning-rate", "0.01", "--final-learning-rate", str(final))
+    rates = 0.01 * torch.tensor([learning_rate_of(options, [Stage(50)])(step) for step in range(50)])
+    warm = torch.arange(10) / 10
+    cosine = 0.5 * (1 + torch.cos(torch.arange(40) / 40 * torch.pi))
+    torch.testing.assert_close(rates, 0.01 * torch.cat([warm, final + (1 - final) * cosine]))

@@ -1,0 +1,386 @@
+"""Heads that start from what another head has learned."""
+
+import json
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import tyro
+from safetensors.torch import load_file
+
+from draftheads.checkpoint import load_head, read_head, save_head
+from draftheads.cli import train as command
+from draftheads.cli.main import main
+from draftheads.data.extract import build_features, load_texts
+from draftheads.data.features import FeatureStore
+from draftheads.errors import CheckpointMismatch, InvalidSettings, ModelNotFound
+from draftheads.heads.hydra import HydraConfig, HydraHead
+from draftheads.models.model import TargetModel
+from draftheads.train import run
+from draftheads.train.joint import train_jointly_for
+from draftheads.train.joint_options import JointOptions
+from draftheads.train.new_head import new_head
+from draftheads.train.options import TrainOptions
+from draftheads.train.start import Start
+from draftheads.train.studies import study, variants_of
+from draftheads.train.trainer import TrainingInterrupted
+from draftheads.zoo import registry
+from training_world import VOCAB, chat_model, chat_tokenizer, counting_chats, distilled_chats, write_chats
+
+
+class Silent:
+    """A reporter."""
+
+    def __init__(self) -> None:
+        self.stages: list[str] = []
+
+    def stage(self, what: str) -> None:
+        self.stages.append(what)
+
+    def progress(self, done: int, total: int, loss: float | None = None) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return chat_model()
+
+
+@pytest.fixture(scope="module")
+def chats(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    records = distilled_chats(target) + counting_chats(20)
+    return write_chats(tmp_path_factory.mktemp("data") / "chats.jsonl", records)
+
+
+@pytest.fixture(scope="module")
+def features(target: TargetModel, chats: Path) -> Path:
+    folder = chats.parent / "features"
+    build_features(target, load_texts(target, [chats], max_length=64), folder, lambda *_: None)
+    return folder
+
+
+def options(out: Path, features: Path, **changes: Any) -> TrainOptions:
+    values: dict[str, Any] = {
+        "model": "tiny-chat",
+        "num_heads": 2,
+        "draft_vocab_size": 40,
+        "epochs": 2,
+        "batch_tokens": 128,
+        "learning_rate": 0.02,
+        "tree_nodes": 6,
+        "held_out": 0.2,
+        "eval_texts": 1000,
+    }
+    return TrainOptions(out=out, features=features, **{**values, **changes})
+
+
+@pytest.fixture(scope="module")
+def hydra(target: TargetModel, features: Path) -> Path:
+    """A trained head; its draft vocabulary and scale are not those that the features would give."""
+    settings = options(features.parent / "hydra", features, method="hydra", draft_vocab_size=36)
+    store = FeatureStore(features)
+    head = new_head(settings, target.weights, store, range(3), target.eos_ids)
+    assert isinstance(head.config, HydraConfig)
+    scaled = HydraHead(replace(head.config, embedding_scale=1.25))
+    scaled.initialise(target.weights, head.draft_vocab)
+    save_head(scaled, features.parent / "start", base=target, dtype=torch.float32)
+    run.train_for(target, replace(settings, start_from=str(features.parent / "start")), Silent())
+    return settings.out
+
+
+def validation(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "validation.jsonl").read_text().splitlines()]
+
+
+def test_the_same_kind_of_head_goes_on_where_the_other_stood(
+    target: TargetModel, features: Path, hydra: Path, tmp_path: Path
+) -> None:
+    reporter = Silent()
+    settings = options(tmp_path / "more", features, method="hydra", draft_vocab_size=36, start_from=str(hydra))
+    report = run.train_for(target, settings, reporter)
+    assert report is not None
+    assert f"starting from {hydra}, which gives 100% of the head's numbers" in reporter.stages
+    before = json.loads((hydra / "metrics.json").read_text())
+    first, last = validation(settings.out)[0], validation(settings.out)[-1]
+    assert first["losses"] == pytest.approx(before["losses"], rel=1e-2), "it was saved in bf16"
+    assert sum(last["losses"]) < sum(first["losses"])
+    saved, start = read_head(settings.out).config, read_head(hydra).config
+    assert saved == start
+    ours, theirs = (load_head(folder, target).draft_vocab for folder in (settings.out, hydra))
+    assert torch.equal(ours, theirs)
+    made = json.loads((settings.out / "metrics.json").read_text())["options"]
+    assert made["start_from"] == str(hydra)
+
+
+def test_draft_vocabulary_and_scale_of_embeddings_come_with_the_weights(
+    target: TargetModel, features: Path, hydra: Path, tmp_path: Path
+) -> None:
+    store = FeatureStore(features)
+    settings = options(tmp_path / "out", features, method="hydra", draft_vocab_size=36)
+    start = Start.read(str(hydra), target)
+    alone = new_head(settings, target.weights, store, range(len(store)), target.eos_ids)
+    grown = new_head(settings, target.weights, store, range(len(store)), target.eos_ids, start=start)
+    trained = load_head(hydra, target, dtype=torch.float32)
+    assert not torch.equal(alone.draft_vocab, trained.draft_vocab)
+    assert alone.config.embedding_scale != trained.config.embedding_scale  # type: ignore[attr-defined]
+    assert grown.config == trained.config
+    for name, value in trained.state_dict().items():
+        assert torch.equal(grown.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_layers": 3}, {"num_heads": 3}, {"method": "hydra++"}, {"method": "hydra++", "num_layers": 2}]
+)
+def test_what_has_no_counterpart_starts_as_it_always_does(
+    target: TargetModel, features: Path, hydra: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    store = FeatureStore(features)
+    settings = options(tmp_path / "out", features, **{"method": "hydra", "draft_vocab_size": 36, **changes})
+    start = Start.read(str(hydra), target)
+    documents, sizes = range(len(store)), target.layer_sizes
+    grown = new_head(settings, target.weights, store, documents, target.eos_ids, layer_sizes=sizes, start=start)
+    torch.manual_seed(settings.seed)
+    alone = type(grown)(grown.config)
+    alone.initialise(target.weights, grown.draft_vocab)
+    taken = 0
+    for name, value in grown.named_parameters():
+        if name in start.tensors:
+            assert torch.equal(value, start.tensors[name].float()), name
+            taken += value.numel()
+        else:
+            assert torch.equal(value, dict(alone.named_parameters())[name]), name
+    total = sum(value.numel() for value in grown.parameters())
+    assert 0 < taken < total
+    assert start.part_of(grown) == pytest.approx(taken / total)
+
+
+@pytest.mark.parametrize(
+    ("method", "base"), [("markov-medusa", "medusa"), ("amphista", "medusa"), ("hydra++", "hydra")]
+)
+def test_heads_start_with_the_guesses_of_what_they_are_built_on(
+    target: TargetModel, features: Path, tmp_path: Path, method: str, base: str
+) -> None:
+    first = options(tmp_path / "first", features, method=base)
+    found = run.train_for(target, first, Silent())
+    assert found is not None
+    settings = options(tmp_path / "grown", features, method=method, start_from=str(first.out), epochs=1)
+    run.train_for(target, settings, Silent())
+    first = validation(settings.out)[0]
+    assert first["losses"] == pytest.approx(found.losses, rel=1e-2)
+    assert first["tokens_per_step_chain"] == pytest.approx(found.tokens_per_step_chain, rel=1e-2)
+
+
+def test_a_tuned_copy_of_the_model_may_start_from_the_head_of_the_first(
+    features: Path, hydra: Path, tmp_path: Path
+) -> None:
+    tuned = chat_model(seed=1)
+    with pytest.raises(CheckpointMismatch, match="of this model"):
+        load_head(hydra, tuned)
+    settings = options(tmp_path / "out", features, method="hydra", draft_vocab_size=36, start_from=str(hydra), epochs=1)
+    run.train_for(tuned, settings, Silent())
+    load_head(settings.out, tuned)
+
+
+def test_a_head_starts_as_soon_as_it_is_tuned_along_with_its_model(
+    target: TargetModel, chats: Path, hydra: Path, tmp_path: Path
+) -> None:
+    settings = JointOptions(
+        out=tmp_path / "out",
+        data=(chats,),
+        method="hydra++",
+        model="tiny-chat",
+        num_heads=2,
+        draft_vocab_size=36,
+        epochs=1,
+        batch_tokens=256,
+        heads_first=0.0,
+        head_rate_factor=1e-12,
+        learning_rate=1e-9,
+        start_from=str(hydra),
+    )
+    train_jointly_for(target, settings, Silent())
+    grown = load_head(tmp_path / "out" / "head", target).state_dict()
+    for name, value in Start.read(str(hydra), target).tensors.items():
+        assert torch.equal(grown[name].float(), value.float()), name
+
+
+def test_a_start_that_does_not_fit_is_said_before_the_model_reads(
+    target: TargetModel, features: Path, hydra: Path, tmp_path: Path
+) -> None:
+    def told(model: TargetModel = target, **changes: Any) -> str:
+        reporter = Silent()
+        settings = options(tmp_path / "out", features, **{"start_from": str(hydra), "method": "hydra", **changes})
+        with pytest.raises((InvalidSettings, CheckpointMismatch, ModelNotFound)) as raised:
+            run.train_for(model, settings, reporter)
+        assert reporter.stages == []
+        return str(raised.value)
+
+    assert told() == (
+        f"--draft-vocab-size is 40, but --start-from {hydra} guesses among 36 tokens: give --draft-vocab-size 36"
+    )
+    assert "guesses among 36 tokens" in told(draft_vocab_size=0)
+    assert told(method="medusa", draft_vocab_size=36) == (
+        f"--start-from {hydra} is a hydra head; heads of medusa start from medusa"
+    )
+    assert told(method="amphista", draft_vocab_size=36).endswith("heads of amphista start from amphista or medusa")
+    assert "no head 'nowhere'" in told(start_from="nowhere")
+    wide = chat_model(hidden_size=64)
+    assert f"--start-from {hydra}: made for tiny-chat with hidden_size 32, tiny-chat has 64" in told(wide)
+    longer = chat_model(vocab_size=len(VOCAB) + 8)
+    assert f"made for tiny-chat with vocab_size {len(VOCAB)}, tiny-chat has {len(VOCAB) + 8}" in told(longer)
+    other = TargetModel(chat_model().model, chat_tokenizer("{{ messages[0]['content'] }}"), "other-chat")
+    other.tokenizer.add_tokens(["w0 w1"])
+    assert "with tokenizer fingerprint" in told(other)
+
+
+def test_a_deeper_head_is_not_cut(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    first = options(tmp_path / "first", features, method="medusa", num_layers=2, epochs=1)
+    run.train_for(target, first, Silent())
+    for method in ("medusa", "amphista"):
+        settings = options(tmp_path / method, features, method=method, start_from=str(first.out))
+        with pytest.raises(InvalidSettings, match="has 2 layers in each head, the new head 1: give --num-layers 2"):
+            run.train_for(target, settings, Silent())
+
+
+def test_layers_that_mean_something_else_are_refused(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    first = options(tmp_path / "first", features, method="eagle", head_options=("fusion_bias=false",), epochs=1)
+    run.train_for(target, first, Silent())
+    settings = options(tmp_path / "more", features, method="eagle", start_from=str(first.out), epochs=1)
+    with pytest.raises(InvalidSettings) as raised:
+        run.train_for(target, settings, Silent())
+    assert str(raised.value) == (
+        f"--start-from {first.out} has fusion_bias=false, the new head fusion_bias=true: "
+        "give --head-options fusion_bias=false"
+    )
+    run.train_for(target, replace(settings, head_options=("fusion_bias=false",)), Silent())
+
+
+def test_a_run_goes_on_only_from_the_same_start(
+    target: TargetModel, features: Path, hydra: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TargetModel, "load", lambda *_, **__: target)
+    start = tmp_path / "start"
+    shutil.copytree(hydra, start)
+    settings = options(
+        *(tmp_path / "out", features),
+        method="hydra++",
+        draft_vocab_size=36,
+        start_from=str(start),
+        resume=True,
+        save_steps=2,
+    )
+
+    class Stopped(Silent):
+        def progress(self, done: int, total: int, loss: float | None = None) -> None:
+            if done == 3:
+                signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(TrainingInterrupted):
+        run.train(settings, Stopped())
+    head = load_head(hydra, target, dtype=torch.float32)
+    with torch.no_grad():
+        next(head.parameters()).add_(0.1)
+    save_head(head, start, base=target)
+    with pytest.raises(InvalidSettings, match=r"start_digest was '.*' and is '.*'"):
+        run.train(settings, Silent())
+    shutil.rmtree(start)
+    shutil.copytree(hydra, start)
+    reporter = Silent()
+    assert run.train(settings, reporter) is not None
+    assert any(stage.startswith("going on from") for stage in reporter.stages)
+    assert not any(stage.startswith("starting from") for stage in reporter.stages)
+    whole = replace(settings, out=tmp_path / "whole", resume=False)
+    run.train(whole, Silent())
+    ours, theirs = (load_file(out / "model.safetensors") for out in (settings.out, whole.out))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert run.train(settings, Silent()) is not None, "it is complete"
+    save_head(head, start, base=target)
+    with pytest.raises(InvalidSettings, match=f"the weights of {start} were .* and are .*: name another --out"):
+        run.train(settings, Silent())
+    shutil.rmtree(start)
+    assert run.train(settings, Silent()) is not None, "nobody can tell any more"
+
+
+def test_a_bundled_head_serves_tuned_copies_of_its_base(
+    target: TargetModel, hydra: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "weights_folder", lambda: tmp_path / "weights")
+    shutil.copytree(hydra, tmp_path / "weights" / "tiny-chat" / "hydra")
+    tuned = TargetModel(chat_model(seed=1).model, chat_tokenizer(), "/a/tuned/one")
+    for model in (target, tuned):
+        assert Start.read("hydra", model).saved.folder == tmp_path / "weights" / "tiny-chat" / "hydra"
+    with pytest.raises(ModelNotFound, match="none is bundled for /a/tuned/one"):
+        Start.read("medusa", tuned)
+    shutil.copytree(hydra, tmp_path / "weights" / "other" / "hydra")
+    with pytest.raises(ModelNotFound, match="no head 'hydra'"):
+        Start.read("hydra", tuned)
+
+
+def test_a_head_of_the_whole_vocabulary_gives_none(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    whole = options(tmp_path / "whole", features, method="medusa", draft_vocab_size=0, epochs=1)
+    run.train_for(target, whole, Silent())
+    for size in (0, 10_000):
+        out = tmp_path / f"out-{size}"
+        settings = options(out, features, method="medusa", draft_vocab_size=size, start_from=str(whole.out), epochs=1)
+        run.train_for(target, settings, Silent())
+        assert read_head(out).config.draft_vocab_size is None
+    with pytest.raises(InvalidSettings, match="guesses among all tokens: give --draft-vocab-size 0"):
+        run.train_for(target, options(tmp_path / "no", features, method="medusa", start_from=str(whole.out)), Silent())
+
+
+def test_where_a_start_makes_no_sense_it_is_refused(chats: Path, hydra: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidSettings, match="a study's variants all start untrained"):
+        variants_of(study("hydra"), options(tmp_path, chats, method="hydra", start_from=str(hydra)))
+    with pytest.raises(InvalidSettings, match=r"--head is .* and --start-from .*: give one"):
+        JointOptions(out=tmp_path, data=(chats,), head=hydra, start_from=str(hydra))
+
+
+# --- on the command line ---
+
+
+def read(*arguments: str) -> TrainOptions:
+    files = ("--out", "out", "--data", "chats.jsonl")
+    return tyro.cli(TrainOptions, args=command.expanded([*arguments, *files]))
+
+
+def test_a_new_head_is_as_large_as_its_start() -> None:
+    same = read("--method", "mlp-speculator", "--start-from", "mlp-speculator", "--recipe", "mlp-speculator")
+    assert (same.num_heads, same.num_layers, same.draft_vocab_size) == (3, 1, 6144)
+    assert (same.lm_head, same.head_options) == ("shared", ("inner_size=1024",)), "not the recipe's"
+    assert same.betas == (0.9, 0.95), "the recipe's"
+    grown = read("--method", "hydra++", "--start-from", "hydra", "--num-layers", "4")
+    assert (grown.num_heads, grown.num_layers, grown.draft_vocab_size) == (3, 4, 6144)
+    assert (grown.lm_head, grown.head_options) == (TrainOptions.lm_head, ())
+    assert read("--method", "hydra").num_heads == TrainOptions.num_heads
+
+
+def test_settings_of_the_start_that_are_not_usual_are_kept(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    first = options(
+        tmp_path / "first",
+        features,
+        method="eagle",
+        head_options=("fusion_bias=false",),
+        draft_vocab_size=0,
+        lm_head="low_rank",
+        lm_head_rank=7,
+        epochs=1,
+    )
+    run.train_for(target, first, Silent())
+    found = read("--method=eagle", "--start-from", str(first.out), "--model", str(tmp_path / "any"))
+    assert (found.head_options, found.draft_vocab_size) == (("fusion_bias=false",), 0)
+    assert (found.lm_head, found.lm_head_rank) == ("low_rank", 7)
+    again = replace(found, out=tmp_path / "again", data=(), features=features, max_length=64, epochs=1)
+    run.train_for(target, again, Silent())
+    assert read_head(again.out).shapes == read_head(first.out).shapes
+
+
+def test_a_start_that_is_not_there_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["train", "--method", "hydra", "--start-from", "nowhere", "--out", "out", "--data", "chats.jsonl"]
+    assert main(arguments) == 1
+    assert "no head 'nowhere'" in capsys.readouterr().err
+    going_on = read("--method", "hydra", "--start-from", "nowhere", "--resume", "--num-layers", "3")
+    assert (going_on.start_from, going_on.num_layers) == ("nowhere", 3), "whether it needs its start the run knows"
