@@ -1,7 +1,6 @@
-"""What the tests of distill share: tiny prompts, a silent reporter, and runs of the tiny chat model."""
+"""What the tests of distill share: tiny prompts, and runs of the tiny chat model."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from draftheads.distill.options import DistillOptions
 from draftheads.distill.run import Outcome, distill
 from draftheads.draft import Drafter
 from draftheads.models.model import TargetModel
+from fake_progress import FakeProgress
 
 # prompts of one word, two turns, a system's word, and other people's answers, which do not count
 RECORDS: list[dict[str, Any]] = [
@@ -27,23 +27,6 @@ RECORDS: list[dict[str, Any]] = [
     },
     *({"prompt": f"w{i} w{i + 1}"} for i in range(20, 30)),
 ]
-
-
-class Silent:
-    """A reporter; may be told to do something when so many conversations are done."""
-
-    def __init__(self, after: int = -1, action: Callable[[], object] = lambda: None) -> None:
-        self.after, self.action = after, action
-        self.stages: list[str] = []
-        self.last = (0, 0, 0)  # conversations done, in all, tokens
-
-    def stage(self, what: str) -> None:
-        self.stages.append(what)
-
-    def progress(self, num_done: int, total: int, num_tokens: int) -> None:
-        self.last = (num_done, total, num_tokens)
-        if num_done == self.after:
-            self.action()
 
 
 def write_prompts(path: Path, records: list[dict[str, Any]] | None = None) -> Path:
@@ -68,10 +51,10 @@ def options(folder: Path, **changes: Any) -> DistillOptions:
 
 
 def run(
-    target: TargetModel, chosen: DistillOptions, reporter: Silent | None = None, drafter: Drafter | None = None
+    target: TargetModel, chosen: DistillOptions, progress: FakeProgress | None = None, drafter: Drafter | None = None
 ) -> Outcome:
     engine = Engine(target, drafter, max_batch_size=chosen.batch_size)
-    return distill(chosen, lambda: EngineSource(engine, chosen), reporter or Silent())
+    return distill(chosen, lambda: EngineSource(engine, chosen), progress or FakeProgress())
 
 
 def records(chosen: DistillOptions) -> list[dict[str, Any]]:

@@ -31,8 +31,8 @@ from draftheads.errors import DataError, InvalidSettings
 from draftheads.heads.base import DraftHead
 from draftheads.loading import load_target
 from draftheads.models.model import TargetModel
+from draftheads.progress import NoProgress
 from draftheads.reports.bench_page import PAGE, RECORD, write_page
-from draftheads.search.profile import Silent
 from draftheads.search.replay import Rehearsal
 from draftheads.search.workbook import Workbook
 from draftheads.shapes import BestFirst, BestPaths
@@ -72,7 +72,7 @@ def bench(
 ) -> Bench:
     book = Workbook(folder, {"model": model.model_id})
     each = contenders(model) if each is None else each
-    return Bench(model, each, PROMPTS, OTHERS, settings, book=book, display=Silent())
+    return Bench(model, each, PROMPTS, OTHERS, settings, book=book, progress=NoProgress())
 
 
 @pytest.fixture(scope="module")
@@ -362,7 +362,7 @@ def test_names_must_differ_and_prompts_be_there(model: TargetModel, tmp_path: Pa
         bench(model, tmp_path, [replace(twice[0], name="plain")])
     book = Workbook(tmp_path, {})
     with pytest.raises(DataError, match="2 prompts to answer: give at least 3"):
-        Bench(model, twice[:1], PROMPTS[:2], OTHERS, SETTINGS, book=book, display=Silent())
+        Bench(model, twice[:1], PROMPTS[:2], OTHERS, SETTINGS, book=book, progress=NoProgress())
 
 
 def test_without_a_temperature_nothing_is_sampled(model: TargetModel, tmp_path: Path) -> None:

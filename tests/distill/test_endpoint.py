@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from distill_world import RECORDS, Silent, manifest, options, records, write_prompts
+from distill_world import RECORDS, manifest, options, records, write_prompts
 from draftheads.cli import distill as command_line
 from draftheads.cli.main import main
 from draftheads.distill import endpoint
@@ -19,6 +19,7 @@ from draftheads.distill.endpoint import EndpointSource
 from draftheads.distill.options import DistillOptions
 from draftheads.distill.run import Outcome, distill
 from draftheads.errors import DistillationInterrupted, EndpointError, InvalidSettings, MissingDependency
+from fake_progress import FakeProgress
 
 Response = tuple[int, dict[str, str], bytes]
 Behaviour = Callable[[dict[str, Any]], Response | None]  # None breaks the connection
@@ -97,14 +98,14 @@ def remote(folder: Path, server: Server, **changes: Any) -> DistillOptions:
     return options(folder, **{"endpoint": server.url, "endpoint_model": "parrot", **changes})
 
 
-def run(chosen: DistillOptions, reporter: Silent | None = None) -> Outcome:
-    return distill(chosen, lambda: EndpointSource(chosen), reporter or Silent())
+def run(chosen: DistillOptions, progress: FakeProgress | None = None) -> Outcome:
+    return distill(chosen, lambda: EndpointSource(chosen), progress or FakeProgress())
 
 
 def test_the_server_is_asked_turn_by_turn(server: Server, tmp_path: Path):
     chosen = remote(tmp_path, server, top_p=0.9)
-    reporter = Silent()
-    outcome = run(chosen, reporter)
+    progress = FakeProgress()
+    outcome = run(chosen, progress)
     found = records(chosen)
     assert [record["index"] for record in found] == list(range(len(RECORDS)))
     for record in found:
@@ -114,7 +115,8 @@ def test_the_server_is_asked_turn_by_turn(server: Server, tmp_path: Path):
                 assert message["content"].startswith(f"{said} at {record['temperature']} by ")
     assert sum(len(record["messages"]) for record in found) == 2 * outcome.counts.num_answers + 1  # a system's word
     assert outcome.counts.num_answers == len(server.requests) == len(RECORDS) + 3
-    assert reporter.last == (len(RECORDS), len(RECORDS), 3 * len(server.requests))
+    assert progress.last[:2] == (len(RECORDS), len(RECORDS))
+    assert outcome.counts.num_tokens == 3 * len(server.requests)
     assert server.paths == {"/v1/chat/completions"}
     for request in server.requests:
         assert (request["model"], request["max_tokens"], request["top_p"]) == ("parrot", 12, 0.9)
@@ -202,7 +204,7 @@ def ctrl_c() -> Iterator[Callable[[], None]]:
 def test_ctrl_c_stops_asking(server: Server, tmp_path: Path, ctrl_c: Callable[[], None]):
     chosen = remote(tmp_path, server)
     with pytest.raises(DistillationInterrupted, match="stopped after 6 of 25"):
-        run(chosen, Silent(8, ctrl_c))
+        run(chosen, FakeProgress(8, ctrl_c))
     run(chosen)
     assert len(records(chosen)) == len(RECORDS)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from distill_world import RECORDS, Silent, manifest, options, records, write_prompts
+from distill_world import RECORDS, manifest, options, records, write_prompts
 from draftheads.distill import journal
 from draftheads.distill.dialogue import Dialogue
 from draftheads.distill.journal import Journal, manifest_path, part_path
@@ -20,6 +20,7 @@ from draftheads.distill.options import DistillOptions
 from draftheads.distill.run import Outcome, distill
 from draftheads.distill.source import Heard
 from draftheads.errors import DataError, DistillationInterrupted, InvalidSettings, StorageError
+from fake_progress import FakeProgress
 from nursery import Nursery
 from training_world import chat_model
 
@@ -55,8 +56,8 @@ def echo_options(folder: Path, **changes: Any) -> DistillOptions:
     return options(folder, **{"num_self_talk": NUM_SELF_TALK, "chunk_size": 15, **changes})
 
 
-def run(chosen: DistillOptions, source: Echo | None = None, reporter: Silent | None = None) -> Outcome:
-    return distill(chosen, lambda: source or Echo(), reporter or Silent())
+def run(chosen: DistillOptions, source: Echo | None = None, progress: FakeProgress | None = None) -> Outcome:
+    return distill(chosen, lambda: source or Echo(), progress or FakeProgress())
 
 
 @pytest.fixture(scope="module")
@@ -169,10 +170,10 @@ def interrupt() -> None:
 def test_ctrl_c_says_that_it_goes_on_and_it_does(whole: bytes, tmp_path: Path):
     chosen = echo_options(tmp_path)
     with pytest.raises(DistillationInterrupted, match=f"stopped after 30 of {TOTAL} .*the same command goes on"):
-        run(chosen, reporter=Silent(34, interrupt))
-    reporter = Silent()
-    run(chosen, reporter=reporter)
-    assert f"answering {TOTAL - 30} of {TOTAL} conversations" in reporter.stages
+        run(chosen, progress=FakeProgress(34, interrupt))
+    progress = FakeProgress()
+    run(chosen, progress=progress)
+    assert f"answering {TOTAL - 30} of {TOTAL} conversations" in progress.stages
     assert chosen.out.read_bytes() == whole
 
 
@@ -203,7 +204,7 @@ def stopped(folder: Path, **changes: Any) -> DistillOptions:
     """A run that was stopped after two chunks."""
     chosen = echo_options(folder, **changes)
     with pytest.raises(DistillationInterrupted):
-        run(chosen, reporter=Silent(34, interrupt))
+        run(chosen, progress=FakeProgress(34, interrupt))
     return chosen
 
 

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from distill_world import RECORDS, Silent, manifest, options, records, run, write_prompts
+from distill_world import RECORDS, manifest, options, records, run, write_prompts
 from draftheads.cli import distill as command_line
 from draftheads.cli.main import main
 from draftheads.data.chat import read_chats
@@ -27,6 +27,7 @@ from draftheads.errors import DataError, InvalidSettings, UnsupportedModel
 from draftheads.models.model import TargetModel
 from draftheads.sampling import SamplingSettings
 from draftheads.tree import Tree
+from fake_progress import FakeProgress
 from families import TREES, tiny_head
 from training_world import EOS, chat_model, chat_tokenizer
 
@@ -363,15 +364,16 @@ def test_a_chain_takes_the_place_of_the_heads_tree(monkeypatch: pytest.MonkeyPat
 
 def test_the_manifest_says_what_was_done_with_what(target: TargetModel, tmp_path: Path):
     chosen = options(tmp_path, seed=5)
-    reporter = Silent()
-    outcome = run(target, chosen, reporter)
+    progress = FakeProgress()
+    outcome = run(target, chosen, progress)
     found = manifest(chosen)
     assert found["is_complete"]
     assert found["sha256"] == hashlib.sha256(chosen.out.read_bytes()).hexdigest()
     assert found["counts"]["num_bytes"] == len(chosen.out.read_bytes())
     assert found["counts"]["num_records"] == len(records(chosen)) == outcome.counts.num_records
-    assert found["counts"]["num_tokens"] == reporter.last[2] > 0
-    assert reporter.last[:2] == (len(RECORDS), len(RECORDS))
+    assert found["counts"]["num_tokens"] > 0
+    assert progress.last[2].endswith(" tokens/s")
+    assert progress.last[:2] == (len(RECORDS), len(RECORDS))
     assert found["identity"]["seed"] == 5
     assert found["identity"]["model"] == "tiny-chat"
     assert found["identity"]["dtype"] == "float32"

@@ -14,9 +14,9 @@ from draftheads.decode.engine import Engine
 from draftheads.errors import DataError
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
+from draftheads.progress import NoProgress
 from draftheads.search import replay as rehearsal
 from draftheads.search.calibrate import Answer, Observation
-from draftheads.search.profile import Silent
 from draftheads.search.replay import (
     Rehearsal,
     RehearsalSettings,
@@ -47,12 +47,12 @@ class Case:
     def answers(self) -> list[Answer]:
         book = Workbook(self.folder, {})
         found = self.rehearsal
-        return own_answers(found.target, self.prompts, found.settings, book=book, display=Silent())
+        return own_answers(found.target, self.prompts, found.settings, book=book, progress=NoProgress())
 
 
 def tuner(model: TargetModel, head: DraftHead, folder: Path, prompts: list[list[int]], **settings: Any) -> Case:
     chosen = RehearsalSettings(**settings)
-    return Case(Rehearsal(model, head, chosen, display=Silent()), encoded(model, prompts, chosen), folder)
+    return Case(Rehearsal(model, head, chosen, progress=NoProgress()), encoded(model, prompts, chosen), folder)
 
 
 @pytest.fixture(scope="module")

@@ -27,9 +27,10 @@ from draftheads.drafters.draft_model import DraftModel
 from draftheads.errors import DataError, InvalidSettings
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
+from draftheads.progress import Progress, counted_stage
 from draftheads.sampling import SamplingSettings
 from draftheads.search.calibrate import Answer
-from draftheads.search.replay import Display, Rehearsal, RehearsalSettings, encoded, own_answers
+from draftheads.search.replay import Rehearsal, RehearsalSettings, encoded, own_answers
 from draftheads.search.workbook import Workbook
 from draftheads.shapes import BestFirst, BestPaths, Sampled, Shape
 from draftheads.tree import Tree
@@ -194,7 +195,7 @@ class Bench:
         calibration: other prompts, to find trees on.
         settings: what is compared.
         book: for findings.
-        display: who shows how far it is.
+        progress: is told how far the work is.
     """
 
     def __init__(
@@ -206,11 +207,11 @@ class Bench:
         settings: BenchSettings,
         *,
         book: Workbook,
-        display: Display,
+        progress: Progress,
     ) -> None:
         check_names([contender.name for contender in contenders])
         self.target, self.contenders, self.settings = target, contenders, settings
-        self.book, self.display = book, display
+        self.book, self.progress = book, progress
         engine = Engine(target)
         self.prompts = [engine.encode(prompt) for prompt in prompts]
         if len(self.prompts) < LEAST_PROMPTS:
@@ -286,7 +287,7 @@ class Bench:
 
     def _tree(self, name: str, head: DraftHead) -> dict[str, Any]:
         """The better one of a growing and a static tree."""
-        rehearsal = Rehearsal(self.target, head, self.settings.rehearsal, display=_Named(self.display, name))
+        rehearsal = Rehearsal(self.target, head, self.settings.rehearsal, progress=_Named(self.progress, name))
         found = rehearsal.run(self._answers())
         static, dynamic = found["static"]["expected"], found["dynamic"]["expected"]
         grows = dynamic[-1] >= static[-1]
@@ -305,7 +306,7 @@ class Bench:
 
     def _answers(self) -> list[Answer]:
         settings = self.settings.rehearsal
-        return own_answers(self.target, self.calibration, settings, book=self.book, display=self.display)
+        return own_answers(self.target, self.calibration, settings, book=self.book, progress=self.progress)
 
     # --- tokens per step ---
 
@@ -314,9 +315,8 @@ class Bench:
     ) -> tuple[Counted, list[list[int]]]:
         """Counts, and the answers themselves."""
         name = f"{way}-{contender.identity}-{_digest(prompts)}"
-        self.display.stage(f"{contender.name}: {way} answers to {len(prompts)} prompts", 1)
+        self.progress.stage(f"{contender.name}: {way} answers to {len(prompts)} prompts")
         found = self.book.get(name, partial(self._answered, contender.drafter, prompts, **sampling))
-        self.display.advance()
         return Counted(tuple(found["tokens"]), tuple(found["steps"])), found["texts"]
 
     def _answered(self, drafter: Drafter, prompts: Sequence[Sequence[int]], **sampling: Any) -> dict[str, Any]:
@@ -359,7 +359,7 @@ class Bench:
         """Every way answers every prompt; who goes first changes, and the direction, so that drifts cancel."""
         prompts = self._spread(self.settings.num_speed_prompts)
         ways: list[tuple[str, Drafter]] = [(PLAIN, NoDraft()), *((one.name, one.drafter) for one in self.contenders)]
-        self.display.stage(f"timing {len(ways)} ways on {len(prompts)} prompts", len(prompts))
+        advance = counted_stage(self.progress, f"timing {len(ways)} ways on {len(prompts)} prompts", len(prompts))
 
         def find(number: int) -> dict[str, dict[str, float]]:
             first, done = number // 2 % len(ways), {}
@@ -373,7 +373,7 @@ class Bench:
         for number, name in enumerate(self._timings):
             for way, one in self.book.get(name, partial(find, number)).items():
                 timed[way].append(Timed(**one))
-            self.display.advance()
+            advance()
         return timed
 
     def _answer(self, drafter: Drafter, prompt: Sequence[int], max_new_tokens: int) -> "Timed":
@@ -445,18 +445,18 @@ def _speed(answers: Sequence[Timed]) -> float:
 
 
 class _Named:
-    """A display that says whom a stage is about."""
+    """Progress whose stages begin with a drafter's name."""
 
-    def __init__(self, display: Display, name: str) -> None:
-        self.display, self.name = display, name
+    def __init__(self, inner: Progress, name: str) -> None:
+        self.inner, self.name = inner, name
 
-    def stage(self, what: str, total: int) -> None:
-        """Something new begins."""
-        self.display.stage(f"{self.name}: {what}", total)
+    def stage(self, what: str) -> None:
+        """A new stage begins."""
+        self.inner.stage(f"{self.name}: {what}")
 
-    def advance(self) -> None:
-        """A piece is done."""
-        self.display.advance()
+    def progress(self, done: int, total: int, note: str = "") -> None:
+        """Units of the stage are done."""
+        self.inner.progress(done, total, note)
 
 
 def headings(rows: Sequence[BenchRow], settings: BenchSettings) -> list[str]:

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from draftheads.checkpoint import read_head
+from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.show import quiet_transformers
-from draftheads.cli.train import Display
 from draftheads.cli.train import expanded as with_recipe
 from draftheads.errors import InvalidSettings
 from draftheads.files import write_atomic
@@ -62,7 +62,7 @@ def run(options: AblateOptions) -> None:
     console = Console(quiet=not processes.is_first())
     chosen, training = study(options.study), options.training
     variants_of(chosen, training)  # what cannot be is said before hours of work
-    with Display(console) as display:
+    with ProgressDisplay(console) as display:
         findings = run_study(chosen, training, display, count_parameters=lambda own: read_head(own.out).num_parameters)
     if findings is None:
         return

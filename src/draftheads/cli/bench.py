@@ -29,9 +29,9 @@ from draftheads.bench.drafters import (
 )
 from draftheads.checkpoint import read_head
 from draftheads.cli.demo import PROMPTS
+from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.prompts import read_prompts
 from draftheads.cli.show import quiet_transformers
-from draftheads.cli.stages import Stages
 from draftheads.decode.cost_profile import machine_of
 from draftheads.decode.engine import Prompt
 from draftheads.drafters.draft_model import DraftModel
@@ -110,7 +110,7 @@ def run(options: BenchOptions) -> None:
     }
     with tempfile.TemporaryDirectory() as temporary:
         folder = _work_folder(identity) or Path(temporary)
-        with locked(folder, "set DRAFTHEADS_CACHE"), Stages(console) as display:
+        with locked(folder, "set DRAFTHEADS_CACHE"), ProgressDisplay(console) as progress:
             bench = Bench(
                 target,
                 contenders,
@@ -118,7 +118,7 @@ def run(options: BenchOptions) -> None:
                 calibration,
                 options.settings,
                 book=Workbook(folder / "found", identity),
-                display=display,
+                progress=progress,
             )
             rows = bench.run()
     show(console, rows, options.settings)

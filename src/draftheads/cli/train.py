@@ -2,25 +2,12 @@
 
 import argparse
 import itertools
-import time
 from collections.abc import Collection, Sequence
-from types import TracebackType
-from typing import Self
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TaskID,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
-from rich.text import Text
 
+from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.show import quiet_transformers
 from draftheads.errors import ModelNotFound
 from draftheads.train import processes
@@ -29,8 +16,6 @@ from draftheads.train.recipes import recipe
 from draftheads.train.report import Report
 from draftheads.train.run import train
 from draftheads.train.start import settings_of
-
-_SECONDS_BETWEEN_LINES = 30.0  # where the output is no terminal
 
 
 def expanded(
@@ -86,7 +71,7 @@ def run(options: TrainOptions) -> None:
     console = Console(quiet=not processes.is_first())
     if options.recipe is not None:
         console.print(recipe_table(options))
-    with Display(console) as display:
+    with ProgressDisplay(console) as display:
         report = train(options, display)
     if report is None:  # of several processes the first one tells
         return
@@ -105,67 +90,6 @@ def speed_line(report: Report) -> str:
         f"{report.num_steps:,} steps; {report.tokens_per_second:,.0f} tokens of text a second "
         f"in the {report.training_seconds:,.0f} s of this process"
     )
-
-
-class Display:
-    """A progress bar per stage in a terminal; elsewhere a line now and then."""
-
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        self.bars = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            _Speed(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self.bar: TaskID | None = None
-        self.what = ""
-        self.first: tuple[float, int] | None = None  # when the stage's first progress came, and how much it was
-        self.last_line = 0.0
-
-    def __enter__(self) -> Self:
-        self.bars.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.bars.stop()
-
-    def stage(self, what: str) -> None:
-        """Something new begins."""
-        self.what, self.first, self.last_line = what, None, time.monotonic()
-        if self.bar is not None:
-            self.bars.update(self.bar, total=1, completed=1)
-        self.bar = self.bars.add_task(what, total=None)
-        if not self.console.is_terminal:
-            self.console.print(what)
-
-    def progress(self, done: int, total: int, loss: float | None = None) -> None:
-        """So many tokens or steps of the stage are done."""
-        what = self.what if loss is None else f"{self.what}, loss {loss:.3f}"
-        if self.bar is not None:
-            self.bars.update(self.bar, completed=done, total=total, description=what)
-        now = time.monotonic()
-        started, first = self.first = self.first or (now, done)
-        if not self.console.is_terminal and now - self.last_line >= _SECONDS_BETWEEN_LINES and done > first:
-            self.last_line = now
-            per_second = (done - first) / (now - started)
-            minutes = (total - done) / per_second / 60
-            self.console.print(
-                f"{what}: {done:,} of {total:,}, {per_second:,.2f}/s, {minutes:.0f} min left", soft_wrap=True
-            )
-
-
-class _Speed(ProgressColumn):
-    """How much of a stage is done in a second."""
-
-    def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        return Text(f"{speed:,.1f}/s" if speed else "")
 
 
 def recipe_table(options: TrainOptions, *, tunes_model: bool = False) -> Table:

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.show import quiet_transformers
-from draftheads.cli.train import Display, accuracy_table, recipe_table, speed_line
+from draftheads.cli.train import accuracy_table, recipe_table, speed_line
 from draftheads.cli.train import expanded as expanded_for_heads
 from draftheads.train import processes
 from draftheads.train.joint import train_jointly
@@ -25,7 +26,7 @@ def run(options: JointOptions) -> None:
     console = Console(quiet=not processes.is_first())
     if options.recipe is not None:
         console.print(recipe_table(options, tunes_model=True))
-    with Display(console) as display:
+    with ProgressDisplay(console) as display:
         report = train_jointly(options, display)
     if report is None:  # of several processes the first one tells
         return

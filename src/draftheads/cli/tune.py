@@ -11,9 +11,9 @@ from rich.table import Table
 
 from draftheads.acceptance_profile import PROFILE_FILE, AcceptanceProfile
 from draftheads.checkpoint import SavedHead, read_head
+from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.prompts import read_prompts
 from draftheads.cli.show import quiet_transformers
-from draftheads.cli.stages import Stages
 from draftheads.decode.cost_profile import cost_of
 from draftheads.decode.engine import Prompt
 from draftheads.errors import InvalidSettings, MissingDependency
@@ -61,13 +61,13 @@ def run(options: TuneOptions) -> None:
     target = load_target(options.model, precision=options.precision)
     head = load_drafter(options.head, options.model, target, ignore_profile=True)
     folder = user_path(options.out) if options.out else own_folder(saved)
-    with locked(folder, "give --out"), Stages(console) as display:
+    with locked(folder, "give --out"), ProgressDisplay(console) as progress:
         try:
-            outcome = tune(target, head, prompts, options.settings, folder=work_folder(folder), display=display)
+            outcome = tune(target, head, prompts, options.settings, folder=work_folder(folder), progress=progress)
         except KeyboardInterrupt:
             console.print("stopped; the same command goes on with it")
             raise
-        display.stage("predicting speeds on this machine", 1)
+        progress.stage("predicting speeds on this machine")
         found = predicted(outcome.profile, cost_of(target, head))
         record = {**outcome.record, **found, "head": options.head, "provenance": provenance()}
         write_atomic(folder / RECORD, json.dumps(record).encode())

@@ -1,6 +1,7 @@
 """A distillation: prompts to conversations, chunk by chunk, each saved before the next begins.
 
-Knows the order of the work; shows nothing: progress goes to a :class:`Reporter`. A chunk is answered by itself, with
+Knows the order of the work; shows nothing: progress goes to a :class:`~draftheads.progress.Progress`.
+A chunk is answered by itself, with
 nothing left over from the one before. So a run that goes on after a kill computes a chunk again with the same
 neighbours in every batch, and its file is the same to the byte even where kernels round by batch size.
 """
@@ -10,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice, repeat
-from typing import Any, Protocol
+from typing import Any
 
 from draftheads.distill.dialogue import Dialogue
 from draftheads.distill.journal import Counts, Journal
@@ -18,6 +19,7 @@ from draftheads.distill.options import DistillOptions
 from draftheads.distill.prompts import SELF_TALK, Prompt, Seen, Survey, read_prompts, survey
 from draftheads.distill.source import Source
 from draftheads.errors import DistillationInterrupted
+from draftheads.progress import Progress
 from draftheads.provenance import provenance
 
 _MAY_CHANGE = frozenset(  # the answers do not depend on these, or not on purpose
@@ -39,16 +41,6 @@ _MAY_CHANGE = frozenset(  # the answers do not depend on these, or not on purpos
 )
 
 
-class Reporter(Protocol):
-    """Somebody who is told how far things are."""
-
-    def stage(self, what: str) -> None:
-        """Something new begins."""
-
-    def progress(self, num_done: int, total: int, num_tokens: int) -> None:
-        """So many conversations are done, and so many tokens were generated since the process began."""
-
-
 @dataclass(frozen=True)
 class Outcome:
     """A complete run."""
@@ -58,28 +50,28 @@ class Outcome:
     was_complete: bool  # before it was asked for
 
 
-def distill(options: DistillOptions, load_source: Callable[[], Source], reporter: Reporter) -> Outcome:
+def distill(options: DistillOptions, load_source: Callable[[], Source], progress: Progress) -> Outcome:
     """Writes ``options.out``, or goes on writing it where a run was stopped.
 
     Args:
         options: what to do.
         load_source: makes who answers; called when the prompts are known to be readable.
-        reporter: is told how far things are.
+        progress: is told how far the work is.
 
     Raises:
         DraftHeadsError: bad prompts or settings, an output of another run, a full disk, a server that gives up, or
             Ctrl-C. What was saved stays, and the same call goes on from there.
     """
-    reporter.stage("reading prompts")
+    progress.stage("reading prompts")
     found = survey(options.prompts)
     source = load_source()
     total = found.num_prompts + options.num_self_talk
     with Journal.locked(options.out, identity_of(options, source, found), details_of(options)) as journal:
         was_complete = journal.manifest.is_complete
         if not was_complete:
-            reporter.stage(f"answering {total - journal.counts.num_done:,} of {total:,} conversations")
+            progress.stage(f"answering {total - journal.counts.num_done:,} of {total:,} conversations")
             try:
-                _answer(options, source, journal, _Tally(reporter, journal.counts.num_done, total))
+                _answer(options, source, journal, _Tally(progress, journal.counts.num_done, total))
             except KeyboardInterrupt:
                 raise DistillationInterrupted(
                     f"stopped after {journal.counts.num_done:,} of {total:,} conversations: the same command goes on"
@@ -102,16 +94,18 @@ def details_of(options: DistillOptions) -> dict[str, Any]:
 class _Tally:
     """Adds up what a source says that it did."""
 
-    def __init__(self, reporter: Reporter, num_done: int, total: int) -> None:
-        self.reporter = reporter
+    def __init__(self, progress: Progress, num_done: int, total: int) -> None:
+        self.progress = progress
         self.num_done = num_done
         self.total = total
         self.num_tokens = 0
+        self.started = time.monotonic()
 
     def heard(self, num_tokens: int, num_done: int) -> None:
         self.num_tokens += num_tokens
         self.num_done += num_done
-        self.reporter.progress(self.num_done, self.total, self.num_tokens)
+        seconds = max(time.monotonic() - self.started, 1e-3)
+        self.progress.progress(self.num_done, self.total, f"{self.num_tokens / seconds:,.0f} tokens/s")
 
 
 def _answer(options: DistillOptions, source: Source, journal: Journal, tally: _Tally) -> None:

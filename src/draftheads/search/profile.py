@@ -10,8 +10,9 @@ from draftheads.acceptance_profile import MAX_NODES, AcceptanceProfile
 from draftheads.drafters.copy_odds import DEFAULT_ODDS, copy_odds
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
+from draftheads.progress import Progress
 from draftheads.search.calibrate import Answer
-from draftheads.search.replay import Display, Rehearsal, RehearsalSettings
+from draftheads.search.replay import Rehearsal, RehearsalSettings
 from draftheads.tree import Path as RankPath
 from draftheads.tree import Tree
 from draftheads.tree_search import expected_tokens, joint_order, path_counts
@@ -41,10 +42,10 @@ def recorded(texts: Sequence[tuple[Tensor, Tensor]]) -> list[Answer]:
 
 
 def measured_profile(
-    target: TargetModel, head: DraftHead, answers: Sequence[Answer], settings: RehearsalSettings, *, display: Display
+    target: TargetModel, head: DraftHead, answers: Sequence[Answer], settings: RehearsalSettings, *, progress: Progress
 ) -> tuple[AcceptanceProfile, dict[str, Any]]:
     """The profile of a head along recorded answers, and everything that it was made from."""
-    rehearsal = Rehearsal(target, head, settings, display=display)
+    rehearsal = Rehearsal(target, head, settings, progress=progress)
     found = rehearsal.run(answers)
     paths = found["static"]["paths"][: MAX_NODES - 1]
     profile = AcceptanceProfile(
@@ -85,13 +86,3 @@ def static_profile(joint_ranks: Tensor, *, num_ranks: int, only_chain: bool = Fa
 def _rising(tokens: Sequence[float]) -> list[float]:
     """A larger tree contains the smaller one: where it seems to gain less, that is noise."""
     return [round(value, 4) for value in accumulate(tokens, max)]
-
-
-class Silent:
-    """A display that shows nothing."""
-
-    def stage(self, what: str, total: int) -> None:
-        """Nothing to show."""
-
-    def advance(self) -> None:
-        """Nothing to show."""

@@ -3,10 +3,10 @@
 Knows what trees are grown from, but no clock: the same prompts give the same trees on every machine.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from draftheads.decode.engine import Engine, Prompt
 from draftheads.errors import DataError, InvalidSettings
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
+from draftheads.progress import Progress, counted_stage
 from draftheads.sampling import SamplingSettings
 from draftheads.search.calibrate import Answer, Observation, fit_confidence, observe, reliability, replay
 from draftheads.search.workbook import Workbook
@@ -52,16 +53,6 @@ class RehearsalSettings:
                 raise InvalidSettings(f"{name} is {getattr(self, name)}; it must be at least {least}")
 
 
-class Display(Protocol):
-    """Who shows how far a search is."""
-
-    def stage(self, what: str, total: int) -> None:
-        """Something new begins, in that many pieces."""
-
-    def advance(self) -> None:
-        """A piece is done."""
-
-
 def encoded(target: TargetModel, prompts: Sequence[Prompt], settings: RehearsalSettings) -> list[list[int]]:
     """The ids of the first ``num_prompts`` of them.
 
@@ -82,7 +73,12 @@ def samplings(settings: RehearsalSettings, count: int, first: int = 0) -> list[S
 
 
 def own_answers(
-    target: TargetModel, prompts: Sequence[list[int]], settings: RehearsalSettings, *, book: Workbook, display: Display
+    target: TargetModel,
+    prompts: Sequence[list[int]],
+    settings: RehearsalSettings,
+    *,
+    book: Workbook,
+    progress: Progress,
 ) -> list[Answer]:
     """The model's own answers to prompts, a few at a time, kept in the book; those of less than two tokens left out.
 
@@ -91,13 +87,13 @@ def own_answers(
     """
     engine = Engine(target, max_batch_size=_ANSWERS_AT_ONCE)
     chunks = [prompts[i : i + _ANSWERS_AT_ONCE] for i in range(0, len(prompts), _ANSWERS_AT_ONCE)]
-    display.stage(f"answering {len(prompts)} prompts", len(chunks))
+    advance = counted_stage(progress, f"answering {len(prompts)} prompts", len(chunks))
     answers = []
     for number, chunk in enumerate(chunks):
         each = samplings(settings, len(chunk), number * _ANSWERS_AT_ONCE)
         said = book.get(f"answers-{number:03}", partial(_said, engine, chunk, each))
         answers += [Answer(tuple(prompt), tuple(ids)) for prompt, ids in zip(chunk, said, strict=True)]
-        display.advance()
+        advance()
     answers = [answer for answer in answers if len(answer.token_ids) > 1]
     if len(answers) < 2:
         raise DataError(f"{target.model_id} ends its answers at once: there is nothing to calibrate on")
@@ -115,16 +111,18 @@ class Rehearsal:
         target: the model.
         head: bound to it.
         settings: of the answers and the trees.
-        display: who shows how far it is.
+        progress: is told how far the work is.
     """
 
-    def __init__(self, target: TargetModel, head: DraftHead, settings: RehearsalSettings, *, display: Display) -> None:
-        self.target, self.head, self.settings, self.display = target, head, settings, display
+    def __init__(
+        self, target: TargetModel, head: DraftHead, settings: RehearsalSettings, *, progress: Progress
+    ) -> None:
+        self.target, self.head, self.settings, self.progress = target, head, settings, progress
         self.num_ranks = min(settings.num_ranks, head.config.num_draft_tokens)
 
     def run(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Ranks, trees of all sizes and what they promise; ``head.confidence`` is set to what was fitted."""
-        self.display.stage("asking the heads along the answers", 2 * len(answers))
+        advance = counted_stage(self.progress, "asking the heads along the answers", 2 * len(answers))
         seen, hidden, prompts = [], [], []
         for answer in answers:
             observation, states = observe(
@@ -133,7 +131,7 @@ class Rehearsal:
             seen.append(observation)
             hidden.append(states)
             prompts.append(self._history(answer))
-            self.display.advance()
+            advance()
         confidence = fit_confidence(seen, self.num_ranks)
         found = self._grow(seen)
         ones = [1.0] * len(confidence)
@@ -143,7 +141,7 @@ class Rehearsal:
             "after": reliability(seen, confidence, self.num_ranks),
         }
         self.head.confidence = tuple(confidence)
-        found["dynamic"] = self._dynamic(answers, hidden, prompts)
+        found["dynamic"] = self._dynamic(answers, hidden, prompts, advance)
         found["num_tokens"] = sum(len(answer.token_ids) for answer in answers)
         return found
 
@@ -203,7 +201,11 @@ class Rehearsal:
             }
 
     def _dynamic(
-        self, answers: Sequence[Answer], hidden: Sequence[Tensor], prompts: Sequence[Tensor]
+        self,
+        answers: Sequence[Answer],
+        hidden: Sequence[Tensor],
+        prompts: Sequence[Tensor],
+        advance: Callable[[], None],
     ) -> dict[str, Any]:
         """What growing trees promise, and how sure of whole paths one may be."""
         count = self._most_grown()
@@ -216,7 +218,7 @@ class Rehearsal:
             texts += kept
             bins += sure
             for _ in answers[rows]:
-                self.display.advance()
+                advance()
         return {**_promises(texts, count), "reliability": _together(bins)}
 
     def _most_grown(self) -> int:

@@ -12,8 +12,9 @@ from draftheads.decode.cost_profile import CostProfile
 from draftheads.decode.engine import Prompt
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
+from draftheads.progress import Progress
 from draftheads.search.profile import measured_profile
-from draftheads.search.replay import Display, RehearsalSettings, encoded, own_answers
+from draftheads.search.replay import RehearsalSettings, encoded, own_answers
 from draftheads.search.workbook import Workbook
 
 BATCH_SIZES = (1, 2, 4, 8, 16)  # that speeds are predicted for
@@ -35,7 +36,7 @@ def tune(
     settings: RehearsalSettings,
     *,
     folder: Path,
-    display: Display,
+    progress: Progress,
 ) -> Outcome:
     """Measures how many tokens a step gains with trees of all sizes.
 
@@ -45,7 +46,7 @@ def tune(
         prompts: to answer; the first ``num_prompts`` are used.
         settings: of answers and trees.
         folder: the model's answers are kept here, for a search that was stopped and for other heads.
-        display: who shows how far it is.
+        progress: is told how far the work is.
 
     Raises:
         DataError: there are hardly any prompts, or hardly any answers.
@@ -58,8 +59,8 @@ def tune(
     }
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     book = Workbook(folder / digest, identity)
-    answers = own_answers(target, ids, settings, book=book, display=display)
-    profile, found = measured_profile(target, head, answers, settings, display=display)
+    answers = own_answers(target, ids, settings, book=book, progress=progress)
+    profile, found = measured_profile(target, head, answers, settings, progress=progress)
     record = {
         "format_version": 2,
         "method": head.config.method,

@@ -14,12 +14,12 @@ from typing import Any
 
 from draftheads.errors import DataError, InvalidSettings
 from draftheads.files import locked, remove_leftovers, write_atomic
+from draftheads.progress import Progress
 from draftheads.provenance import provenance
 from draftheads.reports.train_page import PAGE
 from draftheads.train import processes
 from draftheads.train.material import Material
 from draftheads.train.options import TrainOptions
-from draftheads.train.reporter import Reporter
 from draftheads.train.start import Start, digest_of
 from draftheads.train.trainer import find_checkpoint, require_packages
 
@@ -103,7 +103,7 @@ def _changes(options: TrainOptions, head: Path) -> list[str]:
     return changes
 
 
-def say_where_it_starts(options: TrainOptions, reporter: Reporter) -> None:
+def say_where_it_starts(options: TrainOptions, reporter: Progress) -> None:
     """With ``--resume``, which may be there from the first start on: so a mistyped --out is seen."""
     if options.resume:
         checkpoint = find_checkpoint(options.out)

@@ -1,6 +1,6 @@
 """A whole Medusa-2 run: chats to an adapter and heads that were tuned together, measured and saved.
 
-Knows the order of the work and the output folder; shows nothing: progress goes to a :class:`Reporter`.
+Knows the order of the work and the output folder; shows nothing: progress goes to a :class:`Progress`.
 
 The output folder holds ``adapter/`` (peft's format, and ``base.json``: which model it is for), ``head/`` (see
 ``checkpoint``), ``movement.json``, ``metrics.json`` and ``log.jsonl``; while the run is not complete ``run.json`` and
@@ -27,6 +27,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.models.fingerprint import Fingerprints
 from draftheads.models.model import TargetModel
 from draftheads.models.pretrained import default_device
+from draftheads.progress import Progress
 from draftheads.train import processes
 from draftheads.train.card import model_card
 from draftheads.train.folder import (
@@ -51,7 +52,6 @@ from draftheads.train.measure import Measurement, measure
 from draftheads.train.movement import Movement, measure_movement
 from draftheads.train.new_head import in_float32, new_head, read_start
 from draftheads.train.report import Report
-from draftheads.train.reporter import Reporter
 from draftheads.train.run import Speedometer, acceptance, chosen_tree, in_between, new_learner, report_on
 from draftheads.train.start import Start
 from draftheads.train.trainer import computes_in_bf16, fit
@@ -68,7 +68,7 @@ class JointReport:
     movement: Movement  # of the tuned model
 
 
-def train_jointly(options: JointOptions, reporter: Reporter) -> JointReport | None:
+def train_jointly(options: JointOptions, reporter: Progress) -> JointReport | None:
     """Tunes a model and its heads as the options say and leaves adapter and heads in ``options.out``.
 
     Returns:
@@ -95,7 +95,7 @@ def train_jointly(options: JointOptions, reporter: Reporter) -> JointReport | No
         return train_jointly_for(target, options, reporter)
 
 
-def train_jointly_for(target: TargetModel, options: JointOptions, reporter: Reporter) -> JointReport | None:
+def train_jointly_for(target: TargetModel, options: JointOptions, reporter: Progress) -> JointReport | None:
     """:func:`train_jointly` for a loaded model; its weights stay as they are, the adapter is gone at the end."""
     start = read_start(options, target, reporter)
     reporter.stage("reading data")
@@ -129,7 +129,7 @@ class _Run:
     head: DraftHead
     material: Material
     store: LiveStore  # the material's: of the target
-    reporter: Reporter
+    reporter: Progress
     start: Start | None
 
     def go(self) -> JointReport | None:
@@ -198,7 +198,7 @@ class _Run:
             batches,
             options,
             stages=self.material.stages,
-            on_step=speed.counting(self.reporter.progress),
+            on_step=speed.counting(self.reporter),
             validate=validate,
             trainer_class=trainer_class,
         )

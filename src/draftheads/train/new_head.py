@@ -12,8 +12,8 @@ from draftheads.draft import TargetWeights
 from draftheads.heads import head_classes, parse_head_options
 from draftheads.heads.base import DraftHead, HeadConfig
 from draftheads.models.model import TargetModel
+from draftheads.progress import Progress
 from draftheads.train.options import TrainOptions
-from draftheads.train.reporter import Reporter
 from draftheads.train.start import Start
 from draftheads.train.trainer import find_checkpoint
 
@@ -87,7 +87,7 @@ def _head_config(
     )
 
 
-def read_start(options: TrainOptions, target: TargetModel, reporter: Reporter) -> Start | None:
+def read_start(options: TrainOptions, target: TargetModel, reporter: Progress) -> Start | None:
     """The head that ``--start-from`` names, if any; says what it gives.
 
     Raises:

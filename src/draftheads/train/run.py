@@ -1,6 +1,6 @@
 """A whole training run: texts to features, features to a head, the head measured and saved.
 
-Knows the order of the work; shows nothing: progress goes to a :class:`~draftheads.train.reporter.Reporter`.
+Knows the order of the work; shows nothing: progress goes to a :class:`~draftheads.progress.Progress`.
 """
 
 import shutil
@@ -22,8 +22,9 @@ from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.models.pretrained import default_dtype
 from draftheads.models.shard import shard_layers
+from draftheads.progress import NoProgress, Progress
 from draftheads.reports.train_page import write_page
-from draftheads.search.profile import NUM_TEXTS, Silent, measured_profile, recorded, static_profile
+from draftheads.search.profile import NUM_TEXTS, measured_profile, recorded, static_profile
 from draftheads.search.replay import RehearsalSettings
 from draftheads.train import processes
 from draftheads.train.card import model_card
@@ -45,14 +46,13 @@ from draftheads.train.measure import NUM_RANKS, Measurement, measure
 from draftheads.train.new_head import in_float32, new_head, read_start
 from draftheads.train.options import TrainOptions
 from draftheads.train.report import Report
-from draftheads.train.reporter import Reporter
 from draftheads.train.start import Start
 from draftheads.train.trainer import OnStep, TrainingInterrupted, fit
 from draftheads.tree import Tree
 from draftheads.tree_search import best_tree
 
 
-def train(options: TrainOptions, reporter: Reporter) -> Report | None:
+def train(options: TrainOptions, reporter: Progress) -> Report | None:
     """Trains a head as the options say and leaves it in ``options.out``.
 
     Returns:
@@ -80,7 +80,7 @@ def train(options: TrainOptions, reporter: Reporter) -> Report | None:
         return train_for(target, options, reporter)
 
 
-def train_for(target: TargetModel, options: TrainOptions, reporter: Reporter) -> Report | None:
+def train_for(target: TargetModel, options: TrainOptions, reporter: Progress) -> Report | None:
     """:func:`train` for a model that is loaded already, whatever ``options.model`` says."""
     start = read_start(options, target, reporter)  # before the model reads for hours
     material = _material(target, options, reporter, start)
@@ -101,7 +101,7 @@ def train_for(target: TargetModel, options: TrainOptions, reporter: Reporter) ->
         batches,
         options,
         stages=material.stages,
-        on_step=speed.counting(reporter.progress),
+        on_step=speed.counting(reporter),
         validate=validate,
     )
     if not processes.is_first():
@@ -154,13 +154,13 @@ class Speedometer:
         """0 before the first step."""
         return self.num_tokens / self.seconds if self.seconds else 0.0
 
-    def counting(self, on_step: OnStep) -> OnStep:
-        """The same callback, and the step counts."""
+    def counting(self, progress: Progress) -> OnStep:
+        """Counts each step and reports it with its loss."""
 
         def counted(step: int, total: int, loss: float | None) -> None:
             self.num_tokens += self.tokens[step - 1]
             self.latest = time.monotonic()
-            on_step(step, total, loss)
+            progress.progress(step, total, "" if loss is None else f"loss {loss:.3f}")
 
         return counted
 
@@ -235,7 +235,7 @@ def chosen_tree(found: Measurement, options: TrainOptions) -> Tree:
     return best_tree(found.joint_ranks, options.tree_nodes)
 
 
-def _material(target: TargetModel, options: TrainOptions, reporter: Reporter, start: Start | None) -> Material:
+def _material(target: TargetModel, options: TrainOptions, reporter: Progress, start: Start | None) -> Material:
     """The data with its hidden states, or the features in ``--features`` as they are.
 
     Batches are decided, and compared with those of the run that goes on, before the model reads for hours.
@@ -271,7 +271,7 @@ def acceptance(
     material: Material,
     found: Measurement,
     options: TrainOptions,
-    reporter: Reporter,
+    reporter: Progress,
 ) -> AcceptanceProfile:
     """The head's profile on some held-out texts; of static trees alone where there are too few.
 
@@ -283,7 +283,7 @@ def acceptance(
     if len(answers) < 2 or options.chain or options.shard_model:
         return static_profile(found.joint_ranks, num_ranks=NUM_RANKS, only_chain=options.chain)
     reporter.stage(f"acceptance profile from {len(answers)} held-out texts")
-    return measured_profile(target, copy_for(head, target), answers, RehearsalSettings(), display=Silent())[0]
+    return measured_profile(target, copy_for(head, target), answers, RehearsalSettings(), progress=NoProgress())[0]
 
 
 def _save(
@@ -302,7 +302,7 @@ def _save(
     save_head(head, options.out, base=target, card=card, profile=profile)
 
 
-def _wind_up(options: TrainOptions, reporter: Reporter) -> None:
+def _wind_up(options: TrainOptions, reporter: Progress) -> None:
     """What is left to do once the head is saved."""
     tidy_up(options)
     if not options.keep_features and options.features is None:

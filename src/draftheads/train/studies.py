@@ -12,10 +12,10 @@ from types import MappingProxyType
 from typing import Any
 
 from draftheads.errors import InvalidSettings
+from draftheads.progress import Progress
 from draftheads.train import processes
 from draftheads.train.options import TrainOptions
 from draftheads.train.report import Report
-from draftheads.train.reporter import Reporter
 from draftheads.train.run import train
 
 Changes = Mapping[str, Any]
@@ -136,7 +136,7 @@ def folder_name(variant: str) -> str:
 
 
 def run_study(
-    chosen: Study, options: TrainOptions, reporter: Reporter, *, count_parameters: Callable[[TrainOptions], int]
+    chosen: Study, options: TrainOptions, reporter: Progress, *, count_parameters: Callable[[TrainOptions], int]
 ) -> list[Finding] | None:
     """Trains all variants, one after the other; None in every process but the first."""
     reports: dict[str, tuple[TrainOptions, Report]] = {}

@@ -1,0 +1,101 @@
+"""The display of all long commands: a progress bar on a terminal, a line now and then elsewhere."""
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+SECONDS_BETWEEN_LINES = 30.0  # where the output is not a terminal
+_SECONDS_OF_SPEED = 600.0  # over which the bar averages the speed: some work ends in bursts
+
+
+class ProgressDisplay:
+    """Shows a :class:`draftheads.progress.Progress` on a console; a context manager.
+
+    Each finished stage leaves a line with its seconds.
+
+    Args:
+        console: to print to.
+        transient: leave nothing on a terminal at the end.
+    """
+
+    def __init__(self, console: Console, *, transient: bool = False) -> None:
+        self.console = console
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            _Speed(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=transient,
+            speed_estimate_period=_SECONDS_OF_SPEED,
+            disable=not console.is_terminal,
+        )
+        self._transient = transient
+        self._bar: TaskID | None = None
+        self._what = ""
+        self._started = 0.0
+        self._first: tuple[float, int] | None = None  # time and units done at the stage's first progress
+        self._last_line = 0.0
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+    def stage(self, what: str) -> None:
+        """Starts the bar again, or prints a line."""
+        now = time.monotonic()
+        if not self.console.is_terminal:
+            self.console.print(what, soft_wrap=True, markup=False, highlight=False)
+        elif self._bar is None:
+            self._bar = self._bars.add_task(what, total=None)
+        else:
+            if not self._transient:
+                self.console.print(
+                    f"{self._what}: {now - self._started:,.0f} s", soft_wrap=True, markup=False, highlight=False
+                )
+            self._bars.reset(self._bar, description=what, total=None)
+        self._what, self._started, self._last_line, self._first = what, now, now, None
+
+    def progress(self, done: int, total: int, note: str = "") -> None:
+        """Moves the bar, or prints a line if the last one is old."""
+        what = f"{self._what}, {note}" if note else self._what
+        if self._bar is not None:
+            self._bars.update(self._bar, completed=done, total=total, description=what)
+            return
+        now = time.monotonic()
+        started, first = self._first = self._first or (now, done)
+        if now - self._last_line >= SECONDS_BETWEEN_LINES and done > first and now > started:
+            self._last_line = now
+            per_second = (done - first) / (now - started)
+            minutes = (total - done) / per_second / 60
+            line = f"{what}: {done:,} of {total:,}, {per_second:,.2f}/s, {minutes:,.0f} min left"
+            self.console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+class _Speed(ProgressColumn):
+    """Units of the stage per second."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text(f"{speed:,.1f}/s" if speed else "")

@@ -1,0 +1,22 @@
+"""A progress receiver for tests."""
+
+from collections.abc import Callable
+
+
+class FakeProgress:
+    """Records stages and the last progress; may run an action after so many units of a stage."""
+
+    def __init__(
+        self, after: int | None = None, action: Callable[[], object] = lambda: None, *, stage: str = ""
+    ) -> None:
+        self.after, self.action, self.of_stage = after, action, stage
+        self.stages: list[str] = []
+        self.last = (0, 0, "")  # units done, in all, note
+
+    def stage(self, what: str) -> None:
+        self.stages.append(what)
+
+    def progress(self, done: int, total: int, note: str = "") -> None:
+        self.last = (done, total, note)
+        if done == self.after and self.stages[-1].startswith(self.of_stage):
+            self.action()
