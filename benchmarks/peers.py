@@ -21,7 +21,7 @@ from rounds import Row, quartiles, run_round, summary
 from transformers import AutoTokenizer
 from worker_process import Ids, WorkerFailed, WorkerProcess
 
-from draftheads.cli.prompts import TextPrompt, read_prompts
+from draftheads.data.records import TextPrompt, prompts_in
 from draftheads.models.embedded import SMOLLM2_135M, converted_folder, find_gguf
 from draftheads.models.pretrained import default_dtype
 
@@ -248,7 +248,7 @@ def main() -> None:
     folder = converted_folder(SMOLLM2_135M)
     if folder is None:
         sys.exit(f"error: {SMOLLM2_135M.name} is not installed: {SMOLLM2_135M.pip_install}")
-    prompts = encoded(spread(list(read_prompts(options.prompts)), options.limit), folder)
+    prompts = encoded(spread(prompts_in(options.prompts), options.limit), folder)
     ways = chosen(all_ways(options, max(map(len, prompts))), options.peers)
     comparison = Comparison(options, ways, prompts, machine(options.threads))
     comparison.run()

@@ -22,8 +22,8 @@ from rich.progress import track
 from rich.table import Table
 
 from draftheads.bench.compare import stock_way
-from draftheads.cli.prompts import read_prompts
 from draftheads.cli.show import quiet_transformers
+from draftheads.data.records import prompts_in
 from draftheads.decode.engine import Engine, Prompt
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.loading import Precision, head_engine, load_drafter, load_target
@@ -121,7 +121,7 @@ def cells(options: Options, engine: Engine) -> Iterator[tuple[str, int, list[lis
     server under load. Else the last rows of a group would decode alone, the longer the more rows differ in speed.
     """
     lines = [json.loads(line) for line in options.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
-    prompts: list[Prompt] = list(read_prompts(options.prompts))
+    prompts: list[Prompt] = list(prompts_in(options.prompts))
     ids = [engine.encode(prompt) for prompt in prompts]
     if options.by_task:
         for task in dict.fromkeys(line["category"] for line in lines):

@@ -11,12 +11,14 @@ class FakeProgress:
     ) -> None:
         self.after, self.action, self.of_stage = after, action, stage
         self.stages: list[str] = []
+        self.done: list[int] = []  # units, at each report
         self.last = (0, 0, "")  # units done, in all, note
 
     def stage(self, what: str) -> None:
         self.stages.append(what)
 
     def progress(self, done: int, total: int, note: str = "") -> None:
+        self.done.append(done)
         self.last = (done, total, note)
-        if done == self.after and self.stages[-1].startswith(self.of_stage):
+        if done == self.after and (self.stages or [""]).stages[-1].startswith(self.of_stage):
             self.action()

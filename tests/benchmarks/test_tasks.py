@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from draftheads.cli.prompts import read_prompts
+from draftheads.data.records import read_prompts
 
 TASKS = Path(__file__).parents[2] / "benchmarks" / "tasks.jsonl"
 KINDS = {"chat", "question_answering", "maths", "retrieval", "summarisation", "translation"}

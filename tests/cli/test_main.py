@@ -24,12 +24,11 @@ import draftheads
 from draftheads.bench.compare import Extent, Row
 from draftheads.cli import demo, generate, show_comparison
 from draftheads.cli.main import VERBS, main
-from draftheads.cli.prompts import read_prompts
 from draftheads.cli.show import show_stream
+from draftheads.data.records import prompts_in
 from draftheads.decode import cost_profile as cost
 from draftheads.decode.engine import Engine
 from draftheads.drafters.copying import Copying
-from draftheads.errors import DataError
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.sampling import SamplingSettings
@@ -327,7 +326,7 @@ def test_prompts_from_a_file_go_to_a_file(
     expected = engine.generate(prompts, max_new_tokens=12)
     assert [record["text"] for record in found] == [result.text for result in expected]
     assert not capsys.readouterr().out
-    assert list(read_prompts(out)) == prompts, "answers can be prompts again"
+    assert prompts_in(out) == prompts, "answers can be prompts again"
 
 
 def test_one_prompt_with_an_out_file_is_written_there(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -394,48 +393,6 @@ def test_all_options_arrive(here: Path, monkeypatch: pytest.MonkeyPatch):
     assert seen[8][1] == {**defaults, "tree": BestPaths((6, 3, 2), 4)}
     assert main(["generate", "abc", "def", "--paths", "3", "--widths", "4", "1"]) == 0
     assert seen[10][1] == {**defaults, "tree": BestPaths((4, 1), 3)}
-
-
-# --- prompt files ---
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "hello",
-        '"hello"',
-        "[1, 2]",
-        "{}",
-        '{"prompt": 5}',
-        '{"prompt": ""}',
-        '{"prompt": " "}',
-        '{"messages": []}',
-        '{"messages": ["hello"]}',
-        '{"messages": [{"role": "user"}]}',
-        '{"turns": []}',
-        '{"turns": [5]}',
-        '{"turns": [""]}',
-        '{"turns": ["\\ud800"]}',
-        '{"prompt": "a \\ud800"}',
-        '{"messages": [{"role": "user", "content": "\\ud800"}]}',
-        pytest.param("[" * 100_000, id="deep"),
-    ],
-)
-def test_a_line_that_is_no_prompt_is_named(line: str, tmp_path: Path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(f'{{"prompt": "fine"}}\n\n{line}\n', encoding="utf-8")
-    found = read_prompts(path)
-    assert next(found) == "fine"
-    words = r"not JSON|needs \"prompt\"|holds half a character, '\\ud800'|nested too deeply"
-    with pytest.raises(DataError, match=rf"prompts\.jsonl, line 3: ({words})") as error:
-        next(found)
-    assert error.value.line_number == 3
-
-
-def test_a_file_that_is_no_text(tmp_path: Path):
-    (tmp_path / "prompts.jsonl").write_bytes(b'{"prompt": "\xff"}')
-    with pytest.raises(DataError, match="cannot be read"):
-        list(read_prompts(tmp_path / "prompts.jsonl"))
 
 
 # --- demo ---
@@ -633,10 +590,6 @@ def test_the_demo_with_exact_bits_compares_with_plain_of_the_same_kernels(
     assert main(arguments) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["exact_bits"] is False
     assert asked[1] == {}
-
-
-def test_the_demos_own_prompts_are_a_handful():
-    assert len(demo.PROMPTS) == len(set(demo.PROMPTS)) >= 5
 
 
 # --- what the demo says ---

@@ -1,15 +1,12 @@
 """Chats become tokens with a mask of exactly what the model would have said."""
 
-import gzip
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from draftheads.data.chat import EncodedChat, encode_chat, read_chats
+from draftheads.data.chat import EncodedChat, encode_chat
 from draftheads.errors import DataError
-from training_world import EOS, TEMPLATE, VOCAB, chat, chat_tokenizer, counting_chats, write_chats
+from training_world import EOS, TEMPLATE, VOCAB, chat, chat_tokenizer
 
 
 def encode(record: dict[str, Any], *, max_length: int = 100, template: str = TEMPLATE, eos: int = EOS) -> EncodedChat:
@@ -111,64 +108,3 @@ def test_no_chat_template_is_an_error() -> None:
 def test_no_answer_is_an_error() -> None:
     with pytest.raises(DataError, match="assistant"):
         encode(chat("w1"))
-
-
-@pytest.mark.parametrize("name", ["chats.jsonl", "chats.jsonl.gz"])
-def test_files_are_read_zipped_or_not(tmp_path: Path, name: str) -> None:
-    records = counting_chats(5)
-    chats = list(read_chats(write_chats(tmp_path / name, records)))
-    assert [list(chat.messages) for chat in chats] == [record["messages"] for record in records]
-    assert [chat.finished for chat in chats] == [record["finished"] for record in records]
-    assert [chat.line_number for chat in chats] == [1, 2, 3, 4, 5]
-
-
-def test_empty_lines_are_skipped_but_counted(tmp_path: Path) -> None:
-    path = tmp_path / "chats.jsonl"
-    path.write_text(f"\n{json.dumps(chat('w1', 'w2'))}\n\n", encoding="utf-8")
-    assert [(chat.line_number, chat.finished) for chat in read_chats(path)] == [(2, True)]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"messages": [', "not JSON"),
-        ("[1, 2]", "a chat is an object"),
-        ('{"text": "w1"}', "a chat is an object"),
-        ('{"messages": "w1"}', "a chat is an object"),
-        ('{"messages": ["w1"]}', "message 0 is 'w1'"),
-        ('{"messages": [{"role": "user"}]}', "message 0: content is None"),
-        ('{"messages": [{"role": 3, "content": "w1"}]}', "message 0: role is 3"),
-        ('{"messages": [{"role": "user", "content": "w1"}]}', "no message of role 'assistant'"),
-        ('{"messages": [{"role": "assistant", "content": "w1"}], "finished": 1}', "finished is 1"),
-        (
-            '{"messages": [{"role": "user", "content": "w1 \\ud800"}]}',
-            r"message 0: content holds half .*'\\ud800' as its",
-        ),
-        ('{"messages": [{"role": "\\udfff", "content": "w1"}]}', "message 0: role holds half a character"),
-        ("[" * 100_000, r"nested too deeply to be read: '\[{57}…'"),
-        ('{"messages": ' + '{"a":' * 100_000, "nested too deeply"),
-    ],
-)
-def test_a_malformed_line_is_named(tmp_path: Path, line: str, message: str) -> None:
-    path = tmp_path / "chats.jsonl"
-    path.write_text(f"{json.dumps(chat('w1', 'w2'))}\n{line}\n", encoding="utf-8")
-    with pytest.raises(DataError, match=message) as caught:
-        list(read_chats(path))
-    assert f"{path}, line 2" in str(caught.value)
-    assert caught.value.line_number == 2
-
-
-@pytest.mark.parametrize("damage", ["cut", "garbled", "no gzip", "not utf-8", "missing", "folder"])
-def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path, damage: str) -> None:
-    path = tmp_path / ("chats.jsonl" if damage in {"not utf-8", "missing", "folder"} else "chats.jsonl.gz")
-    content = gzip.compress(json.dumps(chat("w1", "w2 " * 1000)).encode())
-    if damage == "folder":
-        path.mkdir()
-    elif damage != "missing":
-        path.write_bytes(
-            {"cut": content[:30], "garbled": content[:12] + b"\xff" * 30, "no gzip": b"{}", "not utf-8": b'{"\xff'}[
-                damage
-            ]
-        )
-    with pytest.raises(DataError, match="cannot be read"):
-        list(read_chats(path))

@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from draftheads.data.features import FeatureStore, shard_path
 from draftheads.data.live import LiveStore
 from draftheads.errors import DataError, StorageError
 from draftheads.models.model import TargetModel
+from draftheads.progress import NoProgress
+from fake_progress import FakeProgress
 from training_world import chat, chat_model, counting_chats, write_chats
 
 
@@ -48,10 +50,6 @@ def texts(target: TargetModel, tmp_path: Path) -> list[EncodedChat]:
     return load_texts(target, [write_chats(tmp_path / "chats.jsonl", counting_chats(10))], max_length=64)
 
 
-def ignore(done: int, total: int) -> None:
-    """Nobody is told."""
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -59,7 +57,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_documents_hold_what_the_target_computes_one_by_one(
     target: TargetModel, texts: list[EncodedChat], tmp_path: Path
 ) -> None:
-    store = build_features(target, texts, tmp_path / "features", ignore)
+    store = build_features(target, texts, tmp_path / "features", NoProgress())
     assert len(store) == len(texts)
     assert store.meta.num_shards == 3
     assert store.lengths == [len(text.token_ids) for text in texts]
@@ -72,40 +70,39 @@ def test_documents_hold_what_the_target_computes_one_by_one(
 
 
 def test_progress_counts_every_token_once(target: TargetModel, texts: list[EncodedChat], tmp_path: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    build_features(target, texts, tmp_path / "features", lambda *at: seen.append(at))
+    progress = FakeProgress()
+    build_features(target, texts, tmp_path / "features", progress)
     total = sum(len(text.token_ids) for text in texts)
-    assert seen[-1] == (total, total)
-    assert all(before <= after for (before, _), (after, _) in pairwise(seen))
+    assert progress.last == (total, total, "")
+    assert progress.done == [*accumulate((len(text.token_ids) for text in texts), initial=0)]
 
 
 def test_an_interrupted_store_is_completed_to_the_same_bytes(
     target: TargetModel, texts: list[EncodedChat], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build_features(target, texts, tmp_path / "whole", ignore)
+    build_features(target, texts, tmp_path / "whole", NoProgress())
     done = sum(len(text.token_ids) for text in texts[:5])
 
-    def interrupt(tokens: int, _: int) -> None:
-        if tokens >= done:
-            raise KeyboardInterrupt
+    def interrupt() -> None:
+        raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_features(target, texts, tmp_path / "parts", interrupt)
+        build_features(target, texts, tmp_path / "parts", FakeProgress(done, interrupt))
     with pytest.raises(DataError, match=r"shard-00001.safetensors is missing, the features are not complete"):
         FeatureStore(tmp_path / "parts")
     first_made = shard_path(tmp_path / "parts", 0).stat().st_mtime_ns
-    build_features(target, texts, tmp_path / "parts", ignore)
+    build_features(target, texts, tmp_path / "parts", NoProgress())
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
     assert shard_path(tmp_path / "parts", 0).stat().st_mtime_ns == first_made
     monkeypatch.setattr(TargetModel, "hidden_states", None)  # a complete store needs no pass of the model
-    build_features(target, texts, tmp_path / "parts", ignore)
+    build_features(target, texts, tmp_path / "parts", NoProgress())
 
 
 def test_a_full_disk_leaves_nothing_half_written(
     target: TargetModel, texts: list[EncodedChat], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "features"
-    build_features(target, texts, folder, ignore)
+    build_features(target, texts, folder, NoProgress())
     shard_path(folder, 2).unlink()
     before = contents(folder)
 
@@ -115,14 +112,14 @@ def test_a_full_disk_leaves_nothing_half_written(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", no_space)
         with pytest.raises(StorageError, match="no space left"):
-            build_features(target, texts, folder, ignore)
+            build_features(target, texts, folder, NoProgress())
     assert contents(folder) == before
 
 
 def test_other_texts_do_not_go_on_in_an_old_store(
     target: TargetModel, texts: list[EncodedChat], tmp_path: Path
 ) -> None:
-    build_features(target, texts, tmp_path / "features", ignore)
+    build_features(target, texts, tmp_path / "features", NoProgress())
     last = texts[-1]
     for changed in (
         EncodedChat((1, 2, 3), (False, True, True)),
@@ -130,9 +127,9 @@ def test_other_texts_do_not_go_on_in_an_old_store(
         replace(last, loss_mask=(*last.loss_mask[:-1], not last.loss_mask[-1])),
     ):
         with pytest.raises(DataError, match="name another folder or delete this one"):
-            build_features(target, [*texts[:-1], changed], tmp_path / "features", ignore)
+            build_features(target, [*texts[:-1], changed], tmp_path / "features", NoProgress())
     with pytest.raises(DataError, match="name another folder or delete this one"):
-        build_features(chat_model(seed=1), texts, tmp_path / "features", ignore)
+        build_features(chat_model(seed=1), texts, tmp_path / "features", NoProgress())
 
 
 def damages() -> Iterator[Any]:
@@ -159,7 +156,7 @@ def damages() -> Iterator[Any]:
 def test_a_damaged_store_is_an_error(
     target: TargetModel, texts: list[EncodedChat], tmp_path: Path, damage: Any, message: str
 ) -> None:
-    build_features(target, texts, tmp_path / "features", ignore)
+    build_features(target, texts, tmp_path / "features", NoProgress())
     damage(tmp_path / "features")
     with pytest.raises(DataError, match=message):
         FeatureStore(tmp_path / "features")
@@ -190,7 +187,7 @@ def test_a_line_that_cannot_be_encoded_is_named(target: TargetModel, tmp_path: P
 def test_leaving_out_prompts_keeps_every_answer_and_the_position_before_it(
     target: TargetModel, texts: list[EncodedChat], tmp_path: Path
 ) -> None:
-    store = build_features(target, texts, tmp_path / "features", ignore)
+    store = build_features(target, texts, tmp_path / "features", NoProgress())
     whole = collate(list(store), skip_prompts=False)
     short = collate(list(store), skip_prompts=True)
     for row, text in enumerate(texts):
@@ -288,7 +285,7 @@ def test_plain_text_is_held_out_at_random() -> None:
 def test_a_batch_says_which_documents_it_is_made_of(
     target: TargetModel, texts: list[EncodedChat], tmp_path: Path
 ) -> None:
-    store = build_features(target, texts, tmp_path / "features", ignore)
+    store = build_features(target, texts, tmp_path / "features", NoProgress())
     batch = PlannedBatches(store, [[3, 1]], skip_prompts=False)[0]
     assert batch["documents"].tolist() == [3, 1]
     assert batch["token_ids"][0, : store.lengths[3]].tolist() == list(texts[3].token_ids)
@@ -297,6 +294,8 @@ def test_a_batch_says_which_documents_it_is_made_of(
 @pytest.mark.parametrize("kind", ["stored", "live"])
 def test_lengths_are_counted_once(target: TargetModel, texts: list[EncodedChat], tmp_path: Path, kind: str) -> None:
     """A plan asks for them once per text: counting them all each time takes hours for a hundred thousand texts."""
-    store = LiveStore(target, texts) if kind == "live" else build_features(target, texts, tmp_path / "store", ignore)
+    store = (
+        LiveStore(target, texts) if kind == "live" else build_features(target, texts, tmp_path / "store", NoProgress())
+    )
     assert store.lengths is store.lengths
     assert store.lengths == [len(text.token_ids) for text in texts]

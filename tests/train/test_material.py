@@ -20,6 +20,7 @@ from draftheads.data.live import LiveStore
 from draftheads.data.plain_text import load_blocks
 from draftheads.errors import DataError, InvalidSettings, MissingDependency, StorageError
 from draftheads.models.model import TargetModel
+from draftheads.progress import NoProgress
 from draftheads.train import run
 from draftheads.train.folder import remember
 from draftheads.train.material import arrange, read_data
@@ -84,7 +85,7 @@ def lines(out: Path, name: str = "log.jsonl") -> list[dict[str, Any]]:
 
 def test_live_hidden_states_are_the_stored_ones(target: TargetModel, chats: Path, tmp_path: Path) -> None:
     texts = load_texts(target, [chats], max_length=64)
-    stored, live = build_features(target, texts, tmp_path, lambda *_: None), LiveStore(target, texts)
+    stored, live = build_features(target, texts, tmp_path, NoProgress()), LiveStore(target, texts)
     assert stored.fingerprint == live.fingerprint
     assert stored.sources == live.sources
     assert stored.sources[4] == f"{chats}:5"
@@ -136,12 +137,12 @@ def test_too_small_a_disk_is_seen_before_the_work(
 ) -> None:
     texts = load_texts(target, [chats], max_length=64)
     needed = needed_bytes(target, texts)
-    build_features(target, texts, tmp_path / "there", lambda *_: None)
+    build_features(target, texts, tmp_path / "there", NoProgress())
     made = sum(path.stat().st_size for path in (tmp_path / "there").glob("shard-*"))
     assert 0.9 * made < needed < 1.1 * made
     monkeypatch.setattr(extract.shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
     monkeypatch.setattr(TargetModel, "hidden_states", None)
-    build_features(target, texts, tmp_path / "there", lambda *_: None)  # complete ones need no room
+    build_features(target, texts, tmp_path / "there", NoProgress())  # complete ones need no room
     message = r"need 0\.00 GB and the disk has 0\.00 GB left: .*--features, .*--max-tokens, .*--features-budget 0"
     with pytest.raises(StorageError, match=message):
         run.train_for(target, options(tmp_path / "out", data=(chats,)), Silent())

@@ -20,6 +20,7 @@ from draftheads.data.features import FeatureStore
 from draftheads.errors import CheckpointMismatch, InvalidSettings, ModelNotFound
 from draftheads.heads.hydra import HydraConfig, HydraHead
 from draftheads.models.model import TargetModel
+from draftheads.progress import NoProgress
 from draftheads.train import run
 from draftheads.train.joint import train_jointly_for
 from draftheads.train.joint_options import JointOptions
@@ -59,7 +60,7 @@ def chats(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.fixture(scope="module")
 def features(target: TargetModel, chats: Path) -> Path:
     folder = chats.parent / "features"
-    build_features(target, load_texts(target, [chats], max_length=64), folder, lambda *_: None)
+    build_features(target, load_texts(target, [chats], max_length=64), folder, NoProgress())
     return folder
 
 

@@ -16,6 +16,7 @@ from draftheads.data.features import FeatureStore
 from draftheads.errors import DataError, InvalidSettings
 from draftheads.heads import head_classes, parse_head_options
 from draftheads.models.model import TargetModel
+from draftheads.progress import NoProgress
 from draftheads.train import run, studies
 from draftheads.train.material import arrange
 from draftheads.train.options import TrainOptions
@@ -234,7 +235,7 @@ def test_older_trainings_and_recipes_anywhere_are_understood(
 @pytest.mark.parametrize("most", [1, 300, 10**6])
 def test_finished_features_are_used_as_far_as_asked(target: TargetModel, data: Path, tmp_path: Path, most: int) -> None:
     texts = load_texts(target, [data], max_length=64)
-    build_features(target, texts, tmp_path / "features", lambda *_: None)
+    build_features(target, texts, tmp_path / "features", NoProgress())
     store = FeatureStore(tmp_path / "features")
     sizes = {"draft_vocab_size": 48, "batch_tokens": 128, "held_out": 0.2}
     given = TrainOptions(method="medusa", out=tmp_path, features=tmp_path / "features", **sizes)

@@ -30,6 +30,7 @@ from draftheads.heads import HEADS, head_classes
 from draftheads.heads.hydra import FusionBlock
 from draftheads.heads.layers import ResidualBlock
 from draftheads.models.model import TargetModel
+from draftheads.progress import NoProgress
 from draftheads.train import processes, run
 from draftheads.train.folder import alone_in
 from draftheads.train.joint_options import JointOptions
@@ -55,7 +56,7 @@ def features(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> P
     folder = tmp_path_factory.mktemp("data")
     records = distilled_chats(target) + counting_chats(20)
     texts = load_texts(target, [write_chats(folder / "chats.jsonl", records)], max_length=64)
-    build_features(target, texts, folder / "features", lambda *_: None)
+    build_features(target, texts, folder / "features", NoProgress())
     return folder / "features"
 
 
@@ -640,7 +641,7 @@ def test_answers_of_one_token_teach_nothing(target: TargetModel, tmp_path: Path)
 def test_the_draft_vocabulary_is_the_most_frequent_and_the_end(target: TargetModel, tmp_path: Path) -> None:
     records = [chat("w9 w9 w9", "w5 w5 w5 w3 w3 w8 w7", finished=False), chat("w1", "w5", finished=False)]
     texts = load_texts(target, [write_chats(tmp_path / "chats.jsonl", records)], max_length=64)
-    store = build_features(target, texts, tmp_path / "features", lambda *_: None)
+    store = build_features(target, texts, tmp_path / "features", NoProgress())
     vocab = frequent_tokens(store, [0, 1], 4, vocab_size=64, always=frozenset({EOS}))
     word = 7  # the id of w0
     assert vocab.tolist() == [EOS, word + 3, word + 5, word + 7]  # w7 before w8: as frequent, lower id

@@ -28,10 +28,9 @@ from draftheads.bench.drafters import (
     markdown,
 )
 from draftheads.checkpoint import read_head
-from draftheads.cli.demo import PROMPTS
 from draftheads.cli.progress_display import ProgressDisplay
-from draftheads.cli.prompts import read_prompts
 from draftheads.cli.show import quiet_transformers
+from draftheads.data.records import own_prompts, prompts_in
 from draftheads.decode.cost_profile import machine_of
 from draftheads.decode.engine import Prompt
 from draftheads.drafters.draft_model import DraftModel
@@ -44,7 +43,6 @@ from draftheads.models.embedded import SMOLLM2_135M, cache_folder
 from draftheads.models.model import TargetModel
 from draftheads.provenance import provenance
 from draftheads.reports.bench_page import RECORD, TABLE, write_page
-from draftheads.search.prompts import CALIBRATION_PROMPTS
 from draftheads.search.replay import encoded
 from draftheads.search.workbook import Workbook
 from draftheads.shapes import BestPaths
@@ -84,7 +82,7 @@ def run(options: BenchOptions) -> None:
     """Compares and prints; the last line is one JSON object."""
     console = Console(highlight=False)
     quiet_transformers()
-    prompts: list[Prompt] = list(read_prompts(options.prompts)) if options.prompts else list(PROMPTS)
+    prompts: list[Prompt] = list(prompts_in(options.prompts or own_prompts("demo")))
     if options.limit is not None and options.limit < LEAST_PROMPTS:
         raise InvalidSettings(f"--limit is {options.limit}; it must be at least {LEAST_PROMPTS}")
     prompts = prompts[: options.limit]
@@ -100,7 +98,8 @@ def run(options: BenchOptions) -> None:
     target = load_target(options.model, precision=options.precision)
     contenders = list(_contenders(names, options, target))
     here = machine_of(target)
-    calibration = encoded(target, CALIBRATION_PROMPTS, options.settings.rehearsal)  # by the model's own template
+    others = prompts_in(own_prompts("calibration"))
+    calibration = encoded(target, others, options.settings.rehearsal)  # by the model's own template
     identity = {
         "code": code_digest(),
         "model": [target.model_id, target.weights_print],

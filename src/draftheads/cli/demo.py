@@ -14,7 +14,6 @@ from rich.text import Text
 from draftheads.bench.compare import BASELINE, STOCK, Extent, Row, Way, compare, engine_way, rows, stock_way
 from draftheads.bench.margins import Scorer
 from draftheads.bench.step_parts import step_parts
-from draftheads.cli.prompts import TextPrompt, read_prompts
 from draftheads.cli.show import DRAFTED, quiet_transformers, show_stream
 from draftheads.cli.show_comparison import (
     copies_sentence,
@@ -24,7 +23,8 @@ from draftheads.cli.show_comparison import (
     slower_sentences,
     tree_sentence,
 )
-from draftheads.decode.engine import Engine
+from draftheads.data.records import own_prompts, prompts_in
+from draftheads.decode.engine import Engine, Prompt
 from draftheads.errors import DataError, InvalidSettings, StorageError
 from draftheads.files import user_path, write_atomic
 from draftheads.loading import Precision, head_engine, kernels_folder, load_drafter, load_target
@@ -32,14 +32,6 @@ from draftheads.models.fast import rows_keep_their_bits
 from draftheads.models.model import TargetModel
 from draftheads.provenance import provenance
 
-PROMPTS = (
-    "Explain to a child why the sky is blue.",
-    "Write a short email asking a colleague to review my report by Friday.",
-    "List five tips for learning a new language.",
-    "What is the difference between a virus and a bacterium?",
-    "Write a Python function that returns the largest number in a list.",
-    "Tell a short story about a lighthouse keeper and a lost whale.",
-)
 _PARTS_TOKENS = 24  # of the answers whose steps are shown part by part
 
 
@@ -155,7 +147,7 @@ def _labels(heads: Sequence[str]) -> list[str]:
     return labels
 
 
-def _show_one(prompt: TextPrompt, name: str, engine: Engine, max_new_tokens: int, console: Console) -> None:
+def _show_one(prompt: Prompt, name: str, engine: Engine, max_new_tokens: int, console: Console) -> None:
     said = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     colours = Text.assemble("; draft tokens are ", ("green", DRAFTED)) if console.color_system else ""
     title = Text.assemble((said, "bold"), f"   ({name}", colours, ")\n")
@@ -191,8 +183,8 @@ def _references(
     return dict.fromkeys(heads, answers)
 
 
-def _prompts(options: DemoOptions) -> list[TextPrompt]:
-    found: list[TextPrompt] = list(read_prompts(options.prompts)) if options.prompts else list(PROMPTS)
+def _prompts(options: DemoOptions) -> list[Prompt]:
+    found: list[Prompt] = list(prompts_in(options.prompts or own_prompts("demo")))
     found = found[: options.limit]
     if not found:
         raise DataError("holds no prompt", path=options.prompts)

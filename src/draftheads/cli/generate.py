@@ -10,8 +10,8 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from draftheads.cli.prompts import read_prompts
 from draftheads.cli.show import quiet_transformers, show_stream
+from draftheads.data.records import prompts_in
 from draftheads.decode.engine import Engine, Prompt
 from draftheads.errors import InvalidPrompt, InvalidSettings, InvalidTree
 from draftheads.files import write_atomic
@@ -117,7 +117,7 @@ def _prompts(options: GenerateOptions) -> list[Prompt]:
     if options.prompts is not None:
         if options.prompt:
             raise InvalidSettings(f"a prompt on the command line and --prompts {options.prompts}: give one of them")
-        prompts: list[Prompt] = list(read_prompts(options.prompts))
+        prompts: list[Prompt] = list(prompts_in(options.prompts))
     elif options.prompt or sys.stdin.isatty():
         prompts = list(options.prompt)
     else:

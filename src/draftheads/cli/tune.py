@@ -12,8 +12,8 @@ from rich.table import Table
 from draftheads.acceptance_profile import PROFILE_FILE, AcceptanceProfile
 from draftheads.checkpoint import SavedHead, read_head
 from draftheads.cli.progress_display import ProgressDisplay
-from draftheads.cli.prompts import read_prompts
 from draftheads.cli.show import quiet_transformers
+from draftheads.data.records import own_prompts, prompts_in
 from draftheads.decode.cost_profile import cost_of
 from draftheads.decode.engine import Prompt
 from draftheads.errors import InvalidSettings, MissingDependency
@@ -22,7 +22,6 @@ from draftheads.loading import Precision, load_drafter, load_target, profile_fol
 from draftheads.models.embedded import cache_folder
 from draftheads.provenance import provenance
 from draftheads.reports.tune_page import RECORD, write_page
-from draftheads.search.prompts import CALIBRATION_PROMPTS
 from draftheads.search.replay import RehearsalSettings
 from draftheads.search.tune import predicted, tune
 from draftheads.zoo.registry import find_head, zoo_heads
@@ -57,7 +56,7 @@ def run(options: TuneOptions) -> None:
     console = Console(highlight=False)
     quiet_transformers()
     saved = read_head(find_head(options.head, options.model), ignore_profile=True)
-    prompts: list[Prompt] = list(read_prompts(options.prompts)) if options.prompts else list(CALIBRATION_PROMPTS)
+    prompts: list[Prompt] = list(prompts_in(options.prompts or own_prompts("calibration")))
     target = load_target(options.model, precision=options.precision)
     head = load_drafter(options.head, options.model, target, ignore_profile=True)
     folder = user_path(options.out) if options.out else own_folder(saved)

@@ -1,21 +1,15 @@
-"""Chats on disk, and chats as token ids with a mask of what the model itself would have said.
+"""Chats as token ids with a mask of what the model itself would have said.
 
-Knows JSON lines and chat templates; knows nothing of hidden states or heads.
-
-A record is one JSON object a line: ``{"messages": [{"role": …, "content": …}, …]}``. ``"finished": false``
-says that the last assistant turn was cut off, so the tokens that would close it are left out.
+Knows chat templates and tokenizers; knows nothing of files, hidden states or heads.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
-from draftheads.data.jsonl import read_json_lines, short
-from draftheads.decode.text import half_character
+from draftheads.data.records import NO_ANSWER
 from draftheads.errors import DataError
-
-Message = Mapping[str, str]  # role and content
+from draftheads.messages import Message, short
 
 
 class ChatTokenizer(Protocol):
@@ -41,16 +35,6 @@ class ChatReader(Protocol):
 
 
 @dataclass(frozen=True)
-class Chat:
-    """One conversation and where it came from."""
-
-    messages: tuple[Message, ...]
-    finished: bool  # whether the last assistant turn ended by itself
-    path: Path
-    line_number: int  # counted from 1
-
-
-@dataclass(frozen=True)
 class EncodedChat:
     """A conversation as tokens; ids and mask have the same length."""
 
@@ -58,16 +42,6 @@ class EncodedChat:
     loss_mask: tuple[bool, ...]  # True on what the assistant says, the token that ends its turn included
     source: str = ""  # where it is from, as FILE:LINE
     is_cut: bool = False  # whether there was more of it
-
-
-def read_chats(path: Path) -> Iterator[Chat]:
-    """The chats of a ``.jsonl`` or ``.jsonl.gz`` file; empty lines are skipped.
-
-    Raises:
-        DataError: the file cannot be read, or a line is not a chat; names file and line.
-    """
-    for line_number, record in read_json_lines(path):
-        yield _parse(record, path, line_number)
 
 
 def encode_chat(
@@ -110,7 +84,7 @@ def _segments(
     """Token ids piece by piece, and whether the assistant said them."""
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
-        raise DataError(_NO_ANSWER)
+        raise DataError(NO_ANSWER)
     whole = _render(tokenizer, messages[: turns[-1] + 1])
     done = 0  # characters of ``whole`` that are tokens already
     for turn in turns:
@@ -168,40 +142,3 @@ def _tokenize(tokenizer: ChatTokenizer, text: str) -> list[int]:
         return []
     # the template writes the special tokens itself
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _parse(record: Any, path: Path, line_number: int) -> Chat:
-    problem = _problem(record)
-    if problem:
-        raise DataError(problem, path=path, line_number=line_number)
-    messages = tuple({"role": m["role"], "content": m["content"]} for m in record["messages"])
-    return Chat(messages, record.get("finished", True), path, line_number)
-
-
-_NO_ANSWER = "no message of role 'assistant', so there is nothing to learn from"
-
-
-def _problem(record: object) -> str | None:
-    """What keeps a JSON value from being a chat."""
-    if not isinstance(record, dict) or not isinstance(record.get("messages"), list):
-        return 'a chat is an object such as {"messages": [{"role": "user", "content": "…"}, …]}'
-    for i, message in enumerate(record["messages"]):
-        if problem := _message_problem(message):
-            return f"message {i}{problem}"
-    if not isinstance(record.get("finished", True), bool):
-        return f"finished is {record['finished']!r}; it must be true or false"
-    if not any(message["role"] == "assistant" for message in record["messages"]):
-        return _NO_ANSWER
-    return None
-
-
-def _message_problem(message: object) -> str | None:
-    """What keeps a JSON value from being a message."""
-    if not isinstance(message, dict):
-        return f" is {short(repr(message))}; it must be an object with role and content"
-    for key in ("role", "content"):
-        if not isinstance(message.get(key), str):
-            return f": {key} is {short(repr(message.get(key)))}; it must be a string"
-        if problem := half_character(message[key]):
-            return f": {key} {problem}"
-    return None

@@ -5,14 +5,13 @@ so a run that was killed goes on where it stopped.
 """
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 import torch
 
-from draftheads.data.chat import ChatReader, EncodedChat, encode_chat, read_chats
+from draftheads.data.chat import ChatReader, EncodedChat, encode_chat
 from draftheads.data.features import (
     DOCUMENTS_PER_SHARD,
     Document,
@@ -24,10 +23,10 @@ from draftheads.data.features import (
     write_shard,
 )
 from draftheads.data.live import fingerprint_of, read_alone
+from draftheads.data.records import read_chats
 from draftheads.errors import DataError, StorageError
 from draftheads.models.model import TargetModel
-
-Progress = Callable[[int, int], None]  # tokens done, tokens in all
+from draftheads.progress import Progress
 
 
 def load_texts(
@@ -49,7 +48,7 @@ def load_and_count(
     """What :func:`load_texts` gives, and how many texts were left out."""
     texts: list[EncodedChat] = []
     num_tokens = num_left_out = 0
-    for chat in chain.from_iterable(map(read_chats, paths)):
+    for chat in read_chats(*paths):
         try:
             text = encode_chat(
                 model.tokenizer,
@@ -61,7 +60,7 @@ def load_and_count(
         except DataError as error:
             raise DataError(str(error), path=chat.path, line_number=chat.line_number) from error
         if any(text.loss_mask):
-            texts.append(replace(text, source=f"{chat.path}:{chat.line_number}"))
+            texts.append(replace(text, source=chat.source))
             num_tokens += len(text.token_ids)
         else:
             num_left_out += 1
@@ -124,7 +123,7 @@ def build_shards(
         target: the model that reads them.
         texts: the texts.
         folder: of the store.
-        progress: told of every text.
+        progress: is told of every text, in tokens.
         share: (r, n): only every n-th shard, from r on.
 
     Raises:
@@ -136,14 +135,14 @@ def build_shards(
     total = sum(sizes.values())
     done = total - sum(sizes[index] for index in missing)
     _check_room(folder, sum(needed_bytes(target, part) for part in missing_shards(texts, folder).values()))
-    progress(done, total)
+    progress.progress(done, total)
     for index, part in missing.items():
         documents = []
         for text in part:
             token_ids = torch.tensor(text.token_ids)
             documents.append(Document(read_alone(target, token_ids), token_ids, torch.tensor(text.loss_mask)))
             done += len(token_ids)
-            progress(done, total)
+            progress.progress(done, total)
         write_shard(folder, index, documents, sources=[text.source for text in part])
 
 

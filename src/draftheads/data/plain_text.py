@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from draftheads.data.chat import EncodedChat
-from draftheads.data.jsonl import read_json_lines, short
-from draftheads.decode.text import half_character
+from draftheads.data.records import read_json_lines
 from draftheads.errors import DataError
+from draftheads.messages import half_character, short
 
 
 def read_texts(path: Path) -> Iterator[tuple[str, str]]:

@@ -13,13 +13,12 @@ from draftheads.decode.cost_profile import CostProfile
 from draftheads.decode.plain import NoDraft
 from draftheads.decode.request import GenerationResult, Sequence, StreamEvent
 from draftheads.decode.size_policy import ShapedDrafter, SizePolicy
-from draftheads.decode.text import half_character
 from draftheads.draft import Drafter
 from draftheads.errors import InvalidPrompt, InvalidSettings, PromptTooLong
+from draftheads.messages import Message, half_character, message_problem
 from draftheads.models.model import TargetModel
 from draftheads.sampling import SamplingSettings
 
-Message = Mapping[str, str]
 Prompt = str | Listing[Message] | Listing[int]  # a user's text, a list of messages, or token ids as they are
 
 
@@ -174,7 +173,7 @@ def _encode(tokenizer: Any, prompt: Prompt) -> list[int]:
     ids = [item for item in prompt if isinstance(item, int)]
     if len(ids) == len(prompt):
         return ids
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [_message(item) for item in prompt]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt)
     if not any(message["content"].strip() for message in messages):
         raise InvalidPrompt("the prompt is empty: there is nothing to answer")
     if getattr(tokenizer, "chat_template", None):
@@ -192,10 +191,11 @@ def _token_ids(tokenizer: Any, text: str, **options: bool) -> list[int]:
     return list(tokenizer(text, **options)["input_ids"])
 
 
-def _message(item: object) -> dict[str, str]:
-    if isinstance(item, Mapping) and isinstance(item.get("role"), str) and isinstance(item.get("content"), str):
-        return dict(item)
-    raise InvalidPrompt(f"a message needs the keys 'role' and 'content' with text, not {item!r}")
+def _messages(values: Listing[object]) -> list[dict[str, str]]:
+    for number, value in enumerate(values):
+        if problem := message_problem(value):
+            raise InvalidPrompt(f"message {number}{problem}")
+    return [dict(cast("Message", value)) for value in values]
 
 
 def _overridden(settings: SamplingSettings, overrides: dict[str, Any]) -> SamplingSettings:

@@ -5,23 +5,6 @@ from typing import Any
 _UNFINISHED = "\ufffd"  # what a tokenizer shows for bytes that are not a whole character yet
 
 
-def half_character(text: str) -> str | None:
-    r"""What is wrong with a text that holds a lone surrogate, which no tokenizer can read; None of any other.
-
-    JSON can hold it, and so can a command line whose bytes are no UTF-8.
-
-    >>> half_character("a\ud800b")
-    "holds half a character, '\\ud800' as its number 2, which no tokenizer can read: leave it out"
-    >>> half_character("whole: \U0001f600")
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        place, half = error.start + 1, ascii(text[error.start])
-        return f"holds half a character, {half} as its number {place}, which no tokenizer can read: leave it out"
-    return None
-
-
 class TextStream:
     """The text of a growing list of token ids, decoded in small windows: the cost does not grow with the text."""
 

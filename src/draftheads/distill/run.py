@@ -16,7 +16,7 @@ from typing import Any
 from draftheads.distill.dialogue import Dialogue
 from draftheads.distill.journal import Counts, Journal
 from draftheads.distill.options import DistillOptions
-from draftheads.distill.prompts import SELF_TALK, Prompt, Seen, Survey, read_prompts, survey
+from draftheads.distill.prompts import SELF_TALK, Prompt, Seen, Survey, survey, unique_prompts
 from draftheads.distill.source import Source
 from draftheads.errors import DistillationInterrupted
 from draftheads.progress import Progress
@@ -120,7 +120,7 @@ def _answer(options: DistillOptions, source: Source, journal: Journal, tally: _T
 
 
 def _all_prompts(options: DistillOptions) -> Iterator[Prompt]:
-    return chain(read_prompts(options.prompts), repeat(Prompt((), None, SELF_TALK), options.num_self_talk))
+    return chain(unique_prompts(options.prompts), repeat(Prompt((), None, SELF_TALK), options.num_self_talk))
 
 
 def _seen_in(lines: Iterable[bytes]) -> Seen:

@@ -19,8 +19,8 @@ from draftheads.acceptance_profile import AcceptanceProfile
 from draftheads.checkpoint import load_head, save_head
 from draftheads.data.batches import PlannedTexts
 from draftheads.data.extract import load_texts
-from draftheads.data.jsonl import check_readable
 from draftheads.data.live import LiveStore
+from draftheads.data.records import check_readable
 from draftheads.draft import TargetWeights
 from draftheads.files import atomic_directory, write_atomic
 from draftheads.heads.base import DraftHead

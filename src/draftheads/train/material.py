@@ -11,12 +11,13 @@ import torch
 
 from draftheads.data.batches import choose_texts, in_whole_steps, plan_batches, with_guesses
 from draftheads.data.chat import EncodedChat
-from draftheads.data.extract import Progress, build_shards, claim, load_texts, missing_shards, needed_bytes
+from draftheads.data.extract import build_shards, claim, load_texts, missing_shards, needed_bytes
 from draftheads.data.features import Documents, FeatureStore
 from draftheads.data.live import LiveStore, read_alone
 from draftheads.data.plain_text import is_plain, load_blocks
 from draftheads.errors import InvalidSettings
 from draftheads.models.model import TargetModel
+from draftheads.progress import Progress
 from draftheads.train import processes
 from draftheads.train.options import TrainOptions
 from draftheads.train.schedule import Stage

@@ -13,8 +13,8 @@ from draftheads.acceptance_profile import AcceptanceProfile
 from draftheads.checkpoint import copy_for, save_head
 from draftheads.data.batches import PlannedBatches
 from draftheads.data.features import FeatureStore
-from draftheads.data.jsonl import check_readable
 from draftheads.data.live import LiveStore
+from draftheads.data.records import check_readable
 from draftheads.draft import TargetWeights
 from draftheads.errors import DataError, InvalidSettings, MissingDependency
 from draftheads.files import write_atomic
@@ -248,7 +248,7 @@ def _material(target: TargetModel, options: TrainOptions, reporter: Progress, st
             material = arrange(LiveStore(target, texts), options)
             remember(options, material, model=target.model_id, start=start)
             reporter.stage(f"hidden states of {len(texts)} texts")
-            return replace(material, store=with_hidden_states(target, texts, options, reporter.progress))
+            return replace(material, store=with_hidden_states(target, texts, options, reporter))
         except KeyboardInterrupt:
             raise TrainingInterrupted(
                 f"stopped before training; hidden states so far are in {folder}: the same command goes on from there"

@@ -1,0 +1,174 @@
+"""The one reader of prompt and chat files: JSON lines, plain (``.jsonl``) or zipped (``.jsonl.gz``).
+
+Knows files and the three forms of a record; knows nothing of templates or tokens. A line is one JSON object with
+
+* ``"prompt"``: what a user says, or a list of messages,
+* ``"messages"``: a list of ``{"role": …, "content": …}``, or
+* ``"turns"``: what a user says, turn by turn.
+
+Other keys, of records and of messages, are ignored. Every error names the file and the line.
+"""
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from draftheads.errors import DataError
+from draftheads.messages import Message, message_problem, short
+
+TextPrompt = str | list[Message]  # a user's text, or a conversation
+_PROMPT_FORMS = ("prompt", "messages", "turns")  # the first one of them that is there counts
+_NEEDED = (
+    'needs "prompt" (text), "messages" (a list of objects with "role" and "content") or "turns" (a list of texts), '
+    "with something that the user says"
+)
+_NO_CHAT = 'a chat is an object such as {"messages": [{"role": "user", "content": "…"}, …]}'
+NO_ANSWER = "no message of role 'assistant', so there is nothing to learn from"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line of a file."""
+
+    messages: tuple[Message, ...]  # the whole conversation as far as it is given
+    path: Path
+    line_number: int  # counted from 1
+    is_text: bool = False  # the line has texts of the user, not messages
+    finished: bool = True  # False where the last assistant turn was cut off: it has no end-of-turn token
+
+    @property
+    def prompt(self) -> TextPrompt:
+        """What a model is asked: the messages, or the first text."""
+        return self.messages[0]["content"] if self.is_text else list(self.messages)
+
+    @property
+    def source(self) -> str:
+        """``FILE:LINE``."""
+        return f"{self.path}:{self.line_number}"
+
+    @property
+    def user_turns(self) -> tuple[str, ...]:
+        """What the user says, turn by turn."""
+        return tuple(message["content"] for message in self.messages if message["role"] == "user")
+
+
+def read_prompts(*paths: Path) -> Iterator[Record]:
+    """The records of all files in any of the three forms; empty lines are skipped.
+
+    Raises:
+        DataError: a file cannot be read, or a line is not JSON or has nothing that a user says.
+    """
+    for path in paths:
+        for line_number, value in read_json_lines(path):
+            record = _record(value, _PROMPT_FORMS, path, line_number)
+            if record is None or not any(text.strip() for text in record.user_turns):
+                raise DataError(_NEEDED, path=path, line_number=line_number)
+            yield record
+
+
+def read_chats(*paths: Path) -> Iterator[Record]:
+    """The chats of all files: records with messages, at least one of them the assistant's; empty lines are skipped.
+
+    ``"finished": false`` in a record says that its last assistant turn was cut off.
+
+    Raises:
+        DataError: a file cannot be read, or a line is not a chat.
+    """
+    for path in paths:
+        for line_number, value in read_json_lines(path):
+            record = _record(value, ("messages",), path, line_number)
+            if record is None:
+                raise DataError(_NO_CHAT, path=path, line_number=line_number)
+            if not isinstance(record.finished, bool):
+                problem = f"finished is {record.finished!r}; it must be true or false"
+                raise DataError(problem, path=path, line_number=line_number)
+            if not any(message["role"] == "assistant" for message in record.messages):
+                raise DataError(NO_ANSWER, path=path, line_number=line_number)
+            yield record
+
+
+def prompts_in(path: Path) -> list[TextPrompt]:
+    """What the records of one file ask; errors as of :func:`read_prompts`."""
+    return [record.prompt for record in read_prompts(path)]
+
+
+def own_prompts(name: Literal["calibration", "demo"]) -> Path:
+    """The file of our own prompts.
+
+    ``calibration``: 64 first turns of chats in eight kinds, which take turns, so that the first few are as fair a
+    sample as all of them. ``demo``: a handful of short ones.
+    """
+    return Path(__file__).parent.parent / "assets" / "prompts" / f"{name}.jsonl"
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Line number (from 1) and value of each line; empty lines are skipped.
+
+    Raises:
+        DataError: the file cannot be read, or a line is not JSON or nested too deeply.
+    """
+    line_number = 0
+    try:
+        with _open_text(path) as file:
+            for line_number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield line_number, _value(line, path, line_number)
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise DataError(f"cannot be read: {error}", path=path, line_number=line_number + 1) from None
+
+
+def check_readable(paths: Iterable[Path]) -> None:
+    """Opens all files, to fail before long work.
+
+    Raises:
+        DataError: one cannot be read.
+    """
+    for path in paths:
+        try:
+            with path.open("rb"):
+                pass
+        except OSError as error:
+            raise DataError(f"cannot be read: {error.strerror}", path=path) from None
+
+
+def _record(value: Any, forms: Sequence[str], path: Path, line_number: int) -> Record | None:
+    """The record of a JSON value; None where it has none of the forms.
+
+    Raises:
+        DataError: a message or text in it is not valid.
+    """
+    given = value if isinstance(value, dict) else {}
+    form = next((name for name in forms if given.get(name) is not None), None)
+    if form is None:
+        return None
+    found, finished = given[form], given.get("finished", True)
+    is_text = form == "turns" or (form == "prompt" and isinstance(found, str))
+    items = [found] if form == "prompt" and is_text else found
+    if not isinstance(items, list) or not items:
+        return None
+    messages = [{"role": "user", "content": item} for item in items] if is_text else items
+    for number, message in enumerate(messages):
+        if problem := message_problem(message):
+            raise DataError(f"message {number}{problem}", path=path, line_number=line_number)
+    kept = tuple({"role": message["role"], "content": message["content"]} for message in messages)
+    return Record(kept, path, line_number, is_text, finished)
+
+
+def _open_text(path: Path) -> IO[str]:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8")
+    return path.open(encoding="utf-8")
+
+
+def _value(line: str, path: Path, line_number: int) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise DataError(f"not JSON: {error}", path=path, line_number=line_number) from None
+    except RecursionError:
+        problem = f"nested too deeply to be read: {short(line.strip())!r}; a line is one object with few levels"
+        raise DataError(problem, path=path, line_number=line_number) from None

@@ -1,0 +1,45 @@
+"""Which values are valid chat messages. Knows text and JSON values; knows nothing of files, templates or tokens."""
+
+from collections.abc import Mapping
+from typing import Any
+
+Message = Mapping[str, str]  # role and content
+
+
+def message_problem(value: Any) -> str | None:
+    r"""Why a value is not a message, to be read after its name; None for a valid message.
+
+    >>> message_problem({"role": "user", "content": "hi"})
+    >>> "message 0" + message_problem({"role": "user"})
+    'message 0: content is None; it must be a string'
+    """
+    if not isinstance(value, Mapping):
+        return f" is {short(repr(value))}; it must be an object with role and content"
+    for key in ("role", "content"):
+        if not isinstance(value.get(key), str):
+            return f": {key} is {short(repr(value.get(key)))}; it must be a string"
+        if problem := half_character(value[key]):
+            return f": {key} {problem}"
+    return None
+
+
+def half_character(text: str) -> str | None:
+    r"""Describes the first lone surrogate in a text, which no tokenizer can read; None where there is none.
+
+    JSON can contain one, and so can a command line whose bytes are not UTF-8.
+
+    >>> half_character("a\ud800b")
+    "holds half a character, '\\ud800' as its number 2, which no tokenizer can read: leave it out"
+    >>> half_character("whole: \U0001f600")
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        place, half = error.start + 1, ascii(text[error.start])
+        return f"holds half a character, {half} as its number {place}, which no tokenizer can read: leave it out"
+    return None
+
+
+def short(text: str) -> str:
+    """The first 57 characters of a text that has more than 60, for error messages."""
+    return text if len(text) <= 60 else text[:57] + "…"

@@ -1,0 +1,170 @@
+"""Files of prompts and chats are read in one way, and every error names the file and the line."""
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from draftheads.data.records import own_prompts, prompts_in, read_chats, read_prompts
+from draftheads.errors import DataError
+from training_world import chat, counting_chats, write_chats
+
+
+@pytest.mark.parametrize(
+    ("line", "prompt", "user_turns"),
+    [
+        ('{"prompt": "a b", "turns": ["not this"]}', "a b", ("a b",)),
+        ('{"turns": ["one", "two"]}', "one", ("one", "two")),
+        (
+            '{"id": 7, "messages": [{"role": "user", "content": "a", "x": 1}, {"role": "assistant", "content": "b"}]}',
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+            ("a",),
+        ),
+        (
+            '{"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]}',
+            [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}],
+            ("a",),
+        ),
+        ('{"prompt": null, "turns": ["one"]}', "one", ("one",)),
+    ],
+)
+def test_a_prompt_has_one_of_three_forms(tmp_path: Path, line: str, prompt: object, user_turns: tuple[str, ...]):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(line, encoding="utf-8")
+    (record,) = read_prompts(path)
+    assert (record.prompt, record.user_turns, record.source) == (prompt, user_turns, f"{path}:1")
+
+
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.jsonl.gz"])
+def test_files_are_read_zipped_or_not(tmp_path: Path, name: str):
+    records = counting_chats(5)
+    path = write_chats(tmp_path / name, records)
+    for reader in (read_chats, read_prompts):
+        found = list(reader(path))
+        assert [list(record.messages) for record in found] == [record["messages"] for record in records]
+        assert [record.finished for record in found] == [record["finished"] for record in records]
+        assert [record.line_number for record in found] == [1, 2, 3, 4, 5]
+
+
+def test_several_files_are_read_in_order(tmp_path: Path):
+    paths = [write_chats(tmp_path / f"{name}.jsonl", [{"prompt": name}]) for name in ("b", "a")]
+    assert [record.prompt for record in read_prompts(*paths)] == ["b", "a"]
+
+
+def test_empty_lines_are_skipped_but_counted(tmp_path: Path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text(f"\n{json.dumps(chat('w1', 'w2'))}\n\n", encoding="utf-8")
+    assert [(record.line_number, record.finished) for record in read_chats(path)] == [(2, True)]
+
+
+def test_line_separators_other_than_line_feed_belong_to_the_text(tmp_path: Path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "dead\u2028cab\u0085"}\n', encoding="utf-8")
+    assert prompts_in(path) == ["dead\u2028cab\u0085"]
+
+
+BOTH = [
+    ("hello", "not JSON"),
+    ("[" * 100_000, r"nested too deeply to be read: '\[{57}…'"),
+    ('{"messages": ' + '{"a":' * 100_000, "nested too deeply"),
+    ('{"messages": ["w1"]}', "message 0 is 'w1'"),
+    ('{"messages": [{"role": "user"}]}', "message 0: content is None"),
+    ('{"messages": [{"role": "user", "content": "w1 \\ud800"}]}', r"message 0: content holds half a character"),
+]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        *BOTH,
+        ("[1, 2]", "a chat is an object"),
+        ('{"text": "w1"}', "a chat is an object"),
+        ('{"messages": "w1"}', "a chat is an object"),
+        ('{"messages": []}', "a chat is an object"),
+        ('{"messages": [{"role": "user", "content": "w1"}]}', "no message of role 'assistant'"),
+        ('{"messages": [{"role": "assistant", "content": "w1"}], "finished": 1}', "finished is 1"),
+    ],
+)
+def test_a_malformed_chat_is_named(tmp_path: Path, line: str, message: str):
+    path = tmp_path / "chats.jsonl"
+    path.write_text(f"{json.dumps(chat('w1', 'w2'))}\n{line}\n", encoding="utf-8")
+    found = read_chats(path)
+    assert next(found).line_number == 1
+    with pytest.raises(DataError, match=message) as caught:
+        next(found)
+    assert f"{path}, line 2" in str(caught.value)
+    assert caught.value.line_number == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        *BOTH,
+        ('"hello"', 'needs "prompt"'),
+        ("[1, 2]", 'needs "prompt"'),
+        ("{}", 'needs "prompt"'),
+        ('{"prompt": 5}', 'needs "prompt"'),
+        ('{"prompt": ""}', 'needs "prompt"'),
+        ('{"prompt": " "}', 'needs "prompt"'),
+        ('{"messages": []}', 'needs "prompt"'),
+        ('{"messages": [{"role": "assistant", "content": "w1"}]}', 'needs "prompt"'),
+        ('{"turns": "w1"}', 'needs "prompt"'),
+        ('{"turns": []}', 'needs "prompt"'),
+        ('{"turns": [""]}', 'needs "prompt"'),
+        ('{"turns": ["w1", 5]}', "message 1: content is 5"),
+        ('{"prompt": "w1 \\ud800"}', "half a character"),
+    ],
+)
+def test_a_malformed_prompt_is_named(tmp_path: Path, line: str, message: str):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"prompt": "fine"}}\n\n{line}\n', encoding="utf-8")
+    found = read_prompts(path)
+    assert next(found).prompt == "fine"
+    with pytest.raises(DataError, match=message) as caught:
+        next(found)
+    assert f"{path}, line 3" in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", ["cut", "garbled", "no gzip", "not utf-8", "missing", "folder"])
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path, damage: str):
+    path = tmp_path / ("chats.jsonl" if damage in {"not utf-8", "missing", "folder"} else "chats.jsonl.gz")
+    content = gzip.compress(json.dumps(chat("w1", "w2 " * 1000)).encode())
+    if damage == "folder":
+        path.mkdir()
+    elif damage != "missing":
+        path.write_bytes(
+            {"cut": content[:30], "garbled": content[:12] + b"\xff" * 30, "no gzip": b"{}", "not utf-8": b'{"\xff'}[
+                damage
+            ]
+        )
+    with pytest.raises(DataError, match="cannot be read"):
+        list(read_chats(path))
+
+
+# --- our own prompts ---
+
+
+def test_there_are_64_calibration_prompts_and_none_twice():
+    prompts = prompts_in(own_prompts("calibration"))
+    assert len(prompts) == len(set(map(str, prompts))) == 64
+
+
+def test_each_eight_calibration_prompts_in_a_row_are_of_all_kinds():
+    lines = own_prompts("calibration").read_text(encoding="utf-8").splitlines()
+    kinds = [json.loads(line)["kind"] for line in lines]
+    assert set(Counter(kinds).values()) == {8}
+    assert all(set(kinds[start : start + 8]) == set(kinds) for start in range(0, 64, 8))
+
+
+def test_calibration_prompts_are_as_long_as_first_turns():
+    for line in own_prompts("calibration").read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        low, high = (80, 190) if record["kind"] == "extraction" else (15, 120)
+        assert low <= len(record["prompt"].split()) <= high, record["kind"]
+
+
+def test_the_demos_own_prompts_are_a_handful():
+    prompts = prompts_in(own_prompts("demo"))
+    assert len(prompts) == len(set(map(str, prompts))) == 6
