@@ -20,5 +20,5 @@ class FakeProgress:
     def progress(self, done: int, total: int, note: str = "") -> None:
         self.done.append(done)
         self.last = (done, total, note)
-        if done == self.after and (self.stages or [""]).stages[-1].startswith(self.of_stage):
+        if done == self.after and (self.stages or [""])[-1].startswith(self.of_stage):
             self.action()
