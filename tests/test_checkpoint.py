@@ -120,6 +120,22 @@ def folder(base: TargetModel, tmp_path: Path) -> Path:
     return tmp_path / "head"
 
 
+# --- chat templates ---
+
+
+def test_a_given_chat_template_is_saved_with_the_head(base: TargetModel, tmp_path: Path):
+    given = TargetModel(base.model, base.tokenizer, base.model_id, "{{ messages[0]['content'] }}")
+    save_head(random_head(base), tmp_path / "head", base=given, profile=tiny_profile(TREE))
+    assert read_head(tmp_path / "head").chat_template == "{{ messages[0]['content'] }}"
+    load_head(tmp_path / "head", base)
+
+
+def test_a_head_without_a_chat_template_has_the_same_keys_as_before(folder: Path):
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert sorted(config) == ["base", "format_version", "head", "method", "provenance"]
+    assert read_head(folder).chat_template is None
+
+
 # --- there and back ---
 
 

@@ -1,4 +1,4 @@
-"""Which acceptance profile a head is loaded with: the user's before the head's own, one given by name before both."""
+"""Which acceptance profile and chat template a head is loaded with."""
 
 import json
 import warnings
@@ -25,7 +25,7 @@ from draftheads.errors import (
     InvalidTree,
     ModelNotFound,
 )
-from draftheads.loading import load_target, profile_folder
+from draftheads.loading import find_template, load_target, profile_folder
 from draftheads.shapes import BestFirst
 from draftheads.tree import Tree
 from families import SMALL, tiny_head, tiny_profile
@@ -185,3 +185,42 @@ def test_a_head_that_nobody_measured_is_used_all_the_same(world: Path, tmp_path:
     assert engine.profile == AcceptanceProfile.assumed(3)
     plain = draftheads.load(world / "model", **FP32).generate(["why", "how"], max_new_tokens=20)
     assert [r.token_ids for r in engine.generate(["why", "how"], max_new_tokens=20)] == [r.token_ids for r in plain]
+
+
+# --- chat templates ---
+
+TEMPLATE = "{{ messages[0]['content'] }} <e>"
+
+
+def save_with_template(world: Path, folder: Path, template: str | None) -> Path:
+    base = load_target(world / "model", chat_template=template, **FP32)
+    save_head(tiny_head("medusa", base), folder, base=base, dtype=torch.float32, profile=OWN)
+    return folder
+
+
+def words(engine: Engine) -> str:
+    return " ".join(VOCAB[token] for token in engine.encode("w1"))
+
+
+@pytest.mark.usefixtures("cost")
+def test_a_head_is_used_with_the_template_of_its_training(world: Path, tmp_path: Path) -> None:
+    head = save_with_template(world, tmp_path / "trained", TEMPLATE)
+    assert words(draftheads.load(world / "model", head, **FP32)) == "w1 <e>"
+    assert words(draftheads.load(world / "model", world / "head", **FP32)).startswith("<s> user")
+
+
+@pytest.mark.usefixtures("cost")
+def test_a_given_template_wins(world: Path, tmp_path: Path) -> None:
+    head = save_with_template(world, tmp_path / "trained", TEMPLATE)
+    (tmp_path / "other.jinja").write_text("<s> {{ messages[0]['content'] }}", encoding="utf-8")
+    for chosen in (head, None):
+        engine = draftheads.load(world / "model", chosen, chat_template=tmp_path / "other.jinja", **FP32)
+        assert words(engine) == "<s> w1"
+
+
+def test_heads_of_different_templates_need_one_to_be_given(world: Path, tmp_path: Path) -> None:
+    one, other = (save_with_template(world, tmp_path / name, text) for name, text in (("a", TEMPLATE), ("b", None)))
+    with pytest.raises(InvalidSettings, match=r"a, .*b were trained with different chat templates: give --chat-temp"):
+        find_template(None, [one, other], world / "model")
+    assert find_template(None, [one, one, "lookahead"], world / "model") == TEMPLATE
+    assert find_template(None, ["lookahead"], world / "model") is None

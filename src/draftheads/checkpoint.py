@@ -10,7 +10,8 @@ A head is a folder of four files:
 ``README.md``          the model card
 =====================  ======================================================================================
 
-These keys are public names. A reader refuses what it does not know, so a new key needs a new format version.
+These keys are public names. A reader refuses what it does not know, so a new key needs a new format version. Only
+``chat_template`` is optional in ``config.json``: the template of training, where it was not the tokenizer's own.
 """
 
 import contextlib
@@ -51,7 +52,14 @@ FORMAT_VERSION = 1
 CONFIG_FILE, TENSORS_FILE, CARD_FILE = "config.json", "model.safetensors", "README.md"
 HEAD_FILES = (TENSORS_FILE, PROFILE_FILE, CARD_FILE, CONFIG_FILE)
 
-_CONFIG_KEYS = {"format_version": int, "method": str, "head": dict, "base": dict, "provenance": dict}
+_CONFIG_KEYS = {
+    "format_version": int,
+    "method": str,
+    "head": dict,
+    "base": dict,
+    "provenance": dict,
+    "chat_template": str | None,
+}
 _BASE_KEYS = {"model_id": str, "fingerprints": dict}
 
 
@@ -67,6 +75,7 @@ class SavedHead:
     provenance: dict[str, Any]  # how it was made
     profile: AcceptanceProfile  # what its trees gain
     shapes: dict[str, tuple[int, ...]]  # of its tensors
+    chat_template: str | None = None  # of training, where it was not the tokenizer's own
 
     def skeleton(self) -> DraftHead:
         """A head of this configuration without values."""
@@ -112,7 +121,7 @@ def save_head(
     Args:
         head: on any device, in any floating type.
         folder: to write; made if it is not there.
-        base: the model it was trained for.
+        base: the model it was trained for; a chat template that was given for it is saved, too.
         profile: how many tokens its trees gain; an assumption that decoding corrects where left out.
         card: Markdown; a line with method and base where left out.
         dtype: of the saved floating tensors.
@@ -203,7 +212,7 @@ def read_head(folder: str | PathLike[str], *, ignore_profile: bool = False) -> S
     if not folder.is_dir():
         raise ModelNotFound(f"no head at {folder}: no such folder")
     path = folder / CONFIG_FILE
-    raw = checked(read_object(_present(path), newest=FORMAT_VERSION), _CONFIG_KEYS, path)
+    raw = checked({"chat_template": None, **read_object(_present(path), newest=FORMAT_VERSION)}, _CONFIG_KEYS, path)
     base = checked(raw["base"], _BASE_KEYS, path, "base")
     digits = {field.name: str for field in fields(Fingerprints)}
     config = _read_config(raw["method"], raw["head"], path)
@@ -221,6 +230,7 @@ def read_head(folder: str | PathLike[str], *, ignore_profile: bool = False) -> S
         provenance=raw["provenance"],
         profile=profile,
         shapes=_read_shapes(folder / TENSORS_FILE, skeleton),
+        chat_template=raw["chat_template"],
     )
 
 
@@ -284,6 +294,7 @@ def _config_object(config: HeadConfig, base: TargetModel) -> dict[str, Any]:
         "head": asdict(config),
         "base": {"model_id": base.model_id, "fingerprints": asdict(Fingerprints.of(base))},
         "provenance": provenance(),
+        **({} if base.chat_template is None else {"chat_template": base.chat_template}),
     }
 
 

@@ -122,5 +122,9 @@ class MissingDependency(DraftHeadsError):
         super().__init__(f"{message}; install it with: pip install {pip_install}" if pip_install else message)
 
 
+class ChatTemplateWarning(UserWarning):
+    """A chat prompt is read as plain text, because the model has no chat template."""
+
+
 class CacheWarning(UserWarning):
     """The cache of measurements is damaged or cannot be written; decoding works without it."""

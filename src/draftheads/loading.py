@@ -3,7 +3,7 @@
 import contextlib
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from os import PathLike, fspath
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from draftheads.acceptance_profile import PROFILE_FILE, AcceptanceProfile, read_profile
+from draftheads.chat_template import read_template
 from draftheads.checkpoint import SavedHead, check_profile, load_head, read_head
 from draftheads.decode.cost_profile import cost_of
 from draftheads.decode.engine import Engine
@@ -52,6 +53,7 @@ def load(
     head: str | PathLike[str] | None = None,
     *,
     draft_model: str | PathLike[str] | None = None,
+    chat_template: str | PathLike[str] | None = None,
     tree: Shape | None = None,
     profile: str | PathLike[str] | None = "auto",
     copy: bool = True,
@@ -69,6 +71,8 @@ def load(
             from the text so far and ``lookahead`` refines guesses of the model itself, neither needs training; None
             decodes plainly.
         draft_model: a smaller model of the same tokenizer drafts in place of a head: a folder or a Hugging Face id.
+        chat_template: used in place of the tokenizer's own: ``chatml``, ``llama-2``, ``vicuna``, or a Jinja file. When
+            left out, a head's own template is used, if it was trained with one.
         tree: always draft on this tree, or by this rule (:class:`BestFirst`, :class:`BestPaths`, :class:`Sampled`),
             whatever the profile.
         profile: the head's acceptance profile, from which and from the costs on this machine the size of each draft
@@ -95,9 +99,10 @@ def load(
         CacheWarning: the cache of measured costs and kernels is damaged or cannot be written.
     """
     _check_what_drafts(head, draft_model, tree, profile)
-    if head is not None and head not in UNTRAINED:
-        find_head(fspath(head), fspath(model))  # said before the model is loaded
-    target = load_target(model, precision=precision, device=device, fast=fast, exact_bits=exact_bits)
+    template = find_template(chat_template, () if head is None else (head,), model)
+    target = load_target(
+        model, chat_template=template, precision=precision, device=device, fast=fast, exact_bits=exact_bits
+    )
     if head in UNTRAINED:
         return Engine(target, UNTRAINED[str(head)](), max_batch_size=max_batch_size)
     if draft_model is not None:
@@ -174,6 +179,24 @@ def _check_what_drafts(
         raise InvalidSettings(f"profile {profile}: {head} has none")
 
 
+def find_template(
+    chat_template: str | PathLike[str] | None, heads: Iterable[str | PathLike[str]], model: str | PathLike[str]
+) -> str | None:
+    """Text of the chat template for a model and its heads: the given one, else the one of the heads' training.
+
+    Raises:
+        InvalidSettings: there is no such template, or the heads were trained with different ones.
+        ModelNotFound, CheckpointError: there is no such head, or it cannot be read.
+    """
+    trained = [fspath(head) for head in heads if head not in UNTRAINED]
+    saved = {head: read_head(find_head(head, fspath(model)), ignore_profile=True).chat_template for head in trained}
+    if chat_template is not None or not saved:
+        return read_template(chat_template)
+    if len(set(saved.values())) > 1:
+        raise InvalidSettings(f"{', '.join(saved)} were trained with different chat templates: give --chat-template")
+    return next(iter(saved.values()))
+
+
 def find_profile(
     head: str | PathLike[str], model: str | PathLike[str], *, profile: str | PathLike[str] = "auto"
 ) -> AcceptanceProfile:
@@ -241,19 +264,20 @@ def load_drafter(
 def load_target(
     model: str | PathLike[str],
     *,
+    chat_template: str | None = None,
     precision: Precision = "auto",
     device: str | torch.device | None = None,
     fast: bool = True,
     exact_bits: bool = False,
 ) -> TargetModel:
-    """The model alone; arguments and errors as for :func:`load`."""
+    """The model alone; arguments and errors as for :func:`load`, but ``chat_template`` is a template's text."""
     if precision not in PRECISIONS:
         raise InvalidSettings(f"precision is {precision!r}; choose among {', '.join(PRECISIONS)}")
     int8 = precision == "int8"
     place = default_device() if device is None else torch.device(device)
     # int8 computes between its products in fp32 on CPUs, and in the usual type on GPUs
     dtype = None if int8 and place.type == "cuda" else PRECISIONS[precision]
-    target = TargetModel.load(fspath(model), dtype=dtype, device=device)
+    target = TargetModel.load(fspath(model), dtype=dtype, device=device, chat_template=chat_template)
     target.set_graphs(on=fast and target.device.type == "cuda")
     check_trees(target)
     if exact_bits and target.device.type != "cpu":

@@ -28,7 +28,7 @@ from draftheads.data.features import Document
 from draftheads.data.show import Counts, Span, num_read, padding_share, spans
 from draftheads.errors import DataError, InvalidSettings
 from draftheads.models.model import TargetModel
-from draftheads.models.pretrained import load_tokenizer
+from draftheads.models.pretrained import ModelTokenizer, load_tokenizer
 from draftheads.train import run
 from training_world import EOS, TEMPLATE, chat, chat_model, chat_tokenizer, counting_chats, write_chats
 
@@ -170,7 +170,7 @@ def test_a_token_without_words_is_not_unseen() -> None:
 def test_the_mask_of_a_chat_is_what_the_assistant_says() -> None:
     record = chat("w1 w2", "w3 w4", "w5", "w6")
     tokenizer = chat_tokenizer()
-    text = encode_chat(tokenizer, record["messages"], finished=True, max_length=99, eos_ids=frozenset({EOS}))
+    text = encode_chat(ModelTokenizer(tokenizer, frozenset({EOS})), record["messages"], finished=True, max_length=99)
     pieces = [(piece.text.strip(" "), piece.is_learned, piece.is_special) for piece in spans(tokenizer, text)]
     learned = [(words, is_special) for words, is_learned, is_special in pieces if is_learned]
     assert learned == [("w3", False), ("w4", False), ("<e>", True), ("w6", False), ("<e>", True)]
@@ -461,7 +461,7 @@ def test_the_real_tokenizer_and_template(tmp_path: Path, capsys: pytest.CaptureF
     answers = ["A squid: 🦑, and 日本 — <b>naïve</b>.\n\nDone.", "Bye 👩‍👩‍👧"]
     messages = chat("Hello 🦑", answers[0], "Again?", answers[1])["messages"]
     model = load_tokenizer("smollm2-135m")
-    text = encode_chat(model.tokenizer, messages, finished=True, max_length=999, eos_ids=model.eos_ids)
+    text = encode_chat(model, messages, finished=True, max_length=999)
     pieces = spans(model.tokenizer, text)
     assert joined(pieces, learned=True) == "".join(f"{answer}<|im_end|>" for answer in answers)
     assert joined(pieces) == model.tokenizer.decode(text.token_ids)

@@ -4,19 +4,17 @@ from typing import Any
 
 import pytest
 
+from draftheads.chat_template import read_template, render
 from draftheads.data.chat import EncodedChat, encode_chat
 from draftheads.errors import DataError
+from draftheads.models.pretrained import ModelTokenizer
+from spaced_tokenizer import spaced_tokenizer
 from training_world import EOS, TEMPLATE, VOCAB, chat, chat_tokenizer
 
 
 def encode(record: dict[str, Any], *, max_length: int = 100, template: str = TEMPLATE, eos: int = EOS) -> EncodedChat:
-    return encode_chat(
-        chat_tokenizer(template),
-        record["messages"],
-        finished=record.get("finished", True),
-        max_length=max_length,
-        eos_ids=frozenset({eos}),
-    )
+    reader = ModelTokenizer(chat_tokenizer(template), frozenset({eos}))
+    return encode_chat(reader, record["messages"], finished=record.get("finished", True), max_length=max_length)
 
 
 def said(text: EncodedChat) -> list[str]:
@@ -87,7 +85,7 @@ def test_cutting_keeps_the_beginning(length: int) -> None:
             TEMPLATE.replace("m['content']", "'' if m['role'] == 'assistant' else m['content']"),
             "hides or changes",
         ),
-        (TEMPLATE.replace("m['content']", "m['content'] if loop.last else 'w9'"), "rewrites"),
+        (TEMPLATE.replace("m['content']", "m['content'] if loop.last else 'w9'"), "changes the chat up to"),
         (TEMPLATE.replace("<s> assistant", "<s> w7"), "another prompt"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         (TEMPLATE.replace("{{ m['content'] }}", "w8 {{ m['content'] }}"), "hides or changes"),
@@ -99,10 +97,32 @@ def test_a_template_that_hides_what_was_said_is_an_error(template: str, message:
 
 
 def test_no_chat_template_is_an_error() -> None:
-    tokenizer = chat_tokenizer()
-    tokenizer.chat_template = None
-    with pytest.raises(DataError, match="template"):
-        encode_chat(tokenizer, chat("w1", "w2")["messages"], finished=True, max_length=9, eos_ids=frozenset({EOS}))
+    with pytest.raises(DataError, match="no chat template: give one by --chat-template"):
+        encode(chat("w1", "w2"), template="")
+
+
+def test_a_given_template_takes_the_place_of_the_tokenizers_own() -> None:
+    tokenizer, messages = chat_tokenizer("{{ raise_exception('not this one') }}"), chat("w1", "w2")["messages"]
+    found = encode_chat(ModelTokenizer(tokenizer, frozenset({EOS}), TEMPLATE), messages, finished=True, max_length=9)
+    assert found == encode(chat("w1", "w2"), max_length=9)
+    assert "not this one" in tokenizer.chat_template
+
+
+@pytest.mark.parametrize("style", ["prepend", "metaspace"])
+@pytest.mark.parametrize("template", ["vicuna", "llama-2"])
+def test_no_second_space_is_put_before_an_answer(style: str, template: str) -> None:
+    """Some tokenizers put a space before each text. The model generates none between its prompt and its first word."""
+    tokenizer = spaced_tokenizer(style)
+    reader = ModelTokenizer(tokenizer, frozenset({tokenizer.eos_token_id}), read_template(template))
+    messages = chat("hi", "yes  b", "go", "no")["messages"]
+    text = encode_chat(reader, messages, finished=True, max_length=2000)
+    words = tokenizer.convert_ids_to_tokens(list(text.token_ids))
+    said = "".join(word for word, is_said in zip(words, text.loss_mask, strict=True) if is_said)
+    assert said == "▁yes▁▁b</s>▁no</s>"
+    for turn in (1, 3):  # each answer follows the tokens that generation reads as its prompt
+        prompt = render(reader, messages[:turn], add_generation_prompt=True)
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        assert list(text.token_ids[: len(ids)]) == ids
 
 
 def test_no_answer_is_an_error() -> None:

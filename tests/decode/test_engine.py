@@ -1,5 +1,6 @@
 """The engine's faces: generate, stream and run; rows that come and go; settings; prompts that cannot be answered."""
 
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from draftheads.checkpoint import save_head
 from draftheads.decode.batch import Batch
 from draftheads.draft import Context, Draft
 from draftheads.errors import (
+    ChatTemplateWarning,
     DraftHeadsError,
     InvalidPrompt,
     InvalidSettings,
@@ -24,6 +26,8 @@ from draftheads.errors import (
 from draftheads.kernels import PackedLinear
 from draftheads.models.kv_target import Target
 from families import PROMPTS, TREES, VOCAB, IntegerTokenizer, Prophet, tiny_head, tiny_model, tiny_profile
+from training_world import VOCAB as VOCAB_OF_CHATS
+from training_world import chat_tokenizer
 
 MANY = [*PROMPTS, [4, 5], [22, 3, 9, 4], [8, 8, 8], [20, 19, 18]]  # seven, no two alike
 LENGTHS = [1, 9, 4, 1, 12, 2, 6]
@@ -401,13 +405,37 @@ def test_a_template_that_refuses(model: TargetModel):
         with_tokenizer(model, ChatTokenizer()).encode(messages)
 
 
-def test_without_a_template_the_words_stand_as_they_are(model: TargetModel):
+def without_template(model: TargetModel, given: str | None = None) -> Engine:
     tokenizer = ChatTokenizer()
     tokenizer.chat_template = None  # type: ignore[assignment]
-    engine = with_tokenizer(model, tokenizer)
+    return Engine(TargetModel(model.model, tokenizer, model.model_id, given))
+
+
+def test_without_a_template_the_words_stand_as_they_are(model: TargetModel):
+    engine = without_template(model)
     assert engine.encode("hi") == [1, *IntegerTokenizer()("hi")["input_ids"]]
     messages = [{"role": "user", "content": "hi"}, {"role": "user", "content": "you"}]
     assert engine.encode(messages) == [1, *IntegerTokenizer()("hi\nyou")["input_ids"]]
+
+
+def test_a_chat_prompt_without_a_template_warns_and_token_ids_do_not(model: TargetModel):
+    engine = without_template(model)
+    words = r"tiny-.* has no chat template: .* --chat-template .* chatml, llama-2, vicuna"
+    for prompt in ("hi", [{"role": "user", "content": "hi"}]):
+        with pytest.warns(ChatTemplateWarning, match=words):
+            engine.encode(prompt)  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert engine.encode([5, 6]) == [5, 6]
+
+
+def test_a_given_template_is_one_models_own(model: TargetModel):
+    """Another engine with the same tokenizer keeps the tokenizer's template."""
+    tokenizer = chat_tokenizer("<s> {{ messages[0]['content'] }}")
+    given = Engine(TargetModel(model.model, tokenizer, "given", "{{ messages[0]['content'] }} <e>"))
+    own = Engine(TargetModel(model.model, tokenizer, "own"))
+    assert [VOCAB_OF_CHATS[token] for token in given.encode("w1")] == ["w1", "<e>"]
+    assert [VOCAB_OF_CHATS[token] for token in own.encode("w1")] == ["<s>", "w1"]
 
 
 # --- load: from names to an engine ---

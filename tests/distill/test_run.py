@@ -25,6 +25,7 @@ from draftheads.distill.prompts import SELF_TALK, Prompt, survey, unique_prompts
 from draftheads.distill.template import TurnEnd, user_turn_end, user_turn_opening
 from draftheads.errors import DataError, InvalidSettings, UnsupportedModel
 from draftheads.models.model import TargetModel
+from draftheads.models.pretrained import ModelTokenizer
 from draftheads.sampling import SamplingSettings
 from draftheads.tree import Tree
 from fake_progress import FakeProgress
@@ -197,20 +198,21 @@ def test_questions_that_are_empty_or_have_no_end_are_dropped(tmp_path: Path, tex
     ],
 )
 def test_the_end_of_a_users_turn_is_read_off_the_template(template: str, end: TurnEnd):
-    assert user_turn_end(chat_tokenizer(template)) == end
+    assert user_turn_end(ModelTokenizer(chat_tokenizer(template), frozenset())) == end
 
 
 def test_the_opening_of_a_users_turn_is_the_chat_so_far_and_what_the_template_puts_next():
     tokenizer = chat_tokenizer()
     messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
     text = "<s> user \n w1 <e> \n <s> assistant \n w2 <e> \n <s> user \n"
-    assert user_turn_opening(tokenizer, messages) == tokenizer(text, add_special_tokens=False)["input_ids"]
+    reader = ModelTokenizer(tokenizer, frozenset({EOS}))
+    assert user_turn_opening(reader, messages) == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        ("{{ messages[0]['content'] }}", "nothing behind a user's words"),
+        ("{{ messages[0]['content'] }}", "nothing after a user's words"),
         ("{% for m in messages %}<s> {{ m['content'] | upper }} <e>{% endfor %}", "does not show the user's words"),
         ("{{ raise_exception('only dogs') }}", "only dogs"),
     ],

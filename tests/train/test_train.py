@@ -43,7 +43,7 @@ from draftheads.train.report import Report
 from draftheads.train.trainer import StepLog, TrainingInterrupted, find_checkpoint
 from draftheads.tree import Tree
 from families import fitting
-from training_world import EOS, chat, chat_model, counting_chats, distilled_chats, write_chats
+from training_world import EOS, TEMPLATE, chat, chat_model, counting_chats, distilled_chats, write_chats
 
 
 @pytest.fixture(scope="module")
@@ -520,6 +520,31 @@ def test_resuming_with_other_settings_is_an_error(target: TargetModel, features:
         run.train_for(target, settings, Silent(2, stop_by_ctrl_c))
     with pytest.raises(InvalidSettings, match=r"learning_rate was 0\.02 and is 0\.5"):
         run.train_for(target, replace(settings, resume=True, learning_rate=0.5), Silent())
+
+
+def test_the_text_of_the_chat_template_belongs_to_a_run_and_its_head(
+    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place does not: the same text in another file is the same run."""
+
+    def load(*_: object, chat_template: str | None = None, **__: object) -> TargetModel:
+        return replace(target, chat_template=chat_template)
+
+    monkeypatch.setattr(TargetModel, "load", load)
+    one, other = tmp_path / "one.jinja", tmp_path / "other.jinja"
+    one.write_text(TEMPLATE.replace("user", "w1"), encoding="utf-8")
+    other.write_text(one.read_text(encoding="utf-8"), encoding="utf-8")
+    data = write_chats(tmp_path / "chats.jsonl", counting_chats(40))
+    settings = options(tmp_path / "out", None, data=(data,), chat_template=str(one), epochs=1)
+    with pytest.raises(TrainingInterrupted):
+        run.train(settings, Silent(2, stop_by_ctrl_c))
+    with pytest.raises(DataError, match=r"holds features of|have changed since"):
+        run.train(replace(settings, resume=True, chat_template=None), Silent())
+    run.train(replace(settings, resume=True, chat_template=str(other)), Silent())
+    assert read_head(settings.out).chat_template == one.read_text(encoding="utf-8")
+    one.write_text("changed", encoding="utf-8")
+    with pytest.raises(InvalidSettings, match=r"holds a trained head .*chat_template was"):
+        run.train(replace(settings, resume=True), Silent())
 
 
 def test_resuming_with_other_data_is_an_error(target: TargetModel, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import DataError, InvalidSettings, MissingDependency, StorageError
 from draftheads.files import locked, user_path, write_atomic
-from draftheads.loading import UNTRAINED, Precision, load_drafter, load_target
+from draftheads.loading import UNTRAINED, Precision, find_template, load_drafter, load_target
 from draftheads.models.embedded import SMOLLM2_135M, cache_folder
 from draftheads.models.model import TargetModel
 from draftheads.provenance import provenance
@@ -65,6 +65,8 @@ class BenchOptions:
     heads: tuple[str, ...] = ()
     """Draft heads: bundled ones' names, folders or Hugging Face ids; prompt-lookup and lookahead need no training. All
     bundled ones and these two when left out."""
+    chat_template: str | None = None
+    """Chat template in place of the heads' or the tokenizer's own: a Jinja file, or chatml, llama-2 or vicuna."""
     draft_model: str | None = None
     """Also a smaller model of the same tokenizer, on a growing tree as it is: a folder or a Hugging Face id."""
     prompts: Path | None = None
@@ -89,13 +91,11 @@ def run(options: BenchOptions) -> None:
     if len(prompts) < LEAST_PROMPTS:
         raise DataError(f"{len(prompts)} prompts: give at least {LEAST_PROMPTS}, better 80", path=options.prompts)
     names = _named(options)
-    for head in names.values():
-        if head not in UNTRAINED:
-            find_head(head, options.model)  # said before the model is loaded
+    template = find_template(options.chat_template, names.values(), options.model)
     out = user_path(options.out) if options.out else None
     if out is not None:
         _make(out)
-    target = load_target(options.model, precision=options.precision)
+    target = load_target(options.model, chat_template=template, precision=options.precision)
     contenders = list(_contenders(names, options, target))
     here = machine_of(target)
     others = prompts_in(own_prompts("calibration"))

@@ -27,7 +27,7 @@ from draftheads.data.records import own_prompts, prompts_in
 from draftheads.decode.engine import Engine, Prompt
 from draftheads.errors import DataError, InvalidSettings, StorageError
 from draftheads.files import user_path, write_atomic
-from draftheads.loading import Precision, head_engine, kernels_folder, load_drafter, load_target
+from draftheads.loading import Precision, find_template, head_engine, kernels_folder, load_drafter, load_target
 from draftheads.models.fast import rows_keep_their_bits
 from draftheads.models.model import TargetModel
 from draftheads.provenance import provenance
@@ -41,6 +41,8 @@ class DemoOptions:
 
     model: str = "smollm2-135m"
     """A model: a name, a folder or a Hugging Face id."""
+    chat_template: str | None = None
+    """Chat template in place of the heads' or the tokenizer's own: a Jinja file, or chatml, llama-2 or vicuna."""
     heads: tuple[str, ...] = ("hydra", "medusa")
     """Draft heads to compare, the best one first: bundled ones' names, folders or Hugging Face ids."""
     prompts: Path | None = None
@@ -108,10 +110,13 @@ def _check(options: DemoOptions) -> None:
 
 def _models(options: DemoOptions) -> tuple[TargetModel, TargetModel, TargetModel]:
     """Transformers' model, ours for plain decoding, and ours that heads draft for."""
+    template = find_template(options.chat_template, options.heads, options.model)
     if options.precision == "int8":
-        plain = load_target(options.model, precision="int8")
+        plain = load_target(options.model, chat_template=template, precision="int8")
         return load_target(options.model, fast=False), plain, plain
-    stock = load_target(options.model, precision=options.precision, fast=False, exact_bits=False)
+    stock = load_target(
+        options.model, chat_template=template, precision=options.precision, fast=False, exact_bits=False
+    )
     plain = _faster(stock, exact_bits=False)
     return stock, plain, _for_heads(stock, plain, exact_bits=options.exact_bits)
 

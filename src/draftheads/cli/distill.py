@@ -35,6 +35,7 @@ def _source(options: DistillOptions, progress: Progress) -> Source:
     engine = load(
         options.model,
         options.head,
+        chat_template=options.chat_template,
         tree=None if options.chain is None else Tree.chain(options.chain),
         precision=options.precision,
         max_batch_size=options.batch_size,

@@ -29,6 +29,8 @@ class GenerateOptions:
     """What to answer; several are decoded together. Read from standard input when there is none."""
     model: str = "smollm2-135m"
     """A model: a name, a folder or a Hugging Face id."""
+    chat_template: str | None = None
+    """Chat template in place of the head's or the tokenizer's own: a Jinja file, or chatml, llama-2 or vicuna."""
     head: str | None = None
     """A draft head: a bundled one's name (`draftheads info` lists them), a folder or a Hugging Face id; prompt-lookup
     copies from the text so far, lookahead refines guesses of the model itself; plain when left out."""
@@ -90,6 +92,7 @@ def run(options: GenerateOptions) -> None:
         options.model,
         options.head,
         draft_model=options.draft_model,
+        chat_template=options.chat_template,
         tree=_shape(options),
         profile=None if options.profile == "none" else options.profile,
         copy=options.copy,

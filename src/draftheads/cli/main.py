@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from draftheads.errors import CacheWarning, DraftHeadsError
+from draftheads.errors import CacheWarning, ChatTemplateWarning, DraftHeadsError
 
 
 class Verb(NamedTuple):
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _show_warning(others: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any) -> None:
     """Our own as one clear line, without the line of code that Python adds; others as ever."""
-    if issubclass(category, CacheWarning):
+    if issubclass(category, CacheWarning | ChatTemplateWarning):
         print(f"warning: {message}", file=sys.stderr)
     else:
         others(message, category, *where)

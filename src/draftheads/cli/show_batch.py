@@ -15,9 +15,10 @@ from rich.table import Table
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, TerminalTheme
 from rich.text import Text
 
+from draftheads.chat_template import ChatReader, read_template
 from draftheads.cli.show import quiet_transformers
 from draftheads.data.batches import choose_texts, plan_batches
-from draftheads.data.chat import ChatReader, EncodedChat
+from draftheads.data.chat import EncodedChat
 from draftheads.data.extract import load_and_count
 from draftheads.data.show import Counts, Span, num_read, padding_share, spans
 from draftheads.errors import InvalidSettings
@@ -74,6 +75,8 @@ class ShowBatchOptions:
     """Chat files (.jsonl, .jsonl.gz), one {"messages": [...]} a line."""
     model: str = TrainOptions.model
     """The model whose tokenizer and chat template count: a name, a folder or a Hugging Face id."""
+    chat_template: str | None = TrainOptions.chat_template
+    """Chat template in place of the tokenizer's own: a Jinja file, or chatml, llama-2 or vicuna."""
     index: int = 0
     """Which batch: a training run with the same settings takes batch 0 in its first step."""
     max_texts: int = 3
@@ -132,7 +135,7 @@ def run(options: ShowBatchOptions) -> None:
         StorageError: the page cannot be written.
     """
     quiet_transformers()
-    model = load_tokenizer(options.model)
+    model = load_tokenizer(options.model, chat_template=read_template(options.chat_template))
     plan = _plan(model, options)
     if options.index >= len(plan.batches):
         raise InvalidSettings(f"--index is {options.index}: the run's batches are 0 to {len(plan.batches) - 1}")

@@ -18,7 +18,7 @@ from draftheads.decode.cost_profile import cost_of
 from draftheads.decode.engine import Prompt
 from draftheads.errors import InvalidSettings, MissingDependency
 from draftheads.files import locked, user_path, write_atomic
-from draftheads.loading import Precision, load_drafter, load_target, profile_folder
+from draftheads.loading import Precision, find_template, load_drafter, load_target, profile_folder
 from draftheads.models.embedded import cache_folder
 from draftheads.provenance import provenance
 from draftheads.reports.tune_page import RECORD, write_page
@@ -42,6 +42,8 @@ class TuneOptions:
     """A model: a name, a folder or a Hugging Face id."""
     head: tyro.conf.Positional[str]
     """Its draft head: a bundled one's name, a folder or a Hugging Face id."""
+    chat_template: str | None = None
+    """Chat template in place of the head's or the tokenizer's own: a Jinja file, or chatml, llama-2 or vicuna."""
     out: Path | None = None
     """Where to write; the head's own folder when left out, and for a bundled or downloaded head the user's cache."""
     prompts: Path | None = None
@@ -57,7 +59,8 @@ def run(options: TuneOptions) -> None:
     quiet_transformers()
     saved = read_head(find_head(options.head, options.model), ignore_profile=True)
     prompts: list[Prompt] = list(prompts_in(options.prompts or own_prompts("calibration")))
-    target = load_target(options.model, precision=options.precision)
+    template = find_template(options.chat_template, (options.head,), options.model)
+    target = load_target(options.model, chat_template=template, precision=options.precision)
     head = load_drafter(options.head, options.model, target, ignore_profile=True)
     folder = user_path(options.out) if options.out else own_folder(saved)
     with locked(folder, "give --out"), ProgressDisplay(console) as progress:

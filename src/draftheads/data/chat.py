@@ -1,37 +1,15 @@
-"""Chats as token ids with a mask of what the model itself would have said.
+"""Chats as token ids with a mask of the assistant's tokens.
 
-Knows chat templates and tokenizers; knows nothing of files, hidden states or heads.
+Knows chat templates; knows nothing of files, hidden states or heads.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
+from draftheads.chat_template import BUILT_IN, ChatReader, continuing_ids, render, template_of
 from draftheads.data.records import NO_ANSWER
 from draftheads.errors import DataError
 from draftheads.messages import Message, short
-
-
-class ChatTokenizer(Protocol):
-    """What is asked of a transformers tokenizer."""
-
-    def apply_chat_template(self, conversation: Any, *, add_generation_prompt: bool, tokenize: bool) -> Any:
-        """The chat as text."""
-
-    def __call__(self, text: str, *, add_special_tokens: bool) -> Any:
-        """``["input_ids"]`` of a text."""
-
-
-class ChatReader(Protocol):
-    """How a model reads chats: the model itself, or no more of it than that."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """A :class:`ChatTokenizer`."""
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """Token ids that end a text."""
 
 
 @dataclass(frozen=True)
@@ -40,30 +18,29 @@ class EncodedChat:
 
     token_ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]  # True on what the assistant says, the token that ends its turn included
-    source: str = ""  # where it is from, as FILE:LINE
+    source: str = ""  # FILE:LINE
     is_cut: bool = False  # whether there was more of it
 
 
-def encode_chat(
-    tokenizer: ChatTokenizer,
-    messages: Sequence[Message],
-    *,
-    finished: bool,
-    max_length: int,
-    eos_ids: frozenset[int],
-) -> EncodedChat:
+def encode_chat(reader: ChatReader, messages: Sequence[Message], *, finished: bool, max_length: int) -> EncodedChat:
     """Tokens and loss mask of a chat, cut after ``max_length`` tokens.
 
-    Prompts and answers are tokenised apart, as they are when the model writes: it reads a prompt and goes on
-    with tokens of its own. The mask covers an answer and the token of ``eos_ids`` right after it, not what
-    the template puts behind. What follows the last answer is left out.
+    Prompts and answers are tokenized separately, as in generation: the model reads the tokens of a prompt and continues
+    with tokens of its own. The mask covers an answer and the token of ``reader.eos_ids`` right after it, not what the
+    template writes after this token. What follows the last answer is left out.
+
+    Args:
+        reader: its tokenizer, chat template and end-of-text tokens are used.
+        messages: of the conversation.
+        finished: False where the last answer was cut off; then its end-of-turn token is left out.
+        max_length: in tokens.
 
     Raises:
-        DataError: no assistant turn, or the template hides or changes the assistant's words.
+        DataError: no assistant turn, no chat template, or one that hides or changes the assistant's words.
     """
     token_ids: list[int] = []
     loss_mask: list[bool] = []
-    for ids, is_said in _segments(tokenizer, messages, finished=finished, eos_ids=eos_ids):
+    for ids, is_said in _segments(reader, messages, finished=finished):
         token_ids += ids
         loss_mask += [is_said] * len(ids)
         if len(token_ids) > max_length:
@@ -72,40 +49,41 @@ def encode_chat(
     return EncodedChat(tuple(token_ids[:max_length]), tuple(loss_mask[:max_length]), is_cut=is_cut)
 
 
-def special_ids(tokenizer: Any) -> set[int]:
-    """Token ids of a transformers tokenizer that stand for no text, such as the end of a turn."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {*tokenizer.all_special_ids, *(token_id for token_id, token in added.items() if token.special)}
-
-
-def _segments(
-    tokenizer: ChatTokenizer, messages: Sequence[Message], *, finished: bool, eos_ids: frozenset[int]
-) -> Iterator[tuple[list[int], bool]]:
+def _segments(reader: ChatReader, messages: Sequence[Message], *, finished: bool) -> Iterator[tuple[list[int], bool]]:
     """Token ids piece by piece, and whether the assistant said them."""
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         raise DataError(NO_ANSWER)
-    whole = _render(tokenizer, messages[: turns[-1] + 1])
-    done = 0  # characters of ``whole`` that are tokens already
+    whole = _rendered(reader, messages[: turns[-1] + 1])
+    done = end = 0  # characters of ``whole`` that are tokens already; where the turn before ends
     for turn in turns:
-        start, stop, end = _answer_span(tokenizer, messages, turn, whole)
-        yield _tokenize(tokenizer, whole[done:start]), False
-        yield _tokenize(tokenizer, whole[start:stop]), True
+        start, stop, end = _answer_span(reader, messages, turn, whole)
+        yield from _prompt_segments(reader, whole[done:start], is_first=not done)
+        yield continuing_ids(reader.tokenizer, whole[start:stop]), True
         done = stop
-        closing = _tokenize(tokenizer, whole[stop:end])
-        if closing and closing[0] in eos_ids and (finished or turn != turns[-1]):
-            yield closing[:1], True
-            yield closing[1:] if turn != turns[-1] else [], False
-            done = end
+    closing = continuing_ids(reader.tokenizer, whole[done:end])
+    if finished and closing and closing[0] in reader.eos_ids:
+        yield closing[:1], True
 
 
-def _answer_span(tokenizer: ChatTokenizer, messages: Sequence[Message], turn: int, whole: str) -> tuple[int, int, int]:
+def _prompt_segments(reader: ChatReader, text: str, *, is_first: bool) -> Iterator[tuple[list[int], bool]]:
+    """The text before an answer. After another answer it begins with the end of that turn, which the assistant says."""
+    if is_first:  # a text of its own, as in generation; the template writes special tokens itself
+        yield list(reader.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else [], False
+        return
+    ids = continuing_ids(reader.tokenizer, text)
+    num_said = int(bool(ids) and ids[0] in reader.eos_ids)
+    yield ids[:num_said], True
+    yield ids[num_said:], False
+
+
+def _answer_span(reader: ChatReader, messages: Sequence[Message], turn: int, whole: str) -> tuple[int, int, int]:
     """Where in the rendered chat the words of an assistant turn start and stop, and where the turn ends."""
-    prompt = _render(tokenizer, messages[:turn], add_generation_prompt=True)
-    upto = _render(tokenizer, messages[: turn + 1])
+    prompt = _rendered(reader, messages[:turn], add_generation_prompt=True)
+    upto = _rendered(reader, messages[: turn + 1])
     if not whole.startswith(upto):
         raise DataError(
-            f"the chat template rewrites the chat up to message {turn} when it goes on, so what the model wrote "
+            f"the chat template changes the chat up to message {turn} when the chat continues, so the model's words "
             "cannot be found in the text: split the chat so that each record ends with the answer to learn from"
         )
     if not upto.startswith(prompt):
@@ -128,17 +106,10 @@ def _answer_span(tokenizer: ChatTokenizer, messages: Sequence[Message], turn: in
     return len(prompt), len(prompt) + stop, len(upto)
 
 
-def _render(tokenizer: ChatTokenizer, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-    chat = [dict(message) for message in messages]
+def _rendered(reader: ChatReader, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+    if template_of(reader) is None:
+        raise DataError(f"the model has no chat template: give one by --chat-template, a file or {', '.join(BUILT_IN)}")
     try:
-        text = tokenizer.apply_chat_template(chat, add_generation_prompt=add_generation_prompt, tokenize=False)
+        return render(reader, messages, add_generation_prompt=add_generation_prompt)
     except Exception as error:  # a template is a program of the model's author: it may raise anything
         raise DataError(f"the chat template refuses this chat: {error}") from error
-    return str(text)
-
-
-def _tokenize(tokenizer: ChatTokenizer, text: str) -> list[int]:
-    if not text:
-        return []
-    # the template writes the special tokens itself
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from draftheads.data.chat import ChatReader, EncodedChat, encode_chat
+from draftheads.chat_template import ChatReader
+from draftheads.data.chat import EncodedChat, encode_chat
 from draftheads.data.features import (
     DOCUMENTS_PER_SHARD,
     Document,
@@ -50,13 +51,7 @@ def load_and_count(
     num_tokens = num_left_out = 0
     for chat in read_chats(*paths):
         try:
-            text = encode_chat(
-                model.tokenizer,
-                chat.messages,
-                finished=chat.finished,
-                max_length=max_length,
-                eos_ids=model.eos_ids,
-            )
+            text = encode_chat(model, chat.messages, finished=chat.finished, max_length=max_length)
         except DataError as error:
             raise DataError(str(error), path=chat.path, line_number=chat.line_number) from error
         if any(text.loss_mask):

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Self
 
-from draftheads.data.chat import EncodedChat, special_ids
+from draftheads.chat_template import special_ids
+from draftheads.data.chat import EncodedChat
 
 _UNFINISHED = "\ufffd"  # what a tokenizer shows for bytes that are not a whole character yet
 

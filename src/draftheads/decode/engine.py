@@ -1,5 +1,6 @@
 """The engine: prompts in, answers out; plain or with a drafter, one prompt or many."""
 
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Listing
@@ -8,13 +9,14 @@ from threading import Lock
 from typing import Any, cast
 
 from draftheads.acceptance_profile import AcceptanceProfile
+from draftheads.chat_template import BUILT_IN, render, template_of
 from draftheads.decode.batch import Batch
 from draftheads.decode.cost_profile import CostProfile
 from draftheads.decode.plain import NoDraft
 from draftheads.decode.request import GenerationResult, Sequence, StreamEvent
 from draftheads.decode.size_policy import ShapedDrafter, SizePolicy
 from draftheads.draft import Drafter
-from draftheads.errors import InvalidPrompt, InvalidSettings, PromptTooLong
+from draftheads.errors import ChatTemplateWarning, InvalidPrompt, InvalidSettings, PromptTooLong
 from draftheads.messages import Message, half_character, message_problem
 from draftheads.models.model import TargetModel
 from draftheads.sampling import SamplingSettings
@@ -154,7 +156,7 @@ class Engine:
             InvalidPrompt: empty, or refused by the chat template.
             PromptTooLong: more tokens than the model takes.
         """
-        ids = _encode(self.model.tokenizer, prompt)
+        ids = _encode(self.model, prompt)
         if not ids:
             raise InvalidPrompt("the prompt is empty: there is nothing to go on from")
         limit = self.model.max_positions
@@ -165,7 +167,7 @@ class Engine:
         return ids
 
 
-def _encode(tokenizer: Any, prompt: Prompt) -> list[int]:
+def _encode(model: TargetModel, prompt: Prompt) -> list[int]:
     if isinstance(prompt, bytes) or not isinstance(prompt, Listing):
         raise InvalidPrompt(
             f"a prompt is a text, a list of messages or a list of token ids, not {type(prompt).__name__}: {prompt!r}"
@@ -176,13 +178,19 @@ def _encode(tokenizer: Any, prompt: Prompt) -> list[int]:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt)
     if not any(message["content"].strip() for message in messages):
         raise InvalidPrompt("the prompt is empty: there is nothing to answer")
-    if getattr(tokenizer, "chat_template", None):
-        try:
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # a template is a program of the model's author: it may refuse in any way
-            raise InvalidPrompt(f"the model's chat template refuses these messages: {error}") from error
-        return _token_ids(tokenizer, text, add_special_tokens=False)
-    return _token_ids(tokenizer, "\n".join(message["content"] for message in messages))
+    if template_of(model) is None:
+        warnings.warn(
+            f"{model.model_id} has no chat template: it reads prompts as plain text. For a chat model give one by "
+            f"--chat-template or chat_template=…: a file, or {', '.join(BUILT_IN)}",
+            ChatTemplateWarning,
+            stacklevel=2,
+        )
+        return _token_ids(model.tokenizer, "\n".join(message["content"] for message in messages))
+    try:
+        text = render(model, messages, add_generation_prompt=True)
+    except Exception as error:  # a template is a program of the model's author: it may refuse in any way
+        raise InvalidPrompt(f"the model's chat template refuses these messages: {error}") from error
+    return _token_ids(model.tokenizer, text, add_special_tokens=False)
 
 
 def _token_ids(tokenizer: Any, text: str, **options: bool) -> list[int]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Listing
 from dataclasses import asdict
 from functools import cached_property
 
+from draftheads.chat_template import BUILT_IN, template_of
 from draftheads.decode.engine import Engine, Prompt
 from draftheads.decode.request import Sequence
 from draftheads.distill.dialogue import Dialogue
@@ -28,19 +29,19 @@ class EngineSource:
     def __init__(self, engine: Engine, options: DistillOptions) -> None:
         self.engine = engine
         self.options = options
-        if not getattr(engine.model.tokenizer, "chat_template", None):
+        if template_of(engine.model) is None:
             raise UnsupportedModel(
-                f"{engine.model.model_id} has no chat template, so nobody could train on its answers as chats: "
-                "choose a chat model, or give its tokenizer a template"
+                f"{engine.model.model_id} has no chat template, so its answers cannot be used as chats: "
+                f"choose a chat model, or give --chat-template, a file or {', '.join(BUILT_IN)}"
             )
         if options.num_self_talk:
-            user_turn_end(engine.model.tokenizer)  # or say now that it has none
+            user_turn_end(engine.model)  # fails now if the template has none
 
     @property
     def identity(self) -> dict[str, str]:
         """What the answers depend on; a head is not part of it."""
         model = self.engine.model
-        prints = json.dumps([asdict(Fingerprints.of(model)), model.tokenizer.chat_template])
+        prints = json.dumps([asdict(Fingerprints.of(model)), template_of(model)])
         return {
             "model": model.model_id,
             "model_fingerprint": hashlib.sha256(prints.encode()).hexdigest()[:16],
@@ -86,7 +87,7 @@ class EngineSource:
                 top_p=self.options.top_p,
                 seed=dialogue.next_seed,
             )
-        return user_turn_opening(self.engine.model.tokenizer, dialogue.messages), SamplingSettings(
+        return user_turn_opening(self.engine.model, dialogue.messages), SamplingSettings(
             max_new_tokens=self.options.max_question_tokens,
             temperature=self.options.self_talk_temperature,
             top_k=self.options.top_k,
@@ -98,7 +99,7 @@ class EngineSource:
 
     @cached_property
     def _question_end(self) -> TurnEnd:
-        return user_turn_end(self.engine.model.tokenizer)
+        return user_turn_end(self.engine.model)
 
 
 def _take_down(dialogue: Dialogue, sequence: Sequence) -> None:

@@ -7,7 +7,7 @@ from typing import Literal
 from draftheads.errors import InvalidSettings
 
 _CHUNK_BATCHES = 8  # the rows of a chunk's last answers thin out: a tenth of the speed at this size
-_NOT_WITH_ENDPOINT = {"head": None, "num_self_talk": 0}  # and what they must then be
+_NOT_WITH_ENDPOINT = {"head": None, "num_self_talk": 0, "chat_template": None}  # and what they must then be
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,8 @@ class DistillOptions:
     """Conversations that the model makes up, questions included; they come after the prompts."""
     model: str = "smollm2-135m"
     """The model that answers: a name, a folder or a Hugging Face id."""
+    chat_template: str | None = None
+    """Chat template in place of the head's or the tokenizer's own: a Jinja file, or chatml, llama-2 or vicuna."""
     head: str | None = None
     """A draft head that makes it faster: a bundled one's name, a folder or a Hugging Face id."""
     chain: int | None = None

@@ -29,6 +29,7 @@ _MAY_CHANGE = frozenset(  # the answers do not depend on these, or not on purpos
         "model",  # what is loaded counts
         "precision",
         "head",
+        "chat_template",  # its text counts, as part of the model's fingerprint
         "chain",
         "batch_size",
         "chunk_size",

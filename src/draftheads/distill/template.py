@@ -1,10 +1,9 @@
-"""Where a user's turn begins and how it ends, read off a chat template. Knows templates and tokenizers, no models."""
+"""Where a user's turn begins and how it ends in a chat template. Knows templates and tokenizers; knows no models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from draftheads.data.chat import special_ids
+from draftheads.chat_template import ChatReader, continuing_ids, render, special_ids
 from draftheads.errors import UnsupportedModel
 
 _WORDS = "seventeen purple elephants"  # put where the user's words go; templates cut off white space around them
@@ -18,34 +17,35 @@ class TurnEnd:
     texts: tuple[str, ...]
 
 
-def user_turn_opening(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+def user_turn_opening(reader: ChatReader, messages: Sequence[Mapping[str, str]]) -> list[int]:
     """Token ids of a chat up to where the user's next words begin.
 
     Raises:
         UnsupportedModel: the template refuses such a chat or does not show the user's words.
     """
-    before, _ = _around_words(tokenizer, messages)
-    return list(tokenizer(before, add_special_tokens=False)["input_ids"])
+    before, _ = _around_words(reader, messages)
+    # a space before the user's words belongs to their first token
+    return list(reader.tokenizer(before.rstrip(" "), add_special_tokens=False)["input_ids"])
 
 
-def user_turn_end(tokenizer: Any) -> TurnEnd:
-    """The special token right behind a user's words, or else the text there.
+def user_turn_end(reader: ChatReader) -> TurnEnd:
+    """The special token right after a user's words, or else the text there.
 
     Raises:
         UnsupportedModel: there is neither.
     """
-    _, after = _around_words(tokenizer, ())
+    _, after = _around_words(reader, ())
     first_line = next(iter(after.strip().splitlines()), "").strip()
     if not first_line:
-        raise UnsupportedModel("the chat template puts nothing behind a user's words: nobody could tell where they end")
-    token = tokenizer(after.strip(), add_special_tokens=False)["input_ids"][0]
-    return TurnEnd((token,), ()) if token in special_ids(tokenizer) else TurnEnd((), (first_line,))
+        raise UnsupportedModel("the chat template writes nothing after a user's words, so their end cannot be found")
+    token = continuing_ids(reader.tokenizer, after.strip())[0]
+    return TurnEnd((token,), ()) if token in special_ids(reader.tokenizer) else TurnEnd((), (first_line,))
 
 
-def _around_words(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> tuple[str, str]:
+def _around_words(reader: ChatReader, messages: Sequence[Mapping[str, str]]) -> tuple[str, str]:
     chat = [*map(dict, messages), {"role": "user", "content": _WORDS}]
     try:
-        text = str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
+        text = render(reader, chat, add_generation_prompt=True)
     except Exception as error:  # a template is a program of the model's author: it may raise anything
         raise UnsupportedModel(f"the chat template refuses a chat that the model makes up: {error}") from error
     before, found, after = text.rpartition(_WORDS)

@@ -46,6 +46,7 @@ class TargetModel:
     model: Any  # a transformers causal LM in eval mode
     tokenizer: Any  # its tokenizer
     model_id: str  # what a head records as its base
+    chat_template: str | None = None  # used in place of the tokenizer's own
     graphs: bool | None = None  # capture decoding steps as CUDA graphs; None where the model is on CUDA
 
     def __post_init__(self) -> None:
@@ -71,15 +72,16 @@ class TargetModel:
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
         four_bit: bool = False,
+        chat_template: str | None = None,
     ) -> Self:
         """The model of a name, path or hub id; see :func:`draftheads.models.pretrained.load_pretrained`."""
-        return cls(*load_pretrained(name, dtype=dtype, device=device, four_bit=four_bit))
+        return cls(*load_pretrained(name, dtype=dtype, device=device, four_bit=four_bit), chat_template=chat_template)
 
     def twin(self) -> Self:
         """The same model once more, sharing all weights: its modules can be changed without changing these."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         model = copy.deepcopy(self.model, memo={id(tensor): tensor for tensor in tensors})
-        return type(self)(model, self.tokenizer, self.model_id, self.graphs)
+        return type(self)(model, self.tokenizer, self.model_id, self.chat_template, self.graphs)
 
     def speed_up(self, *, exact_bits: bool = False, int8: bool = False, folder: Path | None = None) -> None:
         """Faster kernels on a CPU, and 8 bits on a GPU; in place. See :func:`draftheads.models.fast.speed_up`."""

@@ -94,9 +94,10 @@ class ModelTokenizer(NamedTuple):
 
     tokenizer: Any  # a transformers tokenizer
     eos_ids: frozenset[int]  # token ids that end a text
+    chat_template: str | None = None  # used in place of the tokenizer's own
 
 
-def load_tokenizer(name: str) -> ModelTokenizer:
+def load_tokenizer(name: str, *, chat_template: str | None = None) -> ModelTokenizer:
     """The tokenizer of the model ``name``; its weights are not read. Errors as on loading."""
     source = resolve_model(name)
     with _as_our_errors(name):
@@ -108,7 +109,7 @@ def load_tokenizer(name: str) -> ModelTokenizer:
             generation = GenerationConfig.from_pretrained(source)
         except OSError:  # no such file: a loaded model makes its own in the same way
             generation = GenerationConfig.from_model_config(config)
-        return ModelTokenizer(tokenizer, eos_ids_of(generation, config.get_text_config(), tokenizer))
+        return ModelTokenizer(tokenizer, eos_ids_of(generation, config.get_text_config(), tokenizer), chat_template)
 
 
 def eos_ids_of(*sources: Any) -> frozenset[int]:

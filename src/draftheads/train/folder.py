@@ -12,6 +12,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from draftheads.chat_template import read_template
 from draftheads.errors import DataError, InvalidSettings
 from draftheads.files import locked, remove_leftovers, write_atomic
 from draftheads.progress import Progress
@@ -159,8 +160,9 @@ def tidy_up(options: TrainOptions, *names: str) -> None:
 
 
 def plain(options: TrainOptions) -> dict[str, Any]:
-    """The options as JSON gives them back: paths as text, tuples as lists."""
-    result: dict[str, Any] = json.loads(json.dumps(asdict(options), default=str))
+    """The options as JSON gives them back: paths as text, tuples as lists, the chat template as its text."""
+    settings = {**asdict(options), "chat_template": read_template(options.chat_template)}
+    result: dict[str, Any] = json.loads(json.dumps(settings, default=str))
     return result
 
 

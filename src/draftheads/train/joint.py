@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from draftheads.acceptance_profile import AcceptanceProfile
+from draftheads.chat_template import read_template
 from draftheads.checkpoint import load_head, save_head
 from draftheads.data.batches import PlannedTexts
 from draftheads.data.extract import load_texts
@@ -91,7 +92,9 @@ def train_jointly(options: JointOptions, reporter: Progress) -> JointReport | No
         say_where_it_starts(options, reporter)
         reporter.stage(f"loading {options.model}")
         dtype = torch.bfloat16 if computes_in_bf16(options, default_device().type) else torch.float32
-        target = TargetModel.load(options.model, dtype=dtype, four_bit=options.four_bit)
+        target = TargetModel.load(
+            options.model, dtype=dtype, four_bit=options.four_bit, chat_template=read_template(options.chat_template)
+        )
         return train_jointly_for(target, options, reporter)
 
 
@@ -112,7 +115,7 @@ def train_jointly_for(target: TargetModel, options: JointOptions, reporter: Prog
         targets=options.lora_targets,
     )
     try:
-        tuned = TunedModel(target.model, target.tokenizer, f"{target.model_id} (tuned)")
+        tuned = TunedModel(target.model, target.tokenizer, f"{target.model_id} (tuned)", target.chat_template)
         return _Run(options, target, tuned, adapter, head, material, store, reporter, start).go()
     finally:
         adapter.remove()

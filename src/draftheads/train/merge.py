@@ -5,7 +5,7 @@ changed what the model says, not how it reads.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,7 +61,8 @@ def merge(options: MergeOptions) -> None:
         merged.tokenizer.save_pretrained(staged)
         saved = read_head(options.adapter / HEAD_FOLDER)
         head = load_head(saved.folder, merged, dtype=torch.float32)
-        save_head(head, staged / HEAD_FOLDER, base=merged, card=saved.card, profile=saved.profile)
+        base = replace(merged, chat_template=saved.chat_template)
+        save_head(head, staged / HEAD_FOLDER, base=base, card=saved.card, profile=saved.profile)
 
 
 def merged_model(base: TargetModel, run: Path, *, dtype: torch.dtype, model_id: str) -> TargetModel:

@@ -35,6 +35,8 @@ class TrainOptions:
     """After a first stage on plain text, chats are learned with that part of the learning rate."""
     model: str = "smollm2-135m"
     """The model to train heads for: a name, a folder or a Hugging Face id."""
+    chat_template: str | None = None
+    """Chat template in place of the tokenizer's own: a Jinja file, or chatml, llama-2 or vicuna."""
     four_bit: bool = False
     """Hold the model's linear layers in 4 bits while it reads the texts; needs bitsandbytes."""
     shard_model: bool = False

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from draftheads.acceptance_profile import AcceptanceProfile
+from draftheads.chat_template import read_template
 from draftheads.checkpoint import copy_for, save_head
 from draftheads.data.batches import PlannedBatches
 from draftheads.data.features import FeatureStore
@@ -73,10 +74,12 @@ def train(options: TrainOptions, reporter: Progress) -> Report | None:
         processes.wait()  # nobody writes before all have looked
         say_where_it_starts(options, reporter)
         reporter.stage(f"loading {options.model}")
+        template = read_template(options.chat_template)
         if options.shard_model:
-            target = _spread(TargetModel.load(options.model, dtype=default_dtype(processes.device()), device="cpu"))
+            dtype = default_dtype(processes.device())
+            target = _spread(TargetModel.load(options.model, dtype=dtype, device="cpu", chat_template=template))
         else:
-            target = TargetModel.load(options.model, four_bit=options.four_bit)
+            target = TargetModel.load(options.model, four_bit=options.four_bit, chat_template=template)
         return train_for(target, options, reporter)
 
 

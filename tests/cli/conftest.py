@@ -1,0 +1,57 @@
+"""A folder with a tiny model and two heads for it, which the commands use."""
+
+import io
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+import draftheads
+from cli_world import SPECIAL, letters_tokenizer
+from draftheads.decode.engine import Engine
+from draftheads.models.model import TargetModel
+from families import SMALL, TREES, VOCAB, tiny_head, tiny_profile
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a model (``model``) and two heads for it (``medusa``, ``hydra``)."""
+    place = tmp_path_factory.mktemp("cli")
+    torch.manual_seed(22)  # of those whose answers have many letters
+    model = LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": VOCAB, "max_position_embeddings": 512})).eval()
+    model.lm_head.weight.data[: len(SPECIAL)] = 0  # it says letters only, and does not end
+    model.save_pretrained(place / "model")
+    letters_tokenizer().save_pretrained(str(place / "model"))
+    base = TargetModel.load(str(place / "model"), dtype=torch.float32)
+    for method in ("medusa", "hydra"):
+        head, profile = tiny_head(method, base), tiny_profile(TREES["ragged"])
+        draftheads.save_head(head, place / method, base=base, dtype=torch.float32, profile=profile)
+    (place / "deep.json").write_text("[[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]", encoding="utf-8")
+    (place / "chain.json").write_text("[[0], [0, 0]]", encoding="utf-8")
+    (place / "no.json").write_text("[[0, 0]", encoding="utf-8")
+    (place / "bad.jsonl").write_text('{"prompt": "abc"}\n{"prompt": \n', encoding="utf-8")
+    (place / "empty.jsonl").write_text("\n", encoding="utf-8")
+    return place
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch, cheap_nodes: None) -> Iterator[Path]:
+    """The folder is the working directory, nobody types, and the screen is as narrow as screens get."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    monkeypatch.setenv("COLUMNS", "80")
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    yield folder
+    logging.set_verbosity(verbosity)
+    if bars:
+        logging.enable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def engine(folder: Path) -> Engine:
+    """What the command line should say the same as."""
+    return draftheads.load(folder / "model", precision="fp32")

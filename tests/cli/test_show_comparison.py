@@ -1,0 +1,90 @@
+"""The tables and sentences of a comparison."""
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from draftheads.bench.compare import Extent, Row
+from draftheads.cli import show_comparison
+from draftheads.decode import cost_profile as cost
+from draftheads.decode.engine import Engine
+from draftheads.drafters.copying import Copying
+from draftheads.tree import Tree
+from families import tiny_head, tiny_profile
+
+
+def test_a_bar_shows_the_parts_in_proportion():
+    parts = {"drafting": 3.0, "verification": 6.0, "accept and rest": 1.0}
+    assert show_comparison.bar(parts, 10.0, cells=20).plain == "▒" * 6 + "█" * 12 + "░" * 2
+    assert show_comparison.bar(parts, 20.0, cells=20).plain == "▒" * 3 + "█" * 6 + "░"
+    assert show_comparison.bar(dict.fromkeys(parts, 0.0), 0.0).plain == ""
+    coloured = Console(file=io.StringIO(), force_terminal=True, color_system="standard", _environ={})
+    coloured.print(show_comparison.bar(parts, 10.0, cells=20))
+    assert isinstance(coloured.file, io.StringIO)
+    assert coloured.file.getvalue().count("\x1b[0m") == 3, "each part has its colour"
+
+
+def costly(per_node: float) -> cost.CostProfile:
+    """A plain step takes 10 ms, each further node so many, a draft 1."""
+    points = [("verify", 1, nodes, 10.0 + per_node * (nodes - 1)) for nodes in (1, 33)]
+    return cost.by_hand([*points, ("static", 1, 2, 1.0)])
+
+
+def told(engine: Engine, per_node: float, *, copies: bool = False, **profile: Any) -> str:
+    head = tiny_head("hydra", engine.model)
+    drafter = Copying(head) if copies else head
+    found = tiny_profile(Tree.chain(3), static_tokens=[1.0, 1.5, 1.75, 1.8], **profile)
+    return show_comparison.tree_sentence("hydra", Engine(engine.model, drafter, profile=found, cost=costly(per_node)))
+
+
+def test_a_sentence_explains_the_tree(engine: Engine):
+    fixed = told(engine, 1.0, dynamic_tokens=[])
+    assert fixed == (
+        "With one request hydra drafts a fixed tree of 3 nodes: a step then costs 1.3 plain steps and brings about "
+        "1.8 tokens."
+    )
+    growing = told(engine, 1.0, dynamic_tokens=[1.0, 2.0])
+    assert growing == (
+        "With one request hydra drafts growing trees of 2 nodes: a step then costs 1.2 plain steps and brings about "
+        "2.0 tokens."
+    )
+    nothing = told(engine, 20.0, dynamic_tokens=[])
+    assert nothing.startswith("With one request hydra drafts nothing: on this machine verifying draft tokens takes")
+    assert "nothing, but copies from the text:" in told(engine, 20.0, copies=True, dynamic_tokens=[])
+    assert "always drafts the same tree" in show_comparison.tree_sentence("hydra", engine)
+
+
+def row_of(method: str, speedup: float) -> Row:
+    return Row(method, 10.0, 1.5, speedup, (1.0, 1.0), None, identical=True, num_different=0, worst_margin=0.0,
+               num_drafted=50, num_copied=7)  # fmt: skip
+
+
+def test_a_head_that_is_slower_than_plain_is_named():
+    table = [row_of("transformers", 0.5), row_of("plain", 1.0), row_of("hydra", 1.2), row_of("medusa", 0.934)]
+    options = {"precision": "fp32", "copy": True, "model": "./mine"}
+    (sentence,) = show_comparison.slower_sentences(table, **options)  # type: ignore[arg-type]
+    assert sentence == (
+        "medusa is slower than plain decoding here (0.93 ×). Try --precision int8 or --no-copy, or measure its trees "
+        "on your own prompts: draftheads tune ./mine medusa --prompts FILE"
+    )
+    (sentence,) = show_comparison.slower_sentences(table, precision="int8", copy=False, model="./mine")
+    assert "here (0.93 ×). To change that, measure its trees" in sentence
+    assert not show_comparison.slower_sentences(table[:3], precision="fp32", copy=True, model="./mine")
+    assert "Of its 50 accepted draft tokens, 7 were copied" in show_comparison.copies_sentence(table[2])
+
+
+def test_the_widest_table_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    row = Row("transformers", 12345.67, 12.345, 12.34, (10.12, 14.56), 123.45, identical=False, num_different=80,
+              worst_margin=1.23e-05)  # fmt: skip
+    show_comparison.print_table([row], Extent(80, 128, 1234.5), Console(highlight=False))
+    parts = {name: {"drafting": 1234.5, "verification": 3.0, "accept and rest": 0.0} for name in ("plain", "h" * 90)}
+    show_comparison.print_parts(parts, Console(highlight=False))
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert lines[3].split() == [
+        *("transformers", "12345.7", "12.35", "12.34", "(10.12-14.56)", "123.45", "no", "(80)", "1e-05")
+    ]
+    assert lines[4] == "80 prompts, answers of at most 128 tokens, 1234 s in all"
