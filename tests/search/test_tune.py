@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cli.test_main import SPECIAL, letters_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import draftheads
+from cli_world import SPECIAL, letters_tokenizer
 from draftheads.acceptance_profile import AcceptanceProfile, read_profile
 from draftheads.checkpoint import read_head
 from draftheads.cli.main import main
