@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftheads import loading
+from draftheads import loading, profiles
 from draftheads.decode import cost_profile as cost
 
 
@@ -31,6 +31,7 @@ def cost_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cost, "cache_folder", place)
         patch.setattr(loading, "cache_folder", place)
+        patch.setattr(profiles, "cache_folder", place)
         yield
 
 

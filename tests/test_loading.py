@@ -25,7 +25,8 @@ from draftheads.errors import (
     InvalidTree,
     ModelNotFound,
 )
-from draftheads.loading import find_template, load_target, profile_folder
+from draftheads.loading import find_template, load_target
+from draftheads.profiles import cached_profile_folder
 from draftheads.shapes import BestFirst
 from draftheads.tree import Tree
 from families import SMALL, tiny_head, tiny_profile
@@ -81,7 +82,7 @@ def test_the_head_s_own_profile_and_the_machine_s_costs_size_the_drafts(world: P
 
 @pytest.mark.usefixtures("cost")
 def test_the_user_s_profile_comes_before_the_head_s(world: Path, cache: Path) -> None:
-    folder = profile_folder(read_head(world / "head"))
+    folder = cached_profile_folder(read_head(world / "head"))
     assert folder.is_relative_to(cache)
     folder.mkdir(parents=True)
     OTHER.save(folder / "acceptance.json")

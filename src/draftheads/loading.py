@@ -1,6 +1,5 @@
 """From names to an engine that decodes: the model, the head that was trained for it, and the tree."""
 
-import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterable
@@ -11,9 +10,9 @@ from typing import Literal
 
 import torch
 
-from draftheads.acceptance_profile import PROFILE_FILE, AcceptanceProfile, read_profile
+from draftheads.acceptance_profile import AcceptanceProfile
 from draftheads.chat_template import read_template
-from draftheads.checkpoint import SavedHead, check_profile, load_head, read_head
+from draftheads.checkpoint import load_head, read_head
 from draftheads.decode.cost_profile import cost_of
 from draftheads.decode.engine import Engine
 from draftheads.draft import Drafter
@@ -22,14 +21,14 @@ from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
-from draftheads.errors import CacheWarning, InvalidSettings, ModelNotFound
-from draftheads.files import user_path
+from draftheads.errors import CacheWarning, InvalidSettings
 from draftheads.heads.base import DraftHead
 from draftheads.models.embedded import cache_folder
 from draftheads.models.fast import return_freed_memory, rows_keep_their_bits
 from draftheads.models.kv_target import check_trees
 from draftheads.models.model import TargetModel
 from draftheads.models.pretrained import default_device
+from draftheads.profiles import find_profile
 from draftheads.shapes import Shape
 from draftheads.tree import Tree
 from draftheads.zoo.registry import find_head
@@ -195,49 +194,6 @@ def find_template(
     if len(set(saved.values())) > 1:
         raise InvalidSettings(f"{', '.join(saved)} were trained with different chat templates: give --chat-template")
     return next(iter(saved.values()))
-
-
-def find_profile(
-    head: str | PathLike[str], model: str | PathLike[str], *, profile: str | PathLike[str] = "auto"
-) -> AcceptanceProfile:
-    """The acceptance profile of a head; arguments as for :func:`load`.
-
-    Raises:
-        CheckpointCorrupt, CheckpointMismatch, InvalidTree: a profile that is broken, or not one for this head.
-        ModelNotFound: no such file.
-    """
-    saved = read_head(find_head(fspath(head), fspath(model)))
-    path = _profile_file(profile) if profile != "auto" else kept_profile(saved)
-    if path is None:
-        return saved.profile
-    found = read_profile(path)
-    check_profile(saved.skeleton(), found, path)
-    return found
-
-
-def profile_folder(saved: SavedHead) -> Path:
-    """Where ``draftheads tune`` writes for heads whose own folder is not the user's.
-
-    Raises:
-        InvalidSettings: there is no place for a cache.
-    """
-    return cache_folder() / "profiles" / f"{saved.method}-{saved.digest}"
-
-
-def kept_profile(saved: SavedHead) -> Path | None:
-    """The profile in the user's cache, if there is one that can be reached."""
-    with contextlib.suppress(InvalidSettings, OSError):
-        path = profile_folder(saved) / PROFILE_FILE
-        return path if path.is_file() else None
-    return None
-
-
-def _profile_file(profile: str | PathLike[str]) -> Path:
-    path = user_path(profile)
-    path = path / PROFILE_FILE if path.is_dir() else path
-    if not path.is_file():
-        raise ModelNotFound(f"no acceptance profile at {profile}: no such file; `draftheads tune` makes one")
-    return path
 
 
 def load_drafter(

@@ -20,11 +20,11 @@ from cli_world import SPECIAL, letters_tokenizer
 from draftheads.acceptance_profile import AcceptanceProfile, read_profile
 from draftheads.checkpoint import read_head
 from draftheads.cli.main import main
-from draftheads.cli.tune import own_folder, work_folder
+from draftheads.cli.tune import work_folder
 from draftheads.errors import CheckpointCorrupt, InvalidSettings
 from draftheads.files import locked
-from draftheads.loading import find_profile, kept_profile, profile_folder
 from draftheads.models.model import TargetModel
+from draftheads.profiles import cached_profile, cached_profile_folder, find_profile, folder_to_write
 from draftheads.search.replay import RehearsalSettings
 from draftheads.zoo.registry import zoo_heads
 from families import SMALL, VOCAB, tiny_head
@@ -233,14 +233,14 @@ def test_profiles_of_heads_that_are_not_ones_own_go_to_the_cache(
 ) -> None:
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
     saved = read_head("hydra")
-    assert own_folder(saved) == Path("hydra")
-    in_cache = profile_folder(saved)
+    assert folder_to_write(saved) == Path("hydra")
+    in_cache = cached_profile_folder(saved)
     assert in_cache.is_relative_to(tmp_path / "cache")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(here))
-    assert own_folder(saved) == in_cache
-    assert kept_profile(saved) is None
+    assert folder_to_write(saved) == in_cache
+    assert cached_profile(saved) is None
     assert main(tune("hydra")) == 0
-    assert kept_profile(saved) == in_cache / "acceptance.json"
+    assert cached_profile(saved) == in_cache / "acceptance.json"
     assert read_profile("hydra/acceptance.json") == saved.profile, "the head's own stays"
     engine = draftheads.load("./model", "./hydra", precision="fp32")
     assert engine.profile == read_profile(in_cache / "acceptance.json") != saved.profile
@@ -248,4 +248,4 @@ def test_profiles_of_heads_that_are_not_ones_own_go_to_the_cache(
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(here)
     for head in zoo_heads():
-        assert own_folder(read_head(head.folder)).is_relative_to(tmp_path / "cache")
+        assert folder_to_write(read_head(head.folder)).is_relative_to(tmp_path / "cache")

@@ -18,7 +18,7 @@ from draftheads.checkpoint import SavedHead, read_head
 from draftheads.drafters.copy_odds import DEFAULT_ODDS
 from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.files import user_path
-from draftheads.loading import find_profile, kept_profile
+from draftheads.profiles import cached_profile, find_profile
 from draftheads.tree import Tree
 from draftheads.zoo.registry import find_head, zoo_heads
 
@@ -104,9 +104,9 @@ def _print_head(console: Console, saved: SavedHead) -> None:
         console.print(Text("\nFrom its card", style="bold"))
         console.print(Markdown(figures))
     _print_section(console, "Acceptance profile", _told(saved.profile))
-    if (kept := kept_profile(saved)) is not None:
-        tuned = find_profile(saved.folder, saved.model_id, profile=kept)
-        _print_section(console, "Acceptance profile by `draftheads tune`", {"file": str(kept), **_told(tuned)})
+    if (cached := cached_profile(saved)) is not None:
+        tuned = find_profile(saved.folder, saved.model_id, profile=cached)
+        _print_section(console, "Acceptance profile by `draftheads tune`", {"file": str(cached), **_told(tuned)})
     console.print(Text("\nTree", style="bold"))
     _print_tree(console, saved.profile.tree(DEFAULT_NODES))
 

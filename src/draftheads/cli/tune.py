@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftheads.acceptance_profile import PROFILE_FILE, AcceptanceProfile
-from draftheads.checkpoint import SavedHead, read_head
+from draftheads.checkpoint import read_head
 from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.show import quiet_transformers
 from draftheads.data.records import own_prompts, prompts_in
@@ -18,13 +18,14 @@ from draftheads.decode.cost_profile import cost_of
 from draftheads.decode.engine import Prompt
 from draftheads.errors import InvalidSettings, MissingDependency
 from draftheads.files import locked, user_path, write_atomic
-from draftheads.loading import Precision, find_template, load_drafter, load_target, profile_folder
+from draftheads.loading import Precision, find_template, load_drafter, load_target
 from draftheads.models.embedded import cache_folder
+from draftheads.profiles import folder_to_write
 from draftheads.provenance import provenance
 from draftheads.reports.tune_page import RECORD, write_page
 from draftheads.search.replay import RehearsalSettings
 from draftheads.search.tune import predicted, tune
-from draftheads.zoo.registry import find_head, zoo_heads
+from draftheads.zoo.registry import find_head
 
 _WORK_FOLDER = "tune.work"  # where there is no cache
 _SHOWN = (1, 2, 4, 8, 10, 16, 32, 64)
@@ -62,7 +63,7 @@ def run(options: TuneOptions) -> None:
     template = find_template(options.chat_template, (options.head,), options.model)
     target = load_target(options.model, chat_template=template, precision=options.precision)
     head = load_drafter(options.head, options.model, target, ignore_profile=True)
-    folder = user_path(options.out) if options.out else own_folder(saved)
+    folder = user_path(options.out) if options.out else folder_to_write(saved)
     with locked(folder, "give --out"), ProgressDisplay(console) as progress:
         try:
             outcome = tune(target, head, prompts, options.settings, folder=work_folder(folder), progress=progress)
@@ -81,17 +82,6 @@ def run(options: TuneOptions) -> None:
         console.print(f"wrote {write_page(folder)}", soft_wrap=True)
     except MissingDependency as error:
         console.print(f"no page: {error}", soft_wrap=True)
-
-
-def own_folder(saved: SavedHead) -> Path:
-    """The head's, unless it belongs to the package or to the Hub's cache."""
-    from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415 - slow to import
-
-    folder = saved.folder.resolve()
-    foreign = [head.folder.resolve() for head in zoo_heads()]
-    if folder in foreign or folder.is_relative_to(Path(HF_HUB_CACHE).resolve()):
-        return profile_folder(saved)
-    return saved.folder
 
 
 def work_folder(folder: Path) -> Path:
