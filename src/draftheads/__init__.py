@@ -1,4 +1,4 @@
-"""Draft heads: a language model answers faster, without changing a word of its output.
+"""Draft heads make a language model answer faster. The text of its answers does not change.
 
 >>> import draftheads
 >>> engine = draftheads.load("smollm2-135m", head="hydra")  # doctest: +SKIP
@@ -8,12 +8,15 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # importing the package must not cost torch's seconds to who only asks for --help
+if TYPE_CHECKING:  # `draftheads --help` must not wait two seconds for torch
     from draftheads.acceptance_profile import AcceptanceProfile
     from draftheads.checkpoint import load_head, save_head
     from draftheads.decode.engine import Engine
     from draftheads.decode.request import GenerationResult, StreamEvent
+    from draftheads.draft import Drafter
     from draftheads.errors import DraftHeadsError
+    from draftheads.heads import register
+    from draftheads.heads.base import DraftHead, HeadConfig
     from draftheads.loading import load
     from draftheads.models.model import TargetModel
     from draftheads.sampling import SamplingSettings
@@ -24,9 +27,12 @@ __all__ = [
     "AcceptanceProfile",
     "BestFirst",
     "BestPaths",
+    "DraftHead",
     "DraftHeadsError",
+    "Drafter",
     "Engine",
     "GenerationResult",
+    "HeadConfig",
     "Sampled",
     "SamplingSettings",
     "StreamEvent",
@@ -34,6 +40,7 @@ __all__ = [
     "Tree",
     "load",
     "load_head",
+    "register",
     "save_head",
 ]
 
@@ -41,9 +48,12 @@ _HOMES = {
     "AcceptanceProfile": "draftheads.acceptance_profile",
     "BestFirst": "draftheads.shapes",
     "BestPaths": "draftheads.shapes",
+    "DraftHead": "draftheads.heads.base",
     "DraftHeadsError": "draftheads.errors",
+    "Drafter": "draftheads.draft",
     "Engine": "draftheads.decode.engine",
     "GenerationResult": "draftheads.decode.request",
+    "HeadConfig": "draftheads.heads.base",
     "Sampled": "draftheads.shapes",
     "SamplingSettings": "draftheads.sampling",
     "StreamEvent": "draftheads.decode.request",
@@ -51,6 +61,7 @@ _HOMES = {
     "Tree": "draftheads.tree",
     "load": "draftheads.loading",
     "load_head": "draftheads.checkpoint",
+    "register": "draftheads.heads",
     "save_head": "draftheads.checkpoint",
 }
 

@@ -106,7 +106,7 @@ def test_what_is_not_there_has_no_heading(folder: Path, tmp_path: Path, capsys: 
 
 def test_a_bundled_head_is_found_by_method_and_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "method medusa" in lines(told(capsys, "medusa --model tiny-llama"))
-    with pytest.raises(ModelNotFound, match="none is bundled for smollm2-135m, only medusa for tiny-llama"):
+    with pytest.raises(ModelNotFound, match="none is installed for smollm2-135m, only medusa for tiny-llama"):
         told(capsys, "medusa")
 
 
@@ -122,7 +122,7 @@ def test_an_empty_zoo_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(registry, "weights_folder", lambda: tmp_path / "none")
-    assert "No heads are bundled" in told(capsys, "")
+    assert "No heads are installed" in told(capsys, "")
 
 
 @pytest.mark.parametrize("text", ["[[0],[1],[0,0]]", " [[0], [1], [0, 0]]"])

