@@ -1,17 +1,17 @@
-"""A draft head on disk, written whole or not at all and read strictly.
+"""A draft head on disk: written atomically and read strictly.
 
-Knows heads and the identity of their base model; knows nothing of decoding or of where heads come from.
+Knows heads and the fingerprints of their base model. Knows nothing of decoding or of where heads come from.
 A head is a folder of four files:
 
 =====================  ======================================================================================
 ``config.json``        format_version, method, head (every option), base (model_id, fingerprints), provenance
-``model.safetensors``  the head's own tensors, bf16 unless asked otherwise; never the base's
-``acceptance.json``    how many tokens its trees gain, see :mod:`draftheads.acceptance_profile`
+``model.safetensors``  the head's own tensors, bf16 by default; never the base model's
+``acceptance.json``    the acceptance profile, see :mod:`draftheads.acceptance_profile`
 ``README.md``          the model card
 =====================  ======================================================================================
 
-These keys are public names. A reader refuses what it does not know, so a new key needs a new format version. Only
-``chat_template`` is optional in ``config.json``: the template of training, where it was not the tokenizer's own.
+These keys are public names. Unknown keys are errors, so a new key needs a new format version. Only ``chat_template`` in
+``config.json`` is optional: the template used in training, if it was not the tokenizer's own.
 """
 
 import contextlib
@@ -65,41 +65,41 @@ _BASE_KEYS = {"model_id": str, "fingerprints": dict}
 
 @dataclass(frozen=True)
 class SavedHead:
-    """A head's folder, read and checked as far as that goes without its base model."""
+    """A head's folder, read and checked; this needs no base model."""
 
     folder: Path
     method: str
     config: HeadConfig
-    model_id: str  # of the base it was trained for
-    fingerprints: Fingerprints  # of that base
+    model_id: str  # of the base model
+    fingerprints: Fingerprints  # of the base model
     provenance: dict[str, Any]  # how it was made
-    profile: AcceptanceProfile  # what its trees gain
+    profile: AcceptanceProfile  # tokens per step by tree
     shapes: dict[str, tuple[int, ...]]  # of its tensors
-    chat_template: str | None = None  # of training, where it was not the tokenizer's own
+    chat_template: str | None = None  # used in training; None: the tokenizer's own
 
     def skeleton(self) -> DraftHead:
-        """A head of this configuration without values."""
+        """A head of this configuration on the meta device: shapes without values."""
         return _skeleton(self.config)
 
     @property
     def digest(self) -> str:
-        """Of its tensors."""
+        """Of the tensors' file: 16 hexadecimal digits."""
         with (self.folder / TENSORS_FILE).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
     @property
     def num_parameters(self) -> int:
-        """Numbers that were trained; the map of a trimmed vocabulary is none of them."""
+        """How many numbers were trained; the map of a trimmed vocabulary does not count."""
         return sum(math.prod(shape) for name, shape in self.shapes.items() if name != "draft_vocab")
 
     @property
     def num_bytes(self) -> int:
-        """Size of its tensors' file."""
+        """Size of the tensors' file."""
         return (self.folder / TENSORS_FILE).stat().st_size
 
     @property
     def card(self) -> str:
-        """The text of its model card; empty where there is none."""
+        """The text of the model card; empty if there is none."""
         path = self.folder / CARD_FILE
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
@@ -115,20 +115,20 @@ def save_head(
 ) -> None:
     """Writes a head and its acceptance profile to a folder.
 
-    A new folder appears whole or not at all. In a folder that exists, a head that is there gives way to the
-    new one and other files stay; the new files are complete on the disk before the first old one goes.
+    A new folder appears complete or not at all. In an existing folder, the files of a head are replaced and other
+    files stay. The new files are complete on the disk before the first old file is replaced.
 
     Args:
         head: on any device, in any floating type.
-        folder: to write; made if it is not there.
+        folder: to write; created if missing.
         base: the model it was trained for; a chat template that was given for it is saved, too.
-        profile: how many tokens its trees gain; an assumption that decoding corrects where left out.
-        card: Markdown; a line with method and base where left out.
-        dtype: of the saved floating tensors.
+        profile: its acceptance profile; by default an assumed one, which decoding corrects.
+        card: Markdown; by default a line with the method and the base model.
+        dtype: of the saved floating-point tensors.
 
     Raises:
-        StorageError: it cannot be written (a full disk, …); what was there before still is.
-        InvalidTree, CheckpointCorrupt: the profile is another head's.
+        StorageError: it cannot be written (a full disk, …); the previous content is unchanged.
+        InvalidTree, CheckpointCorrupt: the profile does not fit the head.
     """
     folder = Path(folder)
     profile = profile or AcceptanceProfile.assumed(head.config.num_heads)
@@ -152,14 +152,14 @@ def save_head(
 def load_head(
     folder: str | PathLike[str], base: TargetModel, *, dtype: torch.dtype | None = None, ignore_profile: bool = False
 ) -> DraftHead:
-    """A saved head, ready to draft for ``base``: on its device, bound to its weights, frozen.
+    """A saved head, ready to draft for ``base``: on the same device, bound to its weights, frozen.
 
     Its ``shape`` is the best static tree of 10 nodes.
 
     Args:
         folder: written by :func:`save_head`.
         base: the model that the head was trained for.
-        dtype: of the head; the base's where left out.
+        dtype: of the head; by default the base model's.
         ignore_profile: as for :func:`read_head`.
 
     Raises:
@@ -186,7 +186,7 @@ def load_head(
 
 
 def copy_for(head: DraftHead, base: TargetModel) -> DraftHead:
-    """A head's values in the base's type and bound to its weights, ready to draft; the head itself stays as it is."""
+    """A copy of a head in the base model's type and bound to its weights, ready to draft."""
     twin = _skeleton(head.config)
     values = {name: _cast(tensor.detach(), base.dtype) for name, tensor in head.state_dict().items()}
     twin.load_state_dict(values, strict=True, assign=True)
@@ -195,11 +195,11 @@ def copy_for(head: DraftHead, base: TargetModel) -> DraftHead:
 
 
 def read_head(folder: str | PathLike[str], *, ignore_profile: bool = False) -> SavedHead:
-    """Everything about a saved head but its tensors' values, checked; needs no base model.
+    """Reads and checks everything but the values of the tensors; needs no base model.
 
     Args:
         folder: written by :func:`save_head`.
-        ignore_profile: do without its ``acceptance.json``, to make a new one; an assumed one takes its place.
+        ignore_profile: do not read ``acceptance.json``, and use an assumed profile: for commands that write a new one.
 
     Raises:
         ModelNotFound: no such folder.
@@ -235,13 +235,13 @@ def read_head(folder: str | PathLike[str], *, ignore_profile: bool = False) -> S
 
 
 def check_profile(head: DraftHead, profile: AcceptanceProfile, path: Path) -> None:
-    """Is the profile at ``path`` one for this head?
+    """Checks that the profile at ``path`` fits the head.
 
     Raises:
         InvalidTree: its trees are too deep or too wide for the head.
-        CheckpointCorrupt: it is for another number of heads.
+        CheckpointCorrupt: its number of heads is not the head's.
     """
-    with _said_of(path):
+    with _naming(path):
         head.check_shape(profile.tree(len(profile.paths) + 1))
     if len(profile.confidence) != head.config.num_heads:
         raise CheckpointCorrupt(
@@ -250,7 +250,7 @@ def check_profile(head: DraftHead, profile: AcceptanceProfile, path: Path) -> No
 
 
 def check_base(saved: SavedHead, base: TargetModel) -> None:
-    """Is this the model that the head was trained for?
+    """Checks that this is the model that the head was trained for.
 
     Raises:
         CheckpointMismatch: other sizes, another tokenizer, or other weights.
@@ -270,7 +270,7 @@ def check_base(saved: SavedHead, base: TargetModel) -> None:
         if not apart <= MAX_DIFFERENCE:
             raise CheckpointMismatch(
                 f"{saved.folder}: trained for {saved.model_id}; the {name} of this model, {base.model_id}, differs "
-                f"from its by {apart:.0%}, a quantised copy by at most {MAX_DIFFERENCE:.0%}: {_mend(saved, base)}"
+                f"by {apart:.0%}; a quantised copy differs by at most {MAX_DIFFERENCE:.0%}: {_fix(saved, base)}"
             )
 
 
@@ -278,13 +278,13 @@ def _check_same(saved: SavedHead, base: TargetModel, what: str, ours: object, th
     if ours != theirs:
         raise CheckpointMismatch(
             f"{saved.folder}: trained for {saved.model_id} with {what} {ours}, "
-            f"this model, {base.model_id}, has {theirs}: {_mend(saved, base)}"
+            f"this model, {base.model_id}, has {theirs}: {_fix(saved, base)}"
         )
 
 
-def _mend(saved: SavedHead, base: TargetModel) -> str:
+def _fix(saved: SavedHead, base: TargetModel) -> str:
     train = f"draftheads train --method {saved.method} --model {base.model_id}"
-    return f"load the head with its own base or train one with `{train}`"
+    return f"load the head with its own base model, or train a new head with `{train}`"
 
 
 def _config_object(config: HeadConfig, base: TargetModel) -> dict[str, Any]:
@@ -299,7 +299,7 @@ def _config_object(config: HeadConfig, base: TargetModel) -> dict[str, Any]:
 
 
 def _move_files(source: Path, folder: Path) -> None:
-    """Renames need no room, so a full disk cannot come between them."""
+    """Renames need no space, so a full disk cannot interrupt them."""
     try:
         for name in HEAD_FILES:
             (source / name).replace(folder / name)
@@ -328,8 +328,8 @@ def _read_config(method: str, options: Any, path: Path) -> HeadConfig:
 
 
 @contextlib.contextmanager
-def _said_of(path: Path) -> Iterator[None]:
-    """Name the file that an impossible tree is in."""
+def _naming(path: Path) -> Iterator[None]:
+    """Adds the file's path to errors about a tree."""
     try:
         yield
     except InvalidTree as error:
@@ -337,21 +337,21 @@ def _said_of(path: Path) -> Iterator[None]:
 
 
 def _skeleton(config: HeadConfig) -> DraftHead:
-    """The module without values: no memory, no time, no random numbers drawn."""
+    """The module on the meta device: it takes no memory and draws no random numbers."""
     _, head_class = head_classes(config.method)
     with torch.device("meta"):
         return head_class(config)
 
 
 def _read_shapes(path: Path, skeleton: DraftHead) -> dict[str, tuple[int, ...]]:
-    """Shapes of the saved tensors, from the file's header; names, shapes and kinds must be the skeleton's."""
+    """Shapes of the saved tensors, from the file's header. Names, shapes and types must be those of the skeleton."""
     try:
         with safe_open(_present(path), framework="pt") as file:
             entries = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
             shapes = {name: tuple(entry.get_shape()) for name, entry in entries.items()}
             kinds = {name: str(entry.get_dtype()) for name, entry in entries.items()}
     except SafetensorError as error:
-        raise CheckpointCorrupt(f"{path} is no whole safetensors file: {error}") from None
+        raise CheckpointCorrupt(f"{path} is not a complete safetensors file: {error}") from None
     expected = skeleton.state_dict()
     _check_names(path, set(shapes), set(expected))
     for name, tensor in expected.items():
@@ -367,7 +367,7 @@ def _read_shapes(path: Path, skeleton: DraftHead) -> dict[str, tuple[int, ...]]:
 def _check_names(path: Path, found: set[str], expected: set[str]) -> None:
     for kind, names in (("missing", expected - found), ("surplus", found - expected)):
         if names:
-            counts = f"it has {len(found)} tensors, {CONFIG_FILE} asks for {len(expected)}"
+            counts = f"it has {len(found)} tensors, {CONFIG_FILE} needs {len(expected)}"
             raise CheckpointCorrupt(f"{path}: {kind} tensor {min(names)}: {counts}")
 
 

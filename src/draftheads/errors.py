@@ -1,46 +1,46 @@
-"""Everything that ``draftheads`` raises on purpose: one tree, so that one ``except`` catches it all.
+"""All errors that ``draftheads`` raises on purpose. They form one tree, so one ``except`` catches them all.
 
 ::
 
     DraftHeadsError
-    ├── ModelNotFound           no such folder, and the Hub does not give it
-    ├── UnsupportedModel        there, but not a model that trees can be verified on
-    ├── InvalidPrompt           empty, or not what a prompt is
+    ├── ModelNotFound           no such folder, and no such repository on the Hub
+    ├── UnsupportedModel        the model exists, but trees cannot be verified on it
+    ├── InvalidPrompt           the prompt is empty or of the wrong form
     │   └── PromptTooLong       longer than the model allows
     ├── InvalidSettings         an option or sampling setting out of its range
     ├── UnknownMethod           no draft-head architecture of that name
-    ├── InvalidTree             not a tree, or deeper than the heads guess
+    ├── InvalidTree             not a tree, or deeper than the head has draft positions
     ├── CheckpointError         a saved head cannot be used
     │   ├── CheckpointMismatch  made for another model or tokenizer
     │   └── CheckpointCorrupt   missing or surplus tensors, wrong shapes, unknown keys
-    ├── DataError               malformed training or prompt data, with its line
-    ├── TrainingError           training cannot go on
+    ├── DataError               malformed training or prompt data; the message has the line
+    ├── TrainingError           training cannot continue
     │   └── NonFiniteLoss       the loss became NaN or infinite
-    ├── EndpointError           a server that was asked for answers gives none
-    ├── DistillationInterrupted Ctrl-C stopped a distillation that can go on
+    ├── EndpointError           a server returned no answer
+    ├── DistillationInterrupted Ctrl-C stopped a distillation; it can be resumed
     ├── StorageError            a file could not be written; nothing is left half-written
-    └── MissingDependency       an optional package is not installed; the text has its pip line
+    └── MissingDependency       an optional package is not installed; the message has its pip line
 
-Messages carry both values and the mend. A broken invariant of our own is an ``assert``, never one of these.
+A message contains both values and the fix. A broken invariant of our own code is an ``assert``.
 """
 
 from os import PathLike, fspath
 
 
 class DraftHeadsError(Exception):
-    """Whatever this package raises on purpose."""
+    """The base class of all errors of this package."""
 
 
 class ModelNotFound(DraftHeadsError):
-    """The named model is neither a folder here nor to be had from the Hugging Face Hub."""
+    """The name is neither a folder here nor a repository on the Hugging Face Hub."""
 
 
 class UnsupportedModel(DraftHeadsError):
-    """The model exists, but is no causal language model whose cache can be rewound."""
+    """The model exists, but it is not a causal language model whose cache can be rewound."""
 
 
 class InvalidPrompt(DraftHeadsError):
-    """The prompt has no token, or is not of a prompt's form."""
+    """The prompt has no token, or has the wrong form."""
 
 
 class PromptTooLong(InvalidPrompt):
@@ -56,7 +56,7 @@ class UnknownMethod(DraftHeadsError):
 
 
 class InvalidTree(DraftHeadsError):
-    """The paths form no tree, or the tree is deeper than the heads can guess."""
+    """The paths do not form a tree, or the tree is deeper than the head has draft positions."""
 
 
 class CheckpointError(DraftHeadsError):
@@ -72,14 +72,14 @@ class CheckpointCorrupt(CheckpointError):
 
 
 class DataError(DraftHeadsError):
-    """Data that cannot be read as what it should be.
+    """Data does not have the expected form.
 
     >>> print(DataError("no 'messages' key", path="chat.jsonl", line_number=3))
     chat.jsonl, line 3: no 'messages' key
     """
 
-    path: str | None  # of the file, where there is one
-    line_number: int | None  # of the offending line, counted from 1
+    path: str | None  # of the file; None if the data is not from a file
+    line_number: int | None  # the line with the error, counted from 1
 
     def __init__(
         self, message: str, *, path: str | PathLike[str] | None = None, line_number: int | None = None
@@ -92,7 +92,7 @@ class DataError(DraftHeadsError):
 
 
 class TrainingError(DraftHeadsError):
-    """Training cannot go on."""
+    """Training cannot continue."""
 
 
 class NonFiniteLoss(TrainingError):
@@ -100,15 +100,15 @@ class NonFiniteLoss(TrainingError):
 
 
 class EndpointError(DraftHeadsError):
-    """A server that was asked for answers cannot be reached, refuses, or says what cannot be understood."""
+    """A server cannot be reached, refuses the request, or returns an invalid response."""
 
 
 class DistillationInterrupted(DraftHeadsError):
-    """Ctrl-C stopped a distillation; the same command goes on with it."""
+    """Ctrl-C stopped a distillation; the same command resumes it."""
 
 
 class StorageError(DraftHeadsError):
-    """A file or folder could not be written; whatever stood at its place before still does."""
+    """A file or folder could not be written; the previous content is unchanged."""
 
 
 class MissingDependency(DraftHeadsError):

@@ -1,7 +1,7 @@
-"""Saving so that a reader sees the whole of it or nothing of it; knows nothing of what is saved.
+"""Atomic writes: a reader sees a complete file or folder, or none. Knows nothing of the content.
 
-New content is made beside its place under a hidden name, flushed to the disk, and renamed into place. A full
-disk, an exception or Ctrl-C removes it again. A kill leaves at most the hidden sibling, which nobody reads.
+New content is written next to its place under a hidden name, flushed to the disk, and renamed. After a full disk, an
+exception or Ctrl-C it is removed. A kill leaves at most the hidden file, which nothing reads.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from draftheads.errors import DraftHeadsError, InvalidSettings, StorageError
 
-_STORAGE_ERRNOS = frozenset(  # those that the place to save to is to blame for
+_STORAGE_ERRNOS = frozenset(  # errors of the place, not of the program
     {
         errno.EACCES,
         errno.EDQUOT,
@@ -31,8 +31,8 @@ _STORAGE_ERRNOS = frozenset(  # those that the place to save to is to blame for
         errno.EROFS,
     }
 )
-_NO_SPACE_TEXT = f"(os error {errno.ENOSPC})"  # as Rust, so safetensors and tokenizers, puts it
-_FULL_DISK_BYTES = 1 << 20  # less free than this when a save fails: the disk is what failed
+_NO_SPACE_TEXT = f"(os error {errno.ENOSPC})"  # the text of Rust libraries: safetensors, tokenizers
+_FULL_DISK_BYTES = 1 << 20  # if a save fails with less free space, the disk is full
 _TEMPORARY_SUFFIX = ".tmp"
 _REPLACED_SUFFIX = ".old"
 
@@ -41,7 +41,7 @@ def user_path(path: str | os.PathLike[str]) -> Path:
     """The path with the home folder in place of a leading ``~``.
 
     Raises:
-        InvalidSettings: nobody knows that folder.
+        InvalidSettings: the home folder is unknown.
     """
     try:
         return Path(path).expanduser()
@@ -51,7 +51,7 @@ def user_path(path: str | os.PathLike[str]) -> Path:
 
 
 def write_atomic(path: str | os.PathLike[str], content: bytes | Callable[[BinaryIO], object]) -> None:
-    """Write one file whole or not at all; an existing file is replaced in one move.
+    """Write one complete file, or nothing. An existing file is replaced by one rename.
 
     Args:
         path: of the file; missing folders above it are made.
@@ -78,11 +78,11 @@ def write_atomic(path: str | os.PathLike[str], content: bytes | Callable[[Binary
 def append_synced(path: str | os.PathLike[str], content: bytes, *, offset: int) -> None:
     """Write ``content`` at ``offset`` of a file, the file's new end, and flush it to the disk.
 
-    What stood behind ``offset`` is dropped: the caller has noted elsewhere how much of the file counts. The file is
-    made, with the folders above it, where it is missing.
+    Content after ``offset`` is dropped: the caller keeps a record of how much of the file is valid. A missing file is
+    created, with its parent folders.
 
     Raises:
-        StorageError: it cannot be written; what stood before ``offset`` still does.
+        StorageError: it cannot be written; the content before ``offset`` is unchanged.
     """
     target = Path(path)
     try:
@@ -102,19 +102,19 @@ def append_synced(path: str | os.PathLike[str], content: bytes, *, offset: int) 
 
 @contextlib.contextmanager
 def atomic_directory(path: str | os.PathLike[str], *, replace: bool = False) -> Iterator[Path]:
-    """A new, empty folder to fill; it takes its name ``path`` only when the ``with`` block ends well.
+    """A new, empty folder to fill. It gets the name ``path`` only if the ``with`` block succeeds.
 
     Args:
-        path: of the folder; missing folders above it are made.
-        replace: whether an existing folder or file gives way to the new one. Two renames do it: a kill
-            exactly between them leaves the old content beside its place, under a hidden name in ``.old``.
+        path: of the folder; missing parent folders are created.
+        replace: whether to replace an existing folder or file. This takes two renames. A kill between them leaves the
+            old content next to its place, under a hidden name that ends in ``.old``.
 
     Yields:
         The temporary folder, in the same parent as ``path``.
 
     Raises:
         StorageError: ``path`` exists and ``replace`` is false, or it cannot be written (a full disk, …).
-            Whatever stood at ``path`` still does.
+            The previous content of ``path`` is unchanged.
     """
     target = Path(path)
     temporary = _sibling(target, _TEMPORARY_SUFFIX)
@@ -129,18 +129,18 @@ def atomic_directory(path: str | os.PathLike[str], *, replace: bool = False) -> 
 
 
 @contextlib.contextmanager
-def locked(folder: str | os.PathLike[str], mend: str, *, file: str = "") -> Iterator[None]:
-    """No other process that asks for it writes into the folder meanwhile, or writes that file in it.
+def locked(folder: str | os.PathLike[str], fix: str, *, file: str = "") -> Iterator[None]:
+    """Holds a lock on the folder, or on one file in it, against other processes that use this function.
 
-    The lock's file stays; that a process held it and died is no matter.
+    The lock file stays. If the process that holds the lock dies, the lock is free.
 
     Args:
-        folder: made if it is not there.
-        mend: how to choose another place, for the messages: "name another --out".
-        file: the name of what is written where others may write other files beside it.
+        folder: created if missing.
+        fix: how to choose another place, for the messages: "name another --out".
+        file: lock only this file; other processes may write other files in the folder.
 
     Raises:
-        StorageError: somebody does, or nothing can be written there.
+        StorageError: another process holds the lock, or the folder cannot be written.
     """
     place = Path(folder)
     try:
@@ -148,9 +148,9 @@ def locked(folder: str | os.PathLike[str], mend: str, *, file: str = "") -> Iter
         lock = FileLock(place / (f".{file}.lock" if file else ".lock"))
         lock.acquire(timeout=0)
     except Timeout:
-        raise StorageError(f"another process is writing {place / file}: wait for it, or {mend}") from None
+        raise StorageError(f"another process is writing {place / file}: wait for it, or {fix}") from None
     except OSError as error:
-        raise StorageError(f"cannot write into {place}: {error.strerror or error}; {mend}") from error
+        raise StorageError(f"cannot write into {place}: {error.strerror or error}; {fix}") from error
     try:
         yield
     finally:
@@ -158,9 +158,9 @@ def locked(folder: str | os.PathLike[str], mend: str, *, file: str = "") -> Iter
 
 
 def remove_leftovers(path: str | os.PathLike[str]) -> None:
-    """Remove what killed processes left of their attempts to make ``path``.
+    """Remove the incomplete files that killed processes left next to ``path``.
 
-    Call it only while holding the lock that guards ``path``: it cannot tell a dead attempt from a living one.
+    Hold the lock of ``path``: a file of a running process looks the same.
     """
     target = Path(path)
     for leftover in target.parent.glob(f".{target.name}.*{_TEMPORARY_SUFFIX}"):
@@ -173,11 +173,11 @@ def _sibling(target: Path, suffix: str) -> Path:
 
 @contextlib.contextmanager
 def _all_or_nothing(target: Path, temporary: Path) -> Iterator[None]:
-    """Remove ``temporary`` if the block fails, and say :class:`StorageError` if the disk is what failed."""
+    """Remove ``temporary`` if the block fails; raise :class:`StorageError` if the reason is the disk."""
     try:
         yield
     except BaseException as error:
-        reason = _storage_reason(error, target)  # before the removal: it asks how full the disk is
+        reason = _storage_reason(error, target)  # before the removal: it checks how full the disk is
         _remove(temporary)
         if reason is None:
             raise
@@ -185,13 +185,13 @@ def _all_or_nothing(target: Path, temporary: Path) -> Iterator[None]:
 
 
 def _storage_reason(error: BaseException, target: Path) -> str | None:
-    """What is wrong with the storage, in words; None where the error is about something else."""
-    if isinstance(error, DraftHeadsError) or not isinstance(error, Exception):  # has its say already; Ctrl-C
+    """The problem of the storage, in words; None if the error has another cause."""
+    if isinstance(error, DraftHeadsError) or not isinstance(error, Exception):  # has its message already; or Ctrl-C
         return None
     if isinstance(error, OSError) and error.errno in _STORAGE_ERRNOS:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     is_no_space = isinstance(error, OSError) and error.errno == errno.ENOSPC
-    # torch.save says nothing of the disk at all ("unexpected pos 576 vs 534"), so the disk itself is asked.
+    # torch.save does not mention the disk ("unexpected pos 576 vs 534"), so check the disk itself
     if is_no_space or _NO_SPACE_TEXT in str(error) or _is_full(target):
         return "no space left on the disk; free some or choose another folder"
     return None
@@ -204,10 +204,10 @@ def _is_full(target: Path) -> bool:
 
 def _settle(directory: Path) -> None:
     """Give every file below the usual permissions and flush it all to the disk."""
-    mode = directory.stat().st_mode & 0o666  # what the user's umask allows
+    mode = directory.stat().st_mode & 0o666  # as the user's umask allows
     for file in directory.rglob("*"):
         if file.is_file():
-            file.chmod(mode)  # safetensors writes 0600: nobody else could read a shared model
+            file.chmod(mode)  # safetensors writes 0600: other users could not read a shared model
         _sync(file)
     _sync(directory)
 
@@ -239,7 +239,7 @@ def _sync(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or folder as far as that goes; called on the way out of another error."""
+    """Remove a file or folder; errors are ignored, because another error is being handled."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

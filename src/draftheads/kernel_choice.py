@@ -1,7 +1,7 @@
-"""Which product is the fastest for each shape of layer on this machine: measured once, then read from a file.
+"""Chooses the fastest kernel for each layer shape on this machine: measured once, then read from a file.
 
-A weight is held in one form only, so one product per shape serves all numbers of rows: the one whose times, weighted
-by how often a decoder meets that number of rows, are the shortest.
+A weight is stored in one format only, so one product per shape serves all numbers of rows. The chosen one has the
+shortest total time, weighted by how often decoding has each number of rows.
 """
 
 import hashlib
@@ -20,17 +20,20 @@ from draftheads.kernels import PRODUCTS, QUANTISED, Int8, PackedLinear, Plain, P
 from draftheads.provenance import processor
 
 Shape = tuple[int, int]  # out, in
-ROW_WEIGHTS = {1: 2.0, 4: 1.0, 8: 2.0, 16: 1.0, 64: 0.1, 256: 0.02}  # numbers of rows, and how much each counts
+ROW_WEIGHTS = {1: 2.0, 4: 1.0, 8: 2.0, 16: 1.0, 64: 0.1, 256: 0.02}  # number of rows: its weight in the total time
 BUDGET_SECONDS = 3.0
-_SAMPLE_BYTES = 64 << 20  # of weights of one shape: more than a cache holds, as in a real pass
+_SAMPLE_BYTES = 64 << 20  # of weights of one shape; larger than the CPU cache, as in a real pass
 _MOST_LAYERS = 12
-_VOCABULARY, _MOST_VOCABULARY_ROWS = 16384, 16  # of a prompt only the last token's logits are computed
+_VOCABULARY, _MOST_VOCABULARY_ROWS = (
+    16384,
+    16,
+)  # an lm_head reads few rows: one per prompt
 
 
 def pack(
     layers: Sequence[PackedLinear], *, exact_bits: bool = False, int8: bool = False, folder: Path | None = None
 ) -> None:
-    """Gives each layer that is not packed yet the fastest form of its weight. Options as for :func:`choose`."""
+    """Packs each layer that is not packed yet for its fastest kernel. Options as for :func:`choose`."""
     layers = [layer for layer in layers if type(layer.product) is Plain]
     if not layers:
         return
@@ -38,7 +41,7 @@ def pack(
     chosen = choose(weights, exact_bits=exact_bits, quantised=int8, folder=folder)
     for layer, weight in zip(layers, weights, strict=True):
         kind = chosen[_shape(weight)]
-        if not kind.fits(weight):  # the choice was made on a sample of the layers
+        if not kind.fits(weight):  # the choice was made on a sample of the weights
             kind = Plain
         if issubclass(kind, Int8):
             layer.product = kind(weight, layer.bias, layer.inputs)
@@ -56,17 +59,18 @@ def choose(
     folder: Path | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Shape, type[Product]]:
-    """The fastest products for some layers' weights (out, in), all of one type and on one device.
+    """The fastest product for each shape of some weights (out, in), all of one type and on one device.
 
     Args:
-        weights: of all layers.
-        exact_bits: only products that keep a row's bits in any company (:func:`draftheads.kernels.keeps_bits`).
-        quantised: among products that change the weights, instead of exact ones.
-        folder: where choices are kept; None measures each time.
-        clock: seconds.
+        weights: the weights of all layers.
+        exact_bits: only products for which a row's bits are independent of the other rows
+            (:func:`draftheads.kernels.keeps_bits`).
+        quantised: choose among quantised products instead of exact ones.
+        folder: the cache of choices; None measures each time.
+        clock: returns the time in seconds.
 
     Warns:
-        CacheWarning: the folder cannot be read or written, or holds something else; then it is measured again.
+        CacheWarning: the folder cannot be read or written, or its file is invalid. The kernels are measured again.
     """
     groups: dict[Shape, list[Tensor]] = {}
     for weight in weights:
@@ -101,10 +105,10 @@ def fastest(
     clock: Callable[[], float],
     outputs: int | None = None,
 ) -> type[Product]:
-    """The candidate with the least weighted time over :data:`ROW_WEIGHTS`, measured in about so many seconds.
+    """The candidate with the least total time, weighted by :data:`ROW_WEIGHTS`; measures for about ``seconds``.
 
-    Candidates take turns; the least time of several turns counts, for what disturbs a machine only adds. A number of
-    rows counts only if all candidates were timed at it. ``outputs`` is the number of whole weights' rows.
+    The candidates take turns. The minimum of several turns counts, because other processes can only add time. A number
+    of rows counts only if all candidates were timed with it. ``outputs`` is the number of outputs of a whole weight.
     """
     deadline = clock() + seconds
     packs = {kind: [kind(weight, None) for weight in weights] for kind in kinds}
@@ -114,7 +118,7 @@ def fastest(
             break
         x = torch.randn(rows, weights[0].shape[1]).to(weights[0].dtype)
         best = dict.fromkeys(kinds, float("inf"))
-        for turn in range(4):  # the first one warms up
+        for turn in range(4):  # the first turn is the warm-up
             for kind, products in packs.items():
                 start = clock()
                 for product in products:
@@ -131,7 +135,7 @@ def fastest(
 
 
 def _sample(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Some weights of one shape, no more than :data:`_SAMPLE_BYTES`; of a large one its first rows."""
+    """Some weights of one shape, at most :data:`_SAMPLE_BYTES`; of a large weight, its first rows."""
     row = weights[0].nbytes // max(1, len(weights[0]))
     most = max(1, _SAMPLE_BYTES // max(1, row))  # rows
     if len(weights[0]) > most:
@@ -140,7 +144,7 @@ def _sample(weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _exact(kinds: Sequence[type[Product]], weight: Tensor) -> list[type[Product]]:
-    """Those that keep bits here; the plain one where none does, which a check of the whole model then finds."""
+    """The products that keep bits on this machine; ``Plain`` if none does, and a later check of the model fails."""
     return [kind for kind in kinds if keeps_bits(kind(weight, None))] or [Plain]
 
 
@@ -149,7 +153,7 @@ def _shape(weight: Tensor) -> Shape:
 
 
 def _key(weight: Tensor, kinds: Mapping[Shape, Sequence[type[Product]]]) -> str:
-    """Of what the choice depends on."""
+    """A digest of everything that the choice depends on."""
     facts = [
         processor(),
         torch.get_num_threads(),
@@ -162,7 +166,7 @@ def _key(weight: Tensor, kinds: Mapping[Shape, Sequence[type[Product]]]) -> str:
 
 
 def _read(path: Path, shapes: Sequence[Shape]) -> dict[Shape, type[Product]] | None:
-    """What was chosen for these shapes; None where nothing is known."""
+    """The stored choice for these shapes; None if there is none."""
     by_name = {kind.name: kind for kind in (*PRODUCTS, *QUANTISED)}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -170,7 +174,11 @@ def _read(path: Path, shapes: Sequence[Shape]) -> dict[Shape, type[Product]] | N
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        warnings.warn(f"{path}: no choice of kernels ({error!r}); they are measured again", CacheWarning, stacklevel=4)
+        warnings.warn(
+            f"{path}: no valid choice of kernels ({error!r}); they are measured again",
+            CacheWarning,
+            stacklevel=4,
+        )
         return None
 
 
@@ -181,7 +189,7 @@ def _write(path: Path, kept: Mapping[Shape, type[Product]]) -> None:
         write_atomic(path, text.encode())
     except (OSError, StorageError) as error:
         warnings.warn(
-            f"the choice of kernels cannot be kept, so each start measures for some seconds: {error}",
+            f"the choice of kernels cannot be saved, so each start measures again for some seconds: {error}",
             CacheWarning,
             stacklevel=4,
         )

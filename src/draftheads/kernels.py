@@ -1,11 +1,11 @@
-"""Linear layers by the kernel that is fastest on this machine. Pure products of tensors; no global state.
+"""CPU kernels for linear layers. Pure products of tensors, without global state.
 
-A *product* holds one weight in the form that its kernel reads, and multiplies rows by it: (n, in) -> (n, out). Which
-product is the fastest depends on the machine, so :mod:`draftheads.kernel_choice` times the candidates of
-:data:`PRODUCTS` on the model's own layers. A new kernel is one class, and one entry in that list.
+A *product* stores one weight in the format of its kernel and multiplies rows by it: (n, in) -> (n, out). The fastest
+product depends on the machine, so :mod:`draftheads.kernel_choice` times the candidates in :data:`PRODUCTS` on the
+model's own layers. To add a kernel, add a class and its entry in that list.
 
-A kernel may add in another order when it is given another number of rows. ``exact_rows`` says at which multiples of
-rows a row gets the same bits whatever the other rows are; with ``exact_bits`` rows are padded to such a multiple.
+A kernel may add in another order for another number of rows. If the number of rows is a multiple of ``exact_rows``, the
+bits of a row do not depend on the other rows. With ``exact_bits``, rows are padded to such a multiple.
 """
 
 import math
@@ -18,21 +18,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# Any: operators of PyTorch's own namespaces, which have no Python signature
+# Any, because operators in PyTorch's namespaces have no Python signature
 _MKL: Any = torch.ops.mkl
 _ONEDNN: Any = torch.ops.mkldnn
 _FBGEMM: Any = torch.ops.quantized
-MAX_TREE_ROWS = 128  # with exact bits, more rows are multiplied in pieces of so many
-SMOOTHING = 0.7  # α; of 0.35, 0.5, 0.65 and 0.8 the last two lose least (LOG.md)
+MAX_TREE_ROWS = 128  # with exact bits, more rows are multiplied in pieces of this size
+SMOOTHING = 0.7  # α; of 0.35, 0.5, 0.65 and 0.8 the last two have the least loss (LOG.md)
 _LARGEST_HALF = 65504.0
 
 
 class Product(ABC):
-    """X Wᵀ + b for one weight."""
+    """X Wᵀ + b for one weight, by one kernel."""
 
     name: ClassVar[str]
-    exact_rows: ClassVar[int]  # at multiples of so many rows, a row's bits do not depend on the other rows
-    is_quantised: ClassVar[bool] = False  # the weight is changed, so the model becomes another one
+    exact_rows: ClassVar[int]  # at multiples of this, a row's bits do not depend on the other rows
+    is_quantised: ClassVar[bool] = False  # quantising changes the model
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -42,7 +42,7 @@ class Product(ABC):
     @classmethod
     @abstractmethod
     def fits(cls, weight: Tensor) -> bool:
-        """Whether this build and machine can multiply by that weight without changing it (but by quantising)."""
+        """Whether this build and machine support the weight. Only a quantised product may round it."""
 
     @abstractmethod
     def multiply(self, rows: Tensor) -> Tensor:
@@ -55,12 +55,12 @@ class Product(ABC):
 
     @property
     def weight(self) -> Tensor:
-        """(out, in): the weight as it is multiplied by, made anew as the product with the identity."""
+        """(out, in): the weight that the kernel uses, unpacked as its product with the identity."""
         return self.multiply(torch.eye(self.in_features, dtype=self.dtype)).T.contiguous()
 
 
 class Plain(Product):
-    """``F.linear``: what PyTorch does by itself."""
+    """``F.linear``, PyTorch's default."""
 
     name = "plain"
     exact_rows = 8
@@ -71,12 +71,12 @@ class Plain(Product):
 
     @classmethod
     def fits(cls, weight: Tensor) -> bool:
-        """Any floating-point weight."""
+        """Supports any floating-point weight."""
         return weight.is_floating_point()
 
     @property
     def weight(self) -> Tensor:
-        """(out, in), itself."""
+        """(out, in)."""
         return self._weight
 
     def multiply(self, rows: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class Plain(Product):
 
 
 class MklPacked(Product):
-    """fp32, packed once for a fixed number of rows; fewer rows are padded, more are multiplied in pieces."""
+    """MKL in fp32, packed for a fixed number of rows: fewer rows are padded, more rows are split into pieces."""
 
     name = "mkl-packed"
     exact_rows = 1
@@ -94,12 +94,12 @@ class MklPacked(Product):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, bias)
         self._packed = _MKL._mkl_reorder_linear_weight(weight.contiguous(), self.ROWS)
-        # the kernel reads the plain weight's sizes only, as the number of rows is always the packed one
+        # the kernel only reads the sizes of the plain weight, because the number of rows is always ROWS
         self._sizes = weight.new_zeros(1, 1).expand(weight.shape)
 
     @classmethod
     def fits(cls, weight: Tensor) -> bool:
-        """Where PyTorch was built with MKL."""
+        """Supports fp32 if PyTorch was built with MKL."""
         has_mkl = torch.backends.mkl.is_available() and hasattr(_MKL, "_mkl_linear")
         return has_mkl and weight.dtype == torch.float32 and weight.device.type == "cpu"
 
@@ -112,7 +112,7 @@ class MklPacked(Product):
 
 
 class OneDnnPacked(Product):
-    """fp32, or bf16 where the CPU multiplies it itself; one pack serves any number of rows."""
+    """oneDNN in fp32, or in bf16 on CPUs with bf16 instructions. One packed weight serves all numbers of rows."""
 
     name = "onednn-packed"
     exact_rows = 8
@@ -124,7 +124,7 @@ class OneDnnPacked(Product):
 
     @classmethod
     def fits(cls, weight: Tensor) -> bool:
-        """Where PyTorch was built with oneDNN."""
+        """Supports fp32, and bf16 on CPUs with it, if PyTorch was built with oneDNN."""
         has_type = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and native_bf16())
         return has_type and weight.device.type == "cpu" and hasattr(_ONEDNN, "_linear_pointwise")
 
@@ -135,10 +135,10 @@ class OneDnnPacked(Product):
 
 
 class HalfWeights(Product):
-    """FBGEMM: weights held in fp16, multiplied in fp32. Half the memory traffic of fp32, and no rounding.
+    """FBGEMM with fp16 weights and fp32 products: half the memory traffic of fp32, without rounding.
 
-    For weights that fp16 holds exactly, perhaps after a multiplication by a power of two, which is exact, too: nearly
-    all models that were saved in bf16 or fp16.
+    The weight must be exact in fp16, or exact after multiplication by a power of two. That holds for nearly all
+    models that were saved in bf16 or fp16.
     """
 
     name = "fbgemm-fp16"
@@ -147,14 +147,14 @@ class HalfWeights(Product):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, bias)
         scale = _half_scale(weight)
-        assert scale is not None, "asked for a weight that fits"
+        assert scale is not None, "fits() was not checked"
         self._scale = 1.0 / scale
         self._packed = _FBGEMM.linear_prepack_fp16(weight.float() * scale, None)
-        self._multiply = _FBGEMM.linear_dynamic_fp16.default  # found once: finding an operator costs microseconds
+        self._multiply = _FBGEMM.linear_dynamic_fp16.default  # looked up once: a look-up takes microseconds
 
     @classmethod
     def fits(cls, weight: Tensor) -> bool:
-        """Where FBGEMM is, and fp16 holds the weight."""
+        """Supports weights that are exact in fp16, if PyTorch has FBGEMM."""
         fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
         has_type = weight.dtype in (torch.float32, torch.bfloat16) and weight.device.type == "cpu"
         return fbgemm and has_type and _half_scale(weight) is not None
@@ -166,13 +166,13 @@ class HalfWeights(Product):
 
 
 class Int8(Product):
-    """FBGEMM: int8 weights with a scale per output, int8 activations with a scale per row.
+    """FBGEMM with int8 weights (a scale per output) and int8 activations (a scale per row).
 
     SmoothQuant (Xiao et al. 2023, equation 4) moves outliers among the inputs into the weights: input j is divided by
     s_j = max|x_j|^α / max|w_j|^(1-α), and the weights of input j are multiplied by it.
 
-    The kernel scales all rows alike. So each row is divided by its largest magnitude, and one more row holds the range:
-    then no row depends on another. Integer sums are exact, so a row's bits are the same in any company.
+    The kernel has one scale for all rows. So each row is divided by its largest magnitude, and an extra row fixes the
+    range: then no row depends on another. Integer sums are exact, so a row's bits do not depend on the other rows.
     """
 
     name = "int8"
@@ -180,7 +180,7 @@ class Int8(Product):
     is_quantised = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None, inputs: Tensor | None = None) -> None:
-        """``inputs`` are the largest magnitudes max|x_j| (in,) of typical inputs; without them nothing is smoothed."""
+        """``inputs`` are the largest magnitudes max|x_j| (in,) of typical inputs; None disables SmoothQuant."""
         super().__init__(weight, bias)
         weight = weight.float()
         self._smooth = None if inputs is None else _smoothing(inputs, weight)
@@ -188,20 +188,20 @@ class Int8(Product):
             weight = weight / self._smooth
         scales = (weight.abs().amax(1) / 127).clamp_min(1e-12)
         zeros = torch.zeros(len(scales), dtype=torch.long)
-        with warnings.catch_warnings():  # newer ways to make a quantised tensor have no such product
+        with warnings.catch_warnings():  # the newer API for quantised tensors has no such product
             warnings.simplefilter("ignore", UserWarning)
             quantised = torch.quantize_per_channel(weight, scales.double(), zeros, 0, torch.qint8)
         self._packed = _FBGEMM.linear_prepack(quantised, None)
         self._multiply = _FBGEMM.linear_dynamic.default
-        self._reduce_range = not has_vnni()  # without it two products of full range overflow 16 bits
-        # a range of n and n + 1 steps on either side of zero makes the step 1/n, and zero one of the steps
+        self._reduce_range = not has_vnni()  # without VNNI, the sum of two full-range products overflows 16 bits
+        # the range -(n + 1)/n … 1 has steps of 1/n, and zero is one of the steps
         steps = 63 if self._reduce_range else 127
         self._range = torch.zeros(1, self.in_features)
         self._range[0, 0], self._range[0, -1] = 1.0, -(steps + 1) / steps
 
     @classmethod
     def fits(cls, weight: Tensor) -> bool:
-        """Where FBGEMM is."""
+        """Supports fp32 and bf16 weights if PyTorch has FBGEMM."""
         fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
         has_type = weight.dtype in (torch.float32, torch.bfloat16) and weight.device.type == "cpu"
         return fbgemm and has_type and weight.shape[1] >= 2
@@ -209,7 +209,7 @@ class Int8(Product):
     def multiply(self, rows: Tensor) -> Tensor:
         """(n, in) -> (n, out)."""
         rows = rows.float() if self._smooth is None else rows * self._smooth
-        largest = rows.abs().amax(-1, keepdim=True).clamp_min_(1e-12)  # one operator finds it ten times slower
+        largest = rows.abs().amax(-1, keepdim=True).clamp_min_(1e-12)  # one fused operator is ten times slower
         out: Tensor = self._multiply(torch.cat([rows / largest, self._range]), self._packed, self._reduce_range)
         return out[:-1].mul_(largest).to(self.dtype)
 
@@ -219,14 +219,14 @@ QUANTISED: tuple[type[Product], ...] = (Int8,)
 
 
 class PackedLinear(nn.Module):
-    """Stands for an ``nn.Linear``; holds its weight in the product's form only."""
+    """Replaces an ``nn.Linear``. Stores its weight only in the format of the product."""
 
     def __init__(self, product: Product) -> None:
         super().__init__()
         self.product = product
-        self.multiple = 1  # trees' rows are padded to a multiple of it
-        self.inputs: Tensor | None = None  # (in,) largest magnitudes of typical inputs, while int8 is being prepared
-        self.tied: Tensor | None = None  # (out, in): the weight, where another module holds it, too
+        self.multiple = 1  # rows are padded to a multiple of this
+        self.inputs: Tensor | None = None  # (in,) largest magnitudes of typical inputs, used to prepare int8
+        self.tied: Tensor | None = None  # (out, in): the weight, if it is tied to another module's
 
     @property
     def in_features(self) -> int:
@@ -240,7 +240,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """(out, in). Unpacked at each call unless it is tied: for copying weights, not for decoding."""
+        """(out, in). Unless tied, it is unpacked at each call: use it to copy weights, not to decode."""
         return self.product.weight if self.tied is None else self.tied
 
     @property
@@ -263,13 +263,13 @@ class PackedLinear(nn.Module):
         if self.multiple == 1:
             return product(rows)
         rows = F.pad(rows, (0, 0, 0, -count % self.multiple))
-        # bits are checked for so many rows; a large batch of trees has more
+        # bits are checked for up to this many rows; a large batch has more
         pieces = [product(piece) for piece in rows.split(MAX_TREE_ROWS)]
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[:count]
 
 
 def replace_linears(module: nn.Module) -> list[PackedLinear]:
-    """Puts a :class:`PackedLinear` in the place of every plain ``nn.Linear`` below; returns all that there are now."""
+    """Replaces every plain ``nn.Linear`` by a :class:`PackedLinear`. Returns all packed layers of the module."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
@@ -279,7 +279,7 @@ def replace_linears(module: nn.Module) -> list[PackedLinear]:
 
 
 def stacked(layers: Sequence[nn.Linear]) -> PackedLinear:
-    """Several layers that read the same input as one."""
+    """One layer from several layers with the same input; their outputs are concatenated."""
     weight = layers[0].weight.detach() if len(layers) == 1 else torch.cat([layer.weight.detach() for layer in layers])
     if all(layer.bias is None for layer in layers):
         return PackedLinear(Plain(weight, None))
@@ -289,7 +289,7 @@ def stacked(layers: Sequence[nn.Linear]) -> PackedLinear:
 
 @torch.inference_mode()
 def keeps_bits(product: Product) -> bool:
-    """Whether this machine gives a row the same bits at every multiple of the product's ``exact_rows``."""
+    """Whether, on this machine, a row has the same bits at every multiple of the product's ``exact_rows``."""
     step = product.exact_rows
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(MAX_TREE_ROWS, product.in_features, generator=generator).to(product.dtype)
@@ -301,29 +301,29 @@ def keeps_bits(product: Product) -> bool:
 
 
 def candidates(weights: Sequence[Tensor], *, quantised: bool = False) -> list[type[Product]]:
-    """The products that fit all of these weights."""
+    """The products that support all of these weights."""
     return [kind for kind in (QUANTISED if quantised else PRODUCTS) if all(kind.fits(weight) for weight in weights)]
 
 
 def native_bf16() -> bool:
-    """Whether the CPU multiplies bf16 itself (otherwise it is emulated and slower than fp32)."""
+    """Whether the CPU has bf16 instructions. Without them, bf16 is emulated and slower than fp32."""
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, name, lambda: False)() for name in checks)
 
 
 def has_vnni() -> bool:
-    """Whether the CPU adds products of 8-bit numbers in 32 bits."""
+    """Whether the CPU has VNNI, which sums products of 8-bit numbers in 32 bits."""
     return bool(getattr(torch.cpu, "_is_vnni_supported", lambda: False)())
 
 
 def _smoothing(inputs: Tensor, weight: Tensor) -> Tensor:
-    """(in,) what inputs are multiplied by, 1 / s_j; its geometric mean is 1."""
+    """(in,) the factors of the inputs, 1 / s_j, scaled to a geometric mean of 1."""
     scale = inputs.clamp_min(1e-4) ** SMOOTHING / weight.abs().amax(0).clamp_min(1e-5) ** (1 - SMOOTHING)
     return scale.log().mean().exp() / scale
 
 
 def _half_scale(weight: Tensor) -> float | None:
-    """The power of two by which a weight is multiplied so that fp16 holds it exactly; None where there is none."""
+    """A power of two that makes the weight exact in fp16; None if there is none."""
     values = weight.float()
     largest = float(values.abs().max())
     if not 0.0 < largest < math.inf:

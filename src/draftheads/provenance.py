@@ -1,7 +1,6 @@
 """Where an artefact comes from: the command, the code and the machine that made it.
 
-Knows nothing of what the artefact is. Everything here goes into model cards that are published, so it names
-no user, host or folder of its own accord.
+Knows nothing of the artefact. Model cards are published, so nothing here adds a name of a user, host or folder.
 """
 
 import platform
@@ -17,7 +16,7 @@ _GIT_TIMEOUT_SECONDS = 5.0
 
 
 def provenance(argv: Sequence[str] | None = None) -> dict[str, str | int | bool | None]:
-    """What to write beside an artefact so that it can be made again; plain JSON values.
+    """The facts that are needed to make an artefact again; plain JSON values.
 
     Args:
         argv: the command with its arguments; this process's own when left out.
@@ -28,7 +27,7 @@ def provenance(argv: Sequence[str] | None = None) -> dict[str, str | int | bool 
         ``torch`` and ``transformers`` (versions), ``platform``, ``processor``, ``device``, and
         ``threads`` (that torch uses within one operation).
     """
-    import torch  # noqa: PLC0415 - two seconds that `--help` need not pay
+    import torch  # noqa: PLC0415 - slow, and `--help` does not need it
 
     command = list(sys.argv if argv is None else argv)
     commit, dirty = _git_state(Path(__file__).resolve())
@@ -57,7 +56,7 @@ def _version(package: str) -> str | None:
 
 def _git_state(source: Path) -> tuple[str | None, bool | None]:
     """Commit of the checkout that tracks ``source``, and whether files in it have changed since."""
-    # A package installed into an environment inside somebody's repository is not part of that repository.
+    # a package that is installed inside another repository is not part of that repository
     if _git(source, "ls-files", "--error-unmatch", source.name) is None:
         return None, None
     commit = _git(source, "rev-parse", "HEAD")
@@ -66,7 +65,7 @@ def _git_state(source: Path) -> tuple[str | None, bool | None]:
 
 
 def _git(source: Path, *arguments: str) -> str | None:
-    """What git prints in the folder of ``source``; None where git is missing or refuses."""
+    """The output of git in the folder of ``source``; None if git is missing or fails."""
     try:
         done = subprocess.run(  # noqa: S603 - fixed words, no shell
             ["git", *arguments],  # noqa: S607 - the user's git, from their PATH
@@ -82,7 +81,7 @@ def _git(source: Path, *arguments: str) -> str | None:
 
 
 def processor() -> str:
-    """The processor's own name where the system tells it, else its architecture."""
+    """The name of the processor; its architecture if the system does not give the name."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:  # not Linux

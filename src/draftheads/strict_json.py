@@ -1,6 +1,6 @@
-"""JSON files of ours, read strictly: a version that is known, just these keys, values of these types.
+"""Reads our own JSON files strictly: a known version, exactly these keys, values of these types.
 
-Errors name the file, the place in it, what was found and what should be there.
+Errors name the file, the place in it, the value found and the value expected.
 """
 
 import json
@@ -21,8 +21,8 @@ def read_object(path: Path, *, newest: int) -> dict[str, Any]:
     """The JSON object of a file, whose ``format_version`` must lie in 1 … ``newest``.
 
     Raises:
-        CheckpointCorrupt: not there, not JSON, no object, or without a version.
-        CheckpointMismatch: of a newer version.
+        CheckpointCorrupt: the file is missing, is not a JSON object, or has no version.
+        CheckpointMismatch: the version is newer.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"), parse_constant=_number, parse_float=_number)
@@ -42,7 +42,7 @@ def read_object(path: Path, *, newest: int) -> dict[str, Any]:
 
 
 def checked(value: Any, types_by_key: Mapping[str, Any], path: Path, place: str = "") -> dict[str, Any]:
-    """``value`` if it is an object with just these keys and values of these types.
+    """``value``, if it is an object with exactly these keys and values of these types.
 
     Raises:
         CheckpointCorrupt: it is not.
@@ -60,20 +60,20 @@ def checked(value: Any, types_by_key: Mapping[str, Any], path: Path, place: str 
 
 
 def read_dataclass(kind: type[T], value: Any, path: Path, place: str) -> T:
-    """An instance of a dataclass from an object with just its fields.
+    """An instance of a dataclass from an object with exactly its fields.
 
     Raises:
-        CheckpointCorrupt: another key, or a value of another type.
+        CheckpointCorrupt: a missing or unknown key, or a value of another type.
     """
     hints = typing.get_type_hints(kind)
     return kind(**checked(value, {field.name: hints[field.name] for field in fields(kind)}, path, place))  # type: ignore[arg-type]
 
 
 def _number(text: str) -> float:
-    """Python's JSON also has NaN and infinities, with which nothing can be reckoned; 1e999 becomes one."""
+    """A finite number. Python's JSON accepts NaN and infinities, and turns 1e999 into one."""
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text} is no number")
+        raise ValueError(f"{text} is not a finite number")
     return number
 
 
@@ -84,7 +84,7 @@ def _as_object(value: Any, path: Path, place: str = "") -> dict[str, Any]:
 
 
 def matches(value: Any, hint: Any) -> bool:
-    """Is a JSON value of that type?
+    """Whether a JSON value has that type.
 
     >>> matches(None, int | None), matches(True, int), matches("own", typing.Literal["own", "shared"])
     (True, False, True)
@@ -102,7 +102,7 @@ def matches(value: Any, hint: Any) -> bool:
 
 
 def in_words(hint: Any) -> str:
-    """A type for people.
+    """The name of a type in a message.
 
     >>> in_words(int | None), in_words(typing.Literal["own", "shared"]), in_words(list[int])
     ('int or null', "'own' or 'shared'", 'a list of int')

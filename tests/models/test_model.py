@@ -65,7 +65,7 @@ def test_falcon_without_alibi_is_welcome():
 def test_a_state_of_its_own_is_refused_whatever_the_configuration_says():
     model = tiny_model("llama").model
     model._is_stateful = True
-    with pytest.raises(UnsupportedModel, match="has a recurrent state: drafts are rewound by dropping cache entries"):
+    with pytest.raises(UnsupportedModel, match="has a recurrent state: drafts are rewound by removing cache entries"):
         target_of(model)
 
 

@@ -1,10 +1,10 @@
-"""Attention as transformers' models call it, by fewer and faster operators on a CPU. Knows nothing of trees.
+"""Attention functions for transformers' models, with fewer and faster operators on a CPU. Knows nothing of trees.
 
-Stock attention copies each key and value head once per query head of its group; here the query heads of a group stand
-as rows beside each other instead. With ``exact`` attention a token gets the same bits whatever slots its text lies in,
-and whatever is computed beside it.
+Stock attention copies each key and value head once per query head of its group. Here the query heads of a group become
+rows of one product instead. With ``exact`` attention the bits of a token depend neither on the slots of its text nor on
+the other tokens of the pass.
 
-Alphabet: b texts, H query heads, G key and value heads, N tokens, S slots, d numbers in a head.
+Alphabet: b texts, H query heads, G key and value heads, N tokens, S slots, d head size.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ from draftheads.kernels import MAX_TREE_ROWS, native_bf16
 
 GROUPED_ATTENTION = "draftheads_grouped"
 EXACT_ATTENTION = "draftheads_exact"
-# Scores, of all texts and heads: from here on batched bf16 products are faster than PyTorch's fused attention (LOG.md)
+# from this number of scores (all texts and heads), batched bf16 products beat PyTorch's fused attention (LOG.md)
 _MANY_SCORES = 32_000
-_MOST_SCORES = 256_000  # of one product: larger results are given back to the system and fetched anew each time
-_EXACT_ROWS, _EXACT_SLOTS = 8, 32  # fewer rows or keys take other kernels, which add in another order
+_MOST_SCORES = 256_000  # per product; the memory of larger results returns to the system after each use
+_EXACT_ROWS, _EXACT_SLOTS = 8, 32  # with fewer rows or keys, other kernels add in another order
 
 
 def grouped_attention(
@@ -39,14 +39,14 @@ def grouped_attention(
     """Attention of (b, H, N, d) queries over (b, G, S, d) keys and values, mask (b, 1, N, S); G divides H."""
     batch, heads, nodes, size = query.shape
     groups = key.shape[1]
-    if attention_mask is None and nodes > 1:  # a whole text: the heads of a group must not be rows of a causal square
+    if attention_mask is None and nodes > 1:  # a whole text: the causal mask is for N rows, not H/G · N
         out = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=groups < heads
         )
         return out.transpose(1, 2).contiguous(), None
     rows = query.reshape(batch, groups, heads // groups * nodes, size)
     mask = None if attention_mask is None else _repeated(attention_mask, heads // groups)
-    has_no_gaps = batch == 1 or (key.is_contiguous() and value.is_contiguous())  # or products would copy them
+    has_no_gaps = batch == 1 or (key.is_contiguous() and value.is_contiguous())  # else the products would copy them
     is_added = mask is not None and mask.dtype != torch.bool
     if is_added and has_no_gaps and by_products(query.shape, key.shape[2], query.dtype, query.device):
         assert mask is not None
@@ -66,10 +66,10 @@ def exact_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As :func:`grouped_attention`, added in fp64 and rounded once: the order of the keys does not show.
+    """Like :func:`grouped_attention`, but summed in fp64 and rounded once: the order of the keys has no effect.
 
-    In fp32 the scores are sums of d products, which kernels add in one order for any eight rows or more
-    (:func:`scores_keep_their_bits` asks this machine); in bf16 they are added in fp64, too.
+    In fp32 a score is a sum of d products. With eight rows or more, kernels add them in the same order;
+    :func:`scores_keep_their_bits` checks this on the machine. In bf16 the scores are summed in fp64, too.
     """
     if attention_mask is None or query.shape[2] > MAX_TREE_ROWS:
         return grouped_attention(module, query, key, value.to(key.dtype), attention_mask, scaling=scaling)
@@ -84,8 +84,8 @@ def exact_attention(
         rows, key = rows.double(), key.double()
     scores = (rows @ key.transpose(-1, -2))[:, :, :count, : value.shape[2]].double()  # (b, G, H/G·N, S)
     mask = _repeated(attention_mask, heads // groups)
-    if mask.dtype == torch.bool:  # transformers' own, in passes that bring none: True where seen
-        lowest = torch.finfo(torch.float32).min  # not infinity: a row of padding sees nothing, and must not become NaN
+    if mask.dtype == torch.bool:  # transformers' own mask, in passes without ours: True where visible
+        lowest = torch.finfo(torch.float32).min  # not -inf: a padding row has no visible key and would become NaN
         mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, lowest)
     scores = torch.add(mask, scores, alpha=size**-0.5 if scaling is None else scaling)
     out = (scores.softmax(-1) @ value.double()).to(query.dtype)
@@ -94,7 +94,7 @@ def exact_attention(
 
 @torch.inference_mode()
 def scores_keep_their_bits(size: int) -> bool:
-    """Whether fp32 products of d = ``size`` numbers have the same bits for any number of rows and keys, here."""
+    """Whether fp32 products of d = ``size`` numbers have the same bits for all numbers of rows and keys here."""
     generator = torch.Generator().manual_seed(0)
     rows, keys = (torch.randn(1, 2, count, size, generator=generator) for count in (96, 600))
     expected = rows @ keys.transpose(-1, -2)
@@ -106,7 +106,7 @@ def scores_keep_their_bits(size: int) -> bool:
 
 
 def by_products(query: Sequence[int], slots: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether batched products are the faster way to attend, for queries of shape (b, H, N, d)."""
+    """Whether batched products are faster than fused attention, for queries of shape (b, H, N, d)."""
     batch, heads, nodes, _ = query
     if nodes > MAX_TREE_ROWS or batch * heads * nodes * slots < _MANY_SCORES:
         return False
@@ -126,7 +126,7 @@ def _by_products(rows: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling
 
 
 def _repeated(mask: Tensor, times: int) -> Tensor:
-    """(b, 1, N, S) -> (b, 1, times · N, S), made once per pass and kept on the pass's own mask."""
+    """(b, 1, N, S) -> (b, 1, times · N, S), computed once per pass and stored on the mask of the pass."""
     made: Tensor | None = getattr(mask, "draftheads_repeated", None)
     if made is None or made.shape[2] != times * mask.shape[2]:
         made = mask.repeat(1, 1, times, 1)
@@ -136,5 +136,5 @@ def _repeated(mask: Tensor, times: int) -> Tensor:
 
 AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)
 AttentionInterface.register(EXACT_ATTENTION, exact_attention)
-for _name in (GROUPED_ATTENTION, EXACT_ATTENTION):  # without one a whole text would be read without its sliding window
+for _name in (GROUPED_ATTENTION, EXACT_ATTENTION):  # otherwise a whole text would be read without its sliding window
     AttentionMaskInterface.register(_name, sdpa_mask)

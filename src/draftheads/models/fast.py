@@ -1,10 +1,10 @@
-"""The same model, faster on a CPU: the fastest kernel for each layer, and fewer small operators. Changes it in place.
+"""Makes a model faster on a CPU, in place: the fastest kernel for each layer, and fewer small operators.
 
-``exact_bits`` makes a token's numbers the same to the bit whatever is computed beside it: a token that plain decoding
-checks alone and a tree checks among fifteen would otherwise get other last bits from kernels that add in another order.
-It covers layers that are ``nn.Linear`` (not GPT-2's Conv1D or Mixtral's experts) and trees of at most 128 rows.
+``exact_bits`` makes the bits of a token independent of the other tokens of the pass. Otherwise plain decoding, with one
+token, and a tree, with many, may differ in the last bits, because kernels add in another order. It covers layers that
+are ``nn.Linear`` (not GPT-2's Conv1D or Mixtral's experts) and trees of at most 128 rows.
 
-``int8`` quantises the linear layers. The model becomes another one, whose plain decoding is the oracle.
+``int8`` quantises the linear layers. This is another model; lossless then means: equal to its own plain decoding.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ from draftheads.models.attention import (
 )
 from draftheads.models.modules import fuse, halve_embedding
 
-_SMALLEST_SHARE = 0.5  # of a model's weights, without embeddings, that int8 must reach
+_SMALLEST_SHARE = 0.5  # int8 must cover this share of the weights, embeddings excluded
 _TYPES = (torch.float32, torch.bfloat16)
 
 
@@ -40,20 +40,20 @@ def speed_up(
     typical_ids: Tensor | None = None,
     folder: Path | None = None,
 ) -> None:
-    """Gives a stock model faster kernels and modules. Its numbers stay, but for rounding, or int8 where asked for.
+    """Gives a stock model faster kernels and modules. Its results stay the same, up to rounding (or int8).
 
-    Each weight is held once, in the form of its kernel. ``layer.weight`` unpacks it.
+    Each weight is stored once, in the format of its kernel. ``layer.weight`` unpacks it.
 
     Args:
-        model: a transformers causal LM in fp32 or bf16 on a CPU; others are left as they are.
-        exact_bits: see the module's text.
-        int8: hold linear layers in int8; exact_bits is then on.
-        typical_ids: (1, T) a text on which int8 finds outliers among the layers' inputs; without it they cost more.
-        folder: where measured choices of kernels are kept.
+        model: a transformers causal LM in fp32 or bf16 on a CPU; other models are not changed.
+        exact_bits: see the module's docstring.
+        int8: quantise the linear layers; this implies exact_bits.
+        typical_ids: (1, T) a text on which int8 finds outliers in the layers' inputs; without it the loss is larger.
+        folder: the cache of measured kernel choices.
 
     Raises:
-        InvalidSettings: ``int8`` for a model whose weights are mostly in other layers than ``nn.Linear``; ``int8`` or
-            ``exact_bits`` for one whose attention is not sdpa.
+        InvalidSettings: ``int8``, but most weights are not in ``nn.Linear`` layers; or ``int8`` or ``exact_bits``, but
+            the model's attention is not sdpa.
     """
     embedding = model.get_input_embeddings().weight
     if embedding.device.type != "cpu" or embedding.dtype not in _TYPES:
@@ -69,7 +69,7 @@ def speed_up(
     if kind == "sdpa":
         model.set_attn_implementation(EXACT_ATTENTION if exact_bits else GROUPED_ATTENTION)
         attention = exact_attention if exact_bits else grouped_attention
-    with torch.inference_mode(mode=False), torch.no_grad():  # training may read these weights later
+    with torch.inference_mode(mode=False), torch.no_grad():  # so that training can use these tensors later
         fuse(model, attention)
         layers = replace_linears(model)
         if typical_ids is not None and int8:
@@ -81,21 +81,21 @@ def speed_up(
 
 
 def return_freed_memory() -> None:
-    """Gives memory that is free again back to the system. glibc keeps it: after loading, more than the weights take."""
+    """Returns freed memory to the system. After loading, glibc keeps more of it than the weights take."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)
 
 
 def kernels_of(model: Any) -> str:
-    """``fast``, ``exact_bits``, or ``stock`` where :func:`speed_up` did nothing."""
+    """``fast``, ``exact_bits``, or ``stock`` if :func:`speed_up` changed nothing."""
     attention = model.config.get_text_config()._attn_implementation
     return {GROUPED_ATTENTION: "fast", EXACT_ATTENTION: "exact_bits"}.get(attention, "stock")
 
 
 @torch.inference_mode()
 def rows_keep_their_bits(model: Any) -> bool:
-    """Whether a row of a model with ``exact_bits`` has the same bits in any company, with this machine's kernels."""
+    """Whether a row's bits are independent of the other rows on this machine, in a model with ``exact_bits``."""
     layers = {(m.out_features, m.in_features): m for m in model.modules() if isinstance(m, PackedLinear)}
     config = model.config.get_text_config()
     size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
@@ -108,14 +108,14 @@ def _check_quantisable(model: Any) -> None:
     linears = sum(m.weight.numel() for m in model.modules() if type(m) is nn.Linear and id(m.weight) not in embeddings)
     if linears < _SMALLEST_SHARE * everything:
         raise InvalidSettings(
-            f"precision int8 is for models of nn.Linear layers; of the weights of this {model.config.model_type} "
-            f"{linears / max(1, everything):.0%} lie in such: use fp32 or bf16"
+            f"precision int8 needs nn.Linear layers; only {linears / max(1, everything):.0%} of the weights of this "
+            f"{model.config.model_type} are in such layers: use fp32 or bf16"
         )
 
 
 @torch.inference_mode()
 def _observe_inputs(model: Any, layers: Sequence[PackedLinear], token_ids: Tensor) -> None:
-    """Reads a text and notes each layer's largest inputs, each row divided by its own largest, as int8 does."""
+    """Reads a text and records each layer's largest inputs, each row divided by its maximum, as int8 does."""
 
     class Observing(Plain):
         def __call__(self, rows: Tensor) -> Tensor:
@@ -134,8 +134,8 @@ def _observe_inputs(model: Any, layers: Sequence[PackedLinear], token_ids: Tenso
 
 
 def _let_go_of_file(model: Any) -> None:
-    """Copies what is not packed, such as norms: else a few tensors keep all of the mapped file in memory."""
-    copies: dict[tuple[int, torch.Size], Tensor] = {}  # a tensor that two modules share stays one
+    """Copies the tensors that are not packed, such as norms. Otherwise they keep the whole mapped file in memory."""
+    copies: dict[tuple[int, torch.Size], Tensor] = {}  # a tensor that two modules share stays shared
 
     def copied(old: Tensor) -> Tensor:
         place = (old.data_ptr(), old.shape)
@@ -151,7 +151,7 @@ def _let_go_of_file(model: Any) -> None:
 
 
 def _tie(model: Any) -> None:
-    """An lm_head that is the embedding, too, gives that as its weight instead of making it anew."""
+    """A tied lm_head returns the embedding as its weight instead of unpacking its own."""
     lm_head = model.get_output_embeddings()
     if isinstance(lm_head, PackedLinear) and bool(getattr(model.config, "tie_word_embeddings", False)):
         lm_head.tied = model.get_input_embeddings().weight

@@ -1,7 +1,7 @@
-"""What tells one base model from another, in a few hundred characters.
+"""Fingerprints of a base model: a few hundred characters that identify it.
 
-A tokenizer is the same or not. Matrices are compared by a sample of their numbers: a quantised copy of a model is close
-to it and may use its heads (the text stays the model's own in any case), another model is far from it.
+Tokenizers must be equal. Matrices are compared by a sample of their numbers. A quantised copy of a model is close to it
+and may use its heads; the text is lossless in any case. Another model is far from it.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftheads.models.model import TargetModel
 
-MAX_DIFFERENCE = 0.05  # of two samples, relative: eight-bit copies differ by under 0.01, four-bit ones by 0.1
+MAX_DIFFERENCE = 0.05  # relative, of two samples; eight-bit copies differ by less than 0.01, four-bit ones by 0.1
 _NUM_PROBES = 64
 _PROBE_TEXTS = (
     "The quick brown fox doesn't jump over 12,345.67 lazy dogs; they'd sleep anyway!",
@@ -25,24 +25,24 @@ _PROBE_TEXTS = (
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """Of a base model."""
+    """The fingerprints of a base model."""
 
     embedding: str  # 64 of its numbers as bf16, four hexadecimal digits each
-    lm_head: str  # likewise; equal to the embedding's where the two are tied
-    tokenizer: str  # 16 hexadecimal digits: its vocabulary, and how it splits a few texts
+    lm_head: str  # likewise; equal to the embedding's if the two are tied
+    tokenizer: str  # 16 hexadecimal digits, of its vocabulary and of how it splits a few texts
 
     @classmethod
     def of(cls, base: TargetModel) -> Self:
-        """Of a loaded model; the same in fp32 and bf16, on the CPU and elsewhere."""
+        """The fingerprints of a loaded model; equal in fp32 and bf16, and on all devices."""
         weights = base.weights
         return cls(_sampled(weights.embedding), _sampled(weights.lm_head), _split(base.tokenizer))
 
 
 def difference(one: str, other: str) -> float:
-    """How far two matrices are apart by their fingerprints: |a - b| / |a|; about 1.4 for two that are unrelated.
+    """The relative difference of two matrices by their fingerprints: |a - b| / |a|. About 1.4 if they are unrelated.
 
     Raises:
-        ValueError: one of them is no fingerprint of a matrix.
+        ValueError: one of them is not a fingerprint of a matrix.
 
     >>> difference("3f80" * 64, "3f80" * 64)
     0.0
@@ -52,7 +52,7 @@ def difference(one: str, other: str) -> float:
 
 
 def _sampled(matrix: Tensor) -> str:
-    """Numbers spread over a matrix (R, D); only those leave the device."""
+    """64 numbers spread over a matrix (R, D). Only these are copied from the device."""
     steps = torch.arange(_NUM_PROBES)
     rows = steps * (len(matrix) - 1) // (_NUM_PROBES - 1)  # first and last among them
     columns = steps * 37 % matrix.shape[1]
@@ -69,7 +69,7 @@ def _numbers(fingerprint: str) -> Tensor:
 
 
 def _split(tokenizer: Any) -> str:
-    """What ids mean and how texts are split; padding, truncation and chat template do not count."""
+    """A digest of the vocabulary and of some token ids. Padding, truncation and chat template do not count."""
     vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
     probes = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in _PROBE_TEXTS]
     return hashlib.sha256(json.dumps([sorted(vocabulary.items()), probes]).encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
-"""Functions of tensors that are captured once as CUDA graphs and then replayed: one launch instead of a thousand.
+"""Captures functions of tensors as CUDA graphs and replays them: one launch instead of a thousand.
 
-Knows nothing of models and caches: the caller gives a key, which stands for all shapes and addresses that a function
-uses. The function must compute on the device alone; :class:`StaticOnly` checks this on any device. The bookkeeping is
+Knows nothing of models and caches. The caller gives a key that identifies all shapes and addresses that a function
+uses. The function must run on the device only; :class:`StaticOnly` checks this on any device. Keys and buffers are
 tested on CPUs; :func:`capture_cuda` itself has not been run on a GPU yet.
 """
 
@@ -22,20 +22,20 @@ _ONE_CAPTURE = Lock()  # PyTorch allows one capture at a time in a process
 
 
 class Graph(Protocol):
-    """What a capture gives; :class:`torch.cuda.CUDAGraph` is one."""
+    """The result of a capture, such as :class:`torch.cuda.CUDAGraph`."""
 
     def replay(self) -> None:
         """Computes once more, from the same input buffers into the same output buffers."""
 
     def pool(self) -> Any:
-        """Its memory, which other graphs may share."""
+        """Its memory pool; other graphs may share it."""
 
 
 class Capture(Protocol):
-    """Computes what ``run`` does just once, and captures it, perhaps in the memory of another graph's ``pool``."""
+    """Calls ``run`` and captures it, in the memory of another graph's ``pool`` if one is given."""
 
     def __call__(self, run: Callable[[], Outputs], pool: Any) -> tuple[Graph, Outputs, Outputs]:
-        """The graph, the buffers in which its results will lie, and the results of this time."""
+        """The graph, the buffers of its results, and the results of this call."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class _Captured:
     outputs: Outputs
 
     def replay(self, inputs: Sequence[Tensor]) -> Outputs:
-        """Results for these inputs. They are copies: the next replay of any graph may overwrite the buffers."""
+        """The results for these inputs, copied: the next replay of any graph may overwrite the buffers."""
         for buffer, value in zip(self.inputs, inputs, strict=True):
             buffer.copy_(value)
         self.graph.replay()
@@ -55,14 +55,14 @@ class _Captured:
 
 
 class StepGraphs:
-    """Runs functions; those that are run again with the same key are captured, and replayed from then on.
+    """Runs functions. The second run with a key is captured, and later runs replay it.
 
-    The first run with a key is an ordinary one: it loads kernels, and a shape that is met once costs no capture.
-    After a failed capture all runs are ordinary ones.
+    The first run with a key is not captured: it loads kernels, and a shape that occurs once needs no graph.
+    After a failed capture nothing is captured any more.
 
     Args:
-        capture: how to capture; None only ever runs.
-        limit: graphs that are held; the one that was not used for the longest time is dropped.
+        capture: how to capture; None never captures.
+        limit: number of graphs; beyond it the least recently used one is dropped.
     """
 
     def __init__(self, capture: Capture | None, *, limit: int = 32) -> None:
@@ -80,13 +80,13 @@ class StepGraphs:
         """The function's results.
 
         Args:
-            key: equal only where function, shapes of inputs, and every other tensor that it uses are the same.
-            generation: all graphs are dropped when it changes: tensors that they use have moved.
-            function: computes on the device alone. It is not kept.
-            inputs: what differs from run to run.
+            key: equal only if the function, the shapes of the inputs and all other tensors that it uses are the same.
+            generation: if it changes, all graphs are dropped: the tensors that they use have moved.
+            function: runs on the device only. No reference to it is kept.
+            inputs: the tensors that differ from run to run.
 
         Warns:
-            UserWarning: the function cannot be captured. It is run as it is.
+            UserWarning: the function cannot be captured. It runs without a graph.
         """
         if generation != self._generation:
             self.clear()
@@ -111,7 +111,7 @@ class StepGraphs:
         pool = next(iter(self._captured.values())).graph.pool() if self._captured else None
         try:
             graph, outputs, results = capture(lambda: function(*buffers), pool)
-        except RuntimeError as error:  # of CUDA and of PyTorch; out of memory is one, too
+        except RuntimeError as error:  # of CUDA and of PyTorch, out of memory included
             self.clear()
             self.capture, self.failure = None, str(error)
             warnings.warn(f"decoding goes on without CUDA graphs: {error}", UserWarning, stacklevel=5)
@@ -141,10 +141,10 @@ def capture_cuda(run: Callable[[], Outputs], pool: Any) -> tuple[Graph, Outputs,
         stream.wait_stream(current)
         try:
             with torch.cuda.stream(stream):
-                with StaticOnly():  # a capture that fails half-way would leave the allocator in a bad state
+                with StaticOnly():  # a failed capture would leave the allocator in a bad state
                     results = run()
                 graph = torch.cuda.CUDAGraph()
-                # other threads may allocate memory meanwhile
+                # other threads may allocate memory during the capture
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     outputs = run()
@@ -159,12 +159,12 @@ def capture_cuda(run: Callable[[], Outputs], pool: Any) -> tuple[Graph, Outputs,
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for each device: cuBLAS holds a workspace for every stream that it has met."""
+    """One per device, because cuBLAS keeps a workspace for every stream."""
     return torch.cuda.Stream(device)
 
 
 class StaticOnly(TorchDispatchMode):
-    """Raises where an operator needs the host: a value or a shape that depends on data, a copy to another device.
+    """Raises if an operator needs the host: a value or shape that depends on data, or a copy to another device.
 
     >>> with StaticOnly():
     ...     torch.arange(3).nonzero()
@@ -183,7 +183,7 @@ class StaticOnly(TorchDispatchMode):
         kwargs = kwargs or {}
         if _needs_host(func, args, kwargs):
             raise RuntimeError(f"{func} needs the host: it cannot be captured")
-        with self:  # an operator made of others shows what they need
+        with self:  # check the parts of a composite operator
             result = func.decompose(*args, **kwargs)
         return func(*args, **kwargs) if result is NotImplemented else result
 
@@ -194,7 +194,7 @@ _COPIES = {"aten::_to_copy", "aten::copy_"}
 
 def _needs_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     name = func.name().split(".")[0]
-    if name in _INDEXING:  # tagged as if every index were a mask
+    if name in _INDEXING:  # PyTorch tags these as if every index were a mask
         masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
         return bool(masks) and (name == "aten::index" or args[2].numel() != 1)
     if name in _COPIES:

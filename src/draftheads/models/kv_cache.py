@@ -1,9 +1,9 @@
-"""The target's keys and values, one slot per token and row, written in place and grown in blocks.
+"""The KV cache: keys and values of the target, one slot per token and row, written in place.
 
-Rows that leave make no copy of the others: their place is used again, and memory is given back when less than half of
-it is needed.
+How it grows: :meth:`SlotCache.reserve` makes room, in blocks of ``BLOCK_SLOTS`` slots. A finished row causes no copy of
+the other rows: its place is reused. Memory is freed when less than half of it is in use (:meth:`SlotCache.keep`).
 
-Knows ``transformers``' cache interface and nothing of text or trees: callers say which slots to write and to read.
+Knows ``transformers``' cache interface. Knows nothing of text or trees: callers choose the slots to write and to read.
 """
 
 from dataclasses import dataclass, field
@@ -12,35 +12,35 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-BLOCK_SLOTS = 128  # small enough that short texts stay small, large enough that growing is rare
+BLOCK_SLOTS = 128  # a small cache for short texts, yet few reallocations for long ones
 
 
 @dataclass
 class Window:
-    """Which part of the buffers the next forward pass uses."""
+    """The part of the buffers that the next forward pass uses."""
 
     rows: slice = field(default_factory=lambda: slice(0, 0))  # neighbouring rows
     row_index: Tensor = field(default_factory=lambda: torch.empty(0, 1, dtype=torch.long))  # (b, 1): the same rows
-    slots: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.long))  # (b, T): where new entries go
-    start: int | None = None  # the first of them, where they are the same neighbours in every row
+    slots: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.long))  # (b, T): the slots to write
+    start: int | None = None  # the first slot to write, if all rows write the same range
     span: int = 0  # slots 0 … span-1 are read
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer: (rows, kv heads, capacity, head size), some rows perhaps spare."""
+    """Keys and values of one layer: (rows, kv heads, capacity, head size); some rows may be unused."""
 
-    is_sliding = False  # sliding layers keep the full history here; their mask does the sliding
+    is_sliding = False  # sliding layers keep the full history, too; their mask does the sliding
     keys: Tensor
     values: Tensor
 
     def __init__(self, window: Window, value_dtype: torch.dtype | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.window = window
-        self.value_dtype = value_dtype  # the model's own when left out
-        self.shape = (0, 0)  # rows, capacity: what the buffers must have
+        self.value_dtype = value_dtype  # by default the model's own
+        self.shape = (0, 0)  # rows and capacity of the buffers
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Makes the buffers once the first entries tell their sizes, type and device."""
+        """Allocates the buffers; the first entries determine sizes, type and device."""
         self.keys = self._buffer(key_states)
         self.values = self._buffer(value_states.to(self.value_dtype))
         self.is_initialized = True
@@ -68,7 +68,7 @@ class SlotLayer(CacheLayerMixin):
         return self.keys[rows, :, :span], self.values[rows, :, :span]
 
     def resize(self, rows: int, capacity: int) -> None:
-        """Gives the buffers that many rows and slots, keeping what fits."""
+        """Reallocates the buffers and keeps the entries that fit."""
         self.shape = (rows, capacity)
         if self.is_initialized:
             self.keys, self.values = (self._grown(buffer) for buffer in (self.keys, self.values))
@@ -86,11 +86,11 @@ class SlotLayer(CacheLayerMixin):
                 buffer[target] = buffer[source]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Every pass brings its own mask over the window's span."""
+        """The span of the window: every pass has its own mask over it."""
         return self.window.span, 0
 
     def get_seq_length(self) -> int:
-        """Positions are always given explicitly; the span is the honest answer to who asks."""
+        """The span of the window. Positions never depend on it: they are always given explicitly."""
         return self.window.span
 
     def get_max_length(self) -> int:
@@ -111,7 +111,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """One :class:`SlotLayer` per layer and the window they share."""
+    """One :class:`SlotLayer` per model layer, and the window that they share."""
 
     layers: list[SlotLayer]  # type: ignore[assignment]  # these layers and no others
 
@@ -119,9 +119,9 @@ class SlotCache(Cache):
         self.window = Window()
         super().__init__(layers=[SlotLayer(self.window, value_dtype) for _ in range(num_layers)])
         self.num_rows = 0  # in use; they come first
-        self.held_rows = 0  # that the buffers have
-        self.capacity = 0  # slots of each
-        self.generation = 0  # changes when the buffers are made anew
+        self.held_rows = 0  # of the buffers
+        self.capacity = 0  # slots per row
+        self.generation = 0  # changes when the buffers are reallocated
 
     @property
     def num_bytes(self) -> int:
@@ -130,20 +130,20 @@ class SlotCache(Cache):
         return sum(buffer.nbytes for buffer in buffers)
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
-        """Makes room for that many rows of that many slots; slots come in blocks."""
+        """Makes room for that many rows and slots. The number of slots is rounded up to whole blocks."""
         capacity = max(self.capacity, whole_blocks(num_slots))
         self.num_rows = num_rows
         if num_rows > self.held_rows or capacity > self.capacity:
             self._resize(capacity)
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """In every row copies the entries of slots ``source`` (rows, P) to slots ``target`` (rows, P)."""
+        """Copies, in every row, the entries of slots ``source`` (rows, P) to slots ``target`` (rows, P)."""
         rows = torch.arange(self.num_rows, device=source.device)[:, None]
         for layer in self.layers:
             layer.move(rows, source, target)
 
     def keep(self, rows: Tensor, num_slots: int) -> None:
-        """Keeps the given rows (n,), in that order, and of each at least ``num_slots`` slots."""
+        """Keeps the given rows (n,), in that order, and at least ``num_slots`` slots of each."""
         places = torch.arange(len(rows), device=rows.device)
         moved = (rows != places).nonzero()[:, 0]
         if len(moved):
@@ -155,7 +155,7 @@ class SlotCache(Cache):
             self._resize(capacity)
 
     def _resize(self, capacity: int) -> None:
-        """Buffers of just the rows in use."""
+        """Reallocates the buffers for the rows in use."""
         for layer in self.layers:
             layer.resize(self.num_rows, capacity)
         self.held_rows, self.capacity = self.num_rows, capacity
@@ -163,5 +163,5 @@ class SlotCache(Cache):
 
 
 def whole_blocks(num_slots: int) -> int:
-    """So many slots, rounded up."""
+    """The number of slots, rounded up to whole blocks."""
     return -(-num_slots // BLOCK_SLOTS) * BLOCK_SLOTS

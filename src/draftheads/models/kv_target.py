@@ -1,6 +1,6 @@
-"""The target at work: the frozen model with the cache of the rows that are being decoded.
+"""The target during decoding: the frozen model and the KV cache of the rows of a batch.
 
-Knows nothing of heads or acceptance rules. Rows are dense: 0 … num_rows-1, new ones at the end.
+Knows nothing of heads or acceptance rules. Rows are dense: 0 … num_rows-1, and new rows come last.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,22 +19,22 @@ from draftheads.models.model import TargetModel
 from draftheads.models.transfer import to_device
 from draftheads.tree import Tree
 
-PREFILL_CHUNK = 512  # tokens of a long prompt per pass: bounds the mask and the activations
-PREFILL_TOKENS = 2048  # of a pass over several prompts, padding included; more in a pass is no faster
-STATIC_SLOTS = 256  # the capacity of static steps grows by so many: each growth captures all steps anew
+PREFILL_CHUNK = 512  # tokens of a long prompt per pass; limits the memory of mask and activations
+PREFILL_TOKENS = 2048  # tokens of a pass over several prompts, padding included; larger passes are not faster
+STATIC_SLOTS = 256  # static steps grow the cache by this many slots; each growth captures all steps again
 
 
 class Target:
-    """One cache over a shared frozen model: ``prefill``, ``verify``, ``commit``, ``keep``.
+    """One KV cache for a shared frozen model: ``prefill``, ``verify``, ``commit``, ``keep``.
 
-    Steps of a model with ``has_static_steps`` have shapes that depend on the numbers of rows and nodes and on the
-    cache's capacity alone: they read all slots of the cache, and a mask hides what is not text. On CUDA they are
-    captured. Other steps read just the slots that are in use.
+    With ``has_static_steps``, the shapes of a step depend only on the numbers of rows and nodes and on the capacity of
+    the cache: a step reads all slots, and a mask hides the unused ones. On CUDA such steps are captured. Otherwise a
+    step reads only the slots in use.
     """
 
     def __init__(self, model: TargetModel) -> None:
         self.model = model
-        # exact attention adds values in fp64: held so, they need not be converted in each step
+        # exact attention sums values in fp64; stored in fp64, they are not converted in each step
         values = torch.float64 if model.exact_bits and model.dtype == torch.float32 else None
         self.cache = SlotCache(len(model.layer_kinds), value_dtype=values)
         self.num_heads = int(model.layer_sizes["num_attention_heads"])
@@ -48,10 +48,10 @@ class Target:
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """Adds a row per prompt and reads it.
+        """Adds a row per prompt and computes its cache entries.
 
         Returns:
-            The logits after each prompt's last token (b, V) and the hidden states of all its tokens (b, T, D),
+            The logits after the last token of each prompt (b, V), and the hidden states of all tokens (b, T, D),
             right-padded.
         """
         groups = self._groups(prompts)
@@ -68,7 +68,7 @@ class Target:
         for start in range(0, longest, PREFILL_CHUNK):
             chunk = tokens[:, start : start + PREFILL_CHUNK]
             steps = torch.arange(chunk.shape[1], device=device)
-            # a text is a tree too: a chain, in which every token sees those before it
+            # a text is a tree, too: a chain, in which every token attends to those before it
             chain = (steps[:, None] >= steps)[None]
             hidden.append(
                 self._forward(slice(old, old + len(prompts)), [start] * len(prompts), chunk, steps[None], chain)
@@ -88,39 +88,39 @@ class Target:
 
     @torch.inference_mode()
     def commit(self, verdict: Verdict, num_accepted: Sequence[int]) -> None:
-        """Keeps the accepted nodes' entries as text and forgets the others.
+        """Moves the cache entries of the accepted nodes to the text, and drops the other nodes.
 
         Args:
-            verdict: paths (B, P) of the nodes that :meth:`verify` just read.
-            num_accepted: the verdict's counts, already on the host.
+            verdict: paths (B, P) in the draft of the last :meth:`verify`.
+            num_accepted: the counts of the verdict, on the host.
         """
-        if max(num_accepted) > 1:  # the root's entry is in place as it is
+        if max(num_accepted) > 1:  # the entry of the root is at its place already
             lengths = to_device(self.lengths, verdict.path.device)
             if self.model.has_static_steps:
                 self._run_static("commit", self.move_static, verdict.path, verdict.num_accepted, lengths)
             else:
                 source, target = _moves(verdict.path, verdict.num_accepted, lengths)
-                # the best draft tokens often stand where the text goes; only on a CPU is it cheap to ask
+                # often all entries are at their places already; only on a CPU is this cheap to check
                 if source.device.type != "cpu" or not torch.equal(source, target):
                     self.cache.move(source, target)
         self.lengths = [length + count for length, count in zip(self.lengths, num_accepted, strict=True)]
 
     @torch.inference_mode()
     def keep(self, rows: Sequence[int]) -> None:
-        """Goes on with the given rows only, in that order."""
+        """Keeps the given rows only, in that order."""
         self.lengths = [self.lengths[row] for row in rows]
         self.cache.keep(torch.tensor(rows, dtype=torch.long, device=self.model.device), max(self.lengths, default=0))
 
     def verify_static(
         self, tokens: Tensor, depths: Tensor, ancestors: Tensor, lengths: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The part of a static step that computes: tensors on the device in and out, no value needed by the host.
+        """The computation of a static step. Inputs and outputs are on the device, and the host reads no value.
 
         Args:
             tokens: (B, N) of the nodes.
             depths: (B, N).
             ancestors: (B, N, N).
-            lengths: (B,) tokens of each row's text. All its nodes must have a slot.
+            lengths: (B,) number of text tokens of each row. All nodes must have a slot.
 
         Returns:
             Logits (B, N, V) and last hidden states (B, N, D).
@@ -129,7 +129,7 @@ class Target:
         return self.model.logits(hidden), hidden
 
     def move_static(self, path: Tensor, num_accepted: Tensor, lengths: Tensor) -> tuple[()]:
-        """The part of :meth:`commit` that computes: paths (B, P), counts (B,), lengths (B,)."""
+        """The computation of :meth:`commit`: paths (B, P), counts (B,), lengths (B,)."""
         self.cache.move(*_moves(path, num_accepted, lengths))
         return ()
 
@@ -140,7 +140,7 @@ class Target:
         inputs = (
             F.pad(draft.token_ids, (0, filling)),
             F.pad(draft.depths.expand_as(draft.token_ids), (0, filling)),
-            # nodes that fill up see the text alone, and no node sees them
+            # padding nodes attend to the text only, and no node attends to them
             F.pad(draft.ancestors.expand(self.num_rows, nodes, nodes), (0, filling, 0, filling)),
             to_device(self.lengths, draft.token_ids.device),
         )
@@ -150,7 +150,7 @@ class Target:
     def _run_static(
         self, name: str, function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """By a graph where there is one. A model that cannot be captured has no static steps from then on."""
+        """Runs a captured graph if there is one. After a failed capture the model has no static steps any more."""
         key = (name, *inputs[0].shape, self.cache.capacity)  # rows, nodes or places of a path, slots
         outputs = self.graphs.run(key, self.cache.generation, function, *inputs)
         if self.graphs.failure is not None:
@@ -158,8 +158,8 @@ class Target:
         return outputs
 
     def _groups(self, prompts: Sequence[Sequence[int]]) -> list[Sequence[Sequence[int]]]:
-        """Neighbours that are read in the same passes."""
-        if self.model.exact_bits:  # who is read beside it must not show
+        """Splits the prompts into groups that are read in the same passes."""
+        if self.model.exact_bits:  # results must not depend on the other prompts
             return [[prompt] for prompt in prompts]
         groups: list[list[Sequence[int]]] = []
         longest = 0
@@ -172,14 +172,14 @@ class Target:
         return list(groups)
 
     def _forward(self, rows: slice, starts: Sequence[int], tokens: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor:
-        """Reads tokens (b, N) that stand ``depths`` after ``starts``; returns (b, N, D)."""
+        """Hidden states (b, N, D) of tokens (b, N) at positions ``starts`` + ``depths``."""
         nodes = tokens.shape[1]
         span = max(starts) + nodes
         self.cache.reserve(self.cache.num_rows, span)
         whole = min(self.cache.capacity, whole_blocks(span))
         queries = (len(tokens), self.num_heads, nodes, 0)
         if not self.model.exact_bits and by_products(queries, whole, self.model.dtype, self.model.device):
-            span = whole  # few sizes: a kernel is prepared once for each. And keys without gaps, if that is all
+            span = whole  # few different sizes, because each needs its own kernel; and contiguous keys
         start = starts[0] if len(set(starts)) == 1 else None
         return self._decode(rows, to_device(starts, tokens.device), tokens, depths, ancestors, span=span, start=start)
 
@@ -194,9 +194,9 @@ class Target:
         span: int,
         start: int | None = None,
     ) -> Tensor:
-        """Reads tokens (b, N) behind texts of ``lengths`` (b,) with the first ``span`` slots; returns (b, N, D).
+        """Hidden states (b, N, D) of tokens (b, N) after texts of ``lengths`` (b,); reads the first ``span`` slots.
 
-        ``start`` is the length that all rows have, where they have the same.
+        ``start`` is the common length of all rows, or None if the lengths differ.
         """
         window = self.cache.window
         window.rows, window.span, window.start = rows, span, start
@@ -212,13 +212,13 @@ class Target:
         return output.last_hidden_state  # type: ignore[no-any-return]
 
     def _positions(self, lengths: Tensor, depths: Tensor) -> Tensor:
-        """(b, N). Nodes beyond the last position guess tokens that the text has no room for: any value will do."""
+        """Positions (b, N). Nodes beyond the last position are never accepted, so any value is valid for them."""
         positions = lengths[:, None] + depths
         limit = self.model.max_positions
         return positions if limit is None else positions.clamp(max=limit - 1)
 
     def _masks(self, lengths: Tensor, depths: Tensor, ancestors: Tensor, span: int) -> Tensor | dict[str, Tensor]:
-        """One mask, or one per kind of layer where the model has several."""
+        """One mask, or one per kind of layer if the model has several kinds."""
         visible = tree_visibility(lengths, ancestors, span)
         kinds = sorted(set(self.model.layer_kinds))
         masks = {}
@@ -230,7 +230,7 @@ class Target:
 
 
 def padded_nodes(num_nodes: int) -> int:
-    """How many nodes a static step has for a tree of that size: few sizes, so that few steps are captured.
+    """The number of nodes of a static step for a tree of that size. Few sizes need few captures.
 
     >>> [padded_nodes(n) for n in (1, 2, 10, 16, 17, 33, 65)]
     [1, 4, 12, 16, 24, 48, 80]
@@ -245,7 +245,7 @@ def _rounded_up(number: int, block: int) -> int:
 
 
 def _moves(path: Tensor, num_accepted: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """From which slots accepted nodes go to which, each (B, P); what is not accepted stays where it is."""
+    """Source and target slots of the accepted nodes, each (B, P). Nodes that are not accepted do not move."""
     steps = torch.arange(path.shape[1], device=path.device)  # (P,)
     real = steps < num_accepted[:, None]
     starts = lengths[:, None]
@@ -253,7 +253,7 @@ def _moves(path: Tensor, num_accepted: Tensor, lengths: Tensor) -> tuple[Tensor,
 
 
 def _side_by_side(read: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Logits (b, V) and hidden states (b, T, D) of groups of rows as those of all, right-padded."""
+    """Concatenates the logits (b, V) and the hidden states (b, T, D) of groups of rows, right-padded."""
     logits, hidden = zip(*read, strict=True)
     longest = max(states.shape[1] for states in hidden)
     return torch.cat(logits), torch.cat([F.pad(states, (0, 0, 0, longest - states.shape[1])) for states in hidden])
@@ -261,10 +261,10 @@ def _side_by_side(read: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor
 
 @torch.inference_mode()
 def check_trees(model: TargetModel) -> None:
-    """Reads a small tree below two texts of different lengths, and each of its paths as plain text: logits must agree.
+    """Checks that logits in a tree equal those of its paths as plain text, after two texts of different lengths.
 
     Raises:
-        UnsupportedModel: they do not, so the model would decode something else with drafts than without.
+        UnsupportedModel: they differ, so decoding with drafts would not be lossless.
     """
     tree = Tree.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 1)])
     texts = [[token % model.vocab_size for token in text] for text in ([3, 11, 7, 5, 2], [13])]
@@ -287,5 +287,5 @@ def check_trees(model: TargetModel) -> None:
     if not gap <= (1e-3 if model.dtype == torch.float32 else 5e-2):
         raise UnsupportedModel(
             f"{model.model_id}: logits in a tree of drafts differ from those of a plain text by {gap:.1%}; "
-            "its attention goes by something else than positions and masks"
+            "its attention depends on more than positions and masks"
         )

@@ -1,7 +1,7 @@
-"""Who may look at whom while a tree is checked: pure functions from lengths and ancestors to attention masks.
+"""Attention masks for the verification of trees: pure functions of lengths and ancestors.
 
-Row b has ``lengths[b]`` tokens in the cache at slots 0 …; node n of its tree sits in slot lengths[b]+n and stands at
-position lengths[b]+depth(n). A node sees the text and its ancestors, itself included.
+Row b has ``lengths[b]`` tokens in the cache at slots 0 …; node n of its tree has slot lengths[b]+n and
+position lengths[b]+depth(n). A node attends to the text and to its ancestors, itself included.
 """
 
 import torch
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def tree_visibility(lengths: Tensor, ancestors: Tensor, span: int) -> Tensor:
-    """Boolean (B, N, span): may node n of row b look at slot s?
+    """Boolean (B, N, span): whether node n of row b attends to slot s.
 
     Args:
         lengths: (B,) int64 tokens of text in the cache.
         ancestors: (1 or B, N, N) bool, [n, m]: m is on n's path.
-        span: slots that are read, at least max(lengths) + N.
+        span: number of slots that are read, at least max(lengths) + N.
 
     >>> ancestors = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool)
     >>> tree_visibility(torch.tensor([2, 1]), ancestors, 5).int().tolist()[1]
@@ -28,10 +28,12 @@ def tree_visibility(lengths: Tensor, ancestors: Tensor, span: int) -> Tensor:
 
 
 def within_window(lengths: Tensor, depths: Tensor, span: int, window: int) -> Tensor:
-    """Boolean (B, N, span): is slot s less than ``window`` positions before node n? ``depths`` is (1 or B, N)."""
+    """Boolean (B, N, span): whether slot s is less than ``window`` positions before node n; depths (1 or B, N)."""
     batch, nodes = len(lengths), depths.shape[-1]
     depths = depths.expand(batch, nodes)
-    positions = torch.arange(span, device=lengths.device).repeat(batch, 1)  # (B, span): a text slot's own position
+    positions = torch.arange(span, device=lengths.device).repeat(
+        batch, 1
+    )  # (B, span): a text token's position is its slot
     index = lengths[:, None] + torch.arange(nodes, device=lengths.device)
     positions.scatter_(1, index, lengths[:, None] + depths)
     queries = lengths[:, None] + depths

@@ -1,6 +1,6 @@
-"""A frozen causal language model as draft heads see it: text in, last hidden states and logits out.
+"""A frozen causal language model: from token ids to last hidden states and logits.
 
-Knows ``transformers``; knows nothing of caches, trees or heads.
+Knows ``transformers``. Knows nothing of caches, trees or heads.
 """
 
 import copy
@@ -21,7 +21,7 @@ from draftheads.models.fast import speed_up
 from draftheads.models.pretrained import eos_ids_of, load_pretrained
 from draftheads.models.torchao_int8 import quantise
 
-# some of everything, for int8 to find which inputs of a layer are large
+# varied text, on which int8 finds the layers' large inputs
 TYPICAL_TEXT = """
 The committee met on 14 March 2019 to discuss the harbour. "Nobody asked us," said Mrs. Alvarez, who has
 fished here since 1987. def mean(values): return sum(values) / len(values)  # raises ZeroDivisionError when
@@ -31,23 +31,23 @@ Why did the old lighthouse keeper leave? He loved his daughter more than the sea
 WHERE city = 'Oslo' ORDER BY age DESC; Der Zug nach Bern fährt um 7 Uhr. La maison est près de la rivière. 1.
 Wash the rice. 2. Boil 400 ml of water."""
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
-_SLOT_BOUND_TYPES = {"bloom", "gpt_neo", "mpt"}  # by ALiBi, or by a causal mask of their own
+_SLOT_BOUND_TYPES = {"bloom", "gpt_neo", "mpt"}  # they use ALiBi, or their own causal mask
 
 
 @dataclass(frozen=True, eq=False)
 class TargetModel:
-    """The model, its tokenizer and its name. Frozen: nothing here changes its weights.
+    """The model, its tokenizer and its id. Its weights never change here.
 
     Raises:
-        UnsupportedModel: on construction, where the model's state cannot be rewound or its logits are not a known
+        UnsupportedModel: on construction, if the model's state cannot be rewound, or if its logits are not a known
             function of its last hidden state.
     """
 
     model: Any  # a transformers causal LM in eval mode
     tokenizer: Any  # its tokenizer
-    model_id: str  # what a head records as its base
-    chat_template: str | None = None  # used in place of the tokenizer's own
-    graphs: bool | None = None  # capture decoding steps as CUDA graphs; None where the model is on CUDA
+    model_id: str  # its id on the Hub, or its folder: a head records it as its base model
+    chat_template: str | None = None  # replaces the tokenizer's own
+    graphs: bool | None = None  # capture decoding steps as CUDA graphs; None: if the model is on CUDA
 
     def __post_init__(self) -> None:
         unknown = set(self.layer_kinds) - _ATTENTION_KINDS
@@ -55,12 +55,12 @@ class TargetModel:
             what = ", ".join(sorted(unknown)) or "a recurrent state"
             raise UnsupportedModel(
                 f"{self.model_id} has {what}: "
-                "drafts are rewound by dropping cache entries, which needs plain attention layers"
+                "drafts are rewound by removing cache entries, which needs plain attention layers"
             )
         if self.config.model_type in _SLOT_BOUND_TYPES or getattr(self.config, "alibi", False):
             raise UnsupportedModel(
-                f"{self.model_id} ({self.config.model_type}) places tokens by their slot in the cache: "
-                "the nodes of a tree need attention that goes by positions and masks alone"
+                f"{self.model_id} ({self.config.model_type}) derives positions from cache slots: "
+                "trees need attention that depends on positions and masks only"
             )
         self._check_logits()
 
@@ -74,18 +74,18 @@ class TargetModel:
         four_bit: bool = False,
         chat_template: str | None = None,
     ) -> Self:
-        """The model of a name, path or hub id; see :func:`draftheads.models.pretrained.load_pretrained`."""
+        """Loads a model by its name, folder or Hub id; see :func:`draftheads.models.pretrained.load_pretrained`."""
         return cls(*load_pretrained(name, dtype=dtype, device=device, four_bit=four_bit), chat_template=chat_template)
 
     def twin(self) -> Self:
-        """The same model once more, sharing all weights: its modules can be changed without changing these."""
+        """A copy of the modules that shares all weights: changes to its modules do not affect this model."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         model = copy.deepcopy(self.model, memo={id(tensor): tensor for tensor in tensors})
         return type(self)(model, self.tokenizer, self.model_id, self.chat_template, self.graphs)
 
     def speed_up(self, *, exact_bits: bool = False, int8: bool = False, folder: Path | None = None) -> None:
-        """Faster kernels on a CPU, and 8 bits on a GPU; in place. See :func:`draftheads.models.fast.speed_up`."""
-        _ = self.weights_print, self.dtype  # packed layers have no parameters, an embedding may be held in 16 bits
+        """Uses faster kernels on a CPU, or 8 bits on a GPU; in place. See :func:`draftheads.models.fast.speed_up`."""
+        _ = self.weights_print, self.dtype  # cached before packing, which changes both
         if int8 and self.device.type == "cuda":
             self.__dict__["precision"] = quantise(self.model)
             return
@@ -97,7 +97,7 @@ class TargetModel:
 
     @cached_property
     def precision(self) -> str:
-        """``fp32``, ``bf16``, ``fp16`` or ``int8``: what its linear layers are computed in."""
+        """``fp32``, ``bf16``, ``fp16`` or ``int8``: the type in which linear layers compute."""
         names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
         return names.get(self.dtype, str(self.dtype))
 
@@ -118,16 +118,16 @@ class TargetModel:
 
     @property
     def has_static_steps(self) -> bool:
-        """Whether steps have shapes that can be captured; on a CPU they are run as they are, which is slower."""
+        """Whether steps have static shapes, which can be captured. On a CPU static steps are slower; tests use them."""
         return self.device.type == "cuda" if self.graphs is None else self.graphs
 
     def set_graphs(self, *, on: bool) -> None:
-        """Turns static steps on or off, also for rows at work."""
+        """Turns static steps on or off, also for a running batch."""
         object.__setattr__(self, "graphs", on)
 
     @property
     def exact_bits(self) -> bool:
-        """Whether it was given kernels whose results do not depend on how many rows are computed together."""
+        """Whether the results of its kernels are independent of the number of rows in a pass."""
         return bool(self.config._attn_implementation == EXACT_ATTENTION)  # noqa: SLF001 - no public name
 
     @property
@@ -142,7 +142,7 @@ class TargetModel:
 
     @property
     def max_positions(self) -> int | None:
-        """How many tokens of text the model was made for, where it says so."""
+        """The maximal number of tokens in a text; None if the configuration does not contain it."""
         return getattr(self.config, "max_position_embeddings", None)
 
     @cached_property
@@ -152,7 +152,7 @@ class TargetModel:
 
     @cached_property
     def weights_print(self) -> str:
-        """A digest of some numbers of every weight, 4-bit ones as they are held: tells versions of a model apart."""
+        """A digest of some numbers of every weight, which identifies the model's version. 4-bit weights: as stored."""
         digest = hashlib.sha256()
         for name, weight in self.model.named_parameters():
             places = torch.linspace(0, weight.numel() - 1, 16, dtype=torch.float64).long().to(weight.device)
@@ -172,7 +172,7 @@ class TargetModel:
 
     @cached_property
     def layer_kinds(self) -> tuple[str, ...]:
-        """Per layer ``full_attention`` or ``sliding_attention`` (or what else the config names)."""
+        """The kind of each layer: ``full_attention``, ``sliding_attention``, or another name in the configuration."""
         kinds = getattr(self.config, "layer_types", None)
         if kinds:
             return tuple(kinds)
@@ -181,14 +181,14 @@ class TargetModel:
 
     @property
     def sliding_window(self) -> int | None:
-        """Tokens that a sliding layer looks back, itself included."""
+        """The number of tokens in the window of a sliding layer, the token itself included."""
         if getattr(self.config, "use_sliding_window", True) is False:
             return None
         return getattr(self.config, "sliding_window", None)
 
     @property
     def weights(self) -> TargetWeights:
-        """What a draft head may read. A packed lm_head that is not tied makes its weight anew: keep no copy of it."""
+        """The weights that a draft head may read. A packed lm_head unpacks its weight at each call: do not keep it."""
         lm_head = self.lm_head
         return TargetWeights(
             self._embedding,
@@ -206,7 +206,7 @@ class TargetModel:
 
     @cached_property
     def layer_sizes(self) -> dict[str, float]:
-        """Sizes of the model's layers, for heads with layers of that size; usual ones where it has none."""
+        """Sizes of the model's layers, for heads with layers of these sizes; usual values where a size is missing."""
         config = self.config
         heads = int(config.num_attention_heads)
         rope = getattr(config, "rope_parameters", None) or {}
@@ -225,7 +225,7 @@ class TargetModel:
 
     @torch.inference_mode()
     def hidden_states(self, token_ids: Tensor) -> Tensor:
-        """h_t for a whole text in one pass: (B, T) -> (B, T, D). Padding on the right changes nothing left of it."""
+        """h_t for whole texts in one pass: (B, T) -> (B, T, D). Right padding does not change the tokens before it."""
         return self.decoder(input_ids=token_ids, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ class TargetModel:
 
     @torch.inference_mode()
     def _check_logits(self) -> None:
-        """Heads read the hidden state below the lm_head, so logits must follow from it as :meth:`logits` says."""
+        """Checks that :meth:`logits` of the last hidden state gives the model's own logits, which heads rely on."""
         probe = torch.arange(4, device=self.device)[None] % self.vocab_size
         expected = self.model(input_ids=probe, use_cache=False).logits.float()
         found = self.logits(self.hidden_states(probe)).float()
@@ -257,5 +257,5 @@ class TargetModel:
         if not error <= 1e-2 * max(1.0, float(expected.abs().max())):
             raise UnsupportedModel(
                 f"{self.model_id}: its logits differ by {error:.3g} from lm_head(last hidden state); "
-                "it changes them in a way that is not known here"
+                "this model computes its logits in an unsupported way"
             )

@@ -1,8 +1,8 @@
-"""Modules that stand for those of a stock model, with fewer operators. Each is compared with the original first.
+"""Fused modules: they replace modules of a stock model and use fewer operators.
 
-A stock decoder layer calls some thirty small operators beside its products; at one token per step, calling them costs
-as much as the products. Norms become one operator; the q, k and v products become one, and the gate and up products.
-What does not agree with the original on random inputs is left as it is.
+A stock decoder layer calls about thirty small operators besides its products. At one token per step, these calls take
+as long as the products. So a norm becomes one module; the q, k and v products become one product, and so do the gate
+and up products. A fused module replaces the original only if both agree on random inputs.
 """
 
 from collections.abc import Callable
@@ -23,27 +23,27 @@ _OTHERWISE_BUILT = (
     TypeError,
     RuntimeError,
     ValueError,
-)  # not as is known here
+)  # the module is built in another way
 
 
 class Pass(NamedTuple):
-    """What all layers of a pass are given."""
+    """The inputs that all layers of a forward pass share."""
 
     batch: int  # b
     nodes: int  # N
     turns: tuple[Tensor, Tensor]  # cosines and sines of the positions, (b or 1, N, d)
     mask: Tensor | None  # (b, 1, N, S)
-    cache: Any  # of keys and values, by transformers' interface
+    cache: Any  # the KV cache, with transformers' interface
 
 
 class FusedNorm(nn.Module):
-    """RMS norm, x / rms(x) · w. By four operators on a CPU; there PyTorch's own is made of eight."""
+    """RMS norm, x / rms(x) · w, with four operators on a CPU; PyTorch's own has eight there."""
 
     def __init__(self, weight: Tensor, epsilon: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         size = len(weight)
-        # √D · w and √(D · ε): rms(x) is the length of x over √D. In a tuple: a module's own attributes are found slowly
+        # √D · w and √(D · ε), as rms(x) is |x| / √D. A tuple, because attributes of a module are slow to look up
         self.given = size**0.5 * weight.detach().float(), torch.tensor((size * epsilon) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class FusedNorm(nn.Module):
 
 
 class HalfEmbedding(nn.Module):
-    """An embedding held in 16 bits, where these hold it exactly, for a model that computes in fp32."""
+    """An embedding in 16 bits, for a model that computes in fp32 and whose embedding is exact in 16 bits."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class FusedAttention(nn.Module):
 
 
 class FusedLayer(nn.Module):
-    """Attention, then the feed-forward part, each on normed inputs and added to them; calls its parts directly."""
+    """A pre-norm decoder layer: attention, then the feed-forward part. It calls its parts without module hooks."""
 
     def __init__(self, original: Any) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class FusedLayer(nn.Module):
         **kwargs: Any,
     ) -> Tensor:
         """(b, N, D) -> (b, N, D), by the interface of transformers' decoder layers."""
-        assert position_embeddings is not None, "models with rotary positions give them"
+        assert position_embeddings is not None, "models with rotary positions pass them"
         norm, attention, middle_norm, mlp = self.steps
         batch, nodes, size = hidden_states.shape
         rows = hidden_states.reshape(-1, size)
@@ -173,8 +173,11 @@ class FusedLayer(nn.Module):
 
 
 def fuse(model: Any, attention: Attention | None) -> None:
-    """Replaces the modules of a stock model that agree with their fused forms; ``attention`` None leaves attention."""
-    for find in (_fused_norm, lambda child: _fused_part(child, model, attention)):  # attention takes its norms along
+    """Replaces modules of a stock model by fused ones that agree; ``attention`` None keeps stock attention."""
+    for find in (
+        _fused_norm,
+        lambda child: _fused_part(child, model, attention),
+    ):  # norms first
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
                 fused = find(child)
@@ -188,7 +191,7 @@ def fuse(model: Any, attention: Attention | None) -> None:
 
 
 def halve_embedding(model: Any) -> None:
-    """Holds the embedding in 16 bits, if that changes none of its numbers."""
+    """Stores the embedding in 16 bits, if it is exact in them."""
     original = model.get_input_embeddings()
     if type(original) is not nn.Embedding or original.weight.dtype != torch.float32:
         return
@@ -201,7 +204,7 @@ def halve_embedding(model: Any) -> None:
 
 
 def _fused_part(child: Any, model: Any, attention: Attention | None) -> nn.Module | None:
-    """What may stand for a feed-forward part or attention; None where nothing does."""
+    """The fused form of a feed-forward part or of attention; None if there is none."""
     if _has_plain_linears(child, "gate_proj", "up_proj", "down_proj") and hasattr(child, "act_fn"):
         return _fused_mlp(child)
     if attention is not None and _has_plain_linears(child, "q_proj", "k_proj", "v_proj", "o_proj"):
@@ -210,7 +213,7 @@ def _fused_part(child: Any, model: Any, attention: Attention | None) -> nn.Modul
 
 
 def _fused_norm(original: Any) -> nn.Module | None:
-    """Norms differ in how they name ε, and in whether w or 1 + w is multiplied by."""
+    """The fused form of a norm. Norms differ in the name of ε, and multiply by w or by 1 + w."""
     if not type(original).__name__.endswith("RMSNorm"):
         return None
     weight = getattr(original, "weight", None)
@@ -245,7 +248,7 @@ def _fused_layer(original: Any, model: Any) -> nn.Module | None:
 
 
 def _short_text(size: int, like: Tensor, model: Any) -> tuple[Tensor, dict[str, Any]]:
-    """Five random hidden states, and what a layer is given beside them: the model's own rotary positions, a mask."""
+    """Five random hidden states, and a layer's other inputs: the model's own rotary positions, and a mask."""
     x = torch.randn(1, 5, size).to(like)
     sees = torch.ones(5, 5, dtype=torch.bool, device=x.device).tril()
     mask = torch.zeros(1, 1, 5, 5).to(x).masked_fill(~sees, torch.finfo(x.dtype).min)
@@ -260,7 +263,7 @@ def _fused_mlp(original: Any) -> nn.Module | None:
 
 
 def _agree(one: Callable[[], Tensor], other: Callable[[], Tensor]) -> bool:
-    """Whether both give the same numbers, up to the rounding of their type."""
+    """Whether both return the same numbers, up to the rounding of their type."""
     try:
         with torch.inference_mode():
             found, expected = one(), other()
@@ -279,9 +282,9 @@ def _has_plain_linears(module: Any, *names: str) -> bool:
 
 
 def _turns(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines (b, N, 1, d), made once per pass: x · cos + roll(x, d/2) · sin turns x.
+    """Cosines and signed sines (b, N, 1, d), computed once per pass: x · cos + roll(x, d/2) · sin rotates x.
 
-    Kept on the pass's own tensor, which all of its layers are given.
+    They are stored on the tensor ``cos``, which all layers of the pass share.
     """
     made: tuple[Tensor, Tensor] | None = getattr(cos, "draftheads_turns", None)
     if made is None:

@@ -1,4 +1,4 @@
-"""From a name to a frozen model with its tokenizer, or to an error that says what to do.
+"""Loads a frozen model and its tokenizer by name. An error names the fix.
 
 A name is ``smollm2-135m``, a folder, or an id on the Hugging Face Hub. Knows nothing of caches or trees.
 """
@@ -16,7 +16,7 @@ from draftheads.errors import DraftHeadsError, MissingDependency, ModelNotFound,
 from draftheads.files import user_path
 from draftheads.models.embedded import SMOLLM2_135M, converted_folder
 
-if TYPE_CHECKING:  # three seconds that finding out where a model is need not pay
+if TYPE_CHECKING:  # its import takes three seconds, and resolve_model does not need it
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _HUB_TIMEOUT_SECONDS = 10.0
@@ -24,26 +24,27 @@ _BF16_CPU_FEATURES = ("avx512_bf16", "amx_bf16")
 
 
 def resolve_model(name: str) -> Path | str:
-    """Where the model ``name`` is to be loaded from.
+    """The folder or Hub id from which to load the model ``name``.
 
-    ``smollm2-135m`` is the embedded model (write ``./smollm2-135m`` for a folder of that name): converted
-    into the user's cache the first time, where its package is installed, else its id on the Hub. A Hub model
-    that was downloaded before is found without the network, too.
+    ``smollm2-135m`` is the embedded model (write ``./smollm2-135m`` for a folder of that name). If its package is
+    installed, the model is converted into the user's cache at the first call. Otherwise its Hub id is used. A Hub model
+    that was downloaded before needs no network.
 
     Returns:
-        A folder on this machine, or the id of a model that the Hub has just said it has.
+        A folder on this machine, or the id of a model that exists on the Hub.
 
     Raises:
-        ModelNotFound: none of these; the text says what was tried and what to do.
-        InvalidSettings: a path in the home folder of nobody.
-        StorageError: the embedded model cannot be written into the cache.
+        ModelNotFound: none of these; the message lists what was tried and the fix.
+        InvalidSettings: a path in an unknown home folder.
+        StorageError: the embedded model cannot be written to the cache.
+        MissingDependency: the embedded model cannot be converted without gguf.
     """
     if name == SMOLLM2_135M.name:
         return converted_folder(SMOLLM2_135M) or _resolve_embedded_on_hub()
     folder = user_path(name)
     if folder.exists():
         if not (folder / "config.json").is_file():
-            raise ModelNotFound(f"{name} is here, but is no model folder: it has no config.json")
+            raise ModelNotFound(f"{name} is here, but it is not a model folder: it has no config.json")
         return folder
     return _resolve_on_hub(name)
 
@@ -59,18 +60,18 @@ def load_pretrained(
 
     Args:
         name: ``smollm2-135m``, a folder, or an id on the Hugging Face Hub.
-        dtype: in which type the model computes; :func:`default_dtype` of the device when left out.
-        device: where it runs; :func:`default_device` when left out.
-        four_bit: hold its linear layers, but the lm_head, in 4 bits (NF4).
+        dtype: the type in which the model computes; by default :func:`default_dtype` of the device.
+        device: by default :func:`default_device`.
+        four_bit: quantise the linear layers, except the lm_head, to 4 bits (NF4).
 
     Returns:
-        The model, its tokenizer, and the model's id: the Hub's where it has one, else the folder's full path.
+        The model, its tokenizer, and its id: the Hub id, or the full path of its folder.
 
     Raises:
-        ModelNotFound: no such model, or one with files missing or damaged.
-        UnsupportedModel: it is no causal language model, or its file lacks weights.
+        ModelNotFound: no such model, or its files are missing or damaged.
+        UnsupportedModel: it is not a causal language model, or weights are missing in its files.
         MissingDependency: its tokenizer or code, or ``four_bit``, needs a package that is not installed.
-        StorageError: the embedded model cannot be written into the cache.
+        StorageError: the embedded model cannot be written to the cache.
     """
     source = resolve_model(name)
     place = default_device() if device is None else torch.device(device)
@@ -84,13 +85,13 @@ def load_pretrained(
         model: PreTrainedModel = loaded[0]
         _keep_differentiable(model)
         _check_complete(name, loaded[1]["missing_keys"])
-        if not four_bit:  # those are where they were loaded
+        if not four_bit:  # 4-bit weights are loaded onto the device
             model.to(place)  # type: ignore[arg-type]  # its stub mistakes the device for self
     return model.eval().requires_grad_(requires_grad=False), tokenizer, _model_id(name)
 
 
 class ModelTokenizer(NamedTuple):
-    """How a model reads and ends texts, without the model."""
+    """A model's tokenizer and end tokens, without the model."""
 
     tokenizer: Any  # a transformers tokenizer
     eos_ids: frozenset[int]  # token ids that end a text
@@ -98,7 +99,7 @@ class ModelTokenizer(NamedTuple):
 
 
 def load_tokenizer(name: str, *, chat_template: str | None = None) -> ModelTokenizer:
-    """The tokenizer of the model ``name``; its weights are not read. Errors as on loading."""
+    """The tokenizer of the model ``name``; its weights are not read. Errors as of :func:`load_pretrained`."""
     source = resolve_model(name)
     with _as_our_errors(name):
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig  # noqa: PLC0415
@@ -107,7 +108,7 @@ def load_tokenizer(name: str, *, chat_template: str | None = None) -> ModelToken
         config = AutoConfig.from_pretrained(source)
         try:
             generation = GenerationConfig.from_pretrained(source)
-        except OSError:  # no such file: a loaded model makes its own in the same way
+        except OSError:  # no such file: transformers derives it from the configuration, too
             generation = GenerationConfig.from_model_config(config)
         return ModelTokenizer(tokenizer, eos_ids_of(generation, config.get_text_config(), tokenizer), chat_template)
 
@@ -122,7 +123,7 @@ def eos_ids_of(*sources: Any) -> frozenset[int]:
 
 
 def stored_dtype(name: str) -> torch.dtype:
-    """In which type the files of a model hold its weights, fp32 where they do not say; errors as on loading."""
+    """The type of the weights in a model's files; fp32 if it is not given. Errors as of :func:`load_pretrained`."""
     source = resolve_model(name)
     with _as_our_errors(name):
         from transformers import AutoConfig  # noqa: PLC0415
@@ -144,26 +145,26 @@ def _four_bit_options(dtype: torch.dtype, device: torch.device) -> dict[str, Any
 
 
 def _keep_differentiable(model: Any) -> None:
-    """Keeps bitsandbytes from repacking 4-bit weights for inference on a CPU: gradients do not pass what it makes."""
+    """Stops bitsandbytes from repacking 4-bit weights for CPU inference: the repacked form has no gradients."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
 
 
 def default_device() -> torch.device:
-    """The first CUDA device where there is one, else the CPU."""
+    """The first CUDA device if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def default_dtype(device: str | torch.device) -> torch.dtype:
-    """bf16 on CUDA and on CPUs with bf16 instructions, else fp32: bf16 would be emulated, slowly."""
+    """bf16 on CUDA and on CPUs with bf16 instructions. Otherwise fp32, because emulated bf16 is slow."""
     kind = torch.device(device).type
     return torch.bfloat16 if kind == "cuda" or (kind == "cpu" and _cpu_has_bf16()) else torch.float32
 
 
 def _cpu_has_bf16() -> bool:
-    """Whether the CPU multiplies bf16 matrices itself (AVX-512 BF16 or AMX)."""
-    capabilities = getattr(torch.cpu, "get_capabilities", None)  # newer than the oldest torch we accept
+    """Whether the CPU has instructions for bf16 products (AVX-512 BF16 or AMX)."""
+    capabilities = getattr(torch.cpu, "get_capabilities", None)  # missing in the oldest supported torch
     if capabilities is not None:
         known = capabilities()
         return any(known.get(feature, False) for feature in _BF16_CPU_FEATURES)
@@ -186,14 +187,13 @@ def _resolve_embedded_on_hub() -> Path | str:
         return _resolve_on_hub(SMOLLM2_135M.hub_id)
     except ModelNotFound as error:
         raise ModelNotFound(
-            f"{SMOLLM2_135M.name} can be had in two ways, and neither works here. Either install the package "
-            f"that holds its weights: {SMOLLM2_135M.pip_install}. Or take {SMOLLM2_135M.hub_id} from the "
-            f"Hugging Face Hub; but {error}."
+            f"{SMOLLM2_135M.name} was found neither in its package nor on the Hugging Face Hub. Install the package: "
+            f"{SMOLLM2_135M.pip_install}. The Hub was tried with {SMOLLM2_135M.hub_id}: {error}."
         ) from error
 
 
 def _resolve_on_hub(model_id: str) -> Path | str:
-    """The Hub's model, asked for once and briefly: offline, its own client would retry for 23 s per file."""
+    """Finds a Hub model with one short request. Offline, the Hub's own client would retry for 23 s per file."""
     from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415
     from huggingface_hub.errors import (  # noqa: PLC0415
         GatedRepoError,
@@ -212,7 +212,7 @@ def _resolve_on_hub(model_id: str) -> Path | str:
         raise ModelNotFound(
             f"{model_id} is no folder here, and the Hub has no such model, or keeps it private: then log in"
         ) from error
-    except Exception as error:  # noqa: BLE001 - whatever the network does; which classes depends on the Hub's client
+    except Exception as error:  # noqa: BLE001 - network errors; their classes depend on the Hub's client
         try:
             return Path(snapshot_download(model_id, local_files_only=True))
         except LocalEntryNotFoundError:
@@ -225,7 +225,7 @@ def _resolve_on_hub(model_id: str) -> Path | str:
 
 @contextlib.contextmanager
 def _as_our_errors(name: str) -> Iterator[None]:
-    """Say what ``transformers`` raises while loading in terms of our own errors."""
+    """Converts the errors of ``transformers`` while loading into our own."""
     from huggingface_hub.errors import StrictDataclassError  # noqa: PLC0415
     from safetensors import SafetensorError  # noqa: PLC0415
 
@@ -238,14 +238,14 @@ def _as_our_errors(name: str) -> Iterator[None]:
     except ImportError as error:
         raise MissingDependency(f"{name} needs another package: {_first_line(error)}") from error
     except (ValueError, KeyError) as error:
-        raise UnsupportedModel(f"{name} is no known causal language model: {_first_line(error)}") from error
+        raise UnsupportedModel(f"{name} is not a known causal language model: {_first_line(error)}") from error
     except (RuntimeError, TypeError, AttributeError, UnpicklingError, StrictDataclassError) as error:
         raise UnsupportedModel(f"{name} cannot be read, its files are damaged: {_first_line(error)}") from error
 
 
 @contextlib.contextmanager
 def _quiet(*, embedded: bool) -> Iterator[None]:
-    """No "Loading weights" bar for the embedded model, which loads in a blink."""
+    """Hides the bar "Loading weights" for the embedded model, which loads in under a second."""
     from transformers.utils import logging  # noqa: PLC0415
 
     silence = embedded and logging.is_progress_bar_enabled()
@@ -259,9 +259,9 @@ def _quiet(*, embedded: bool) -> Iterator[None]:
 
 
 def _check_complete(name: str, missing: "set[str] | list[str]") -> None:
-    """``transformers`` fills missing weights at random and only warns; a draft for noise is no use."""
+    """Raises if weights are missing: ``transformers`` only warns and fills them with random numbers."""
     if missing:
-        raise UnsupportedModel(f"{name} lacks {len(missing)} weights, {min(missing)} among them")
+        raise UnsupportedModel(f"{name} lacks {len(missing)} weights, for example {min(missing)}")
 
 
 def _first_line(error: BaseException) -> str:

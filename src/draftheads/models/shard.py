@@ -1,6 +1,6 @@
-"""A frozen model spread over several processes (FSDP): each holds a part of every layer and fetches the rest.
+"""Splits a frozen model over several processes (FSDP): each holds a part of every layer and fetches the rest.
 
-Knows torch's FSDP; knows nothing of training. All processes must then make their passes together, in the same number.
+Knows torch's FSDP; knows nothing of training. All processes must make the same number of forward passes.
 """
 
 import torch
@@ -13,19 +13,19 @@ from draftheads.models.model import TargetModel
 
 
 def shard_layers(target: TargetModel, device: torch.device) -> None:
-    """Splits each decoder layer over all processes; embedding, last norm and lm_head stay whole in each of them.
+    """Splits each decoder layer over all processes; each process has the whole embedding, last norm and lm_head.
 
     Args:
         target: the model, whole, on the CPU.
-        device: this process's own; the parts go there.
+        device: the device of this process.
 
     Raises:
-        UnsupportedModel: its layers are not found.
+        UnsupportedModel: the list of layers is not found.
     """
     layers = _layers(target)
     inside = set(layers.modules())
     for module in target.model.modules():
-        if module not in inside:  # its own tensors only: those of the layers are to be split before they go anywhere
+        if module not in inside:  # layers are split before they move to the device
             module._apply(lambda tensor: tensor.to(device), recurse=False)  # noqa: SLF001 - what .to() calls
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for layer in layers:
@@ -37,4 +37,4 @@ def _layers(target: TargetModel) -> nn.ModuleList:
     for module in target.decoder.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    raise UnsupportedModel(f"{target.model_id} has no list of {count} layers that could be spread over processes")
+    raise UnsupportedModel(f"{target.model_id} has no list of {count} layers that could be split over processes")

@@ -1,7 +1,7 @@
-"""Eight-bit linear layers on CUDA, by torchao, which is an optional package; the only file that knows it.
+"""Eight-bit linear layers on CUDA by torchao, an optional package. Only this file imports it.
 
-It has not been run on a GPU yet. torchao 0.18's int8 product reads its input on the host when it is not compiled, so
-steps with it are slow and cannot be captured; fp8 has no such line.
+This has not been run on a GPU yet. Without compilation, torchao 0.18's int8 product reads its input on the host: steps
+are slow and cannot be captured. Its fp8 product does not do this.
 """
 
 from importlib import import_module
@@ -16,10 +16,10 @@ _FP8_CAPABILITY = (8, 9)  # Ada and later
 
 
 def quantise(model: Any) -> str:
-    """Holds a model's linear layers in eight bits, in place; gives the format's name, ``fp8`` or ``int8``.
+    """Quantises a model's linear layers to eight bits, in place. Returns the format, ``fp8`` or ``int8``.
 
-    Weights have a scale per output channel, activations one per row, found at each pass: a row's numbers do not depend
-    on the others. The lm_head stays as it is: heads read its weight, and it may be the embedding, too.
+    Weights have a scale per output channel. Activations have a scale per row, found in each pass, so a row does not
+    depend on other rows. The lm_head is not quantised: heads read its weight, and it may be tied to the embedding.
 
     Args:
         model: a transformers causal LM.

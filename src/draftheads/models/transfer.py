@@ -1,4 +1,4 @@
-"""From the host to a device without waiting for it."""
+"""Copies from the host to a device, without waiting for the device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def to_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of numbers that the host has.
+    """A tensor on the device from numbers on the host.
 
-    A plain copy to a GPU would wait until the GPU has done all work so far; from pinned memory it does not.
+    A plain copy to a GPU waits for all work of the GPU. A copy from pinned memory does not.
     """
     tensor = torch.tensor(values, dtype=dtype)
     if device.type != "cuda":
