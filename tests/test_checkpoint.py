@@ -553,7 +553,7 @@ BROKEN = [
         InvalidTree,
         "rank 16 is beyond the draft vocabulary of 16",
     ),
-    Broken(TENSORS_FILE, drop(BIAS), CheckpointCorrupt, f"missing tensor {BIAS}: it has 6 tensors, .* asks for 7"),
+    Broken(TENSORS_FILE, drop(BIAS), CheckpointCorrupt, f"missing tensor {BIAS}: it has 6 tensors, .* needs 7"),
     Broken(TENSORS_FILE, put("extra", value=torch.zeros(1)), CheckpointCorrupt, "surplus tensor extra: it has 8"),
     Broken(TENSORS_FILE, put(BIAS, value=torch.zeros(31)), CheckpointCorrupt, r"is \(31,\); .* makes it \(32,\)"),
     Broken(

@@ -29,12 +29,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "lfm2": ({**SMALL, "layer_types": ["conv", "full_attention"]}, "conv"),
     "falcon_h1": (SMALL, "hybrid"),
-    "bloom": (BLOOM, "by their slot in the cache"),
-    "mpt": ({"vocab_size": VOCAB, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}, "by their slot"),
-    "falcon": ({**SMALL, "alibi": True}, "by their slot"),
+    "bloom": (BLOOM, "from cache slots"),
+    "mpt": ({"vocab_size": VOCAB, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}, "from cache slots"),
+    "falcon": ({**SMALL, "alibi": True}, "from cache slots"),
     "gpt_neo": (
         {**SMALL, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8},
-        "by their slot",
+        "from cache slots",
     ),
 }
 
