@@ -718,6 +718,7 @@ def test_the_commands_print_what_was_found(data: Path, tmp_path: Path, capfd: py
     for word in ("top-10", "perplexity", "KL(original || tuned)", "same greedy token", "draftheads merge --model"):
         assert word in printed
     assert "draftheads generate --model" in printed
+    assert f"wrote {tmp_path / 'out' / 'report.html'}\n" in printed
 
 
 def test_two_runs_cannot_write_one_folder(data: Path, tmp_path: Path) -> None:

@@ -199,6 +199,7 @@ def test_the_command_trains_what_is_left_and_compares(
         ]
         assert cells[5:] == [f"{share:.1%}" for share in metrics["top1"]]
         assert finding["variant"].split(",")[0] in shown
+        assert f"wrote {tmp_path / 'out' / name / 'report.html'}\n" in shown
     assert main([*arguments, "--epochs", "2"]) == 1
     told = f"{tmp_path / 'out' / names[0]} holds a trained head (epochs was 1 and is 2)"
     assert told in capsys.readouterr().err

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from draftheads.checkpoint import read_head
 from draftheads.cli.progress_display import ProgressDisplay
+from draftheads.cli.report import write_pages
 from draftheads.cli.show import quiet_transformers
 from draftheads.cli.train import expanded as with_recipe
 from draftheads.errors import InvalidSettings
@@ -61,7 +62,7 @@ def run(options: AblateOptions) -> None:
     quiet_transformers()
     console = Console(quiet=not processes.is_first())
     chosen, training = study(options.study), options.training
-    variants_of(chosen, training)  # what cannot be is said before hours of work
+    variants = variants_of(chosen, training)  # what cannot be is said before hours of work
     with ProgressDisplay(console) as display:
         findings = run_study(chosen, training, display, count_parameters=lambda own: read_head(own.out).num_parameters)
     if findings is None:
@@ -72,6 +73,8 @@ def run(options: AblateOptions) -> None:
     write_atomic(training.out / RECORD, json.dumps(found, indent=1, default=str).encode())
     write_atomic(training.out / TABLE, markdown(findings, training.tree_nodes).encode())
     console.print(f"wrote {training.out / TABLE}", soft_wrap=True)
+    for variant in variants.values():
+        write_pages(console, variant.out, "training")
 
 
 def _show(console: Console, findings: Sequence[Finding], num_nodes: int) -> None:

@@ -29,6 +29,7 @@ from draftheads.bench.drafters import (
 )
 from draftheads.checkpoint import read_head
 from draftheads.cli.progress_display import ProgressDisplay
+from draftheads.cli.report import write_pages
 from draftheads.cli.show import quiet_transformers
 from draftheads.data.records import own_prompts, prompts_in
 from draftheads.decode.cost_profile import machine_of
@@ -36,13 +37,12 @@ from draftheads.decode.engine import Prompt
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
-from draftheads.errors import DataError, InvalidSettings, MissingDependency, StorageError
+from draftheads.errors import DataError, InvalidSettings, StorageError
 from draftheads.files import locked, user_path, write_atomic
 from draftheads.loading import UNTRAINED, Precision, find_template, load_drafter, load_target
 from draftheads.models.embedded import SMOLLM2_135M, cache_folder
 from draftheads.models.model import TargetModel
 from draftheads.provenance import provenance
-from draftheads.reports.bench_page import RECORD, TABLE, write_page
 from draftheads.search.replay import encoded
 from draftheads.search.workbook import Workbook
 from draftheads.shapes import BestPaths
@@ -210,13 +210,11 @@ def _work_folder(identity: dict[str, Any]) -> Path | None:
 
 
 def _write(console: Console, out: Path, record: dict[str, Any], rows: list[BenchRow], settings: BenchSettings) -> None:
-    write_atomic(out / RECORD, json.dumps(record, indent=1).encode())
-    write_atomic(out / TABLE, "".join(line + "\n" for line in markdown(rows, settings, record["num_prompts"])).encode())
-    console.print(f"wrote {out / TABLE}", soft_wrap=True)
-    try:
-        console.print(f"wrote {write_page(out)}", soft_wrap=True)
-    except MissingDependency as error:
-        console.print(f"no page: {error}", soft_wrap=True)
+    write_atomic(out / "bench.json", json.dumps(record, indent=1).encode())
+    table = out / "bench.md"
+    write_atomic(table, "".join(line + "\n" for line in markdown(rows, settings, record["num_prompts"])).encode())
+    console.print(f"wrote {table}", soft_wrap=True)
+    write_pages(console, out, "bench")
 
 
 def show(console: Console, rows: list[BenchRow], settings: BenchSettings) -> None:

@@ -1,43 +1,37 @@
-"""``draftheads report``: makes the page of a finished training run, a search for trees or a comparison once more."""
+"""``draftheads report``: writes the pages of finished work again; and the same for commands that have just finished."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+from rich.console import Console
 
-from draftheads.errors import DataError
-from draftheads.reports import bench_page
-from draftheads.reports import train_page as training_page
-from draftheads.reports import tune_page as search_page
+from draftheads.errors import MissingDependency
+from draftheads.reports.write import PageKind, write_report
 
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Write the page of what is in a folder once more.
-
-    report.html of a training run, tune.html of a search for trees, bench.html of a comparison.
-    """
+    """Write the pages of a folder again: report.html of a training run, tune.html of `tune`, bench.html of `bench`."""
 
     folder: tyro.conf.Positional[Path]
     """The output folder."""
 
 
 def run(options: ReportOptions) -> None:
-    """Writes the pages and says where they are.
+    """Writes the pages and prints their paths.
 
     Raises:
-        DataError: there is nothing in the folder that a page could be made of, or it is damaged.
+        DataError: the folder holds no record of finished work, or a damaged one.
     """
-    kinds = (
-        ((options.folder / bench_page.RECORD).is_file(), bench_page.write_page),
-        ((options.folder / search_page.RECORD).is_file(), search_page.write_page),
-        (training_page.has_run(options.folder), training_page.write_page),
-    )
-    pages = [write(options.folder) for found, write in kinds if found]
-    if not pages:
-        raise DataError(
-            f"{options.folder} holds nothing to make a page of: no metrics.json of a finished training run, no "
-            f"{search_page.RECORD} of a search for trees, no {bench_page.RECORD} of a comparison"
-        )
-    for page in pages:
+    for page in write_report(options.folder):
         print(page)
+
+
+def write_pages(console: Console, folder: Path, kind: PageKind) -> None:
+    """Writes the page of work that has just finished; without matplotlib or jinja2, one line says so instead."""
+    try:
+        for page in write_report(folder, kind):
+            console.print(f"wrote {page}", soft_wrap=True, markup=False)
+    except MissingDependency as error:
+        console.print(f"no page: {error}", soft_wrap=True, markup=False)

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftheads.cli.progress_display import ProgressDisplay
+from draftheads.cli.report import write_pages
 from draftheads.cli.show import quiet_transformers
 from draftheads.errors import ModelNotFound
 from draftheads.train import processes
@@ -82,6 +83,8 @@ def run(options: TrainOptions) -> None:
     )
     console.print(speed_line(report))
     console.print(f"saved in {options.out}")
+    if processes.is_first():
+        write_pages(console, options.out, "training")
 
 
 def speed_line(report: Report) -> str:

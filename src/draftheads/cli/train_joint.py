@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftheads.cli.progress_display import ProgressDisplay
+from draftheads.cli.report import write_pages
 from draftheads.cli.show import quiet_transformers
 from draftheads.cli.train import accuracy_table, recipe_table, speed_line
 from draftheads.cli.train import expanded as expanded_for_heads
@@ -40,6 +41,8 @@ def run(options: JointOptions) -> None:
     console.print(speed_line(heads))
     merge = f"draftheads merge --model {options.model} --adapter {options.out} --out …"
     console.print(f"saved in {options.out}; `{merge}` makes one model of it", soft_wrap=True)
+    if processes.is_first():
+        write_pages(console, options.out, "training")
 
 
 def movement_table(movement: Movement) -> Table:

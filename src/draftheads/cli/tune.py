@@ -12,17 +12,17 @@ from rich.table import Table
 from draftheads.acceptance_profile import PROFILE_FILE, AcceptanceProfile
 from draftheads.checkpoint import read_head
 from draftheads.cli.progress_display import ProgressDisplay
+from draftheads.cli.report import write_pages
 from draftheads.cli.show import quiet_transformers
 from draftheads.data.records import own_prompts, prompts_in
 from draftheads.decode.cost_profile import cost_of
 from draftheads.decode.engine import Prompt
-from draftheads.errors import InvalidSettings, MissingDependency
+from draftheads.errors import InvalidSettings
 from draftheads.files import locked, user_path, write_atomic
 from draftheads.loading import Precision, find_template, load_drafter, load_target
 from draftheads.models.embedded import cache_folder
 from draftheads.profiles import folder_to_write
 from draftheads.provenance import provenance
-from draftheads.reports.tune_page import RECORD, write_page
 from draftheads.search.replay import RehearsalSettings
 from draftheads.search.tune import predicted, tune
 from draftheads.zoo.registry import find_head
@@ -73,15 +73,12 @@ def run(options: TuneOptions) -> None:
         progress.stage("predicting speeds on this machine")
         found = predicted(outcome.profile, cost_of(target, head))
         record = {**outcome.record, **found, "head": options.head, "provenance": provenance()}
-        write_atomic(folder / RECORD, json.dumps(record).encode())
+        write_atomic(folder / "tune.json", json.dumps(record).encode())
         outcome.profile.save(folder / PROFILE_FILE)
     _show(console, outcome.profile, found["batches"])
     hint = "" if options.out is None else f"; `--head {options.head} --profile {folder}` goes by it"
     console.print(f"wrote {folder / PROFILE_FILE}{hint}", soft_wrap=True)
-    try:
-        console.print(f"wrote {write_page(folder)}", soft_wrap=True)
-    except MissingDependency as error:
-        console.print(f"no page: {error}", soft_wrap=True)
+    write_pages(console, folder, "tune")
 
 
 def work_folder(folder: Path) -> Path:

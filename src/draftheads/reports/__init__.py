@@ -1,1 +1,1 @@
-"""Pages, plots and tables of what was measured. Nothing below this floor knows how results are shown."""
+"""Pages of HTML about finished work. Only ``cli`` imports this package, and only it imports matplotlib and jinja2."""

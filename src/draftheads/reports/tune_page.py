@@ -1,187 +1,110 @@
-"""``tune.html``: what a search for trees found, as pictures and tables, from ``tune.json`` alone.
+"""The page of what ``draftheads tune`` measured. Knows the names in ``tune.json``; knows nothing of models."""
 
-Knows the names in that record; knows nothing of models. One file of HTML, its pictures inside, that opens anywhere.
-"""
-
-import json
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from itertools import accumulate
 from typing import Any
 
-from draftheads.errors import DataError, InvalidTree
-from draftheads.files import write_atomic
-from draftheads.reports import tune_plots as drawings
-from draftheads.reports.plots import page, picture
-from draftheads.reports.tune_plots import Record, batch_sizes, drawn_tree, winner_of
+from draftheads.reports.page import Figure, Page, Table
+from draftheads.reports.plots import as_svg, draw_calibration, draw_tree_sizes
 
-RECORD = "tune.json"
-PAGE = "tune.html"
 _FORMAT_VERSION = 2
 _SETTINGS = ("method", "model_id", "head", "dtype", "temperature", "num_texts", "num_tokens", "format_version")
-_BODY = """<p>A tree holds guesses for the tokens to come: its root is the token just chosen, each level below it the
-guesses of one head, and the model checks all nodes in one pass. A <em>static</em> tree has the same shape in every
-step; a <em>dynamic</em> tree is grown anew in each step where the heads are surest; a <em>dense</em> tree makes equally
-many guesses at all nodes of a level.</p>
-<h2>Predicted speed on this machine</h2>
-{{ numbers(winners) }}
-<h2>Why</h2>
-{% for picture in pictures %}<figure>{{ picture.svg | safe }}<figcaption>{{ picture.caption }}</figcaption></figure>
-{% endfor %}
-{% for table in tables %}<h2>{{ table.title }}</h2>
-<table>{% for name, value in table.rows %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
-{% endfor %}"""
-_NUMBERS = """{% macro numbers(table) %}<table class="numbers"><tr>
-{%- for name in table.columns %}<th>{{ name }}</th>{% endfor %}</tr>
-{% for row in table.rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
-{% endfor %}</table>{% endmacro %}"""
+_KINDS = {"static": "static tree", "dynamic": "growing tree", "none": "plain decoding"}
+_STAGES = {"before": "before calibration", "after": "after calibration"}
+
+Record = dict[str, Any]
 
 
-def write_page(folder: Path) -> Path:
-    """Writes ``tune.html`` into the folder that ``tune`` left.
+def tune_page(record: Record) -> Page:
+    """The page of a record.
 
     Raises:
-        DataError: there is no ``tune.json`` in the folder, or it is damaged.
-        MissingDependency: matplotlib or jinja2 is not installed.
+        ValueError: the record has another format version.
     """
-    path = folder / RECORD
-    if not path.is_file():
-        raise DataError(f"{folder} holds no finished search for trees: there is no {RECORD} in it")
-    try:
-        html = render(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, InvalidTree) as error:
-        raise DataError(f"not a search for trees that can be read: {error!r}", path=path) from error
-    write_atomic(folder / PAGE, html.encode())
-    return folder / PAGE
-
-
-def render(record: Record) -> str:
-    """The page's HTML from what ``tune.json`` holds."""
     if record["format_version"] != _FORMAT_VERSION:
         raise ValueError(f"its format version is {record['format_version']}; this release reads {_FORMAT_VERSION}")
-    return page(
-        _NUMBERS + _BODY,
+    temperatures = ", ".join(f"{value:.2f}" for value in record["confidence"]["temperatures"])
+    settings = [*((name, record[name]) for name in _SETTINGS), ("confidence temperatures", temperatures)]
+    return Page(
         title=f"Trees for {record['head']} ({record['method']}) on {record['model_id']}",
-        summary=_summary(record),
-        winners=_winners(record),
-        pictures=[
-            {"caption": caption, "svg": picture(partial(draw, record=record), height=height)}
-            for caption, draw, height in _pictures(record)
-        ],
-        tables=[
-            {"title": "Settings", "rows": _settings(record)},
-            {"title": "Where it comes from", "rows": list(record["provenance"].items())},
-        ],
+        answer=_answer(record),
+        note=(
+            "Each level of a tree holds the draft tokens of one head, and the model verifies all nodes in one pass. "
+            "A static tree has the same shape in every step. A growing tree is chosen anew in every step, where the "
+            "heads are most confident."
+        ),
+        tables=[_speeds(record), _accuracy(record)],
+        figures=[_tree_sizes(record), _calibration(record)],
+        facts=[("Settings", settings), ("Provenance", record["provenance"].items())],
     )
 
 
-def _summary(record: Record) -> str:
-    parts = [
-        f"plain decoding at batch size {winner['batch_size']} (no tree is faster)"
-        if winner["kind"] == "none"
-        else f"a {_tree(winner)} at batch size {winner['batch_size']} ({winner['speedup']:.2f} times plain speed)"
-        for winner in map(partial(winner_of, record), batch_sizes(record))
-    ]
-    return f"Predicted to be fastest on this machine: {'; '.join(parts)}."
+def _winners(record: Record) -> list[Record]:
+    """The fastest way for each batch size, smallest batch first."""
+    return sorted(record["batches"], key=lambda winner: int(winner["batch_size"]))
 
 
-def _tree(winner: dict[str, Any]) -> str:
-    return f"{winner['kind']} tree of {winner['num_nodes']} node{'s' if winner['num_nodes'] > 1 else ''}"
+def _answer(record: Record) -> str:
+    first = _winners(record)[0]
+    requests = "one request" if first["batch_size"] == 1 else f"{first['batch_size']} requests together"
+    if first["kind"] == "none":
+        return f"No tree is predicted to be faster than plain decoding on this machine, for {requests}."
+    return (
+        f"On this machine, a {_KINDS[first['kind']]} of {first['num_nodes']} nodes is predicted to be fastest for "
+        f"{requests}: {first['speedup']:.2f} times as fast as plain decoding."
+    )
 
 
-def _winners(record: Record) -> dict[str, Any]:
+def _speeds(record: Record) -> Table:
     rows = [
         [
             winner["batch_size"],
-            "plain" if winner["kind"] == "none" else winner["kind"],
+            _KINDS[winner["kind"]],
             winner["num_nodes"],
             f"{winner['tokens_per_second']:,.1f}",
             f"{winner['plain_tokens_per_second']:,.1f}",
             f"{winner['speedup']:.2f}×",
         ]
-        for winner in map(partial(winner_of, record), batch_sizes(record))
+        for winner in _winners(record)
     ]
-    columns = ["batch size", "tree", "nodes", "tokens a second", "plain decoding", "speed-up"]
-    return {"columns": columns, "rows": rows}
+    columns = ["batch size", "fastest", "nodes", "tokens/s", "plain tokens/s", "speed-up"]
+    note = "Predicted from the tokens per step below and the measured time of a step on this machine."
+    return Table("Predicted speed", columns, rows, note)
 
 
-def _settings(record: Record) -> list[tuple[str, Any]]:
-    return [
-        *((name, record[name]) for name in _SETTINGS),
-        ("confidence temperatures", ", ".join(f"{value:.2f}" for value in record["confidence"]["temperatures"])),
+def _accuracy(record: Record) -> Table:
+    """How often the true token is among the best draft tokens of each head."""
+    shown = [rank for rank in (1, 3, 10) if rank <= len(record["accuracy"][0])]
+    sums = [list(accumulate(shares)) for shares in record["accuracy"]]
+    rows = [[head, *(f"{row[rank - 1]:.1%}" for rank in shown)] for head, row in enumerate(sums, 1)]
+    note = f"Measured on {record['num_tokens']:,} tokens of {record['num_texts']:,} answers."
+    return Table("Accuracy of the heads", ["head", *(f"top-{rank}" for rank in shown)], rows, note)
+
+
+def _tree_sizes(record: Record) -> Figure:
+    trees = [
+        (_KINDS[kind], record[kind]["expected"], record[kind]["error"])
+        for kind in ("static", "dynamic")
+        if record[kind] is not None
     ]
-
-
-def _pictures(record: Record) -> list[tuple[str, Callable[..., None], float]]:
-    """Caption, drawing and height in inches of every picture, top to bottom."""
-    num_others = len(batch_sizes(record)) - 1
-    tree, _ = drawn_tree(record)
-    pictures: list[tuple[str, Callable[..., None], float]] = [
-        (
-            (
-                "How often a head's guess is the true token, by the guess's rank. As a rule the first guess is right "
-                "far more often than the next ones, and heads that look further ahead are right less often."
-            ),
-            drawings.draw_accuracy,
-            3.6,
-        ),
-        (_tree_caption(record), drawings.draw_tree, 1.2 + 0.75 * tree.max_depth),
-        (
-            (
-                "Tokens that a step is expected to gain, by the tree's size; bands are one standard error. A good "
-                "shape gains more from the same number of nodes, and each further node gains less than the one before."
-            ),
-            drawings.draw_expected,
-            3.6,
-        ),
-        (
-            (
-                "Speed predicted from the gain above and the cost below, on this machine. The star is the fastest; to "
-                "its right, verifying more nodes costs more than they gain."
-            ),
-            drawings.draw_speed,
-            4.2,
-        ),
-        (
-            (
-                "Where a step's time goes, by the tree's size: drafting and verifying. Round dots are static trees, "
-                "squares dynamic ones, the diamond plain decoding."
-            ),
-            drawings.draw_cost,
-            3.6,
-        ),
-        (
-            (
-                "How sure the heads are of a guess against how often such guesses are right; larger dots stand for "
-                "more guesses. On the dashed line confidence can be taken at its word, which a dynamic tree relies on."
-            ),
-            drawings.draw_confidence,
-            4.8,
-        ),
-    ]
-    if num_others:
-        speedups = (
-            (
-                "The same at larger batches, as multiples of plain decoding's speed. The more texts share a step, the "
-                "less idle the hardware is and, as a rule, the smaller the trees that pay."
-            ),
-            drawings.draw_speedups,
-            0.8 + 2.6 * drawings.speedup_rows(num_others),
-        )
-        pictures.insert(4, speedups)
-    return pictures
-
-
-def _tree_caption(record: Record) -> str:
-    tree, _ = drawn_tree(record)
-    winner = winner_of(record, batch_sizes(record)[0])
-    shown = (
-        f"The static tree of {tree.num_nodes} node{'s' if tree.num_nodes > 1 else ''}, as many as the fastest at batch "
-        f"size {winner['batch_size']} has"
-        if tree.num_nodes == winner["num_nodes"]
-        else f"The first {tree.num_nodes} nodes of the static tree"
+    caption = (
+        "Expected tokens per step by the number of nodes in the tree, with bands of one standard error. Each further "
+        "node gains less than the one before, and verifying it takes time."
     )
-    return (
-        f"{shown}. A node's number is the rank of its guess, its colour how often it and all above it are the true "
-        "tokens: the tree is wide and deep where the heads are mostly right."
+    return Figure(as_svg(partial(draw_tree_sizes, trees=trees)), caption)
+
+
+def _calibration(record: Record) -> Figure:
+    stages = []
+    gaps = []
+    for name, label in _STAGES.items():
+        bins = [tuple(one) for one in record["confidence"][name] if one[2] > 0]
+        total = sum(count for *_, count in bins)
+        gap = sum(abs(confidence - accepted) * count for confidence, accepted, count in bins) / max(total, 1)
+        stages.append((label, bins))
+        gaps.append(f"{100 * gap:.1f} points {label}")
+    caption = (
+        "How often draft tokens are accepted, by the head's confidence. Larger dots stand for more draft tokens. On "
+        f"the dashed line, confidence equals the accepted share. The mean difference is {' and '.join(gaps)}."
     )
+    return Figure(as_svg(partial(draw_calibration, stages=stages)), caption)

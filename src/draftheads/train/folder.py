@@ -17,7 +17,6 @@ from draftheads.errors import DataError, InvalidSettings
 from draftheads.files import locked, remove_leftovers, write_atomic
 from draftheads.progress import Progress
 from draftheads.provenance import provenance
-from draftheads.reports.train_page import PAGE
 from draftheads.train import processes
 from draftheads.train.material import Material
 from draftheads.train.options import TrainOptions
@@ -155,7 +154,7 @@ def tidy_up(options: TrainOptions, *names: str) -> None:
     """Removes what a complete run needs no more, and what kills left of writing its files, those of ``names`` too."""
     shutil.rmtree(options.out / "checkpoints", ignore_errors=True)
     (options.out / "run.json").unlink(missing_ok=True)
-    for name in ("run.json", "metrics.json", "log.jsonl", "validation.jsonl", PAGE, ".incoming", *names):
+    for name in ("run.json", "metrics.json", "log.jsonl", "validation.jsonl", "report.html", ".incoming", *names):
         remove_leftovers(options.out / name)
 
 

@@ -17,14 +17,13 @@ from draftheads.data.features import FeatureStore
 from draftheads.data.live import LiveStore
 from draftheads.data.records import check_readable
 from draftheads.draft import TargetWeights
-from draftheads.errors import DataError, InvalidSettings, MissingDependency
+from draftheads.errors import DataError, InvalidSettings
 from draftheads.files import write_atomic
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.models.pretrained import default_dtype
 from draftheads.models.shard import shard_layers
 from draftheads.progress import NoProgress, Progress
-from draftheads.reports.train_page import write_page
 from draftheads.search.profile import NUM_TEXTS, measured_profile, recorded, static_profile
 from draftheads.search.replay import RehearsalSettings
 from draftheads.train import processes
@@ -67,7 +66,7 @@ def train(options: TrainOptions, reporter: Progress) -> Report | None:
         if metrics := already_found(options, options.out):
             reporter.stage(f"{options.out} is complete already: nothing is left to do")
             if processes.is_first():
-                _wind_up(options, reporter)
+                _wind_up(options)
             return Report.of(metrics)
         check_out(options, options.out)
         check_readable((*options.data, *options.text))
@@ -125,7 +124,7 @@ def train_for(target: TargetModel, options: TrainOptions, reporter: Progress) ->
     )
     profile = acceptance(target, head, material=material, found=found, options=options, reporter=reporter)
     _save(head, target, report=report, profile=profile, options=options, start=start)
-    _wind_up(options, reporter)
+    _wind_up(options)
     processes.wait()
     return report
 
@@ -305,12 +304,8 @@ def _save(
     save_head(head, options.out, base=target, card=card, profile=profile)
 
 
-def _wind_up(options: TrainOptions, reporter: Progress) -> None:
+def _wind_up(options: TrainOptions) -> None:
     """What is left to do once the head is saved."""
     tidy_up(options)
     if not options.keep_features and options.features is None:
         shutil.rmtree(options.out / "features", ignore_errors=True)
-    try:
-        write_page(options.out)
-    except MissingDependency as error:  # the head is what counts
-        reporter.stage(f"no report.html: {error}")

@@ -1,0 +1,126 @@
+"""A training batch for people: its texts in pieces, counts, and the page that shows them.
+
+Knows encoded texts and the plan of batches; knows nothing of models and terminals.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from draftheads.data.chat import EncodedChat
+from draftheads.reports.page import Page, Piece, Table, Text
+from draftheads.reports.spans import KINDS, Span, spans
+
+
+@dataclass(frozen=True)
+class PlannedBatch:
+    """A batch of a training run, and all the data that the run reads."""
+
+    index: int  # of the batch
+    texts: Sequence[EncodedChat]  # all texts with at least one learned token
+    batches: Sequence[Sequence[int]]  # of the run; each holds indices of texts
+    num_left_out: int  # texts without a learned token
+    num_too_short: int  # texts that were to be trained on, but without two learned tokens in a row
+    num_held_out: int
+    max_length: int  # tokens after which texts are cut
+
+    @property
+    def text_indices(self) -> Sequence[int]:
+        """The batch itself."""
+        return self.batches[self.index]
+
+    @property
+    def columns(self) -> tuple[str, str, str]:
+        """Names of the columns of :meth:`rows`; the first column has none."""
+        return "", f"batch {self.index}", "all the data"
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """The counts: what is counted, its value for the batch, and its value for all the data."""
+        batch = [self.texts[i] for i in self.text_indices]
+
+        def both(count: Callable[[Sequence[EncodedChat]], str]) -> tuple[str, str]:
+            return count(batch), count(self.texts)
+
+        def padding(length: Callable[[EncodedChat], int]) -> tuple[str, str]:
+            lengths = [[length(self.texts[i]) for i in indices] for indices in self.batches]
+            return f"{padding_share([lengths[self.index]]):.1%}", f"{padding_share(lengths):.1%}"
+
+        num_training = len(self.texts) - self.num_too_short - self.num_held_out
+        return [
+            ("texts", *both(lambda texts: f"{len(texts):,}")),
+            ("tokens", *both(lambda texts: f"{_num_tokens(texts):,}")),
+            ("learned tokens", *both(learned_share)),
+            ("tokens per text", *both(_lengths)),
+            (f"texts cut off at {self.max_length:,} tokens", *both(lambda texts: f"{sum(t.is_cut for t in texts):,}")),
+            ("padding of whole texts", *padding(lambda text: len(text.token_ids))),
+            ("padding without prompts", *padding(num_read)),
+            ("batches", "", f"{len(self.batches):,}"),
+            ("texts trained on", "", f"{num_training:,}"),
+            ("held-out texts", "", f"{self.num_held_out:,}"),
+            ("left out: no learned token", "", f"{self.num_left_out:,}"),
+            ("left out: no two learned in a row", "", f"{self.num_too_short:,}"),
+        ]
+
+    def title(self, text_index: int) -> str:
+        """The line above a text."""
+        text = self.texts[text_index]
+        cut = f", cut off at {self.max_length}" if text.is_cut else ""
+        return f"text {text_index}: {len(text.token_ids)} tokens, {sum(text.loss_mask)} learned{cut}"
+
+
+def batch_page(batch: PlannedBatch, tokenizer: Any, *, max_texts: int | None) -> Page:
+    """The page of a batch with the first ``max_texts`` of its texts, or with all of them."""
+    shown = batch.text_indices[:max_texts]
+    chats = [batch.texts[i] for i in batch.text_indices]
+    texts = [Text(batch.title(i), _pieces(spans(tokenizer, batch.texts[i]))) for i in shown]
+    legend = [part for kind in KINDS for part in (*_pieces([kind]), Piece("   "))]
+    return Page(
+        title=f"Training batch {batch.index}",
+        answer=f"The heads learn {learned_share(chats)} of the {_num_tokens(chats):,} tokens in this batch.",
+        note=f"This page shows {len(shown)} of the batch's {len(chats)} texts.",
+        texts=[*texts, Text("Legend", legend)],
+        tables=[Table("Counts", batch.columns, batch.rows())],
+    )
+
+
+def _pieces(found: Iterable[Span]) -> list[Piece]:
+    return [
+        Piece(span.visible, " ".join(["learned"] * span.is_learned + ["special"] * span.is_special)) for span in found
+    ]
+
+
+def learned_share(texts: Sequence[EncodedChat]) -> str:
+    """How many tokens the loss masks cover.
+
+    >>> learned_share([EncodedChat((7, 8, 9, 10), (False, False, False, True))])
+    '1 (25.0%)'
+    """
+    num_learned = sum(sum(text.loss_mask) for text in texts)
+    return f"{num_learned:,} ({num_learned / _num_tokens(texts):.1%})"
+
+
+def padding_share(batches: Sequence[Sequence[int]]) -> float:
+    """Share of padding tokens in batches, from the lengths of the texts in each.
+
+    >>> padding_share([[3, 5], [6]])
+    0.125
+    """
+    return 1 - sum(map(sum, batches)) / sum(len(lengths) * max(lengths) for lengths in batches)
+
+
+def num_read(text: EncodedChat) -> int:
+    """Number of tokens of a text that heads read: all from the position that predicts the first learned token.
+
+    >>> num_read(EncodedChat((7, 8, 9, 10), (False, False, True, True)))
+    3
+    """
+    return len(text.token_ids) - max(0, text.loss_mask.index(True) - 1)
+
+
+def _num_tokens(texts: Sequence[EncodedChat]) -> int:
+    return sum(len(text.token_ids) for text in texts)
+
+
+def _lengths(texts: Sequence[EncodedChat]) -> str:
+    lengths = [len(text.token_ids) for text in texts]
+    return f"{min(lengths):,} to {max(lengths):,}, mean {sum(lengths) / len(lengths):,.0f}"

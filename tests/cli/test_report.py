@@ -1,0 +1,44 @@
+"""``draftheads report``, and the pages that other commands write at their end."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests.reports.records import TUNE
+
+from draftheads.cli.main import main
+from draftheads.cli.report import write_pages
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "tune.json").write_text(json.dumps(TUNE))
+    return tmp_path
+
+
+def test_the_command_writes_pages_and_prints_their_paths(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out == f"{folder / 'tune.html'}\n"
+    assert (folder / "tune.html").is_file()
+
+
+def test_a_folder_without_records_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 1
+    assert f"error: {tmp_path} holds nothing to report" in capsys.readouterr().err
+
+
+def test_other_commands_print_which_page_they_wrote(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_pages(Console(), folder, "tune")
+    assert capsys.readouterr().out == f"wrote {folder / 'tune.html'}\n"
+
+
+def test_without_matplotlib_other_commands_print_how_to_install_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    write_pages(Console(), folder, "tune")
+    out = capsys.readouterr().out
+    assert out == "no page: the report needs matplotlib; install it with: pip install 'draftheads[report]'\n"
+    assert not (folder / "tune.html").exists()

@@ -1,0 +1,131 @@
+"""Records of finished work, as the commands leave them in a folder."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from draftheads.bench.drafters import BenchRow, BenchSettings
+
+METRICS: dict[str, Any] = {
+    "method": "hydra",
+    "model_id": "a <b> & c",
+    "num_training_texts": 7070,
+    "num_held_out_texts": 200,
+    "num_steps": 9015,
+    "training_seconds": 61.4,
+    "tokens_per_second": 3210.0,
+    "losses": [2.5, 3.25],
+    "accuracy_by_rank": [[0.5, 0.6, 0.7], [0.25, 0.3, 0.4]],
+    "top1": [0.5, 0.25],
+    "top3": [0.7, 0.4],
+    "top10": [0.875, 0.5],
+    "tokens_per_step_chain": 1.625,
+    "tokens_per_step_tree": 1.75,
+    "tree": [[0], [1]],
+    "options": {"learning_rate": 0.0005, "data": ["chats.jsonl"]},
+    "provenance": {"command": "draftheads train", "torch": "2.13.0"},
+}
+MOVEMENT = {"num_tokens": 4321, "original_perplexity": 3.5, "tuned_perplexity": 3.75, "kl": 0.0125, "agreement": 0.975}
+LOG = [{"step": step, "loss": 5.0, "head_losses": [5 - step / 10, 6 - step / 10]} for step in (10, 20, 30)]
+VALIDATION = [
+    {
+        "step": step,
+        "losses": [4.0 - step / 10, 5.0],
+        "top1": [0.125 + step / 100, 0.0625],
+        "tokens_per_step_chain": 1.5,
+        "tokens_per_step_tree": 1.75 + step,
+    }
+    for step in (0, 30)
+]
+
+TUNE: dict[str, Any] = {
+    "format_version": 2,
+    "method": "hydra",
+    "model_id": "smollm2-135m",
+    "head": "hydra",
+    "dtype": "bfloat16",
+    "temperature": 0.0,
+    "num_texts": 64,
+    "num_tokens": 7800,
+    "accuracy": [[0.5, 0.125, 0.0625, 0.03125], [0.25, 0.0, 0.0, 0.0]],
+    "confidence": {
+        "temperatures": [1.3125, 1.5],
+        "before": [[0.25, 0.125, 300.0], [0.75, 0.5, 100.0], [0.9, 0.0, 0.0]],
+        "after": [[0.25, 0.25, 300.0], [0.75, 0.625, 100.0]],
+    },
+    "static": {
+        "paths": [[0], [0, 0]],
+        "shares": [1.0, 0.5, 0.25],
+        "expected": [1.0, 1.5, 1.75],
+        "error": [0.0, 0.125, 0.25],
+    },
+    "marginal": {"expected": [1.0, 1.5, 1.625], "error": [0.0, 0.125, 0.25]},
+    "dynamic": {"expected": [1.0, 1.5, 1.875], "error": [0.0, 0.125, 0.5]},
+    "dense": [{"widths": [1], "num_nodes": 2, "expected": 1.5}],
+    "cost": [{"batch_size": 1, "kind": "none", "num_nodes": 1, "draft": 0.0, "verify": 20.0}],
+    "rates": [{"batch_size": 1, "kind": "dynamic", "num_nodes": [2, 3], "tokens_per_second": [70.0, 80.0]}],
+    "batches": [  # the largest first: pages sort them
+        {
+            "batch_size": 8,
+            "kind": "none",
+            "num_nodes": 1,
+            "tokens_per_second": 1234.5,
+            "plain_tokens_per_second": 1234.5,
+            "speedup": 1.0,
+        },
+        {
+            "batch_size": 1,
+            "kind": "dynamic",
+            "num_nodes": 3,
+            "tokens_per_second": 80.0,
+            "plain_tokens_per_second": 50.0,
+            "speedup": 1.6,
+        },
+    ],
+    "provenance": {"command": "draftheads tune", "torch": "2.13.0"},
+}
+
+
+def bench_row(name: str, *, speedup: float) -> BenchRow:
+    """A drafter with 12.3 million parameters and 2.5 tokens per step."""
+    return BenchRow(
+        name=name,
+        num_parameters=12_300_000,
+        tree="growing, 24",
+        tokens_per_step=2.5,
+        tokens_per_step_error=0.25,
+        over_first=1.0,
+        over_first_error=0.0,
+        tokens_per_second=40 * speedup,
+        speedup=speedup,
+        speedup_error=0.125,
+        draft_milliseconds=3.0,
+        step_milliseconds=31.0,
+        predicted_tokens_per_step=2.6,
+        sampled_tokens_per_step=2.25,
+        sampled_error=0.5,
+        typical_tokens_per_step=2.375,
+        typical_error=0.0625,
+        num_different=0,
+    )
+
+
+BENCH: dict[str, Any] = {
+    "model": "tiny",
+    "precision": "fp32",
+    "threads": 1,
+    "num_prompts": 6,
+    "prompts": "some/questions.jsonl",
+    "settings": asdict(BenchSettings(num_sampled_prompts=4, num_speed_prompts=3)),
+    "rows": [asdict(bench_row("medusa", speedup=1.5)), asdict(bench_row("hydra", speedup=1.75))],
+    "provenance": {"command": "draftheads bench <tiny>"},
+}
+
+
+def write_training_run(folder: Path, **changes: Any) -> Path:
+    """The folder, with the files of a training run in it."""
+    (folder / "metrics.json").write_text(json.dumps({**METRICS, **changes}))
+    for name, records in (("log.jsonl", LOG), ("validation.jsonl", VALIDATION)):
+        (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder

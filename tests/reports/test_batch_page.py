@@ -1,0 +1,76 @@
+"""Counts of a training batch, and its page."""
+
+import pytest
+import torch
+
+from draftheads.data.batches import collate
+from draftheads.data.chat import EncodedChat
+from draftheads.data.features import Document
+from draftheads.reports.batch_page import PlannedBatch, batch_page, num_read, padding_share
+from draftheads.reports.page import render
+from training_world import VOCAB, chat_tokenizer
+
+TEXTS = [
+    EncodedChat((7, 8, 9), (False, True, True)),
+    EncodedChat((7, 8, 9, 10, 2), (False, False, False, False, True), is_cut=True),
+    EncodedChat((11, 12), (False, True)),
+]
+
+
+@pytest.fixture
+def batch() -> PlannedBatch:
+    """The second of two batches, with two of the three texts."""
+    return PlannedBatch(
+        index=1, texts=TEXTS, batches=[[2], [0, 1]], num_left_out=4, num_too_short=1, num_held_out=1, max_length=5
+    )
+
+
+def test_rows_count_the_batch_and_all_the_data(batch: PlannedBatch) -> None:
+    assert batch.columns == ("", "batch 1", "all the data")
+    assert {name: values for name, *values in batch.rows()} == {
+        "texts": ["2", "3"],
+        "tokens": ["8", "10"],
+        "learned tokens": ["3 (37.5%)", "4 (40.0%)"],
+        "tokens per text": ["3 to 5, mean 4", "2 to 5, mean 3"],
+        "texts cut off at 5 tokens": ["1", "1"],
+        "padding of whole texts": ["20.0%", "16.7%"],
+        "padding without prompts": ["16.7%", "12.5%"],
+        "batches": ["", "2"],
+        "texts trained on": ["", "1"],
+        "held-out texts": ["", "1"],
+        "left out: no learned token": ["", "4"],
+        "left out: no two learned in a row": ["", "1"],
+    }
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_padding_is_what_collating_adds(skips: bool) -> None:
+    documents = [
+        Document(torch.ones(len(text.token_ids), 1), torch.tensor(text.token_ids), torch.tensor(text.loss_mask))
+        for text in TEXTS
+    ]
+    sizes = [num_read(text) if skips else len(text.token_ids) for text in TEXTS]
+    padded = collate(documents, skip_prompts=skips).hidden[:, :, 0]
+    assert 0 < padding_share([sizes]) == pytest.approx(float((padded == 0).float().mean()))
+
+
+def test_the_page_shows_texts_legend_and_counts(batch: PlannedBatch) -> None:
+    page = batch_page(batch, chat_tokenizer(), max_texts=None)
+    assert page.answer == "The heads learn 3 (37.5%) of the 8 tokens in this batch."
+    assert [text.title for text in page.texts] == [
+        "text 0: 3 tokens, 2 learned",
+        "text 1: 5 tokens, 1 learned, cut off at 5",
+        "Legend",
+    ]
+    classes = [[piece.classes for piece in text.pieces] for text in page.texts[:2]]
+    assert classes == [["", "learned", "learned"], ["", "", "", "", "learned special"]]
+    assert [piece.text.strip() for piece in page.texts[0].pieces] == [VOCAB[token] for token in (7, 8, 9)]
+    html = render(page)
+    assert "<td>left out: no learned token</td><td></td><td>4</td>" in html
+    assert '<span class="learned special">' in html
+
+
+def test_the_page_shows_the_first_texts_only(batch: PlannedBatch) -> None:
+    page = batch_page(batch, chat_tokenizer(), max_texts=1)
+    assert len(page.texts) == 2
+    assert page.note == "This page shows 1 of the batch's 2 texts."

@@ -1,0 +1,124 @@
+"""Training texts in pieces: whole characters, special tokens by name, and what the loss mask covers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.decode.test_text import LETTERS, TOKENIZERS, whole_text
+
+from draftheads.data.chat import EncodedChat, encode_chat
+from draftheads.models.pretrained import ModelTokenizer, load_tokenizer
+from draftheads.reports.spans import Span, spans
+from training_world import EOS, chat, chat_tokenizer
+
+BROKEN = "\ufffd"
+
+
+def encode(tokenizer: Any, *parts: tuple[str, bool]) -> EncodedChat:
+    """Texts one after the other, each with whether it is learned."""
+    token_ids: list[int] = []
+    mask: list[bool] = []
+    for words, is_learned in parts:
+        ids = tokenizer(words, add_special_tokens=False)["input_ids"]
+        token_ids += ids
+        mask += [is_learned] * len(ids)
+    return EncodedChat(tuple(token_ids), tuple(mask))
+
+
+def joined(pieces: Sequence[Span], *, learned: bool | None = None) -> str:
+    return "".join(piece.text for piece in pieces if learned in (None, piece.is_learned))
+
+
+# --- pieces ---
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.text(LETTERS, max_size=12), st.booleans()), max_size=5))
+def test_pieces_are_whole_characters_and_make_the_text(name: str, parts: list[tuple[str, bool]]) -> None:
+    tokenizer = TOKENIZERS[name]
+    text = encode(tokenizer, *parts)
+    pieces = spans(tokenizer, text)
+    assert not any(BROKEN in piece.text or not piece.text for piece in pieces)
+    whole = whole_text(tokenizer, list(text.token_ids))
+    # a space that the decoder drops is shown as the token's own name
+    assert joined(pieces).replace("▁", " ").lstrip(" ") == whole.lstrip(" ")
+    if name == "byte level":
+        for learned in (False, True):
+            assert joined(pieces, learned=learned) == "".join(words for words, is_said in parts if is_said == learned)
+
+
+def test_a_piece_is_a_token_unless_tokens_share_a_character() -> None:
+    tokenizer = TOKENIZERS["byte level"]
+    text = encode(tokenizer, ("a𝄞", False), ("𝄞b", True))
+    assert len(text.token_ids) == 10, "four tokens each"
+    assert [(piece.text, piece.is_learned) for piece in spans(tokenizer, text)] == [
+        ("a", False), ("𝄞", False), ("𝄞", True), ("b", True)
+    ]  # fmt: skip
+
+
+def test_special_tokens_have_their_names() -> None:
+    tokenizer = TOKENIZERS["byte level"]
+    eos = tokenizer.eos_token_id
+    (a,) = tokenizer("a")["input_ids"]
+    text = EncodedChat((eos, a, eos, eos), (False, True, True, False))
+    assert spans(tokenizer, text) == [
+        Span("<eos>", is_learned=False, is_special=True),
+        Span("a", is_learned=True, is_special=False),
+        Span("<eos>", is_learned=True, is_special=True),
+        Span("<eos>", is_learned=False, is_special=True),
+    ]
+
+
+def test_letters_that_look_like_a_special_token_are_letters() -> None:
+    tokenizer = TOKENIZERS["byte level"]
+    pieces = spans(tokenizer, encode(tokenizer, ("<e", True), ("os>", True)))
+    assert joined(pieces) == "<eos>"
+    assert not any(piece.is_special for piece in pieces)
+
+
+def test_a_character_that_the_length_cut_through_is_shown_as_broken() -> None:
+    tokenizer = TOKENIZERS["byte level"]
+    whole = encode(tokenizer, ("a𝄞", True))
+    pieces = spans(tokenizer, EncodedChat(whole.token_ids[:3], whole.loss_mask[:3]))
+    assert [piece.text for piece in pieces] == ["a", BROKEN]
+
+
+def test_a_token_without_words_is_not_unseen() -> None:
+    tokenizer = TOKENIZERS["byte fallback"]
+    space = tokenizer.convert_tokens_to_ids("▁")
+    assert tokenizer.decode([space]) == ""
+    assert spans(tokenizer, EncodedChat((space,), (True,))) == [Span("▁", is_learned=True, is_special=False)]
+
+
+def test_the_mask_of_a_chat_is_what_the_assistant_says() -> None:
+    record = chat("w1 w2", "w3 w4", "w5", "w6")
+    tokenizer = chat_tokenizer()
+    text = encode_chat(ModelTokenizer(tokenizer, frozenset({EOS})), record["messages"], finished=True, max_length=99)
+    pieces = [(piece.text.strip(" "), piece.is_learned, piece.is_special) for piece in spans(tokenizer, text)]
+    learned = [(words, is_special) for words, is_learned, is_special in pieces if is_learned]
+    assert learned == [("w3", False), ("w4", False), ("<e>", True), ("w6", False), ("<e>", True)]
+    assert len(pieces) == len(text.token_ids)
+    assert [words for words, _, is_special in pieces if is_special] == ["<e>"] * 4
+
+
+def test_control_characters_are_visible() -> None:
+    assert Span("a\x1b[2J\r\n\tb\x9b\x7f\0c", is_learned=True, is_special=False).visible == "a␛[2J␍↵\n⇥   b\\x9b␡␀c"
+
+
+@pytest.mark.real
+def test_the_real_tokenizer_keeps_characters_of_several_tokens_whole() -> None:
+    answers = ["A squid: 🦑, and 日本 — <b>naïve</b>.\n\nDone.", "Bye 👩‍👩‍👧"]
+    messages = chat("Hello 🦑", answers[0], "Again?", answers[1])["messages"]
+    model = load_tokenizer("smollm2-135m")
+    text = encode_chat(model, messages, finished=True, max_length=999)
+    pieces = spans(model.tokenizer, text)
+    assert joined(pieces, learned=True) == "".join(f"{answer}<|im_end|>" for answer in answers)
+    assert joined(pieces) == model.tokenizer.decode(text.token_ids)
+    assert {piece.text for piece in pieces if piece.is_special} == {"<|im_start|>", "<|im_end|>"}
+    assert [piece.text for piece in pieces if piece.is_special and piece.is_learned] == ["<|im_end|>"] * 2
+    assert len(model.tokenizer("🦑", add_special_tokens=False)["input_ids"]) > 1
+    assert [piece.is_learned for piece in pieces if "🦑" in piece.text] == [False, True]
+    assert not any(BROKEN in piece.text for piece in pieces)

@@ -1,0 +1,105 @@
+"""What a folder holds decides which pages are written into it."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.reports.records import BENCH, MOVEMENT, TUNE, write_training_run
+
+from draftheads.errors import DataError, MissingDependency
+from draftheads.reports.write import write_report
+
+
+def folder_with(tmp_path: Path, record: str) -> Path:
+    if record == "metrics.json":
+        return write_training_run(tmp_path)
+    (tmp_path / record).write_text(json.dumps({"tune.json": TUNE, "bench.json": BENCH}[record]))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("record", "page", "facts"),
+    [
+        ("metrics.json", "report.html", ["tree of 3 nodes gives 1.75 tokens per step", "<td>87.5%</td>", "0.0005"]),
+        ("tune.json", "tune.html", ["growing tree of 3 nodes", "<td>1,234.5</td>", "1.31, 1.50", "bfloat16"]),
+        ("bench.json", "bench.html", ["hydra is fastest", "<td>12.3 M</td>", "6 of some/questions.jsonl"]),
+    ],
+)
+def test_each_kind_of_folder_gives_a_page_with_its_facts(
+    tmp_path: Path, record: str, page: str, facts: list[str]
+) -> None:
+    assert write_report(folder_with(tmp_path, record)) == [tmp_path / page]
+    html = (tmp_path / page).read_text()
+    assert [fact for fact in facts if fact not in html] == []
+
+
+def test_a_joint_run_also_shows_how_far_the_model_moved(tmp_path: Path) -> None:
+    write_report(write_training_run(tmp_path, movement=MOVEMENT))
+    assert "<td>KL(original || tuned) per token</td><td></td><td>0.0125</td>" in (tmp_path / "report.html").read_text()
+
+
+def test_a_folder_with_several_records_gets_a_page_of_each(tmp_path: Path) -> None:
+    folder_with(folder_with(tmp_path, "tune.json"), "metrics.json")
+    assert [page.name for page in write_report(tmp_path)] == ["report.html", "tune.html"]
+
+
+def test_only_pages_of_the_wanted_kind_are_written(tmp_path: Path) -> None:
+    folder_with(folder_with(tmp_path, "tune.json"), "metrics.json")
+    assert [page.name for page in write_report(tmp_path, "tune")] == ["tune.html"]
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("record", ["metrics.json", "tune.json", "bench.json"])
+def test_the_same_record_gives_the_same_bytes(tmp_path: Path, record: str) -> None:
+    (page,) = write_report(folder_with(tmp_path, record))
+    before = page.read_bytes()
+    write_report(tmp_path)
+    assert page.read_bytes() == before
+
+
+def test_an_empty_folder_is_an_error_that_names_the_records(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no metrics\.json .* no tune\.json .* no bench\.json"):
+        write_report(tmp_path)
+
+
+TUNE_DAMAGES: list[dict[str, Any]] = [
+    {"batches": []},
+    {"dynamic": {"expected": [1.0], "error": []}},
+    {"confidence": None},
+    {"format_version": 3},
+]
+
+
+@pytest.mark.parametrize("record", ["metrics.json", "tune.json", "bench.json"])
+@pytest.mark.parametrize("content", ["{", "{}", "[]", '"text"', "\xff", '{"rows": 3}', '{"format_version": 2}'])
+def test_a_damaged_record_is_named(tmp_path: Path, record: str, content: str) -> None:
+    (tmp_path / record).write_bytes(content.encode("latin-1"))
+    with pytest.raises(DataError, match="cannot be read") as caught:
+        write_report(tmp_path)
+    assert caught.value.path == str(tmp_path / record)
+    assert [path.name for path in tmp_path.iterdir()] == [record], "nothing is written"
+
+
+@pytest.mark.parametrize("damage", TUNE_DAMAGES)
+def test_a_record_with_a_wrong_part_is_named(tmp_path: Path, damage: dict[str, Any]) -> None:
+    (tmp_path / "tune.json").write_text(json.dumps({**TUNE, **damage}))
+    with pytest.raises(DataError, match="this tune result cannot be read"):
+        write_report(tmp_path)
+
+
+def test_a_damaged_log_of_training_is_an_error(tmp_path: Path) -> None:
+    (write_training_run(tmp_path) / "log.jsonl").write_text("{")
+    with pytest.raises(DataError, match="this training run cannot be read"):
+        write_report(tmp_path)
+
+
+@pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
+def test_a_missing_package_is_named_with_its_install_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingDependency, match=rf"needs {package}; .* pip install 'draftheads\[report\]'"):
+        write_report(folder_with(tmp_path, "tune.json"))
+    assert not (tmp_path / "tune.html").exists()
