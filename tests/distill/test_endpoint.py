@@ -182,7 +182,10 @@ def test_a_server_that_stays_down_ends_the_run_and_it_goes_on_later(server: Serv
     chosen = remote(tmp_path, server, request_retries=2)
     server.behave = lambda request: refusal(503, "tired") if "w20" in str(request["messages"]) else answer(request)
     num_before = len(server.requests)
-    with pytest.raises(EndpointError, match=r"gave no answer in 3 attempts, at last: status 503, tired; .*goes on"):
+    with pytest.raises(
+        EndpointError,
+        match=r"did not answer in 3 attempts; the last problem: status 503, tired; .*the same command continues",
+    ):
         run(chosen)
     tried = [request for request in server.requests[num_before:] if "w20" in str(request["messages"])]
     assert len(tried) == 3
@@ -250,7 +253,7 @@ def test_an_address_that_is_none_is_refused(tmp_path: Path, url: str, words: str
 
 def test_a_server_that_is_not_there_is_named(server: Server, tmp_path: Path):
     chosen = options(tmp_path, endpoint="http://127.0.0.1:1/v1", endpoint_model="x", request_retries=1)
-    with pytest.raises(EndpointError, match=r"127.0.0.1:1/v1/chat/completions gave no answer in 2 attempts"):
+    with pytest.raises(EndpointError, match=r"127.0.0.1:1/v1/chat/completions did not answer in 2 attempts"):
         run(chosen)
 
 

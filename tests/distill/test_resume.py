@@ -14,11 +14,10 @@ import pytest
 
 from distill_world import RECORDS, manifest, options, records, write_prompts
 from draftheads.distill import journal
-from draftheads.distill.dialogue import Dialogue
+from draftheads.distill.dialogue import Dialogue, OnProgress
 from draftheads.distill.journal import Journal, manifest_path, part_path
 from draftheads.distill.options import DistillOptions
 from draftheads.distill.run import Outcome, distill
-from draftheads.distill.source import Heard
 from draftheads.errors import DataError, DistillationInterrupted, InvalidSettings, StorageError
 from fake_progress import FakeProgress
 from nursery import Nursery
@@ -36,16 +35,16 @@ class Echo:
         self.is_finished = is_finished  # whether its answers end by themselves
         self.asked: list[int] = []  # indices of the conversations
 
-    def converse(self, dialogues: list[Dialogue], heard: Heard) -> None:
+    def converse(self, dialogues: list[Dialogue], on_progress: OnProgress) -> None:
         for dialogue in dialogues:
             self.asked.append(dialogue.index)
             while not dialogue.is_over:
                 if not dialogue.ask_next():
                     dialogue.ask(f"w{dialogue.next_seed % 40}")
                 dialogue.answer(f"{dialogue.temperature} {dialogue.next_seed}", is_finished=self.is_finished)
-                dialogue.spend(3)
-                heard(3, 0)
-            heard(0, 1)
+                dialogue.count(3)
+                on_progress(3, 0)
+            on_progress(0, 1)
 
 
 class Killed(BaseException):
@@ -169,7 +168,7 @@ def interrupt() -> None:
 
 def test_ctrl_c_says_that_it_goes_on_and_it_does(whole: bytes, tmp_path: Path):
     chosen = echo_options(tmp_path)
-    with pytest.raises(DistillationInterrupted, match=f"stopped after 30 of {TOTAL} .*the same command goes on"):
+    with pytest.raises(DistillationInterrupted, match=f"stopped after 30 of {TOTAL} .*the same command continues"):
         run(chosen, progress=FakeProgress(34, interrupt))
     progress = FakeProgress()
     run(chosen, progress=progress)
@@ -226,7 +225,9 @@ def test_a_run_with_other_settings_is_refused(
     if is_complete:
         run(chosen)
     before = {path.name: path.read_bytes() for path in tmp_path.glob("out*")}
-    with pytest.raises(InvalidSettings, match=f"{words}. Use what it was to go on with it, name another --out"):
+    with pytest.raises(
+        InvalidSettings, match=f"{words}. To continue that run use its settings; else name another --out"
+    ):
         run(echo_options(tmp_path, **changes))
     assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == before
 
@@ -263,7 +264,7 @@ def test_files_of_others_are_left_alone(tmp_path: Path, name: str):
 def test_a_file_that_came_into_the_place_of_the_output_is_left_alone(tmp_path: Path):
     chosen = stopped(tmp_path)
     chosen.out.write_text("precious")
-    with pytest.raises(InvalidSettings, match=r"out.jsonl exists, but is not of the run"):
+    with pytest.raises(InvalidSettings, match=r"out.jsonl exists, but does not belong to the run"):
         run(chosen)
     assert chosen.out.read_text() == "precious"
 

@@ -19,7 +19,7 @@ from draftheads.data.records import read_chats
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult
 from draftheads.distill.dialogue import Dialogue
-from draftheads.distill.local import _take_down
+from draftheads.distill.local import _add_result
 from draftheads.distill.options import DistillOptions
 from draftheads.distill.prompts import SELF_TALK, Prompt, survey, unique_prompts
 from draftheads.distill.template import TurnEnd, user_turn_end, user_turn_opening
@@ -185,8 +185,8 @@ def test_self_talk_goes_on_for_so_many_turns(target: TargetModel, tmp_path: Path
 def test_questions_that_are_empty_or_have_no_end_are_dropped(tmp_path: Path, text: str, reason: Any):
     dialogue = Dialogue(Prompt((), None, SELF_TALK), index=0, options=options(tmp_path, num_self_talk=1))
     result = GenerationResult(text, (9, 2), 3, 1, reason)
-    _take_down(dialogue, SimpleNamespace(result=lambda: result))  # type: ignore[arg-type]
-    assert (dialogue.is_over, dialogue.given_up, dialogue.record()) == (True, "no_question", None)
+    _add_result(dialogue, SimpleNamespace(result=lambda: result))  # type: ignore[arg-type]
+    assert (dialogue.is_over, dialogue.stop_reason, dialogue.record()) == (True, "no_question", None)
     assert (dialogue.num_tokens, dialogue.num_steps) == (2, 1)  # they cost time all the same
 
 

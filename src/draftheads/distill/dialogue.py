@@ -1,89 +1,98 @@
-"""One conversation on its way: what was said, whose turn it is, and how it ended. Knows no models."""
+"""A conversation in progress, and the interface of what answers it. Knows no models."""
 
 import hashlib
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
 
 from draftheads.distill.options import DistillOptions
 from draftheads.distill.prompts import SELF_TALK, Prompt
 
-GivenUp = Literal["too_long", "no_question"]  # more tokens than the model takes; the model made up no question
+StopReason = Literal["too_long", "no_question"]  # more tokens than the model allows; the model wrote no question
+OnProgress = Callable[[int, int], None]  # new tokens and finished conversations since the last call
 
 
-def mixed_seed(*numbers: int) -> int:
-    """A number of 32 bits (PyTorch's generators read no more of a seed) that depends on all the given ones.
+class Source(Protocol):
+    """What answers: an engine of ours, or a server."""
 
-    >>> mixed_seed(0, 1) == mixed_seed(0, 1), mixed_seed(0, 1) == mixed_seed(1, 0)
-    (True, False)
-    """
-    digest = hashlib.blake2b("/".join(map(str, numbers)).encode(), digest_size=4).digest()
-    return int.from_bytes(digest)
+    @property
+    def identity(self) -> dict[str, str]:
+        """What the answers depend on besides the options. A stopped run can only continue with the same."""
+
+    def converse(self, dialogues: Sequence["Dialogue"], on_progress: OnProgress) -> None:
+        """Continues all dialogues to their end."""
 
 
 class Dialogue:
-    """A conversation that is led turn by turn; what is random in it depends on the run's seed and its place."""
+    """A conversation, turn by turn. Its random choices depend on the run's seed and its place in the run.
+
+    Args:
+        prompt: what the user says; in self-talk the model writes the questions.
+        index: the conversation's place in the run.
+        options: of the run.
+    """
 
     def __init__(self, prompt: Prompt, *, index: int, options: DistillOptions) -> None:
         self.prompt = prompt
-        self.index = index  # its place in the run
+        self.index = index
         self.seed = mixed_seed(options.seed, index)
         self.temperature = options.temperature[self.seed % len(options.temperature)]
         self.messages: list[dict[str, str]] = []
         if prompt.system is not None:
             self.messages.append({"role": "system", "content": prompt.system})
-        self.is_made_up = prompt.source == SELF_TALK
-        self.num_turns = options.self_talk_turns if self.is_made_up else len(prompt.turns)
+        self.is_self_talk = prompt.source == SELF_TALK
+        self.num_turns = options.self_talk_turns if self.is_self_talk else len(prompt.turns)
         self.num_answers = 0
-        self.num_generations = 0  # answers and made-up questions, those of no use included
+        self.num_generations = 0  # answers and self-talk questions, also those that are not kept
         self.num_tokens = 0  # of all generations
         self.num_steps = 0  # passes of the target after the prompts were read
         self.is_finished = True  # whether the last answer ended by itself
-        self.given_up: GivenUp | None = None
+        self.stop_reason: StopReason | None = None
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will be said."""
-        return self.given_up is not None or not self.is_finished or self.num_answers == self.num_turns
+        """Whether there is nothing left to generate."""
+        return self.stop_reason is not None or not self.is_finished or self.num_answers == self.num_turns
 
     @property
     def awaits_answer(self) -> bool:
-        """Whether the user spoke last."""
+        """Whether the last message is the user's."""
         return bool(self.messages) and self.messages[-1]["role"] == "user"
 
     @property
     def next_seed(self) -> int:
-        """Of the next turn, whoever speaks."""
+        """The seed of the next generation, a question or an answer."""
         return mixed_seed(self.seed, len(self.messages))
 
     def ask_next(self) -> bool:
-        """Lets the user speak from the prompt; False where the question has to be made up."""
-        if not self.awaits_answer and not self.is_made_up:
+        """Adds the next question of the prompt; returns False where the model has to write the question."""
+        if not self.awaits_answer and not self.is_self_talk:
             self.ask(self.prompt.turns[self.num_answers])
         return self.awaits_answer
 
     def ask(self, question: str) -> None:
-        """The user speaks."""
+        """Adds a question."""
         self.messages.append({"role": "user", "content": question})
 
     def answer(self, text: str, *, is_finished: bool) -> None:
-        """The assistant speaks."""
+        """Adds an answer."""
         self.messages.append({"role": "assistant", "content": text})
         self.num_answers += 1
         self.is_finished = is_finished
 
-    def spend(self, num_tokens: int, *, num_steps: int = 0) -> None:
+    def count(self, num_tokens: int, *, num_steps: int = 0) -> None:
         """Counts a generation."""
         self.num_generations += 1
         self.num_tokens += num_tokens
         self.num_steps += num_steps
 
-    def give_up(self, why: GivenUp) -> None:
-        """Ends it where it is; a question without an answer is taken back."""
+    def stop(self, reason: StopReason) -> None:
+        """Ends the conversation early; removes a question without an answer."""
         if self.awaits_answer:
             self.messages.pop()
-        self.given_up = why
+        self.stop_reason = reason
 
     def record(self) -> dict[str, Any] | None:
-        """The line to write; None where nothing was answered."""
+        """The line to write; None where there is no answer."""
         if not self.num_answers:
             return None
         return {
@@ -94,3 +103,13 @@ class Dialogue:
             "index": self.index,
             "source": self.prompt.source,
         }
+
+
+def mixed_seed(*numbers: int) -> int:
+    """A seed of 32 bits (PyTorch's generators read no more) that depends on all numbers and their order.
+
+    >>> mixed_seed(0, 1) == mixed_seed(0, 1), mixed_seed(0, 1) == mixed_seed(1, 0)
+    (True, False)
+    """
+    digest = hashlib.blake2b("/".join(map(str, numbers)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest)

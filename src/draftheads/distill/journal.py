@@ -1,8 +1,8 @@
-"""The output file while it grows, and the manifest that says how much of it counts.
+"""The output file while it grows, and its manifest, which counts the bytes that are valid.
 
-``OUT.part`` gets the lines, chunk by chunk; ``OUT.manifest.json`` is replaced whole after each. A kill between the two
-leaves bytes behind the noted end, which the next chunk overwrites. When all is done the manifest says so, and then
-the file takes its name ``OUT``. Knows nothing of what the lines mean.
+Lines are appended to ``OUT.part``, chunk by chunk; after each chunk ``OUT.manifest.json`` is replaced. A kill between
+the two leaves bytes after the counted ones, which the next chunk overwrites. At the end the manifest is marked complete
+and ``OUT.part`` is renamed to ``OUT``. Knows nothing of the content of the lines.
 """
 
 import contextlib
@@ -21,21 +21,21 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Counts:
-    """How far a run is."""
+    """The progress of a run."""
 
-    num_done: int = 0  # conversations, those that left no line included
+    num_done: int = 0  # conversations, with or without a line in the file
     num_bytes: int = 0  # of the output file
     num_records: int = 0  # lines of the output file
     num_answers: int = 0  # in these lines
     num_unfinished: int = 0  # lines whose last answer was cut off
-    num_repeated: int = 0  # made-up conversations left out: their questions were asked before
-    num_no_question: int = 0  # left out: the model made up no question
+    num_repeated: int = 0  # self-talk left out: its questions were asked before
+    num_no_question: int = 0  # left out: the model wrote no question
     num_too_long: int = 0  # left out: longer than the model allows
-    num_shortened: int = 0  # lines without the last turns, which would have been too long or were not made up
-    num_generations: int = 0  # answers and made-up questions, of conversations left out, too
+    num_shortened: int = 0  # lines without their last turns, which were too long or had no question
+    num_generations: int = 0  # answers and self-talk questions, also of conversations left out
     num_tokens: int = 0  # generated
     num_steps: int = 0  # passes of the target after the prompts were read
-    seconds: float = 0.0  # spent on answering
+    seconds: float = 0.0  # of answering
 
     def __add__(self, other: "Counts") -> "Counts":
         mine, its = asdict(self), asdict(other)
@@ -48,22 +48,22 @@ class Counts:
 
     @property
     def tokens_per_step(self) -> float:
-        """New tokens per pass of the target; 1 where it is not known."""
+        """New tokens per pass of the target; 1 if the steps are not known."""
         return (self.num_tokens - self.num_generations) / self.num_steps if self.num_steps else 1.0
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What stands beside the output file."""
+    """The content of ``OUT.manifest.json``."""
 
-    identity: Mapping[str, Any]  # what the lines depend on
+    identity: Mapping[str, Any]  # everything that the lines depend on
     counts: Counts = Counts()
     is_complete: bool = False
     sha256: str | None = None  # of the complete file
     details: Mapping[str, Any] = field(default_factory=dict)  # for readers: all options, versions, …
 
     def to_json(self) -> bytes:
-        """As it stands on the disk."""
+        """The bytes of the file."""
         return (json.dumps({"format": _FORMAT, **asdict(self)}, indent=2, ensure_ascii=False) + "\n").encode()
 
     @classmethod
@@ -71,7 +71,7 @@ class Manifest:
         """The manifest in a file; None where there is no file.
 
         Raises:
-            DataError: it is not one.
+            DataError: the file is not a manifest.
         """
         try:
             values = json.loads(path.read_bytes())
@@ -82,12 +82,12 @@ class Manifest:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            mend = "delete it and the file it belongs to, or name another --out"
-            raise DataError(f"is no manifest of a distillation ({error}): {mend}", path=path) from error
+            fix = "delete it and the file it belongs to, or name another --out"
+            raise DataError(f"is not a manifest of a distillation ({error}): {fix}", path=path) from error
 
 
 class Journal:
-    """One run's output. Made by :meth:`locked`."""
+    """The output of one run. Made by :meth:`locked`."""
 
     def __init__(self, out: Path, manifest: Manifest) -> None:
         self.out = out
@@ -96,18 +96,18 @@ class Journal:
     @classmethod
     @contextlib.contextmanager
     def locked(cls, out: Path, identity: Mapping[str, Any], details: Mapping[str, Any]) -> Iterator[Self]:
-        """The journal of a run, new or as a killed one left it; no other process may write it meanwhile.
+        """The journal of a run, new or as a stopped process left it; no other process can write it meanwhile.
 
         Raises:
-            InvalidSettings: ``out`` is of another run.
-            DataError: the files are not as a run leaves them.
-            StorageError: they cannot be written, or another process writes them.
+            InvalidSettings: ``out`` belongs to another run.
+            DataError: the files are damaged.
+            StorageError: the files cannot be written, or another process writes them.
         """
         with locked(out.parent, "name another --out", file=out.name):
             remove_leftovers(manifest_path(out))
             before = Manifest.read(manifest_path(out))
             if before is None:
-                _refuse_strangers(out)
+                _refuse_unknown_files(out)
                 journal = cls(out, Manifest(identity, details=details))
                 journal._write_manifest()
             else:
@@ -118,11 +118,11 @@ class Journal:
 
     @property
     def counts(self) -> Counts:
-        """How far the run is."""
+        """The progress of the run."""
         return self.manifest.counts
 
     def lines(self) -> Iterator[bytes]:
-        """The lines that count, of a run that is not complete."""
+        """The valid lines of a run that is not complete."""
         left = self.counts.num_bytes
         if left:
             with part_path(self.out).open("rb") as file:
@@ -138,7 +138,7 @@ class Journal:
         self._write_manifest()
 
     def finish(self) -> None:
-        """Gives the complete file its name; nothing is left to do where it has it."""
+        """Marks the run complete and renames the file; does nothing if that is done."""
         part = part_path(self.out)
         if not self.manifest.is_complete:
             append_synced(part, b"", offset=self.counts.num_bytes)
@@ -153,11 +153,11 @@ class Journal:
         write_atomic(manifest_path(self.out), self.manifest.to_json())
 
     def _check_files(self) -> None:
-        """What the manifest counts must be there."""
+        """Checks that the bytes that the manifest counts are there."""
         part, size = part_path(self.out), self.counts.num_bytes
         if self.out.exists() and (part.exists() or not self.manifest.is_complete):
             raise InvalidSettings(
-                f"{self.out} exists, but is not of the run that {manifest_path(self.out)} tells of: "
+                f"{self.out} exists, but does not belong to the run of {manifest_path(self.out)}: "
                 "name another --out, or move it away"
             )
         there = self.out if self.out.exists() else part
@@ -171,20 +171,20 @@ class Journal:
 
 
 def part_path(out: Path) -> Path:
-    """Where the lines are until all are there."""
+    """The file of the lines until the run is complete."""
     return out.with_name(out.name + ".part")
 
 
 def manifest_path(out: Path) -> Path:
-    """Where the manifest is."""
+    """The file of the manifest."""
     return out.with_name(out.name + ".manifest.json")
 
 
-def _refuse_strangers(out: Path) -> None:
+def _refuse_unknown_files(out: Path) -> None:
     for path in (out, part_path(out)):
         if path.exists():
             raise InvalidSettings(
-                f"{path} exists, but {manifest_path(out)} does not, so it is of no run that could go on: "
+                f"{path} exists, but {manifest_path(out)} does not, so no run can continue it: "
                 "name another --out, or delete it"
             )
 
@@ -194,6 +194,6 @@ def _refuse_another_run(out: Path, before: Mapping[str, Any], now: Mapping[str, 
     if names:
         changes = ", ".join(f"{name} was {before.get(name)!r} and is {now.get(name)!r}" for name in names)
         raise InvalidSettings(
-            f"{out} is of another run: {changes}. Use what it was to go on with it, name another --out, "
-            f"or delete {manifest_path(out)} and what it belongs to"
+            f"{out} belongs to another run: {changes}. To continue that run use its settings; else name another --out, "
+            f"or delete {manifest_path(out)} and its output file"
         )

@@ -1,4 +1,4 @@
-"""Answers by our own engine: many conversations at once, the next turn as soon as the last one has ended."""
+"""Answers by our own engine: many conversations together, each new turn as soon as the last one has ended."""
 
 import hashlib
 import json
@@ -10,9 +10,8 @@ from functools import cached_property
 from draftheads.chat_template import BUILT_IN, template_of
 from draftheads.decode.engine import Engine, Prompt
 from draftheads.decode.request import Sequence
-from draftheads.distill.dialogue import Dialogue
+from draftheads.distill.dialogue import Dialogue, OnProgress
 from draftheads.distill.options import DistillOptions
-from draftheads.distill.source import Heard
 from draftheads.distill.template import TurnEnd, user_turn_end, user_turn_opening
 from draftheads.errors import DataError, InvalidPrompt, PromptTooLong, UnsupportedModel
 from draftheads.models.fingerprint import Fingerprints
@@ -20,10 +19,10 @@ from draftheads.sampling import SamplingSettings
 
 
 class EngineSource:
-    """Leads conversations with an engine's model.
+    """Continues conversations with an engine's model.
 
     Raises:
-        UnsupportedModel: on construction, where the model has no chat template, or none to make up questions with.
+        UnsupportedModel: on construction, if the model has no chat template, or one that does not allow self-talk.
     """
 
     def __init__(self, engine: Engine, options: DistillOptions) -> None:
@@ -39,7 +38,7 @@ class EngineSource:
 
     @property
     def identity(self) -> dict[str, str]:
-        """What the answers depend on; a head is not part of it."""
+        """What the answers depend on: the model and its chat template. A head changes no answer."""
         model = self.engine.model
         prints = json.dumps([asdict(Fingerprints.of(model)), template_of(model)])
         return {
@@ -48,33 +47,33 @@ class EngineSource:
             "dtype": str(model.dtype).removeprefix("torch."),
         }
 
-    def converse(self, dialogues: Listing[Dialogue], heard: Heard) -> None:
-        """Leads all to their end. Long conversations start first, so that few rows are left alone at the end."""
-        going: dict[int, Sequence] = {}
-        line: deque[Sequence] = deque()
+    def converse(self, dialogues: Listing[Dialogue], on_progress: OnProgress) -> None:
+        """Continues all to their end. Long conversations start first, so that the batch is full for longer."""
+        running: dict[int, Sequence] = {}
+        waiting: deque[Sequence] = deque()
         for place in sorted(range(len(dialogues)), key=lambda place: -dialogues[place].num_turns):
-            self._go_on(dialogues[place], place, going)
-            heard(0, int(dialogues[place].is_over))
-        line.extend(going.values())
-        for event in self.engine.serve(line):
-            heard(len(event.token_ids), 0)
+            self._submit(dialogues[place], place, running)
+            on_progress(0, int(dialogues[place].is_over))
+        waiting.extend(running.values())
+        for event in self.engine.serve(waiting):
+            on_progress(len(event.token_ids), 0)
             if event.finish_reason is not None:
                 dialogue = dialogues[event.index]
-                _take_down(dialogue, going.pop(event.index))
-                self._go_on(dialogue, event.index, going)
+                _add_result(dialogue, running.pop(event.index))
+                self._submit(dialogue, event.index, running)
                 if dialogue.is_over:
-                    heard(0, 1)
+                    on_progress(0, 1)
                 else:
-                    line.appendleft(going[event.index])
+                    waiting.appendleft(running[event.index])
 
-    def _go_on(self, dialogue: Dialogue, place: int, going: dict[int, Sequence]) -> None:
-        """Puts the dialogue's next request, if it has one, at its place."""
+    def _submit(self, dialogue: Dialogue, place: int, running: dict[int, Sequence]) -> None:
+        """Adds the dialogue's next request, if it has one."""
         try:
             if not dialogue.is_over:
                 prompt, settings = self._request(dialogue)
-                going[place] = self.engine.sequence(prompt, settings, index=place)
+                running[place] = self.engine.sequence(prompt, settings, index=place)
         except PromptTooLong:
-            dialogue.give_up("too_long")
+            dialogue.stop("too_long")
         except InvalidPrompt as error:
             raise DataError(f"{dialogue.prompt.source}: {error}") from error
 
@@ -102,14 +101,14 @@ class EngineSource:
         return user_turn_end(self.engine.model)
 
 
-def _take_down(dialogue: Dialogue, sequence: Sequence) -> None:
-    """Adds what was generated to the dialogue."""
+def _add_result(dialogue: Dialogue, sequence: Sequence) -> None:
+    """Adds the generated question or answer to the dialogue."""
     result = sequence.result()
-    dialogue.spend(len(result.token_ids), num_steps=result.num_steps)
+    dialogue.count(len(result.token_ids), num_steps=result.num_steps)
     is_finished = result.finish_reason == "stop"
     if dialogue.awaits_answer:
         dialogue.answer(result.text, is_finished=is_finished)
     elif is_finished and result.text.strip():
         dialogue.ask(result.text.strip())
     else:
-        dialogue.give_up("no_question")
+        dialogue.stop("no_question")

@@ -6,20 +6,20 @@ from typing import Literal
 
 from draftheads.errors import InvalidSettings
 
-_CHUNK_BATCHES = 8  # the rows of a chunk's last answers thin out: a tenth of the speed at this size
-_NOT_WITH_ENDPOINT = {"head": None, "num_self_talk": 0, "chat_template": None}  # and what they must then be
+_CHUNK_BATCHES = 8  # at the end of a chunk the batch is not full: this costs a tenth of the speed at this size
+_NOT_WITH_ENDPOINT = {"head": None, "num_self_talk": 0, "chat_template": None}  # with the only value that is allowed
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillOptions:
-    """Let a model answer prompts, and write its answers as training data."""
+    """Let a model answer prompts and write its answers as training data."""
 
     out: Path
     """The file to write: one {"messages": [...]} a line, as draftheads train --data reads them."""
     prompts: tuple[Path, ...] = ()
-    """Prompt files (.jsonl, .jsonl.gz) with "prompt", "messages" or "turns" in each line; answers there are ignored."""
+    """Prompt files (.jsonl, .jsonl.gz) with "prompt", "messages" or "turns" in each line; their answers are ignored."""
     num_self_talk: int = 0
-    """Conversations that the model makes up, questions included; they come after the prompts."""
+    """Conversations in which the model also writes the questions (self-talk); they come after the prompts."""
     model: str = "smollm2-135m"
     """The model that answers: a name, a folder or a Hugging Face id."""
     chat_template: str | None = None
@@ -27,10 +27,10 @@ class DistillOptions:
     head: str | None = None
     """A draft head that makes it faster: a bundled one's name, a folder or a Hugging Face id."""
     chain: int | None = None
-    """Let the head guess a chain of that many tokens in place of its tree. In a large batch few guesses pay: on two CPU
-    cores 2 at a batch size of 8, none from 32 on."""
+    """Draft a chain of this many tokens in place of a tree. In a large batch only short drafts are faster: on two CPU
+    cores 2 tokens at a batch size of 8, and none from 32 on."""
     temperature: tuple[float, ...] = (0.0,)
-    """0 is greedy, above 0 samples; of several values each prompt gets one at random, so repeat one to weigh it."""
+    """0 is greedy, above 0 samples. Of several values each prompt gets one at random; repeat a value to use it more."""
     top_k: int | None = None
     """Sample among the k most likely tokens only."""
     top_p: float = 1.0
@@ -38,21 +38,21 @@ class DistillOptions:
     max_new_tokens: int = 256
     """An answer is cut off after this many tokens; a conversation ends with an answer that was cut off."""
     self_talk_turns: int = 1
-    """Questions in a conversation that the model makes up."""
+    """Questions in a self-talk conversation."""
     self_talk_temperature: float = 1.0
-    """Temperature of the made-up questions; their answers have --temperature."""
+    """Temperature of self-talk questions; their answers have --temperature."""
     max_question_tokens: int = 256
-    """A made-up question that is longer is dropped."""
+    """A self-talk question that is longer is dropped."""
     seed: int = 0
     """Decides every random choice."""
     batch_size: int = 64
     """Conversations that are answered together."""
     chunk_size: int | None = None
-    """Conversations between two savings; eight batches when left out. A kill costs at most that much work."""
+    """Conversations between two savings; eight batches when left out. A kill loses at most this much work."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
     """What the model computes in; auto is bf16 where the machine has it, else fp32."""
     endpoint: str | None = None
-    """Ask this OpenAI-compatible server (http://host:port/v1) in place of a model here."""
+    """Ask this OpenAI-compatible server (http://host:port/v1) in place of a local model."""
     endpoint_model: str | None = None
     """The model's name on that server."""
     api_key_env: str | None = None
@@ -60,7 +60,7 @@ class DistillOptions:
     request_timeout: float = 600.0
     """Seconds to wait for an answer of the server."""
     request_retries: int = 6
-    """How often a request is made again when the server is busy, broken or out of reach."""
+    """How often a request is repeated when the server is busy, fails or cannot be reached."""
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "self_talk_turns", "max_question_tokens", "batch_size"):
@@ -73,11 +73,15 @@ class DistillOptions:
         hot = [*self.temperature, self.self_talk_temperature]
         self._require("temperature", bool(self.temperature), "give at least one value")
         self._require("temperature", all(0 <= t < float("inf") for t in hot), "give 0 (greedy) or positive numbers")
-        self._require("self_talk_temperature", self.self_talk_temperature > 0, "greedy questions would all be the same")
+        self._require(
+            "self_talk_temperature",
+            self.self_talk_temperature > 0,
+            "greedy questions would all be the same",
+        )
         self._require("top_p", 0 < self.top_p <= 1, "must be above 0 and at most 1")
         self._require("top_k", self.top_k is None or self.top_k >= 1, "must be at least 1")
         self._require("request_timeout", self.request_timeout > 0, "must be above 0")
-        self._require("out", self.out.suffix != ".gz", "a file that grows cannot be zipped; zip it when it is whole")
+        self._require("out", self.out.suffix != ".gz", "a growing file cannot be zipped; zip it when it is complete")
         if not self.prompts and not self.num_self_talk:
             raise InvalidSettings("nothing to answer: give --prompts FILE… or --num-self-talk N")
         self._check_endpoint()
@@ -95,8 +99,8 @@ class DistillOptions:
         for name, value in _NOT_WITH_ENDPOINT.items():
             if self.endpoint is not None:
                 is_fine = getattr(self, name) == value
-                self._require(name, is_fine, f"--endpoint {self.endpoint} answers prompts by itself; leave it out")
+                self._require(name, is_fine, f"not used with --endpoint {self.endpoint}; leave it out")
 
-    def _require(self, name: str, is_fine: bool, mend: str) -> None:  # noqa: FBT001
+    def _require(self, name: str, is_fine: bool, fix: str) -> None:  # noqa: FBT001
         if not is_fine:
-            raise InvalidSettings(f"--{name.replace('_', '-')} is {getattr(self, name)!r}: {mend}")
+            raise InvalidSettings(f"--{name.replace('_', '-')} is {getattr(self, name)!r}: {fix}")

@@ -1,4 +1,4 @@
-"""What users say, read from files, each conversation once.
+"""The prompts of files, each conversation once.
 
 Knows nothing of models. Files are read twice, once to count and once to answer, so that a million prompts need not be
 in memory.
@@ -22,8 +22,8 @@ _ROLES = {"system", "user", "assistant"}
 class Prompt:
     """What the user and the system say in a conversation."""
 
-    turns: tuple[str, ...]  # what the user says, turn by turn; empty where the model makes it up
-    system: str | None  # what the system says first, if anything
+    turns: tuple[str, ...]  # what the user says, turn by turn; empty in self-talk
+    system: str | None  # the system message, if there is one
     source: str  # file and line, or SELF_TALK
 
     @property

@@ -1,9 +1,8 @@
-"""A distillation: prompts to conversations, chunk by chunk, each saved before the next begins.
+"""A distillation: prompts to conversations, in chunks; each chunk is saved before the next one begins.
 
-Knows the order of the work; shows nothing: progress goes to a :class:`~draftheads.progress.Progress`.
-A chunk is answered by itself, with
-nothing left over from the one before. So a run that goes on after a kill computes a chunk again with the same
-neighbours in every batch, and its file is the same to the byte even where kernels round by batch size.
+Knows the order of the work; shows nothing: it reports to a :class:`~draftheads.progress.Progress`. Each chunk starts
+with an empty batch. So after a kill a chunk is computed again with the same neighbours in every batch, and the file is
+the same to the byte even where kernels round by batch size.
 """
 
 import json
@@ -13,20 +12,19 @@ from dataclasses import asdict, dataclass
 from itertools import chain, islice, repeat
 from typing import Any
 
-from draftheads.distill.dialogue import Dialogue
+from draftheads.distill.dialogue import Dialogue, Source
 from draftheads.distill.journal import Counts, Journal
 from draftheads.distill.options import DistillOptions
 from draftheads.distill.prompts import SELF_TALK, Prompt, Seen, Survey, survey, unique_prompts
-from draftheads.distill.source import Source
 from draftheads.errors import DistillationInterrupted
 from draftheads.progress import Progress
 from draftheads.provenance import provenance
 
-_MAY_CHANGE = frozenset(  # the answers do not depend on these, or not on purpose
+_MAY_CHANGE = frozenset(  # the answers do not depend on these (batch_size only by rounding)
     {
         "out",
-        "prompts",  # their content counts
-        "model",  # what is loaded counts
+        "prompts",  # their content counts, not their place
+        "model",  # its fingerprint counts, not its name
         "precision",
         "head",
         "chat_template",  # its text counts, as part of the model's fingerprint
@@ -48,20 +46,20 @@ class Outcome:
 
     survey: Survey
     counts: Counts
-    was_complete: bool  # before it was asked for
+    was_complete: bool  # before this call
 
 
 def distill(options: DistillOptions, load_source: Callable[[], Source], progress: Progress) -> Outcome:
-    """Writes ``options.out``, or goes on writing it where a run was stopped.
+    """Writes ``options.out``, or continues a run that was stopped.
 
     Args:
-        options: what to do.
-        load_source: makes who answers; called when the prompts are known to be readable.
+        options: of the run.
+        load_source: makes the source of the answers; called after the prompts were read without an error.
         progress: is told how far the work is.
 
     Raises:
-        DraftHeadsError: bad prompts or settings, an output of another run, a full disk, a server that gives up, or
-            Ctrl-C. What was saved stays, and the same call goes on from there.
+        DraftHeadsError: bad prompts or settings, an output of another run, a full disk, a server that fails, or Ctrl-C.
+            Saved conversations stay, and the same call continues after them.
     """
     progress.stage("reading prompts")
     found = survey(options.prompts)
@@ -75,25 +73,25 @@ def distill(options: DistillOptions, load_source: Callable[[], Source], progress
                 _answer(options, source, journal, _Tally(progress, journal.counts.num_done, total))
             except KeyboardInterrupt:
                 raise DistillationInterrupted(
-                    f"stopped after {journal.counts.num_done:,} of {total:,} conversations: the same command goes on"
+                    f"stopped after {journal.counts.num_done:,} of {total:,} conversations: the same command continues"
                 ) from None
         journal.finish()
     return Outcome(found, journal.counts, was_complete)
 
 
 def identity_of(options: DistillOptions, source: Source, found: Survey) -> dict[str, Any]:
-    """What every line depends on."""
+    """Everything that the lines depend on."""
     settings = {name: value for name, value in asdict(options).items() if name not in _MAY_CHANGE}
     return {**source.identity, **settings, **asdict(found)}
 
 
 def details_of(options: DistillOptions) -> dict[str, Any]:
-    """What a reader of the manifest may want to know."""
+    """Further facts for readers of the manifest."""
     return {"options": json.loads(json.dumps(asdict(options), default=str)), "provenance": provenance()}
 
 
 class _Tally:
-    """Adds up what a source says that it did."""
+    """Adds up and reports the progress of a source."""
 
     def __init__(self, progress: Progress, num_done: int, total: int) -> None:
         self.progress = progress
@@ -102,7 +100,7 @@ class _Tally:
         self.num_tokens = 0
         self.started = time.monotonic()
 
-    def heard(self, num_tokens: int, num_done: int) -> None:
+    def add(self, num_tokens: int, num_done: int) -> None:
         self.num_tokens += num_tokens
         self.num_done += num_done
         seconds = max(time.monotonic() - self.started, 1e-3)
@@ -115,7 +113,7 @@ def _answer(options: DistillOptions, source: Source, journal: Journal, tally: _T
     while chunk := list(islice(prompts, options.chunk)):
         started = time.monotonic()
         dialogues = [Dialogue(prompt, index=index, options=options) for index, prompt in chunk]
-        source.converse(dialogues, tally.heard)
+        source.converse(dialogues, tally.add)
         lines, counts = _lines(dialogues, seen)
         journal.add(lines, counts + Counts(seconds=time.monotonic() - started))
 
@@ -125,7 +123,7 @@ def _all_prompts(options: DistillOptions) -> Iterator[Prompt]:
 
 
 def _seen_in(lines: Iterable[bytes]) -> Seen:
-    """The questions of the lines that were written before."""
+    """The questions of the lines that an earlier process wrote."""
     seen = Seen()
     for line in lines:
         seen.add(_questions(json.loads(line)["messages"]))
@@ -137,12 +135,12 @@ def _questions(messages: Sequence[dict[str, str]]) -> list[str]:
 
 
 def _lines(dialogues: Sequence[Dialogue], seen: Seen) -> tuple[bytes, Counts]:
-    """What to write of a chunk, and its counts. Made-up questions may have been asked before: they are left out."""
+    """The lines of a chunk, and its counts. Self-talk with questions that were asked before is left out."""
     lines: list[str] = []
     counts = Counts()
     for dialogue in dialogues:
         record = dialogue.record()
-        is_new = record is not None and (seen.add(_questions(record["messages"])) or not dialogue.is_made_up)
+        is_new = record is not None and (seen.add(_questions(record["messages"])) or not dialogue.is_self_talk)
         if is_new:
             lines.append(json.dumps(record, ensure_ascii=False) + "\n")
         counts += _counts_of(dialogue, is_new=is_new)
@@ -156,8 +154,8 @@ def _counts_of(dialogue: Dialogue, *, is_new: bool) -> Counts:
         num_answers=dialogue.num_answers if is_new else 0,
         num_unfinished=int(is_new and not dialogue.is_finished),
         num_repeated=int(dialogue.num_answers > 0 and not is_new),
-        num_no_question=int(dialogue.given_up == "no_question" and not dialogue.num_answers),
-        num_too_long=int(dialogue.given_up == "too_long" and not dialogue.num_answers),
+        num_no_question=int(dialogue.stop_reason == "no_question" and not dialogue.num_answers),
+        num_too_long=int(dialogue.stop_reason == "too_long" and not dialogue.num_answers),
         num_shortened=int(is_new and dialogue.is_finished and dialogue.num_answers < dialogue.num_turns),
         num_generations=dialogue.num_generations,
         num_tokens=dialogue.num_tokens,

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from draftheads.chat_template import ChatReader, continuing_ids, render, special_ids
 from draftheads.errors import UnsupportedModel
 
-_WORDS = "seventeen purple elephants"  # put where the user's words go; templates cut off white space around them
+_WORDS = "seventeen purple elephants"  # stands for the user's words; templates strip white space around them
 
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """What ends a user's turn; one of the two is empty."""
+    """What ends a user's turn; one of the two fields is empty."""
 
     token_ids: tuple[int, ...]
     texts: tuple[str, ...]
@@ -21,7 +21,7 @@ def user_turn_opening(reader: ChatReader, messages: Sequence[Mapping[str, str]])
     """Token ids of a chat up to where the user's next words begin.
 
     Raises:
-        UnsupportedModel: the template refuses such a chat or does not show the user's words.
+        UnsupportedModel: the template refuses such a chat, or changes or hides the user's words.
     """
     before, _ = _around_words(reader, messages)
     # a space before the user's words belongs to their first token
@@ -32,7 +32,7 @@ def user_turn_end(reader: ChatReader) -> TurnEnd:
     """The special token right after a user's words, or else the text there.
 
     Raises:
-        UnsupportedModel: there is neither.
+        UnsupportedModel: the template writes neither.
     """
     _, after = _around_words(reader, ())
     first_line = next(iter(after.strip().splitlines()), "").strip()
@@ -47,8 +47,8 @@ def _around_words(reader: ChatReader, messages: Sequence[Mapping[str, str]]) -> 
     try:
         text = render(reader, chat, add_generation_prompt=True)
     except Exception as error:  # a template is a program of the model's author: it may raise anything
-        raise UnsupportedModel(f"the chat template refuses a chat that the model makes up: {error}") from error
+        raise UnsupportedModel(f"the chat template refuses a chat of self-talk: {error}") from error
     before, found, after = text.rpartition(_WORDS)
     if not found:
-        raise UnsupportedModel("the chat template does not show the user's words: the model cannot make them up")
+        raise UnsupportedModel("the chat template does not show the user's words, so the model cannot write them")
     return before, after
