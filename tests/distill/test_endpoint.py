@@ -227,12 +227,12 @@ def test_chats_that_are_too_long_for_the_server_are_left_out(server: Server, tmp
 @pytest.mark.parametrize(
     ("response", "words"),
     [
-        (refusal(400, "bad top_p"), "refuses: status 400, bad top_p"),
+        (refusal(400, "bad top_p"), "refuses the request: status 400, bad top_p"),
         (refusal(404, "no such model"), "status 404, no such model; see --endpoint and --endpoint-model"),
-        (refusal(401), "wants another key .*--api-key-env"),
-        (refusal(200, "<html>"), "no chat completion .*<html>"),
-        (refusal(200, '{"choices": []}'), "no chat completion .*choices"),
-        (refusal(200, "[]"), "no chat completion"),
+        (refusal(401), "refuses the key .*--api-key-env"),
+        (refusal(200, "<html>"), "not return a valid chat completion .*<html>"),
+        (refusal(200, '{"choices": []}'), "not return a valid chat completion .*choices"),
+        (refusal(200, "[]"), "not return a valid chat completion"),
     ],
 )
 def test_refusals_and_nonsense_are_shown_at_once(server: Server, tmp_path: Path, response: Response, words: str):
@@ -244,7 +244,11 @@ def test_refusals_and_nonsense_are_shown_at_once(server: Server, tmp_path: Path,
 
 @pytest.mark.parametrize(
     ("url", "words"),
-    [("127.0.0.1:9/v1", "is no address"), ("ftp://x/v1", "is no address"), ("http://x:y/v1", "is no address")],
+    [
+        ("127.0.0.1:9/v1", "is not a valid address"),
+        ("ftp://x/v1", "is not a valid address"),
+        ("http://x:y/v1", "is not a valid address"),
+    ],
 )
 def test_an_address_that_is_none_is_refused(tmp_path: Path, url: str, words: str):
     with pytest.raises(EndpointError, match=words):

@@ -282,7 +282,12 @@ def test_a_part_that_is_shorter_than_its_manifest_says_is_not_gone_on_with(tmp_p
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [("{", "no manifest"), ("[]", "no manifest"), ('{"format": 1}', "no manifest"), ('{"format": 9}', "has format 9")],
+    [
+        ("{", "not a manifest"),
+        ("[]", "not a manifest"),
+        ('{"format": 1}', "not a manifest"),
+        ('{"format": 9}', "has format 9"),
+    ],
 )
 def test_a_manifest_that_is_none_is_named(tmp_path: Path, content: str, words: str):
     chosen = echo_options(tmp_path)
