@@ -280,7 +280,7 @@ def test_the_page_marks_the_same_tokens(capsys: pytest.CaptureFixture[str], tmp_
         ("--max-tokens 0", "--max-tokens is 0: must be at least 1"),
         ("--held-out 1", "--held-out is 1.0: must be at least 0 and below 1"),
         ("--max-length 3", "no answer within the first 3 tokens in chats.jsonl"),
-        ("--max-tokens 1", "only one text: training needs another one to measure on"),
+        ("--max-tokens 1", "only one text: training needs a second one to hold out"),
         ("--data none.jsonl", "none.jsonl, line 1: cannot be read"),
         ("--model none/none/none", "none/none/none is no folder here"),
         ("--html chats.jsonl/page.html", "cannot save chats.jsonl/page.html"),

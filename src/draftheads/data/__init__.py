@@ -1,1 +1,1 @@
-"""Texts to learn from: chats, batches, and the target's hidden states of them."""
+"""Prompts and chats of files, training batches, and the target's hidden states."""

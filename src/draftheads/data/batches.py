@@ -1,7 +1,7 @@
-"""Which texts are trained on together, and their tensors side by side.
+"""The batches of a training run, and their tensors.
 
-Knows a feature store's documents; knows nothing of losses. A run's batches are all decided beforehand by its
-seed: batch n is the same whether the run is resumed at n or comes there on its way.
+Knows documents with hidden states; knows nothing of losses. The seed of a run decides all its batches before it starts,
+so batch n is the same in a resumed run.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ from draftheads.data.features import Document, Documents
 from draftheads.errors import DataError
 
 HELD_OUT_AT_MOST = 200
-_WINDOW_BATCHES = 32  # texts of that many batches are sorted by length together: little padding, still a mixture
+_WINDOW_BATCHES = 32  # the texts of so many batches are sorted by length: little padding, and still mixed
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts side by side, padded on the right."""
+    """Texts, padded on the right to the same length."""
 
     hidden: Tensor  # (B, T, D)
     token_ids: Tensor  # (B, T) int64
@@ -32,12 +32,12 @@ class Batch:
 
 
 def collate(documents: Sequence[Document], *, skip_prompts: bool) -> Batch:
-    """Pads texts to the longest of them.
+    """Pads texts to the length of the longest.
 
     Args:
         documents: the texts.
-        skip_prompts: leave out what comes before the first position that a head reads; for heads that look at
-            no position but their own and later ones, to which that makes no difference.
+        skip_prompts: leave out the tokens before the first position that a head reads. Only for heads that read no
+            earlier positions: for them it makes no difference.
     """
     if skip_prompts:
         documents = [_without_prompt(document) for document in documents]
@@ -51,34 +51,34 @@ def collate(documents: Sequence[Document], *, skip_prompts: bool) -> Batch:
 def choose_texts(
     token_ids: Sequence[Tensor], loss_masks: Sequence[Tensor], *, held_out: float, seed: int
 ) -> tuple[list[int], list[int]]:
-    """Indices of the texts that a run learns from, and of those that are kept apart to measure on.
+    """Indices of the training texts and of the held-out texts of a run.
 
     Args:
         token_ids: of every text, (T,).
         loss_masks: of every text, (T,) bool.
-        held_out: the part kept apart, at most ``HELD_OUT_AT_MOST`` texts.
-        seed: decides which.
+        held_out: the share to hold out, at most ``HELD_OUT_AT_MOST`` texts.
+        seed: decides which texts are held out.
 
     Raises:
-        DataError: too few texts, or none that a draft head can learn from.
+        DataError: too few texts, or none that can train a draft head.
     """
-    training, kept_apart = split_held_out(token_ids, loss_masks, fraction=held_out, at_most=HELD_OUT_AT_MOST, seed=seed)
+    training, evaluation = split_held_out(token_ids, loss_masks, fraction=held_out, at_most=HELD_OUT_AT_MOST, seed=seed)
     if not training:
-        raise DataError("only one text: training needs another one to measure on")
-    training = with_guesses(training, loss_masks)
+        raise DataError("only one text: training needs a second one to hold out")
+    training = trainable(training, loss_masks)
     if not training:
         raise DataError("no two assistant tokens in a row in any text: give longer answers")
-    return training, kept_apart
+    return training, evaluation
 
 
 def split_held_out(
     token_ids: Sequence[Tensor], loss_masks: Sequence[Tensor], *, fraction: float, at_most: int, seed: int
 ) -> tuple[list[int], list[int]]:
-    """Document indices for training and for measuring; at least one held out.
+    """Document indices for training and held-out document indices; at least one is held out.
 
-    At random, but the texts themselves decide: what is held out of many texts is held out of a part of them, too, but
-    for a few at the border. So a head that starts from another one, and learns from more, is not measured on what that
-    one was taught. Answers to the same prompt stand together.
+    A hash of each text decides, so a text that is held out of a large set is also held out of a part of this set, with
+    few exceptions. So a head that starts from another head is not measured on the training texts of that head. Answers
+    to the same prompt are on the same side.
 
     >>> texts = [torch.tensor([5, n]) for n in range(10)]
     >>> masks = [torch.tensor([False, True])] * 10
@@ -101,10 +101,10 @@ def split_held_out(
     return sorted(order[size:]), sorted(order[:size])
 
 
-def with_guesses(documents: Sequence[int], loss_masks: Sequence[Tensor]) -> list[int]:
-    """Those documents in which two assistant tokens follow each other: a draft head learns from no others.
+def trainable(documents: Sequence[int], loss_masks: Sequence[Tensor]) -> list[int]:
+    """The documents with two assistant tokens in a row: others cannot train a draft head.
 
-    >>> with_guesses([0, 1], [torch.tensor([True, False, True]), torch.tensor([False, True, True])])
+    >>> trainable([0, 1], [torch.tensor([True, False, True]), torch.tensor([False, True, True])])
     [1]
     """
     return [i for i in documents if bool((loss_masks[i][1:] & loss_masks[i][:-1]).any())]
@@ -113,34 +113,34 @@ def with_guesses(documents: Sequence[int], loss_masks: Sequence[Tensor]) -> list
 def plan_batches(
     documents: Sequence[int], lengths: Sequence[int], *, max_tokens: int, num_epochs: int, seed: int
 ) -> list[list[int]]:
-    """The document indices of every batch of a run, epoch after epoch.
+    """The document indices of every batch of a run, one epoch after the other.
 
-    An epoch is a shuffle of all documents, cut into windows; in a window neighbours in length form batches,
-    and the batches are shuffled.
+    Each epoch shuffles all documents and cuts them into windows. In a window, documents of similar length form batches.
+    Then the batches are shuffled.
 
     Args:
         documents: indices to train on.
         lengths: tokens of every document of the store.
-        max_tokens: padded size of a batch; a longer text is a batch by itself.
-        num_epochs: how often each document comes.
-        seed: decides it all.
+        max_tokens: of a batch, padding included; a longer text is a batch of its own.
+        num_epochs: how often each document is used.
+        seed: decides all shuffles.
     """
-    chance = random.Random(seed)  # noqa: S311 - nothing secret
+    rng = random.Random(seed)  # noqa: S311 - nothing secret
     plan: list[list[int]] = []
     for _ in range(num_epochs):
         order = list(documents)
-        chance.shuffle(order)
+        rng.shuffle(order)
         batches: list[list[int]] = []
         for window in _windows(order, lengths, _WINDOW_BATCHES * max_tokens):
             groups = bucket_by_length([lengths[i] for i in window], max_tokens)
             batches += [[window[i] for i in group] for group in groups]
-        chance.shuffle(batches)
+        rng.shuffle(batches)
         plan += batches
     return plan
 
 
 def in_whole_steps(plan: Sequence[list[int]], batches_per_step: int) -> list[list[int]]:
-    """The plan with enough of its first batches once more at its end to fill the last step.
+    """The plan, with its first batches repeated at the end until the last step is full.
 
     >>> in_whole_steps([[0], [1], [2]], 2)
     [[0], [1], [2], [0]]
@@ -150,7 +150,7 @@ def in_whole_steps(plan: Sequence[list[int]], batches_per_step: int) -> list[lis
 
 
 def bucket_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices in groups of similar length, of at most ``max_tokens`` padded tokens (or one long text alone).
+    """Indices in groups of similar length with at most ``max_tokens`` padded tokens; a longer text is its own group.
 
     >>> bucket_by_length([5, 2, 9, 2], 10)
     [[1, 3], [0], [2]]
@@ -164,7 +164,7 @@ def bucket_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]
 
 
 class PlannedBatches(Dataset[dict[str, Any]]):
-    """Batch n of a plan: the keyword arguments of a training step, and which documents they are."""
+    """Batch n of a plan: the keyword arguments of a training step, and the indices of its documents."""
 
     def __init__(self, store: Documents, plan: Sequence[Sequence[int]], *, skip_prompts: bool) -> None:
         self.store = store
@@ -180,12 +180,12 @@ class PlannedBatches(Dataset[dict[str, Any]]):
 
     @property
     def sources(self) -> Sequence[str]:
-        """Where each document is from."""
+        """``FILE:LINE`` of each document."""
         return self.store.sources
 
 
 class PlannedTexts(Dataset[dict[str, Any]]):
-    """Batch n of a plan without hidden states, for training in which the model changes."""
+    """Batch n of a plan without hidden states, for training that changes the model."""
 
     def __init__(self, store: Documents, plan: Sequence[Sequence[int]]) -> None:
         self.store = store
@@ -204,12 +204,12 @@ class PlannedTexts(Dataset[dict[str, Any]]):
 
     @property
     def sources(self) -> Sequence[str]:
-        """Where each document is from."""
+        """``FILE:LINE`` of each document."""
         return self.store.sources
 
 
 def _without_prompt(document: Document) -> Document:
-    """From the position that guesses the first answer token on; at least one position remains.
+    """The part from the position before the first answer token; at least one position remains.
 
     >>> loss_mask = torch.tensor([False, False, True, True])
     >>> _without_prompt(Document(torch.zeros(4, 1), torch.arange(4), loss_mask)).token_ids
@@ -220,7 +220,7 @@ def _without_prompt(document: Document) -> Document:
 
 
 def _windows(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """``order`` cut into pieces of about that many tokens."""
+    """``order``, cut into pieces of about ``max_tokens`` tokens."""
     windows: list[list[int]] = []
     size = max_tokens
     for index in order:

@@ -1,7 +1,7 @@
-"""The target reads every text once; its hidden states go to a feature store.
+"""The target reads every text once, and its hidden states are written to a feature store.
 
-Knows the target model and the store's files; knows nothing of heads. Shards that are already there are kept,
-so a run that was killed goes on where it stopped.
+Knows the target model and the files of a store; knows nothing of heads. Existing shards are kept, so a run that was
+stopped continues where it was.
 """
 
 import shutil
@@ -33,12 +33,12 @@ from draftheads.progress import Progress
 def load_texts(
     model: ChatReader, paths: Sequence[Path], *, max_length: int, max_tokens: int | None = None
 ) -> list[EncodedChat]:
-    """The chats of all files, encoded, until ``max_tokens`` tokens are there.
+    """The chats of all files as tokens, at most about ``max_tokens`` in all.
 
-    Texts whose answers all lie behind ``max_length`` are left out.
+    Texts without an answer in the first ``max_length`` tokens are left out.
 
     Raises:
-        DataError: a bad line, named by file and line; no text at all.
+        DataError: a bad line, with its file and line number; or no text at all.
     """
     return load_and_count(model, paths, max_length=max_length, max_tokens=max_tokens)[0]
 
@@ -46,7 +46,7 @@ def load_texts(
 def load_and_count(
     model: ChatReader, paths: Sequence[Path], *, max_length: int, max_tokens: int | None = None
 ) -> tuple[list[EncodedChat], int]:
-    """What :func:`load_texts` gives, and how many texts were left out."""
+    """The result of :func:`load_texts`, and the number of texts left out."""
     texts: list[EncodedChat] = []
     num_tokens = num_left_out = 0
     for chat in read_chats(*paths):
@@ -67,22 +67,22 @@ def load_and_count(
 
 
 def needed_bytes(target: TargetModel, texts: Sequence[EncodedChat]) -> int:
-    """What the store of these texts takes on the disk, nearly."""
+    """The size of the store of these texts on the disk, approximately."""
     return sum(len(text.token_ids) for text in texts) * (2 * target.hidden_size + 5)
 
 
 def build_features(target: TargetModel, texts: Sequence[EncodedChat], folder: Path, progress: Progress) -> FeatureStore:
-    """The store of these texts, made or completed; errors as of :func:`claim` and :func:`build_shards`."""
+    """Makes or completes the store of these texts; errors as of :func:`claim` and :func:`build_shards`."""
     claim(target, texts, folder)
     build_shards(target, texts, folder, progress)
     return FeatureStore(folder)
 
 
 def claim(target: TargetModel, texts: Sequence[EncodedChat], folder: Path) -> None:
-    """Says in the folder what it is to hold, unless it says so already.
+    """Writes ``meta.json``, which describes the store of these texts, or checks the one that is there.
 
     Raises:
-        DataError: it holds features of other texts or of another model.
+        DataError: the folder has features of other texts or of another model.
     """
     meta = StoreMeta(
         model_id=target.model_id,
@@ -112,17 +112,17 @@ def build_shards(
     *,
     share: tuple[int, int] = (0, 1),
 ) -> None:
-    """Makes those shards of the store of these texts that are not there.
+    """Makes the missing shards of the store of these texts.
 
     Args:
-        target: the model that reads them.
+        target: the model that reads the texts.
         texts: the texts.
         folder: of the store.
-        progress: is told of every text, in tokens.
-        share: (r, n): only every n-th shard, from r on.
+        progress: receives the number of tokens after every text.
+        share: (r, n): only shards r, r + n, r + 2n, …
 
     Raises:
-        StorageError: there is too little room, or a shard cannot be written; those before it are complete.
+        StorageError: the disk has too little room, or a shard cannot be written; earlier shards are complete.
     """
     missing = missing_shards(texts, folder, share)
     numbers = range(share[0], _num_shards(texts), share[1])
@@ -144,7 +144,7 @@ def build_shards(
 def missing_shards(
     texts: Sequence[EncodedChat], folder: Path, share: tuple[int, int] = (0, 1)
 ) -> dict[int, Sequence[EncodedChat]]:
-    """The texts of each shard that has still to be made, of the share ``(r, n)``: every n-th, from r on."""
+    """The texts of each missing shard among shards r, r + n, r + 2n, … of ``share`` (r, n)."""
     numbers = range(share[0], _num_shards(texts), share[1])
     return {index: _part(texts, index) for index in numbers if not shard_path(folder, index).exists()}
 
@@ -154,13 +154,13 @@ def _part(texts: Sequence[EncodedChat], index: int) -> Sequence[EncodedChat]:
 
 
 def _check_room(folder: Path, needed: int) -> None:
-    """Says before hours of work that their result would not fit."""
+    """Fails before hours of work if their result does not fit on the disk."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if needed > free:
         raise StorageError(
             f"{folder}: the hidden states need {needed / 1e9:.2f} GB and the disk has {free / 1e9:.2f} GB left: name "
-            "another disk with --features, read less with --max-tokens, or keep none with --features-budget 0"
+            "another disk with --features, read less with --max-tokens, or store nothing with --features-budget 0"
         )
 
 

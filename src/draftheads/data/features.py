@@ -1,13 +1,13 @@
-"""Texts with the target's hidden states, kept on disk in shards and read without loading them whole.
+"""Texts with the target's hidden states on disk, in shards that are not loaded as a whole.
 
 Knows files and tensors; knows nothing of models, chats or training. A store is a folder::
 
-    meta.json                what the store is to hold (StoreMeta)
+    meta.json                describes the complete store (StoreMeta)
     shard-00000.safetensors  hidden (T, D) bf16, token_ids (T,) int32, loss_mask (T,) bool, …
     …
 
-The texts of a shard lie one after the other along T, as long as ``lengths`` (texts,) int32 says. A shard is
-written in one go: one that is there is complete.
+The texts of a shard follow each other along T; ``lengths`` (texts,) int32 has their lengths. A shard is written
+whole or not at all.
 """
 
 import json
@@ -38,7 +38,7 @@ class StoreMeta:
     num_documents: int
     num_tokens: int
     num_shards: int
-    fingerprint: str | None = None  # of the texts and settings; None: made elsewhere, not checked
+    fingerprint: str | None = None  # of the texts and the model; None: not checked
     dtype: str = "bfloat16"
     format_version: int = FORMAT_VERSION
 
@@ -53,15 +53,15 @@ class Document:
 
 
 class Documents(Protocol):
-    """Texts whose hidden states can be had: stored (FeatureStore), or computed when asked for."""
+    """Texts with hidden states: stored (FeatureStore), or computed on access (LiveStore)."""
 
     token_ids: list[Tensor]  # per document (T,) int64
     loss_masks: list[Tensor]  # per document (T,) bool
-    sources: list[str]  # per document FILE:LINE; empty where it is not known
+    sources: list[str]  # per document FILE:LINE; empty if not known
 
     @property
     def fingerprint(self) -> str | None:
-        """Of the texts and the model; None where it is not known."""
+        """Of the texts and the model; None if not known."""
 
     @property
     def lengths(self) -> list[int]:
@@ -86,7 +86,7 @@ def read_meta(folder: Path) -> StoreMeta | None:
     """The store's ``meta.json``, or None where there is none.
 
     Raises:
-        DataError: it is not what this version writes.
+        DataError: the file is damaged or of another version.
     """
     path = folder / "meta.json"
     if not path.exists():
@@ -97,18 +97,16 @@ def read_meta(folder: Path) -> StoreMeta | None:
         raise DataError(f"{path}: {error}") from None
     version = content.get("format_version") if isinstance(content, dict) else None
     if version != FORMAT_VERSION:
-        raise DataError(
-            f"{path}: format version {version!r}; this version reads {FORMAT_VERSION}: make the features anew"
-        )
+        raise DataError(f"{path}: format version {version!r}; this version reads {FORMAT_VERSION}: delete the folder")
     kinds = {field.name: field.type for field in fields(StoreMeta)}
     wrong = [name for name, kind in kinds.items() if not isinstance(content.get(name), kind)]  # type: ignore[arg-type]
     if wrong or set(content) != set(kinds):
-        raise DataError(f"{path}: keys {sorted(content)}, unfit: {wrong}; expected {sorted(kinds)}")
+        raise DataError(f"{path}: keys {sorted(content)}, wrong types: {wrong}; expected {sorted(kinds)}")
     return StoreMeta(**content)
 
 
 def write_shard(folder: Path, index: int, documents: Sequence[Document], *, sources: Sequence[str] = ()) -> None:
-    """Writes one shard at once; ``sources`` says where each text is from."""
+    """Writes one shard whole or not at all; ``sources`` has ``FILE:LINE`` of each text."""
     tensors = {
         "hidden": torch.cat([document.hidden for document in documents]).to(torch.bfloat16),
         "token_ids": torch.cat([document.token_ids for document in documents]).to(torch.int32),
@@ -119,27 +117,24 @@ def write_shard(folder: Path, index: int, documents: Sequence[Document], *, sour
 
 
 class FeatureStore:
-    """A complete store; documents are read one by one through the page cache.
-
-    Token ids and masks, which are small, are held in memory.
-    """
+    """A complete store. Hidden states are read from disk per document; token ids and masks are kept in memory."""
 
     def __init__(self, folder: Path) -> None:
         """Opens a store.
 
         Raises:
-            DataError: no store, an incomplete one, or a damaged shard.
+            DataError: there is no store, or it is incomplete or damaged.
         """
         meta = read_meta(folder)
         if meta is None:
-            raise DataError(f"{folder}: no meta.json, so no finished features are here")
+            raise DataError(f"{folder}: no meta.json, so this is not a feature store")
         self.folder = folder
         self.meta = meta
         self._shards: list[Any] = []  # the open files' "hidden" slices
         self._starts: list[tuple[int, int]] = []  # per document: shard, first token in it
         self.token_ids: list[Tensor] = []  # per document (T,) int64
         self.loss_masks: list[Tensor] = []  # per document (T,) bool
-        self.sources: list[str] = []  # per document FILE:LINE; empty where it is not known
+        self.sources: list[str] = []  # per document FILE:LINE; empty if not known
         for index in range(meta.num_shards):
             self._open(index)
         if len(self) != meta.num_documents:
@@ -159,10 +154,10 @@ class FeatureStore:
 
     @property
     def fingerprint(self) -> str | None:
-        """Of the texts and the model; None where it is not known."""
+        """Of the texts and the model; None if not known."""
         return self.meta.fingerprint
 
-    @cached_property  # asked for once per text of every batch
+    @cached_property  # read once per text of every batch
     def lengths(self) -> list[int]:
         """Tokens of each document."""
         return [len(ids) for ids in self.token_ids]
@@ -170,7 +165,7 @@ class FeatureStore:
     def _open(self, index: int) -> None:
         path = shard_path(self.folder, index)
         if not path.exists():
-            raise DataError(f"{path} is missing, the features are not complete: give the data to complete them")
+            raise DataError(f"{path} is missing, the features are not complete: give --data to complete them")
         try:
             file = safe_open(path, framework="pt")
             lengths = file.get_tensor("lengths").tolist()
@@ -179,7 +174,7 @@ class FeatureStore:
             hidden = file.get_slice("hidden")
             sources = json.loads((file.metadata() or {}).get("sources", "[]"))
         except (OSError, SafetensorError, ValueError) as error:
-            raise DataError(f"{path}: {error}; delete the damaged shard to make it anew") from None
+            raise DataError(f"{path}: {error}; delete the damaged shard; the same command makes it again") from None
         found = (hidden.get_shape(), len(token_ids), len(loss_mask), sum(lengths))
         expected = ([len(token_ids), self.meta.hidden_size], *(3 * [len(token_ids)]))
         if found != expected:

@@ -1,4 +1,4 @@
-"""Texts whose hidden states are computed when they are asked for: of a model that changes, or where there is no room.
+"""Texts whose hidden states are computed on access: for a model that changes, or if the disk has too little room.
 
 Knows the target model; knows nothing of heads or training.
 """
@@ -19,14 +19,14 @@ from draftheads.models.model import TargetModel
 def read_alone(target: TargetModel, token_ids: Tensor) -> Tensor:
     """The hidden states of one text: (T,) -> (T, D) bf16, on the CPU.
 
-    Texts are never read side by side: their numbers would depend on their neighbours, so that hidden states that are
-    stored and those that are computed anew would differ. On a CPU it is as fast, since nothing is padded.
+    Texts are never read in batches: their hidden states would depend on their neighbours, so stored ones and those
+    computed again would differ. On a CPU this is as fast, since nothing is padded.
     """
     return target.hidden_states(token_ids[None].to(target.device))[0].to("cpu", torch.bfloat16)
 
 
 def fingerprint_of(target: TargetModel, texts: Sequence[EncodedChat]) -> str:
-    """Of what hidden states depend on: the texts, and the model by name, type and some numbers of all its weights."""
+    """A digest of what hidden states depend on: the texts, the model's name and type, and a sample of all its weights."""
     digest = hashlib.sha256(json.dumps([target.model_id, str(target.dtype), target.weights_print]).encode())
     for text in texts:
         digest.update(torch.tensor(text.token_ids, dtype=torch.int32).numpy().tobytes())
@@ -35,7 +35,7 @@ def fingerprint_of(target: TargetModel, texts: Sequence[EncodedChat]) -> str:
 
 
 class LiveStore:
-    """The same face as a feature store, and the same numbers; a document is read by the model as it is now."""
+    """The interface and the numbers of a feature store; on access the model, as it is then, reads the document."""
 
     def __init__(self, target: TargetModel, texts: Sequence[EncodedChat]) -> None:
         self.target = target
@@ -51,7 +51,7 @@ class LiveStore:
         token_ids = self.token_ids[index]
         return Document(read_alone(self.target, token_ids), token_ids, self.loss_masks[index])
 
-    @cached_property  # asked for once per text of every batch
+    @cached_property  # read once per text of every batch
     def lengths(self) -> list[int]:
         """Tokens of each document."""
         return [len(ids) for ids in self.token_ids]

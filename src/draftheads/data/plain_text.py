@@ -1,7 +1,7 @@
-"""Plain text to learn from: files to blocks of tokens, every one of which is learned.
+"""Plain text for training: files to blocks of tokens; the loss covers all of them.
 
-Knows text files and tokenizers; knows nothing of chats. Texts follow each other without padding: the end token closes
-one, and a block may hold the end of one text and the start of the next.
+Knows text files and tokenizers; knows nothing of chats. Texts follow each other without padding. Each ends with the
+end-of-text token, and a block may contain the end of one text and the start of the next.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,10 +16,10 @@ from draftheads.messages import half_character, short
 
 
 def read_texts(path: Path) -> Iterator[tuple[str, str]]:
-    """Texts with where they are from: a ``.txt`` file is one; a line of ``.jsonl`` or ``.jsonl.gz`` has a "text".
+    """Texts and their ``FILE:LINE``. A ``.txt`` file is one text; each line of ``.jsonl`` (``.gz``) has a "text".
 
     Raises:
-        DataError: a file that cannot be read, or a line without a text; names file and line.
+        DataError: a file cannot be read, or a line has no text; names file and line.
     """
     if path.suffix == ".txt":
         try:
@@ -43,14 +43,14 @@ def read_texts(path: Path) -> Iterator[tuple[str, str]]:
 def load_blocks(
     tokenizer: Any, paths: Sequence[Path], *, eos_ids: frozenset[int], length: int, max_tokens: int | None = None
 ) -> list[EncodedChat]:
-    """All texts as blocks of ``length`` tokens, until ``max_tokens`` tokens are there; a block names its first text.
+    """All texts as blocks of ``length`` tokens, at most about ``max_tokens``; a block's source is its first text.
 
     Raises:
         DataError: a bad line, or no text at all.
     """
     most = float("inf") if max_tokens is None else -(-max_tokens // length)  # blocks
     blocks: list[EncodedChat] = []
-    rest: list[int] = []  # of texts that have not filled a block, the first of which is from ``source``
+    rest: list[int] = []  # tokens that do not fill a block yet; ``source`` is the place of their first text
     source = ""
     for text, place in chain.from_iterable(map(read_texts, paths)):
         if len(blocks) >= most:
@@ -72,7 +72,7 @@ def load_blocks(
 
 
 def is_plain(loss_mask: Sequence[bool] | Any) -> bool:
-    """Whether a text is plain: it is learned from its first token on, where a chat starts with somebody else's words.
+    """Whether this is plain text: the loss covers its first token, while a chat starts with a prompt.
 
     >>> is_plain([True, True]), is_plain([False, True])
     (True, False)

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import torch
 
-from draftheads.data.batches import choose_texts, in_whole_steps, plan_batches, with_guesses
+from draftheads.data.batches import choose_texts, in_whole_steps, plan_batches, trainable
 from draftheads.data.chat import EncodedChat
 from draftheads.data.extract import build_shards, claim, load_texts, missing_shards, needed_bytes
 from draftheads.data.features import Documents, FeatureStore
@@ -114,7 +114,7 @@ def arrange(store: Documents, options: TrainOptions) -> Material:
     stages: tuple[Stage, ...] = (Stage(len(plan) // per_step),)
     if chats and plain:
         num_steps = max(1, round(stages[0].num_steps * options.text_part / (1 - options.text_part)))
-        first = _repeated(with_guesses(plain, store.loss_masks), store, options, num_batches=num_steps * per_step)
+        first = _repeated(trainable(plain, store.loss_masks), store, options, num_batches=num_steps * per_step)
         plan = [*first, *plan]
         stages = (Stage(num_steps), Stage(stages[0].num_steps, peak=options.second_stage_rate))
         training = [*plain, *training]
