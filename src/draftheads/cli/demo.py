@@ -23,8 +23,8 @@ from draftheads.cli.show_comparison import (
     slower_sentences,
     tree_sentence,
 )
-from draftheads.data.records import own_prompts, prompts_in
-from draftheads.decode.engine import Engine, Prompt
+from draftheads.data.records import TextPrompt, own_prompts, prompts_in
+from draftheads.decode.engine import Engine
 from draftheads.errors import DataError, InvalidSettings, StorageError
 from draftheads.files import user_path, write_atomic
 from draftheads.loading import Precision, find_template, head_engine, kernels_folder, load_drafter, load_target
@@ -152,7 +152,7 @@ def _labels(heads: Sequence[str]) -> list[str]:
     return labels
 
 
-def _show_one(prompt: Prompt, name: str, engine: Engine, max_new_tokens: int, console: Console) -> None:
+def _show_one(prompt: TextPrompt, name: str, engine: Engine, max_new_tokens: int, console: Console) -> None:
     said = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     colours = Text.assemble("; draft tokens are ", ("green", DRAFTED)) if console.color_system else ""
     title = Text.assemble((said, "bold"), f"   ({name}", colours, ")\n")
@@ -188,9 +188,8 @@ def _references(
     return dict.fromkeys(heads, answers)
 
 
-def _prompts(options: DemoOptions) -> list[Prompt]:
-    found: list[Prompt] = list(prompts_in(options.prompts or own_prompts("demo")))
-    found = found[: options.limit]
+def _prompts(options: DemoOptions) -> list[TextPrompt]:
+    found = prompts_in(options.prompts or own_prompts("demo"))[: options.limit]
     if not found:
         raise DataError("holds no prompt", path=options.prompts)
     return found

@@ -26,7 +26,7 @@ def read_alone(target: TargetModel, token_ids: Tensor) -> Tensor:
 
 
 def fingerprint_of(target: TargetModel, texts: Sequence[EncodedChat]) -> str:
-    """A digest of what hidden states depend on: the texts, the model's name and type, and a sample of all its weights."""
+    """A digest of what hidden states depend on: texts, and the name, type and samples of the weights of the model."""
     digest = hashlib.sha256(json.dumps([target.model_id, str(target.dtype), target.weights_print]).encode())
     for text in texts:
         digest.update(torch.tensor(text.token_ids, dtype=torch.int32).numpy().tobytes())
