@@ -55,7 +55,7 @@ def read_template(name_or_file: str | PathLike[str] | None) -> str | None:
 
 def template_of(reader: ChatReader) -> Any:
     """The template in use: the given one, else the tokenizer's own; None where there is neither."""
-    return reader.chat_template or getattr(reader.tokenizer, "chat_template", None)
+    return reader.chat_template or getattr(reader.tokenizer, "chat_template", None) or None
 
 
 def render(reader: ChatReader, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:

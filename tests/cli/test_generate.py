@@ -30,7 +30,7 @@ def test_bytes_that_are_no_text(folder: Path):
         environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, input=given, check=False)
         assert done.returncode == 1
-        assert re.match(rb"error: (standard input is no text|.*half a character, '\\udcff').*\n$", done.stderr)
+        assert re.match(rb"error: (standard input is not text|.*half a character, '\\udcff').*\n$", done.stderr)
 
 
 @pytest.mark.parametrize("head", [None, "medusa", "./hydra"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from draftheads.cli import demo, generate
-from draftheads.cli.main import VERBS, main
+from draftheads.cli.main import COMMANDS, main
 from draftheads.decode.engine import Engine
 
 
@@ -25,8 +25,8 @@ def test_help_lists_the_commands(arguments: list[str], capsys: pytest.CaptureFix
     out, err = capsys.readouterr()
     assert not err
     assert out.startswith("usage: draftheads COMMAND")
-    for name, verb in VERBS.items():
-        assert any(line.split(maxsplit=1) == [name, verb.summary] for line in out.splitlines())
+    for name, command in COMMANDS.items():
+        assert any(line.split(maxsplit=1) == [name, command.summary] for line in out.splitlines())
 
 
 def test_help_and_version_are_fast(tmp_path: Path):

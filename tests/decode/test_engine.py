@@ -300,7 +300,7 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "a message without content": ([[{"role": "user"}]], "message 0: content is None"),
     "content that is no text": ([[{"role": "user", "content": ["hi"]}]], r"message 0: content is \['hi'\]"),
     "a role that is no text": ([[{"role": 1, "content": "hi"}]], "message 0: role is 1"),
-    "tokens and texts": ([[5, "hi"]], "needs the keys .* not 5"),
+    "tokens and texts": ([[5, "hi"]], "message 0 is 5; it must be an object"),
     "a negative token": ([[5, -1]], f"token ids must lie in 0 … {VOCAB - 1}"),
     "a token beyond the vocabulary": ([[5, VOCAB]], f"token ids must lie in 0 … {VOCAB - 1}"),
     "too long": ([[5] * 256], "has 256 tokens; tiny-llama takes at most 255"),
@@ -474,8 +474,8 @@ def test_load_gives_an_engine(tiny_by_name: list[dict[str, Any]], head_folder: P
     engine = draftheads.load("tiny", head_folder, tree=Tree.chain(2), precision="bf16", device="cpu")
     assert engine.drafter.shape == Tree.chain(2)  # type: ignore[attr-defined]
     assert engine.model.dtype == torch.bfloat16
-    assert tiny_by_name[0] == {"dtype": None, "device": None}
-    assert tiny_by_name[-1] == {"dtype": torch.bfloat16, "device": "cpu"}
+    assert tiny_by_name[0] == {"dtype": None, "device": None, "chat_template": None}
+    assert tiny_by_name[-1] == {"dtype": torch.bfloat16, "device": "cpu", "chat_template": None}
 
 
 def test_a_tree_needs_a_head(tiny_by_name: list[dict[str, Any]]):
@@ -491,11 +491,11 @@ def test_a_tree_deeper_than_the_heads(head_folder: Path):
 
 
 @pytest.mark.usefixtures("tiny_by_name")
-def test_unknown_names(tmp_path: Path):
+def test_unknown_names():
     with pytest.raises(ModelNotFound, match="no head 'medusaa'"):
         draftheads.load("tiny", "medusaa")
     with pytest.raises(ModelNotFound, match="nowhere is no folder"):
-        draftheads.load("nowhere", tmp_path)
+        draftheads.load("nowhere")
 
 
 def layers_of(engine: Engine) -> set[type]:

@@ -1,4 +1,4 @@
-"""``draftheads generate``: answers prompts, streaming one or batching many."""
+"""``draftheads generate``: answers one prompt as a stream, or several in a batch."""
 
 import json
 import sys
@@ -23,48 +23,48 @@ from draftheads.tree import Tree
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """Answer prompts with a model and, if you like, a draft head."""
+    """Answer prompts with a model and an optional draft head."""
 
     prompt: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """What to answer; several are decoded together. Read from standard input when there is none."""
+    """Prompts to answer; several are decoded together. Without one, standard input is the prompt."""
     model: str = "smollm2-135m"
     """A model: a name, a folder or a Hugging Face id."""
     chat_template: str | None = None
     """Chat template in place of the head's or the tokenizer's own: a Jinja file, or chatml, llama-2 or vicuna."""
     head: str | None = None
     """A draft head: a bundled one's name (`draftheads info` lists them), a folder or a Hugging Face id; prompt-lookup
-    copies from the text so far, lookahead refines guesses of the model itself; plain when left out."""
+    copies from the text so far, lookahead refines draft tokens of the model itself. Plain decoding when left out."""
     draft_model: str | None = None
-    """A smaller model of the same tokenizer drafts in place of a head: a folder or a Hugging Face id."""
+    """A smaller model with the same tokenizer that drafts in place of a head: a folder or a Hugging Face id."""
     tree: Path | None = None
-    """A JSON file of rank paths to draft on, whatever the profile."""
+    """Always draft on this tree: a JSON file of rank paths."""
     grow: int | None = None
-    """Draft on trees of so many nodes that grow anew at each step, where the head is sure."""
+    """Draft on trees of this many nodes that are chosen at each step by the head's confidence."""
     threshold: float = 0.0
-    """With --grow: leave out guesses that are less likely than this to be kept."""
+    """With --grow: leave out draft tokens that are accepted with less than this probability."""
     draw: int | None = None
-    """Draft chains of so many guesses that are drawn, not the likeliest ones: for --acceptance rejection or block."""
+    """Draft chains of this many sampled tokens, not the most likely ones: for --acceptance rejection or block."""
     paths: int | None = None
-    """Draft on so many of the likeliest whole paths of a full tree, as the MLP Speculator does."""
+    """Draft on this many of the most likely whole paths of a full tree, as the MLP Speculator does."""
     widths: tuple[int, ...] = BestPaths().widths
-    """With --paths: how many guesses each node of the full tree has, depth by depth."""
+    """With --paths: how many children each node of the full tree has, depth by depth."""
     profile: str = "auto"
-    """Acceptance profile that drafts are sized by. auto: what `draftheads tune` measured, if it did, else the head's
-    own; none: always a fixed tree of 10 nodes; or an acceptance.json."""
+    """Acceptance profile that decides the size of drafts. auto: the one of `draftheads tune` if there is one, else the
+    head's own; none: always a fixed tree of 10 nodes; or an acceptance.json."""
     copy: bool = True
-    """Drafts also hold copies from the text so far, where its last tokens stood before."""
+    """Also draft copies from the text so far: what followed an earlier occurrence of its last tokens."""
     prompts: Path | None = None
-    """A JSONL file of prompts ("prompt", "messages" or "turns" in each line), in place of PROMPT."""
+    """A JSONL file (.gz, too) of prompts ("prompt", "messages" or "turns" in each line), in place of PROMPT."""
     out: Path | None = None
-    """Write the answers there, a JSON object a line, instead of showing them."""
+    """Write the answers to this file, one JSON object per line, instead of showing them."""
     max_new_tokens: int = 256
     """Stop after this many new tokens."""
     temperature: float = 0.0
     """0 takes the most likely token (greedy); above 0 samples."""
     top_k: int | None = None
-    """Sample among the k most likely tokens only."""
+    """Sample only among the k most likely tokens."""
     top_p: float = 1.0
-    """Sample among the most likely tokens that together reach this probability."""
+    """Sample only among the most likely tokens that together reach this probability."""
     repetition_penalty: float = 1.0
     """Above 1 makes tokens that are already in the text less likely."""
     seed: int | None = None
@@ -72,20 +72,20 @@ class GenerateOptions:
     stop: tuple[str, ...] = field(default=())
     """Strings that end an answer."""
     acceptance: AcceptanceRule = "exact"
-    """exact keeps the model's distribution; so do rejection and block, which keep more of guesses that are drawn
-    (--draw); typical is faster at a temperature, but does not."""
+    """exact keeps the model's distribution. So do rejection and block, which accept more of sampled draft tokens
+    (--draw). typical is faster at a temperature but changes the distribution."""
     batch_size: int = 16
     """Prompts that are decoded together."""
     precision: Precision = "auto"
-    """auto is bf16 where the machine has it, else fp32; int8 is faster on CPUs and changes the model a little."""
+    """auto is bf16 if the machine supports it, else fp32; int8 is faster on CPUs and changes the model a little."""
     exact_bits: bool = False
-    """On a CPU: plain and speculative answers equal to the bit, also in bf16."""
+    """On a CPU: plain and speculative answers are bit-identical, also in bf16."""
     plain_text: bool = False
-    """Do not colour the tokens that the head guessed."""
+    """Do not colour draft tokens."""
 
 
 def run(options: GenerateOptions) -> None:
-    """Decodes and shows, or writes, the answers."""
+    """Decodes and shows or writes the answers."""
     prompts = _prompts(options)
     quiet_transformers()
     engine = load(
@@ -127,7 +127,7 @@ def _prompts(options: GenerateOptions) -> list[Prompt]:
         try:
             prompts = [sys.stdin.read()]
         except UnicodeDecodeError as error:
-            raise InvalidPrompt(f"standard input is no text: {error}") from None
+            raise InvalidPrompt(f"standard input is not text: {error}") from None
     if not prompts:
         raise InvalidPrompt("nothing to answer: give a prompt, --prompts FILE, or text on standard input")
     return prompts

@@ -1,4 +1,4 @@
-"""``draftheads info``: what a saved head is, which heads are bundled, what a tree looks like.
+"""``draftheads info``: describes a saved head, lists the bundled heads, or draws a tree.
 
 Reads configurations and headers only; no model is loaded.
 """
@@ -24,7 +24,7 @@ from draftheads.profiles import cached_profile, find_profile
 from draftheads.tree import Tree
 from draftheads.zoo.registry import DATA_PACKAGE, DATA_PACKAGE_HEADS, ZooHead, find_head, zoo_heads
 
-_SIZES = (2, 4, 8, 16, 32, 64)  # of trees that are told of
+_SIZES = (2, 4, 8, 16, 32, 64)  # of the trees whose tokens per step are shown
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ def run(options: InfoOptions) -> None:
 
     Raises:
         ModelNotFound: no such head.
-        CheckpointError: there is something, but no head that this version reads.
-        InvalidTree: not a tree, or no such file.
+        CheckpointError: the head cannot be read by this version.
+        InvalidTree: not a tree, or there is no such file.
     """
     console = Console()
     if options.tree is not None:
@@ -68,7 +68,7 @@ def _read_tree(text_or_path: str) -> Tree:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidTree(f"{text_or_path} is no JSON list of rank paths, nor a file of one: {error}") from None
+        raise InvalidTree(f"{text_or_path} is not a JSON list of rank paths, nor a file with one: {error}") from None
     if text.lstrip().startswith("{"):
         return read_profile(path).tree(DEFAULT_NODES)
     return Tree.from_json(text)
@@ -103,6 +103,7 @@ def _print_head(console: Console, saved: SavedHead) -> None:
         "parameters": f"{saved.num_parameters:,}",
         "size": _megabytes(saved.num_bytes),
         "base": saved.model_id,
+        **({"chat template": saved.chat_template} if saved.chat_template else {}),
     }
     _print_section(console, "Head", facts)
     _print_section(
@@ -112,16 +113,16 @@ def _print_head(console: Console, saved: SavedHead) -> None:
     if figures := _figures(saved.card):
         console.print(Text("\nFrom its card", style="bold"))
         console.print(Markdown(figures))
-    _print_section(console, "Acceptance profile", _told(saved.profile))
+    _print_section(console, "Acceptance profile", _described(saved.profile))
     if (cached := cached_profile(saved)) is not None:
         tuned = find_profile(saved.folder, saved.model_id, profile=cached)
-        _print_section(console, "Acceptance profile by `draftheads tune`", {"file": str(cached), **_told(tuned)})
+        _print_section(console, "Acceptance profile by `draftheads tune`", {"file": str(cached), **_described(tuned)})
     console.print(Text("\nTree", style="bold"))
     _print_tree(console, saved.profile.tree(DEFAULT_NODES))
 
 
-def _told(profile: AcceptanceProfile) -> dict[str, object]:
-    """What it was measured on, and tokens per step by size of tree."""
+def _described(profile: AcceptanceProfile) -> dict[str, object]:
+    """What the profile was measured on, and tokens per step by tree size."""
     if not profile.num_tokens:
         return {"measured on": "nothing: assumed"}
     where = f"{profile.num_texts} texts, " if profile.num_texts else ""
@@ -142,12 +143,12 @@ def _told(profile: AcceptanceProfile) -> dict[str, object]:
 
 
 def _at(profile: AcceptanceProfile, nodes: int) -> dict[str, float]:
-    """Tokens per step of each kind of tree of at most that many nodes."""
+    """Tokens per step of each kind of tree with at most this many nodes."""
     return {kind: tokens[min(nodes, len(tokens)) - 1] for kind in KINDS if (tokens := profile.tokens(kind))}
 
 
 def _print_section(console: Console, title: str, facts: Mapping[str, object]) -> None:
-    """A heading and a line a fact; nothing where there is no fact."""
+    """A heading and a line for each fact; nothing without facts."""
     if not facts:
         return
     table = Table.grid(padding=(0, 2))
@@ -187,7 +188,7 @@ def _figures(card: str) -> str:
 
 
 def _megabytes(num_bytes: int) -> str:
-    """A size for people.
+    """A size in MB or KB.
 
     >>> _megabytes(18_590_208)
     '18.6 MB'

@@ -1,4 +1,4 @@
-"""Answers on a terminal: as they come, with the guessed tokens in colour."""
+"""Answers on a terminal while they are generated, with draft tokens in colour."""
 
 from collections.abc import Sequence as Listing
 
@@ -13,11 +13,11 @@ DRAFTED = "bold green"
 
 
 def show_stream(engine: Engine, sequences: Listing[Sequence], console: Console, *, colour: bool = True) -> None:
-    """Decodes one sequence and prints it as it grows; tokens that the drafter guessed are green.
+    """Decodes one request and prints its text as it grows; accepted draft tokens are green.
 
-    Where there is no colour to show, the text is written as it is, to the letter.
+    Without colours the text is written unchanged.
     """
-    # a stop string cuts the text, not the tokens: then there is no saying which letters were guessed
+    # a stop string cuts the text, not the tokens: then letters cannot be assigned to draft tokens
     if colour and console.color_system is not None and not sequences[0].settings.stop:
         pieces = TextStream(engine.model.tokenizer)
         for event in engine.run(sequences):
@@ -30,7 +30,7 @@ def show_stream(engine: Engine, sequences: Listing[Sequence], console: Console, 
 
 
 def _print_coloured(console: Console, event: StreamEvent, pieces: TextStream) -> None:
-    ended = event.finish_reason == "stop"  # by its last token, which is no text
+    ended = event.finish_reason == "stop"  # by its last token, which is not text
     for place, token in enumerate(event.token_ids[:-1] if ended else event.token_ids):
         _print(console, pieces.push([token]), DRAFTED if place < event.num_drafted else "")
     if event.finish_reason is not None:
@@ -43,7 +43,7 @@ def _print(console: Console, text: str, style: str) -> None:
 
 
 def quiet_transformers() -> None:
-    """The loading bars and advice of ``transformers`` do not belong between the lines of an answer."""
+    """Turns off the progress bars and warnings of ``transformers``."""
     from transformers.utils import logging  # noqa: PLC0415 - `--help` need not wait for it
 
     logging.set_verbosity_error()

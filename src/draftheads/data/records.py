@@ -118,7 +118,8 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
                 if line.strip():
                     yield line_number, _value(line, path, line_number)
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise DataError(f"cannot be read: {error}", path=path, line_number=line_number + 1) from None
+        place = line_number + 1 if line_number else None
+        raise DataError(f"cannot be read: {error}", path=path, line_number=place) from None
 
 
 def check_readable(paths: Iterable[Path]) -> None:
