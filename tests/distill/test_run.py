@@ -329,14 +329,14 @@ def test_a_model_without_a_chat_template_is_refused(tmp_path: Path):
         ({"chain": 2}, "--chain is 2: give --head"),
         ({"num_self_talk": -1}, "--num-self-talk is -1"),
         ({"request_timeout": 0.0}, "--request-timeout is 0.0"),
-        ({"out": Path("out.jsonl.gz")}, "--out is .*zip it when it is whole"),
+        ({"out": Path("out.jsonl.gz")}, "--out is .*zip it when it is complete"),
         ({"endpoint": "http://x/v1"}, "--endpoint-model is None: give both"),
         ({"endpoint_model": "x"}, "--endpoint is None .*: give both"),
         ({"endpoint": "http://x/v1", "endpoint_model": "x", "head": "hydra"}, "--head is 'hydra'"),
         ({"endpoint": "http://x/v1", "endpoint_model": "x", "num_self_talk": 2}, "--num-self-talk is 2"),
     ],
 )
-def test_impossible_options_name_the_flag_and_the_mend(changes: dict[str, Any], words: str):
+def test_impossible_options_name_the_flag_and_the_fix(changes: dict[str, Any], words: str):
     values: dict[str, Any] = {"out": Path("out.jsonl"), "prompts": (Path("prompts.jsonl"),), **changes}
     with pytest.raises(InvalidSettings, match=words):
         DistillOptions(**values)
