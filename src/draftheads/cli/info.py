@@ -82,7 +82,7 @@ def _print_zoo(console: Console) -> None:
         console.print(_zoo_table(heads))
     if not {head.method for head in heads if head.base_name == SMOLLM2_135M.name}.issuperset(DATA_PACKAGE_HEADS):
         console.print(f"More heads for {SMOLLM2_135M.name}: pip install {DATA_PACKAGE}", markup=False)
-    console.print(f"Methods that can be trained: {', '.join(head_methods())}", markup=False)
+    console.print(f"Methods that can be trained: {', '.join(head_methods())}", markup=False, soft_wrap=True)
 
 
 def _zoo_table(heads: Sequence[ZooHead]) -> Table:
