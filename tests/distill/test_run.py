@@ -1,33 +1,24 @@
 """What is distilled: the answers, who asks, what is left out, and what the manifest says of it."""
 
-import gzip
 import hashlib
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from distill_world import RECORDS, manifest, options, records, run, write_prompts
-from draftheads.cli import distill as command_line
-from draftheads.cli.main import main
 from draftheads.data.extract import load_texts
 from draftheads.data.records import read_chats
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult
 from draftheads.distill.dialogue import Dialogue
 from draftheads.distill.local import _add_result
-from draftheads.distill.options import DistillOptions
-from draftheads.distill.prompts import SELF_TALK, Prompt, survey, unique_prompts
-from draftheads.distill.template import TurnEnd, user_turn_end, user_turn_opening
-from draftheads.errors import DataError, InvalidSettings, UnsupportedModel
+from draftheads.distill.prompts import SELF_TALK, Prompt
+from draftheads.errors import DataError, UnsupportedModel
 from draftheads.models.model import TargetModel
-from draftheads.models.pretrained import ModelTokenizer
 from draftheads.sampling import SamplingSettings
-from draftheads.tree import Tree
 from fake_progress import FakeProgress
 from families import TREES, tiny_head
 from training_world import EOS, chat_model, chat_tokenizer
@@ -190,39 +181,6 @@ def test_questions_that_are_empty_or_have_no_end_are_dropped(tmp_path: Path, tex
     assert (dialogue.num_tokens, dialogue.num_steps) == (2, 1)  # they cost time all the same
 
 
-@pytest.mark.parametrize(
-    ("template", "end"),
-    [
-        ("{% for m in messages %}<s> {{ m['content'] }} <e> \n {% endfor %}", TurnEnd((EOS,), ())),
-        ("{% for m in messages %}w1 {{ m['content'] }} w2 w3 \n w4 {% endfor %}", TurnEnd((), ("w2 w3",))),
-    ],
-)
-def test_the_end_of_a_users_turn_is_read_off_the_template(template: str, end: TurnEnd):
-    assert user_turn_end(ModelTokenizer(chat_tokenizer(template), frozenset())) == end
-
-
-def test_the_opening_of_a_users_turn_is_the_chat_so_far_and_what_the_template_puts_next():
-    tokenizer = chat_tokenizer()
-    messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
-    text = "<s> user \n w1 <e> \n <s> assistant \n w2 <e> \n <s> user \n"
-    reader = ModelTokenizer(tokenizer, frozenset({EOS}))
-    assert user_turn_opening(reader, messages) == tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        ("{{ messages[0]['content'] }}", "nothing after a user's words"),
-        ("{% for m in messages %}<s> {{ m['content'] | upper }} <e>{% endfor %}", "does not show the user's words"),
-        ("{{ raise_exception('only dogs') }}", "only dogs"),
-    ],
-)
-def test_templates_that_no_question_can_be_made_up_with_are_refused(tmp_path: Path, template: str, words: str):
-    target = TargetModel(chat_model().model, chat_tokenizer(template), "tiny")
-    with pytest.raises(UnsupportedModel, match=words):
-        run(target, options(tmp_path, prompts=(), num_self_talk=1))
-
-
 # --- prompts ---
 
 
@@ -237,15 +195,6 @@ def test_equal_prompts_are_answered_once(target: TargetModel, tmp_path: Path):
     assert [record["index"] for record in found] == [0, 1, 2]
     assert outcome.survey.num_duplicates == manifest(chosen)["identity"]["num_duplicates"] == 2
     assert found[0]["messages"][0]["content"] == "w1  w2"  # asked as it was written
-
-
-def test_prompts_come_zipped_and_from_several_files(tmp_path: Path):
-    one = tmp_path / "one.jsonl.gz"
-    one.write_bytes(gzip.compress(b'{"prompt": "w1"}\n\n{"prompt": [{"role": "user", "content": "w2"}]}\n'))
-    two = write_prompts(tmp_path / "two.jsonl", [{"turns": ["w3", "w4"]}, {"prompt": "w2"}])
-    found = [(prompt.turns, prompt.source) for prompt in unique_prompts([one, two])]
-    assert found == [(("w1",), "one.jsonl.gz:1"), (("w2",), "one.jsonl.gz:3"), (("w3", "w4"), "two.jsonl:1")]
-    assert survey([one, two]).fingerprint != survey([two, one]).fingerprint
 
 
 def test_prompts_that_are_too_long_are_counted_and_left_out(tmp_path: Path):
@@ -275,31 +224,6 @@ def test_a_conversation_that_becomes_too_long_keeps_what_was_said(target: Target
     assert (outcome.counts.num_shortened, outcome.counts.num_too_long) == (1, 0)
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("{", "not JSON"),
-        ('{"messages": [{"role": "assistant", "content": "w1"}]}', "needs"),
-        ('{"turns": ["w1", " "]}', "a turn of the user is empty"),
-        ('{"messages": [{"role": "tool", "content": "w1"}, {"role": "user", "content": "w1"}]}', "'tool'"),
-    ],
-)
-def test_bad_lines_are_named_before_a_model_is_loaded(tmp_path: Path, line: str, words: str):
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w1"}\n' + line + "\n")
-    chosen = options(tmp_path)
-    with pytest.raises(DataError, match=f"prompts.jsonl, line 2: .*{words}"):
-        run(None, chosen)  # type: ignore[arg-type]
-    assert not chosen.out.exists()
-
-
-@pytest.mark.parametrize(("content", "words"), [("\n", "no prompts in .*prompts.jsonl"), (None, "cannot be read")])
-def test_files_without_prompts_are_refused(tmp_path: Path, content: str | None, words: str):
-    chosen = options(tmp_path)
-    chosen.prompts[0].unlink() if content is None else chosen.prompts[0].write_text(content)
-    with pytest.raises(DataError, match=words):
-        run(None, chosen)  # type: ignore[arg-type]
-
-
 def test_a_prompt_that_the_template_refuses_is_named(tmp_path: Path):
     refusing = "{% if messages[0]['content'] == 'w5' %}{{ raise_exception('no w5') }}{% endif %}<s> "
     target = TargetModel(chat_model().model, chat_tokenizer(refusing), "tiny")
@@ -312,48 +236,6 @@ def test_a_model_without_a_chat_template_is_refused(tmp_path: Path):
     target.tokenizer.chat_template = None
     with pytest.raises(UnsupportedModel, match="tiny has no chat template"):
         run(target, options(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"prompts": ()}, "nothing to answer: give --prompts"),
-        ({"temperature": ()}, r"--temperature is \(\): give at least one"),
-        ({"temperature": (0.0, -1.0)}, "--temperature is .*-1.0"),
-        ({"self_talk_temperature": 0.0}, "--self-talk-temperature is 0.0"),
-        ({"top_p": 0.0}, "--top-p is 0.0"),
-        ({"top_k": 0}, "--top-k is 0"),
-        ({"batch_size": 0}, "--batch-size is 0: must be at least 1"),
-        ({"chunk_size": 0}, "--chunk-size is 0"),
-        ({"chain": 0, "head": "hydra"}, "--chain is 0"),
-        ({"chain": 2}, "--chain is 2: give --head"),
-        ({"num_self_talk": -1}, "--num-self-talk is -1"),
-        ({"request_timeout": 0.0}, "--request-timeout is 0.0"),
-        ({"out": Path("out.jsonl.gz")}, "--out is .*zip it when it is complete"),
-        ({"endpoint": "http://x/v1"}, "--endpoint-model is None: give both"),
-        ({"endpoint_model": "x"}, "--endpoint is None .*: give both"),
-        ({"endpoint": "http://x/v1", "endpoint_model": "x", "head": "hydra"}, "--head is 'hydra'"),
-        ({"endpoint": "http://x/v1", "endpoint_model": "x", "num_self_talk": 2}, "--num-self-talk is 2"),
-    ],
-)
-def test_impossible_options_name_the_flag_and_the_fix(changes: dict[str, Any], words: str):
-    values: dict[str, Any] = {"out": Path("out.jsonl"), "prompts": (Path("prompts.jsonl"),), **changes}
-    with pytest.raises(InvalidSettings, match=words):
-        DistillOptions(**values)
-
-
-def test_a_chain_takes_the_place_of_the_heads_tree(monkeypatch: pytest.MonkeyPatch, target: TargetModel):
-    asked: list[Any] = []
-
-    def loading(*_: Any, tree: Any, **__: Any) -> Engine:
-        asked.append(tree)
-        return Engine(target)
-
-    monkeypatch.setattr(command_line, "load", loading)
-    for chain in (None, 2):
-        chosen = DistillOptions(out=Path("out.jsonl"), prompts=(Path("prompts.jsonl"),), head="hydra", chain=chain)
-        command_line._source(chosen, Mock())
-    assert asked == [None, Tree.chain(2)]
 
 
 # --- what stands beside it ---
@@ -381,30 +263,3 @@ def test_the_manifest_says_what_was_done_with_what(target: TargetModel, tmp_path
         "out.jsonl.manifest.json",
         "prompts.jsonl",
     ]
-
-
-def test_the_command_line(
-    target: TargetModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(command_line, "quiet_transformers", lambda: None)  # for the whole process, and later tests
-    chosen = options(tmp_path, temperature=(0.0, 0.0, 1.0), num_self_talk=3)
-    target.model.save_pretrained(tmp_path / "model")
-    target.tokenizer.save_pretrained(str(tmp_path / "model"))
-    words = f"distill --model {tmp_path}/model --prompts {chosen.prompts[0]} --num-self-talk 3 --temperature 0 0 1"
-    out = tmp_path / "cli.jsonl"
-    command = [
-        *words.split(),
-        *["--max-new-tokens", "12", "--max-question-tokens", "20", "--batch-size", "4", "--precision", "fp32", "--out"],
-        str(out),
-    ]
-    assert main(command) == 0
-    printed = capsys.readouterr().out
-    assert "tokens/s" in printed
-    assert "answering 28 of 28 conversations" in printed
-    run(target, chosen)
-    assert out.read_bytes() == chosen.out.read_bytes()
-    assert main(command) == 0
-    assert "was complete already" in capsys.readouterr().out
-    assert main([*command, "--seed", "1"]) == 1
-    assert "seed was 0 and is 1" in capsys.readouterr().err
-    assert json.loads((tmp_path / "cli.jsonl.manifest.json").read_text())["details"]["options"]["precision"] == "fp32"

@@ -1,0 +1,63 @@
+"""``draftheads distill``: what it prints, and which options arrive."""
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from distill_world import options, run
+from draftheads.cli import distill as command_line
+from draftheads.cli.main import main
+from draftheads.decode.engine import Engine
+from draftheads.distill.options import DistillOptions
+from draftheads.models.model import TargetModel
+from draftheads.tree import Tree
+from training_world import chat_model
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return chat_model(seed=3)
+
+
+def test_a_chain_takes_the_place_of_the_heads_tree(monkeypatch: pytest.MonkeyPatch, target: TargetModel):
+    asked: list[Any] = []
+
+    def loading(*_: Any, tree: Any, **__: Any) -> Engine:
+        asked.append(tree)
+        return Engine(target)
+
+    monkeypatch.setattr(command_line, "load", loading)
+    for chain in (None, 2):
+        chosen = DistillOptions(out=Path("out.jsonl"), prompts=(Path("prompts.jsonl"),), head="hydra", chain=chain)
+        command_line._source(chosen, Mock())
+    assert asked == [None, Tree.chain(2)]
+
+
+def test_the_command_line(
+    target: TargetModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(command_line, "quiet_transformers", lambda: None)  # for the whole process, and later tests
+    chosen = options(tmp_path, temperature=(0.0, 0.0, 1.0), num_self_talk=3)
+    target.model.save_pretrained(tmp_path / "model")
+    target.tokenizer.save_pretrained(str(tmp_path / "model"))
+    words = f"distill --model {tmp_path}/model --prompts {chosen.prompts[0]} --num-self-talk 3 --temperature 0 0 1"
+    out = tmp_path / "cli.jsonl"
+    command = [
+        *words.split(),
+        *["--max-new-tokens", "12", "--max-question-tokens", "20", "--batch-size", "4", "--precision", "fp32", "--out"],
+        str(out),
+    ]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "tokens/s" in printed
+    assert "answering 28 of 28 conversations" in printed
+    run(target, chosen)
+    assert out.read_bytes() == chosen.out.read_bytes()
+    assert main(command) == 0
+    assert "was complete already" in capsys.readouterr().out
+    assert main([*command, "--seed", "1"]) == 1
+    assert "seed was 0 and is 1" in capsys.readouterr().err
+    assert json.loads((tmp_path / "cli.jsonl.manifest.json").read_text())["details"]["options"]["precision"] == "fp32"

@@ -1,0 +1,129 @@
+"""Which texts are held out, and how the others form batches."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from draftheads.data.batches import (
+    PlannedBatches,
+    bucket_by_length,
+    collate,
+    plan_batches,
+    split_held_out,
+)
+from draftheads.data.chat import EncodedChat
+from draftheads.data.extract import build_features
+from draftheads.models.model import TargetModel
+from draftheads.progress import NoProgress
+
+
+def test_leaving_out_prompts_keeps_every_answer_and_the_position_before_it(
+    target: TargetModel, texts: list[EncodedChat], tmp_path: Path
+) -> None:
+    store = build_features(target, texts, tmp_path / "features", NoProgress())
+    whole = collate(list(store), skip_prompts=False)
+    short = collate(list(store), skip_prompts=True)
+    for row, text in enumerate(texts):
+        first = text.loss_mask.index(True) - 1
+        length = len(text.token_ids)
+        for name in ("hidden", "token_ids", "loss_mask"):
+            expected = getattr(whole, name)[row, first:length]
+            assert torch.equal(getattr(short, name)[row, : length - first], expected)
+        assert not short.loss_mask[row, length - first :].any()
+
+
+@given(st.lists(st.integers(1, 30), max_size=40), st.integers(1, 60))
+def test_buckets_hold_everything_once_and_are_no_larger_than_asked(lengths: list[int], size: int) -> None:
+    groups = bucket_by_length(lengths, size)
+    assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
+    assert all(group for group in groups)
+    assert all(len(group) == 1 or len(group) * max(lengths[i] for i in group) <= size for group in groups)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 60), st.integers(0, 5))
+def test_a_plan_has_every_document_once_an_epoch(lengths: list[int], size: int, seed: int) -> None:
+    documents = list(range(0, len(lengths), 2))
+    plan = plan_batches(documents, lengths, max_tokens=size, num_epochs=2, seed=seed)
+    again = plan_batches(documents, lengths, max_tokens=size, num_epochs=2, seed=seed)
+    assert plan == again
+    flat = [i for batch in plan for i in batch]
+    assert sorted(flat[: len(documents)]) == sorted(flat[len(documents) :]) == documents
+
+
+def test_epochs_and_seeds_differ() -> None:
+    lengths = [5] * 50
+    plan = plan_batches(range(50), lengths, max_tokens=10, num_epochs=2, seed=0)
+    assert {tuple(batch) for batch in plan[:25]} != {tuple(batch) for batch in plan[25:]}
+    assert plan != plan_batches(range(50), lengths, max_tokens=10, num_epochs=2, seed=1)
+
+
+def texts_of(numbers: Sequence[int], *, answers: int = 1) -> tuple[list[Tensor], list[Tensor]]:
+    """Texts of a prompt of two tokens and an answer of one, with their loss masks."""
+    ids = [torch.tensor([number // 50, number % 50, answer]) for number in numbers for answer in range(answers)]
+    return ids, [torch.tensor([False, False, True])] * len(ids)
+
+
+@pytest.mark.parametrize(("fraction", "number"), [(0.0, 1), (0.05, 5), (0.5, 20)])
+def test_some_texts_are_held_out(fraction: float, number: int) -> None:
+    training, held_out = split_held_out(*texts_of(range(100)), fraction=fraction, at_most=20, seed=3)
+    assert len(held_out) == number
+    assert sorted(training + held_out) == list(range(100))
+
+
+def test_another_seed_holds_out_others() -> None:
+    found = {tuple(split_held_out(*texts_of(range(400)), fraction=0.1, at_most=200, seed=n)[1]) for n in range(20)}
+    assert len(found) == 20
+    often = torch.bincount(torch.tensor(list(found)).flatten(), minlength=400)
+    assert often.max() <= 9, "2 are expected, and no text is held out by all seeds"
+
+
+@pytest.mark.parametrize("at_most", [20, 10_000])
+def test_what_was_held_out_is_not_learned_from_when_there_is_more_text(at_most: int) -> None:
+    def learned(numbers: Sequence[int]) -> tuple[set[int], set[int]]:
+        parts = split_held_out(*texts_of(numbers), fraction=0.05, at_most=at_most, seed=1)
+        training, held_out = ({numbers[i] for i in part} for part in parts)
+        return training, held_out
+
+    some = list(range(0, 2000, 2))
+    before, _ = learned(some)
+    after, apart = learned(list(reversed(range(2000))))
+    assert len(after) + len(apart) == 2000
+    # the hundred of 2,000 that come first are, of half the texts, among the first fifty, but for chance
+    assert len(apart & before) <= (0 if at_most == 20 else 15)
+
+
+def test_answers_to_one_prompt_stand_on_one_side() -> None:
+    token_ids, loss_masks = texts_of(range(50), answers=4)
+    training, held_out = split_held_out(token_ids, loss_masks, fraction=0.2, at_most=200, seed=0)
+    assert len(held_out) == 40
+    assert {i // 4 for i in held_out}.isdisjoint(i // 4 for i in training)
+
+
+def test_answers_without_a_prompt_do_not_stand_on_one_side() -> None:
+    token_ids, _ = texts_of(range(400))
+    with_prompt, without = torch.tensor([False, False, True]), torch.tensor([True, True, True])
+    loss_masks = [with_prompt, without] * 200
+    for seed in range(5):
+        _, held_out = split_held_out(token_ids, loss_masks, fraction=0.1, at_most=200, seed=seed)
+        assert 5 < sum(index % 2 for index in held_out) < 35
+
+
+def test_plain_text_is_held_out_at_random() -> None:
+    token_ids, _ = texts_of(range(100))
+    loss_masks = [torch.tensor([True, True, True])] * 100
+    _, held_out = split_held_out(token_ids, loss_masks, fraction=0.2, at_most=200, seed=0)
+    assert held_out != list(range(20)), "not in the order of the file"
+
+
+def test_a_batch_says_which_documents_it_is_made_of(
+    target: TargetModel, texts: list[EncodedChat], tmp_path: Path
+) -> None:
+    store = build_features(target, texts, tmp_path / "features", NoProgress())
+    batch = PlannedBatches(store, [[3, 1]], skip_prompts=False)[0]
+    assert batch["documents"].tolist() == [3, 1]
+    assert batch["token_ids"][0, : store.lengths[3]].tolist() == list(texts[3].token_ids)

@@ -1,0 +1,45 @@
+"""Where a user's turn begins and ends in a chat template."""
+
+from pathlib import Path
+
+import pytest
+
+from distill_world import options, run
+from draftheads.distill.template import TurnEnd, user_turn_end, user_turn_opening
+from draftheads.errors import UnsupportedModel
+from draftheads.models.model import TargetModel
+from draftheads.models.pretrained import ModelTokenizer
+from training_world import EOS, chat_model, chat_tokenizer
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        ("{% for m in messages %}<s> {{ m['content'] }} <e> \n {% endfor %}", TurnEnd((EOS,), ())),
+        ("{% for m in messages %}w1 {{ m['content'] }} w2 w3 \n w4 {% endfor %}", TurnEnd((), ("w2 w3",))),
+    ],
+)
+def test_the_end_of_a_users_turn_is_read_off_the_template(template: str, end: TurnEnd):
+    assert user_turn_end(ModelTokenizer(chat_tokenizer(template), frozenset())) == end
+
+
+def test_the_opening_of_a_users_turn_is_the_chat_so_far_and_what_the_template_puts_next():
+    tokenizer = chat_tokenizer()
+    messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
+    text = "<s> user \n w1 <e> \n <s> assistant \n w2 <e> \n <s> user \n"
+    reader = ModelTokenizer(tokenizer, frozenset({EOS}))
+    assert user_turn_opening(reader, messages) == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ messages[0]['content'] }}", "nothing after a user's words"),
+        ("{% for m in messages %}<s> {{ m['content'] | upper }} <e>{% endfor %}", "does not show the user's words"),
+        ("{{ raise_exception('only dogs') }}", "only dogs"),
+    ],
+)
+def test_templates_that_no_question_can_be_made_up_with_are_refused(tmp_path: Path, template: str, words: str):
+    target = TargetModel(chat_model().model, chat_tokenizer(template), "tiny")
+    with pytest.raises(UnsupportedModel, match=words):
+        run(target, options(tmp_path, prompts=(), num_self_talk=1))
