@@ -48,6 +48,13 @@ def test_the_wheel_has_two_heads_and_is_small(wheels: dict[str, Path]) -> None:
     assert wheels["draftheads"].stat().st_size < 30e6
 
 
+def test_the_wheel_has_our_prompts_and_chat_templates(wheels: dict[str, Path]) -> None:
+    names = set(zipfile.ZipFile(wheels["draftheads"]).namelist())
+    assets = {path.relative_to(ROOT / "src") for path in (ROOT / "src/draftheads/assets").rglob("*.j*")}
+    assert {path.as_posix() for path in assets} <= names
+    assert len(assets) == 5
+
+
 def test_the_data_package_has_the_other_heads(wheels: dict[str, Path]) -> None:
     assert heads_in(wheels[DATA_PACKAGE], "draftheads_zoo") == set(DATA_PACKAGE_HEADS)
     assert wheels[DATA_PACKAGE].stat().st_size < 100e6, "package indexes refuse larger files"
