@@ -7,11 +7,11 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from draftheads.acceptance_profile import AcceptanceProfile
-from draftheads.draft import Context, Draft
+from draftheads.draft import Context, Draft, Drafter
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
-from draftheads.shapes import BestFirst, BestPaths
+from draftheads.shapes import BestFirst, BestPaths, Shape
 from draftheads.tree import Tree
 
 # few enough tokens that untrained heads are right now and then, so that paths of all lengths are accepted
@@ -142,7 +142,14 @@ def tiny_profile(tree: Tree, num_heads: int = 3, **changes: Any) -> AcceptancePr
     return AcceptanceProfile(**{**values, **changes})
 
 
-class Prophet:
+def propose(drafter: Drafter, context: Context, shape: Shape | None = None) -> Draft:
+    """The first draft of a new batch; in the drafter's default shape where none is given."""
+    shape = shape or drafter.default_shape
+    assert shape is not None
+    return drafter.start().propose(context, shape)
+
+
+class PlantedDrafter:
     """A drafter that knows the answers and plants them along a random path of its tree; the other nodes are noise.
 
     So every length of accepted path, every sibling and every rank comes up.
@@ -150,26 +157,28 @@ class Prophet:
 
     needs_history = True
 
-    def __init__(self, tree: Tree, answers: dict[tuple[int, ...], tuple[int, ...]], *, seed: int = 0) -> None:
-        self.tree = tree
+    def __init__(self, tree: Tree | None, answers: dict[tuple[int, ...], tuple[int, ...]], *, seed: int = 0) -> None:
+        self.default_shape = tree
         self.answers = answers  # prompt -> plain answer
         self.generator = torch.Generator().manual_seed(seed)
         self.texts: list[list[int]] = []  # of the rows, as the contexts told
         self.roots: list[int] = []
 
-    def fresh(self) -> Self:
+    def start(self) -> Self:
+        self.texts = []
         return self
 
-    def propose(self, context: Context) -> Draft:
+    def propose(self, context: Context, shape: Shape) -> Draft:
         """Also checks that the context says what was accepted."""
+        assert isinstance(shape, Tree)
         self._note(context)
-        batch, nodes = len(context.root_ids), self.tree.num_nodes
+        batch, nodes = len(context.root_ids), shape.num_nodes
         token_ids = torch.randint(0, VOCAB, (batch, nodes), generator=self.generator)
         for row in range(batch):
-            path = self.tree.paths[self._any_node(nodes)]
-            self._plant(token_ids[row], [self.tree.paths.index(path[:depth]) for depth in range(1, len(path) + 1)], row)
+            path = shape.paths[self._any_node(nodes)]
+            self._plant(token_ids[row], [shape.paths.index(path[:depth]) for depth in range(1, len(path) + 1)], row)
         token_ids[:, 0] = context.root_ids
-        return Draft.on_tree(self.tree, token_ids)
+        return Draft.on_tree(shape, token_ids)
 
     def follow(self, context: Context) -> None:
         self._note(context)
@@ -200,14 +209,14 @@ class Prophet:
         return answer[done:]
 
 
-class WildProphet(Prophet):
+class PlantedRandomTrees(PlantedDrafter):
     """The same on trees that no rule explains: of any size at each step, and in each row with any parents."""
 
     def __init__(self, answers: dict[tuple[int, ...], tuple[int, ...]], *, max_nodes: int, seed: int = 0) -> None:
-        super().__init__(Tree.chain(0), answers, seed=seed)
+        super().__init__(None, answers, seed=seed)
         self.max_nodes = max_nodes
 
-    def propose(self, context: Context) -> Draft:
+    def propose(self, context: Context, shape: Shape) -> Draft:
         self._note(context)
         batch, nodes = len(context.root_ids), 1 + self._any_node(self.max_nodes)
         token_ids = torch.randint(0, VOCAB, (batch, nodes), generator=self.generator)

@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from draftheads.accept import accept
 from draftheads.draft import Context, Draft, Verdict
-from draftheads.heads.drafting import fill, grow
+from draftheads.filling import fill
 from draftheads.sampling import RowSettings, SamplingSettings, choose
 from draftheads.shapes import BestFirst, BestPaths, Shape
 from draftheads.tree import Tree
@@ -70,7 +71,6 @@ class Toy:
     logits: Tensor  # (rows, V) float64
     guesses: Tensor  # (rows, V): the drafter's logits
     shape: Shape
-    confidence = (1.0, 1.0)
     reads_path = True
 
     @classmethod
@@ -84,7 +84,7 @@ class Toy:
         """Codes of contexts; the last hidden state is the code of the text."""
         return context.last_hidden.long()
 
-    def guess(self, state: Tensor, depth: int) -> Tensor:
+    def predict(self, state: Tensor, depth: int) -> Tensor:
         return self.guesses[state]
 
     def descend(self, state: Tensor, depth: int, parents: Tensor, token_ids: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class Toy:
         roots = torch.tensor([text[-1] for text in texts])
         context = Context(codes[:, :, None].double(), roots[:, None], torch.ones_like(roots), roots)
         shape = self.shape
-        draft = fill(self, shape, context) if isinstance(shape, Tree) else grow(self, shape, context, 2)
+        draft = fill(self, shape, context, begin=partial(self.begin, context), max_depth=2)
         parents = draft.parents.expand_as(draft.token_ids)
         for node in range(1, draft.num_nodes):
             above = codes.gather(1, parents[:, node, None])

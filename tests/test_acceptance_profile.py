@@ -41,7 +41,8 @@ def test_trees_are_nested_in_the_order_of_the_paths() -> None:
     assert set(trees[3].paths) == {(), (0,), (0, 0), (1,)}
     assert all(set(small.paths) < set(large.paths) for small, large in pairwise(trees))
     assert PROFILE.tree(64) == trees[-1], "there are no more"
-    assert PROFILE.growing(7) == PROFILE.shape("dynamic", 7) == BestFirst(7, num_ranks=6, beam=4)
+    growing = BestFirst(7, num_ranks=6, beam=4, confidence=tuple(PROFILE.confidence))
+    assert PROFILE.growing(7) == PROFILE.shape("dynamic", 7) == growing
     assert PROFILE.shape("static", 3) == trees[2]
     assert (PROFILE.tokens("static"), PROFILE.tokens("dynamic")) == (PROFILE.static_tokens, PROFILE.dynamic_tokens)
 

@@ -46,7 +46,7 @@ from draftheads.models.fingerprint import Fingerprints, difference
 from draftheads.models.model import TargetModel
 from draftheads.shapes import BestFirst
 from draftheads.tree import Tree
-from families import fitting, tiny_head, tiny_profile
+from families import fitting, propose, tiny_head, tiny_profile
 
 VOCAB, SIZE = 64, 32
 TREE = Tree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
@@ -97,7 +97,6 @@ def random_head(base: TargetModel, method: str = "medusa", *, seed: int = 1, **o
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.normal_(0, 0.5, generator=generator)
-    head.shape = TREE
     return head.eval()
 
 
@@ -155,11 +154,9 @@ def test_a_loaded_head_proposes_what_the_saved_one_did(
     head = random_head(base, method, **options)
     save_head(head, tmp_path / "head", base=base, dtype=torch.float32)
     loaded = load_head(tmp_path / "head", base)
-    head.shape = Tree.chain(head.config.num_heads)
-    assert torch.equal(head.propose(context()).token_ids, loaded.propose(context()).token_ids)
-    assert loaded.shape == head.shape, "the assumed profile's"
-    head.shape = loaded.shape = BestFirst(12)
-    ours, theirs = head.propose(context()), loaded.propose(context())
+    assert torch.equal(propose(head, context()).token_ids, propose(loaded, context()).token_ids)
+    assert loaded.default_shape == head.default_shape, "the assumed profile's"
+    ours, theirs = (propose(one, context(), BestFirst(12)) for one in (head, loaded))
     assert torch.equal(ours.token_ids, theirs.token_ids)
     assert ours.log_probs is not None
     assert theirs.log_probs is not None
@@ -176,7 +173,7 @@ def test_a_head_is_saved_in_bf16_and_still_proposes_the_same_tokens(base: Target
     assert kinds.pop("draft_vocab") == torch.int64
     assert set(kinds.values()) == {torch.bfloat16}
     loaded = load_head(tmp_path / "head", base)
-    assert torch.equal(head.propose(context()).token_ids, loaded.propose(context()).token_ids)
+    assert torch.equal(propose(head, context()).token_ids, propose(loaded, context()).token_ids)
 
 
 @pytest.mark.parametrize("base_dtype", [torch.float32, torch.bfloat16])
@@ -186,7 +183,7 @@ def test_a_loaded_head_is_frozen_and_of_the_bases_type(folder: Path, base_dtype:
     assert not head.training
     assert {parameter.dtype for parameter in head.parameters()} == {base_dtype}
     assert not any(parameter.requires_grad for parameter in head.parameters())
-    assert head.propose(context(dtype=base_dtype)).num_nodes == TREE.num_nodes
+    assert propose(head, context(dtype=base_dtype)).num_nodes == TREE.num_nodes
 
 
 def test_a_head_of_another_type_than_its_base_computes_in_its_own_type(folder: Path) -> None:
@@ -195,7 +192,7 @@ def test_a_head_of_another_type_than_its_base_computes_in_its_own_type(folder: P
     assert {parameter.dtype for parameter in head.parameters()} == {torch.float32}
     assert head.target_embedding.data_ptr() == base.weights.embedding.data_ptr(), "the embedding is not copied"
     assert head.embedded(torch.tensor([1])).dtype == torch.float32
-    assert head.propose(context()).num_nodes == TREE.num_nodes
+    assert propose(head, context()).num_nodes == TREE.num_nodes
 
 
 def test_a_bias_of_the_lm_head_follows_the_heads_type(folder: Path) -> None:
@@ -204,7 +201,7 @@ def test_a_bias_of_the_lm_head_follows_the_heads_type(folder: Path) -> None:
     head = load_head(folder, base, dtype=torch.float32)
     assert head.lm_heads.shared_bias is not None
     assert torch.equal(head.lm_heads.shared_bias, head.draft_vocab.float())
-    assert head.propose(context()).num_nodes == TREE.num_nodes
+    assert propose(head, context()).num_nodes == TREE.num_nodes
 
 
 def test_a_head_of_the_bases_type_shares_its_matrices(base: TargetModel, tmp_path: Path) -> None:
@@ -260,7 +257,7 @@ def test_a_saved_head_is_described_without_its_base(base: TargetModel, tmp_path:
     assert saved.fingerprints == Fingerprints.of(base)
     assert saved.profile == tiny_profile(TREE, confidence=[0.5, 1.5, 2.0])
     loaded = load_head(tmp_path / "head", base)
-    assert (loaded.shape, loaded.confidence) == (TREE, (0.5, 1.5, 2.0))
+    assert loaded.default_shape == TREE
     assert saved.num_parameters == 3 * (SIZE * SIZE + SIZE)
     assert saved.num_bytes == (tmp_path / "head" / TENSORS_FILE).stat().st_size
     assert saved.card.startswith("# medusa head for tiny-0")
@@ -293,10 +290,9 @@ def test_a_copy_for_a_base_of_another_type_drafts_the_same_and_leaves_the_head(f
     base = tiny_base(dtype=torch.bfloat16)
     head = load_head(folder, base, dtype=torch.float32)
     twin = copy_for(head, base)
-    twin.shape = head.shape
     assert {parameter.dtype for parameter in twin.parameters()} == {torch.bfloat16}
     assert {parameter.dtype for parameter in head.parameters()} == {torch.float32}
-    ours, theirs = head.propose(context()), twin.propose(context(dtype=torch.bfloat16))
+    ours, theirs = propose(head, context(), TREE), propose(twin, context(dtype=torch.bfloat16), TREE)
     assert (ours.token_ids == theirs.token_ids).double().mean() > 0.8, "up to near-ties"
 
 

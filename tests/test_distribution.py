@@ -3,7 +3,7 @@
 import itertools
 from collections import Counter
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from transformers import (
 
 from draftheads.accept import accept
 from draftheads.decode.engine import Engine
-from draftheads.draft import Context, Draft, Drafter, Verdict
+from draftheads.draft import Context, Draft, Verdict
 from draftheads.heads import HEADS
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
@@ -58,8 +58,9 @@ def joint_distribution(model: TargetModel, penalty: float = 1.0) -> dict[Answer,
     return found
 
 
-def sampled_answers(model: TargetModel, drafter: Drafter | None, *, first_seed: int = 0) -> Counter[Answer]:
-    engine = Engine(model, drafter, max_batch_size=NUM_ANSWERS)
+def sampled_answers(model: TargetModel, *, first_seed: int = 0, **drafting: Any) -> Counter[Answer]:
+    """``drafting``: a drafter and a shape."""
+    engine = Engine(model, max_batch_size=NUM_ANSWERS, **drafting)
     seeds = range(first_seed, first_seed + NUM_ANSWERS)
     results = engine.generate([PROMPT] * NUM_ANSWERS, [replace(SAMPLED, seed=seed) for seed in seeds])
     return Counter(result.token_ids for result in results)
@@ -104,10 +105,8 @@ def exact(model: TargetModel) -> dict[Answer, float]:
 def test_answers_have_the_models_distribution(
     model: TargetModel, exact: dict[Answer, float], method: str, shape: Shape, first_seed: int
 ) -> None:
-    head = None if method == "plain" else tiny_head(method, model)
-    if head is not None:
-        head.shape = shape
-    counts = sampled_answers(model, head, first_seed=first_seed)
+    drafting = {} if method == "plain" else {"drafter": tiny_head(method, model), "shape": shape}
+    counts = sampled_answers(model, first_seed=first_seed, **drafting)
     assert counts.total() == NUM_ANSWERS
     assert set(counts) <= set(exact), "an answer that the model cannot give"
     assert p_value(counts, exact) > ODDS
@@ -156,8 +155,7 @@ def test_wrong_rules_are_found_out(
 ) -> None:
     monkeypatch.setattr("draftheads.decode.batch.accept", wrong)
     head = tiny_head("hydra", model)
-    head.shape = shape
-    assert p_value(sampled_answers(model, head), exact) < ODDS
+    assert p_value(sampled_answers(model, drafter=head, shape=shape), exact) < ODDS
 
 
 @pytest.mark.parametrize("shape", ["chain", "ragged", "64 nodes", *GROWING])
@@ -171,9 +169,8 @@ def test_a_seeds_answer_is_plain_decodings_token_for_token(model: TargetModel, m
     ]
     prompts = [prompt for prompt, _, _ in cases]
     head = tiny_head(method, model)
-    head.shape = {**TREES, **GROWING}[shape]
     plain = Engine(model).generate(prompts, own)
-    drafted = Engine(model, head).generate(prompts, own)
+    drafted = Engine(model, head, shape={**TREES, **GROWING}[shape]).generate(prompts, own)
     assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
     assert max(result.tokens_per_step for result in drafted) > 1.0, "nothing was ever accepted"
     assert len({result.token_ids for result in plain}) == len(cases)
@@ -184,21 +181,22 @@ class Recorder:
 
     def __init__(self, head: DraftHead) -> None:
         self.head = head
-        self.needs_history = head.needs_history
+        self.needs_history, self.default_shape = head.needs_history, head.default_shape
         self.drafts: list[Draft] = []
 
-    def fresh(self) -> Self:
+    def start(self) -> Self:
+        self.session = self.head.start()
         return self
 
-    def propose(self, context: Context) -> Draft:
-        self.drafts.append(self.head.propose(context))
+    def propose(self, context: Context, shape: Shape) -> Draft:
+        self.drafts.append(self.session.propose(context, shape))
         return self.drafts[-1]
 
     def follow(self, context: Context) -> None:
-        self.head.follow(context)
+        self.session.follow(context)
 
     def keep(self, rows: Tensor) -> None:
-        self.head.keep(rows)
+        self.session.keep(rows)
 
 
 @pytest.mark.parametrize("num_heads", [3, 6])
@@ -212,12 +210,11 @@ def test_where_everything_is_typical_the_deepest_guesses_are_the_answer(
     shape = GROWING[rule]
     if isinstance(shape, BestPaths) and method == "mlp-speculator":  # which needs a width for each stage
         shape = BestPaths((*shape.widths, *(1,) * (num_heads - len(shape.widths))), shape.num_paths)
-    head.shape = shape
     recorder = Recorder(head)
     own = replace(SAMPLED, max_new_tokens=30, top_k=None, top_p=1.0, acceptance="typical", typical_epsilon=1e-200)
     for seed, prompt in enumerate(PROMPTS):
         recorder.drafts.clear()
-        answer = Engine(model, recorder).generate([prompt], replace(own, seed=seed))[0].token_ids
+        answer = Engine(model, recorder, shape=shape).generate([prompt], replace(own, seed=seed))[0].token_ids
         place = 0
         for draft in recorder.drafts:
             assert draft.max_depth < draft.num_nodes
@@ -232,10 +229,9 @@ def test_where_everything_is_typical_the_deepest_guesses_are_the_answer(
 @pytest.mark.parametrize("rule", GROWING)
 def test_where_nothing_is_typical_the_answer_is_plain_decodings(model: TargetModel, rule: str) -> None:
     head = tiny_head("hydra", model)
-    head.shape = GROWING[rule]
     own = [replace(SAMPLED, max_new_tokens=20, seed=seed) for seed in range(len(PROMPTS))]
     plain = Engine(model).generate(PROMPTS, own)
     strict = [replace(each, acceptance="typical", typical_epsilon=1.0, typical_delta=1e9) for each in own]
-    found = Engine(model, head).generate(PROMPTS, strict)
+    found = Engine(model, head, shape=GROWING[rule]).generate(PROMPTS, strict)
     assert [result.token_ids for result in found] == [result.token_ids for result in plain]
     assert {result.tokens_per_step for result in found} == {1.0}

@@ -16,7 +16,7 @@ from draftheads.checkpoint import read_head, save_head
 from draftheads.cli.main import main
 from draftheads.decode.cost_profile import CostProfile, by_hand
 from draftheads.decode.engine import Engine
-from draftheads.decode.size_policy import SizePolicy
+from draftheads.decode.size_policy import SizePolicySession
 from draftheads.errors import (
     CacheWarning,
     CheckpointCorrupt,
@@ -69,15 +69,18 @@ def load(world: Path, **options: Any) -> Engine:
 
 
 def confidence(engine: Engine) -> tuple[float, ...]:
-    found: tuple[float, ...] = engine.drafter.drafter.confidence  # type: ignore[attr-defined]
-    return found
+    """Of growing trees."""
+    if engine.profile is not None:
+        return engine.profile.growing(2).confidence
+    assert isinstance(engine.shape, BestFirst)
+    return engine.shape.confidence
 
 
 def test_the_head_s_own_profile_and_the_machine_s_costs_size_the_drafts(world: Path, cost: CostProfile) -> None:
     engine = load(world)
     assert (engine.profile, engine.cost) == (OWN, cost)
     assert confidence(engine) == (1.5, 1.25, 1.0)
-    assert isinstance(engine.fresh_drafter(), SizePolicy)
+    assert isinstance(engine.batch().session, SizePolicySession)
 
 
 @pytest.mark.usefixtures("cost")
@@ -113,13 +116,14 @@ def test_a_fixed_tree_needs_no_costs(world: Path, monkeypatch: pytest.MonkeyPatc
     for options, shape in (
         ({"profile": None}, Tree.chain(3)),
         ({"tree": Tree.chain(1)}, Tree.chain(1)),
-        ({"tree": BestFirst(5)}, BestFirst(5)),
+        ({"tree": BestFirst(5)}, BestFirst(5, confidence=(1.5, 1.25, 1.0))),
+        ({"tree": BestFirst(5), "profile": None}, BestFirst(5, confidence=(1.5, 1.25, 1.0))),
+        ({"tree": BestFirst(5, confidence=(2.0, 2.0, 2.0))}, BestFirst(5, confidence=(2.0, 2.0, 2.0))),
     ):
         engine = load(world, **options)
         assert (engine.profile, engine.cost) == (None, None)
-        assert engine.drafter.shape == shape  # type: ignore[attr-defined]
-        assert not isinstance(engine.fresh_drafter(), SizePolicy)
-        assert confidence(engine) == (1.5, 1.25, 1.0)
+        assert engine.batch().shape == shape
+        assert not isinstance(engine.batch().session, SizePolicySession)
 
 
 def test_costs_are_measured_once_and_kept(world: Path, cache: Path) -> None:

@@ -16,7 +16,18 @@ from draftheads.models.fast import speed_up
 from draftheads.models.model import TargetModel
 from draftheads.shapes import BestFirst, Shape
 from draftheads.tree import Tree
-from families import FAMILIES, GROWING, PROMPTS, TREES, VOCAB, Prophet, WildProphet, fitting, tiny_head, tiny_model
+from families import (
+    FAMILIES,
+    GROWING,
+    PROMPTS,
+    TREES,
+    VOCAB,
+    PlantedDrafter,
+    PlantedRandomTrees,
+    fitting,
+    tiny_head,
+    tiny_model,
+)
 
 NEW_TOKENS = 40
 # prompts for batches of eight: no two rows alike, lengths from 1 to 14
@@ -65,8 +76,8 @@ def test_heads_equal_plain(
     family: TargetModel, plain: list[tuple[int, ...]], method: str, shape: str, batch_size: int
 ) -> None:
     head = tiny_head(method, family)
-    head.shape = {**TREES, **GROWING}[shape]
-    results = decode(Engine(family, head, max_batch_size=batch_size), EIGHT[:batch_size])
+    engine = Engine(family, head, shape={**TREES, **GROWING}[shape], max_batch_size=batch_size)
+    results = decode(engine, EIGHT[:batch_size])
     assert ids(results) == plain[:batch_size]
 
 
@@ -84,8 +95,8 @@ def said_plainly(name: str) -> list[tuple[int, ...]]:
 def test_other_heads_equal_plain(method: str, name: str, shape: str) -> None:
     """Rows join and leave at different steps."""
     head = tiny_head(method, some_model(name))
-    head.shape = {**TREES, **GROWING}[shape]
-    results = decode(Engine(some_model(name), head, max_batch_size=3), EIGHT)
+    engine = Engine(some_model(name), head, shape={**TREES, **GROWING}[shape], max_batch_size=3)
+    results = decode(engine, EIGHT)
     assert ids(results) == said_plainly(name)
     fickle = Fickle(tiny_head(method, some_model(name)))
     assert ids(decode(Engine(some_model(name), fickle, max_batch_size=3), EIGHT)) == said_plainly(name)
@@ -98,8 +109,8 @@ def test_any_accepted_path_equals_plain(
 ) -> None:
     answers = {tuple(prompt): answer for prompt, answer in zip(EIGHT, plain, strict=True)}
     # eight prompts through batches of three: rows leave and join at different steps
-    prophet = Prophet(TREES[tree], answers)
-    results = decode(Engine(family, prophet, max_batch_size=batch_size), EIGHT)
+    planted = PlantedDrafter(TREES[tree], answers)
+    results = decode(Engine(family, planted, max_batch_size=batch_size), EIGHT)
     assert ids(results) == plain
     assert sum(result.tokens_per_step for result in results) / len(results) > 1.4
 
@@ -109,8 +120,8 @@ def test_any_accepted_path_on_any_trees_equals_plain(
     family: TargetModel, plain: list[tuple[int, ...]], batch_size: int
 ) -> None:
     answers = {tuple(prompt): answer for prompt, answer in zip(EIGHT, plain, strict=True)}
-    prophet = WildProphet(answers, max_nodes=24)
-    results = decode(Engine(family, prophet, max_batch_size=batch_size), EIGHT)
+    planted = PlantedRandomTrees(answers, max_nodes=24)
+    results = decode(Engine(family, planted, max_batch_size=batch_size), EIGHT)
     assert ids(results) == plain
     assert sum(result.tokens_per_step for result in results) / len(results) > 2.0
 
@@ -124,24 +135,26 @@ class Fickle:
         self.generator = torch.Generator().manual_seed(seed)
         self.met: set[object] = set()
 
-    def fresh(self) -> Self:
+    default_shape = None
+
+    def start(self) -> Self:
+        self.session = self.head.start()
         return self
 
-    def propose(self, context: Context) -> Draft:
+    def propose(self, context: Context, shape: Shape) -> Draft:
         shapes = [None, *TREES.values(), *GROWING.values()]
-        shape = shapes[self._below(len(shapes))]
-        self.met.add(shape)
-        if shape is None:
-            self.head.follow(context)
+        chosen = shapes[self._below(len(shapes))]
+        self.met.add(chosen)
+        if chosen is None:
+            self.session.follow(context)
             return Draft.on_tree(Tree.chain(0), context.root_ids[:, None])
-        self.head.shape = shape
-        return self.head.propose(context).first(1 + self._below(40))
+        return self.session.propose(context, chosen).first(1 + self._below(40))
 
     def follow(self, context: Context) -> None:
-        self.head.follow(context)
+        self.session.follow(context)
 
     def keep(self, rows: torch.Tensor) -> None:
-        self.head.keep(rows)
+        self.session.keep(rows)
 
     def _below(self, limit: int) -> int:
         return int(torch.randint(0, limit, (1,), generator=self.generator))
@@ -171,14 +184,12 @@ def test_shapes_that_change_from_step_to_step_equal_plain(
 def test_every_kind_of_head_equals_plain(method: str, options: dict[str, object]) -> None:
     model = tiny_model("llama")
     head = tiny_head(method, model, **fitting(method, **options))
-    head.shape = TREES["cartesian"]
     plain = ids(decode(Engine(model), PROMPTS))
-    found = decode(Engine(model, head), PROMPTS)
+    found = decode(Engine(model, head, shape=TREES["cartesian"]), PROMPTS)
     assert ids(found) == plain
     assert max(result.tokens_per_step for result in found) > 1.0, "nothing was ever accepted"
     for rule in GROWING.values():
-        head.shape = rule
-        assert ids(decode(Engine(model, head), PROMPTS)) == plain
+        assert ids(decode(Engine(model, head, shape=rule), PROMPTS)) == plain
 
 
 @pytest.mark.parametrize("exact_bits", [False, True])
@@ -189,18 +200,16 @@ def test_the_fast_path_equals_the_stock_model(exact_bits: bool) -> None:
     assert ids(decode(Engine(fast), EIGHT)) == ids(stock)
     head = tiny_head("hydra", fast)
     for shape in (TREES["64 nodes"], *GROWING.values()):
-        head.shape = shape
-        assert ids(decode(Engine(fast, head), EIGHT)) == ids(stock)
+        assert ids(decode(Engine(fast, head, shape=shape), EIGHT)) == ids(stock)
     answers = {tuple(prompt): result.token_ids for prompt, result in zip(EIGHT, stock, strict=True)}
-    assert ids(decode(Engine(fast, WildProphet(answers, max_nodes=24)), EIGHT)) == ids(stock)
+    assert ids(decode(Engine(fast, PlantedRandomTrees(answers, max_nodes=24)), EIGHT)) == ids(stock)
 
 
 @pytest.mark.parametrize("shape", [TREES["cartesian"], GROWING["sure ones"], GROWING["best paths"]])
 def test_a_row_does_not_depend_on_its_neighbours(shape: Shape) -> None:
     model = tiny_model("qwen2")
     head = tiny_head("hydra", model)
-    head.shape = shape
-    engine = Engine(model, head, max_batch_size=4)
+    engine = Engine(model, head, shape=shape, max_batch_size=4)
     alone = [ids(decode(engine, [prompt], temperature=t, seed=7))[0] for prompt in PROMPTS for t in (0.0, 0.9)]
     prompts = [prompt for prompt in PROMPTS for _ in range(2)]
     settings = {"ignore_eos": True, "max_new_tokens": NEW_TOKENS, "seed": 7}
@@ -225,8 +234,8 @@ def test_scoring_the_answer_in_one_pass_gives_the_same_logits() -> None:
     for name in FAMILIES:
         model = tiny_model(name)
         head = tiny_head("medusa", model)
-        head.shape = TREES["64 nodes"]
-        for prompt, result in zip(PROMPTS, decode(Engine(model, head), PROMPTS), strict=True):
+        engine = Engine(model, head, shape=TREES["64 nodes"])
+        for prompt, result in zip(PROMPTS, decode(engine, PROMPTS), strict=True):
             text = torch.tensor([[*prompt, *result.token_ids]])
             logits = model.model(text).logits[0, len(prompt) - 1 : -1]
             gaps = logits.amax(-1) - logits[torch.arange(NEW_TOKENS), text[0, len(prompt) :]]
@@ -236,8 +245,7 @@ def test_scoring_the_answer_in_one_pass_gives_the_same_logits() -> None:
 def test_text_up_to_the_last_position_of_the_model() -> None:
     model = tiny_model("gpt2", n_positions=24)
     head = tiny_head("medusa", model)
-    head.shape = TREES["cartesian"]
-    results = decode(Engine(model, head), [[5, 6, 7]])
+    results = decode(Engine(model, head, shape=TREES["cartesian"]), [[5, 6, 7]])
     assert len(results[0].token_ids) == 21
     assert results[0].finish_reason == "length"
     assert ids(results) == ids(decode(Engine(model), [[5, 6, 7]]))
@@ -248,8 +256,8 @@ def test_trees_only_change_the_speed() -> None:
     head = tiny_head("hydra", model)
     steps = []
     for depth in range(4):
-        head.shape = Tree.cartesian([6] * depth)
-        steps.append(sum(result.num_steps for result in decode(Engine(model, head), PROMPTS)))
+        engine = Engine(model, head, shape=Tree.cartesian([6] * depth))
+        steps.append(sum(result.num_steps for result in decode(engine, PROMPTS)))
     assert all(before >= after for before, after in pairwise(steps))
     assert steps[0] == len(PROMPTS) * (NEW_TOKENS - 1)
     assert steps[-1] < steps[0]
@@ -262,8 +270,7 @@ def test_larger_trees_need_no_more_steps() -> None:
     plain = decode(Engine(model), EIGHT)
     steps = []
     for num_nodes in (1, 2, 4, 16, 64, 256):
-        head.shape = BestFirst(num_nodes, num_ranks=VOCAB)
-        results = decode(Engine(model, head), EIGHT)
+        results = decode(Engine(model, head, shape=BestFirst(num_nodes, num_ranks=VOCAB)), EIGHT)
         assert ids(results) == ids(plain)
         steps.append(sum(result.num_steps for result in results))
     assert all(before >= after for before, after in pairwise(steps))

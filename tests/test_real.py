@@ -13,7 +13,7 @@ from draftheads.cli.main import main
 from draftheads.errors import InvalidSettings
 from draftheads.loading import load, load_target
 from draftheads.zoo.registry import find_head, zoo_heads
-from families import Prophet
+from families import PlantedDrafter
 
 pytestmark = pytest.mark.real
 
@@ -27,7 +27,7 @@ PROMPTS = [
 TREE = Tree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0)])
 
 
-class Oracle(Prophet):
+class Oracle(PlantedDrafter):
     """Plants what plain decoding said along a random path; where the text left it (a near-tie), it guesses noise."""
 
     def _coming(self, text: list[int]) -> tuple[int, ...]:

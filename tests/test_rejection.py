@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,7 +27,8 @@ from draftheads.decode.engine import Engine
 from draftheads.draft import Context, Draft
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.errors import InvalidSettings, InvalidTree
-from draftheads.heads.drafting import sample
+from draftheads.filling import fill
+from draftheads.heads.base import HeadSession
 from draftheads.models.model import TargetModel
 from draftheads.rejection import block_chances, sibling_chances
 from draftheads.sampling import RowSettings, SamplingSettings
@@ -207,7 +209,6 @@ class Laws:
     """A drafter over V tokens whose laws are known; it reads the path."""
 
     reads_path = True
-    confidence = (1.0,) * 3
 
     def __init__(self, laws: dict[Path, Tensor]) -> None:
         self.table = table_of(laws)
@@ -215,7 +216,7 @@ class Laws:
     def begin(self, context: Context, depth: int) -> Tensor:
         return torch.ones(len(context.root_ids), 1, dtype=torch.long)
 
-    def guess(self, state: Tensor, depth: int) -> Tensor:
+    def predict(self, state: Tensor, depth: int) -> Tensor:
         return self.table[state]
 
     def descend(self, state: Tensor, depth: int, parents: Tensor, token_ids: Tensor) -> Tensor:
@@ -223,6 +224,10 @@ class Laws:
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         return draft_ids
+
+
+def sample(laws: "Laws", shape: Shape, context: Context) -> Draft:
+    return fill(laws, shape, context, begin=partial(laws.begin, context), max_depth=3)
 
 
 COUNT = 2500
@@ -349,19 +354,17 @@ def test_ranks_of_drawn_children_have_no_gaps() -> None:
         Sampled(Tree.from_paths([(0,), (0, 1)]))
     with pytest.raises(InvalidTree, match=r"below \[\] the tree has ranks \[0, 2\]"):
         Sampled(Tree.from_paths([(0,), (2,)]))
-    with pytest.raises(ValueError, match="to draw guesses a context needs rows and draws"):
+    with pytest.raises(ValueError, match="to draw tokens a context needs rows and draws"):
         sample(Laws(random_laws(0)), SHAPES["one"], Context(*[torch.zeros(1, 1)] * 3, torch.zeros(1).long()))
 
 
 # --- whole answers ---
 
 
-def drafters(model: TargetModel, kind: str, shape: Shape) -> Any:
+def drafter_of(model: TargetModel, kind: str) -> Any:
     if kind == "draft model":
-        return DraftModel(tiny_model("llama", seed=5, num_hidden_layers=1), model, shape=shape)
-    head = tiny_head(kind, model)
-    head.shape = shape
-    return head
+        return DraftModel(tiny_model("llama", seed=5, num_hidden_layers=1), model)
+    return tiny_head(kind, model)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
@@ -378,7 +381,7 @@ def drafters(model: TargetModel, kind: str, shape: Shape) -> Any:
 def test_answers_have_the_models_distribution(
     model: TargetModel, exact: dict[Answer, float], kind: str, shape: str, rule: Any
 ) -> None:
-    engine = Engine(model, drafters(model, kind, SHAPES[shape]), max_batch_size=NUM_ANSWERS)
+    engine = Engine(model, drafter_of(model, kind), shape=SHAPES[shape], max_batch_size=NUM_ANSWERS)
     settings = [replace(SAMPLED, acceptance=rule, seed=seed) for seed in range(NUM_ANSWERS)]
     counts = Counter(result.token_ids for result in engine.generate([PROMPT] * NUM_ANSWERS, settings))
     assert set(counts) <= set(exact)
@@ -389,7 +392,7 @@ def test_answers_have_the_models_distribution(
 def test_penalised_answers_have_the_models_distribution(model: TargetModel, shape: str, rule: Any) -> None:
     """The penalty counts what was kept within the step, too."""
     penalty = 1.6
-    engine = Engine(model, drafters(model, "hydra", SHAPES[shape]), max_batch_size=NUM_ANSWERS)
+    engine = Engine(model, tiny_head("hydra", model), shape=SHAPES[shape], max_batch_size=NUM_ANSWERS)
     penalised = replace(SAMPLED, acceptance=rule, repetition_penalty=penalty)
     settings = [replace(penalised, seed=seed) for seed in range(NUM_ANSWERS)]
     counts = Counter(result.token_ids for result in engine.generate([PROMPT] * NUM_ANSWERS, settings))
@@ -403,15 +406,13 @@ def test_rejection_of_guesses_that_were_not_drawn_is_found_out(
 ) -> None:
     """The best guesses passed off as drawn ones: what the rule is not made for."""
     head = tiny_head("hydra", model)
-    drawing = head.propose
+    drawing = HeadSession.propose
 
-    def best(context: Context) -> Draft:
-        head.shape = Sampled(Tree.chain(2))
-        drawn = drawing(context)
-        head.shape = Tree.chain(2)
-        return replace(drawn, token_ids=drawing(context).token_ids)
+    def best(session: HeadSession, context: Context, shape: Shape) -> Draft:
+        drawn = drawing(session, context, Sampled(Tree.chain(2)))
+        return replace(drawn, token_ids=drawing(session, context, Tree.chain(2)).token_ids)
 
-    monkeypatch.setattr(type(head), "propose", lambda self, context: best(context))
+    monkeypatch.setattr(HeadSession, "propose", best)
     engine = Engine(model, head, max_batch_size=NUM_ANSWERS)
     settings = [replace(SAMPLED, acceptance="rejection", seed=seed) for seed in range(NUM_ANSWERS)]
     counts = Counter(result.token_ids for result in engine.generate([PROMPT] * NUM_ANSWERS, settings))
@@ -424,14 +425,14 @@ def test_drawn_guesses_change_no_greedy_text(model: TargetModel, kind: str, rule
     options: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True, "acceptance": rule}
     expected = [result.token_ids for result in Engine(model).generate(PROMPTS, **options)]
     for shape in SHAPES.values():
-        found = Engine(model, drafters(model, kind, shape)).generate(PROMPTS, **options)
+        found = Engine(model, drafter_of(model, kind), shape=shape).generate(PROMPTS, **options)
         assert [result.token_ids for result in found] == expected
 
 
 def test_matching_drawn_guesses_gives_plain_decodings_tokens(model: TargetModel) -> None:
     options: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True, "temperature": 0.9, "seed": 3}
     expected = [result.token_ids for result in Engine(model).generate(PROMPTS, **options)]
-    found = Engine(model, drafters(model, "hydra", SHAPES["tree"])).generate(PROMPTS, **options)
+    found = Engine(model, tiny_head("hydra", model), shape=SHAPES["tree"]).generate(PROMPTS, **options)
     assert [result.token_ids for result in found] == expected
 
 
@@ -444,7 +445,7 @@ def test_a_seed_says_it_all_whoever_is_beside(model: TargetModel, rule: Any) -> 
         "seed": 3,
         "acceptance": rule,
     }
-    engine = Engine(model, drafters(model, "hydra", SHAPES["chain"]))
+    engine = Engine(model, tiny_head("hydra", model), shape=SHAPES["chain"])
     together = [result.token_ids for result in engine.generate(PROMPTS, **options)]
     alone = [engine.generate([prompt], **options)[0].token_ids for prompt in PROMPTS]
     assert together == alone
@@ -476,8 +477,7 @@ def test_a_drafter_of_fewer_tokens_draws_among_those(model: TargetModel, options
     small = DraftModel(tiny_model("llama", seed=5, vocab_size=VOCAB - 4), model)
     plain = Engine(model).generate(PROMPTS, rows)[2].token_ids
     for drafter in (head, small):
-        drafter.shape = SHAPES["tree"]
-        results = Engine(model, drafter).generate(PROMPTS, rows)
+        results = Engine(model, drafter, shape=SHAPES["tree"]).generate(PROMPTS, rows)
         assert results[2].token_ids == plain
         assert max(result.tokens_per_step for result in results) > 1.0
 

@@ -21,8 +21,7 @@ def engine(method: str | None, *, int8: bool) -> Engine:
         return Engine(model)
     head = tiny_head(method, model)
     head.speed_up()
-    head.shape = TREES["ragged"] if method == "medusa" else GROWING["best first"]
-    return Engine(model, head)
+    return Engine(model, head, shape=TREES["ragged"] if method == "medusa" else GROWING["best first"])
 
 
 def ask(one: Engine, seed: int) -> list[tuple[int, ...]]:

@@ -108,8 +108,8 @@ class AcceptanceProfile:
         return _tree(tuple(map(tuple, self.paths[: num_nodes - 1])))
 
     def growing(self, num_nodes: int) -> BestFirst:
-        """The rule of trees of that many nodes that grow at each step."""
-        return BestFirst(num_nodes, num_ranks=self.num_ranks, beam=self.beam)
+        """The rule of trees of that many nodes that grow at each step, with the calibrated confidence."""
+        return BestFirst(num_nodes, num_ranks=self.num_ranks, beam=self.beam, confidence=tuple(self.confidence))
 
     def shape(self, kind: Kind, num_nodes: int) -> Tree | BestFirst:
         """What a drafter fills."""

@@ -180,8 +180,7 @@ def load_head(
         raise AssertionError(f"{saved.method} heads compute {unsaved} when built: save or derive them instead")
     _check_draft_vocab(saved, head)
     head.bind(base.weights)
-    head.confidence = tuple(saved.profile.confidence)
-    head.shape = saved.profile.tree(DEFAULT_NODES)
+    head.default_shape = saved.profile.tree(DEFAULT_NODES)
     return head.eval().requires_grad_(requires_grad=False)
 
 

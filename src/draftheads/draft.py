@@ -14,6 +14,7 @@ from torch import Tensor
 
 from draftheads.kernels import Product
 from draftheads.sampling import RowSettings
+from draftheads.shapes import Shape
 from draftheads.tree import Tree
 
 
@@ -164,27 +165,41 @@ class TargetWeights:
 
 @runtime_checkable
 class Watcher(Protocol):
-    """A drafter that learns from what the target says at the nodes that it checks."""
+    """A session that learns from the target's logits at the nodes that it checks."""
 
     def watch(self, draft: Draft, logits: Tensor) -> None:
         """The target's logits (B, N, V) for its draft."""
 
 
+class DraftSession(Protocol):
+    """What a drafter keeps of one batch: the rows, their history and its caches."""
+
+    def propose(self, context: Context, shape: Shape) -> Draft:
+        """Draft tokens for every row of the context, in the given shape.
+
+        A drafter without a ``default_shape`` makes trees of its own, whatever the shape.
+        """
+
+    def follow(self, context: Context) -> None:
+        """Takes note of a context without drafting: this step checks the root alone."""
+
+    def keep(self, rows: Tensor) -> None:
+        """Rows left or moved: row ``rows[i]`` is row i from now on."""
+
+
 class Drafter(Protocol):
-    """Something that guesses: a draft head, a small model, a lookup in the text so far."""
+    """Weights and settings of what drafts: a draft head, a small model, a lookup in the text so far.
+
+    Drafting does not change a drafter, so batches and threads share it. Each batch has a session of its own.
+    """
 
     @property
     def needs_history(self) -> bool:
         """Whether a context must carry all accepted tokens (stateful) or the last one only (stateless)."""
 
-    def fresh(self) -> Self:
-        """The same drafter for a batch of its own, which knows no rows. Stateless drafters may give themselves."""
+    @property
+    def default_shape(self) -> Shape | None:
+        """What is drafted where no shape is given; None for a drafter that makes trees of its own."""
 
-    def propose(self, context: Context) -> Draft:
-        """Guesses for every row of the context."""
-
-    def follow(self, context: Context) -> None:
-        """Takes note of a context without guessing: this step checks the root alone. Stateless drafters do nothing."""
-
-    def keep(self, rows: Tensor) -> None:
-        """Rows left or moved: row ``rows[i]`` is row i from now on. Stateless drafters need do nothing."""
+    def start(self) -> DraftSession:
+        """A session for a batch, which has no rows yet."""

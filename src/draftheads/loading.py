@@ -29,7 +29,7 @@ from draftheads.models.kv_target import check_trees
 from draftheads.models.model import TargetModel
 from draftheads.models.pretrained import default_device
 from draftheads.profiles import find_profile
-from draftheads.shapes import Shape
+from draftheads.shapes import Shape, calibrated
 from draftheads.tree import Tree
 from draftheads.zoo.registry import find_head
 
@@ -106,8 +106,10 @@ def load(
         return Engine(target, UNTRAINED[str(head)](), max_batch_size=max_batch_size)
     if draft_model is not None:
         small = load_target(draft_model, precision=precision, device=device, fast=fast)
-        draft = DraftModel(small, target, shape=tree)
-        return Engine(target, Copying(draft) if copy else draft, max_batch_size=max_batch_size)
+        draft = DraftModel(small, target)
+        if tree is not None:
+            draft.check_shape(tree)
+        return Engine(target, Copying(draft) if copy else draft, shape=tree, max_batch_size=max_batch_size)
     if head is None:
         return Engine(target, max_batch_size=max_batch_size)
     drafter = load_drafter(head, model, target, fast=fast)
@@ -129,12 +131,12 @@ def head_engine(
 ) -> Engine:
     """An engine of loaded parts; the other arguments as for :func:`load`."""
     found = None if profile is None else find_profile(head, model, profile=profile)
-    if found is not None:
-        drafter.confidence = tuple(found.confidence)
-    if tree is not None:
-        drafter.shape = tree
     whole = copying(drafter, found) if copy else drafter
-    if found is None or tree is not None:
+    if tree is not None:
+        drafter.check_shape(tree)
+        known = found or read_head(find_head(fspath(head), fspath(model))).profile
+        return Engine(target, whole, shape=calibrated(tree, known.confidence), max_batch_size=max_batch_size)
+    if found is None:
         return Engine(target, whole, max_batch_size=max_batch_size)
     extra_nodes = whole.num_tokens if isinstance(whole, Copying) else 0
     with warnings.catch_warnings():
@@ -142,8 +144,6 @@ def head_engine(
             warnings.simplefilter("ignore", CacheWarning)
         cost = cost_of(target, drafter, extra_nodes=extra_nodes)
     return_freed_memory()
-    if isinstance(whole, Copying):
-        whole.extra_nodes = extra_nodes  # the policy cuts what does not gain
     return Engine(target, whole, max_batch_size=max_batch_size, profile=found, cost=cost)
 
 

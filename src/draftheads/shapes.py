@@ -1,10 +1,11 @@
 """Rules by which a tree of guesses is grown anew at every step and row, from how sure the drafter is.
 
-Knows nothing of models or tensors: :mod:`draftheads.heads.drafting` carries the rules out.
+Knows nothing of models or tensors: :mod:`draftheads.filling` carries the rules out.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Self
 
 from draftheads.errors import InvalidTree
@@ -30,9 +31,12 @@ class BestFirst:
     """How deep the tree may grow; as deep as there are heads when left out."""
     threshold: float = 0.0
     """Guesses that are less likely than this to be kept are left out, in steps in which that holds for every row."""
+    confidence: tuple[float, ...] = ()
+    """Per depth, what logits are divided by so that the probabilities are calibrated; all 1 when empty."""
 
     def __post_init__(self) -> None:
         _check_at_least_1(self, "num_nodes", "num_ranks", "beam")
+        _check_confidence(self.confidence)
         if self.max_depth is not None:
             _check_at_least_1(self, "max_depth")
         if not 0.0 <= self.threshold < 1.0:
@@ -52,9 +56,12 @@ class BestPaths:
     """How many guesses each node of a depth gets; all are expanded."""
     num_paths: int = 5
     """How many paths, from the root to the last depth, are checked."""
+    confidence: tuple[float, ...] = ()
+    """As for :class:`BestFirst`."""
 
     def __post_init__(self) -> None:
         _check_at_least_1(self, "num_paths")
+        _check_confidence(self.confidence)
         if not self.widths or min(self.widths) < 1:
             raise InvalidTree(f"widths {list(self.widths)}: at least one, and every one at least 1")
         if self.num_paths > math.prod(self.widths):
@@ -67,7 +74,7 @@ class BestPaths:
         """As many paths as are sure to have no more than ``num_nodes`` nodes together, root included; at least one.
 
         >>> BestPaths.within(24), BestPaths.within(24).most_nodes, BestPaths.within(3).num_paths
-        (BestPaths(widths=(6, 3, 2), num_paths=8), 23, 1)
+        (BestPaths(widths=(6, 3, 2), num_paths=8, confidence=()), 23, 1)
         """
         numbers = range(math.prod(widths), 1, -1)
         fitting = (shape for shape in (cls(widths, n) for n in numbers) if shape.most_nodes <= num_nodes)
@@ -111,6 +118,19 @@ class Sampled:
 
 
 Shape = Tree | BestFirst | BestPaths | Sampled  # what a drafter fills at a step
+ROOT_ONLY = Tree.chain(0)  # plain decoding
+
+
+def depth_of(shape: Shape) -> int | None:
+    """Of the deepest node; None where the drafter decides."""
+    return shape.max_depth if isinstance(shape, Tree) else shape.depth
+
+
+def calibrated(shape: Shape, confidence: Sequence[float]) -> Shape:
+    """The same shape with these divisors where it uses probabilities and has no divisors of its own."""
+    if isinstance(shape, BestFirst | BestPaths) and not shape.confidence:
+        return replace(shape, confidence=tuple(confidence))
+    return shape
 
 
 def check_ranks(shape: Shape, num_tokens: int) -> None:
@@ -125,6 +145,11 @@ def check_ranks(shape: Shape, num_tokens: int) -> None:
     rank = max(tree.ranks) if isinstance(tree, Tree) else max(tree.widths) - 1
     if rank >= num_tokens:
         raise InvalidTree(f"rank {rank} is beyond the draft vocabulary of {num_tokens}")
+
+
+def _check_confidence(confidence: Sequence[float]) -> None:
+    if not all(0.0 < divisor < math.inf for divisor in confidence):
+        raise InvalidTree(f"confidence is {list(confidence)}; every number must be above 0")
 
 
 def _check_at_least_1(rule: object, *names: str) -> None:

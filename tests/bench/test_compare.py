@@ -203,15 +203,15 @@ def test_real_ways_agree_on_a_tiny_model():
     plain = stock.twin()
     speed_up(plain.model, exact_bits=False)
     head = tiny_head("hydra", plain)
-    head.shape = TREES["cartesian"]
-    ways = [stock_way(stock), engine_way("plain", Engine(plain)), engine_way("hydra", Engine(plain, Copying(head)))]
+    engine = Engine(plain, Copying(head), shape=TREES["cartesian"])
+    ways = [stock_way(stock), engine_way("plain", Engine(plain)), engine_way("hydra", engine)]
     start = time.perf_counter()
     extent = compare(ways, PROMPTS, max_new_tokens=20)
     seconds = time.perf_counter() - start
     assert (extent.num_prompts, extent.max_new_tokens) == (3, 20)
     table = rows(ways, PROMPTS, Scorer(stock))
     assert [row.method for row in table] == ["transformers", "plain", "hydra"]
-    found = Engine(plain, Copying(head)).generate(PROMPTS, max_new_tokens=20)
+    found = engine.generate(PROMPTS, max_new_tokens=20)
     assert table[2].num_copied == sum(result.num_copied for result in found) > 0
     accepted = sum(len(result.token_ids) - 1 - result.num_steps for result in found)
     assert accepted <= table[2].num_drafted <= accepted + len(PROMPTS)  # the last step may end inside a draft

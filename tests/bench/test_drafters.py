@@ -28,7 +28,7 @@ from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import DataError, InvalidSettings
-from draftheads.heads.base import DraftHead
+from draftheads.heads.base import DraftHead, HeadSession
 from draftheads.loading import load_target
 from draftheads.models.model import TargetModel
 from draftheads.progress import NoProgress
@@ -136,19 +136,19 @@ def test_a_head_drafts_on_the_tree_that_promises_most(
     head = tiny_head("hydra", model)
     one = bench(model, tmp_path, [Contender("hydra", head, "1")])
     found = one._prepare(one.contenders[0])
-    assert head.confidence == (1.5, 1.25, 0.75)
+    shape = one._shapes["hydra"]
     if grows:
-        assert head.shape == BestFirst(6, num_ranks=10, beam=6)
+        assert shape == BestFirst(6, num_ranks=10, beam=6, confidence=(1.5, 1.25, 0.75))
         assert found["predicted"] == found["growing"]
     else:
-        assert isinstance(head.shape, Tree)
-        assert head.shape.num_nodes == 6
+        assert isinstance(shape, Tree)
+        assert shape.num_nodes == 6
         assert found["predicted"] == found["static"]
     again = tiny_head("hydra", model)
     monkeypatch.setattr(Rehearsal, "run", None)
     two = bench(model, tmp_path, [Contender("hydra", again, "1")])
     two._prepare(two.contenders[0])
-    assert (again.shape, again.confidence) == (head.shape, head.confidence), "found once"
+    assert two._shapes["hydra"] == shape, "found once"
 
 
 def test_what_was_counted_stays_and_what_was_timed_does_not(
@@ -158,15 +158,15 @@ def test_what_was_counted_stays_and_what_was_timed_does_not(
     timed: list[str] = []
     answered, answer = Bench._answered, Bench._answer
 
-    def counted(self: Bench, drafter: Drafter, prompts: Any, **sampling: Any) -> dict[str, Any]:
-        asked.append(type(drafter).__name__)
-        return answered(self, drafter, prompts, **sampling)
+    def counted(self: Bench, contender: Contender, prompts: Any, **sampling: Any) -> dict[str, Any]:
+        asked.append(contender.name)
+        return answered(self, contender, prompts, **sampling)
 
-    def clocked(self: Bench, drafter: Drafter, prompt: Any, max_new_tokens: int) -> Timed:
+    def clocked(self: Bench, name: str, drafter: Drafter, prompt: Any, max_new_tokens: int) -> Timed:
         timed.append(type(drafter).__name__)
         if stop_at is not None and len(timed) > stop_at:
             raise KeyboardInterrupt
-        return answer(self, drafter, prompt, max_new_tokens)
+        return answer(self, name, drafter, prompt, max_new_tokens)
 
     monkeypatch.setattr(Bench, "_answered", counted)
     monkeypatch.setattr(Bench, "_answer", clocked)
@@ -202,7 +202,7 @@ def test_ways_take_turns(model: TargetModel, tmp_path: Path, monkeypatch: pytest
     order: list[tuple[str, int]] = []
     warmed: list[str] = []
 
-    def clocked(self: Bench, drafter: Drafter, prompt: list[int], max_new_tokens: int) -> Timed:
+    def clocked(self: Bench, name: str, drafter: Drafter, prompt: list[int], max_new_tokens: int) -> Timed:
         if max_new_tokens < SETTINGS.max_new_tokens:
             warmed.append(type(drafter).__name__)
             return Timed(1, 0, 1e9, 1e9, 1e9)
@@ -235,7 +235,7 @@ def test_drafting_alone_is_timed_as_drafting(
     clock = [0.0]
     monkeypatch.setattr(drafters.Stopwatch, "now", property(lambda self: clock[0]))
     head = tiny_head("medusa", model)
-    lap, join, propose = drafters.Stopwatch.lap, Batch.join, type(head).propose
+    lap, join, propose = drafters.Stopwatch.lap, Batch.join, HeadSession.propose
 
     def late(self: Any, part: str) -> None:
         clock[0] += {"draft": 0.0, "verify": 2.0, "rest": 0.5}[part]
@@ -245,14 +245,14 @@ def test_drafting_alone_is_timed_as_drafting(
         clock[0] += 100.0
         return join(self, sequences)
 
-    def guessing(self: Any, context: Any) -> Any:
+    def guessing(self: Any, *args: Any) -> Any:
         clock[0] += 1.0
-        return propose(self, context)
+        return propose(self, *args)
 
     monkeypatch.setattr(drafters.Stopwatch, "lap", late)
     monkeypatch.setattr(Batch, "join", reading)
-    monkeypatch.setattr(type(head), "propose", guessing)
-    found = bench(model, tmp_path, [Contender("medusa", head, "1")])._answer(head, PROMPTS[0], 10)
+    monkeypatch.setattr(HeadSession, "propose", guessing)
+    found = bench(model, tmp_path, [Contender("medusa", head, "1")])._answer("medusa", head, PROMPTS[0], 10)
     assert found.tokens == 10
     assert 2 <= found.steps <= 8, "the first step, in which a drafter may read the prompt, left out"
     assert found.draft_seconds == found.steps

@@ -8,19 +8,19 @@ from rich.console import Console
 
 from draftheads.cli.show import show_stream
 from draftheads.decode.engine import Engine
-from families import TREES, Prophet
+from families import TREES, PlantedDrafter
 
 
 @pytest.fixture(scope="module")
 def drafted(engine: Engine) -> Engine:
     """An engine whose drafter often guesses rightly, for the one prompt ``[5, 6, 7]``."""
     answer = engine.generate([[5, 6, 7]], max_new_tokens=30, ignore_eos=True)[0].token_ids
-    return Engine(engine.model, Prophet(TREES["chain"], {(5, 6, 7): answer}))
+    return Engine(engine.model, PlantedDrafter(TREES["chain"], {(5, 6, 7): answer}))
 
 
 def shown_on(console: Console, engine: Engine, **settings: Any) -> tuple[str, str]:
     """What a console gets, and the result's text."""
-    assert isinstance(engine.drafter, Prophet)
+    assert isinstance(engine.drafter, PlantedDrafter)
     engine.drafter.generator.manual_seed(0)
     engine.drafter.texts = []
     sequences = engine.sequences([[5, 6, 7]], **{"max_new_tokens": 30, "ignore_eos": True, **settings})

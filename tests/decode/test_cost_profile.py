@@ -237,11 +237,9 @@ def test_real_steps_are_measured(family: str, method: str) -> None:
     """Also of a model that knows few positions, and heads that read all of the text."""
     model = tiny_model(family)
     head = tiny_head(method, model)
-    shape = head.shape
     found = measure_cost(model, head, budget_seconds=1.0)
     assert all(point.milliseconds > 0 for point in found.points)
     assert {point.part for point in found.points} == {"verify", "follow", "static", "dynamic"}
-    assert head.shape == shape, "it measures with a head of its own"
 
 
 def test_a_point_above_the_others_is_lowered() -> None:

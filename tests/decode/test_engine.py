@@ -25,7 +25,7 @@ from draftheads.errors import (
 )
 from draftheads.kernels import PackedLinear
 from draftheads.models.kv_target import Target
-from families import PROMPTS, TREES, VOCAB, IntegerTokenizer, Prophet, tiny_head, tiny_model, tiny_profile
+from families import PROMPTS, TREES, VOCAB, IntegerTokenizer, PlantedDrafter, tiny_head, tiny_model, tiny_profile
 from training_world import VOCAB as VOCAB_OF_CHATS
 from training_world import chat_tokenizer
 
@@ -46,13 +46,13 @@ def plain(model: TargetModel) -> list[tuple[int, ...]]:
     return [result.token_ids for result in engine.generate(MANY, max_new_tokens=30, **ON)]
 
 
-def prophet(plain: list[tuple[int, ...]], tree: str = "chain", seed: int = 0) -> Prophet:
+def planted(plain: list[tuple[int, ...]], tree: str = "chain", seed: int = 0) -> PlantedDrafter:
     """A drafter that often guesses several tokens in a row rightly."""
     answers = {tuple(prompt): answer for prompt, answer in zip(MANY, plain, strict=True)}
-    return Prophet(TREES[tree], answers, seed=seed)
+    return PlantedDrafter(TREES[tree], answers, seed=seed)
 
 
-class Witness(Prophet):
+class Witness(PlantedDrafter):
     """Also keeps what it was told of the hidden states."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -133,8 +133,8 @@ def test_a_line_may_grow_while_it_is_served(model: TargetModel, plain: list[tupl
 def test_a_drafter_with_a_history_follows_rows_that_come_and_go(
     model: TargetModel, plain: list[tuple[int, ...]], max_batch_size: int
 ):
-    """The prophet checks what it is told of every row; it must not be told of answers that their first token ends."""
-    drafter = prophet(plain)
+    """The planted checks what it is told of every row; it must not be told of answers that their first token ends."""
+    drafter = planted(plain)
     results = Engine(model, drafter, max_batch_size=max_batch_size).generate(MANY, lengths_as_settings())
     assert [result.token_ids for result in results] == [
         answer[:length] for answer, length in zip(plain, LENGTHS, strict=True)
@@ -160,7 +160,7 @@ def test_texts_messages_and_token_ids_may_stand_side_by_side(model: TargetModel)
 
 
 def test_events_add_up_to_the_results(model: TargetModel, plain: list[tuple[int, ...]]):
-    engine = Engine(model, prophet(plain, "cartesian"), max_batch_size=3)
+    engine = Engine(model, planted(plain, "cartesian"), max_batch_size=3)
     sequences = engine.sequences(MANY, max_new_tokens=30, **ON)
     events: list[list[StreamEvent]] = [[] for _ in MANY]
     for event in engine.run(sequences):
@@ -187,7 +187,7 @@ def test_the_text_before_a_stop_inside_an_accepted_run_is_kept(model: TargetMode
         if place is None:  # an answer of few words
             continue
         settings = {"max_new_tokens": 30, "stop_token_ids": (answer[place],), **ON}
-        for drafter in [None, *(prophet(plain, seed=seed) for seed in range(4))]:
+        for drafter in [None, *(planted(plain, seed=seed) for seed in range(4))]:
             events = list(Engine(model, drafter).stream(prompt, **settings))
             assert "".join(event.text for event in events) == model.tokenizer.decode(list(answer[:place]))
             assert sum((event.token_ids for event in events), ()) == answer[: place + 1]
@@ -197,7 +197,7 @@ def test_the_text_before_a_stop_inside_an_accepted_run_is_kept(model: TargetMode
 
 
 def test_a_stream_is_the_result_as_it_comes(model: TargetModel, plain: list[tuple[int, ...]]):
-    stream = Engine(model, prophet(plain)).stream(MANY[0], max_new_tokens=30, **ON)
+    stream = Engine(model, planted(plain)).stream(MANY[0], max_new_tokens=30, **ON)
     assert isinstance(stream, Iterator)
     first = next(stream)
     assert (first.token_ids, first.text, first.index) == (plain[0][:1], f"<{plain[0][0]}>", 0)
@@ -256,8 +256,7 @@ def test_rows_with_penalties_keep_to_their_own_texts(model: TargetModel):
     ]
     alone = [Engine(model).generate([prompt], own)[0].token_ids for prompt, own in zip(MANY, each, strict=True)]
     head = tiny_head("hydra", model)
-    head.shape = TREES["cartesian"]
-    found = Engine(model, head, max_batch_size=3).generate(MANY, each)
+    found = Engine(model, head, shape=TREES["cartesian"], max_batch_size=3).generate(MANY, each)
     assert ids(found) == alone
     assert max(result.tokens_per_step for result in found) > 1.0
     unpenalised = Engine(model).generate(MANY, [SamplingSettings(max_new_tokens=s.max_new_tokens, **ON) for s in each])
@@ -269,7 +268,7 @@ def test_a_stop_string_ends_one_row_and_no_other(model: TargetModel, plain: list
     stop = f"{token}><{after}"  # begins inside one token and ends inside the next
     whole = model.tokenizer.decode(list(plain[1]))
     each = [SamplingSettings(max_new_tokens=30, stop=(stop,) if row == 1 else (), **ON) for row in range(3)]
-    for drafter in (None, prophet(plain), prophet(plain, seed=1)):
+    for drafter in (None, planted(plain), planted(plain, seed=1)):
         results = Engine(model, drafter).generate(MANY[:3], each)
         assert [result.finish_reason for result in results] == ["length", "stop", "length"]
         assert results[1].text == whole[: whole.index(stop)]
@@ -472,7 +471,7 @@ def test_load_gives_an_engine(tiny_by_name: list[dict[str, Any]], head_folder: P
         assert engine.max_batch_size == 2
     assert engine.profile == tiny_profile(TREES["chain"])
     engine = draftheads.load("tiny", head_folder, tree=Tree.chain(2), precision="bf16", device="cpu")
-    assert engine.drafter.shape == Tree.chain(2)  # type: ignore[attr-defined]
+    assert engine.shape == Tree.chain(2)
     assert engine.model.dtype == torch.bfloat16
     assert tiny_by_name[0] == {"dtype": None, "device": None, "chat_template": None}
     assert tiny_by_name[-1] == {"dtype": torch.bfloat16, "device": "cpu", "chat_template": None}

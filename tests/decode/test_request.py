@@ -11,7 +11,7 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.request import Sequence, StreamEvent
 from draftheads.models.model import TargetModel
 from draftheads.sampling import SamplingSettings
-from families import PROMPTS, TREES, VOCAB, IntegerTokenizer, Prophet, tiny_model
+from families import PROMPTS, TREES, VOCAB, IntegerTokenizer, PlantedDrafter, tiny_model
 
 EOS = 2
 
@@ -238,7 +238,7 @@ def test_drafted_answers_end_as_plain_ones(model: TargetModel, stop: str, tree: 
     answers = {tuple(p): result.token_ids for p, result in zip(PROMPTS, free, strict=True)}
     shorter = 0
     for seed in range(3):
-        engine = Engine(model, Prophet(TREES[tree], answers, seed=seed))
+        engine = Engine(model, PlantedDrafter(TREES[tree], answers, seed=seed))
         sequences = engine.sequences(PROMPTS, each)
         events = list(engine.run(sequences))
         drafted = [sequence.result() for sequence in sequences]

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from draftheads.acceptance_profile import AcceptanceProfile
-from draftheads.decode.batch import Batch
 from draftheads.decode.cost_profile import CostProfile, by_hand
 from draftheads.decode.engine import Engine
-from draftheads.decode.size_policy import SizePolicy
+from draftheads.decode.size_policy import SizePolicy, SizePolicySession
 from draftheads.draft import Context, Draft
+from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
 from draftheads.models.model import TargetModel
-from draftheads.shapes import BestFirst, Shape
+from draftheads.shapes import ROOT_ONLY, BestFirst, Shape
 from draftheads.tree import Tree
-from families import PROMPTS, TREES, Prophet, tiny_head, tiny_model, tiny_profile
+from families import PROMPTS, TREES, PlantedDrafter, tiny_head, tiny_model, tiny_profile
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # 0.6 tokens for the first draft token, ever fewer for the next ones
@@ -47,23 +47,23 @@ class Scripted:
     """A drafter whose tokens mean nothing; it keeps what it was asked for."""
 
     needs_history = False
+    default_shape = ROOT_ONLY
 
     def __init__(self, likely: Callable[[int], Sequence[float]] | None = None) -> None:
-        self.shape: Shape = Tree.chain(0)
         self.likely = likely or (lambda row: [0.6 * 0.8**n for n in range(40)])  # path probabilities of a row's nodes
         self.asked: list[Shape | None] = []  # per step; None where it was told to follow
         self.kept: list[list[int]] = []
 
-    def fresh(self) -> Self:
+    def start(self) -> Self:
         return self
 
-    def propose(self, context: Context) -> Draft:
-        self.asked.append(self.shape)
+    def propose(self, context: Context, shape: Shape) -> Draft:
+        self.asked.append(shape)
         batch = len(context.root_ids)
-        if isinstance(self.shape, Tree):
-            return Draft.on_tree(self.shape, torch.zeros(batch, self.shape.num_nodes, dtype=torch.long))
-        assert isinstance(self.shape, BestFirst)
-        return grown(batch, self.shape.num_nodes, self.likely)
+        if isinstance(shape, Tree):
+            return Draft.on_tree(shape, torch.zeros(batch, shape.num_nodes, dtype=torch.long))
+        assert isinstance(shape, BestFirst)
+        return grown(batch, shape.num_nodes, self.likely)
 
     def follow(self, context: Context) -> None:
         self.asked.append(None)
@@ -87,9 +87,9 @@ class Copying(Scripted):
         super().__init__()
         self.copied = copied
 
-    def propose(self, context: Context) -> Draft:
-        self.asked.append(self.shape)
-        nodes = self.shape.num_nodes
+    def propose(self, context: Context, shape: Shape) -> Draft:
+        self.asked.append(shape)
+        nodes = shape.num_nodes  # type: ignore[union-attr]
         assert isinstance(nodes, int)
         drafted = sorted([*self.likely(0)[: nodes - 1], *self.copied], reverse=True)
         return grown(len(context.root_ids), 1 + len(drafted), lambda _: drafted)
@@ -100,15 +100,18 @@ def context(batch: int) -> Context:
     return Context(torch.zeros(batch, 1, 1), zeros, torch.ones(batch, dtype=torch.long), zeros[:, 0])
 
 
-def policy(profile: AcceptanceProfile, cost: CostProfile, drafter: Any = None) -> SizePolicy:
-    return SizePolicy(drafter or Scripted(), profile, cost)
+def policy(profile: AcceptanceProfile, cost: CostProfile, drafter: Any = None) -> SizePolicySession:
+    """A session; the drafter is its own session."""
+    found = SizePolicy(drafter or Scripted(), profile, cost)
+    found.extra_nodes = getattr(drafter, "extra_nodes", 0)
+    return found.start()
 
 
-def sizes(one: SizePolicy, steps: int, accepted: Callable[[int, int], float], batch: int = 1) -> list[int]:
+def sizes(one: SizePolicySession, steps: int, accepted: Callable[[int, int], float], batch: int = 1) -> list[int]:
     """Nodes of each step; ``accepted`` says of a row and a number of nodes how many draft tokens are accepted."""
     found = []
     for _ in range(steps):
-        found.append(one.propose(context(batch)).num_nodes)
+        found.append(one.propose(context(batch), ROOT_ONLY).num_nodes)
         one.note([accepted(row, found[-1]) for row in range(batch)])  # type: ignore[misc]
     return found
 
@@ -140,8 +143,8 @@ def test_the_fastest_tree_is_drafted(per_node: float, batch: int) -> None:
     cost = machine(per_node)
     one = policy(STATIC, cost)
     expected = best_size(cost, batch)
-    assert one.propose(context(batch)).num_nodes == expected
-    assert one.drafter.asked == [None if expected == 1 else STATIC.tree(expected)]  # type: ignore[attr-defined]
+    assert one.propose(context(batch), ROOT_ONLY).num_nodes == expected
+    assert one.session.asked == [None if expected == 1 else STATIC.tree(expected)]  # type: ignore[attr-defined]
 
 
 def test_nothing_is_drafted_where_many_rows_make_nodes_dear() -> None:
@@ -155,7 +158,7 @@ def test_a_gain_of_less_than_five_percent_is_none() -> None:
     barely = tiny_profile(Tree.chain(1), static_tokens=[1.0, 1.5], dynamic_tokens=[])
     for milliseconds, nodes in ((14.2, 2), (14.4, 1)):  # 1.5 / 14.2 is 1.056 of 1 / 10, 1.5 / 14.4 is 1.042
         cost = by_hand([("verify", 1, 1, 10.0), ("verify", 1, 2, milliseconds), ("static", 1, 2, 0.0)])
-        assert policy(barely, cost).propose(context(1)).num_nodes == nodes
+        assert policy(barely, cost).propose(context(1), ROOT_ONLY).num_nodes == nodes
 
 
 def test_growing_trees_count_for_more_in_small_batches() -> None:
@@ -167,8 +170,8 @@ def test_growing_trees_count_for_more_in_small_batches() -> None:
     )
     for rows, growing in ((1, True), (4, False)):
         one = policy(both, machine(0.1))
-        one.propose(context(rows))
-        assert isinstance(one.drafter.shape, BestFirst) == growing
+        one.propose(context(rows), ROOT_ONLY)
+        assert isinstance(one.session.asked[-1], BestFirst) == growing
 
 
 def test_the_better_kind_of_tree_is_drafted() -> None:
@@ -178,13 +181,13 @@ def test_the_better_kind_of_tree_is_drafted() -> None:
         dynamic_tokens=[1.0, *(1.02 * tokens for tokens in STATIC.static_tokens[1:])],
     )
     one = policy(both, machine(0.5))
-    one.propose(context(1))
-    assert isinstance(one.drafter.shape, BestFirst)
+    one.propose(context(1), ROOT_ONLY)
+    assert isinstance(one.session.asked[-1], BestFirst)
     points = [(p.part, p.rows, p.nodes, p.milliseconds) for p in machine(0.5).points if p.part != "dynamic"]
     dear = by_hand([*points, ("dynamic", 1, 2, 9.0)])
     one = policy(both, dear)
-    one.propose(context(1))
-    assert isinstance(one.drafter.shape, Tree)
+    one.propose(context(1), ROOT_ONLY)
+    assert isinstance(one.session.asked[-1], Tree)
 
 
 def test_a_head_without_trees_is_never_asked() -> None:
@@ -195,7 +198,7 @@ def test_a_head_without_trees_is_never_asked() -> None:
 def test_what_a_step_without_a_draft_costs_the_drafter_counts() -> None:
     cost = by_hand([("verify", 1, 1, 10.0), ("verify", 1, 2, 14.5), ("static", 1, 2, 0.0), ("follow", 1, 1, 0.3)])
     barely = tiny_profile(Tree.chain(1), static_tokens=[1.0, 1.5], dynamic_tokens=[])
-    assert policy(barely, cost).propose(context(1)).num_nodes == 2
+    assert policy(barely, cost).propose(context(1), ROOT_ONLY).num_nodes == 2
 
 
 # --- one number per request ---
@@ -249,17 +252,16 @@ def test_rows_take_their_records_with_them() -> None:
     assert ratios[0] < 0.4
     assert ratios[1] == pytest.approx(1.0, abs=0.01)
     one.keep(torch.tensor([1]))
-    assert one.drafter.kept == [[1]]  # type: ignore[attr-defined]
-    assert one.propose(context(1)).num_nodes == best_size(cost, ratio=ratios[1])
+    assert one.session.kept == [[1]]  # type: ignore[attr-defined]
+    assert one.propose(context(1), ROOT_ONLY).num_nodes == best_size(cost, ratio=ratios[1])
     one.note([1])
-    fresh = one.fresh()
-    assert fresh.propose(context(1)).num_nodes == best_size(cost)
+    assert policy(STATIC, cost).propose(context(1), ROOT_ONLY).num_nodes == best_size(cost)
 
 
 def test_a_row_that_joins_begins_as_expected() -> None:
     one = policy(STATIC, machine(1.5))
     sizes(one, 100, never)
-    one.propose(context(2))
+    one.propose(context(2), ROOT_ONLY)
     assert [round(record.ratio, 3) for record in one._records][1] == 1.0
 
 
@@ -283,8 +285,8 @@ def test_a_grown_draft_is_cut_where_a_node_gains_less_than_its_time_is_worth() -
     rate = (1 + GAINS[best - 1]) / (cost.verify(1, best) + 1.0)  # tokens a millisecond
     for likely in ([0.9] * 40, [0.9, 0.5, 0.01, 0.01] + [0.0] * 40, [1e-4] * 40):
         one = policy(GROWING, cost, Scripted(lambda _, likely=likely: likely))  # type: ignore[misc]
-        found = one.propose(context(1)).num_nodes
-        drafted = one.drafter.shape.num_nodes
+        found = one.propose(context(1), ROOT_ONLY).num_nodes
+        drafted = one.session.asked[-1].num_nodes
         assert drafted > best, "a few more than are best on average, to choose among"
         worth = [sum(likely[: n - 1]) - rate * cost.verify(1, n) for n in range(1, drafted + 1)]
         assert found == int(np.argmax(worth)) + 1
@@ -301,14 +303,16 @@ def test_no_spare_nodes_where_drafting_them_costs() -> None:
     one = policy(GROWING, dear, Scripted(lambda _: [0.5] * 64))
     shape, _, _ = one.choose(np.ones(1))
     assert shape is not None
-    one.propose(context(1))
+    one.propose(context(1), ROOT_ONLY)
     assert one.drafter.shape == shape
 
 
 def test_rows_are_cut_together_by_what_they_gain_together() -> None:
     cost = machine(0.4)
-    unsure = policy(GROWING, cost, Scripted(lambda row: [0.5 / (1 + 9 * row)] * 40)).propose(context(2)).num_nodes
-    sure = policy(GROWING, cost, Scripted(lambda row: [0.5] * 40)).propose(context(2)).num_nodes
+    unsure = (
+        policy(GROWING, cost, Scripted(lambda row: [0.5 / (1 + 9 * row)] * 40)).propose(context(2), ROOT_ONLY).num_nodes
+    )
+    sure = policy(GROWING, cost, Scripted(lambda row: [0.5] * 40)).propose(context(2), ROOT_ONLY).num_nodes
     assert sure >= unsure > 1
 
 
@@ -327,43 +331,34 @@ def test_copies_are_verified_also_where_no_tree_is_worth_it() -> None:
     assert best_size(cost) == 1
     sure = policy(GROWING, cost, Copying([0.99, 0.98]))
     cheap = policy(GROWING, machine(12.0), Copying([0.99, 0.98]))
-    assert sure.propose(context(1)).num_nodes == 1, "a node costs a whole step"
-    assert cheap.propose(context(1)).num_nodes == 3
+    assert sure.propose(context(1), ROOT_ONLY).num_nodes == 1, "a node costs a whole step"
+    assert cheap.propose(context(1), ROOT_ONLY).num_nodes == 3
     assert cheap.drafter.asked == [Tree.chain(0)]  # type: ignore[attr-defined]
     assert cheap._expected == pytest.approx([1.97])
     unsure = policy(GROWING, machine(12.0), Copying([0.3, 0.1]))
-    assert unsure.propose(context(1)).num_nodes == 1
+    assert unsure.propose(context(1), ROOT_ONLY).num_nodes == 1
 
 
 def test_copies_come_on_top_of_a_tree_and_are_cut_with_it() -> None:
     cost = machine(0.5)
     best = best_size(cost)
-    assert policy(GROWING, cost, Copying([0.99, 0.98])).propose(context(1)).num_nodes == best + 2
-    assert policy(GROWING, cost, Copying([0.0, 0.0])).propose(context(1)).num_nodes <= best
+    assert policy(GROWING, cost, Copying([0.99, 0.98])).propose(context(1), ROOT_ONLY).num_nodes == best + 2
+    assert policy(GROWING, cost, Copying([0.0, 0.0])).propose(context(1), ROOT_ONLY).num_nodes <= best
 
 
 # --- in the engine ---
 
 
-class Random(Prophet):
+class Random(PlantedDrafter):
     """A shaped drafter that plants true tokens; its growing trees are chains with probabilities."""
 
     def __init__(self, answers: dict[tuple[int, ...], tuple[int, ...]], *, seed: int = 0) -> None:
         super().__init__(Tree.chain(0), answers, seed=seed)
 
-    @property
-    def shape(self) -> Shape:
-        return self.tree
-
-    @shape.setter
-    def shape(self, shape: Shape) -> None:
-        self.tree = shape if isinstance(shape, Tree) else Tree.chain(shape.num_nodes - 1)  # type: ignore[union-attr]
-        self.is_growing = not isinstance(shape, Tree)
-
-    def propose(self, context: Context) -> Draft:
-        draft = super().propose(context)
-        if not self.is_growing:
-            return draft
+    def propose(self, context: Context, shape: Shape) -> Draft:
+        if isinstance(shape, Tree):
+            return super().propose(context, shape)
+        draft = super().propose(context, Tree.chain(shape.num_nodes - 1))  # type: ignore[union-attr]
         likely = torch.rand(draft.token_ids.shape, generator=self.generator).sort(dim=1, descending=True).values
         return Draft(**{**vars(draft), "path_log_probs": likely.log()})
 
@@ -425,7 +420,7 @@ def test_equal_requests_take_equal_steps() -> None:
     engine = Engine(model, tiny_head("hydra", model), profile=BOTH, cost=machine(0.3))
     drafted: list[list[int]] = []
     for _ in range(2):
-        batch = Batch(model, engine.fresh_drafter(), lap=str)
+        batch = engine.batch()
         batch.join(engine.sequences([PROMPTS[1]], max_new_tokens=30))
         drafted.append([])
         while batch.sequences:
@@ -442,9 +437,13 @@ def test_profiles_come_in_pairs_and_for_drafters_with_shapes() -> None:
     for options in ({"profile": BOTH}, {"cost": machine(1.0)}):
         with pytest.raises(InvalidSettings, match="go together"):
             Engine(model, head, **options)  # type: ignore[arg-type]
-    for drafter in (None, Prophet(TREES["chain"], {})):
-        with pytest.raises(InvalidSettings, match="fills trees"):
+    for drafter in (None, PromptLookup()):
+        with pytest.raises(InvalidSettings, match="profiles are for a drafter that fills trees"):
             Engine(model, drafter, profile=BOTH, cost=machine(1.0))
+        with pytest.raises(InvalidSettings, match="a shape is for a drafter that fills trees"):
+            Engine(model, drafter, shape=TREES["chain"])
+    with pytest.raises(InvalidSettings, match="give a shape, or profiles"):
+        Engine(model, head, shape=TREES["chain"], profile=BOTH, cost=machine(1.0))
 
 
 def test_a_long_text_makes_drafts_smaller() -> None:
@@ -452,9 +451,9 @@ def test_a_long_text_makes_drafts_smaller() -> None:
     long = [("verify", 1, 1, 25.0, 1024), ("verify", 1, 32, 25.0 + 31 * 8.0, 1024)]
     cost = by_hand([*((p.part, p.rows, p.nodes, p.milliseconds) for p in machine(0.5).points), *long])
     one = policy(STATIC, cost)
-    short = one.propose(context(1)).num_nodes
+    short = one.propose(context(1), ROOT_ONLY).num_nodes
     one.note([1])
-    after_long = one.propose(replace(context(1), text_tokens=1024)).num_nodes
+    after_long = one.propose(replace(context(1), text_tokens=1024), ROOT_ONLY).num_nodes
     assert 1 < after_long < short
 
 

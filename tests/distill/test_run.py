@@ -88,7 +88,7 @@ def test_neighbours_change_no_answer(tmp_path: Path, changes: dict[str, Any]):
 
 def test_a_head_changes_no_answer_and_saves_steps(target: TargetModel, tmp_path: Path):
     head = tiny_head("medusa", target)
-    head.shape = TREES["cartesian"]
+    head.default_shape = TREES["cartesian"]
     one, other = options(tmp_path), options(tmp_path, out=tmp_path / "other.jsonl")
     plain, faster = run(target, one), run(target, other, drafter=head)
     assert one.out.read_bytes() == other.out.read_bytes()

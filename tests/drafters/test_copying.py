@@ -1,5 +1,6 @@
 """Copies from the text so far in the trees of heads and draft models: the same text in fewer steps."""
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -12,19 +13,20 @@ from hypothesis import strategies as st
 from draftheads.acceptance_profile import AcceptanceProfile
 from draftheads.decode.cost_profile import by_hand
 from draftheads.decode.engine import Engine
-from draftheads.decode.request import GenerationResult, Sequence
+from draftheads.decode.request import GenerationResult
+from draftheads.decode.request import Sequence as Request
 from draftheads.decode.size_policy import SizePolicy
 from draftheads.draft import Context, Draft, Drafter, Watcher
 from draftheads.drafters.copy_odds import DEFAULT_ODDS, copy_odds
-from draftheads.drafters.copying import Copying
+from draftheads.drafters.copying import Copying, CopyingSession
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.text_index import TextIndex
 from draftheads.errors import InvalidSettings
 from draftheads.heads import HEADS
 from draftheads.sampling import SamplingSettings
-from draftheads.shapes import BestFirst, BestPaths, Sampled, Shape
+from draftheads.shapes import ROOT_ONLY, BestFirst, BestPaths, Sampled, Shape
 from draftheads.tree import Tree
-from families import IntegerTokenizer, Prophet, tiny_head, tiny_model
+from families import IntegerTokenizer, PlantedDrafter, propose, tiny_head, tiny_model
 
 FAMILIES = ["llama", "mistral", "mixtral", "gpt2", "gemma3_text", "qwen3"]
 # of many lengths, with much to copy; more than fit in a batch, so rows join and leave
@@ -45,8 +47,10 @@ SHAPES: dict[str, Shape] = {
 some_model = cache(tiny_model)
 
 
-def decode(name: str, drafter: Any, *, batch_size: int = 3, **options: Any) -> list[GenerationResult]:
-    engine = Engine(some_model(name), drafter, max_batch_size=batch_size)
+def decode(
+    name: str, drafter: Any, *, shape: Shape | None = None, batch_size: int = 3, **options: Any
+) -> list[GenerationResult]:
+    engine = Engine(some_model(name), drafter, shape=shape, max_batch_size=batch_size)
     return engine.generate(PROMPTS, **{"max_new_tokens": 40, "ignore_eos": True, **options})
 
 
@@ -71,8 +75,7 @@ def copied(results: list[GenerationResult]) -> int:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_copies_change_nothing(name: str, shape: str, batch_size: int) -> None:
     head = tiny_head("hydra", some_model(name))
-    head.shape = SHAPES[shape]
-    found = decode(name, Copying(head), batch_size=batch_size)
+    found = decode(name, Copying(head), shape=SHAPES[shape], batch_size=batch_size)
     assert ids(found) == plain(name)
     assert copied(found) > 0, "tiny models repeat themselves"
     alone = decode(name, head, batch_size=batch_size)
@@ -83,29 +86,27 @@ def test_copies_change_nothing(name: str, shape: str, batch_size: int) -> None:
 @pytest.mark.parametrize("method", HEADS)
 def test_copies_change_nothing_with_any_head(method: str, shape: str) -> None:
     head = tiny_head(method, some_model("llama"))
-    head.shape = SHAPES[shape]
-    found = decode("llama", Copying(head))
+    found = decode("llama", Copying(head), shape=SHAPES[shape])
     assert ids(found) == plain("llama")
     assert copied(found) > 0
-    assert ids(decode("llama", Copying(head), temperature=0.8, seed=5)) == plain("llama", 0.8)
+    assert ids(decode("llama", Copying(head), shape=SHAPES[shape], temperature=0.8, seed=5)) == plain("llama", 0.8)
 
 
 @pytest.mark.parametrize("shape", ["ragged", "best first"])
 @pytest.mark.parametrize("name", ["gpt2", "gemma3_text"])
 def test_copies_change_nothing_with_a_draft_model(name: str, shape: str) -> None:
-    drafter = DraftModel(tiny_model("llama", seed=3, num_hidden_layers=1), some_model(name), shape=SHAPES[shape])
-    found = decode(name, Copying(drafter))
+    drafter = DraftModel(tiny_model("llama", seed=3, num_hidden_layers=1), some_model(name))
+    found = decode(name, Copying(drafter), shape=SHAPES[shape])
     assert ids(found) == plain(name)
     assert copied(found) > 0
-    assert ids(decode(name, Copying(drafter), temperature=0.8, seed=5)) == plain(name, 0.8)
+    assert ids(decode(name, Copying(drafter), shape=SHAPES[shape], temperature=0.8, seed=5)) == plain(name, 0.8)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_row_does_not_depend_on_its_neighbours(shape: str) -> None:
     """Neither its tokens nor its steps; but a threshold is for all rows of a step together."""
     head = tiny_head("hydra", some_model("llama"))
-    head.shape = SHAPES[shape]
-    options = {"temperature": 0.7, "seed": 5}
+    options: dict[str, Any] = {"shape": SHAPES[shape], "temperature": 0.7, "seed": 5}
     alone, together = (decode("llama", Copying(head), batch_size=size, **options) for size in (1, 6))
     assert ids(alone) == ids(together) == plain("llama", 0.7)
     if shape != "sure ones":
@@ -113,44 +114,42 @@ def test_a_row_does_not_depend_on_its_neighbours(shape: str) -> None:
         assert [result.num_copied for result in alone] == [result.num_copied for result in together]
 
 
-class Planted(Prophet):
-    """Plants true tokens in a static tree, which may have equal siblings."""
+class Varied(Copying):
+    """A drafter that copies, whose session gets other arguments at each step."""
 
-    shape: Shape
+    def __init__(self, drafter: Drafter, vary: Callable[[int, Shape], tuple[Shape, int]]) -> None:
+        super().__init__(drafter)
+        self.vary = vary  # from the tokens so far and the shape to the shape and the extra nodes of a step
 
-    def propose(self, context: Context) -> Draft:
-        assert isinstance(self.shape, Tree)
-        self.tree = self.shape
-        return super().propose(context)
+    def start(self) -> "VariedSession":
+        return VariedSession(self)
+
+
+class VariedSession(CopyingSession):
+    def __init__(self, copying: Varied) -> None:
+        super().__init__(copying)
+        self.vary = copying.vary
+
+    def propose(self, context: Context, shape: Shape) -> Draft:  # type: ignore[override]
+        shape, extra_nodes = self.vary(sum(len(text.ids) for text in self._texts.rows), shape)
+        return super().propose(context, shape, extra_nodes=extra_nodes)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_any_accepted_path_with_copies(name: str) -> None:
     answers = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, plain(name), strict=True)}
-    planted = Planted(Tree.chain(0), answers)
-    planted.shape = SHAPES["ragged"]
+    planted = PlantedDrafter(SHAPES["ragged"], answers)  # type: ignore[arg-type]
     for extra_nodes in (0, 4):
-        planted.texts = []
-        copying = Copying(planted)  # type: ignore[arg-type]
-        copying.extra_nodes = extra_nodes
-        found = decode(name, copying)
+        found = decode(name, Varied(planted, lambda _, shape, extra=extra_nodes: (shape, extra)))  # type: ignore[misc]
         assert ids(found) == plain(name)
         assert copied(found) > 0
 
 
-class Fickle(Copying):
-    """Another shape and another number of nodes at each step."""
-
-    def propose(self, context: Context) -> Draft:
-        number = sum(len(text.ids) for text in self._texts.rows)
-        self.shape = [Tree.chain(0), BestPaths((3, 2), 3), *SHAPES.values()][number % 6]
-        self.extra_nodes = number % 3
-        return super().propose(context)
-
-
 @pytest.mark.parametrize("method", ["medusa", "eagle", "amphista"])
 def test_shapes_that_change_from_step_to_step(method: str) -> None:
-    found = decode("mixtral", Fickle(tiny_head(method, some_model("mixtral"))))
+    shapes = [Tree.chain(0), BestPaths((3, 2), 3), *SHAPES.values()]
+    head = tiny_head(method, some_model("mixtral"))
+    found = decode("mixtral", Varied(head, lambda number, _: (shapes[number % 6], number % 3)))
     assert ids(found) == plain("mixtral")
     assert copied(found) > 0
 
@@ -175,13 +174,10 @@ TEXTS = [[3, 4, 5, 6, 7, 8, 3, 4, 5], [9, 10, 11]]  # the first has something to
 def test_a_draft_keeps_to_its_budget(shape: str, extra_nodes: int) -> None:
     model = some_model("llama")
     head = tiny_head("medusa", model)
-    copying = Copying(head, odds=[[0.99, 0.98, 0.97, 0.96, 0.95]])
-    copying.shape = SHAPES[shape]
-    copying.extra_nodes = extra_nodes
-    assert head.shape == SHAPES[shape]
-    copying = copying.fresh()
-    draft = copying.propose(context_of(TEXTS, model.hidden_size))
-    assert draft.num_nodes == head.propose(context_of(TEXTS, model.hidden_size)).num_nodes + extra_nodes
+    copying = Copying(head, odds=[[0.99, 0.98, 0.97, 0.96, 0.95]]).start()
+    context = context_of(TEXTS, model.hidden_size)
+    draft = copying.propose(context, SHAPES[shape], extra_nodes=extra_nodes)
+    assert draft.num_nodes == propose(head, context, SHAPES[shape]).num_nodes + extra_nodes
     assert draft.copied is not None
     assert draft.token_ids[0, :6].tolist() == [5, 6, 7, 8, 3, 4]
     assert draft.depths[0, :6].tolist() == [0, 1, 2, 3, 4, 5]
@@ -195,25 +191,22 @@ def test_without_a_head_only_copies_are_drafted() -> None:
     """And the head takes note of the text."""
     model = some_model("llama")
     head = tiny_head("eagle", model)
-    head.shape = Tree.chain(0)
-    copying = Copying(head).fresh()
-    copying.extra_nodes = 3
+    copying = Copying(head).start()
     context = context_of(TEXTS, model.hidden_size)
-    draft = copying.propose(context)
+    draft = copying.propose(context, ROOT_ONLY, extra_nodes=3)
     assert draft.token_ids[0].tolist() == [5, 6, 7, 8]
     assert draft.depths.tolist() == [[0, 1, 2, 3], [0, 0, 0, 0]]
-    assert copying.drafter.num_rows == 2  # type: ignore[union-attr]
-    copying.extra_nodes = 0
-    assert copying.fresh().propose(context).num_nodes == 1
+    assert copying.session.num_rows == 2  # type: ignore[attr-defined]
+    assert propose(Copying(head), context, ROOT_ONLY).num_nodes == 1
 
 
 @pytest.mark.parametrize("shape", [Sampled(Tree.chain(2)), BestPaths((3, 2), 3)])
 def test_drawn_trees_and_best_paths_are_left_as_they_are(shape: Shape) -> None:
     model = some_model("llama")
     head = tiny_head("hydra", model)
-    head.shape = shape
-    found = decode("llama", Copying(head), temperature=0.7, seed=5, acceptance="rejection")
-    expected = decode("llama", head, temperature=0.7, seed=5, acceptance="rejection")
+    options: dict[str, Any] = {"shape": shape, "temperature": 0.7, "seed": 5, "acceptance": "rejection"}
+    found = decode("llama", Copying(head), **options)
+    expected = decode("llama", head, **options)
     assert ids(found) == ids(expected)
     assert copied(found) == 0
 
@@ -223,12 +216,11 @@ def test_unlikely_copies_leave_the_tree_alone() -> None:
     head = tiny_head("hydra", model)
     context = context_of(TEXTS, model.hidden_size)
     tree = Tree.cartesian([3, 2])
-    head.shape = tree
-    copying = Copying(head, odds=[[1e-6, 1e-7]], values=dict.fromkeys(tree.paths, 0.5)).fresh()
-    draft = copying.propose(context)
+    copying = Copying(head, odds=[[1e-6, 1e-7]], values=dict.fromkeys(tree.paths, 0.5))
+    draft = propose(copying, context, tree)
     assert draft.copied is not None
     assert not draft.copied.any()
-    assert sorted(draft.token_ids[0].tolist()) == sorted(head.fresh().propose(context).token_ids[0].tolist())
+    assert sorted(draft.token_ids[0].tolist()) == sorted(propose(head, context, tree).token_ids[0].tolist())
 
 
 def test_a_static_tree_gives_up_its_least_likely_nodes() -> None:
@@ -236,17 +228,16 @@ def test_a_static_tree_gives_up_its_least_likely_nodes() -> None:
     head = tiny_head("medusa", model)
     tree = Tree.from_paths([(0,), (1,), (0, 0), (2,)])
     values = {(0,): 0.6, (1,): 0.1, (0, 0): 0.5, (2,): 0.4}
-    head.shape = tree
     context = context_of(TEXTS, model.hidden_size)
-    whole = head.propose(context)
-    draft = Copying(head, odds=[[0.45, 0.2]], values=values).fresh().propose(context)
+    whole = propose(head, context, tree)
+    draft = propose(Copying(head, odds=[[0.45, 0.2]], values=values), context, tree)
     token = {path: int(whole.token_ids[0, node]) for node, path in enumerate(tree.paths)}
     assert 6 not in token.values(), "the copied token is another one"
     assert draft.token_ids[0].tolist() == [5, token[0,], token[0, 0], 6, token[2,]]
 
 
-class Watching(Planted):
-    """Notes which drafts it is shown."""
+class Watching(PlantedDrafter):
+    """Records the drafts that it watches."""
 
     seen: list[Draft]
 
@@ -257,20 +248,20 @@ class Watching(Planted):
 
 def test_a_drafter_that_watches_sees_what_was_checked() -> None:
     answers = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, plain("llama"), strict=True)}
-    watching = Watching(Tree.chain(0), answers)
-    watching.shape, watching.seen = Tree.chain(2), []
-    copying = Copying(watching)  # type: ignore[arg-type]
-    assert isinstance(copying, Watcher)
+    watching = Watching(Tree.chain(2), answers)
+    watching.seen = []
+    copying = Copying(watching)
+    assert isinstance(copying.start(), Watcher)
     found = decode("llama", copying, batch_size=1)
     assert len(watching.seen) == sum(result.num_steps for result in found)
 
 
 def test_rows_that_left_without_notice_are_an_error() -> None:
     model = some_model("llama")
-    copying: Drafter = Copying(tiny_head("hydra", model)).fresh()
-    copying.propose(context_of(TEXTS, model.hidden_size))
+    copying = Copying(tiny_head("hydra", model)).start()
+    copying.propose(context_of(TEXTS, model.hidden_size), ROOT_ONLY)
     with pytest.raises(ValueError, match=r"the context has 1 rows but 2 are at work"):
-        copying.propose(context_of(TEXTS[:1], model.hidden_size))
+        copying.propose(context_of(TEXTS[:1], model.hidden_size), ROOT_ONLY)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +288,7 @@ def test_impossible_settings(options: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(("room", "drafted", "copies"), [(9, 4, 2), (4, 4, 2), (3, 3, 1), (2, 2, 0), (1, 1, 0)])
 def test_copied_tokens_beyond_the_end_are_not_counted(room: int, drafted: int, copies: int) -> None:
     """Of five tokens the last two draft tokens are copied; the fifth is the target's own."""
-    sequence = Sequence(
+    sequence = Request(
         [3], SamplingSettings(max_new_tokens=room), tokenizer=IntegerTokenizer(), eos_ids=frozenset(), max_length=None
     )
     event = sequence.append([4, 5, 6, 7, 8], num_drafted=4, num_copied=2)
@@ -404,28 +395,32 @@ def test_the_default_odds_fall_and_rise() -> None:
 def test_copies_that_cost_more_than_they_gain_are_not_proposed_to_a_root_alone() -> None:
     head = tiny_head("medusa", some_model("llama"))
     drafter = Copying(head, odds=((0.5, 0.2), (0.9, 0.8)))
-    drafter.shape, drafter.extra_nodes = Tree.chain(0), 2
 
-    def nodes(*prices: float) -> int:
-        engine_drafter = drafter.fresh()
-        engine_drafter.prices = prices
+    def nodes(*min_gains: float) -> int:
         tokens = torch.tensor([[5, 6, 7, 5], [8, 9, 10, 11]])
         context = Context(torch.zeros(2, 4, 32), tokens, torch.tensor([4, 4]), torch.tensor([6, 12]))
-        return engine_drafter.propose(context).num_nodes
+        return drafter.start().propose(context, ROOT_ONLY, extra_nodes=2, min_gains=min_gains).num_nodes
 
-    assert nodes() == 3, "without prices every match counts"
+    assert nodes() == 3, "without a least gain every match counts"
     assert nodes(0.8, 9.0) == 3, "one token is worth 0.9"
     assert nodes(0.95, 1.6) == 3, "two tokens are worth 0.9 + 0.8"
     assert nodes(0.95, 1.75) == 1
 
 
-def test_the_policy_tells_copies_what_their_nodes_cost() -> None:
+def test_the_policy_gives_copies_the_gain_that_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     model = some_model("llama")
     head = tiny_head("medusa", model)
-    drafter = Copying(head)
-    drafter.extra_nodes = 2
     cost = by_hand([("verify", 1, 1, 10.0), ("verify", 1, 11, 110.0)])  # two rows cost as one with twice the nodes
+    drafter = Copying(head, odds=((0.5, 0.2), (0.9, 0.8)))
+    given: list[Sequence[float]] = []
+    propose_copies = CopyingSession.propose
+
+    def recording(self: CopyingSession, *args: Any, min_gains: Sequence[float], **options: Any) -> Draft:
+        given.append(min_gains)
+        return propose_copies(self, *args, min_gains=min_gains, **options)
+
+    monkeypatch.setattr(CopyingSession, "propose", recording)
     policy = SizePolicy(drafter, AcceptanceProfile.assumed(head.config.num_heads), cost)
-    assert policy.propose(context_of(TEXTS, model.hidden_size)).num_nodes == 1
+    assert propose(policy, context_of(TEXTS, model.hidden_size), ROOT_ONLY).num_nodes == 1
     # plain decoding makes two tokens in 20 ms; 40 and 60 ms must make a tenth more than 4 and 6
-    assert list(drafter.prices[:2]) == pytest.approx([1.1 * 4 - 2, 1.1 * 6 - 2])
+    assert list(given[0][:2]) == pytest.approx([1.1 * 4 - 2, 1.1 * 6 - 2])

@@ -13,7 +13,7 @@ from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.models.model import TargetModel
-from draftheads.shapes import BestFirst, BestPaths, Shape
+from draftheads.shapes import ROOT_ONLY, BestFirst, BestPaths, Shape
 from draftheads.tree import Tree
 from families import PROMPTS, VOCAB, tiny_model
 
@@ -42,9 +42,11 @@ def test_a_draft_model_changes_nothing(family: str, shape: str) -> None:
     target, small = tiny_model(family), tiny_model("llama", seed=3, num_hidden_layers=1)
     prompts = [*PROMPTS, [4, 5], [22, 3, 9, 4]]
     expected = [result.token_ids for result in Engine(target).generate(prompts, max_new_tokens=24)]
-    drafter = DraftModel(small, target, shape=TREES[shape])
+    drafter = DraftModel(small, target)
     for batch_size in (1, 3):
-        found = Engine(target, drafter, max_batch_size=batch_size).generate(prompts, max_new_tokens=24)
+        found = Engine(target, drafter, shape=TREES[shape], max_batch_size=batch_size).generate(
+            prompts, max_new_tokens=24
+        )
         assert [result.token_ids for result in found] == expected
 
 
@@ -52,10 +54,10 @@ def test_a_draft_model_changes_nothing(family: str, shape: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
 def test_a_model_that_drafts_for_itself_greedily_is_always_right(family: str, shape: str) -> None:
     target = tiny_model(family)
-    drafter = DraftModel(target, target, shape=TREES[shape])
+    drafter = DraftModel(target, target)
     depth = TREES[shape].max_depth if isinstance(TREES[shape], Tree) else TREES[shape].depth  # type: ignore[union-attr]
     options: dict[str, Any] = {"max_new_tokens": 25, "ignore_eos": True}
-    results = Engine(target, drafter, max_batch_size=2).generate([*PROMPTS, [4, 5]], **options)
+    results = Engine(target, drafter, shape=TREES[shape], max_batch_size=2).generate([*PROMPTS, [4, 5]], **options)
     expected = Engine(target).generate([*PROMPTS, [4, 5]], **options)
     assert [result.token_ids for result in results] == [result.token_ids for result in expected]
     assert depth is not None
@@ -71,19 +73,20 @@ def test_a_model_that_drafts_for_itself_greedily_is_always_right(family: str, sh
 def test_a_draft_model_guesses_each_node_from_its_own_path(model: TargetModel) -> None:
     """At the first step, after rows have kept different numbers of tokens, and after one has left."""
     small, tree = tiny_model("llama", seed=5, num_hidden_layers=1), Tree.cartesian([3, 2, 2])
-    drafter = DraftModel(small, model, shape=tree).fresh()
+    session = DraftModel(small, model).start()
     tokens = torch.randint(0, VOCAB, (3, 20), generator=torch.Generator().manual_seed(1))
     read = [0, 0, 0]
     for counts in ([11, 6, 1], [2, 4, 1], [1, 3]):
         if len(counts) == 2:
-            drafter.keep(torch.tensor([2, 0]))
+            session.keep(torch.tensor([2, 0]))
             tokens, read = tokens[[2, 0]], [read[2], read[0]]
         ends = [before + count for before, count in zip(read, counts, strict=True)]
         accepted = torch.zeros(len(counts), max(counts), dtype=torch.long)
         for row, (start, end) in enumerate(zip(read, ends, strict=True)):
             accepted[row, : end - start] = tokens[row, start:end]
         states = torch.zeros(*accepted.shape, model.hidden_size)
-        draft = drafter.propose(Context(states, accepted, torch.tensor(counts), tokens[torch.arange(len(ends)), ends]))
+        roots = tokens[torch.arange(len(ends)), ends]
+        draft = session.propose(Context(states, accepted, torch.tensor(counts), roots), tree)
         for row, end in enumerate(ends):
             for node, path in enumerate(tree.paths):
                 children = [child for child, parent in enumerate(tree.parents) if parent == node and child]
@@ -112,8 +115,10 @@ def test_a_draft_model_needs_the_same_tokenizer(model: TargetModel) -> None:
 
 
 def test_a_draft_model_grows_trees_as_deep_as_it_is_told(model: TargetModel) -> None:
-    drafter = DraftModel(model, model, shape=BestFirst(8, num_ranks=1), max_depth=2)
-    results = Engine(model, drafter).generate([[3, 4]], max_new_tokens=25, ignore_eos=True)
+    drafter = DraftModel(model, model, max_depth=2)
+    results = Engine(model, drafter, shape=BestFirst(8, num_ranks=1)).generate(
+        [[3, 4]], max_new_tokens=25, ignore_eos=True
+    )
     assert results[0].num_steps == 24 / 3
 
 
@@ -121,8 +126,8 @@ def test_a_draft_model_grows_trees_as_deep_as_it_is_told(model: TargetModel) -> 
 def test_a_draft_model_fills_no_tree_that_is_wider_than_its_vocabulary(shape: Shape, model: TargetModel) -> None:
     drafter = DraftModel(tiny_model("llama", seed=5), model)
     with pytest.raises(InvalidTree, match=f"rank {VOCAB} is beyond the draft vocabulary of {VOCAB}"):
-        drafter.shape = shape
-    drafter.shape = BestFirst(8, num_ranks=VOCAB + 4)
+        Engine(model, drafter, shape=shape).generate([[3, 4]])
+    drafter.check_shape(BestFirst(8, num_ranks=VOCAB + 4))
 
 
 def test_a_draft_model_of_a_smaller_vocabulary_guesses_what_it_knows(model: TargetModel) -> None:
@@ -134,22 +139,22 @@ def test_a_draft_model_of_a_smaller_vocabulary_guesses_what_it_knows(model: Targ
 
 @pytest.mark.parametrize("kind", ["draft model", "prompt lookup", "lookahead"])
 def test_rows_that_left_unsaid_are_an_error(kind: str, model: TargetModel) -> None:
-    drafter = {
+    session = {
         "draft model": lambda: DraftModel(tiny_model("llama", seed=5), model),
         "prompt lookup": PromptLookup,
         "lookahead": Lookahead,
-    }[kind]().fresh()
+    }[kind]().start()
     roots = torch.tensor([3, 4, 5])
 
     def context(rows: int, count: int) -> Context:
         tokens = torch.full((rows, count), 7)
         return Context(torch.zeros(rows, count, 1), tokens, torch.full((rows,), count), roots[:rows])
 
-    drafter.propose(context(3, 6))
+    session.propose(context(3, 6), ROOT_ONLY)
     with pytest.raises(ValueError, match=r"the context has 2 rows but 3 are at work: tell keep\(\)"):
-        drafter.propose(context(2, 1))
-    drafter.keep(torch.tensor([2, 0]))
-    assert drafter.propose(context(2, 1)).token_ids[:, 0].tolist() == [3, 4]
+        session.propose(context(2, 1), ROOT_ONLY)
+    session.keep(torch.tensor([2, 0]))
+    assert session.propose(context(2, 1), ROOT_ONLY).token_ids[:, 0].tolist() == [3, 4]
 
 
 # --- the text so far ---
@@ -172,14 +177,14 @@ def naive_copy(text: list[int], count: int, shortest: int, longest: int) -> list
 def test_prompt_lookup_copies_what_followed_the_last_time(seed: int, shortest: int, longest: int) -> None:
     chance = torch.Generator().manual_seed(seed)
     texts = torch.randint(0, 4, (2, 60), generator=chance)
-    lookup = PromptLookup(num_tokens=5, min_ngram=shortest, max_ngram=longest).fresh()
+    lookup = PromptLookup(num_tokens=5, min_ngram=shortest, max_ngram=longest).start()
     read = 0
     while read < 50:
         count = 1 + int(torch.randint(0, 4, (1,), generator=chance))
         part = texts[:, read : read + count]
         context = Context(torch.zeros(2, count, 1), part, torch.full((2,), count), texts[:, read + count])
         read += count
-        draft = lookup.propose(context)
+        draft = lookup.propose(context, ROOT_ONLY)
         for row in range(2):
             expected = naive_copy(texts[row, : read + 1].tolist(), 5, shortest, longest)
             assert draft.token_ids[row, 1 : 1 + len(expected)].tolist() == expected

@@ -18,7 +18,7 @@ from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
 from draftheads.sampling import SamplingSettings
-from draftheads.shapes import BestFirst, BestPaths, Sampled
+from draftheads.shapes import ROOT_ONLY, BestFirst, BestPaths, Sampled, Shape
 from draftheads.tree import Tree
 from families import PROMPTS, tiny_head, tiny_model
 
@@ -37,18 +37,19 @@ def said(draft: Draft) -> Tensor:
 
 @pytest.mark.parametrize(("window", "ngram", "guesses"), [(5, 4, 3), (1, 3, 2), (4, 2, 4), (3, 5, 1)])
 def test_ngrams_of_the_pool_were_said_by_the_model(window: int, ngram: int, guesses: int) -> None:
-    lookahead = Lookahead(window=window, ngram=ngram, guesses=guesses).fresh()
+    lookahead = Lookahead(window=window, ngram=ngram, guesses=guesses)
+    session = lookahead.start()
     text = [2, 9]
     met = 0
     for _ in range(40):
         context = Context(
             torch.zeros(1, 1, 1), torch.tensor([text[-2:-1]]), torch.ones(1).long(), torch.tensor(text[-1:])
         )
-        draft = lookahead.propose(context)
+        draft = session.propose(context, ROOT_ONLY)
         assert int(draft.depths.max()) == draft.max_depth
         assert draft.num_nodes <= lookahead.most_nodes
-        lookahead.watch(draft, said(draft))
-        row = lookahead._rows[0]
+        session.watch(draft, said(draft))
+        row = session._rows[0]
         assert all(len(level) == window for level in row.levels)
         assert len(row.levels) <= ngram - 1
         for first, known in row.pool.items():
@@ -85,7 +86,8 @@ def path_to(draft: Draft, node: int) -> list[int]:
 @pytest.mark.parametrize(("window", "ngram"), [(5, 4), (4, 3), (3, 2), (1, 4), (2, 6)])
 def test_a_column_is_read_below_the_columns_before_it(window: int, ngram: int) -> None:
     """Figure 2 of the paper; the model says something that depends on the whole path."""
-    lookahead = Lookahead(window=window, ngram=ngram, guesses=40).fresh()
+    lookahead = Lookahead(window=window, ngram=ngram, guesses=40)
+    session = lookahead.start()
     weights = torch.tensor([11, 7, 5, 3, 2, 1, 13, 4, 9, 6])
 
     def says(path: list[int]) -> int:
@@ -97,8 +99,8 @@ def test_a_column_is_read_below_the_columns_before_it(window: int, ngram: int) -
         context = Context(
             torch.zeros(1, 1, 1), torch.tensor([text[-2:-1]]), torch.ones(1).long(), torch.tensor(text[-1:])
         )
-        draft = lookahead.propose(context)
-        row = lookahead._rows[0]
+        draft = session.propose(context, ROOT_ONLY)
+        row = session._rows[0]
         levels = [list(level) for level in row.levels]
         assert len(levels) == min(step + 1, ngram - 1)
         answers = [says(path_to(draft, node)) for node in range(draft.num_nodes)]
@@ -108,7 +110,7 @@ def test_a_column_is_read_below_the_columns_before_it(window: int, ngram: int) -
             above = [level[column] for level in levels[1:]]
             assert path_to(draft, end) == beside + above
             expected.append((beside[-1], *above, says(beside + above)))
-        lookahead.watch(draft, torch.nn.functional.one_hot(torch.tensor([answers]), 1009).float())
+        session.watch(draft, torch.nn.functional.one_hot(torch.tensor([answers]), 1009).float())
         assert row.levels[-1] == [ngram_said[-1] for ngram_said in expected]
         for first, *rest in expected:
             assert (tuple(rest) in row.pool.get(first, {})) == (len(levels) == ngram - 1)
@@ -116,10 +118,10 @@ def test_a_column_is_read_below_the_columns_before_it(window: int, ngram: int) -
 
 
 def test_what_is_read_is_a_tree_of_window_and_guesses() -> None:
-    lookahead = Lookahead(window=3, ngram=4, guesses=2)
+    session = Lookahead(window=3, ngram=4, guesses=2).start()
     row_texts = torch.tensor([[4, 5, 6], [7, 8, 9]])
     context = Context(torch.zeros(2, 3, 1), row_texts, torch.tensor([3, 2]), torch.tensor([10, 11]))
-    draft = lookahead.propose(context)
+    draft = session.propose(context, ROOT_ONLY)
     assert draft.token_ids[:, 0].tolist() == [10, 11]
     parents, depths = draft.parents, draft.depths
     for row in range(2):
@@ -130,8 +132,8 @@ def test_what_is_read_is_a_tree_of_window_and_guesses() -> None:
             expected = draft.ancestors[row, parent].clone()
             expected[node] = True
             assert torch.equal(draft.ancestors[row, node], expected)
-    lookahead.keep(torch.tensor([1]))
-    assert len(lookahead._rows) == 1
+    session.keep(torch.tensor([1]))
+    assert len(session._rows) == 1
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "gemma3_text"])
@@ -209,23 +211,26 @@ def test_a_draft_model_is_loaded_by_name(world: Path) -> None:
         draftheads.load(world / "model", tree=Tree.chain(1), **options)
 
 
-def drafting_paths() -> Drafter:
-    head = tiny_head("mlp-speculator", tiny_model("llama"))
-    head.shape = BestPaths((3, 2, 2), 3)
-    return head
+PATHS = BestPaths((3, 2, 2), 3)
 
 
 @pytest.mark.parametrize(
-    "drafter",
-    [PromptLookup(num_tokens=4), Lookahead(window=3, ngram=3, guesses=2), drafting_paths()],
+    ("drafter", "shape"),
+    [
+        (PromptLookup(num_tokens=4), None),
+        (Lookahead(window=3, ngram=3, guesses=2), None),
+        (tiny_head("mlp-speculator", tiny_model("llama")), PATHS),
+    ],
     ids=["lookup", "lookahead", "paths"],
 )
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "acceptance": "typical"}], ids=["greedy", "typical"])
-def test_neighbours_with_more_guesses_change_no_step(drafter: Drafter, sampling: dict[str, Any]) -> None:
+def test_neighbours_with_more_guesses_change_no_step(
+    drafter: Drafter, shape: Shape | None, sampling: dict[str, Any]
+) -> None:
     model = tiny_model("llama")
     prompts = [[3 + row, 5, 3 + row, 9 + row // 2][: 1 + row % 4] for row in range(8)]
     each = [SamplingSettings(max_new_tokens=24, seed=row, **sampling) for row in range(8)]
-    together = Engine(model, drafter, max_batch_size=8).generate(prompts, each)
+    together = Engine(model, drafter, shape=shape, max_batch_size=8).generate(prompts, each)
     for prompt, settings, result in zip(prompts, each, together, strict=True):
-        (alone,) = Engine(model, drafter).generate([prompt], settings)
+        (alone,) = Engine(model, drafter, shape=shape).generate([prompt], settings)
         assert (result.token_ids, result.num_steps) == (alone.token_ids, alone.num_steps)

@@ -1,5 +1,6 @@
 """Every architecture: drafting says what training taught, with a history as from scratch; sizes; bad settings."""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,21 +14,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftheads.draft import Context
 from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.heads import HEADS, head_classes, parse_head_options
-from draftheads.heads.attention import (
-    History,
-    KeysValues,
-    LayerConfig,
-    RmsNorm,
-    StatefulHead,
-    TransformerLayer,
-    attend,
-    attend_with_path,
-)
-from draftheads.heads.base import DraftHead
+from draftheads.heads.attention import LayerConfig, RmsNorm, TransformerLayer, attend, attend_with_path
+from draftheads.heads.base import DraftHead, EmbeddingConfig
+from draftheads.heads.history import History, KeysValues
+from draftheads.heads.stateful import StatefulHead, StatefulSession
 from draftheads.models.model import TargetModel
 from draftheads.sampling import RowSettings, SamplingSettings
 from draftheads.shapes import BestFirst, BestPaths, Sampled
-from families import FAMILIES, TREES, VOCAB, fitting, tiny_head, tiny_model
+from families import FAMILIES, TREES, VOCAB, fitting, propose, tiny_head, tiny_model
 
 STATEFUL = [method for method, (_, head_class) in HEADS.items() if issubclass(head_class, StatefulHead)]
 # of every architecture, its variants
@@ -71,7 +65,7 @@ def variant(name: str, model: TargetModel) -> DraftHead:
 
 
 def reads(method: str) -> bool:
-    return head_classes(method)[0].reads_embeddings
+    return issubclass(head_classes(method)[0], EmbeddingConfig)
 
 
 def random_text(rows: int, length: int, *, size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -99,37 +93,32 @@ def test_drafting_says_what_training_taught(name: str, model: TargetModel) -> No
     hidden, tokens = random_text(3, 12 + heads, size=model.hidden_size)
     features = head(hidden, tokens)  # (K, B, T, F)
     ends = [12, 7, 1]
-    state = head.fresh().begin(whole(hidden, tokens, ends), heads) if not head.needs_history else None
-    fresh = head.fresh()
-    if state is None:
-        state = fresh.begin(whole(hidden, tokens, ends), heads)
+    state = head.begin(head.start().root(whole(hidden, tokens, ends)), heads)
     first = torch.zeros(3, 1, dtype=torch.long)
     for i in range(heads):
-        found = fresh.guess(state, i)[:, 0]
+        found = head.predict(state, i)[:, 0]
         taught = torch.stack([head.logits(features[i, row, end - 1], i) for row, end in enumerate(ends)])
         torch.testing.assert_close(found, taught, rtol=1e-4, atol=1e-4)
         if i + 1 < heads:
             children = torch.stack([tokens[row, end + 1 + i] for row, end in enumerate(ends)])[:, None]
-            state = fresh.descend(state, i, first, children)
+            state = head.descend(state, i, first, children)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_node_of_a_tree_is_guessed_from_its_own_path(name: str, model: TargetModel) -> None:
     """What a node's children are drawn from is what the features along the text say, had its path been the text."""
-    head = variant(name, model).fresh()
+    head = variant(name, model)
     tree = TREES["cartesian"]
-    head.shape = Sampled(tree)
     hidden, tokens = random_text(3, 16, size=model.hidden_size)
     ends = [11, 6, 1]
     rows = RowSettings.of([SamplingSettings(temperature=1.0)] * 3, vocab_size=VOCAB, device=torch.device("cpu"))
     chance = torch.Generator().manual_seed(1)
-    draft = head.propose(
-        replace(
-            whole(hidden, tokens, ends),
-            rows=rows,
-            draws=lambda count: torch.rand(3, count, generator=chance, dtype=torch.float64),
-        )
+    context = replace(
+        whole(hidden, tokens, ends),
+        rows=rows,
+        draws=lambda count: torch.rand(3, count, generator=chance, dtype=torch.float64),
     )
+    draft = propose(head, context, Sampled(tree))
     assert draft.probs is not None
     for row, end in enumerate(ends):
         for node, path in enumerate(tree.paths):
@@ -205,12 +194,12 @@ def test_drafting_with_a_history_is_drafting_from_scratch(
 ) -> None:
     """Rows join, take different numbers of tokens a step, sometimes without a draft, and leave."""
     if without_draft == "without room":
-        monkeypatch.setattr("draftheads.heads.attention._MOST_UNREAD", 6)
+        monkeypatch.setattr("draftheads.heads.stateful._MOST_UNREAD", 6)
     head = variant(name, model)
-    head.shape = BestFirst(12, num_ranks=4, beam=3)
+    shape = BestFirst(12, num_ranks=4, beam=3)
     hidden, tokens = random_text(6, 200, size=model.hidden_size, seed=3)
     chance = torch.Generator().manual_seed(5)
-    drafter = head.fresh()
+    session = head.start()
     rows: list[int] = []  # texts at work
     read: dict[int, int] = {}  # tokens of each that are read
     waiting = [0, 1, 2, 3, 4, 5]
@@ -234,11 +223,11 @@ def test_drafting_with_a_history_is_drafting_from_scratch(
         roots = torch.stack([tokens[row, read[row]] for row in rows])
         context = Context(states, ids, torch.tensor([new[row] for row in rows]), roots)
         if WITHOUT_DRAFT[without_draft](step):
-            drafter.follow(context)
+            session.follow(context)
         else:
-            found = drafter.propose(context)
+            found = session.propose(context, shape)
             for place, row in enumerate(rows):
-                scratch = head.fresh().propose(whole(hidden[[row]], tokens[[row]], [read[row]]))
+                scratch = propose(head, whole(hidden[[row]], tokens[[row]], [read[row]]), shape)
                 assert found.path_log_probs is not None
                 assert scratch.path_log_probs is not None
                 torch.testing.assert_close(found.path_log_probs[place], scratch.path_log_probs[0], rtol=1e-3, atol=1e-4)
@@ -247,7 +236,7 @@ def test_drafting_with_a_history_is_drafting_from_scratch(
         if leaving:
             kept = [place for place in reversed(range(len(rows))) if place not in leaving]
             rows = [rows[place] for place in kept]
-            drafter.keep(torch.tensor(kept, dtype=torch.long))
+            session.keep(torch.tensor(kept, dtype=torch.long))
             waiting += [] if step > 30 else [row for row in read if row not in rows and row not in waiting][:1]
         if not rows and not waiting:
             break
@@ -259,41 +248,74 @@ def test_steps_without_drafts_are_read_when_a_draft_is_wanted(method: str, model
     head = tiny_head(method, model)
     hidden, tokens = random_text(2, 30, size=model.hidden_size)
     read = []
-    head.read = lambda context, rows, read_it=head.read: (read.append(context), read_it(context, rows))[1]  # type: ignore[method-assign]
-    head.follow(whole(hidden, tokens, [5, 8]))
-    head.follow(Context(hidden[:, :2], tokens[:, :2], torch.tensor([1, 2]), tokens[:, 2]))
+    head.read = lambda context, *args, read_it=head.read: (read.append(context), read_it(context, *args))[1]  # type: ignore[method-assign]
+    session = head.start()
+    session.follow(whole(hidden, tokens, [5, 8]))
+    session.follow(Context(hidden[:, :2], tokens[:, :2], torch.tensor([1, 2]), tokens[:, 2]))
     assert not read
-    assert head.num_rows == 2
-    other = head.fresh()
-    assert (other.num_rows, len(head.unread)) == (0, 2)
-    head.propose(Context(hidden[:, :3], tokens[:, :3], torch.tensor([3, 2]), tokens[:, 4]))
+    assert isinstance(session, StatefulSession)
+    assert (session.num_rows, len(session.unread)) == (2, 2)
+    session.propose(Context(hidden[:, :3], tokens[:, :3], torch.tensor([3, 2]), tokens[:, 4]), head.default_shape)
     assert [context.num_accepted.tolist() for context in read] == [[9, 12]]
-    assert head.unread == []
+    assert session.unread == []
 
 
-@pytest.mark.parametrize("method", STATEFUL)
-def test_a_fresh_head_knows_no_rows_and_shares_its_weights(method: str, model: TargetModel) -> None:
+def values_of(head: DraftHead) -> dict[str, Any]:
+    """Everything that a head holds, tensors by what is in them."""
+    found: dict[str, Any] = {name: tensor.clone() for name, tensor in head.state_dict(keep_vars=True).items()}
+    for prefix, module in head.named_modules():
+        held = {
+            name: value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")
+        }
+        found |= {f"{prefix}:{name}": copy.copy(value) for name, value in held.items()}
+    return found
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_drafting_does_not_change_a_head(name: str, model: TargetModel) -> None:
+    head = variant(name, model)
+    hidden, tokens = random_text(2, 12, size=model.hidden_size)
+    before = values_of(head)
+    session = head.start()
+    session.follow(whole(hidden, tokens, [5, 8]))
+    for shape in (
+        head.default_shape,
+        BestFirst(12, num_ranks=4, beam=3),
+        BestPaths((2, 1, 1, 1)[: head.config.num_heads], 2),
+    ):
+        session.propose(Context(hidden[:, :1], tokens[:, :1], torch.tensor([1, 1]), tokens[:, 9]), shape)
+    session.keep(torch.tensor([1]))
+    after = values_of(head)
+    assert after.keys() == before.keys()
+    for key, value in before.items():
+        same = torch.equal(value, after[key]) if isinstance(value, Tensor) else value == after[key]
+        assert same, key
+
+
+@pytest.mark.parametrize("method", list(HEADS))
+def test_two_sessions_do_not_see_each_others_rows(method: str, model: TargetModel) -> None:
     head = tiny_head(method, model)
-    hidden, tokens = random_text(2, 9, size=model.hidden_size)
-    first = head.fresh()
-    before = first.propose(whole(hidden, tokens, [5, 8]))
-    again = head.fresh().propose(whole(hidden, tokens, [5, 8]))
-    assert torch.equal(before.token_ids, again.token_ids)
-    with torch.no_grad():
-        next(head.lm_heads.parameters(), next(head.parameters())).add_(1.0)
-    own, theirs = dict(head.named_parameters()), dict(first.named_parameters())
-    assert all(own[name] is theirs[name] for name in own)
+    hidden, tokens = random_text(2, 12, size=model.hidden_size)
+    first, second = head.start(), head.start()
+    alone = propose(head, whole(hidden[1:], tokens[1:], [8]))
+    first.propose(whole(hidden[:1], tokens[:1], [5]), head.default_shape)
+    between = second.propose(whole(hidden[1:], tokens[1:], [8]), head.default_shape)
+    assert torch.equal(between.token_ids, alone.token_ids)
+    next_step = Context(hidden[:1, 5:7], tokens[:1, 5:7], torch.tensor([2]), tokens[:1, 7])
+    again = first.propose(next_step, head.default_shape)
+    assert torch.equal(again.token_ids, propose(head, whole(hidden[:1], tokens[:1], [7])).token_ids)
 
 
 @pytest.mark.parametrize("method", STATEFUL)
-def test_rows_that_left_unsaid_are_an_error(method: str, model: TargetModel) -> None:
-    head = tiny_head(method, model).fresh()
+def test_a_missing_row_that_was_not_dropped_raises(method: str, model: TargetModel) -> None:
+    head = tiny_head(method, model)
+    session, shape = head.start(), head.default_shape
     hidden, tokens = random_text(3, 9, size=model.hidden_size)
-    head.propose(whole(hidden, tokens, [5, 8, 2]))
+    session.propose(whole(hidden, tokens, [5, 8, 2]), shape)
     with pytest.raises(ValueError, match=r"the context has 2 rows but 3 are at work: tell keep\(\)"):
-        head.propose(whole(hidden[:2], tokens[:2], [5, 8]))
-    head.keep(torch.tensor([2, 0]))
-    head.propose(whole(hidden[:2], tokens[:2], [5, 8]))
+        session.propose(whole(hidden[:2], tokens[:2], [5, 8]), shape)
+    session.keep(torch.tensor([2, 0]))
+    session.propose(whole(hidden[:2], tokens[:2], [5, 8]), shape)
 
 
 # --- the layer ---
@@ -482,7 +504,7 @@ SIZES: dict[str, tuple[str, dict[str, Any], int]] = {
 def test_at_vicunas_sizes_heads_have_the_papers_parameters(name: str) -> None:
     method, options, expected = SIZES[name]
     config_class, head_class = head_classes(method)
-    sizes = VICUNA if config_class.has_layers else {"hidden_size": D, "vocab_size": V}
+    sizes = VICUNA if issubclass(config_class, LayerConfig) else {"hidden_size": D, "vocab_size": V}
     with torch.device("meta"):
         head = head_class(config_class(**{**sizes, **options}))
     assert sum(parameter.numel() for parameter in head.parameters()) == expected
@@ -490,7 +512,7 @@ def test_at_vicunas_sizes_heads_have_the_papers_parameters(name: str) -> None:
 
 def shapes_of(method: str, **options: Any) -> dict[str, tuple[int, ...]]:
     config_class, head_class = head_classes(method)
-    sizes = VICUNA if config_class.has_layers else {"hidden_size": D, "vocab_size": V}
+    sizes = VICUNA if issubclass(config_class, LayerConfig) else {"hidden_size": D, "vocab_size": V}
     with torch.device("meta"):
         head = head_class(config_class(**{**sizes, **options}))
     return {name: tuple(parameter.shape) for name, parameter in head.named_parameters()}
@@ -733,9 +755,9 @@ def test_the_mlp_speculator_follows_its_formula(name: str, model: TargetModel) -
 def test_whole_paths_go_through_all_stages(model: TargetModel) -> None:
     head = tiny_head("mlp-speculator", model, num_heads=4)
     with pytest.raises(InvalidTree, match="2 widths for 4 stages: give one for each, such as 4 2 1 1"):
-        head.shape = BestPaths((4, 2), 3)
-    head.shape = BestPaths((4, 2, 1, 1), 3)
-    tiny_head("hydra", model, num_heads=4).shape = BestPaths((4, 2), 3)
+        head.check_shape(BestPaths((4, 2), 3))
+    head.check_shape(BestPaths((4, 2, 1, 1), 3))
+    tiny_head("hydra", model, num_heads=4).check_shape(BestPaths((4, 2), 3))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from draftheads.errors import InvalidSettings, InvalidTree, UnknownMethod
 from draftheads.heads import HEADS, head_classes
 from draftheads.heads.base import DraftHead, HeadConfig
 from draftheads.tree import Path, Tree
+from families import propose
 
 D, V, K = 12, 20, 3
 METHODS = ["medusa", "hydra"]
@@ -125,14 +126,14 @@ def slow_path(head: DraftHead, hidden: Tensor, root: int, path: Path) -> tuple[i
 @pytest.mark.parametrize("method", METHODS)
 def test_every_node_is_guessed_from_its_own_path(method: str, kind: str, tree: str) -> None:
     head, context = random_head(method, **KINDS[kind]), random_context(4)
-    head.shape = TREES[tree]
+    shape = TREES[tree]
     with torch.no_grad():
-        draft = head.propose(context)
-    assert draft.token_ids.shape == (4, head.shape.num_nodes)
-    assert (draft.max_depth, draft.sampled) == (head.shape.max_depth, False)
+        draft = propose(head, context, shape)
+    assert draft.token_ids.shape == (4, shape.num_nodes)
+    assert (draft.max_depth, draft.sampled) == (shape.max_depth, False)
     for row in range(4):
         hidden = context.hidden[row, int(context.num_accepted[row]) - 1]
-        for node, path in enumerate(head.shape.paths):
+        for node, path in enumerate(shape.paths):
             token, _ = slow_path(head, hidden, int(context.root_ids[row]), path)
             assert int(draft.token_ids[row, node]) == token
 
@@ -140,11 +141,10 @@ def test_every_node_is_guessed_from_its_own_path(method: str, kind: str, tree: s
 @pytest.mark.parametrize("method", METHODS)
 def test_rows_are_guessed_as_if_alone(method: str) -> None:
     head, context = random_head(method, num_layers=2), random_context(5)
-    head.shape = TREES["ragged"]
     with torch.no_grad():
-        together = head.propose(context)
+        together = propose(head, context, TREES["ragged"])
         for row in range(5):
-            alone = head.propose(context.keep(torch.tensor([row])))
+            alone = propose(head, context.keep(torch.tensor([row])), TREES["ragged"])
             assert torch.equal(together.token_ids[row], alone.token_ids[0])
 
 
@@ -156,9 +156,8 @@ def test_what_guesses_depend_on() -> None:
     below = [[tree.paths.index((a, b)) for b in range(3)] for a in range(3)]
     for method, same in (("medusa", True), ("hydra", False)):
         head = random_head(method)
-        head.shape = tree
         with torch.no_grad():
-            ids, others = head.propose(context).token_ids, head.propose(other_roots).token_ids
+            ids, others = (propose(head, one, tree).token_ids for one in (context, other_roots))
         assert torch.equal(ids[:, below[0]], ids[:, below[1]]) == same
         assert torch.equal(ids[:, 1:], others[:, 1:]) == same
 
@@ -342,9 +341,8 @@ def test_a_trimmed_vocabulary_guesses_only_its_tokens_by_the_targets_ids(method:
     head = random_head(method, draft_vocab_size=len(DRAFT_VOCAB))
     assert head.to_target_ids(torch.tensor([[0, 2], [7, 1]])).tolist() == [[19, 7], [5, 3]]
     assert random_head(method).to_target_ids(torch.tensor([4])).tolist() == [4]
-    head.shape = Tree.cartesian([8, 8])
     with torch.no_grad():
-        ids = head.propose(random_context(2)).token_ids
+        ids = propose(head, random_context(2), Tree.cartesian([8, 8])).token_ids
     children = ids[:, 1:9].sort(-1).values
     assert torch.equal(children, DRAFT_VOCAB.sort().values.expand(2, -1)), "every token of it, each once"
 
@@ -395,13 +393,13 @@ def test_the_edges_of_what_is_allowed() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_trees_that_the_head_cannot_fill(method: str) -> None:
     head = fresh_head(method, draft_vocab_size=len(DRAFT_VOCAB))
-    assert head.shape == Tree.chain(K)
-    with pytest.raises(InvalidTree, match="4 deep but the head has 3 heads"):
-        head.shape = Tree.chain(4)
-    with pytest.raises(InvalidTree, match="rank 8 is beyond the draft vocabulary of 8"):
-        head.shape = Tree.from_paths([(0,), (8,)])
-    assert head.shape == Tree.chain(K), "a refused tree changes nothing"
-    head.shape = Tree.from_paths([(7,)])
+    assert head.default_shape == Tree.chain(K)
+    for refused in (propose, lambda head, context, shape: head.check_shape(shape)):
+        with pytest.raises(InvalidTree, match="4 deep but the head has 3 heads"):
+            refused(head, random_context(2), Tree.chain(4))
+        with pytest.raises(InvalidTree, match="rank 8 is beyond the draft vocabulary of 8"):
+            refused(head, random_context(2), Tree.from_paths([(0,), (8,)]))
+    head.check_shape(Tree.from_paths([(7,)]))
 
 
 @pytest.mark.parametrize("name", ["embedding", "lm_head"])

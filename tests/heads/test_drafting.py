@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -26,10 +26,11 @@ from torch import Tensor
 
 from draftheads.draft import Context, Draft
 from draftheads.errors import InvalidTree
+from draftheads.filling import fill
 from draftheads.heads.base import DraftHead
-from draftheads.heads.drafting import grow
 from draftheads.shapes import BestFirst, BestPaths
 from draftheads.tree import Tree
+from families import propose
 
 ROWS = 4
 CONFIDENCE = (0.6, 1.7, 3.0)
@@ -61,7 +62,7 @@ def guesses_of(head: DraftHead, context: Context, row: int) -> Guesses:
     def guesses(tokens: Tokens) -> list[tuple[float, int]]:
         i = len(tokens)
         features = slow_features(head, i, hidden, [int(context.root_ids[row]), *tokens])
-        log_probs = (slow_logits(head, i, features).double() / head.confidence[i]).log_softmax(-1)
+        log_probs = (slow_logits(head, i, features).double() / CONFIDENCE[i]).log_softmax(-1)
         return sorted(zip(log_probs.tolist(), ids, strict=True), reverse=True)
 
     return guesses
@@ -155,18 +156,17 @@ def assert_equal(found: Sequence[Node], expected: Sequence[Node]) -> None:
 
 
 def proposed(head: DraftHead, shape: BestFirst | BestPaths, context: Context) -> Draft:
-    head.shape = shape
+    if not shape.confidence:
+        shape = replace(shape, confidence=CONFIDENCE)
     with torch.no_grad():
-        draft = head.propose(context)
+        draft = propose(head, context, shape)
     assert torch.equal(draft.token_ids[:, 0], context.root_ids)
     assert not draft.sampled
     return draft
 
 
 def confident(method: str, kind: str) -> tuple[DraftHead, Context]:
-    head = random_head(method, **KINDS[kind])
-    head.confidence = CONFIDENCE
-    return head, random_context(ROWS)
+    return random_head(method, **KINDS[kind]), random_context(ROWS)
 
 
 # --- heads against the twins ---
@@ -263,10 +263,8 @@ def test_a_head_grows_where_it_is_confident(method: str) -> None:
     """Dividing by more makes it less sure of a depth, and the tree flatter."""
     head, context = confident(method, "shared")
     shape = BestFirst(16, num_ranks=V, beam=16)
-    depths = []
-    for divisor in (0.2, 1.0, 20.0):
-        head.confidence = (divisor,) * K
-        depths.append(int(proposed(head, shape, context).depths.sum()))
+    shapes = [replace(shape, confidence=(divisor,) * K) for divisor in (0.2, 1.0, 20.0)]
+    depths = [int(proposed(head, one, context).depths.sum()) for one in shapes]
     assert depths[0] > depths[1] > depths[2]
 
 
@@ -278,7 +276,7 @@ def test_a_head_in_half_precision_grows_whole_trees(method: str, shape: BestFirs
     context = replace(context, hidden=context.hidden.bfloat16())
     draft = proposed(head.bfloat16(), shape, context)
     with torch.no_grad():
-        logits = head.guess(head.begin(context, K), 0)[:, 0]
+        logits = head.predict(head.begin(head.start().root(context), K), 0)[:, 0]
     assert logits.dtype == torch.bfloat16
     expected = (logits.double() / CONFIDENCE[0]).log_softmax(-1)
     for row in range(ROWS):
@@ -301,7 +299,7 @@ class TableHead:
     def begin(self, context: Context, depth: int) -> Tensor:
         return (context.last_hidden[:, :1].long() * 31 + context.root_ids[:, None]) % len(self.table)
 
-    def guess(self, state: Tensor, depth: int) -> Tensor:
+    def predict(self, state: Tensor, depth: int) -> Tensor:
         return self.table[(state + 7 * depth) % len(self.table)]
 
     def descend(self, state: Tensor, depth: int, parents: Tensor, token_ids: Tensor) -> Tensor:
@@ -327,7 +325,9 @@ class World:
         return len(self.head.confidence)
 
     def grow(self, shape: BestFirst | BestPaths) -> Draft:
-        return grow(self.head, shape, self.context, self.depth)
+        shape = replace(shape, confidence=tuple(self.head.confidence))
+        begin = partial(self.head.begin, self.context)
+        return fill(self.head, shape, self.context, begin=begin, max_depth=self.depth)
 
 
 @st.composite
@@ -580,15 +580,13 @@ def test_an_impossible_rule_is_named_with_its_numbers(rule: Callable[[], object]
 @pytest.mark.parametrize("method", METHODS)
 def test_rules_that_the_head_cannot_follow(method: str) -> None:
     head = random_head(method, draft_vocab_size=len(DRAFT_VOCAB))
-    kept = head.shape
     for deep in (BestFirst(9, max_depth=4), BestPaths((2, 2, 2, 2))):
         with pytest.raises(
             InvalidTree, match="the tree is 4 deep but the head has 3 heads: cut the tree or train more"
         ):
-            head.shape = deep
+            propose(head, random_context(2), deep)
     for wide in (BestPaths((9, 2)), BestPaths((2, 2, 9))):
         with pytest.raises(InvalidTree, match="rank 8 is beyond the draft vocabulary of 8"):
-            head.shape = wide
-    assert head.shape is kept, "a refused rule changes nothing"
+            propose(head, random_context(2), wide)
     assert proposed(head, BestPaths((8, 1, 8), 64), random_context(2)).num_nodes == 1 + 8 + 8 + 64
     assert proposed(head, BestFirst(600, num_ranks=9, beam=64), random_context(2)).num_nodes == 1 + 8 + 64 + 512

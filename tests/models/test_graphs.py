@@ -15,7 +15,6 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 from draftheads.draft import Draft, Verdict
 from draftheads.models import kv_cache
@@ -24,7 +23,7 @@ from draftheads.models.graphs import Outputs, StaticOnly, StepGraphs, capture_fo
 from draftheads.models.kv_target import Target, padded_nodes
 from draftheads.models.model import TargetModel
 from draftheads.tree import Tree
-from families import FAMILIES, GROWING, PROMPTS, TREES, VOCAB, Prophet, WildProphet, tiny_head, tiny_model
+from families import FAMILIES, GROWING, PROMPTS, TREES, VOCAB, PlantedDrafter, PlantedRandomTrees, tiny_head, tiny_model
 
 LENGTHS = [len(prompt) for prompt in PROMPTS]
 EIGHT = [*PROMPTS, [4, 5], [22, 3, 9, 4], [8, 8, 8, 8, 8, 8], [20, 19, 18], [6, 21]]
@@ -212,16 +211,14 @@ def test_captured_steps_are_lossless(family: str, batch_size: int, taping: Tapin
     answers = {tuple(prompt): answer for prompt, answer in zip(EIGHT, plain, strict=True)}
     captured = static(model)
     assert decode(Engine(captured, max_batch_size=batch_size)) == plain
-    drafters = [
-        Prophet(TREES["ragged"], answers),
-        WildProphet(answers, max_nodes=24),
-        tiny_head("hydra", model),
-        tiny_head("eagle", model),
-    ]
-    drafters[-2].shape = GROWING["best first"]
-    for drafter in drafters:
+    for drafter, shape in (
+        (PlantedDrafter(TREES["ragged"], answers), None),
+        (PlantedRandomTrees(answers, max_nodes=24), None),
+        (tiny_head("hydra", model), GROWING["best first"]),
+        (tiny_head("eagle", model), None),
+    ):
         before = len(taping.tapes)
-        assert decode(Engine(captured, drafter, max_batch_size=batch_size)) == plain
+        assert decode(Engine(captured, drafter, shape=shape, max_batch_size=batch_size)) == plain
         assert len(taping.tapes) > before
     assert sum(tape.num_replays for tape in taping.tapes) > 100
     sampled = {"temperature": 1.0, "seed": 3}
@@ -272,10 +269,8 @@ def test_a_step_on_a_static_tree_asks_the_device_once(
     """Truth values are not counted: accept() asks for one on CPUs only."""
     model = static(tiny_model("llama"))
     head = None if method is None else tiny_head(method, model)
-    if head is not None:
-        head.shape = TREES["ragged"]
-    engine, asked = Engine(model, head), []
-    batch = Batch(model, engine.fresh_drafter())
+    engine, asked = Engine(model, head, shape=None if head is None else TREES["ragged"]), []
+    batch = engine.batch()
     batch.join(engine.sequences(PROMPTS, max_new_tokens=60, ignore_eos=True, temperature=temperature))
     for name in ("tolist", "item", "cpu", "numpy", "__int__", "__float__", "__index__", "nonzero"):
         own = getattr(Tensor, name)

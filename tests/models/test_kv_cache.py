@@ -17,7 +17,7 @@ from draftheads.models.kv_target import Target
 from draftheads.models.masks import as_float_mask, tree_visibility, within_window
 from draftheads.models.model import TargetModel
 from draftheads.tree import Tree
-from families import PROMPTS, TREES, Prophet, tiny_model
+from families import PROMPTS, TREES, PlantedDrafter, tiny_model
 
 LAYERS, KV_HEADS, HEAD_SIZE = 2, 2, 8  # of the tiny llama
 
@@ -119,8 +119,8 @@ def test_memory_of_a_generation_is_bounded_at_every_step(model: TargetModel, mon
         return events
 
     monkeypatch.setattr(Batch, "step", watched)
-    prophet = Prophet(tree, {tuple(prompt): answer for prompt, answer in zip(prompts, plain, strict=True)})
-    results = Engine(model, prophet, max_batch_size=2).generate(prompts, **sampling)
+    planted = PlantedDrafter(tree, {tuple(prompt): answer for prompt, answer in zip(prompts, plain, strict=True)})
+    results = Engine(model, planted, max_batch_size=2).generate(prompts, **sampling)
     assert [result.token_ids for result in results] == plain
     assert all(bound <= measured < 2 * bound for measured, bound in seen)
     assert len({bound for _, bound in seen}) > 2, "rows never grew or left"

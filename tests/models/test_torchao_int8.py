@@ -29,8 +29,7 @@ def test_the_quantised_model_is_near_and_lossless() -> None:
     after = model.logits(model.hidden_states(prompt))
     gap = (after - before).norm() / before.norm()
     assert 0 < gap < 0.1
-    plain, drafted = (Engine(model), Engine(model, tiny_head("hydra", model)))
-    drafted.drafter.shape = TREES["ragged"]
+    plain, drafted = (Engine(model), Engine(model, tiny_head("hydra", model), shape=TREES["ragged"]))
     texts = [
         [one.token_ids for one in engine.generate(PROMPTS, max_new_tokens=20, ignore_eos=True)]
         for engine in (plain, drafted)

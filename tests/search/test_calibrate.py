@@ -2,7 +2,7 @@
 
 import itertools
 from functools import cache
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftheads.decode.engine import Engine
 from draftheads.draft import Context, Draft
-from draftheads.heads.base import DraftHead
+from draftheads.heads.base import DraftHead, HeadSession, Root
 from draftheads.heads.hydra import HydraConfig, HydraHead
 from draftheads.models.model import TargetModel
 from draftheads.search import calibrate
@@ -25,7 +25,6 @@ from draftheads.search.calibrate import (
     replay,
 )
 from draftheads.shapes import BestFirst
-from draftheads.tree import Tree
 from families import PROMPTS, tiny_head, tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -69,10 +68,10 @@ def context_at(model: TargetModel, answer: Answer, place: int) -> Context:
 
 def logits_at(head: DraftHead, model: TargetModel, answer: Answer, place: int) -> list[Tensor]:
     """Each head's logits (V',) when it drafts at a token and all guesses before its own were right."""
-    state = head.begin(context_at(model, answer, place), K)
+    state = head.begin(head.start().root(context_at(model, answer, place)), K)
     found = []
     for depth in range(min(K, len(answer.token_ids) - 1 - place)):
-        found.append(head.guess(state, depth)[0, 0])
+        found.append(head.predict(state, depth)[0, 0])
         token = torch.tensor([[answer.token_ids[place + 1 + depth]]])
         state = head.descend(state, depth, torch.zeros(1, 1, dtype=torch.long), token)
     return found
@@ -311,10 +310,6 @@ class Remembering(HydraHead):
 
     needs_history = True
 
-    def __init__(self, config: HydraConfig) -> None:
-        super().__init__(config)
-        self.memories: list[Tensor] = []  # of the rows at work
-
     def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
         memory = torch.zeros_like(hidden[:, 0])
         memories = []
@@ -323,27 +318,31 @@ class Remembering(HydraHead):
             memories.append(memory)
         return super().forward(torch.stack(memories, 1), token_ids)
 
-    def fresh(self) -> Self:
-        other = super().fresh()
-        other.memories = []
-        return other
+    def start(self) -> "RememberingSession":
+        return RememberingSession(self)
 
-    def begin(self, context: Context, depth: int) -> Tensor:
+    def further(self, memory: Tensor, state: Tensor, token_id: Tensor) -> Tensor:
+        return 0.5 * memory + state + self.target_embedding[token_id]
+
+
+class RememberingSession(HeadSession):
+    head: Remembering
+
+    def __init__(self, head: Remembering) -> None:
+        super().__init__(head)
+        self.memories: list[Tensor] = []  # of the rows at work
+
+    def root(self, context: Context) -> Root:
         for row, count in enumerate(context.num_accepted.tolist()):
             if row == len(self.memories):
                 self.memories.append(torch.zeros_like(context.hidden[row, 0]))
             for place in range(count):
                 state, token = context.hidden[row, place], context.token_ids[row, place]
-                self.memories[row] = self.further(self.memories[row], state, token)
-        rows = len(context.root_ids)
-        last = torch.stack(self.memories)[:, None]
-        return super().begin(Context(last, context.root_ids[:, None], torch.ones(rows).long(), context.root_ids), depth)
+                self.memories[row] = self.head.further(self.memories[row], state, token)
+        return Root(context.root_ids, torch.stack(self.memories))
 
     def keep(self, rows: Tensor) -> None:
         self.memories = [self.memories[row] for row in rows.tolist()]
-
-    def further(self, memory: Tensor, state: Tensor, token_id: Tensor) -> Tensor:
-        return 0.5 * memory + state + self.target_embedding[token_id]
 
 
 def remembering_head(model: TargetModel) -> Remembering:
@@ -368,22 +367,18 @@ def replayed(
     """With states as they are observed."""
     hidden = [observe(head, model, answer, num_ranks=2, temperature=0.0)[1] for answer in answers]
     prompts = [model.hidden_states(torch.tensor([answer.prompt_ids]))[0] for answer in answers]
-    found = replay(head, shape, answers, hidden, prompts)
-    head.keep(torch.empty(0, dtype=torch.long))
-    return found
+    return replay(head, shape, answers, hidden, prompts)
 
 
 def drafts_of(head: DraftHead, model: TargetModel, answer: Answer, shape: BestFirst) -> list[Draft]:
     """What the head drafts at each token of the answer, one row alone."""
-    head.shape = shape
-    drafts = []
+    session, drafts = head.start(), []
     for place in range(len(answer.token_ids)):
         context = context_at(model, answer, place)
         if head.needs_history and place == 0:
             prompt = torch.tensor([answer.prompt_ids])
             context = Context(model.hidden_states(prompt), prompt, torch.tensor([prompt.shape[1]]), context.root_ids)
-        drafts.append(head.propose(context))
-    head.keep(torch.empty(0, dtype=torch.long))
+        drafts.append(session.propose(context, shape))
     return drafts
 
 
@@ -407,17 +402,17 @@ KINDS = ["medusa", "hydra", "trimmed hydra", "remembering"]
 def test_replaying_side_by_side_is_drafting_row_by_row_with_trees_of_every_size(kind: str) -> None:
     model = model_of("llama")
     head = head_of(kind, model)
-    head.confidence = (1.7, 0.8, 2.5)
+    confidence = (1.7, 0.8, 2.5)
     answers = [
         Answer(one.prompt_ids, one.token_ids[:length])
         for one, length in zip(said(model, temperature=0.7), (14, 5, 1), strict=True)
     ]
-    found, _ = replayed(head, model, answers, BestFirst(30, num_ranks=6, beam=3))
+    found, _ = replayed(head, model, answers, BestFirst(30, num_ranks=6, beam=3, confidence=confidence))
     kept_by_size = []
     for size in (1, 2, 9, 30):
         kept = []
         for answer in answers:
-            drafts = drafts_of(head, model, answer, BestFirst(size, num_ranks=6, beam=3))
+            drafts = drafts_of(head, model, answer, BestFirst(size, num_ranks=6, beam=3, confidence=confidence))
             kept += [
                 len(true_nodes(draft, answer.token_ids[place + 1 : place + 1 + K]))
                 for place, draft in enumerate(drafts)
@@ -431,9 +426,8 @@ def test_replaying_side_by_side_is_drafting_row_by_row_with_trees_of_every_size(
 def test_replaying_counts_how_often_whole_paths_are_kept(kind: str) -> None:
     model = model_of("llama")
     head = head_of(kind, model)
-    head.confidence = (2.0, 2.0, 3.0)
     answers = said(model, temperature=0.0)
-    shape = BestFirst(20, num_ranks=6, beam=4)
+    shape = BestFirst(20, num_ranks=6, beam=4, confidence=(2.0, 2.0, 3.0))
     _, bins = replayed(head, model, answers, shape)
     expected: dict[int, list[tuple[float, float]]] = {}
     for answer in answers:
@@ -453,14 +447,12 @@ def test_replaying_counts_how_often_whole_paths_are_kept(kind: str) -> None:
     assert sum(count for *_, count in bins) == 19 * sum(len(answer.token_ids) - K for answer in answers)
 
 
-def test_replaying_heeds_confidence_and_leaves_the_head_s_tree() -> None:
+def test_replaying_uses_the_shape_s_confidence() -> None:
     model = model_of("llama")
     head = tiny_head("medusa", model, num_heads=K)
-    head.shape = Tree.cartesian([2, 2])
     answers = said(model, temperature=0.0)
     found = []
     for confidence in ((1.0, 1.0, 1.0), (4.0, 0.4, 1.0)):
-        head.confidence = confidence
-        found.append(torch.cat(replayed(head, model, answers, BestFirst(24, num_ranks=6))[0]))
-        assert head.shape == Tree.cartesian([2, 2])
+        shape = BestFirst(24, num_ranks=6, confidence=confidence)
+        found.append(torch.cat(replayed(head, model, answers, shape)[0]))
     assert not torch.equal(*found)

@@ -1,5 +1,6 @@
 """Prediction is decoding: the engine takes just the steps that were foreseen on recorded answers."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -27,9 +28,11 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, VOCAB, (length,), generator=chance).tolist() for length in lengths]
 
 
-def decoded(model: TargetModel, head: DraftHead | None, temperature: float) -> list[GenerationResult]:
+def decoded(
+    model: TargetModel, head: DraftHead | None, temperature: float, shape: Shape | None = None
+) -> list[GenerationResult]:
     """All prompts, a few at a time; some answers end before they are cut off."""
-    engine = Engine(model, head, max_batch_size=BATCH)
+    engine = Engine(model, head, shape=shape, max_batch_size=BATCH)
     return engine.generate(prompts(), max_new_tokens=NEW_TOKENS, temperature=temperature, seed=11)
 
 
@@ -41,8 +44,7 @@ def recorded(family: str, temperature: float) -> list[Answer]:
 
 def measured(model: TargetModel, head: DraftHead, shape: Shape, answers: list[Answer], temperature: float) -> float:
     """Tokens per step that the engine takes to say the same."""
-    head.shape = shape
-    results = decoded(model, head, temperature)
+    results = decoded(model, head, temperature, shape)
     assert [result.token_ids for result in results] == [answer.token_ids for answer in answers]
     return sum(len(result.token_ids) - 1 for result in results) / sum(result.num_steps for result in results)
 
@@ -84,12 +86,12 @@ def test_static_trees_keep_what_was_foreseen(family: str, kind: str, temperature
 def test_growing_trees_keep_what_was_foreseen(family: str, kind: str, temperature: float) -> None:
     model = model_of(family)
     head, answers = head_of(kind, model), recorded(family, temperature)
-    head.confidence = (1.6, 2.2, 0.9)
-    texts, _ = replayed(head, model, answers, BestFirst(30, num_ranks=6, beam=3))
+    largest = BestFirst(30, num_ranks=6, beam=3, confidence=(1.6, 2.2, 0.9))
+    texts, _ = replayed(head, model, answers, largest)
     foreseen = []
     for size in (3, 24):
         foreseen.append(simulate(texts, size)[0])
-        shape = BestFirst(size, num_ranks=6, beam=3)
+        shape = replace(largest, num_nodes=size)
         assert foreseen[-1] == measured(model, head, shape, answers, temperature)
     assert 1.0 < foreseen[0] < foreseen[1]
 
@@ -98,8 +100,7 @@ def test_growing_trees_keep_what_was_foreseen(family: str, kind: str, temperatur
 def test_each_answer_takes_as_many_steps_as_foreseen(temperature: float) -> None:
     model = model_of("llama")
     head, answers = head_of("hydra", model), recorded("llama", temperature)
-    head.shape = TREES["cartesian"]
     seen = observed(head, model, answers, temperature)
     foreseen = [simulate([entries(one.ranks, TREES["cartesian"].paths[1:])], 100)[0] for one in seen]
-    assert foreseen == [result.tokens_per_step for result in decoded(model, head, temperature)]
+    assert foreseen == [result.tokens_per_step for result in decoded(model, head, temperature, TREES["cartesian"])]
     assert any(len(answer.token_ids) < NEW_TOKENS for answer in answers), "some answers end by themselves"

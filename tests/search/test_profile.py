@@ -42,9 +42,9 @@ def test_a_measured_profile_promises_what_decoding_then_gains() -> None:
     assert profile.confidence == pytest.approx(found["confidence"]["temperatures"], abs=1e-4)
     assert profile.static_tokens == sorted(profile.static_tokens)
     for nodes in (4, 12):
-        head.shape = profile.growing(nodes)
-        assert head.shape == BestFirst(nodes, num_ranks=6, beam=3)
-        results = Engine(model, head).generate(PROMPTS, max_new_tokens=40)
+        shape = profile.growing(nodes)
+        assert shape == BestFirst(nodes, num_ranks=6, beam=3, confidence=tuple(profile.confidence))
+        results = Engine(model, head, shape=shape).generate(PROMPTS, max_new_tokens=40)
         gained = sum(len(r.token_ids) - 1 for r in results) / sum(r.num_steps for r in results)
         assert gained == pytest.approx(found["dynamic"]["expected"][nodes - 1])
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftheads.decode.engine import Engine
 from draftheads.errors import DataError
-from draftheads.heads.base import DraftHead
+from draftheads.heads.base import DraftHead, HeadSession
 from draftheads.models.model import TargetModel
 from draftheads.progress import NoProgress
 from draftheads.search import replay as rehearsal
@@ -223,11 +223,17 @@ def test_growing_trees_are_looked_at_up_to_their_largest_size(
 ) -> None:
     head = tiny_head(method, model)
     one = tuner(model, head, tmp_path, PROMPTS, num_ranks=num_ranks, beam=beam, max_nodes=1000)
-    head.shape = BestFirst(1000, num_ranks=num_ranks, beam=beam)
     drafted: list[int] = []
-    propose = head.propose
-    head.propose = lambda context: drafted.append(propose(context).num_nodes) or propose(context)  # type: ignore[method-assign]
-    Engine(model, head).generate(PROMPTS, max_new_tokens=4)
+    start = head.start
+
+    def watched() -> HeadSession:
+        session = start()
+        propose = session.propose
+        session.propose = lambda *args: drafted.append(propose(*args).num_nodes) or propose(*args)  # type: ignore[method-assign]
+        return session
+
+    head.start = watched  # type: ignore[method-assign]
+    Engine(model, head, shape=BestFirst(1000, num_ranks=num_ranks, beam=beam)).generate(PROMPTS, max_new_tokens=4)
     assert set(drafted) == {one.rehearsal._most_grown()}
     one.rehearsal.settings = RehearsalSettings(num_ranks=num_ranks, beam=beam, max_nodes=4)
     assert one.rehearsal._most_grown() == 4
@@ -250,9 +256,8 @@ def test_calibrating_in_parts_changes_nothing_and_growing_trees_are_foreseen(
     assert parts["static"] == found["static"]
     for bins in (parts["dynamic"]["reliability"], found["dynamic"]["reliability"]):
         assert sum(count for *_, count in bins) == 11 * sum(max(0, len(answer.token_ids) - 3) for answer in answers)
-    assert list(head.confidence) == found["confidence"]["temperatures"]
-    head.shape = BestFirst(12, num_ranks=5, beam=3)
-    results = Engine(model, head).generate(PROMPTS, samplings(one.rehearsal.settings, len(PROMPTS)))
+    shape = BestFirst(12, num_ranks=5, beam=3, confidence=tuple(found["confidence"]["temperatures"]))
+    results = Engine(model, head, shape=shape).generate(PROMPTS, samplings(one.rehearsal.settings, len(PROMPTS)))
     foreseen = sum(len(result.token_ids) - 1 for result in results) / sum(result.num_steps for result in results)
     assert found["dynamic"]["expected"][11] == foreseen
 

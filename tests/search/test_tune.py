@@ -108,7 +108,6 @@ def test_a_tuned_head_is_loaded_with_its_profile_and_answers_as_plain_does(here:
     expected = [result.token_ids for result in plain.generate(prompts, max_new_tokens=30)]
     engine = draftheads.load("./model", "./hydra", profile=tuned, precision="fp32")
     assert engine.profile == read_profile(tuned / "acceptance.json")
-    assert engine.drafter.drafter.confidence == tuple(engine.profile.confidence)  # type: ignore[union-attr,attr-defined]
     assert [result.token_ids for result in engine.generate(prompts, max_new_tokens=30)] == expected
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from draftheads.checkpoint import load_head, read_head
 from draftheads.cli.train import expanded
 from draftheads.heads import head_classes, parse_head_options
+from draftheads.heads.attention import LayerConfig
 from draftheads.models.model import TargetModel
 from draftheads.train import run
 from draftheads.train.options import TrainOptions
@@ -108,7 +109,10 @@ def test_the_zoo_is_as_small_as_it_may_be(tool: ModuleType) -> None:
         arguments = ["--method", name, *shlex.split(f"{tool.COMMON} {settings}"), "--data", "x", "--out", "y"]
         options = tyro.cli(TrainOptions, args=expanded(arguments))
         config_class, head_class = head_classes(name)
-        more = {**(layer if config_class.has_layers else {}), **parse_head_options(name, options.head_options)}
+        more = {
+            **(layer if issubclass(config_class, LayerConfig) else {}),
+            **parse_head_options(name, options.head_options),
+        }
         own = {"num_heads": options.num_heads, "num_layers": options.num_layers, "draft_vocab_size": 6144}
         with torch.device("meta"):
             head = head_class(config_class(**{**sizes, **own, **more}))

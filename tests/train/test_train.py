@@ -26,7 +26,7 @@ from draftheads.data.features import FeatureStore, shard_path
 from draftheads.draft import Context
 from draftheads.errors import DataError, InvalidSettings, NonFiniteLoss, StorageError, UnknownMethod
 from draftheads.files import locked
-from draftheads.heads import HEADS, head_classes
+from draftheads.heads import HEADS, has_blocks
 from draftheads.heads.hydra import FusionBlock
 from draftheads.heads.layers import ResidualBlock
 from draftheads.models.model import TargetModel
@@ -42,7 +42,7 @@ from draftheads.train.options import TrainOptions
 from draftheads.train.report import Report
 from draftheads.train.trainer import StepLog, TrainingInterrupted, find_checkpoint
 from draftheads.tree import Tree
-from families import fitting
+from families import fitting, propose
 from training_world import EOS, TEMPLATE, chat, chat_model, counting_chats, distilled_chats, write_chats
 
 
@@ -148,7 +148,7 @@ def test_the_folder_holds_the_head_and_how_it_was_made(target: TargetModel, feat
     head = load_head(out, target, dtype=torch.float32)
     assert Tree.from_paths(report.tree).num_nodes == 8
     profile = read_head(out).profile
-    assert head.shape == profile.tree(10)
+    assert head.default_shape == profile.tree(10)
     assert profile.num_texts >= 2
     assert profile.num_tokens > 0
     assert 1.0 < profile.static_tokens[9] <= 4.0
@@ -211,7 +211,7 @@ def test_dropout_is_for_training_only(target: TargetModel, features: Path, tmp_p
     batch = collate(list(store)[:6], skip_prompts=False)
     sizes = fitting(method, num_heads=2)
     given = {"method": method, "loss": "teacher", **sizes}
-    if not head_classes(method)[1].has_blocks:
+    if not has_blocks(method):
         with pytest.raises(InvalidSettings, match=rf"--dropout is 0.3, but {method} heads have no MLP"):
             options(tmp_path, features, **given, dropout=0.3)
     losses = {}
@@ -220,14 +220,14 @@ def test_dropout_is_for_training_only(target: TargetModel, features: Path, tmp_p
         head = new_head(settings, target.weights, store, range(len(store)), target.eos_ids)
         for parameter in head.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
-        if head.has_blocks:
+        if has_blocks(method):
             settings = replace(settings, dropout=part)
         learner = run.new_learner(settings, head, target.weights)
         learner.train()
         torch.manual_seed(3)
         with torch.no_grad():
             one, two = (learner(**vars(batch))["loss"] for _ in range(2))
-        assert (one == two) == (part == 0 or not head.has_blocks)
+        assert (one == two) == (part == 0 or not has_blocks(method))
         losses[part] = measure(learner, store, range(6), batch_tokens=100).losses.tolist()
         assert learner.training, "as it was"
         learner.eval()
@@ -263,7 +263,7 @@ def test_expected_tokens_are_those_that_drafting_on_the_true_text_gives(
     settings = options(tmp_path / "out", features, method=method)
     run.train_for(target, settings, Silent())
     head = load_head(tmp_path / "out", target, dtype=torch.float32)
-    head.shape = tree = Tree.cartesian([4, 3, 2])
+    tree = Tree.cartesian([4, 3, 2])
     store = FeatureStore(features)
     _, held_out = split_held_out(store.token_ids, store.loss_masks, fraction=0.2, at_most=200, seed=0)
     gains = []
@@ -277,7 +277,7 @@ def test_expected_tokens_are_those_that_drafting_on_the_true_text_gives(
                     torch.ones(1).long(),
                     text[t + 1, None],
                 )
-                gains.append(walk(tree, head.propose(context).token_ids[0].tolist(), text[t + 2 :].tolist()))
+                gains.append(walk(tree, propose(head, context, tree).token_ids[0].tolist(), text[t + 2 :].tolist()))
     found = measured(target, features, settings, head=head)
     assert len(found.joint_ranks) == len(gains) > 20
     assert found.tokens_per_step(tree) == pytest.approx(sum(gains) / len(gains))
@@ -784,7 +784,7 @@ def test_options_of_one_architecture_are_trained_with_and_saved(
 
 def test_a_chain_is_saved_where_it_was_asked_for(target: TargetModel, features: Path, tmp_path: Path) -> None:
     run.train_for(target, options(tmp_path / "out", features, chain=True, epochs=1), Silent())
-    assert load_head(tmp_path / "out", target).shape == Tree.chain(3)
+    assert load_head(tmp_path / "out", target).default_shape == Tree.chain(3)
 
 
 def test_features_are_drawn_to_the_hidden_states_that_come(target: TargetModel, features: Path, tmp_path: Path) -> None:

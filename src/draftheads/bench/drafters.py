@@ -212,6 +212,7 @@ class Bench:
         check_names([contender.name for contender in contenders])
         self.target, self.contenders, self.settings = target, contenders, settings
         self.book, self.progress = book, progress
+        self._shapes: dict[str, Shape] = {}  # what each drafts on, by its name
         engine = Engine(target)
         self.prompts = [engine.encode(prompt) for prompt in prompts]
         if len(self.prompts) < LEAST_PROMPTS:
@@ -266,10 +267,10 @@ class Bench:
         """Gives a drafter its tree; in words, and what the tree promises."""
         drafter, nodes = contender.drafter, self.settings.num_nodes
         if contender.shape is not None and isinstance(drafter, DraftHead | DraftModel):
-            drafter.shape = contender.shape
+            self._shapes[contender.name] = contender.shape
             return {"words": _in_words(contender.shape), "predicted": None}
         if isinstance(drafter, DraftModel):
-            drafter.shape = BestFirst(nodes)
+            self._shapes[contender.name] = BestFirst(nodes)
             return {"words": f"growing, {nodes}", "predicted": None}
         if not isinstance(drafter, DraftHead):
             most = getattr(drafter, "most_nodes", None)
@@ -277,12 +278,12 @@ class Bench:
         found: dict[str, Any] = self.book.get(
             f"tree-{contender.identity}", partial(self._tree, contender.name, drafter)
         )
-        drafter.confidence = tuple(found["confidence"])
-        settings = self.settings.rehearsal
-        if found["grows"]:
-            drafter.shape = BestFirst(nodes, num_ranks=found["num_ranks"], beam=settings.beam)
-        else:
-            drafter.shape = Tree.from_paths(found["paths"])
+        beam, confidence = self.settings.rehearsal.beam, tuple(found["confidence"])
+        self._shapes[contender.name] = (
+            BestFirst(nodes, num_ranks=found["num_ranks"], beam=beam, confidence=confidence)
+            if found["grows"]
+            else Tree.from_paths(found["paths"])
+        )
         return found
 
     def _tree(self, name: str, head: DraftHead) -> dict[str, Any]:
@@ -316,11 +317,12 @@ class Bench:
         """Counts, and the answers themselves."""
         name = f"{way}-{contender.identity}-{_digest(prompts)}"
         self.progress.stage(f"{contender.name}: {way} answers to {len(prompts)} prompts")
-        found = self.book.get(name, partial(self._answered, contender.drafter, prompts, **sampling))
+        found = self.book.get(name, partial(self._answered, contender, prompts, **sampling))
         return Counted(tuple(found["tokens"]), tuple(found["steps"])), found["texts"]
 
-    def _answered(self, drafter: Drafter, prompts: Sequence[Sequence[int]], **sampling: Any) -> dict[str, Any]:
-        engine = Engine(self.target, drafter, max_batch_size=self.settings.batch_size)
+    def _answered(self, contender: Contender, prompts: Sequence[Sequence[int]], **sampling: Any) -> dict[str, Any]:
+        shape = self._shapes.get(contender.name)
+        engine = Engine(self.target, contender.drafter, shape=shape, max_batch_size=self.settings.batch_size)
         one = SamplingSettings(max_new_tokens=self.settings.max_new_tokens, **sampling)
         each = [replace(one, seed=_SEED + number) for number in range(len(prompts))]
         results = engine.generate([list(prompt) for prompt in prompts], each)
@@ -365,8 +367,8 @@ class Bench:
             first, done = number // 2 % len(ways), {}
             turn = [*ways[first:], *ways[:first]]
             for name, drafter in reversed(turn) if number % 2 else turn:
-                self._answer(drafter, prompts[number], _WARM_UP)  # kernels pack weights for the sizes they meet
-                done[name] = asdict(self._answer(drafter, prompts[number], self.settings.max_new_tokens))
+                self._answer(name, drafter, prompts[number], _WARM_UP)  # kernels pack weights for the sizes they meet
+                done[name] = asdict(self._answer(name, drafter, prompts[number], self.settings.max_new_tokens))
             return done
 
         timed: dict[str, list[Timed]] = {name: [] for name, _ in ways}
@@ -376,10 +378,10 @@ class Bench:
             advance()
         return timed
 
-    def _answer(self, drafter: Drafter, prompt: Sequence[int], max_new_tokens: int) -> "Timed":
+    def _answer(self, name: str, drafter: Drafter, prompt: Sequence[int], max_new_tokens: int) -> "Timed":
         """One prompt, greedily; a drafter may read the prompt in the first step, which counts in the speed alone."""
         watch = Stopwatch(self.target.device)
-        batch = Batch(self.target, drafter.fresh(), lap=watch.lap)
+        batch = Batch(self.target, drafter, shape=self._shapes.get(name), lap=watch.lap)
         (sequence,) = Engine(self.target).sequences([list(prompt)], max_new_tokens=max_new_tokens)
         watch.start()
         started = watch.now

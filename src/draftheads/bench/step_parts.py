@@ -4,7 +4,6 @@ import statistics
 from collections.abc import Sequence
 
 from draftheads.bench.stopwatch import Stopwatch
-from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 
 PARTS = {"draft": "drafting", "verify": "verification", "rest": "accept and rest"}  # by lap of a step
@@ -14,7 +13,7 @@ _FIRST_STEPS = 1  # in which a drafter may still read the prompt
 def step_parts(engine: Engine, prompt_ids: Sequence[int], *, max_new_tokens: int) -> dict[str, float]:
     """The median milliseconds of each part over the steps of a greedy answer, by the part's name."""
     watch = Stopwatch(engine.model.device)
-    batch = Batch(engine.model, engine.fresh_drafter(), lap=watch.lap)
+    batch = engine.batch(lap=watch.lap)
     batch.join(engine.sequences([list(prompt_ids)], max_new_tokens=max_new_tokens))
     steps = []
     while batch.sequences:

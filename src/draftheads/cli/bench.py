@@ -189,7 +189,7 @@ def _contenders(named: dict[str, str], options: BenchOptions, target: TargetMode
             widths += (1,) * (head.config.num_heads - len(widths))
             paths = BestPaths.within(options.settings.num_nodes, widths)
             if paths.most_nodes <= options.settings.num_nodes:
-                yield Contender(f"{name}, paths", head.fresh(), f"{identity}-paths", paths)
+                yield Contender(f"{name}, paths", head, f"{identity}-paths", paths)
     if options.draft_model is not None:
         small = load_target(options.draft_model, precision=options.precision)
         yield Contender(_SMALL, DraftModel(small, target), f"{_SMALL}-{small.weights_print}")

@@ -11,8 +11,8 @@ from rich.text import Text
 from draftheads.bench.compare import BASELINE, STOCK, Extent, Row
 from draftheads.bench.step_parts import PARTS
 from draftheads.decode.engine import Engine
-from draftheads.decode.size_policy import SizePolicy
-from draftheads.drafters.copying import Copying
+from draftheads.decode.size_policy import SizePolicySession
+from draftheads.drafters.copying import CopyingSession
 from draftheads.shapes import BestFirst
 from draftheads.tree import Tree
 
@@ -97,12 +97,12 @@ def explain_texts(table: Sequence[Row], console: Console, *, precision: str, sto
 
 def tree_sentence(name: str, engine: Engine) -> str:
     """Which tree is drafted for one request, and why."""
-    policy = engine.fresh_drafter()
-    if not isinstance(policy, SizePolicy):
+    policy = engine.batch().session
+    if not isinstance(policy, SizePolicySession):
         return f"{name} always drafts the same tree."
     shape, gain, rate = policy.choose(np.ones(1))
     if shape is None:
-        copies = ", but copies from the text" if isinstance(policy.drafter, Copying) else ""
+        copies = ", but copies from the text" if isinstance(policy.session, CopyingSession) else ""
         return (
             f"With one request {name} drafts nothing{copies}: on this machine verifying draft tokens takes more time "
             "than it saves."

@@ -10,23 +10,37 @@ from torch import Tensor
 
 from draftheads.accept import accept, num_coins
 from draftheads.decode.request import Sequence, StreamEvent
-from draftheads.decode.size_policy import SizePolicy
+from draftheads.decode.size_policy import SizePolicySession
 from draftheads.draft import Context, Draft, Drafter, Verdict, Watcher
 from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
 from draftheads.models.transfer import to_device
 from draftheads.sampling import RowSettings, choose
+from draftheads.shapes import ROOT_ONLY, Shape
 
 
 class Batch:
     """The rows that are being decoded. Row b of every tensor belongs to ``sequences[b]``.
 
-    ``lap`` is called after each part of a step, "draft", "verify" and "rest", by who wants to know how long they take.
+    Args:
+        model: the target.
+        drafter: what drafts.
+        shape: what it fills at each step; its default where left out.
+        lap: called with the name of each part of a step when it is over: "draft", "verify", "watch", "rest".
     """
 
-    def __init__(self, model: TargetModel, drafter: Drafter, *, lap: Callable[[str], object] = str) -> None:
+    def __init__(
+        self,
+        model: TargetModel,
+        drafter: Drafter,
+        *,
+        shape: Shape | None = None,
+        lap: Callable[[str], object] = str,
+    ) -> None:
         self.target = Target(model)
         self.drafter = drafter
+        self.session = drafter.start()
+        self.shape = shape or drafter.default_shape or ROOT_ONLY
         self.lap = lap
         self.sequences: list[Sequence] = []
         self._context: Context | None = None
@@ -62,12 +76,12 @@ class Batch:
         assert self._rows is not None
         text_tokens = max(self.target.lengths)
         context = replace(self._context, rows=self._rows, draws=self._draws, text_tokens=text_tokens)
-        draft = self.drafter.propose(context)
+        draft = self.session.propose(context, self.shape)
         self.lap("draft")
         logits, hidden = self.target.verify(draft)
         self.lap("verify")
-        if isinstance(self.drafter, Watcher):
-            self.drafter.watch(draft, logits)
+        if isinstance(self.session, Watcher):
+            self.session.watch(draft, logits)
             self.lap("watch")
         uniforms = self._uniforms(self.sequences, draft.max_depth + 1)
         coins = None
@@ -82,8 +96,8 @@ class Batch:
             sequence.num_steps += 1
             events.append(sequence.append(ids[:count], num_drafted=count - 1, num_copied=num_copied))
         self._note_seen(new_ids, counts)
-        if isinstance(self.drafter, SizePolicy):
-            self.drafter.note([count - 1 for count in counts])
+        if isinstance(self.session, SizePolicySession):
+            self.session.note([count - 1 for count in counts])
         self._drop_finished()
         self.lap("rest")
         return events
@@ -99,7 +113,7 @@ class Batch:
         assert self._context is not None
         self._context = self._context.keep(rows)
         self.target.keep(kept)
-        self.drafter.keep(rows)
+        self.session.keep(rows)
         self._read_settings()
 
     def _read_settings(self) -> None:

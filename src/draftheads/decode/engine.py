@@ -2,11 +2,11 @@
 
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Listing
 from dataclasses import fields, replace
 from threading import Lock
-from typing import Any, cast
+from typing import Any
 
 from draftheads.acceptance_profile import AcceptanceProfile
 from draftheads.chat_template import BUILT_IN, render, template_of
@@ -14,12 +14,13 @@ from draftheads.decode.batch import Batch
 from draftheads.decode.cost_profile import CostProfile
 from draftheads.decode.plain import NoDraft
 from draftheads.decode.request import GenerationResult, Sequence, StreamEvent
-from draftheads.decode.size_policy import ShapedDrafter, SizePolicy
+from draftheads.decode.size_policy import SizePolicy
 from draftheads.draft import Drafter
 from draftheads.errors import ChatTemplateWarning, InvalidPrompt, InvalidSettings, PromptTooLong
 from draftheads.messages import Message, half_character, message_problem
 from draftheads.models.model import TargetModel
 from draftheads.sampling import SamplingSettings
+from draftheads.shapes import Shape
 
 Prompt = str | Listing[Message] | Listing[int]  # a user's text, a list of messages, or token ids as they are
 
@@ -37,6 +38,7 @@ class Engine:
         drafter: Drafter | None = None,
         *,
         max_batch_size: int = 16,
+        shape: Shape | None = None,
         profile: AcceptanceProfile | None = None,
         cost: CostProfile | None = None,
     ) -> None:
@@ -46,19 +48,29 @@ class Engine:
             model: the target.
             drafter: what drafts; None decodes plainly.
             max_batch_size: requests that are decoded together.
-            profile: what the drafter's trees gain. With ``cost`` it decides how much is drafted at each step; without
-                both the drafter's own shape is drafted.
+            shape: what is drafted at each step; the drafter's default where left out.
+            profile: what the drafter's trees gain. With ``cost`` it decides how much is drafted at each step.
             cost: what steps cost on this machine.
+
+        Raises:
+            InvalidSettings: an impossible ``max_batch_size``, only one of the profiles, a shape besides them, or a
+                shape or profiles for a drafter that makes trees of its own.
         """
         if max_batch_size < 1:
             raise InvalidSettings(f"max_batch_size is {max_batch_size}; it must be at least 1")
         if (profile is None) != (cost is None):
             raise InvalidSettings("an acceptance profile and a cost profile go together: give both or none")
-        if profile is not None and not hasattr(drafter, "shape"):
+        if profile is not None and shape is not None:
+            raise InvalidSettings("give a shape, or profiles that decide on one")
+        fills_shapes = drafter is not None and drafter.default_shape is not None
+        if profile is not None and not fills_shapes:
             raise InvalidSettings("profiles are for a drafter that fills trees, such as a draft head")
+        if shape is not None and not fills_shapes:
+            raise InvalidSettings("a shape is for a drafter that fills trees, such as a draft head")
         self.model = model
         self.drafter: Drafter = NoDraft() if drafter is None else drafter
         self.max_batch_size = max_batch_size
+        self.shape = shape
         self.profile = profile
         self.cost = cost
         self._lock = Lock()  # threads take turns, step by step: two at once would only share the cores
@@ -128,7 +140,7 @@ class Engine:
 
         Who reads the events may add requests, such as the next turn of a conversation whose last turn just ended.
         """
-        batch = Batch(self.model, self.fresh_drafter())
+        batch = self.batch()
         while line or batch.sequences:
             room = self.max_batch_size - len(batch.sequences)
             joining = [line.popleft() for _ in range(min(room, len(line)))]
@@ -142,12 +154,12 @@ class Engine:
                     events = batch.step()
                 yield from events
 
-    def fresh_drafter(self) -> Drafter:
-        """A drafter for one batch; with profiles, one that decides how much is drafted at each step."""
-        drafter = self.drafter.fresh()
-        if self.profile is None or self.cost is None:
-            return drafter
-        return SizePolicy(cast("ShapedDrafter", drafter), self.profile, self.cost)
+    def batch(self, *, lap: Callable[[str], object] = str) -> Batch:
+        """A batch without rows; with profiles, a size policy decides how much is drafted at each step."""
+        drafter = self.drafter
+        if self.profile is not None and self.cost is not None:
+            drafter = SizePolicy(drafter, self.profile, self.cost)
+        return Batch(self.model, drafter, shape=self.shape, lap=lap)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, with the model's chat template where it has one.

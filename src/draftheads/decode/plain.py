@@ -1,27 +1,26 @@
-"""Plain decoding: the drafter that guesses nothing. The oracle of every drafter, and the honest baseline."""
+"""Plain decoding: the drafter that drafts nothing. The oracle of every drafter, and the baseline of measurements."""
 
 from typing import Self
 
 import torch
 
 from draftheads.draft import Context, Draft
-from draftheads.tree import Tree
-
-_ROOT_ONLY = Tree.chain(0)
+from draftheads.shapes import ROOT_ONLY, Shape
 
 
 class NoDraft:
-    """A tree of one node: each step checks the root and gets one token."""
+    """A tree of one node: each step checks the root and gets one token. It keeps nothing, so it is its own session."""
 
     needs_history = False
+    default_shape = None
 
-    def fresh(self) -> Self:
+    def start(self) -> Self:
         """Itself."""
         return self
 
-    def propose(self, context: Context) -> Draft:
+    def propose(self, context: Context, shape: Shape) -> Draft:
         """The root alone."""
-        return Draft.on_tree(_ROOT_ONLY, context.root_ids[:, None])
+        return Draft.on_tree(ROOT_ONLY, context.root_ids[:, None])
 
     def follow(self, context: Context) -> None:
         """Nothing to note."""

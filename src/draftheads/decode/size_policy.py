@@ -7,7 +7,6 @@ fast. A draft that comes with probabilities is then cut where a further node cos
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +14,9 @@ from torch import Tensor
 
 from draftheads.acceptance_profile import KINDS, AcceptanceProfile, Kind
 from draftheads.decode.cost_profile import CostProfile
-from draftheads.draft import Context, Draft, Drafter
-from draftheads.drafters.copying import Copying
-from draftheads.shapes import BestFirst, Shape
-from draftheads.tree import Tree
+from draftheads.draft import Context, Draft, Drafter, Watcher
+from draftheads.drafters.copying import Copying, CopyingSession
+from draftheads.shapes import ROOT_ONLY, BestFirst, Shape
 
 Floats = npt.NDArray[np.float64]
 
@@ -33,13 +31,6 @@ _TEXT_BLOCK = 128  # tokens; tables are made for multiples of it
 _SPARE_NODES = 4  # that growing trees are drafted with beyond twice their best size …
 _SPARE_COST = 0.03  # … as long as drafting them costs less than this share of a plain step
 _CUT_GAIN = 0.05  # how much faster growing trees are than their profile says, as each is cut; of b rows a b-th of it
-_PLAIN = Tree.chain(0)
-
-
-class ShapedDrafter(Drafter, Protocol):
-    """A drafter that can be told what to fill. One that adds nodes of its own says how many in ``extra_nodes``."""
-
-    shape: Shape
 
 
 @dataclass
@@ -71,7 +62,7 @@ class _Table:
 
 
 class SizePolicy:
-    """A drafter that decides for another one what it fills at each step.
+    """A drafter that decides what another one fills at each step.
 
     Args:
         drafter: what drafts.
@@ -79,43 +70,55 @@ class SizePolicy:
         cost: what steps cost.
     """
 
-    def __init__(self, drafter: ShapedDrafter, profile: AcceptanceProfile, cost: CostProfile) -> None:
+    default_shape = None
+
+    def __init__(self, drafter: Drafter, profile: AcceptanceProfile, cost: CostProfile) -> None:
         self.drafter = drafter
         self.profile = profile
         self.cost = cost
-        self.extra_nodes: int = getattr(drafter, "extra_nodes", 0)
-        self._records: list[_Record] = []
-        self._expected: Sequence[float] = ()  # draft tokens of this step that should be accepted, per row
-        self._tables: dict[tuple[int, int], _Table] = {}  # by rows and tokens of the longest text
-        self._shapes: dict[tuple[Kind, int], Shape] = {}
-
-    def fresh(self) -> Self:
-        """For other rows."""
-        return type(self)(self.drafter.fresh(), self.profile, self.cost)
+        self.extra_nodes = drafter.num_tokens if isinstance(drafter, Copying) else 0  # beyond a shape's own
 
     @property
     def needs_history(self) -> bool:
         """As the drafter's."""
         return self.drafter.needs_history
 
-    def propose(self, context: Context) -> Draft:
-        """The drafter's draft, of the size that is fastest, or the root alone."""
+    def start(self) -> "SizePolicySession":
+        """A session in which nothing is known of the requests."""
+        return SizePolicySession(self)
+
+
+class SizePolicySession:
+    """The records of one batch, and the drafter's session."""
+
+    def __init__(self, policy: SizePolicy) -> None:
+        self.session = policy.drafter.start()
+        self.profile, self.cost, self.extra_nodes = policy.profile, policy.cost, policy.extra_nodes
+        self._records: list[_Record] = []
+        self._expected: Sequence[float] = ()  # draft tokens of this step that should be accepted, per row
+        self._tables: dict[tuple[int, int], _Table] = {}  # by rows and tokens of the longest text
+        self._shapes: dict[tuple[Kind, int], Shape] = {}
+
+    def propose(self, context: Context, shape: Shape) -> Draft:
+        """The drafter's draft, of the size that is fastest, or the root alone; whatever the given shape."""
         batch = len(context.root_ids)
         self._records += [_Record() for _ in range(batch - len(self._records))]
         ratios = np.array([record.ratio for record in self._records])
         table = self._table(batch, context.text_tokens)
-        shape, gain, rate = self.choose(ratios, context.text_tokens)
-        if shape is None and not self.extra_nodes:
-            self.drafter.follow(context)
+        chosen, gain, rate = self.choose(ratios, context.text_tokens)
+        if chosen is None and not self.extra_nodes:
+            self.session.follow(context)
             self._expected = (0.0,) * batch
-            return Draft.on_tree(_PLAIN, context.root_ids[:, None])
-        self.drafter.shape = _PLAIN if shape is None else self._with_spare(shape, table)
-        if isinstance(self.drafter, Copying):  # what gains less than it costs would be cut
+            return Draft.on_tree(ROOT_ONLY, context.root_ids[:, None])
+        chosen = ROOT_ONLY if chosen is None else self._with_spare(chosen, table)
+        if isinstance(self.session, CopyingSession):  # what gains less than it costs would be cut
             margin = _SMALLEST_GAIN_OF_SEVERAL if batch > 1 else 1.0
             further = table.verifying[1:] - table.verifying[0]
             needed = margin * rate * (table.plain + further) - rate * table.plain
-            self.drafter.prices = (needed / ratios.max()).tolist()
-        draft = self.drafter.propose(context)
+            min_gains = (needed / ratios.max()).tolist()
+            draft = self.session.propose(context, chosen, extra_nodes=self.extra_nodes, min_gains=min_gains)
+        else:
+            draft = self.session.propose(context, chosen)
         if draft.path_log_probs is None:
             self._expected = (gain,) * batch
             return draft
@@ -123,12 +126,17 @@ class SizePolicy:
 
     def follow(self, context: Context) -> None:
         """As the drafter does."""
-        self.drafter.follow(context)
+        self.session.follow(context)
 
     def keep(self, rows: Tensor) -> None:
         """Rows left or moved."""
         self._records = [self._records[row] for row in rows.tolist()]
-        self.drafter.keep(rows)
+        self.session.keep(rows)
+
+    def watch(self, draft: Draft, logits: Tensor) -> None:
+        """Passes the target's logits on to a session that learns from them."""
+        if isinstance(self.session, Watcher):
+            self.session.watch(draft, logits)
 
     def note(self, num_accepted: Sequence[int]) -> None:
         """How many draft tokens of each row the last step accepted."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from draftheads.accept import accept
 from draftheads.draft import Context, Draft
-from draftheads.heads.base import DraftHead
+from draftheads.heads.base import DraftHead, HeadSession
 from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
 from draftheads.sampling import RowSettings, SamplingSettings, most_likely
@@ -39,7 +39,7 @@ class StepTimer:
         self.bytes_per_token = 0  # of keys and values, known after the first verification
         self.generator = torch.Generator().manual_seed(0)
         self._targets: dict[tuple[int, int], Target] = {}  # by rows and their length; one at a time
-        self._drafters: dict[int, DraftHead] = {}
+        self._drafters: dict[int, HeadSession] = {}
         self._captured: set[int] = set()  # nodes of steps that have been captured
 
     @property
@@ -88,17 +88,15 @@ class StepTimer:
         return seconds
 
     def _draft(self, part: str, rows: int, nodes: int) -> float:
-        drafter = self._drafter(rows)
+        drafter, shape = self._drafter(rows), self._shape(part, nodes)
         context = self._context(rows, _STEP_TOKENS if self.drafter.needs_history else 1)
-        if part != "follow":
-            drafter.shape = self._shape(part, nodes)
         if self.target.device.type == "cpu":  # between two drafts the target's weights drive the head's from the caches
             self.target.logits(self.target.hidden_states(self._tokens(1, 1)))
         start = self.now
         if part == "follow":
             drafter.follow(context)
         else:
-            drafter.propose(context)
+            drafter.propose(context, shape)
         return self.now - start
 
     def _shape(self, part: str, nodes: int) -> Shape:
@@ -121,11 +119,11 @@ class StepTimer:
             self._targets[rows, text_tokens] = target
         return self._targets[rows, text_tokens]
 
-    def _drafter(self, rows: int) -> DraftHead:
+    def _drafter(self, rows: int) -> HeadSession:
         """A drafter that has read the rows' text, where it reads it at all."""
         if rows not in self._drafters:
             self._drafters.clear()
-            self._drafters[rows] = self.drafter.fresh()
+            self._drafters[rows] = self.drafter.start()
             self._drafters[rows].follow(self._context(rows, self.length if self.drafter.needs_history else 1))
         return self._drafters[rows]
 

@@ -5,27 +5,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from operator import gt
-from typing import Self
 
 import torch
 from torch import Tensor
 
-from draftheads.draft import Context, Draft, Watcher
+from draftheads.draft import Context, Draft, Drafter, Watcher
 from draftheads.drafters.copy_odds import DEFAULT_ODDS, Odds, check_odds
-from draftheads.drafters.draft_model import DraftModel
-from draftheads.drafters.text_index import RowTexts
-from draftheads.heads.base import DraftHead
-from draftheads.heads.drafting import likely_enough
+from draftheads.drafters.text_index import RowTexts, check_ngrams
+from draftheads.filling import likely_enough
 from draftheads.merging import merged
 from draftheads.models.transfer import to_device
-from draftheads.shapes import BestFirst, Shape
+from draftheads.shapes import ROOT_ONLY, BestFirst, Shape
 from draftheads.tree import Path, Tree
 
 # For static trees without measured values, close to hydra's: the probability of a node of rank 0 as a share of its
 # parent's, and of a node of each next rank as a share of the rank before.
 _BEST_RANK = 0.45
 _NEXT_RANK = 0.3
-_ROOT = Tree.chain(0)
 
 
 class Copying:
@@ -51,22 +47,17 @@ class Copying:
 
     def __init__(
         self,
-        drafter: DraftHead | DraftModel,
+        drafter: Drafter,
         *,
         odds: Odds = DEFAULT_ODDS,
         values: Mapping[Path, float] | None = None,
         max_ngram: int = 4,
     ) -> None:
         check_odds(odds)
+        check_ngrams(max_ngram)
         self.drafter = drafter
         self.odds, self.max_ngram = odds, max_ngram
         self.values = {} if values is None else values
-        self.extra_nodes = 0  # how many nodes a tree may have beyond the shape's own
-        # where nothing else is drafted, n copied tokens of all rows must together promise more than prices[n-1] tokens
-        self.prices: Sequence[float] = ()
-        self._texts = RowTexts(max_ngram=max_ngram)
-        self._log_odds = [[-math.inf] * self.num_tokens, *([math.log(p) for p in row] for row in odds)]
-        self._static: dict[Tree, Tensor] = {}  # (1, N) log-probabilities of static trees' nodes
 
     @property
     def num_tokens(self) -> int:
@@ -74,39 +65,49 @@ class Copying:
         return len(self.odds[0])
 
     @property
-    def shape(self) -> Shape:
-        """What the drafter fills."""
-        return self.drafter.shape
+    def default_shape(self) -> Shape | None:
+        """The drafter's."""
+        return self.drafter.default_shape
 
-    @shape.setter
-    def shape(self, shape: Shape) -> None:
-        self.drafter.shape = shape
+    def start(self) -> "CopyingSession":
+        """A session without texts."""
+        return CopyingSession(self)
 
-    def fresh(self) -> Self:
-        """The same for a batch of its own."""
-        other = type(self)(
-            self.drafter.fresh(),
-            odds=self.odds,
-            values=self.values,
-            max_ngram=self.max_ngram,
-        )
-        other.extra_nodes, other.prices = self.extra_nodes, self.prices
-        return other
 
-    def propose(self, context: Context) -> Draft:
-        """The drafter's draft in its shape, with the copies of the rows that have a match."""
+class CopyingSession:
+    """The texts of one batch, and the drafter's session."""
+
+    def __init__(self, copying: Copying) -> None:
+        self.session = copying.drafter.start()
+        self.odds, self.values, self.num_tokens = copying.odds, copying.values, copying.num_tokens
+        self._texts = RowTexts(max_ngram=copying.max_ngram)
+        self._log_odds = [[-math.inf] * self.num_tokens, *([math.log(p) for p in row] for row in self.odds)]
+        self._static: dict[Tree, Tensor] = {}  # (1, N) log-probabilities of static trees' nodes
+
+    def propose(
+        self, context: Context, shape: Shape, *, extra_nodes: int = 0, min_gains: Sequence[float] = ()
+    ) -> Draft:
+        """The drafter's draft, with the copies of the rows that have a match.
+
+        Args:
+            context: of all rows.
+            shape: for the drafter.
+            extra_nodes: how many nodes the tree may have beyond the shape's own.
+            min_gains: where nothing but copies is drafted: n tokens are copied only for some n for which the expected
+                number of accepted tokens of all rows is above ``min_gains[n-1]``. Empty: always.
+        """
         self._texts.read(context)
-        draft, shape = self._drafted(context), self.shape
+        draft = self._drafted(context, shape)
         if not isinstance(shape, Tree | BestFirst):
             return draft
-        num_nodes = shape.num_nodes + self.extra_nodes
+        num_nodes = shape.num_nodes + extra_nodes
         matches = [text.copy(self.num_tokens, longest=len(self.odds)) for text in self._texts.rows]
         if num_nodes == 1 or not any(length for _, length in matches):
             return draft
-        if shape == _ROOT and self.prices:
+        if shape == ROOT_ONLY and min_gains:
             found = [self.odds[min(length, len(self.odds)) - 1] for _, length in matches if length]
             gains = accumulate(map(sum, zip(*found, strict=True)))
-            if not any(map(gt, gains, self.prices)):
+            if not any(map(gt, gains, min_gains)):
                 return draft
         device = context.root_ids.device
         tokens = to_device([copied or [0] * self.num_tokens for copied, _ in matches], device)
@@ -121,23 +122,23 @@ class Copying:
     def follow(self, context: Context) -> None:
         """Reads the accepted tokens."""
         self._texts.read(context)
-        self.drafter.follow(context)
+        self.session.follow(context)
 
     def keep(self, rows: Tensor) -> None:
-        """Texts move with their rows, as what the drafter keeps does."""
+        """Texts move with their rows, as what the drafter's session keeps does."""
         self._texts.keep(rows)
-        self.drafter.keep(rows)
+        self.session.keep(rows)
 
     def watch(self, draft: Draft, logits: Tensor) -> None:
-        """Passes the target's logits on to a drafter that learns from them."""
-        if isinstance(self.drafter, Watcher):
-            self.drafter.watch(draft, logits)
+        """Passes the target's logits on to a session that learns from them."""
+        if isinstance(self.session, Watcher):
+            self.session.watch(draft, logits)
 
-    def _drafted(self, context: Context) -> Draft:
-        if self.shape != _ROOT:
-            return self.drafter.propose(context)
-        self.drafter.follow(context)  # the root alone needs no head
-        return Draft.on_tree(_ROOT, context.root_ids[:, None])
+    def _drafted(self, context: Context, shape: Shape) -> Draft:
+        if shape != ROOT_ONLY:
+            return self.session.propose(context, shape)
+        self.session.follow(context)  # the root alone needs no drafter
+        return Draft.on_tree(ROOT_ONLY, context.root_ids[:, None])
 
     def _valued(self, draft: Draft, tree: Tree) -> Draft:
         """A draft on a static tree with the probabilities of its nodes."""

@@ -4,20 +4,19 @@ It drafts on any tree that heads draft on, with a cache of its own. A level of g
 it, from the root on: a few tokens cost a pass no more than one, and nothing has to be kept between levels.
 """
 
-import copy
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from draftheads.draft import Context, Draft, Verdict
 from draftheads.errors import InvalidSettings
-from draftheads.heads.drafting import fill, grow, sample
+from draftheads.filling import fill
 from draftheads.models.fingerprint import Fingerprints
 from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
-from draftheads.shapes import Sampled, Shape, check_ranks
+from draftheads.shapes import Shape, check_ranks
 from draftheads.tree import Tree
 
 
@@ -33,25 +32,21 @@ class _State(NamedTuple):
 
 
 class DraftModel:
-    """Guesses of a small causal language model.
+    """A small causal language model that drafts.
 
     Args:
         model: the small one.
         target: the model that it drafts for.
-        shape: what it fills; a chain of four when left out. :class:`Sampled` draws its guesses, for ``rejection``.
-        max_depth: how deep trees grow by a rule that does not say it.
+        max_depth: of trees whose shape gives no depth.
 
     Raises:
         InvalidSettings: another tokenizer.
-        InvalidTree: a shape that is wider than the vocabulary, also when it is set later.
     """
 
     needs_history = True
-    reads_path = True
+    default_shape: Shape = Tree.chain(4)
 
-    def __init__(
-        self, model: TargetModel, target: TargetModel, *, shape: Shape | None = None, max_depth: int = 6
-    ) -> None:
+    def __init__(self, model: TargetModel, target: TargetModel, *, max_depth: int = 6) -> None:
         ours, theirs = Fingerprints.of(model).tokenizer, Fingerprints.of(target).tokenizer
         if ours != theirs:
             raise InvalidSettings(
@@ -60,35 +55,38 @@ class DraftModel:
             )
         self.model = model
         self.vocab_size = min(model.vocab_size, target.vocab_size)
-        self.shape = Tree.chain(4) if shape is None else shape
         self.max_depth = max_depth
-        self.confidence: Sequence[float] = _Ones()
-        self._target = Target(model)
 
-    @property
-    def shape(self) -> Shape:
-        """What it fills."""
-        return self._shape
+    def start(self) -> "DraftModelSession":
+        """A session with an empty cache."""
+        return DraftModelSession(self)
 
-    @shape.setter
-    def shape(self, shape: Shape) -> None:
+    def check_shape(self, shape: Shape) -> None:
+        """Can it fill the shape?
+
+        Raises:
+            InvalidTree: the shape is wider than the vocabulary.
+        """
         check_ranks(shape, self.vocab_size)
-        self._shape = shape
 
-    def fresh(self) -> Self:
-        """The same model with an empty cache."""
-        other = copy.copy(self)
-        other._target = Target(self.model)  # noqa: SLF001 - its own
-        return other
 
-    def propose(self, context: Context) -> Draft:
-        """Guesses in its shape for every row."""
-        shape = self.shape
-        if isinstance(shape, Tree):
-            return fill(self, shape, context)
-        if isinstance(shape, Sampled):
-            return sample(self, shape, context)
-        return grow(self, shape, context, shape.depth or self.max_depth)
+class DraftModelSession:
+    """The small model's cache of one batch."""
+
+    reads_path = True
+
+    def __init__(self, drafter: DraftModel) -> None:
+        self.drafter = drafter
+        self._target = Target(drafter.model)
+
+    def propose(self, context: Context, shape: Shape) -> Draft:
+        """Draft tokens for every row.
+
+        Raises:
+            InvalidTree: as for :meth:`DraftModel.check_shape`.
+        """
+        self.drafter.check_shape(shape)
+        return fill(self, shape, context, begin=partial(self.begin, context), max_depth=self.drafter.max_depth)
 
     def follow(self, context: Context) -> None:
         """Reads the accepted tokens."""
@@ -112,9 +110,9 @@ class DraftModel:
             logits=logits[:, None],
         )
 
-    def guess(self, state: _State, depth: int) -> Tensor:
+    def predict(self, state: _State, depth: int) -> Tensor:
         """(B, W, V)."""
-        return state.logits[..., : self.vocab_size]
+        return state.logits[..., : self.drafter.vocab_size]
 
     def descend(self, state: _State, depth: int, parents: Tensor, token_ids: Tensor) -> _State:
         """Reads the tree with the chosen children."""
@@ -144,7 +142,7 @@ class DraftModel:
 
     def _known(self, token_ids: Tensor) -> Tensor:
         """Tokens as the small model can read them: of those that it does not have, the last one that it has."""
-        return token_ids.clamp_max(self.model.vocab_size - 1)
+        return token_ids.clamp_max(self.drafter.model.vocab_size - 1)
 
     def _catch_up(self, context: Context) -> Tensor:
         """Reads what was accepted, prompts of new rows included, and the roots, of which nothing is kept: (B, V)."""
@@ -166,13 +164,3 @@ class DraftModel:
         logits, _ = target.verify(Draft.on_tree(Tree.chain(width - 1), self._known(chain)))
         target.commit(Verdict(steps.expand(batch, -1), number, context.root_ids), counts)
         return logits[torch.arange(batch, device=device), number]
-
-
-class _Ones(Sequence[float]):
-    """1.0 for every depth there may be."""
-
-    def __len__(self) -> int:
-        return 1 << 30
-
-    def __getitem__(self, index: Any) -> Any:
-        return 1.0

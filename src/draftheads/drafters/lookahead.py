@@ -18,6 +18,7 @@ from torch import Tensor
 
 from draftheads.draft import Context, Draft
 from draftheads.errors import InvalidSettings
+from draftheads.shapes import Shape
 
 _POOL = 4096  # n-grams' first tokens that a row remembers, those used last
 
@@ -108,13 +109,13 @@ class Lookahead:
     """
 
     needs_history = True
+    default_shape = None
 
     def __init__(self, *, window: int = 5, ngram: int = 4, guesses: int = 5) -> None:
         for name, value, least in (("window", window, 1), ("ngram", ngram, 2), ("guesses", guesses, 1)):
             if value < least:
                 raise InvalidSettings(f"{name} is {value}; it must be at least {least}")
         self.window, self.ngram, self.guesses = window, ngram, guesses
-        self._rows: list[_Row] = []
 
     @classmethod
     def within(cls, num_nodes: int, *, ngram: int = 4) -> Self:
@@ -131,11 +132,19 @@ class Lookahead:
         """Of a draft, root included: the first level and N-2 more of W columns, and G guesses of N-1."""
         return self.window * (self.ngram - 1) + self.guesses * (self.ngram - 1)
 
-    def fresh(self) -> Self:
-        """The same settings, no texts."""
-        return type(self)(window=self.window, ngram=self.ngram, guesses=self.guesses)
+    def start(self) -> "LookaheadSession":
+        """A session without texts."""
+        return LookaheadSession(self)
 
-    def propose(self, context: Context) -> Draft:
+
+class LookaheadSession:
+    """The windows and pools of one batch."""
+
+    def __init__(self, drafter: Lookahead) -> None:
+        self.drafter = drafter
+        self._rows: list[_Row] = []
+
+    def propose(self, context: Context, shape: Shape) -> Draft:
         """Each row's own tree; one that is smaller than others is filled up."""
         self._join(context)
         roots = context.root_ids.tolist()
@@ -175,6 +184,6 @@ class Lookahead:
     def _join(self, context: Context) -> None:
         counts, known = context.num_accepted.tolist(), len(self._rows)
         for place in range(known, known + context.num_new_rows(known)):
-            row = _Row(self.window, self.ngram, self.guesses)
-            row.seed = context.token_ids[place, : counts[place]].tolist()[-self.window :]
+            row = _Row(self.drafter.window, self.drafter.ngram, self.drafter.guesses)
+            row.seed = context.token_ids[place, : counts[place]].tolist()[-row.window :]
             self._rows.append(row)

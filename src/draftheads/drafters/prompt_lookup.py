@@ -1,13 +1,12 @@
 """Draft tokens copied from the text so far: what followed the last tokens the last time (prompt lookup decoding)."""
 
-from typing import Self
-
 import torch
 from torch import Tensor
 
 from draftheads.draft import Context, Draft
-from draftheads.drafters.text_index import RowTexts
+from draftheads.drafters.text_index import RowTexts, check_ngrams
 from draftheads.errors import InvalidSettings
+from draftheads.shapes import Shape
 from draftheads.tree import Tree
 
 
@@ -26,23 +25,32 @@ class PromptLookup:
     """
 
     needs_history = True
+    default_shape = None
 
     def __init__(self, *, num_tokens: int = 8, max_ngram: int = 3, min_ngram: int = 1) -> None:
         if num_tokens < 1:
             raise InvalidSettings(f"num_tokens is {num_tokens}; it must be at least 1")
         self.num_tokens, self.max_ngram, self.min_ngram = num_tokens, max_ngram, min_ngram
-        self._texts = RowTexts(max_ngram=max_ngram, min_ngram=min_ngram)
+        check_ngrams(max_ngram, min_ngram)
 
     @property
     def most_nodes(self) -> int:
         """Of a draft, root included."""
         return 1 + self.num_tokens
 
-    def fresh(self) -> Self:
-        """The same settings, no texts."""
-        return type(self)(num_tokens=self.num_tokens, max_ngram=self.max_ngram, min_ngram=self.min_ngram)
+    def start(self) -> "PromptLookupSession":
+        """A session without texts."""
+        return PromptLookupSession(self)
 
-    def propose(self, context: Context) -> Draft:
+
+class PromptLookupSession:
+    """The texts of one batch."""
+
+    def __init__(self, drafter: PromptLookup) -> None:
+        self.num_tokens = drafter.num_tokens
+        self._texts = RowTexts(max_ngram=drafter.max_ngram, min_ngram=drafter.min_ngram)
+
+    def propose(self, context: Context, shape: Shape) -> Draft:
         """A chain for each row that has something to copy."""
         self._texts.read(context)
         roots = [text.ids[-1] for text in self._texts.rows]

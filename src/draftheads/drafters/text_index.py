@@ -65,19 +65,23 @@ class TextIndex:
         return length
 
 
-class RowTexts:
-    """The texts of a batch's rows, roots included. Arguments as for :class:`TextIndex`.
+def check_ngrams(max_ngram: int, min_ngram: int = 1) -> None:
+    """Are these lengths of n-grams possible?
 
     Raises:
         InvalidSettings: a length below 1, or ``min_ngram`` above ``max_ngram``.
     """
+    for name, value in (("max_ngram", max_ngram), ("min_ngram", min_ngram)):
+        if value < 1:
+            raise InvalidSettings(f"{name} is {value}; it must be at least 1")
+    if min_ngram > max_ngram:
+        raise InvalidSettings(f"min_ngram is {min_ngram} and max_ngram {max_ngram}: it must not be larger")
+
+
+class RowTexts:
+    """The texts of a batch's rows, roots included. Arguments as for :class:`TextIndex`."""
 
     def __init__(self, *, max_ngram: int, min_ngram: int = 1) -> None:
-        for name, value in (("max_ngram", max_ngram), ("min_ngram", min_ngram)):
-            if value < 1:
-                raise InvalidSettings(f"{name} is {value}; it must be at least 1")
-        if min_ngram > max_ngram:
-            raise InvalidSettings(f"min_ngram is {min_ngram} and max_ngram {max_ngram}: it must not be larger")
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
         self.rows: list[TextIndex] = []
 

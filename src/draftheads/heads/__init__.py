@@ -14,12 +14,15 @@ from functools import cache
 from importlib import metadata
 from typing import Any
 
+import torch
+
 from draftheads.errors import InvalidSettings, UnknownMethod
 from draftheads.heads.amphista import AmphistaConfig, AmphistaHead
 from draftheads.heads.base import DraftHead, HeadConfig
 from draftheads.heads.eagle import EagleConfig, EagleHead
 from draftheads.heads.hydra import HydraConfig, HydraHead
 from draftheads.heads.hydra_plus_plus import HydraPlusPlusConfig, HydraPlusPlusHead
+from draftheads.heads.layers import Block
 from draftheads.heads.markov_medusa import MarkovMedusaConfig, MarkovMedusaHead
 from draftheads.heads.medusa import MedusaConfig, MedusaHead
 from draftheads.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
@@ -91,6 +94,14 @@ def _load_entry_points() -> None:
             point.load()()
         except Exception as error:  # noqa: BLE001 - code of another package
             warnings.warn(f"the heads of {point.value} cannot be used: {error}", RuntimeWarning, stacklevel=2)
+
+
+def has_blocks(method: str) -> bool:
+    """Whether a method's heads have MLPs of :class:`Block`, whose inputs may be dropped out."""
+    config_class, head_class = head_classes(method)
+    with torch.device("meta"):
+        head = head_class(config_class(hidden_size=2, vocab_size=2))
+    return any(isinstance(module, Block) for module in head.modules())
 
 
 def parse_head_options(method: str, options: Sequence[str]) -> dict[str, Any]:

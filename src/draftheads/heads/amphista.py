@@ -21,16 +21,17 @@ from torch import Tensor, nn
 
 from draftheads.draft import Context
 from draftheads.errors import InvalidSettings
-from draftheads.heads.attention import LayerConfig, StatefulHead, TransformerLayer, last_of, next_tokens, run_layers
+from draftheads.heads.attention import LayerConfig, TransformerLayer, run_layers
+from draftheads.heads.base import EmbeddingConfig, Root
+from draftheads.heads.history import History
 from draftheads.heads.layers import ResidualBlock
+from draftheads.heads.stateful import StatefulHead, last_of, next_tokens
 
 
 @dataclass(frozen=True)
-class AmphistaConfig(LayerConfig):
+class AmphistaConfig(LayerConfig, EmbeddingConfig):
     """Amphista: staged adaptation layers, MLPs, and attention across heads; the switches of its table 4."""
 
-    embedding_scale: float = 1.0
-    """Embeddings are multiplied by it before a head reads them, so that they weigh as much as hidden states do."""
     num_adaptation_layers: int = 2
     """2: the first half of the heads reads stage one, the second half stage two; 1: all read one; 0: all read h_t."""
     num_auto_embedding_blocks: int = 1
@@ -41,7 +42,6 @@ class AmphistaConfig(LayerConfig):
     """Whether adaptation layers read the embedding of x_{t+1}, too."""
 
     method: ClassVar[str] = "amphista"
-    reads_embeddings: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,7 +63,6 @@ class AmphistaHead(StatefulHead):
 
     def __init__(self, config: AmphistaConfig) -> None:
         super().__init__(config, num_layers=config.num_adaptation_layers)
-        self.scale = config.embedding_scale
         self.sampled_token = config.sampled_token
         size, stages = config.hidden_size, config.num_adaptation_layers
         self.fusions = nn.ModuleList(_fusion(size) for _ in range(stages if config.sampled_token else 0))
@@ -78,31 +77,30 @@ class AmphistaHead(StatefulHead):
 
     def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
         """(B, T, D), (B, T) -> (K, B, T, D)."""
-        embedded = self._embed(token_ids.roll(-1, dims=1))  # e_{t+1}; the wrapped tail means nothing
+        embedded = self.scaled_embedding(token_ids.roll(-1, dims=1))  # e_{t+1}; the wrapped tail means nothing
         stages = [hidden]
         for i, layer in enumerate(self.adaptations):
             stages.append(layer(self._fused(i, stages[-1], embedded)))
         return self._heads(stages)
 
-    def begin(self, context: Context, depth: int) -> Tensor:
+    def begin(self, root: Root, depth: int) -> Tensor:
         """Logits of all heads, (depth, B, V'): one pass, whatever the tree."""
-        states = self.advance(context)  # (B, stages, D)
-        features = self._heads(list(states.unbind(1)))[:depth]  # (depth, B, D)
+        features = self._heads(list(root.states.unbind(1)))[:depth]  # states are (B, stages, D), features (depth, B, D)
         if self.config.lm_head == "shared" or depth == 0:
             return self.logits(features, 0) if depth else features
         return torch.stack([self.logits(feature, i) for i, feature in enumerate(features)])
 
-    def guess(self, state: Tensor, depth: int) -> Tensor:
+    def predict(self, state: Tensor, depth: int) -> Tensor:
         """(B, 1, V'), the same for all nodes of a depth."""
         return state[depth][:, None]
 
-    def read(self, context: Context, rows: slice) -> Tensor:
+    def read(self, context: Context, rows: slice, history: History) -> Tensor:
         """h_t and the stages' outputs, (rows, 1 + stages, D)."""
-        embedded = self._embed(next_tokens(context))
+        embedded = self.scaled_embedding(next_tokens(context))
         stages = [context.hidden]
         for i, layer in enumerate(self.adaptations):
             assert isinstance(layer, TransformerLayer)
-            stages.append(layer.step(self._fused(i, stages[-1], embedded), self.history, i, rows))
+            stages.append(layer.step(self._fused(i, stages[-1], embedded), history, i, rows))
         return torch.stack([last_of(states, context.num_accepted) for states in stages], 1)
 
     def _fused(self, stage: int, states: Tensor, embedded: Tensor) -> Tensor:
@@ -123,9 +121,6 @@ class AmphistaHead(StatefulHead):
             flat = run_layers(list(self.auto_embedding), heads.reshape(-1, count, heads.shape[-1]))  # type: ignore[arg-type]
             heads = flat.view(heads.shape)
         return heads.movedim(-2, 0)
-
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        return self.embedded(token_ids) * self.scale
 
 
 def _fusion(size: int) -> nn.Linear:

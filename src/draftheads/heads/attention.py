@@ -1,26 +1,20 @@
-"""Transformer layers for draft heads, and the history they attend to; sized as the target's, weights their own.
+"""Transformer layers for draft heads; sized as the target's, weights their own.
 
 Knows nothing of models. Alphabet: B rows, S queries, C slots of a history, H query heads, G key-value heads,
 d their size, D hidden size.
 """
 
-from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple, Self
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
-from draftheads.draft import Context
 from draftheads.errors import InvalidSettings
-from draftheads.heads.base import DraftHead, HeadConfig
+from draftheads.heads.base import HeadConfig
+from draftheads.heads.history import History, KeysValues
 from draftheads.kernels import PackedLinear, stacked
-
-_FIRST_CAPACITY = 64  # slots of a new history; it doubles
-_MOST_UNREAD = 256  # tokens of a row that a head puts aside: reading more at once would hold up the others
 
 
 @dataclass(frozen=True)
@@ -40,8 +34,6 @@ class LayerConfig(HeadConfig):
     norm_epsilon: float = 1e-5
     """Added to mean squares by RMS norms."""
 
-    has_layers: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("num_attention_heads", "num_key_value_heads", "head_size", "intermediate_size"):
@@ -57,88 +49,6 @@ class LayerConfig(HeadConfig):
         for name in ("rope_theta", "norm_epsilon"):
             if not getattr(self, name) > 0:
                 raise InvalidSettings(f"{name} is {getattr(self, name)}; it must be above 0")
-
-
-class KeysValues(NamedTuple):
-    """What is attended to; the leading dimensions say of what."""
-
-    keys: Tensor  # (…, G, d)
-    values: Tensor  # (…, G, d)
-
-    def of(self, rows: Tensor) -> "KeysValues":
-        """Those of some rows."""
-        return KeysValues(self.keys[rows], self.values[rows])
-
-
-class History:
-    """Keys and values of all accepted tokens of the rows at work, for each of some layers.
-
-    Slots are positions. What is written beyond a row's count is not kept: the next write begins there.
-    """
-
-    def __init__(self, num_layers: int) -> None:
-        self.layers: list[KeysValues | None] = [None] * num_layers
-        self.counts = torch.zeros(0, dtype=torch.long, device="cpu")  # (B,) tokens of each row
-
-    @property
-    def num_rows(self) -> int:
-        """B."""
-        return len(self.counts)
-
-    def join(self, batch: int, device: torch.device) -> None:
-        """New rows stand behind the old ones, with nothing kept."""
-        counts = self.counts.to(device)
-        self.counts = torch.cat([counts, counts.new_zeros(batch - len(counts))])
-
-    def span(self, rows: slice, length: int) -> tuple[Tensor, int]:
-        """Positions of the next ``length`` tokens of some rows, (rows, length), and how many slots they make."""
-        positions = self.counts[rows, None] + torch.arange(length, device=self.counts.device)
-        return positions, int(positions[:, -1].max()) + 1
-
-    def write(self, layer: int, rows: slice, new: KeysValues, positions: Tensor, longest: int) -> KeysValues:
-        """Puts keys and values of some rows at positions (rows, P); returns those rows' slots up to ``longest``."""
-        kept = self._with_room(layer, new, longest)
-        index = torch.arange(rows.start, rows.stop, device=positions.device)[:, None]
-        for old, values in zip(kept, new, strict=True):
-            old[index, positions] = values
-        return KeysValues(*(part[rows, :longest] for part in kept))
-
-    def accepted(self, layer: int) -> tuple[KeysValues, Tensor]:
-        """What is kept of a layer: slots (B, C, G, d), and a mask (B, C) of those that count."""
-        kept = self.layers[layer]
-        assert kept is not None, "a history is read after it was written"
-        longest = int(self.counts.max())
-        seen = KeysValues(*(part[: self.num_rows, :longest] for part in kept))
-        return seen, torch.arange(longest, device=self.counts.device) < self.counts[:, None]
-
-    def accept(self, rows: slice, counts: Tensor) -> None:
-        """So many of the tokens written last are kept, (rows,)."""
-        self.counts[rows] += counts
-
-    def keep(self, rows: Tensor) -> None:
-        """Rows left or moved: row ``rows[i]`` is row i from now on."""
-        if len(rows) == 0:
-            self.layers = [None] * len(self.layers)
-            self.counts = self.counts[:0]
-            return
-        rows = rows.to(self.counts.device)
-        self.counts = self.counts[rows]
-        self.layers = [None if kept is None else kept.of(rows) for kept in self.layers]
-
-    def _with_room(self, layer: int, new: KeysValues, longest: int) -> KeysValues:
-        """The layer's buffers, for all rows and ``longest`` slots at least."""
-        kept = self.layers[layer]
-        if kept is not None and kept.keys.shape[0] >= self.num_rows and kept.keys.shape[1] >= longest:
-            return kept
-        capacity = _FIRST_CAPACITY if kept is None else kept.keys.shape[1]
-        while capacity < longest:
-            capacity *= 2
-        grown = KeysValues(*(part.new_zeros(self.num_rows, capacity, *part.shape[2:]) for part in new))
-        if kept is not None:
-            for old, part in zip(kept, grown, strict=True):
-                part[: old.shape[0], : old.shape[1]] = old
-        self.layers[layer] = grown
-        return grown
 
 
 class RmsNorm(nn.Module):
@@ -283,126 +193,6 @@ def attend_with_path(queries: Tensor, seen: KeysValues, mask: Tensor, path: Keys
     found = torch.einsum("bgsrc,bcgd->bsgrd", shared, seen.values)
     found = found + torch.einsum("bgsrl,bslgd->bsgrd", private, path.values)
     return found.flatten(2, 3)
-
-
-class StatefulHead(DraftHead):
-    """A head that reads all accepted tokens: it keeps a :class:`History` of its rows and reads each token once.
-
-    On a CPU the tokens of steps without a draft are put aside. They are read before the next draft, or together when a
-    row has many of them, which costs less than to read them step by step.
-    """
-
-    needs_history: ClassVar[bool] = True
-
-    def __init__(self, config: LayerConfig, num_layers: int) -> None:
-        super().__init__(config)
-        self.history = History(num_layers)
-        self.unread: list[list[tuple[Tensor, Tensor]]] = []  # for each row: hidden state (D,) and id () of each token
-
-    @abstractmethod
-    def read(self, context: Context, rows: slice) -> Tensor:
-        """Reads the tokens of some rows' contexts with the layers, whose history is ready for them.
-
-        Args:
-            context: of those rows.
-            rows: which of the history's they are. It takes care of the counts.
-
-        Returns:
-            What guesses begin with, (rows, …).
-        """
-
-    def advance(self, context: Context) -> Tensor:
-        """What guesses begin with, (B, …), once the new tokens of all rows are read.
-
-        Rows that have just joined bring whole prompts: they are read apart from the others, which bring a few tokens.
-
-        Raises:
-            ValueError: the context has fewer rows than there are: some left, and ``keep`` was not told.
-        """
-        batch = self.num_rows + context.num_new_rows(self.num_rows)
-        context = self.in_own_type(self._with_unread(context))
-        known = self.history.num_rows
-        self.history.join(batch, context.root_ids.device)
-        parts = []
-        for rows in (slice(0, known), slice(known, batch)):
-            if rows.start == rows.stop:
-                continue
-            width = int(context.num_accepted[rows].max()) if 0 < known < batch else context.hidden.shape[1]
-            part = Context(
-                context.hidden[rows, :width],
-                context.token_ids[rows, :width],
-                context.num_accepted[rows],
-                context.root_ids[rows],
-            )
-            parts.append(self.read(part, rows))
-            self.history.accept(rows, part.num_accepted)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def follow(self, context: Context) -> None:
-        """Puts the new tokens aside, or reads them where that is no use or they have become many."""
-        joins_others = context.num_new_rows(self.num_rows) > 0 and self.history.num_rows > 0
-        if (
-            context.root_ids.device.type != "cpu"
-            or joins_others
-            or max(map(len, self.unread), default=0) > _MOST_UNREAD
-        ):
-            self.advance(context)
-            return
-        self.unread += [[] for _ in range(len(context.root_ids) - len(self.unread))]
-        for row, count in enumerate(context.num_accepted.tolist()):
-            hidden, tokens = context.hidden[row, :count].clone(), context.token_ids[row, :count].clone()
-            self.unread[row] += zip(hidden, tokens, strict=True)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows at work, read or not."""
-        return max(self.history.num_rows, len(self.unread))
-
-    def _with_unread(self, context: Context) -> Context:
-        """The tokens that were put aside, and behind them those of the context."""
-        if not self.unread:
-            return context
-        self.unread += [[] for _ in range(len(context.root_ids) - len(self.unread))]
-        counts = context.num_accepted.tolist()
-        hidden, tokens = (
-            [
-                torch.stack([*(old[part] for old in row), *new[:count]])
-                for row, new, count in zip(self.unread, values, counts, strict=True)
-            ]
-            for part, values in enumerate((context.hidden, context.token_ids))
-        )
-        self.unread = []
-        return replace(
-            context,
-            hidden=pad_sequence(hidden, batch_first=True),
-            token_ids=pad_sequence(tokens, batch_first=True),
-            num_accepted=torch.tensor([len(row) for row in tokens]),
-        )
-
-    def keep(self, rows: Tensor) -> None:
-        """What is kept of the rows moves with them."""
-        if self.history.num_rows:
-            self.history.keep(rows)
-        if self.unread:
-            self.unread = [self.unread[row] for row in rows.tolist()]
-
-    def fresh(self) -> Self:
-        """The same head for other rows: weights are shared, the history is empty."""
-        other = super().fresh()
-        other.history = History(len(self.history.layers))
-        other.unread = []
-        return other
-
-
-def next_tokens(context: Context) -> Tensor:
-    """(B, P) x_{s+1} of each accepted token x_s: the tokens moved up by one, the root behind the last."""
-    tokens = torch.cat([context.token_ids[:, 1:], context.root_ids[:, None]], 1)
-    return tokens.scatter(1, context.num_accepted[:, None] - 1, context.root_ids[:, None])
-
-
-def last_of(states: Tensor, num_accepted: Tensor) -> Tensor:
-    """(B, P, D) -> (B, D) at each row's last accepted token."""
-    return states[torch.arange(len(states), device=states.device), num_accepted - 1]
 
 
 def rotation(positions: Tensor, size: int, theta: float) -> tuple[Tensor, Tensor]:

@@ -4,10 +4,9 @@ Knows the target only as :class:`TargetWeights` (its embedding and lm_head, froz
 K heads; head i (0-based) reads position t and guesses x_{t+2+i}; V' is the draft vocabulary.
 """
 
-import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -16,11 +15,12 @@ from torch import Tensor, nn
 
 from draftheads.draft import Context, Draft, TargetWeights
 from draftheads.errors import InvalidSettings, InvalidTree
-from draftheads.heads.drafting import fill, grow, sample
+from draftheads.filling import fill
+from draftheads.heads.history import History
 from draftheads.heads.layers import Fusable, LmHeads
 from draftheads.kernel_choice import pack
 from draftheads.kernels import replace_linears
-from draftheads.shapes import Sampled, Shape, check_ranks
+from draftheads.shapes import BestFirst, BestPaths, Shape, check_ranks, depth_of
 from draftheads.tree import Tree
 
 LmHeadKind = Literal["shared", "own", "low_rank"]
@@ -46,13 +46,8 @@ class HeadConfig:
     """V': guess only among that many frequent tokens; all of them when left out."""
 
     method: ClassVar[str]
-    reads_embeddings: ClassVar[bool] = False  # then it has a field embedding_scale, which training sets
-    own_lm_head_has_bias: ClassVar[bool] = False
-    has_layers: ClassVar[bool] = False  # then it is a LayerConfig, whose sizes training takes from the target
 
     def __post_init__(self) -> None:
-        if self.reads_embeddings and not (scale := getattr(self, "embedding_scale", None) or 0.0) > 0:
-            raise InvalidSettings(f"embedding_scale is {scale}; it must be above 0")
         for name in ("hidden_size", "vocab_size", "num_heads", "num_layers", "lm_head_rank"):
             if getattr(self, name) < 1:
                 raise InvalidSettings(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -79,21 +74,43 @@ class HeadConfig:
         return self.draft_vocab_size or self.vocab_size
 
 
+@dataclass(frozen=True)
+class EmbeddingConfig(HeadConfig):
+    """The option of heads that read the target's embeddings of tokens."""
+
+    embedding_scale: float = 1.0
+    """Embeddings are multiplied by it before a head reads them, so that they weigh as much as hidden states do."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.embedding_scale > 0:
+            raise InvalidSettings(f"embedding_scale is {self.embedding_scale}; it must be above 0")
+
+
+@dataclass(frozen=True)
+class Root:
+    """Where drafting begins: the root of each row, and what is known of the text before it."""
+
+    token_ids: Tensor  # (B,) x_{t+1}
+    states: Tensor  # (B, D) h_t in the head's type; of a stateful head what it made of the text, (B, …)
+    history: History | None = None  # of a stateful head
+
+
 class DraftHead(nn.Module, ABC):
     """A set of K heads on the target's last hidden state.
 
-    Life: build from a config, ``bind`` to the target's weights (also after loading), set ``tree`` or ``shape``, then
-    train with ``forward`` and ``logits`` or draft with ``propose``, which calls ``begin``, ``guess``, ``descend``.
+    Life: build from a config, ``bind`` to the target's weights (also after loading), then train with ``forward`` and
+    ``logits``, or draft with a session, which calls ``begin``, ``predict`` and ``descend``. Drafting changes nothing in
+    it.
     """
 
     needs_history: ClassVar[bool] = False
     guesses_hidden_states: ClassVar[bool] = True  # whether an lm_head's inputs stand where hidden states do
-    has_blocks: ClassVar[bool] = True  # whether it has MLPs of layers.Block, whose inputs may be dropped out
     reads_hidden: ClassVar[bool] = True  # whether it reads hidden states at all
     reads_path: ClassVar[bool] = True  # whether a guess depends on the guesses above it
     is_same_at_all_depths: ClassVar[bool] = False  # head i at t is head 0 at t+i: only head 0 is taught
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: HeadConfig, *, lm_head_bias: bool = False) -> None:
         super().__init__()
         self.config = config
         self.lm_heads = LmHeads(
@@ -102,14 +119,14 @@ class DraftHead(nn.Module, ABC):
             config.num_draft_tokens,
             kind=config.lm_head,
             rank=config.lm_head_rank,
-            bias=config.own_lm_head_has_bias,
+            bias=lm_head_bias,
         )
         if config.draft_vocab_size is not None:
             self.register_buffer("draft_vocab", torch.arange(config.draft_vocab_size))
         self.register_buffer("target_embedding", None, persistent=False)
         self.dtype = torch.float32  # what it computes in; its parameters' when it is bound
-        self._shape: Shape = Tree.chain(config.num_heads)
-        self.confidence: Sequence[float] = (1.0,) * config.num_heads
+        self.embedding_scale = config.embedding_scale if isinstance(config, EmbeddingConfig) else 1.0
+        self.default_shape: Shape = Tree.chain(config.num_heads)
 
     draft_vocab: Tensor  # (V',) int64: target id of each draft token; only with a trimmed vocabulary
     target_embedding: Tensor  # (V, D): the target's, frozen, not saved
@@ -127,15 +144,15 @@ class DraftHead(nn.Module, ABC):
         """
 
     @abstractmethod
-    def begin(self, context: Context, depth: int) -> Any:
-        """The state at the root of every row, for guesses down to ``depth`` (at most K)."""
+    def begin(self, root: Root, depth: int) -> Any:
+        """The state at the root of every row, for draft tokens down to ``depth`` (at most K)."""
 
     @abstractmethod
-    def guess(self, state: Any, depth: int) -> Tensor:
+    def predict(self, state: Any, depth: int) -> Tensor:
         """Logits of head ``depth``, (B, W, V'), for children of the W nodes at hand; W = 1 unless it reads the path."""
 
     def descend(self, state: Any, depth: int, parents: Tensor, token_ids: Tensor) -> Any:
-        """The state at some of the children that were guessed at ``depth``.
+        """The state at some of the children that were predicted at ``depth``.
 
         Args:
             state: at their parents.
@@ -145,25 +162,9 @@ class DraftHead(nn.Module, ABC):
         """
         return state
 
-    def propose(self, context: Context) -> Draft:
-        """Draft tokens in this head's shape for every row of the context."""
-        context = self.in_own_type(context)
-        shape = self._shape
-        if isinstance(shape, Tree):
-            return fill(self, shape, context)
-        if isinstance(shape, Sampled):
-            return sample(self, shape, context)
-        return grow(self, shape, context, self.config.num_heads)
-
-    def follow(self, context: Context) -> None:
-        """Stateless heads have nothing to note of a step without guesses."""
-
-    def keep(self, rows: Tensor) -> None:
-        """Stateless heads have nothing to move when rows leave."""
-
-    def fresh(self) -> Self:
-        """This head for a batch of its own: the same weights, none of the rows it has drafted for."""
-        return copy.copy(self)
+    def start(self) -> "HeadSession":
+        """A session for one batch."""
+        return HeadSession(self)
 
     def speed_up(self, *, folder: Path | None = None) -> None:
         """Drafts with the kernels that are fastest here; after ``bind``. ``folder`` keeps the choice of kernels."""
@@ -175,28 +176,19 @@ class DraftHead(nn.Module, ABC):
                     module.fuse()
             pack(replace_linears(self), folder=folder)
 
-    @property
-    def shape(self) -> Shape:
-        """What :meth:`propose` fills: a static tree, or a rule by which each row's tree grows at each step."""
-        return self._shape
-
-    @shape.setter
-    def shape(self, shape: Shape) -> None:
-        self.check_shape(shape)
-        self._shape = shape
-
     def check_shape(self, shape: Shape) -> None:
         """Can this head fill it?
 
         Raises:
             InvalidTree: deeper than there are heads, or wider than the draft vocabulary.
         """
-        depth = shape.max_depth if isinstance(shape, Tree) else shape.depth
-        if depth is not None and depth > self.config.num_heads:
+        depth, heads = depth_of(shape), self.config.num_heads
+        if depth is not None and depth > heads:
             raise InvalidTree(
-                f"the tree is {depth} deep but the head has {self.config.num_heads} heads: "
-                "cut the tree or train more heads"
+                f"the tree is {depth} deep but the head has {heads} heads: cut the tree or train more heads"
             )
+        if isinstance(shape, BestFirst | BestPaths) and 0 < len(shape.confidence) < (depth or heads):
+            raise InvalidTree(f"confidence has {len(shape.confidence)} numbers but the head has {heads} heads")
         check_ranks(shape, self.config.num_draft_tokens)
 
     def bind(self, weights: TargetWeights) -> None:
@@ -227,6 +219,10 @@ class DraftHead(nn.Module, ABC):
     def embedded(self, token_ids: Tensor) -> Tensor:
         """The target's embedding of tokens in this head's type, (…) -> (…, D)."""
         return self.target_embedding[token_ids].to(self.dtype)
+
+    def scaled_embedding(self, token_ids: Tensor) -> Tensor:
+        """The same times ``embedding_scale``."""
+        return self.embedded(token_ids) * self.embedding_scale
 
     def in_own_type(self, context: Context) -> Context:
         """The same context with hidden states in this head's type."""
@@ -270,3 +266,33 @@ class DraftHead(nn.Module, ABC):
             return draft_ids
         ids: Tensor = self.draft_vocab[draft_ids]
         return ids
+
+
+class HeadSession:
+    """Drafts for one batch. Heads that read the last hidden state alone keep nothing between steps."""
+
+    def __init__(self, head: DraftHead) -> None:
+        self.head = head
+        self._checked: Shape | None = None  # the last shape, which the head can fill
+
+    def propose(self, context: Context, shape: Shape) -> Draft:
+        """Draft tokens for every row of the context.
+
+        Raises:
+            InvalidTree: as for :meth:`DraftHead.check_shape`.
+        """
+        if shape is not self._checked:
+            self.head.check_shape(shape)
+            self._checked = shape
+        begin = partial(self.head.begin, self.root(context))
+        return fill(self.head, shape, context, begin=begin, max_depth=self.head.config.num_heads)
+
+    def root(self, context: Context) -> Root:
+        """What drafting begins with."""
+        return Root(context.root_ids, context.last_hidden.to(self.head.dtype))
+
+    def follow(self, context: Context) -> None:
+        """There is nothing to note of a step without a draft."""
+
+    def keep(self, rows: Tensor) -> None:
+        """There is nothing to move when rows leave."""

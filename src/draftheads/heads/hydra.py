@@ -7,22 +7,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftheads.draft import Context
-from draftheads.heads.base import DraftHead, HeadConfig
+from draftheads.heads.base import DraftHead, EmbeddingConfig, Root
 from draftheads.heads.layers import Block, ResidualBlock
 from draftheads.kernels import PackedLinear, stacked
 
 
 @dataclass(frozen=True)
-class HydraConfig(HeadConfig):
+class HydraConfig(EmbeddingConfig):
     """Hydra: head i reads h_t and the embeddings of x_{t+1} … x_{t+1+i}; its first block fuses them."""
 
-    embedding_scale: float = 1.0
-    """Embeddings are multiplied by it before a head reads them, so that they weigh as much as hidden states do."""
-
     method: ClassVar[str] = "hydra"
-    reads_embeddings: ClassVar[bool] = True
-    own_lm_head_has_bias: ClassVar[bool] = True  # as in the reference code
 
 
 class FusionBlock(Block):
@@ -60,8 +54,7 @@ class HydraHead(DraftHead):
     """Grounded Hydra heads, f_i(h_t, x_{t+1}, …, x_{t+1+i}) (section 3, equation 2)."""
 
     def __init__(self, config: HydraConfig) -> None:
-        super().__init__(config)
-        self.scale = config.embedding_scale
+        super().__init__(config, lm_head_bias=True)  # as in the reference code
         size = config.hidden_size
         self.blocks = nn.ModuleList(
             nn.Sequential(
@@ -73,7 +66,7 @@ class HydraHead(DraftHead):
 
     def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
         """(B, T, D), (B, T) -> (K, B, T, D); the true text stands in for the guesses above each head."""
-        embedded = self.embed(token_ids)  # (B, T, D)
+        embedded = self.scaled_embedding(token_ids)  # (B, T, D)
         inputs = [hidden]
         features = []
         for i, blocks in enumerate(self.blocks):
@@ -81,19 +74,15 @@ class HydraHead(DraftHead):
             features.append(blocks(torch.cat(inputs, -1)))
         return torch.stack(features)
 
-    def begin(self, context: Context, depth: int) -> Tensor:
-        """What the children of the root are guessed from: h_t and E(x_{t+1}), (B, 1, 2·D)."""
-        return torch.cat([context.last_hidden, self.embed(context.root_ids)], -1)[:, None]
+    def begin(self, root: Root, depth: int) -> Tensor:
+        """What the children of the root are predicted from: h_t and E(x_{t+1}), (B, 1, 2·D)."""
+        return torch.cat([root.states, self.scaled_embedding(root.token_ids)], -1)[:, None]
 
-    def guess(self, state: Tensor, depth: int) -> Tensor:
+    def predict(self, state: Tensor, depth: int) -> Tensor:
         """(B, W, M) -> (B, W, V')."""
         return self.logits(self.blocks[depth](state), depth)
 
     def descend(self, state: Tensor, depth: int, parents: Tensor, token_ids: Tensor) -> Tensor:
         """The parents' inputs with the child's embedding behind: (B, W', M + D)."""
         rows = torch.arange(len(state), device=state.device)[:, None]
-        return torch.cat([state[rows, parents], self.embed(token_ids)], -1)
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """E(x) times the scale, (…) -> (…, D)."""
-        return self.embedded(token_ids) * self.scale
+        return torch.cat([state[rows, parents], self.scaled_embedding(token_ids)], -1)

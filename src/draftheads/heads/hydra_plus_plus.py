@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from draftheads.draft import Context, TargetWeights
-from draftheads.heads.attention import LayerConfig, RmsNorm, StatefulHead, TransformerLayer, last_of
+from draftheads.heads.attention import LayerConfig, RmsNorm, TransformerLayer
+from draftheads.heads.history import History
 from draftheads.heads.hydra import HydraConfig, HydraHead
+from draftheads.heads.stateful import StatefulHead, last_of
 
 
 @dataclass(frozen=True)
@@ -39,18 +41,14 @@ class HydraPlusPlusHead(StatefulHead, HydraHead):
         """Also the norm, from the size of the target's hidden states."""
         super().initialise(weights, draft_vocab)
         with torch.no_grad():
-            self.prefix_norm.weight.fill_(self.scale * weights.embedding.float().square().mean().sqrt())
+            self.prefix_norm.weight.fill_(self.embedding_scale * weights.embedding.float().square().mean().sqrt())
 
     def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
         """(B, T, D), (B, T) -> (K, B, T, D)."""
         return super().forward(self.prefix_norm(self.prefix(hidden)), token_ids)
 
-    def begin(self, context: Context, depth: int) -> Tensor:
-        """What the children of the root are guessed from: s_t and E(x_{t+1}), (B, 1, 2·D)."""
-        return torch.cat([self.advance(context), self.embed(context.root_ids)], -1)[:, None]
-
-    def read(self, context: Context, rows: slice) -> Tensor:
+    def read(self, context: Context, rows: slice, history: History) -> Tensor:
         """s_t, (rows, D)."""
-        states = self.prefix.step(context.hidden, self.history, 0, rows)
+        states = self.prefix.step(context.hidden, history, 0, rows)
         normed: Tensor = self.prefix_norm(last_of(states, context.num_accepted))
         return normed

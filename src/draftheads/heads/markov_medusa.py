@@ -10,24 +10,21 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from draftheads.draft import Context
 from draftheads.errors import InvalidSettings
+from draftheads.heads.base import EmbeddingConfig, Root
 from draftheads.heads.medusa import MedusaConfig, MedusaHead
 
 
 @dataclass(frozen=True)
-class MarkovMedusaConfig(MedusaConfig):
+class MarkovMedusaConfig(MedusaConfig, EmbeddingConfig):
     """Markov-Medusa: logits_i = lm_head_i(blocks_i(h_t)) + U_i (gate_i(h_t) * A_i E(x_{t+1+i}))."""
 
     markov_rank: int = 128
     """r, the rank of what the guess before adds to the logits."""
     gated: bool = True
     """Whether h_t says how much each of the r numbers counts."""
-    embedding_scale: float = 1.0
-    """Embeddings are multiplied by it before a head reads them, so that they weigh as much as hidden states do."""
 
     method: ClassVar[str] = "markov-medusa"
-    reads_embeddings: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,7 +47,6 @@ class MarkovMedusaHead(MedusaHead):
 
     def __init__(self, config: MarkovMedusaConfig) -> None:
         super().__init__(config)
-        self.scale = config.embedding_scale
         size, rank, count = config.hidden_size, config.markov_rank, config.num_heads
         self.down = nn.ModuleList(nn.Linear(size, rank, bias=False) for _ in range(count))
         self.up = nn.ModuleList(nn.Linear(rank, config.num_draft_tokens, bias=False) for _ in range(count))
@@ -60,7 +56,7 @@ class MarkovMedusaHead(MedusaHead):
 
     def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
         """(B, T, D), (B, T) -> (K, B, T, D + r); the true text stands in for the guess above each head."""
-        embedded = self._embed(token_ids)
+        embedded = self.scaled_embedding(token_ids)
         features = []
         for i, blocks in enumerate(self.blocks):
             before = embedded.roll(-(i + 1), dims=1)  # the wrapped tail means nothing, as the contract says
@@ -82,19 +78,21 @@ class MarkovMedusaHead(MedusaHead):
         """The first D numbers."""
         return features[..., : self.config.hidden_size]
 
-    def begin(self, context: Context, depth: int) -> _State:  # type: ignore[override]  # Medusa's state is its logits
+    def begin(self, root: Root, depth: int) -> _State:  # type: ignore[override]  # Medusa's state is its logits
         """All that does not depend on the path, for all depths at once."""
-        hidden = context.last_hidden
+        hidden = root.states
         gates = [self._gate(i, hidden) for i in range(depth)]
         return _State(
-            logits=super().begin(context, depth),
+            logits=super().begin(root, depth),
             gates=torch.stack([gate.expand(len(hidden), -1) for gate in gates]) if gates else hidden[None],
-            token_ids=context.root_ids[:, None],
+            token_ids=root.token_ids[:, None],
         )
 
-    def guess(self, state: _State, depth: int) -> Tensor:  # type: ignore[override]
+    def predict(self, state: _State, depth: int) -> Tensor:  # type: ignore[override]
         """(B, W, V')."""
-        bias: Tensor = self.up[depth](state.gates[depth][:, None] * self.down[depth](self._embed(state.token_ids)))
+        bias: Tensor = self.up[depth](
+            state.gates[depth][:, None] * self.down[depth](self.scaled_embedding(state.token_ids))
+        )
         return state.logits[depth][:, None] + bias
 
     def descend(self, state: _State, depth: int, parents: Tensor, token_ids: Tensor) -> _State:
@@ -112,6 +110,3 @@ class MarkovMedusaHead(MedusaHead):
         if not len(self.gates):
             return hidden.new_ones(1)
         return 2.0 * torch.sigmoid(self.gates[head_index](hidden))
-
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        return self.embedded(token_ids) * self.scale

@@ -6,8 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from draftheads.draft import Context
-from draftheads.heads.base import DraftHead, HeadConfig
+from draftheads.heads.base import DraftHead, HeadConfig, Root
 from draftheads.heads.layers import ResidualBlock
 
 
@@ -34,14 +33,14 @@ class MedusaHead(DraftHead):
         """(B, T, D) -> (K, B, T, D); Medusa heads do not look at the tokens."""
         return torch.stack([blocks(hidden) for blocks in self.blocks])
 
-    def begin(self, context: Context, depth: int) -> Tensor:
+    def begin(self, root: Root, depth: int) -> Tensor:
         """Logits of all heads, (depth, B, V'): one pass, whatever the tree."""
         if depth == 0:
-            return context.last_hidden[None]
-        features = [blocks(context.last_hidden) for blocks in self.blocks[:depth]]  # each (B, D)
+            return root.states[None]
+        features = [blocks(root.states) for blocks in self.blocks[:depth]]  # each (B, D)
         return self._all_logits(torch.stack(features))
 
-    def guess(self, state: Tensor, depth: int) -> Tensor:
+    def predict(self, state: Tensor, depth: int) -> Tensor:
         """(B, 1, V'), the same for all nodes of a depth."""
         return state[depth][:, None]
 

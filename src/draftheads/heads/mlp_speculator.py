@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftheads.draft import Context, TargetWeights
+from draftheads.draft import TargetWeights
 from draftheads.errors import InvalidSettings, InvalidTree
-from draftheads.heads.base import DraftHead, HeadConfig
+from draftheads.heads.base import DraftHead, EmbeddingConfig, Root
 from draftheads.shapes import BestPaths, Shape
 
 Embeddings = Literal["own", "target"]
@@ -22,7 +22,7 @@ _EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
-class MlpSpeculatorConfig(HeadConfig):
+class MlpSpeculatorConfig(EmbeddingConfig):
     """MLP Speculator: z_i = GELU(norm_i(w_s P_i z_{i-1} + w_e E_i(x_{t+1+i}))), logits_i = lm_head_i(z_i)."""
 
     inner_size: int | None = None
@@ -33,11 +33,8 @@ class MlpSpeculatorConfig(HeadConfig):
     """Whether h_t is brought to a root mean square of 1/√2 first."""
     embeddings: Embeddings = "target"
     """Whose embeddings of tokens: own ones for each stage (IBM's), or the target's, projected."""
-    embedding_scale: float = 1.0
-    """The target's embeddings are multiplied by it first, so that they weigh as much as hidden states do."""
 
     method: ClassVar[str] = "mlp-speculator"
-    reads_embeddings: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,13 +90,11 @@ class MlpSpeculatorHead(DraftHead):
     """
 
     guesses_hidden_states: ClassVar[bool] = False
-    has_blocks: ClassVar[bool] = False
 
     def __init__(self, config: MlpSpeculatorConfig) -> None:
         super().__init__(config)
         self.options = config
         size, hidden, stages = config.state_size, config.hidden_size, config.num_heads
-        self.scale = config.embedding_scale
         state_weight = 0.5 ** (0.5 / stages)
         own = config.embeddings == "own"
         # own ones have a variance of 1/M, the target's are brought to that of hidden states
@@ -148,12 +143,12 @@ class MlpSpeculatorHead(DraftHead):
             features.append(self._features(state, i))
         return torch.stack(features)
 
-    def begin(self, context: Context, depth: int) -> Tensor:
+    def begin(self, root: Root, depth: int) -> Tensor:
         """State of the first stage, which has read x_{t+1}: (B, 1, M)."""
-        state = self._input(context.last_hidden)[:, None]
-        return self._advanced(state, 0, context.root_ids[:, None])
+        state = self._input(root.states)[:, None]
+        return self._advanced(state, 0, root.token_ids[:, None])
 
-    def guess(self, state: Tensor, depth: int) -> Tensor:
+    def predict(self, state: Tensor, depth: int) -> Tensor:
         """(B, W, M) -> (B, W, V')."""
         return self.logits(self._features(state, depth), depth)
 
@@ -179,7 +174,7 @@ class MlpSpeculatorHead(DraftHead):
         if len(self.embeddings):
             embedded = self.embeddings[shared](token_ids)
         else:
-            embedded = self.embedding_projections[shared](self.embedded(token_ids) * self.scale)
+            embedded = self.embedding_projections[shared](self.scaled_embedding(token_ids))
         projected = self.projections[min(stage, 1) if tied else stage](state)
         advanced: Tensor = F.gelu(self.norms[shared](projected + self.embedding_weight * embedded))
         return advanced

@@ -156,8 +156,8 @@ def replay(
     """Drafts at every token of recorded answers with growing trees, all answers side by side.
 
     Args:
-        head: ready to draft, its confidence set.
-        shape: of the largest tree.
+        head: ready to draft.
+        shape: of the largest tree, with the calibrated confidence.
         answers: recorded.
         hidden: for each (m, D) from :func:`observe`.
         prompts: for each the hidden states (T, D) of the tokens before the last one of its prompt; only for heads with
@@ -168,8 +168,7 @@ def replay(
         :func:`draftheads.tree_search.entries`; and how often whole paths are kept by how sure the head is, as
         :func:`reliability`.
     """
-    head = head.fresh()
-    head.shape = shape
+    session = head.start()
     heads = head.config.num_heads
     found = [torch.full((len(answer.token_ids), heads), shape.num_nodes + 1) for answer in answers]
     sums = torch.zeros(12, 3, dtype=torch.float64)
@@ -177,10 +176,10 @@ def replay(
     for place in range(max(len(answer.token_ids) for answer in answers)):
         staying = [i for i, row in enumerate(going) if place < len(answers[row].token_ids)]
         if len(staying) < len(going):
-            head.keep(torch.tensor(staying, device=hidden[0].device))
+            session.keep(torch.tensor(staying, device=hidden[0].device))
             going = [going[i] for i in staying]
         context = _context(head, [answers[row] for row in going], [hidden[row] for row in going], prompts, place)
-        draft = head.propose(context)
+        draft = session.propose(context, shape)
         truth = torch.tensor(
             [[*answers[row].token_ids[place + 1 : place + 1 + heads], *[-1] * heads][:heads] for row in going],
             device=draft.token_ids.device,

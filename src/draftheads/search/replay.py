@@ -121,7 +121,7 @@ class Rehearsal:
         self.num_ranks = min(settings.num_ranks, head.config.num_draft_tokens)
 
     def run(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Ranks, trees of all sizes and what they promise; ``head.confidence`` is set to what was fitted."""
+        """Ranks, trees of all sizes and what they promise."""
         advance = counted_stage(self.progress, "asking the heads along the answers", 2 * len(answers))
         seen, hidden, prompts = [], [], []
         for answer in answers:
@@ -140,8 +140,7 @@ class Rehearsal:
             "before": reliability(seen, ones, self.num_ranks),
             "after": reliability(seen, confidence, self.num_ranks),
         }
-        self.head.confidence = tuple(confidence)
-        found["dynamic"] = self._dynamic(answers, hidden, prompts, advance)
+        found["dynamic"] = self._dynamic(answers, hidden, prompts, tuple(confidence), advance)
         found["num_tokens"] = sum(len(answer.token_ids) for answer in answers)
         return found
 
@@ -205,11 +204,12 @@ class Rehearsal:
         answers: Sequence[Answer],
         hidden: Sequence[Tensor],
         prompts: Sequence[Tensor],
+        confidence: tuple[float, ...],
         advance: Callable[[], None],
     ) -> dict[str, Any]:
         """What growing trees promise, and how sure of whole paths one may be."""
         count = self._most_grown()
-        shape = BestFirst(count, num_ranks=self.num_ranks, beam=self.settings.beam)
+        shape = BestFirst(count, num_ranks=self.num_ranks, beam=self.settings.beam, confidence=confidence)
         texts: list[Tensor] = []
         bins: list[list[float]] = []
         for start in range(0, len(answers), _ROWS_AT_ONCE):

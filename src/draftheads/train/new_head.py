@@ -10,7 +10,8 @@ from torch import Tensor
 from draftheads.data.features import Documents
 from draftheads.draft import TargetWeights
 from draftheads.heads import head_classes, parse_head_options
-from draftheads.heads.base import DraftHead, HeadConfig
+from draftheads.heads.attention import LayerConfig
+from draftheads.heads.base import DraftHead, EmbeddingConfig, HeadConfig
 from draftheads.models.model import TargetModel
 from draftheads.progress import Progress
 from draftheads.train.options import TrainOptions
@@ -41,7 +42,7 @@ def new_head(
         vocab = start.vocab(options.draft_vocab_size)
     elif 0 < options.draft_vocab_size < vocab_size:
         vocab = frequent_tokens(store, documents, options.draft_vocab_size, vocab_size=vocab_size, always=eos_ids)
-    if config_class.reads_embeddings:
+    if issubclass(config_class, EmbeddingConfig):
         known = None if start is None else start.embedding_scale
         scale = embedding_scale(weights, store, documents) if known is None else known
     config = _head_config(
@@ -71,9 +72,9 @@ def _head_config(
     """What the options say, for a model of these sizes."""
     config_class, _ = head_classes(options.method)
     measured: dict[str, Any] = {}
-    if config_class.has_layers:
+    if issubclass(config_class, LayerConfig):
         measured |= layer_sizes
-    if config_class.reads_embeddings:
+    if issubclass(config_class, EmbeddingConfig):
         measured["embedding_scale"] = embedding_scale
     return config_class(
         hidden_size=hidden_size,

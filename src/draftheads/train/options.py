@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from draftheads.errors import InvalidSettings
-from draftheads.heads import head_classes, parse_head_options
+from draftheads.heads import has_blocks, head_classes, parse_head_options
 from draftheads.heads.base import LmHeadKind
 from draftheads.train.losses import LK_ETA, LossKind
 
@@ -152,7 +152,7 @@ class TrainOptions:
         ):
             self._require(name, getattr(self, name) >= 0, "must be at least 0")
         self._require("dropout", 0 <= self.dropout < 1, "must be at least 0 and below 1")
-        if self.dropout and not head_classes(self.method)[1].has_blocks:
+        if self.dropout and not has_blocks(self.method):
             raise InvalidSettings(f"--dropout is {self.dropout}, but {self.method} heads have no MLP to drop inputs of")
         if self.noise_alpha and not head_classes(self.method)[1].reads_hidden:
             raise InvalidSettings(f"--noise-alpha is {self.noise_alpha}, but {self.method} heads read no hidden states")

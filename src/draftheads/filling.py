@@ -1,11 +1,11 @@
-"""How a head's guesses become a tree: a static one filled rank by rank, or one that grows where the head is sure.
+"""Fills a shape with draft tokens: a static tree rank by rank, a sampled tree, or one that grows by probability.
 
-Knows heads by three calls: ``begin`` reads the context, ``guess`` gives logits for the children of the W nodes at
-hand, ``descend`` steps down to some of those children. Heads whose guesses do not depend on the path answer ``guess``
-with one set of logits (W = 1) for all nodes of a depth.
+Knows draft heads and draft models by three calls: ``begin`` gives the state at the roots, ``predict`` gives logits for
+the children of the W nodes at hand, ``descend`` steps down to some of those children. Where the logits do not depend on
+the path, ``predict`` gives one set of logits (W = 1) for all nodes of a depth.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
@@ -16,23 +16,18 @@ from torch import Tensor
 from draftheads.candidates import Candidates, best_nodes
 from draftheads.draft import Context, Draft, tree_tensors
 from draftheads.sampling import RowSettings, draw, probabilities
-from draftheads.shapes import BestFirst, BestPaths, Sampled
+from draftheads.shapes import BestFirst, BestPaths, Sampled, Shape
 from draftheads.tree import Tree
 
 
-class Guesser(Protocol):
-    """What drafting needs of a head."""
-
-    confidence: Sequence[float]  # per depth: what logits are divided by before they count as confidence
+class Predictor(Protocol):
+    """What filling a tree needs of a draft head or draft model."""
 
     @property
     def reads_path(self) -> bool:
-        """Whether a guess depends on the guesses above it."""
+        """Whether the logits at a node depend on the draft tokens above it."""
 
-    def begin(self, context: Context, depth: int) -> Any:
-        """The state at the root, of a head that is to guess down to ``depth``."""
-
-    def guess(self, state: Any, depth: int) -> Tensor:
+    def predict(self, state: Any, depth: int) -> Tensor:
         """Logits (B, W, V') of the children, at depth+1, of the W nodes at hand."""
 
     def descend(self, state: Any, depth: int, parents: Tensor, token_ids: Tensor) -> Any:
@@ -40,6 +35,9 @@ class Guesser(Protocol):
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Draft vocabulary indices as the target's token ids."""
+
+
+Begin = Callable[[int], Any]  # the state at the roots, for a tree of that depth
 
 
 @dataclass(frozen=True)
@@ -85,15 +83,35 @@ def _on_device(places: tuple[int, ...], device: torch.device) -> Tensor:
         return torch.tensor(places, dtype=torch.long, device=device)
 
 
-def fill(head: Guesser, tree: Tree, context: Context) -> Draft:
-    """Guesses on a static tree, the same for all rows."""
+def fill(head: Predictor, shape: Shape, context: Context, *, begin: Begin, max_depth: int) -> Draft:
+    """Draft tokens for every row of the context.
+
+    Args:
+        head: what predicts.
+        shape: what is filled.
+        context: the roots; for :class:`Sampled` also settings and random numbers.
+        begin: gives the state at the roots.
+        max_depth: of trees whose shape gives no depth; no tree that grows is deeper.
+
+    Raises:
+        ValueError: the context has no settings or random numbers, but the shape is :class:`Sampled`.
+    """
+    if isinstance(shape, Tree):
+        return _fill_static(head, shape, context, begin)
+    if isinstance(shape, Sampled):
+        return _sample(head, shape, context, begin)
+    return _grow(head, shape, context, begin, max_depth)
+
+
+def _fill_static(head: Predictor, tree: Tree, context: Context, begin: Begin) -> Draft:
+    """The best tokens of each node, on a static tree that is the same for all rows."""
     device = context.root_ids.device
     ranks = tree_tensors(tree, device).ranks
     tokens = [context.root_ids[:, None]]
-    state = head.begin(context, tree.max_depth)
+    state = begin(tree.max_depth)
     for level in _levels(tree):
         # in fp32, which has the faster search; probabilities would cost as much again and nobody reads them
-        best = head.guess(state, level.depth).float().topk(level.num_ranks, dim=-1).indices  # (B, W, ranks)
+        best = head.predict(state, level.depth).float().topk(level.num_ranks, dim=-1).indices  # (B, W, ranks)
         parents = _on_device(level.parents, device)
         rank = ranks[level.start : level.stop]
         place = parents if head.reads_path else torch.zeros_like(parents)
@@ -106,26 +124,22 @@ def fill(head: Guesser, tree: Tree, context: Context) -> Draft:
     return Draft.on_tree(tree, torch.cat(tokens, 1))
 
 
-def sample(head: Guesser, shape: Sampled, context: Context) -> Draft:
-    """Guesses that are drawn, as likely as the head says by each row's own settings.
-
-    Raises:
-        ValueError: the context has no settings or random numbers.
-    """
+def _sample(head: Predictor, shape: Sampled, context: Context, begin: Begin) -> Draft:
+    """Draft tokens that are drawn from the head's distribution, with each row's own settings."""
     if context.rows is None or context.draws is None:
-        raise ValueError("to draw guesses a context needs rows and draws")
+        raise ValueError("to draw tokens a context needs rows and draws")
     tree, root = shape.tree, context.root_ids
     batch = torch.arange(len(root), device=root.device)[:, None]
     tokens = [root[:, None]]
     log_probs = [torch.zeros_like(tokens[0], dtype=torch.float32)]
     probs: Tensor | None = None  # (B, N, V)
-    state = head.begin(context, tree.max_depth)
+    state = begin(tree.max_depth)
     at = torch.zeros(1, dtype=torch.long, device=root.device)  # nodes whose children are next
     widest = 0
     for level in _levels(tree):
         parents = _on_device(level.parents, root.device)
         count = len(at)
-        drawn = _distributions(head.guess(state, level.depth), context.rows, count)  # (B, W, V') float32
+        drawn = _distributions(head.predict(state, level.depth), context.rows, count)  # (B, W, V') float32
         whole = _over_vocabulary(head, drawn, context.rows)
         if probs is None:
             probs = whole.new_zeros(len(root), tree.num_nodes, whole.shape[-1])
@@ -154,7 +168,7 @@ def _distributions(logits: Tensor, rows: RowSettings, count: int) -> Tensor:
     return probs.float().expand(-1, count, -1)
 
 
-def _over_vocabulary(head: Guesser, probs: Tensor, rows: RowSettings) -> Tensor:
+def _over_vocabulary(head: Predictor, probs: Tensor, rows: RowSettings) -> Tensor:
     """(B, W, V') -> (B, W, V)."""
     draft_ids = torch.arange(probs.shape[-1], device=probs.device)
     size = max(rows.vocab_size, probs.shape[-1])
@@ -186,18 +200,20 @@ def _without_replacement(probs: Tensor, count: int, uniforms: Tensor) -> tuple[T
     return torch.stack(ids, 1).view(shape), torch.stack(log_probs, 1).view(shape).float()
 
 
-def grow(head: Guesser, shape: BestFirst | BestPaths, context: Context, num_heads: int) -> Draft:
-    """Guesses on trees of each row's own, likeliest first: the first n nodes are the tree of n nodes."""
-    depth = min(shape.depth or num_heads, num_heads)
+def _grow(head: Predictor, shape: BestFirst | BestPaths, context: Context, begin: Begin, max_depth: int) -> Draft:
+    """Draft tokens on trees of each row's own, most probable first: the first n nodes are the tree of n nodes."""
+    depth = min(shape.depth or max_depth, max_depth)
     if isinstance(shape, BestPaths):
-        found = _expand(head, context, shape.widths[:depth], [None] * depth)
-        priority = _best_path_through(found.path_log_probs, shape.widths[:depth])
+        widths = shape.widths[:depth]
+        found = _expand(head, begin(depth), context.root_ids, [(width, None) for width in widths], shape.confidence)
+        priority = _best_path_through(found.path_log_probs, widths)
         counts = _nodes_on_paths(priority, shape, depth)
         draft, _ = best_nodes(found, priority, int(counts.max()), depth)
         return draft.filled_up(torch.arange(draft.num_nodes, device=counts.device) >= counts[:, None])
     beams = _beams(shape, depth, reads_path=head.reads_path)
     depth = min(depth, len(beams))
-    found = _expand(head, context, (shape.num_ranks,) * depth, beams)
+    levels = [(shape.num_ranks, beam) for beam in beams]
+    found = _expand(head, begin(depth), context.root_ids, levels, shape.confidence)
     priority = found.path_log_probs
     count = likely_enough(priority, shape.num_nodes, shape.threshold)
     return best_nodes(found, priority, min(count, found.token_ids.shape[1]), depth)[0]
@@ -214,17 +230,34 @@ def _beams(shape: BestFirst, depth: int, *, reads_path: bool) -> list[int]:
     return [min(limit, shape.beam) if reads_path else limit for limit in limits if limit > 0]
 
 
-def _expand(head: Guesser, context: Context, widths: Sequence[int], beams: Sequence[int | None]) -> Candidates:
-    """Every guess that is looked at: ``widths[d]`` below each of the likeliest ``beams[d]`` nodes of depth d."""
-    root = context.root_ids[:, None]  # (B, 1)
+def _expand(
+    head: Predictor,
+    state: Any,
+    root_ids: Tensor,
+    levels: Sequence[tuple[int, int | None]],
+    divisors: Sequence[float],
+) -> Candidates:
+    """All candidates.
+
+    Args:
+        head: what predicts.
+        state: at the roots.
+        root_ids: (B,).
+        levels: for each depth d the width and the beam: that many children of each of the most probable nodes of depth
+            d, as many as the beam; of all nodes where it is None.
+        divisors: of the logits of each depth; none when empty.
+    """
+    widths = [width for width, _ in levels]
+    root = root_ids[:, None]  # (B, 1)
     score = torch.zeros_like(root, dtype=torch.float32)  # of the nodes at hand: their paths' log-probability
     node = torch.zeros_like(root)  # and their places in the list
     tokens, parents, own, total, counts = [root], [node], [score], [score], [1]
-    state = head.begin(context, len(widths))
     # heads that do not read the path are asked all at once
-    ready = None if head.reads_path or not widths else _likeliest(head, state, range(len(widths)), max(widths))
+    ready = (
+        None if head.reads_path or not widths else _likeliest(head, state, range(len(widths)), max(widths), divisors)
+    )
     for depth, width in enumerate(widths):
-        log_probs, ids = ready or _likeliest(head, state, (depth,), width)
+        log_probs, ids = ready or _likeliest(head, state, (depth,), width, divisors)
         log_probs, ids = (part[depth if ready else 0, :, :, :width] for part in (log_probs, ids))  # (B, W or 1, R)
         paths = score[:, :, None] + log_probs  # (B, W, R)
         ids = ids.expand(paths.shape)
@@ -235,7 +268,7 @@ def _expand(head: Guesser, context: Context, widths: Sequence[int], beams: Seque
         total.append(paths.flatten(1))
         counts.append(count)
         if depth + 1 < len(widths):
-            beam = beams[depth + 1]
+            beam = levels[depth + 1][1]
             if beam is None or beam >= count:
                 score, place = total[-1], torch.arange(count, device=root.device).expand(len(root), -1)
             else:
@@ -247,9 +280,14 @@ def _expand(head: Guesser, context: Context, widths: Sequence[int], beams: Seque
     return Candidates(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(total, 1), torch.cat(own, 1))
 
 
-def _likeliest(head: Guesser, state: Any, depths: Sequence[int], num_ranks: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and target ids of the best guesses at some depths, each (depths, B, W, R)."""
-    logits = torch.stack([head.guess(state, depth).float() / head.confidence[depth] for depth in depths])
+def _likeliest(
+    head: Predictor, state: Any, depths: Sequence[int], num_ranks: int, divisors: Sequence[float]
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and target ids of the most probable tokens at some depths, each (depths, B, W, R)."""
+    parts = [head.predict(state, depth).float() for depth in depths]
+    if divisors:
+        parts = [logits / divisors[depth] for logits, depth in zip(parts, depths, strict=True)]
+    logits = torch.stack(parts)
     top = logits.topk(min(num_ranks, logits.shape[-1]), dim=-1)
     # rounding must not make a child likelier than its parent
     log_probs = (top.values - logits.logsumexp(-1, keepdim=True)).clamp_max(0.0)

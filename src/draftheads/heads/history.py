@@ -1,0 +1,93 @@
+"""Keys and values of the accepted tokens, which heads with transformer layers attend to.
+
+Knows nothing of heads. B rows, C slots, G key-value heads, d their size.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_FIRST_CAPACITY = 64  # slots of a new history; it doubles
+
+
+class KeysValues(NamedTuple):
+    """What is attended to; the leading dimensions say of what."""
+
+    keys: Tensor  # (…, G, d)
+    values: Tensor  # (…, G, d)
+
+    def of(self, rows: Tensor) -> "KeysValues":
+        """Those of some rows."""
+        return KeysValues(self.keys[rows], self.values[rows])
+
+
+class History:
+    """Keys and values of all accepted tokens of the rows at work, for each of some layers.
+
+    Slots are positions. What is written beyond a row's count is not kept: the next write begins there.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.layers: list[KeysValues | None] = [None] * num_layers
+        self.counts = torch.zeros(0, dtype=torch.long, device="cpu")  # (B,) tokens of each row
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return len(self.counts)
+
+    def join(self, batch: int, device: torch.device) -> None:
+        """New rows stand behind the old ones, with nothing kept."""
+        counts = self.counts.to(device)
+        self.counts = torch.cat([counts, counts.new_zeros(batch - len(counts))])
+
+    def span(self, rows: slice, length: int) -> tuple[Tensor, int]:
+        """Positions of the next ``length`` tokens of some rows, (rows, length), and how many slots they make."""
+        positions = self.counts[rows, None] + torch.arange(length, device=self.counts.device)
+        return positions, int(positions[:, -1].max()) + 1
+
+    def write(self, layer: int, rows: slice, new: KeysValues, positions: Tensor, longest: int) -> KeysValues:
+        """Puts keys and values of some rows at positions (rows, P); returns those rows' slots up to ``longest``."""
+        kept = self._with_room(layer, new, longest)
+        index = torch.arange(rows.start, rows.stop, device=positions.device)[:, None]
+        for old, values in zip(kept, new, strict=True):
+            old[index, positions] = values
+        return KeysValues(*(part[rows, :longest] for part in kept))
+
+    def accepted(self, layer: int) -> tuple[KeysValues, Tensor]:
+        """What is kept of a layer: slots (B, C, G, d), and a mask (B, C) of those that count."""
+        kept = self.layers[layer]
+        assert kept is not None, "a history is read after it was written"
+        longest = int(self.counts.max())
+        seen = KeysValues(*(part[: self.num_rows, :longest] for part in kept))
+        return seen, torch.arange(longest, device=self.counts.device) < self.counts[:, None]
+
+    def accept(self, rows: slice, counts: Tensor) -> None:
+        """So many of the tokens written last are kept, (rows,)."""
+        self.counts[rows] += counts
+
+    def keep(self, rows: Tensor) -> None:
+        """Rows left or moved: row ``rows[i]`` is row i from now on."""
+        if len(rows) == 0:
+            self.layers = [None] * len(self.layers)
+            self.counts = self.counts[:0]
+            return
+        rows = rows.to(self.counts.device)
+        self.counts = self.counts[rows]
+        self.layers = [None if kept is None else kept.of(rows) for kept in self.layers]
+
+    def _with_room(self, layer: int, new: KeysValues, longest: int) -> KeysValues:
+        """The layer's buffers, for all rows and ``longest`` slots at least."""
+        kept = self.layers[layer]
+        if kept is not None and kept.keys.shape[0] >= self.num_rows and kept.keys.shape[1] >= longest:
+            return kept
+        capacity = _FIRST_CAPACITY if kept is None else kept.keys.shape[1]
+        while capacity < longest:
+            capacity *= 2
+        grown = KeysValues(*(part.new_zeros(self.num_rows, capacity, *part.shape[2:]) for part in new))
+        if kept is not None:
+            for old, part in zip(kept, grown, strict=True):
+                part[: old.shape[0], : old.shape[1]] = old
+        self.layers[layer] = grown
+        return grown

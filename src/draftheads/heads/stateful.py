@@ -1,0 +1,197 @@
+"""Heads that read the whole text: what a session of theirs keeps, and the state of heads that read the path, too.
+
+B rows, P tokens of a context, W nodes of a depth, C slots of a history, D hidden size.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from draftheads.draft import Context
+from draftheads.heads.attention import LayerConfig, TransformerLayer, attend_with_path
+from draftheads.heads.base import DraftHead, HeadSession, Root
+from draftheads.heads.history import History, KeysValues
+
+_MOST_UNREAD = 256  # tokens of a row that are put aside: reading more at once would delay the other rows
+
+
+class StatefulHead(DraftHead):
+    """A head that reads all accepted tokens. Its session keeps their :class:`History`, so it reads each token once."""
+
+    needs_history: ClassVar[bool] = True
+
+    def __init__(self, config: LayerConfig, num_layers: int) -> None:
+        super().__init__(config)
+        self.num_history_layers = num_layers
+
+    def start(self) -> "StatefulSession":
+        """A session with an empty history."""
+        return StatefulSession(self)
+
+    @abstractmethod
+    def read(self, context: Context, rows: slice, history: History) -> Tensor:
+        """Reads the tokens of some rows' contexts with the layers, whose history is ready for them.
+
+        Args:
+            context: of those rows.
+            rows: which of the history's they are.
+            history: of all rows. The caller adds to its counts.
+
+        Returns:
+            The ``states`` of :class:`Root`, (rows, …).
+        """
+
+
+class StatefulSession(HeadSession):
+    """The history of one batch.
+
+    On a CPU the tokens of steps without a draft are put aside. They are read before the next draft, or together when a
+    row has many of them, which costs less than to read them step by step.
+    """
+
+    head: StatefulHead
+
+    def __init__(self, head: StatefulHead) -> None:
+        super().__init__(head)
+        self.history = History(head.num_history_layers)
+        self.unread: list[list[tuple[Tensor, Tensor]]] = []  # for each row: hidden state (D,) and id () of each token
+
+    def root(self, context: Context) -> Root:
+        """The roots, once the new tokens are read."""
+        return Root(context.root_ids, self.advance(context), self.history)
+
+    def advance(self, context: Context) -> Tensor:
+        """What drafting begins with, (B, …), once the new tokens of all rows are read.
+
+        Rows that have just joined bring whole prompts: they are read apart from the others, which bring a few tokens.
+
+        Raises:
+            ValueError: the context has fewer rows than there are: some left, and ``keep`` was not told.
+        """
+        batch = self.num_rows + context.num_new_rows(self.num_rows)
+        context = self.head.in_own_type(self._with_unread(context))
+        known = self.history.num_rows
+        self.history.join(batch, context.root_ids.device)
+        parts = []
+        for rows in (slice(0, known), slice(known, batch)):
+            if rows.start == rows.stop:
+                continue
+            width = int(context.num_accepted[rows].max()) if 0 < known < batch else context.hidden.shape[1]
+            part = Context(
+                context.hidden[rows, :width],
+                context.token_ids[rows, :width],
+                context.num_accepted[rows],
+                context.root_ids[rows],
+            )
+            parts.append(self.head.read(part, rows, self.history))
+            self.history.accept(rows, part.num_accepted)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def follow(self, context: Context) -> None:
+        """Puts the new tokens aside, or reads them where that is no use or they have become many."""
+        joins_others = context.num_new_rows(self.num_rows) > 0 and self.history.num_rows > 0
+        if (
+            context.root_ids.device.type != "cpu"
+            or joins_others
+            or max(map(len, self.unread), default=0) > _MOST_UNREAD
+        ):
+            self.advance(context)
+            return
+        self.unread += [[] for _ in range(len(context.root_ids) - len(self.unread))]
+        for row, count in enumerate(context.num_accepted.tolist()):
+            hidden, tokens = context.hidden[row, :count].clone(), context.token_ids[row, :count].clone()
+            self.unread[row] += zip(hidden, tokens, strict=True)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows at work, read or not."""
+        return max(self.history.num_rows, len(self.unread))
+
+    def _with_unread(self, context: Context) -> Context:
+        """The tokens that were put aside, and behind them those of the context."""
+        if not self.unread:
+            return context
+        self.unread += [[] for _ in range(len(context.root_ids) - len(self.unread))]
+        counts = context.num_accepted.tolist()
+        hidden, tokens = (
+            [
+                torch.stack([*(old[part] for old in row), *new[:count]])
+                for row, new, count in zip(self.unread, values, counts, strict=True)
+            ]
+            for part, values in enumerate((context.hidden, context.token_ids))
+        )
+        self.unread = []
+        return replace(
+            context,
+            hidden=pad_sequence(hidden, batch_first=True),
+            token_ids=pad_sequence(tokens, batch_first=True),
+            num_accepted=torch.tensor([len(row) for row in tokens]),
+        )
+
+    def keep(self, rows: Tensor) -> None:
+        """What is kept of the rows moves with them."""
+        if self.history.num_rows:
+            self.history.keep(rows)
+        if self.unread:
+            self.unread = [self.unread[row] for row in rows.tolist()]
+
+
+class PathState(NamedTuple):
+    """W nodes of a depth, for heads whose layers attend to the text and to the draft tokens above each node."""
+
+    features: Tensor  # (B, W, D) there
+    paths: tuple[KeysValues, ...]  # of each layer, (B, W, depth, G, d) of the nodes on the way there
+    seen: tuple[KeysValues, ...]  # of each layer, (B, C, G, d) of the text
+    mask: Tensor  # (B, C) which of them count
+    counts: Tensor  # (B,) tokens of the text
+
+    @classmethod
+    def at(cls, root: Root) -> "PathState":
+        """The roots, whose states (B, D) are the features."""
+        assert root.history is not None, "a stateful head's session gives its history"
+        kept = [root.history.accepted(layer) for layer in range(len(root.history.layers))]
+        seen = tuple(one for one, _ in kept)
+        nothing = tuple(KeysValues(*(part[:, None, :0] for part in one)) for one in seen)
+        return cls(root.states[:, None], nothing, seen, kept[0][1], root.history.counts)
+
+    def descend(
+        self, layers: Sequence[TransformerLayer], inputs: Tensor, depth: int, parents: Tensor
+    ) -> tuple[Tensor, "PathState"]:
+        """One pass of the layers for some children, each with its own path.
+
+        Args:
+            layers: as many as the history has.
+            inputs: (B, W', D) of the first layer at the children.
+            depth: of their parents.
+            parents: (B, W') places among the W nodes.
+
+        Returns:
+            The last layer's outputs (B, W', D), and the state of the children but for its features.
+        """
+        rows = torch.arange(len(parents), device=parents.device)[:, None]
+        positions = (self.counts[:, None] + depth).expand(-1, inputs.shape[1])
+        x, paths = inputs, []
+        for layer, above, seen in zip(layers, self.paths, self.seen, strict=True):
+            queries, own = layer.project(x, positions)
+            path = KeysValues(
+                *(torch.cat([old[rows, parents], new[:, :, None]], 2) for old, new in zip(above, own, strict=True))
+            )
+            x = layer.finish(x, attend_with_path(queries, seen, self.mask[:, None], path))
+            paths.append(path)
+        return x, self._replace(paths=tuple(paths))
+
+
+def next_tokens(context: Context) -> Tensor:
+    """(B, P) x_{s+1} of each accepted token x_s: the tokens moved up by one, the root behind the last."""
+    tokens = torch.cat([context.token_ids[:, 1:], context.root_ids[:, None]], 1)
+    return tokens.scatter(1, context.num_accepted[:, None] - 1, context.root_ids[:, None])
+
+
+def last_of(states: Tensor, num_accepted: Tensor) -> Tensor:
+    """(B, P, D) -> (B, D) at each row's last accepted token."""
+    return states[torch.arange(len(states), device=states.device), num_accepted - 1]
