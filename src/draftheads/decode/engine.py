@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Listing
 from dataclasses import fields, replace
 from threading import Lock
-from typing import Any
+from typing import Any, cast
 
 from draftheads.acceptance_profile import AcceptanceProfile
 from draftheads.chat_template import BUILT_IN, render, template_of
