@@ -456,9 +456,10 @@ def test_a_seed_says_it_all_whoever_is_beside(model: TargetModel, rule: Any) -> 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_a_model_that_drafts_for_itself_is_always_right(model: TargetModel, rule: Any, penalty: float) -> None:
-    drafter = DraftModel(model, model, shape=SHAPES["chain"])
+    drafter = DraftModel(model, model)
     options: dict[str, Any] = {"max_new_tokens": 41, "ignore_eos": True, "temperature": 0.9, "acceptance": rule}
-    found = Engine(model, drafter).generate(PROMPTS, **options, repetition_penalty=penalty, seed=1)
+    engine = Engine(model, drafter, shape=SHAPES["chain"])
+    found = engine.generate(PROMPTS, **options, repetition_penalty=penalty, seed=1)
     for result in found:
         assert (result.tokens_per_step == 4.0) == (penalty == 1.0), "the draft model knows no penalty"
 

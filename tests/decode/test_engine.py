@@ -25,6 +25,7 @@ from draftheads.errors import (
 )
 from draftheads.kernels import PackedLinear
 from draftheads.models.kv_target import Target
+from draftheads.shapes import Shape
 from families import PROMPTS, TREES, VOCAB, IntegerTokenizer, PlantedDrafter, tiny_head, tiny_model, tiny_profile
 from training_world import VOCAB as VOCAB_OF_CHATS
 from training_world import chat_tokenizer
@@ -59,8 +60,8 @@ class Witness(PlantedDrafter):
         super().__init__(*arguments, **options)
         self.told: list[tuple[list[int], torch.Tensor]] = []  # a text, and the hidden states of its last tokens
 
-    def propose(self, context: Context) -> Draft:
-        draft = super().propose(context)
+    def propose(self, context: Context, shape: Shape) -> Draft:
+        draft = super().propose(context, shape)
         for row, count in enumerate(context.num_accepted.tolist()):
             self.told.append((list(self.texts[row]), context.hidden[row, :count]))
         return draft

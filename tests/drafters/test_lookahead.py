@@ -152,16 +152,16 @@ def test_lookahead_changes_nothing(family: str) -> None:
 def test_drafters_without_a_head_change_no_drawn_token(kind: str) -> None:
     target = tiny_model("llama")
     small = tiny_model("llama", seed=3, num_hidden_layers=1)
-    drafter = {
-        "lookahead": Lookahead,
-        "prompt lookup": lambda: PromptLookup(min_ngram=1),
-        "draft model": lambda: DraftModel(small, target, shape=Tree.cartesian([3, 2])),
-        "draft model that grows": lambda: DraftModel(small, target, shape=BestFirst(12, num_ranks=4)),
-    }[kind]()
+    drafter, shape = {
+        "lookahead": (Lookahead(), None),
+        "prompt lookup": (PromptLookup(min_ngram=1), None),
+        "draft model": (DraftModel(small, target), Tree.cartesian([3, 2])),
+        "draft model that grows": (DraftModel(small, target), BestFirst(12, num_ranks=4)),
+    }[kind]
     options: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 0.7, "seed": 5}
     expected = [result.token_ids for result in Engine(target).generate(PROMPTS, **options)]
     for batch_size in (1, 3):
-        found = Engine(target, drafter, max_batch_size=batch_size).generate(PROMPTS, **options)
+        found = Engine(target, drafter, shape=shape, max_batch_size=batch_size).generate(PROMPTS, **options)
         assert [result.token_ids for result in found] == expected
     assert max(result.tokens_per_step for result in found) > 1.0, "something was kept"
 
