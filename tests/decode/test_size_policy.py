@@ -304,7 +304,7 @@ def test_no_spare_nodes_where_drafting_them_costs() -> None:
     shape, _, _ = one.choose(np.ones(1))
     assert shape is not None
     one.propose(context(1), ROOT_ONLY)
-    assert one.drafter.shape == shape
+    assert one.session.asked == [shape]  # type: ignore[attr-defined]
 
 
 def test_rows_are_cut_together_by_what_they_gain_together() -> None:
@@ -333,7 +333,7 @@ def test_copies_are_verified_also_where_no_tree_is_worth_it() -> None:
     cheap = policy(GROWING, machine(12.0), Copying([0.99, 0.98]))
     assert sure.propose(context(1), ROOT_ONLY).num_nodes == 1, "a node costs a whole step"
     assert cheap.propose(context(1), ROOT_ONLY).num_nodes == 3
-    assert cheap.drafter.asked == [Tree.chain(0)]  # type: ignore[attr-defined]
+    assert cheap.session.asked == [Tree.chain(0)]  # type: ignore[attr-defined]
     assert cheap._expected == pytest.approx([1.97])
     unsure = policy(GROWING, machine(12.0), Copying([0.3, 0.1]))
     assert unsure.propose(context(1), ROOT_ONLY).num_nodes == 1
