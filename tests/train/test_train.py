@@ -532,7 +532,7 @@ def test_the_text_of_the_chat_template_belongs_to_a_run_and_its_head(
 
     monkeypatch.setattr(TargetModel, "load", load)
     one, other = tmp_path / "one.jinja", tmp_path / "other.jinja"
-    one.write_text(TEMPLATE.replace("user", "w1"), encoding="utf-8")
+    one.write_text(TEMPLATE.replace("m['role']", "'w1' if m['role'] == 'user' else m['role']"), encoding="utf-8")
     other.write_text(one.read_text(encoding="utf-8"), encoding="utf-8")
     data = write_chats(tmp_path / "chats.jsonl", counting_chats(40))
     settings = options(tmp_path / "out", None, data=(data,), chat_template=str(one), epochs=1)
