@@ -123,9 +123,9 @@ BENCH: dict[str, Any] = {
 }
 
 
-def write_training_run(folder: Path, **changes: Any) -> Path:
+def write_training_run(folder: Path) -> Path:
     """The folder, with the files of a training run in it."""
-    (folder / "metrics.json").write_text(json.dumps({**METRICS, **changes}))
+    (folder / "metrics.json").write_text(json.dumps(METRICS))
     for name, records in (("log.jsonl", LOG), ("validation.jsonl", VALIDATION)):
         (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.reports.records import BENCH, MOVEMENT, TUNE, write_training_run
+from tests.reports.records import BENCH, TUNE, write_training_run
 
 from draftheads.errors import DataError, MissingDependency
 from draftheads.reports.write import write_report
@@ -33,11 +33,6 @@ def test_each_kind_of_folder_gives_a_page_with_its_facts(
     assert write_report(folder_with(tmp_path, record)) == [tmp_path / page]
     html = (tmp_path / page).read_text()
     assert [fact for fact in facts if fact not in html] == []
-
-
-def test_a_joint_run_also_shows_how_far_the_model_moved(tmp_path: Path) -> None:
-    write_report(write_training_run(tmp_path, movement=MOVEMENT))
-    assert "<td>KL(original || tuned) per token</td><td></td><td>0.0125</td>" in (tmp_path / "report.html").read_text()
 
 
 def test_a_folder_with_several_records_gets_a_page_of_each(tmp_path: Path) -> None:
