@@ -1,33 +1,32 @@
-"""Draft heads against plain decoding and transformers, in turns: tokens per second and per step, by batch size or task.
+"""Draft heads, plain decoding and transformers in turn: tokens per second and per step, by batch size or task.
 
-Nothing is tuned: heads decode by the profiles that ``draftheads.load`` finds or measures. Prints a table, and with
-``--json FILE`` everything. Examples::
+Nothing is tuned: heads decode by the profiles that ``draftheads.load`` finds or measures. Prints a table, and writes
+all numbers with ``--json FILE``. Examples::
 
     python benchmarks/speed.py --prompts question.jsonl --batch-sizes 1 8
     python benchmarks/speed.py --by-task --heads hydra --fixed-nodes 10
 """
 
 import json
-import statistics
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import tyro
 from machine import machine
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 from rich.table import Table
 
-from draftheads.bench.compare import stock_way
+from draftheads.bench.table import SPEED_COLUMNS, Column, Row, timed_row
+from draftheads.bench.timing import PLAIN, STOCK, engine_way, stock_way, take_turns
 from draftheads.cli.show import quiet_transformers
 from draftheads.data.records import prompts_in
 from draftheads.decode.engine import Engine, Prompt
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.loading import Precision, head_engine, load_drafter, load_target
-from draftheads.models.model import TargetModel
 from draftheads.shapes import BestFirst
 
 _QUEUE = 4  # prompts in a group for each one that is at work
@@ -64,54 +63,21 @@ class Options:
     """Write everything there."""
 
 
-@dataclass
-class Tally:
-    """What a way did in one cell of the table."""
-
-    tokens: int = 0
-    steps: int = 0
-    copied: int = 0
-    answers: int = 0
-    seconds: list[float] = field(default_factory=list)  # of each group of prompts
-    group_tokens: list[int] = field(default_factory=list)
-
-
-class Way:
-    """A way to decode."""
-
-    def __init__(self, name: str, engine: Engine | None, stock: TargetModel | None = None) -> None:
-        self.name, self.engine = name, engine
-        self.stock = stock
-
-    def decode(self, prompts: Sequence[list[int]], options: Options) -> tuple[int, int, int]:
-        """Tokens, steps of single rows, and copied tokens."""
-        if self.engine is None:
-            assert self.stock is not None
-            answers = [stock_way(self.stock).decode(prompt, options.max_new_tokens) for prompt in prompts]
-            return sum(len(a.token_ids) for a in answers), sum(a.num_steps for a in answers), 0
-        found = self.engine.generate(list(prompts), max_new_tokens=options.max_new_tokens)
-        return sum(len(r.token_ids) for r in found), sum(r.num_steps for r in found), sum(r.num_copied for r in found)
-
-
-def ways(options: Options) -> list[Way]:
-    """All ways, with one model for those of ours."""
+def load_engines(options: Options) -> dict[str, Engine]:
+    """All our engines, which share one model."""
     target = load_target(options.model, precision=options.precision)
-    found = [Way("plain", Engine(target))]
+    engines = {PLAIN: Engine(target)}
     for head in options.heads:
         drafter = load_drafter(head, options.model, target)
-        found.append(Way(head, head_engine(target, drafter, head=head, model=options.model)))
+        engines[head] = head_engine(target, drafter, head=head, model=options.model)
         if options.fixed_nodes:
             shape = BestFirst(options.fixed_nodes)
             for name, copy in ((f"{head}, {options.fixed_nodes} nodes", False), (f"{head} + copies", True)):
                 other = load_drafter(head, options.model, target)
-                engine = head_engine(target, other, head=head, model=options.model, tree=shape, copy=copy)
-                found.append(Way(name, engine))
+                engines[name] = head_engine(target, other, head=head, model=options.model, tree=shape, copy=copy)
     if options.fixed_nodes:
-        found.append(Way("prompt lookup", Engine(target, PromptLookup(num_tokens=options.fixed_nodes - 1))))
-    if options.transformers:
-        exact = "auto" if options.precision == "int8" else options.precision
-        found.append(Way("transformers", None, load_target(options.model, precision=exact, fast=False)))
-    return found
+        engines["prompt lookup"] = Engine(target, PromptLookup(num_tokens=options.fixed_nodes - 1))
+    return engines
 
 
 def cells(options: Options, engine: Engine) -> Iterator[tuple[str, int, list[list[list[int]]]]]:
@@ -135,43 +101,29 @@ def cells(options: Options, engine: Engine) -> Iterator[tuple[str, int, list[lis
         yield f"{size} at a time", size, groups
 
 
-def measure(options: Options) -> dict[str, dict[str, Tally]]:
-    """By cell and way; who goes first changes from group to group."""
-    every = ways(options)
-    first = every[0].engine
-    assert first is not None
-    table = list(cells(options, first))
-    found = {cell: {way.name: Tally() for way in every} for cell, _, _ in table}
-    for way in every:
-        way.decode(table[0][2][0][:1], options)  # warms up
-    groups = [(cell, size, group) for cell, size, all_groups in table for group in all_groups] * options.rounds
-    for number, (cell, size, group) in enumerate(track(groups, console=Console(stderr=True))):
-        turn = number % len(every)
-        for way in [*every[turn:], *every[:turn]]:
-            if way.engine is None and len(group) > 1:
-                continue
-            if way.engine is not None:
-                way.engine.max_batch_size = size
-            start = time.perf_counter()
-            tokens, steps, copied = way.decode(group, options)
-            seconds = time.perf_counter() - start
-            tally = found[cell][way.name]
-            tally.tokens, tally.steps, tally.copied = tally.tokens + tokens, tally.steps + steps, tally.copied + copied
-            tally.answers += len(group)
-            tally.seconds.append(seconds)
-            tally.group_tokens.append(tokens)
+def measure(options: Options) -> list[tuple[str, Row]]:
+    """The table: rows with the name of their cell."""
+    engines = load_engines(options)
+    exact = "auto" if options.precision == "int8" else options.precision
+    stock = load_target(options.model, precision=exact, fast=False) if options.transformers else None
+    found = []
+    for cell, size, groups in cells(options, engines[PLAIN]):
+        for engine in engines.values():
+            engine.max_batch_size = size
+        ways = [engine_way(name, engine) for name, engine in engines.items()]
+        if stock is not None and size == 1:
+            ways.append(stock_way(stock))
+        with Progress(console=Console(stderr=True)) as progress:
+            task = progress.add_task(cell, total=options.rounds * len(groups) * len(ways))
+            timings = take_turns(
+                ways,
+                groups * options.rounds,
+                max_new_tokens=options.max_new_tokens,
+                on_answer=partial(progress.advance, task),
+            )
+        answers = timings.answers
+        found += [(cell, timed_row(way.name, answers[way.name], answers[PLAIN], answers.get(STOCK))) for way in ways]
     return found
-
-
-def ratio(one: Tally, other: Tally) -> tuple[float, float, float]:
-    """Tokens per second of one way over another's: of all groups together, and quartiles over groups."""
-    if not one.seconds or not other.seconds:
-        return (float("nan"),) * 3
-    whole = one.tokens / sum(one.seconds) * sum(other.seconds) / other.tokens
-    pairs = zip(one.group_tokens, one.seconds, other.group_tokens, other.seconds, strict=True)
-    each = [a / s * t / b for a, s, b, t in pairs]
-    low, _, high = statistics.quantiles(each, n=4) if len(each) > 1 else each * 3
-    return whole, low, high
 
 
 def main(options: Options) -> None:
@@ -180,30 +132,13 @@ def main(options: Options) -> None:
     found = measure(options)
     facts = machine(torch.get_num_threads())
     title = f"{options.model}, {options.precision}, {facts['cpu']}"
-    shown = Table("", "way", "tokens/s", "tokens/step", "copied", "× plain (quartiles)", "× transformers", title=title)
-    rows = []
-    for cell, tallies in found.items():
-        for name, tally in tallies.items():
-            if not tally.seconds:
-                continue
-            whole, low, high = ratio(tally, tallies["plain"])
-            stock = ratio(tally, tallies["transformers"])[0] if "transformers" in tallies else float("nan")
-            speed = tally.tokens / sum(tally.seconds)
-            # an answer's first token comes with its prompt
-            per_step = (tally.tokens - tally.answers) / max(1, tally.steps)
-            share = f"{tally.copied / max(1, tally.tokens):.0%}"
-            shown.add_row(
-                cell,
-                name,
-                f"{speed:.1f}",
-                f"{per_step:.3f}",
-                share,
-                f"{whole:.2f} ({low:.2f}-{high:.2f})",
-                f"{stock:.2f}",
-            )
-            rows.append({"cell": cell, "way": name, "tokens_per_step": per_step, "speedup": whole, **asdict(tally)})
+    columns = [*SPEED_COLUMNS[1:5], Column("copied", lambda row: f"{row.num_copied / max(1, row.num_tokens):.0%}")]
+    shown = Table("", "way", *(column.heading for column in columns), title=title)
+    for cell, row in found:
+        shown.add_row(cell, row.name, *(column.cell(row) for column in columns))
     Console(width=130).print(shown)
     if options.json:
+        rows = [{"cell": cell, "way": row.name, **asdict(row)} for cell, row in found]
         options.json.write_text(json.dumps({"machine": facts, "rows": rows}), encoding="utf-8")
 
 

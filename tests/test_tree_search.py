@@ -19,7 +19,6 @@ from draftheads.tree_search import (
     entries,
     expected_tokens,
     joint_order,
-    marginal_order,
     path_counts,
     path_shares,
     simulate,
@@ -178,45 +177,18 @@ def test_joint_trees_are_the_best_of_all_trees_of_their_size(case: tuple[int, li
         assert slow_expected_tokens(ranks, best_tree(ranks, num_nodes, num_ranks=width)) == pytest.approx(best)
 
 
-# thousandths, so that ties and impossible guesses come up
-accuracies = st.integers(2, 3).flatmap(
-    lambda width: st.lists(
-        st.lists(
-            st.sampled_from([0, 1, 50, 100, 200, 300, 333]).map(lambda n: n / 1000), min_size=width, max_size=width
-        ),
-        min_size=DEPTH,
-        max_size=DEPTH,
-    )
-)
-
-
 @settings(max_examples=40, deadline=None)
-@given(accuracies)
-def test_marginal_trees_are_the_best_of_all_trees_of_their_size(accuracy: list[list[float]]) -> None:
-    width = len(accuracy[0])
-    worth = {path: math.prod(accuracy[depth][rank] for depth, rank in enumerate(path)) for path in paths_of(width)}
-    order = marginal_order(accuracy, MOST_NODES)
-    for num_nodes, best in enumerate(best_by_search(width, worth), 1):
-        tree = Tree.from_paths(order[: num_nodes - 1])
-        assert 1.0 + sum(worth[path] for path in tree.paths[1:]) == pytest.approx(best)
-    assert 0.0 not in [worth[path] for path in order], "an impossible guess is never worth a node"
-
-
-@settings(max_examples=40, deadline=None)
-@given(small_tables, accuracies)
-def test_trees_are_nested_and_promise_more_and_more(
-    case: tuple[int, list[tuple[int, ...]]], accuracy: list[list[float]]
-) -> None:
+@given(small_tables)
+def test_trees_are_nested_and_promise_more_and_more(case: tuple[int, list[tuple[int, ...]]]) -> None:
     width, table = case
     ranks = torch.tensor(table)
     counts = path_counts(ranks, num_ranks=width)
-    for order_of, value in ((joint_order, counts), (marginal_order, accuracy)):
-        orders = [order_of(value, num_nodes) for num_nodes in range(1, 45)]
-        for num_nodes, (smaller, larger) in enumerate(itertools.pairwise(orders), 1):
-            assert len(smaller) <= num_nodes - 1
-            assert larger[: len(smaller)] == smaller
-            assert len(larger) <= len(smaller) + 1
-            assert all(path[:-1] in larger[:place] or len(path) == 1 for place, path in enumerate(larger))
+    orders = [joint_order(counts, num_nodes) for num_nodes in range(1, 45)]
+    for num_nodes, (smaller, larger) in enumerate(itertools.pairwise(orders), 1):
+        assert len(smaller) <= num_nodes - 1
+        assert larger[: len(smaller)] == smaller
+        assert len(larger) <= len(smaller) + 1
+        assert all(path[:-1] in larger[:place] or len(path) == 1 for place, path in enumerate(larger))
     promised = [expected_tokens(ranks, best_tree(ranks, size, num_ranks=width)) for size in range(1, 45)]
     assert promised == sorted(promised)
     assert promised[-1] == sum(counts.values()) / len(ranks), "in the end every path that was true is there"
@@ -235,15 +207,9 @@ def test_the_order_in_which_positions_come_does_not_matter(
     assert joint_order(values, 30) == joint_order(others, 30)
 
 
-def test_equal_products_go_to_the_shallower_then_the_better_rank() -> None:
-    assert marginal_order([[0.5, 0.5], [1.0, 0.5]], 9) == [(0,), (1,), (0, 0), (1, 0), (0, 1), (1, 1)]
-
-
-def test_without_room_for_the_root_no_way_grows_a_tree() -> None:
+def test_a_tree_needs_room_for_its_root() -> None:
     with pytest.raises(InvalidSettings, match="num_nodes is 0"):
         joint_order({(): 1}, 0)
-    with pytest.raises(InvalidSettings, match="num_nodes is -1"):
-        marginal_order([[0.5]], -1)
 
 
 # --- shares of sampled texts ---

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # `draftheads --help` must not wait two seconds for torch
     from draftheads.acceptance_profile import AcceptanceProfile
+    from draftheads.bench.compare import compare_heads
     from draftheads.checkpoint import load_head, save_head
     from draftheads.decode.engine import Engine
     from draftheads.decode.request import GenerationResult, StreamEvent
@@ -20,6 +21,7 @@ if TYPE_CHECKING:  # `draftheads --help` must not wait two seconds for torch
     from draftheads.loading import load
     from draftheads.models.model import TargetModel
     from draftheads.sampling import SamplingSettings
+    from draftheads.search.tune import tune_head
     from draftheads.shapes import BestFirst, BestPaths, Sampled
     from draftheads.tree import Tree
 
@@ -38,10 +40,12 @@ __all__ = [
     "StreamEvent",
     "TargetModel",
     "Tree",
+    "compare_heads",
     "load",
     "load_head",
     "register",
     "save_head",
+    "tune_head",
 ]
 
 _HOMES = {
@@ -59,10 +63,12 @@ _HOMES = {
     "StreamEvent": "draftheads.decode.request",
     "TargetModel": "draftheads.models.model",
     "Tree": "draftheads.tree",
+    "compare_heads": "draftheads.bench.compare",
     "load": "draftheads.loading",
     "load_head": "draftheads.checkpoint",
     "register": "draftheads.heads",
     "save_head": "draftheads.checkpoint",
+    "tune_head": "draftheads.search.tune",
 }
 
 

@@ -3,10 +3,9 @@
 Knows ranks and trees; knows nothing of models. Ranks are (S, K) int64: at position s head i gave the true
 token rank r, 0 the best; what was not among the recorded ranks carries a higher one, that of a miss.
 
-Two ways lead to a sequence of trees T_1, T_2 …, each one node larger than the last. The joint way counts how often each
-whole path was the truth (Hydra, section 4: simulated acceptance on recorded text). The marginal way multiplies each
-head's accuracies as if they were independent (Medusa, section 3.3.3). In both the node that is added is the one that
-promises most, and since no path promises more than its beginning, each tree is the best of its size.
+Trees T_1, T_2 … have one node more each. The node that is added is the path that was most often the true continuation
+(Hydra, section 4: simulated acceptance on recorded text). No path is true more often than its beginning, so each tree
+is the best of its size.
 
 >>> ranks = torch.tensor([[0, 1], [0, 1], [1, 0], [0, 0]])
 >>> best_tree(ranks, num_nodes=3).paths
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from draftheads.errors import InvalidSettings
+from draftheads.estimates import ratio_with_error
 from draftheads.tree import Path, Tree
 
 NEVER = 1 << 30  # nodes; no tree is so large
@@ -105,34 +105,6 @@ def joint_order(values: Mapping[Path, float], num_nodes: int) -> list[Path]:
     return [path for path in best if path]
 
 
-def marginal_order(accuracy: Sequence[Sequence[float]], num_nodes: int) -> list[Path]:
-    """As :func:`joint_order`, from each head's accuracies alone: a path is worth the product of those on it.
-
-    Args:
-        accuracy: K lists, for each head how often its guess of rank 0, 1, … is right.
-        num_nodes: the tree's size.
-
-    >>> marginal_order([[0.6, 0.2], [0.5, 0.3]], 5)
-    [(0,), (0, 0), (1,), (0, 1)]
-    """
-    if num_nodes < 1:
-        raise InvalidSettings(f"num_nodes is {num_nodes}; a tree has at least its root")
-    order: list[Path] = []
-    heap: list[tuple[float, int, Path]] = []
-
-    def offer(beginning: Path, value: float) -> None:
-        for rank, share in enumerate(accuracy[len(beginning)] if len(beginning) < len(accuracy) else []):
-            if value * share > 0:
-                heapq.heappush(heap, (-value * share, len(beginning) + 1, (*beginning, rank)))
-
-    offer((), 1.0)
-    while heap and len(order) < num_nodes - 1:
-        value, _, path = heapq.heappop(heap)
-        order.append(path)
-        offer(path, -value)
-    return order
-
-
 def entries(ranks: Tensor, order: Sequence[Path]) -> Tensor:
     """(S, K) int64: the size of tree from which on the true token at each depth is in it.
 
@@ -170,9 +142,4 @@ def simulate(texts: Sequence[Tensor], num_nodes: int) -> tuple[float, float]:
         if count:
             tokens.append(len(kept) - 1)
             steps.append(count)
-    if not steps:
-        return 1.0, 0.0
-    ratio = sum(tokens) / sum(steps)
-    deviations = [(token - ratio * step) ** 2 for token, step in zip(tokens, steps, strict=True)]
-    factor = len(steps) / max(1, len(steps) - 1)
-    return ratio, float((sum(deviations) * factor) ** 0.5 / sum(steps))
+    return ratio_with_error(list(zip(tokens, steps, strict=True)))

@@ -1,301 +1,327 @@
-"""The comparison of ways of decoding, with ways of known times and answers; re-scoring with a planted mistake."""
+"""Drafters side by side: what is counted, on which trees, and what is saved."""
 
+import json
 import math
-import time
-from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
+from tests.search.test_tune import world
 
-from draftheads.bench.compare import Answer, Extent, Way, compare, engine_way, rows, stock_way
-from draftheads.bench.margins import Scorer
-from draftheads.bench.step_parts import step_parts
+import draftheads
+from draftheads.bench import compare
+from draftheads.bench.compare import Bench, numbered
+from draftheads.bench.contenders import Contender
+from draftheads.bench.settings import BenchSettings
+from draftheads.bench.table import SAMPLED_FIELDS, Row
+from draftheads.bench.timing import Answers
+from draftheads.checkpoint import save_head
 from draftheads.decode.engine import Engine
-from draftheads.drafters.copying import Copying
-from draftheads.models.fast import speed_up
+from draftheads.drafters.draft_model import DraftModel
+from draftheads.drafters.prompt_lookup import PromptLookup
+from draftheads.errors import DataError, InvalidSettings
+from draftheads.heads.base import DraftHead
+from draftheads.loading import load_target
 from draftheads.models.model import TargetModel
-from families import PROMPTS, TREES, tiny_head, tiny_model
+from draftheads.progress import NoProgress
+from draftheads.search.replay import Replay
+from draftheads.shapes import BestFirst, BestPaths, Sampled
+from draftheads.tree import Tree
+from families import tiny_head, tiny_model
 
-Ids = tuple[int, ...]
+__all__ = ["world"]  # a fixture
 
-
-class FakeScorer(Scorer):
-    """The margin of an answer is its first token in hundredths."""
-
-    def __init__(self) -> None:
-        pass
-
-    def worst_margin(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:
-        return token_ids[0] / 100
-
-
-def way(name: str, answers: list[tuple[Ids, int, float]]) -> Way:
-    """A way that has already answered: token ids, steps, seconds."""
-    return Way(name, lambda *_: pytest.fail("asked again"), [Answer(*answer) for answer in answers])
-
-
-A, B, C = (1, 2, 3, 4, 5), (6, 7, 8), (9, 9, 9, 9, 9, 9, 9, 9)
-THREE = [[1], [2], [3]]
-PLAIN = [(A, 4, 1.0), (B, 2, 1.0), (C, 7, 2.0)]  # 16 tokens in 4 s
+pytestmark = pytest.mark.usefixtures("one_thread")
+PROMPTS = [[3 + row, 4, 5 + row % 7, 6] for row in range(6)]
+OTHERS = [[9, 3 + row, 8] for row in range(8)]
+SETTINGS = BenchSettings(
+    num_nodes=6,
+    max_new_tokens=10,
+    num_speed_prompts=3,
+    num_sampled_prompts=4,
+    batch_size=4,
+    num_calibration_prompts=8,
+    temperature=0.7,
+)
+SAMPLED = [PROMPTS[row] for row in (0, 1, 3, 4)]
 
 
-def test_a_row_says_how_fast_and_how_alike():
-    fast = way("medusa", [(A, 2, 0.25), (B, 1, 0.5), ((9, 9, 9, 9, 9, 9, 9, 1), 4, 1.25)])  # 16 tokens in 2 s
-    stock = way("transformers", [(A, 4, 2.0), (B, 2, 2.0), (C, 7, 1.0)])  # 16 tokens in 5 s
-    table = rows([stock, way("plain", PLAIN), fast], THREE, FakeScorer())
-    assert [row.method for row in table] == ["transformers", "plain", "medusa"]
-    first, plain, medusa = table
-    assert [row.tokens_per_second for row in table] == [3.2, 4.0, 8.0]
-    assert [row.speedup for row in table] == [0.8, 1.0, 2.0]
-    assert [row.speedup_over_transformers for row in table] == [1.0, 1.25, 2.5]
-    assert [row.tokens_per_step for row in table] == [1.0, 1.0, 13 / 7]
-    assert [(row.identical, row.num_different) for row in table] == [(True, 0), (True, 0), (False, 1)]
-    assert [row.worst_margin for row in table] == [0.09] * 3
-    # prompt by prompt medusa is 4, 2 and 1.6 times as fast as plain: quartiles in the middle of neighbours
-    assert medusa.speedup_quartiles == pytest.approx((1.8, 3.0))
-    assert plain.speedup_quartiles == (1.0, 1.0)
-    assert first.speedup_quartiles == pytest.approx((0.5, 1.25))
+@pytest.fixture(scope="module")
+def model() -> TargetModel:
+    return tiny_model("llama")
 
 
-def test_speed_goes_by_tokens_not_by_answers():
-    """A way that stops early is not faster for that."""
-    short = way("short", [(A[:1], 0, 0.2), (B[:1], 0, 1 / 3), (C[:1], 0, 0.25)])
-    row = rows([way("plain", PLAIN), short], THREE, FakeScorer())[1]
-    assert row.speedup_quartiles == pytest.approx((1.0, 1.0))
-    assert row.tokens_per_second == pytest.approx(3 / (0.2 + 1 / 3 + 0.25))
-    assert row.tokens_per_step == 1.0
-    assert (row.identical, row.num_different) == (False, 3)
+def contenders(model: TargetModel) -> list[Contender]:
+    heads = [Contender(method, tiny_head(method, model), f"{method}-1") for method in ("medusa", "hydra")]
+    small = DraftModel(tiny_model("llama", seed=5), model)
+    return [*heads, Contender("draft-model", small, "small-1"), Contender("prompt-lookup", PromptLookup(), "lookup-1")]
 
 
-def test_quartiles_never_leave_the_data():
-    """Two prompts, and one."""
-    plain, fast = way("plain", PLAIN[:2]), way("fast", [(A, 2, 0.5), (B, 1, 0.25)])
-    assert rows([plain, fast], THREE[:2], FakeScorer())[1].speedup_quartiles == pytest.approx((2.5, 3.5))
-    plain, fast = way("plain", PLAIN[:1]), way("fast", [(A, 2, 0.5)])
-    assert rows([plain, fast], THREE[:1], FakeScorer())[1].speedup_quartiles == (2.0, 2.0)
+def bench(
+    model: TargetModel, folder: Path, each: list[Contender] | None = None, settings: BenchSettings = SETTINGS
+) -> Bench:
+    each = contenders(model) if each is None else each
+    return Bench(model, each, PROMPTS, OTHERS, settings, folder=folder, progress=NoProgress())
 
 
-def test_references_say_what_to_be_identical_to():
-    """With exact bits, heads are compared with plain decoding of the same kernels; the others still with plain."""
-    other: list[Ids] = [A, B, (9, 9, 9)]
-    exact = way("hydra", [(ids, 1, 1.0) for ids in other])
-    near = way("near", [(ids, 1, 1.0) for ids in other])
-    _, hydra, not_named = rows([way("plain", PLAIN), exact, near], THREE, FakeScorer(), references={"hydra": other})
-    assert (hydra.identical, hydra.num_different) == (True, 0)
-    assert (not_named.identical, not_named.num_different) == (False, 1)
+@pytest.fixture(scope="module")
+def compared(model: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Bench, list[Row]]:
+    one = bench(model, tmp_path_factory.mktemp("bench"))
+    return one, one.run()
 
 
-def test_without_transformers_there_is_no_ratio_to_it():
-    assert rows([way("plain", PLAIN)], THREE, FakeScorer())[0].speedup_over_transformers is None
+# --- what is counted ---
 
 
-def test_who_goes_first_changes_from_prompt_to_prompt():
-    asked: list[tuple[str, int]] = []
-    told: list[int] = []
-
-    def recorder(name: str) -> Way:
-        def decode(prompt: Sequence[int], _: int) -> Answer:
-            asked.append((name, prompt[0]))
-            return Answer((prompt[0],), 1, 1.0)
-
-        return Way(name, decode)
-
-    ways = [recorder(name) for name in "abc"]
-    compare(ways, [[0], [1], [2], [3]], max_new_tokens=8, on_answer=lambda: told.append(len(asked)))
-    warm_up = [(name, 0) for name in "aabbcc"]
-    assert asked[:6] == warm_up
-    del asked[:6]
-    order = ["".join(name for name, _ in asked[start : start + 3]) for start in range(0, 12, 3)]
-    assert order == ["abc", "bca", "cab", "abc"]
-    assert [number for _, number in asked] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
-    assert told == list(range(7, 19))
-    for each in ways:  # the warm-up's answer is not among them, and they are in the prompts' order
-        assert [answer.token_ids for answer in each.answers] == [(0,), (1,), (2,), (3,)]
+def one_by_one(engine: Engine, prompts: list[list[int]], **sampling: Any) -> float:
+    """Tokens per step, each prompt answered alone."""
+    tokens = steps = 0
+    for number, prompt in enumerate(prompts):
+        (result,) = engine.generate([prompt], max_new_tokens=10, seed=compare._SEED + number, **sampling)
+        tokens, steps = tokens + len(result.token_ids) - 1, steps + result.num_steps
+    return tokens / steps
 
 
-# --- the time box ---
+def test_greedy_tokens_per_step_are_those_of_decoding(compared: tuple[Bench, list[Row]]) -> None:
+    one, rows = compared
+    assert [row.name for row in rows] == ["medusa", "hydra", "draft-model", "prompt-lookup"]
+    for contender, row in zip(one.contenders, rows, strict=True):
+        engine = one._engine(contender.drafter, one._shapes[contender.name])
+        assert row.tokens_per_step == one_by_one(engine, PROMPTS), contender.name
 
 
-class Machine:
-    """Ways that move a clock on: so many seconds for the prompt, and for each token of an answer."""
-
-    def __init__(self, *speeds: tuple[float, float]) -> None:
-        self.now = 0.0
-        self.ways = [self._way(f"way {number}", *speed) for number, speed in enumerate(speeds)]
-
-    def clock(self) -> float:
-        return self.now
-
-    def _way(self, name: str, reading: float, per_token: float) -> Way:
-        def decode(_: Sequence[int], max_new_tokens: int) -> Answer:
-            seconds = reading + per_token * max_new_tokens
-            self.now += seconds
-            return Answer((7,) * max_new_tokens, max_new_tokens - 1, seconds)
-
-        return Way(name, decode)
-
-    def compare(self, seconds: float, *, num_prompts: int = 6, most: int = 128) -> Extent:
-        prompts = [[number] for number in range(num_prompts)]
-        extent = compare(self.ways, prompts, max_new_tokens=most, seconds=seconds, clock=self.clock)
-        assert all(len(way.answers) == extent.num_prompts for way in self.ways), "every way answers every prompt"
-        assert {len(a.token_ids) for way in self.ways for a in way.answers} == {extent.max_new_tokens}
-        assert extent.seconds == pytest.approx(self.now)
-        return extent
+@pytest.mark.parametrize("rule", list(SAMPLED_FIELDS))
+def test_sampled_tokens_per_step_are_those_of_decoding(compared: tuple[Bench, list[Row]], rule: str) -> None:
+    one, rows = compared
+    for contender, row in zip(one.contenders, rows, strict=True):
+        shape = one._shapes[contender.name]
+        if rule in ("rejection", "block"):
+            shape = one._drawn(contender, one._prepare(contender)).get(rule)
+        found = getattr(row, SAMPLED_FIELDS[rule][0])
+        if contender.name == "prompt-lookup" and shape is None and rule not in ("exact", "typical"):
+            assert found is None, "it draws nothing"
+            continue
+        engine = one._engine(contender.drafter, shape)
+        assert found == one_by_one(engine, SAMPLED, temperature=0.7, acceptance=rule), contender.name
 
 
-def test_a_fast_machine_answers_everything_and_is_done_early():
-    extent = Machine((0.01, 0.01), (0.01, 0.005)).compare(120.0)
-    assert (extent.num_prompts, extent.max_new_tokens) == (6, 128)
-    assert extent.seconds < 15.0
+def test_drawn_drafts_have_the_static_tree_or_a_chain(compared: tuple[Bench, list[Row]]) -> None:
+    one, _ = compared
+    head, small = one.contenders[1], one.contenders[2]
+    found = one._prepare(head)
+    shapes = one._drawn(head, found)
+    tree = shapes["rejection"]
+    assert isinstance(tree, Sampled)
+    assert tree.tree.num_nodes == len(found["paths"]) + 1 <= 6
+    assert shapes["block"] == Sampled(Tree.chain(3)), "a token for each of three heads"
+    assert one._drawn(small, {}) == dict.fromkeys(("rejection", "block"), Sampled(Tree.chain(5)))
 
 
-@pytest.mark.parametrize("slowness", [1.0, 2.0, 3.0, 4.0, 5.0])
-def test_a_slow_machine_answers_three_prompts_in_time(slowness: float):
-    """As long as 32 tokens can be afforded: the answers get shorter before there are fewer than three."""
-    ways = [(0.1, 0.075), (0.1, 0.04), (0.1, 0.025), (0.1, 0.03)]
-    machine = Machine(*((reading * slowness, per_token * slowness) for reading, per_token in ways))
-    extent = machine.compare(120.0)
-    assert extent.num_prompts >= 3
-    assert 32 <= extent.max_new_tokens <= 128
-    assert extent.seconds <= 120.0
-    assert extent.seconds > 60.0, "the time is used"
-    if slowness == 1.0:
-        assert extent.max_new_tokens == 128
+def test_siblings_of_a_drawn_tree_are_numbered_in_order() -> None:
+    tree = Tree.from_paths([(1,), (4,), (1, 3), (4, 0), (4, 2)])
+    assert numbered(tree) == Tree.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 1)])
+    assert numbered(Tree.cartesian([3, 2])) == Tree.cartesian([3, 2])
 
 
-def test_a_very_slow_machine_answers_fewer_prompts_but_at_least_one():
-    two, one = Machine((0.0, 0.5)), Machine((0.0, 50.0))
-    assert (two.compare(50.0).num_prompts, one.compare(50.0).num_prompts) == (2, 1)
-    assert {len(answer.token_ids) for answer in (*two.ways[0].answers, *one.ways[0].answers)} == {32}
-    assert two.now <= 50.0
+def test_rows_describe_the_drafters(compared: tuple[Bench, list[Row]]) -> None:
+    one, rows = compared
+    for contender, row in zip(one.contenders, rows, strict=True):
+        assert row.num_different == 0, "fp32"
+        assert row.over_first == pytest.approx(row.tokens_per_step / rows[0].tokens_per_step)
+        assert 0 < row.draft_milliseconds < row.step_milliseconds
+        assert row.tokens_per_second > 0
+        assert (row.predicted_tokens_per_step is not None) == isinstance(contender.drafter, DraftHead)
+    assert rows[0].over_first_error == 0
+    assert rows[1].over_first_error
+    assert [row.tree for row in rows[2:]] == ["growing, 6", "its own, up to 9"]
 
 
-def test_no_prompt_is_begun_that_would_not_fit():
-    """Warming up takes 20 seconds and each answer of 32 tokens 32: three end after 116 seconds, four after 148."""
-    assert Machine((0.0, 1.0)).compare(148.5, most=32).num_prompts == 4
-    assert Machine((0.0, 1.0)).compare(147.5, most=32).num_prompts == 3
+def test_parameters_are_those_of_the_drafter(compared: tuple[Bench, list[Row]]) -> None:
+    one, rows = compared
+    modules = [one.contenders[0].drafter, one.contenders[1].drafter, one.contenders[2].drafter.model.model]  # type: ignore[attr-defined]
+    numbers = [sum(tensor.numel() for tensor in module.parameters()) for module in modules]  # type: ignore[attr-defined]
+    assert [row.num_parameters for row in rows] == [*numbers, 0]
 
 
-def test_without_a_box_nothing_is_cut():
-    extent = Machine((10.0, 10.0)).compare(math.inf)
-    assert (extent.num_prompts, extent.max_new_tokens) == (6, 128)
-    assert Machine((0.0, 1.0)).compare(10.0, most=5).max_new_tokens == 5, "never more than asked for"
+def test_answers_that_differ_from_plain_decoding_s_are_counted(model: TargetModel, tmp_path: Path) -> None:
+    one = bench(model, tmp_path, [Contender("lookup", PromptLookup(), "lookup")], replace(SETTINGS, temperature=0.0))
+    one.run()
+    (path,) = tmp_path.glob("greedy-lookup-*.json")
+    saved = json.loads(path.read_text())
+    saved["token_ids"][4:] = [[1], [2, 3]]
+    path.write_text(json.dumps(saved))
+    assert one.run()[0].num_different == 2
 
 
-def test_texts_are_scored_once():
-    asked: list[Ids] = []
-
-    class Counting(FakeScorer):
-        def worst_margin(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:
-            asked.append(tuple(token_ids))
-            return super().worst_margin(prompt_ids, token_ids)
-
-    rows([way("plain", PLAIN), way("hydra", PLAIN)], THREE, Counting())
-    assert asked == [A, B, C]
-    assert [row.worst_margin for row in rows([way("plain", PLAIN)], THREE, None)] == [None]
+def test_without_a_temperature_nothing_is_sampled(model: TargetModel, tmp_path: Path) -> None:
+    (row,) = bench(model, tmp_path, contenders(model)[:1], replace(SETTINGS, temperature=0.0)).run()
+    assert {getattr(row, field) for fields in SAMPLED_FIELDS.values() for field in fields} == {None}
+    assert not list(tmp_path.glob("*-at-*"))
 
 
-# --- real ways, tiny models ---
+# --- trees ---
 
 
-def test_real_ways_agree_on_a_tiny_model():
-    stock = tiny_model("llama")
-    plain = stock.twin()
-    speed_up(plain.model, exact_bits=False)
-    head = tiny_head("hydra", plain)
-    engine = Engine(plain, Copying(head), shape=TREES["cartesian"])
-    ways = [stock_way(stock), engine_way("plain", Engine(plain)), engine_way("hydra", engine)]
-    start = time.perf_counter()
-    extent = compare(ways, PROMPTS, max_new_tokens=20)
-    seconds = time.perf_counter() - start
-    assert (extent.num_prompts, extent.max_new_tokens) == (3, 20)
-    table = rows(ways, PROMPTS, Scorer(stock))
-    assert [row.method for row in table] == ["transformers", "plain", "hydra"]
-    found = engine.generate(PROMPTS, max_new_tokens=20)
-    assert table[2].num_copied == sum(result.num_copied for result in found) > 0
-    accepted = sum(len(result.token_ids) - 1 - result.num_steps for result in found)
-    assert accepted <= table[2].num_drafted <= accepted + len(PROMPTS)  # the last step may end inside a draft
-    assert table[1].num_drafted == table[1].num_copied == 0
-    assert all(row.identical and row.worst_margin < 1e-4 for row in table)
-    assert table[0].tokens_per_step == table[1].tokens_per_step == 1.0
-    assert table[2].tokens_per_step > 1.0
-    assert 0 < sum(answer.seconds for each in ways for answer in each.answers) < seconds
-    for each in ways:
-        for answer in each.answers:
-            assert len(answer.token_ids) == 20 or answer.token_ids[-1] in stock.eos_ids
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_head_drafts_on_the_tree_that_is_predicted_to_be_best(
+    model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, grows: bool
+) -> None:
+    run = Replay.run
 
+    def changed(self: Replay, answers: Any) -> dict[str, Any]:
+        found = run(self, answers)
+        found["dynamic"]["expected"][-1] = found["static"]["expected"][-1] + (0.1 if grows else -0.1)
+        found["confidence"]["temperatures"] = [1.5, 1.25, 0.75]
+        return found
 
-def test_the_stock_way_stops_at_the_end_of_text():
-    stock = tiny_model("llama")
-    free = stock_way(stock).decode(PROMPTS[0], 20).token_ids
-    place = next(place for place in range(3, 20) if free[place] not in free[:place])
-    stock.model.generation_config.eos_token_id = [free[place]]
-    again = TargetModel(stock.model, stock.tokenizer, "again")
-    answer = stock_way(again).decode(PROMPTS[0], 20)
-    assert answer.token_ids == free[: place + 1] == engine_way("plain", Engine(again)).decode(PROMPTS[0], 20).token_ids
-    assert answer.num_steps == place
-
-
-def test_the_parts_of_a_step_make_up_the_time_of_an_answer():
-    model = tiny_model("llama")
+    monkeypatch.setattr(Replay, "run", changed)
     head = tiny_head("hydra", model)
-    start = time.perf_counter()
-    parts = step_parts(Engine(model, head), PROMPTS[0], max_new_tokens=20)
-    milliseconds = 1e3 * (time.perf_counter() - start)
-    assert list(parts) == ["drafting", "verification", "accept and rest"]
-    assert all(0 < each < milliseconds for each in parts.values())
-    assert sum(parts.values()) < milliseconds
-    assert step_parts(Engine(model), PROMPTS[0], max_new_tokens=20)["drafting"] < parts["drafting"]
-    assert set(step_parts(Engine(model), PROMPTS[0], max_new_tokens=1).values()) == {0.0}, "no step at all"
+    one = bench(model, tmp_path, [Contender("hydra", head, "1")])
+    one._prepare(one.contenders[0])
+    shape = one._shapes["hydra"]
+    if grows:
+        assert shape == BestFirst(6, num_ranks=10, beam=6, confidence=(1.5, 1.25, 0.75))
+    else:
+        assert isinstance(shape, Tree)
+        assert shape.num_nodes == 6
+    again = tiny_head("hydra", model)
+    monkeypatch.setattr(Replay, "run", None)
+    two = bench(model, tmp_path, [Contender("hydra", again, "1")])
+    two._prepare(two.contenders[0])
+    assert two._shapes["hydra"] == shape, "the search is done once"
 
 
-# --- margins ---
+def test_a_shape_of_one_s_own_is_drafted_as_it_is(model: TargetModel, tmp_path: Path) -> None:
+    head = tiny_head("mlp-speculator", model)
+    one = bench(model, tmp_path, [Contender("paths", head, "1", BestPaths((3, 2, 2), 2))])
+    (row,) = one.run()
+    assert row.tree == "best 2 of 3x2x2, up to 7"
+    assert row.predicted_tokens_per_step is None
+    assert row.rejection_tokens_per_step is None
+    assert row.tokens_per_step == one_by_one(one._engine(head, BestPaths((3, 2, 2), 2)), PROMPTS)
 
 
-def logits_of(model: TargetModel, text: Sequence[int]) -> torch.Tensor:
-    """Every place by a pass of its own."""
-    return torch.stack([model.model(torch.tensor([list(text[: i + 1])])).logits[0, -1] for i in range(len(text))])
+# --- what is saved ---
 
 
-def test_a_greedy_text_has_no_margin():
-    model = tiny_model("llama")
-    scorer = Scorer(model)
-    for prompt in PROMPTS:
-        answer = Engine(model).generate([prompt], max_new_tokens=20, ignore_eos=True)[0].token_ids
-        assert scorer.worst_margin(prompt, answer) < 1e-5
-    assert scorer.worst_margin(PROMPTS[0], ()) == 0.0
+class Counter:
+    """Notes how often engines answer prompts, several at a time and timed alone; can stop in the middle."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.counted, self.timed = 0, 0
+        self.stop_at: int | None = None
+        real_count, real_way = compare.answers_of, compare.engine_way
+
+        def count(*arguments: Any) -> Answers:
+            self.counted += 1
+            return real_count(*arguments)
+
+        def way(name: str, engine: Engine) -> Any:
+            real = real_way(name, engine)
+
+            def decode(group: Any, max_new_tokens: int) -> Answers:
+                self.timed += max_new_tokens == SETTINGS.max_new_tokens
+                if self.stop_at is not None and self.timed > self.stop_at:
+                    raise KeyboardInterrupt
+                return real.decode(group, max_new_tokens)
+
+            return replace(real, decode=decode)
+
+        monkeypatch.setattr(compare, "answers_of", count)
+        monkeypatch.setattr(compare, "engine_way", way)
+
+    def of(self, one: Bench) -> tuple[int, int]:
+        """Countings and timed answers of a run."""
+        self.counted = self.timed = 0
+        one.run()
+        return self.counted, self.timed
 
 
-@pytest.mark.parametrize("place", [0, 7, 19])
-def test_a_planted_token_shows_its_exact_gap(place: int):
-    """Also at the first and at the last place; what follows is chosen greedily, so only the plant counts."""
-    model = tiny_model("gemma2")
-    prompt = PROMPTS[0]
-    answer = list(Engine(model).generate([prompt], max_new_tokens=20, ignore_eos=True)[0].token_ids[:place])
-    scores = logits_of(model, [*prompt, *answer])[-1]
-    planted = int(scores.topk(3).indices[2])
-    gap = float(scores.max() - scores[planted])
-    assert gap > 0.01
-    rest = Engine(model).generate([[*prompt, *answer, planted]], max_new_tokens=20, ignore_eos=True)[0].token_ids
-    found = Scorer(model).worst_margin(prompt, [*answer, planted, *rest][:20])
-    assert found == pytest.approx(gap, abs=1e-4)
+def test_what_was_counted_is_saved_and_what_was_timed_is_not(
+    model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter = Counter(monkeypatch)
+    two = contenders(model)[:2]
+    counter.stop_at = 4  # in the second prompt
+    with pytest.raises(KeyboardInterrupt):
+        bench(model, tmp_path, two).run()
+    assert counter.counted == 2 * 5 + 1
+    counter.stop_at = None
+    assert counter.of(bench(model, tmp_path, two)) == (0, 3 * 2), "the first prompt was timed before"
+    assert counter.of(bench(model, tmp_path)) == (5 + 3, 5 * 3), "only the new drafters are counted"
+    assert counter.of(bench(model, tmp_path)) == (0, 5 * 3), "speeds are measured each time"
+    other = replace(SETTINGS, num_sampled_prompts=5)
+    assert counter.of(bench(model, tmp_path, two, other)) == (2 * 4, 3 * 3), "sampled answers to other prompts"
 
 
-def test_texts_in_bf16_are_scored_in_fp32():
-    """The scorer is a model of its own in fp32, with the rounded weights: not bf16's sums, and not the stock model."""
-    stock = tiny_model("llama", dtype=torch.bfloat16, tie_word_embeddings=True)
-    scorer = Scorer(stock)
-    assert scorer.model is not stock.model
-    assert {parameter.dtype for parameter in scorer.model.parameters()} == {torch.float32}
-    assert not scorer.model.training
-    assert {parameter.dtype for parameter in stock.model.parameters()} == {torch.bfloat16}
-    for name, parameter in scorer.model.named_parameters():
-        assert torch.equal(parameter, stock.model.get_parameter(name).float())
-    exact = tiny_model("llama", tie_word_embeddings=True)
-    exact.model.load_state_dict({name: value.float() for name, value in stock.model.state_dict().items()})
-    prompt, text = PROMPTS[0], [4, 9, 2, 11]
-    scores = logits_of(exact, [*prompt, *text])[len(prompt) - 1 : -1]
-    gap = max(float(row.max() - row[token]) for row, token in zip(scores, text, strict=True))
-    assert scorer.worst_margin(prompt, text) == pytest.approx(gap, abs=1e-5)
-    assert math.isfinite(gap)
-    assert Scorer(exact).model is exact.model, "fp32 needs no second copy"
+def quick(**changes: Any) -> BenchSettings:
+    sizes = {"num_nodes": 4, "max_new_tokens": 6, "num_speed_prompts": 3, "num_calibration_prompts": 2}
+    return BenchSettings(**{"temperature": 0.0, **sizes, **changes})
+
+
+@pytest.fixture
+def counted(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Stages that the engines really computed."""
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(world)
+    found: list[str] = []
+    real = compare.answers_of
+
+    def noted(engine: Engine, *arguments: Any) -> Answers:
+        found.append(type(engine.drafter).__name__)
+        return real(engine, *arguments)
+
+    monkeypatch.setattr(compare, "answers_of", noted)
+    return found
+
+
+ASKED = ["a dog", "hello", "fog and ice"]
+
+
+def test_the_function_returns_rows_and_uses_what_was_saved(counted: list[str]) -> None:
+    def rows(**options: Any) -> list[Row]:
+        return draftheads.compare_heads("./model", ["./hydra", "lookahead"], ASKED, settings=quick(), **options)
+
+    found = rows(precision="fp32")
+    assert [row.name for row in found] == ["hydra", "lookahead"]
+    assert counted == ["NoDraft", "HydraHead", "Lookahead"]
+    again = rows(precision="fp32")
+    assert len(counted) == 3
+    assert [row.tokens_per_step for row in again] == [row.tokens_per_step for row in found]
+    rows(precision="fp32", fresh=True)
+    assert len(counted) == 6, "fresh ignores what was saved"
+
+
+def test_other_settings_and_another_configuration_are_counted_anew(counted: list[str], tmp_path: Path) -> None:
+    draftheads.compare_heads("./model", ["./hydra"], ASKED, settings=quick())
+    draftheads.compare_heads("./model", ["./hydra"], ASKED, settings=quick(num_nodes=5))
+    assert len(counted) == 4
+    base = load_target("model")
+    other = tiny_head("hydra", base, embedding_scale=1.25)
+    save_head(other, tmp_path / "other" / "hydra", base=base)
+    draftheads.compare_heads("./model", [str(tmp_path / "other" / "hydra")], ASKED, settings=quick())
+    assert len(counted) == 5
+
+
+# --- what cannot be compared ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_nodes": 1}, "num_nodes is 1; it must be at least 2"),
+        ({"temperature": -0.5}, "temperature is -0.5"),
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"num_speed_prompts": 2}, "num_speed_prompts is 2; it must be at least 3"),
+        ({"num_sampled_prompts": 0}, "num_sampled_prompts is 0; it must be at least 3"),
+    ],
+)
+def test_impossible_settings_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidSettings, match=words):
+        replace(SETTINGS, **changes)
+
+
+def test_at_least_three_prompts_are_needed() -> None:
+    with pytest.raises(DataError, match="2 prompts: give at least 3"):
+        draftheads.compare_heads("nowhere", ["medusa"], ["a", "b"])

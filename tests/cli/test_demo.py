@@ -1,4 +1,4 @@
-"""``draftheads demo``: the table, the JSON object, and the answer as it comes."""
+"""``draftheads demo``: the table, the JSON object, and the answer as it is decoded."""
 
 import json
 import os
@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from cli_world import run_process
-from draftheads.cli import demo
+from draftheads.bench import demo
+from draftheads.bench.demo import Demo
 from draftheads.cli.main import main
 from draftheads.decode.engine import Engine
 from draftheads.heads.base import DraftHead
@@ -112,13 +113,13 @@ def test_heads_draft_with_the_fast_kernels_in_the_demo(monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("here")
 def test_the_demo_explains_texts_that_differ(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    compared = demo.rows
+    compared = Demo.rows
     differing = False
 
-    def rows(*arguments: Any, **options: Any) -> Any:
-        return [replace(row, identical=not differing) for row in compared(*arguments, **options)]
+    def rows(*arguments: Any) -> Any:
+        return [replace(row, num_different=int(differing)) for row in compared(*arguments)]
 
-    monkeypatch.setattr(demo, "rows", rows)
+    monkeypatch.setattr(Demo, "rows", rows)
     said = {}
     for precision in ("bf16", "fp32", "int8"):
         for differing in (False, True):
@@ -172,14 +173,14 @@ def test_the_demo_in_int8_compares_with_plain_int8(capsys: pytest.CaptureFixture
 def test_the_demo_with_exact_bits_compares_with_plain_of_the_same_kernels(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    asked: list[Any] = []
-    compared = demo.rows
+    references: list[Any] = []
+    compared = Demo._plain_of_heads
 
-    def rows(*arguments: Any, references: Any) -> Any:
-        asked.append(references)
-        return compared(*arguments, references=references)
+    def noted(self: Demo, *arguments: Any) -> Any:
+        references.append(compared(self, *arguments))
+        return references[-1]
 
-    monkeypatch.setattr(demo, "rows", rows)
+    monkeypatch.setattr(Demo, "_plain_of_heads", noted)
     monkeypatch.setattr(demo, "rows_keep_their_bits", lambda _: True)
     arguments = ["demo", "--model", "model", "--limit", "2", "--no-stream", "--max-new-tokens", "10", "--heads"]
     arguments += ["hydra", "--precision", "fp32", "--json", "-"]
@@ -187,11 +188,10 @@ def test_the_demo_with_exact_bits_compares_with_plain_of_the_same_kernels(
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record["exact_bits"] is True
     assert all(row["identical"] for row in record["rows"])
-    assert list(asked[0]) == ["hydra"]
-    assert [len(answer) for answer in asked[0]["hydra"]] == [10, 10]
+    assert [len(answer) for answer in references[0]] == [10, 10]
     assert main(arguments) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["exact_bits"] is False
-    assert asked[1] == {}
+    assert references[1] is None
 
 
 def test_exact_bits_that_cannot_be_kept(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any):

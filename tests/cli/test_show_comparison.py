@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from draftheads.bench.compare import Extent, Row
+from draftheads.bench.settings import BenchSettings
+from draftheads.bench.table import SPEED_COLUMNS, Row
 from draftheads.cli import show_comparison
+from draftheads.cli.bench import show
 from draftheads.decode import cost_profile as cost
 from draftheads.decode.engine import Engine
 from draftheads.drafters.copying import Copying
@@ -56,9 +58,9 @@ def test_a_sentence_explains_the_tree(engine: Engine):
     assert "always drafts the same tree" in show_comparison.tree_sentence("hydra", engine)
 
 
-def row_of(method: str, speedup: float) -> Row:
-    return Row(method, 10.0, 1.5, speedup, (1.0, 1.0), None, identical=True, num_different=0, worst_margin=0.0,
-               num_drafted=50, num_copied=7)  # fmt: skip
+def row_of(name: str, speedup: float = 1.5, **changes: Any) -> Row:
+    numbers = {"tokens_per_second": 10.0, "tokens_per_step": 1.5, "num_drafted": 50, "num_copied": 7}
+    return Row(name=name, speedup=speedup, **{**numbers, **changes})
 
 
 def test_a_head_that_is_slower_than_plain_is_named():
@@ -75,16 +77,48 @@ def test_a_head_that_is_slower_than_plain_is_named():
     assert "Of its 50 accepted draft tokens, 7 were copied" in show_comparison.copies_sentence(table[2])
 
 
-def test_the_widest_table_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> Console:
     monkeypatch.setenv("COLUMNS", "80")
-    row = Row("transformers", 12345.67, 12.345, 12.34, (10.12, 14.56), 123.45, identical=False, num_different=80,
-              worst_margin=1.23e-05)  # fmt: skip
-    show_comparison.print_table([row], Extent(80, 128, 1234.5), Console(highlight=False))
-    parts = {name: {"drafting": 1234.5, "verification": 3.0, "accept and rest": 0.0} for name in ("plain", "h" * 90)}
-    show_comparison.print_parts(parts, Console(highlight=False))
+    return Console(highlight=False)
+
+
+def test_the_widest_table_of_the_demo_fits_80_columns(capsys: pytest.CaptureFixture[str], narrow: Console):
+    row = row_of(
+        "transformers", 12.34, tokens_per_second=12345.67, tokens_per_step=12.345, speedup_quartiles=(10.12, 14.56),
+        speedup_over_transformers=123.45, num_different=80, worst_margin=1.23e-05,
+    )  # fmt: skip
+    show_comparison.print_table([row], SPEED_COLUMNS, narrow)
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 80 for line in lines)
     assert lines[3].split() == [
         *("transformers", "12345.7", "12.35", "12.34", "(10.12-14.56)", "123.45", "no", "(80)", "1e-05")
     ]
-    assert lines[4] == "80 prompts, answers of at most 128 tokens, 1234 s in all"
+
+
+def test_the_widest_parts_of_a_step_fit_80_columns(capsys: pytest.CaptureFixture[str], narrow: Console):
+    parts = {"draft_milliseconds": 1234.5, "verify_milliseconds": 3.0}
+    show_comparison.print_parts([row_of("plain", **parts), row_of("h" * 90, **parts)], narrow)
+    assert all(len(line) <= 80 for line in capsys.readouterr().out.splitlines())
+
+
+def test_the_tables_of_bench_fit_80_columns(capsys: pytest.CaptureFixture[str], narrow: Console):
+    names = ["mlp-speculator", "mlp-speculator, paths", "prompt-lookup", "x" * 40]
+    trees = ["static, 24", "best 8 of 6x3x2, up to 23", "its own, up to 9", "growing, 24"]
+    sampled = dict.fromkeys(("sampled", "typical", "rejection", "block"), 2.25)
+    fields = {f"{name}_tokens_per_step": value for name, value in sampled.items()}
+    rows = [row_of(name, tree=tree, over_first=1.25, **fields) for name, tree in zip(names, trees, strict=True)]
+    show(narrow, rows, BenchSettings())
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    for name in names[:-1]:
+        found = [line.removeprefix(name).split() for line in lines if line.startswith(f"{name} ")]
+        assert len(found) == 3, "a table each for greedy answers, sampled answers and speeds"
+        assert found[0][-2:] == ["1.50", "1.25"], "on the line of the name"
+        assert found[1] == ["2.25"] * 4
+    assert sum("x" * 24 in line for line in lines) == 3
+
+
+def test_answers_that_differ_are_named(capsys: pytest.CaptureFixture[str], narrow: Console):
+    show(narrow, [row_of("hydra", over_first=1.0, num_different=2)], BenchSettings(temperature=0.0))
+    assert "answers that differ from plain decoding's: hydra 2; near-ties" in capsys.readouterr().out

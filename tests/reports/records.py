@@ -5,7 +5,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from draftheads.bench.drafters import BenchRow, BenchSettings
+from draftheads.bench.settings import BenchSettings
+from draftheads.bench.table import Row
 
 METRICS: dict[str, Any] = {
     "method": "hydra",
@@ -87,9 +88,9 @@ TUNE: dict[str, Any] = {
 }
 
 
-def bench_row(name: str, *, speedup: float) -> BenchRow:
+def bench_row(name: str, *, speedup: float) -> Row:
     """A drafter with 12.3 million parameters and 2.5 tokens per step."""
-    return BenchRow(
+    return Row(
         name=name,
         num_parameters=12_300_000,
         tree="growing, 24",

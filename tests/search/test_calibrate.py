@@ -18,11 +18,11 @@ from draftheads.search.calibrate import (
     DIVISORS,
     Answer,
     Observation,
+    draft_along,
     fit_confidence,
     observe,
     reached,
     reliability,
-    replay,
 )
 from draftheads.shapes import BestFirst
 from families import PROMPTS, tiny_head, tiny_model
@@ -361,13 +361,11 @@ def head_of(kind: str, model: TargetModel) -> DraftHead:
     return tiny_head(method, model, num_heads=K, **options)
 
 
-def replayed(
-    head: DraftHead, model: TargetModel, answers: list[Answer], shape: BestFirst
-) -> tuple[list[Tensor], list[list[float]]]:
+def drafted_along(head: DraftHead, model: TargetModel, answers: list[Answer], shape: BestFirst) -> list[Tensor]:
     """With states as they are observed."""
     hidden = [observe(head, model, answer, num_ranks=2, temperature=0.0)[1] for answer in answers]
     prompts = [model.hidden_states(torch.tensor([answer.prompt_ids]))[0] for answer in answers]
-    return replay(head, shape, answers, hidden, prompts)
+    return draft_along(head, shape, answers, hidden, prompts)
 
 
 def drafts_of(head: DraftHead, model: TargetModel, answer: Answer, shape: BestFirst) -> list[Draft]:
@@ -399,7 +397,7 @@ KINDS = ["medusa", "hydra", "trimmed hydra", "remembering"]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "hydra++", "eagle"])
-def test_replaying_side_by_side_is_drafting_row_by_row_with_trees_of_every_size(kind: str) -> None:
+def test_drafting_along_several_answers_equals_drafting_along_each_alone(kind: str) -> None:
     model = model_of("llama")
     head = head_of(kind, model)
     confidence = (1.7, 0.8, 2.5)
@@ -407,7 +405,7 @@ def test_replaying_side_by_side_is_drafting_row_by_row_with_trees_of_every_size(
         Answer(one.prompt_ids, one.token_ids[:length])
         for one, length in zip(said(model, temperature=0.7), (14, 5, 1), strict=True)
     ]
-    found, _ = replayed(head, model, answers, BestFirst(30, num_ranks=6, beam=3, confidence=confidence))
+    found = drafted_along(head, model, answers, BestFirst(30, num_ranks=6, beam=3, confidence=confidence))
     kept_by_size = []
     for size in (1, 2, 9, 30):
         kept = []
@@ -422,37 +420,12 @@ def test_replaying_side_by_side_is_drafting_row_by_row_with_trees_of_every_size(
     assert kept_by_size[0] == 0 < kept_by_size[1] < kept_by_size[2] < kept_by_size[-1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_replaying_counts_how_often_whole_paths_are_kept(kind: str) -> None:
-    model = model_of("llama")
-    head = head_of(kind, model)
-    answers = said(model, temperature=0.0)
-    shape = BestFirst(20, num_ranks=6, beam=4, confidence=(2.0, 2.0, 3.0))
-    _, bins = replayed(head, model, answers, shape)
-    expected: dict[int, list[tuple[float, float]]] = {}
-    for answer in answers:
-        drafts = drafts_of(head, model, answer, shape)
-        for place in range(len(answer.token_ids) - K):
-            draft = drafts[place]
-            assert draft.path_log_probs is not None
-            true = true_nodes(draft, answer.token_ids[place + 1 : place + 1 + K])
-            for node in range(1, draft.num_nodes):
-                sure = float(draft.path_log_probs[0, node].exp())
-                expected.setdefault(min(int(sure * 12), 11), []).append((sure, float(node in true)))
-    assert len(bins) == len(expected) > 3
-    for (_, pairs), row in zip(sorted(expected.items()), bins, strict=True):
-        assert row == pytest.approx(
-            [sum(pair[i] for pair in pairs) / len(pairs) for i in (0, 1)] + [len(pairs)], rel=1e-4
-        )
-    assert sum(count for *_, count in bins) == 19 * sum(len(answer.token_ids) - K for answer in answers)
-
-
-def test_replaying_uses_the_shape_s_confidence() -> None:
+def test_drafting_along_answers_uses_the_shape_s_confidence() -> None:
     model = model_of("llama")
     head = tiny_head("medusa", model, num_heads=K)
     answers = said(model, temperature=0.0)
     found = []
     for confidence in ((1.0, 1.0, 1.0), (4.0, 0.4, 1.0)):
         shape = BestFirst(24, num_ranks=6, confidence=confidence)
-        found.append(torch.cat(replayed(head, model, answers, shape)[0]))
+        found.append(torch.cat(drafted_along(head, model, answers, shape)))
     assert not torch.equal(*found)

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from tests.search.test_calibrate import head_of, replayed
+from tests.search.test_calibrate import drafted_along, head_of
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult
@@ -87,7 +87,7 @@ def test_growing_trees_keep_what_was_foreseen(family: str, kind: str, temperatur
     model = model_of(family)
     head, answers = head_of(kind, model), recorded(family, temperature)
     largest = BestFirst(30, num_ranks=6, beam=3, confidence=(1.6, 2.2, 0.9))
-    texts, _ = replayed(head, model, answers, largest)
+    texts = drafted_along(head, model, answers, largest)
     foreseen = []
     for size in (3, 24):
         foreseen.append(simulate(texts, size)[0])

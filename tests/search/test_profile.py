@@ -8,7 +8,7 @@ from draftheads.drafters.copy_odds import DEFAULT_ODDS, check_odds
 from draftheads.progress import NoProgress
 from draftheads.search.calibrate import Answer
 from draftheads.search.profile import TOKENS_PER_TEXT, measured_profile, recorded, static_profile
-from draftheads.search.replay import RehearsalSettings
+from draftheads.search.replay import ReplaySettings
 from draftheads.shapes import BestFirst
 from draftheads.tree import Tree
 from families import PROMPTS, tiny_head, tiny_model
@@ -34,9 +34,7 @@ def test_a_measured_profile_promises_what_decoding_then_gains() -> None:
     head = tiny_head("hydra", model)
     plain = Engine(model).generate(PROMPTS, max_new_tokens=40)
     answers = [Answer(tuple(p), r.token_ids) for p, r in zip(PROMPTS, plain, strict=True)]
-    profile, found = measured_profile(
-        model, head, answers, RehearsalSettings(num_ranks=6, beam=3), progress=NoProgress()
-    )
+    profile, found = measured_profile(model, head, answers, ReplaySettings(num_ranks=6, beam=3), progress=NoProgress())
     assert (profile.num_texts, profile.num_tokens) == (3, sum(len(answer.token_ids) for answer in answers))
     assert (profile.num_ranks, profile.beam) == (6, 3)
     assert profile.confidence == pytest.approx(found["confidence"]["temperatures"], abs=1e-4)
@@ -70,7 +68,7 @@ def test_a_measured_profile_knows_how_copies_fared() -> None:
     ] * 4
 
     def copies(answers: list[Answer]) -> list[list[float]]:
-        settings = RehearsalSettings(num_ranks=4, beam=2)
+        settings = ReplaySettings(num_ranks=4, beam=2)
         profile, _ = measured_profile(model, tiny_head("medusa", model), answers, settings, progress=NoProgress())
         check_odds(profile.copies)
         return profile.copies

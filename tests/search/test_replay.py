@@ -1,7 +1,5 @@
-"""Calibration on recorded answers: trees of all sizes, judged on the other half of the answers."""
+"""Tokens per step with trees of all sizes: found on one half of recorded answers, measured on the other."""
 
-import itertools
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,21 +13,18 @@ from draftheads.errors import DataError
 from draftheads.heads.base import DraftHead, HeadSession
 from draftheads.models.model import TargetModel
 from draftheads.progress import NoProgress
-from draftheads.search import replay as rehearsal
+from draftheads.search import replay
 from draftheads.search.calibrate import Answer, Observation
 from draftheads.search.replay import (
-    Rehearsal,
-    RehearsalSettings,
-    dense_widths,
+    Replay,
+    ReplaySettings,
+    accuracies,
     encoded,
-    marginal_accuracy,
     own_answers,
     samplings,
 )
-from draftheads.search.workbook import Workbook
 from draftheads.shapes import BestFirst
 from draftheads.tree import Path as RankPath
-from draftheads.tree import Tree
 from families import PROMPTS, tiny_head, tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -38,21 +33,20 @@ K, R = 2, 3
 
 @dataclass
 class Case:
-    """A rehearsal and the prompts that it is for."""
+    """A replay and its prompts."""
 
-    rehearsal: Rehearsal
+    replay: Replay
     prompts: list[list[int]]
     folder: Path
 
     def answers(self) -> list[Answer]:
-        book = Workbook(self.folder, {})
-        found = self.rehearsal
-        return own_answers(found.target, self.prompts, found.settings, book=book, progress=NoProgress())
+        one = self.replay
+        return own_answers(one.target, self.prompts, one.settings, folder=self.folder, progress=NoProgress())
 
 
-def tuner(model: TargetModel, head: DraftHead, folder: Path, prompts: list[list[int]], **settings: Any) -> Case:
-    chosen = RehearsalSettings(**settings)
-    return Case(Rehearsal(model, head, chosen, progress=NoProgress()), encoded(model, prompts, chosen), folder)
+def case(model: TargetModel, head: DraftHead, folder: Path, prompts: list[list[int]], **settings: Any) -> Case:
+    chosen = ReplaySettings(**settings)
+    return Case(Replay(model, head, chosen, progress=NoProgress()), encoded(model, prompts, chosen), folder)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +57,7 @@ def model() -> TargetModel:
 @pytest.fixture
 def small(model: TargetModel, tmp_path: Path) -> Case:
     """For two heads and three ranks."""
-    return tuner(model, tiny_head("medusa", model, num_heads=K), tmp_path, PROMPTS, num_ranks=R, max_nodes=8)
+    return case(model, tiny_head("medusa", model, num_heads=K), tmp_path, PROMPTS, num_ranks=R, max_nodes=8)
 
 
 def seen_as(table: list[tuple[int, int]], probs: Tensor | None = None) -> Observation:
@@ -105,57 +99,45 @@ def by_count(seen: list[Observation]) -> list[RankPath]:
     return sorted(counts, key=lambda path: (-counts[path], len(path), path))
 
 
-def by_product(seen: list[Observation]) -> list[RankPath]:
-    """All paths by the product of the shares of their ranks, each head's counted as far as it reaches."""
-    shares = []
-    for depth in range(K):
-        rows = [row[depth] for one in seen for row in one.ranks.tolist()[: -1 - depth]]
-        shares.append([rows.count(rank) / len(rows) for rank in range(R)])
-    paths = [path for depth in range(1, K + 1) for path in itertools.product(range(R), repeat=depth)]
-    worth = {path: math.prod(shares[depth][rank] for depth, rank in enumerate(path)) for path in paths}
-    return sorted((path for path in paths if worth[path] > 0), key=lambda path: (-worth[path], len(path), path))
-
-
-def crossed(seen: list[Observation], order_of: Any, size: int) -> float:
+def crossed(seen: list[Observation], size: int) -> float:
     """Tokens per step when each half meets the tree that grew on the other."""
     halves, tokens, steps = [seen[0::2], seen[1::2]], 0, 0
     for mine, other in (halves, halves[::-1]):
-        tree = set(order_of(other)[: size - 1])
+        tree = set(by_count(other)[: size - 1])
         for one in mine:
             more = steps_with(one, tree)
             tokens, steps = tokens + more[0], steps + more[1]
     return tokens / steps
 
 
-def test_each_half_is_judged_with_trees_that_grew_on_the_other(small: Case) -> None:
+def test_each_half_is_measured_with_trees_from_the_other_half(small: Case) -> None:
     # answers of two kinds, by turns
     easy, hard = random_answers(6, seed=1), random_answers(6, seed=2, ease=-0.5)
     seen = [one for pair in zip(easy, hard, strict=True) for one in pair]
-    found = small.rehearsal._grow(seen)
-    assert found["static"]["paths"] == [list(path) for path in by_count(seen)[:7]]
+    found = small.replay._static(seen)
+    assert found["paths"] == [list(path) for path in by_count(seen)[:7]]
     sizes = range(1, 9)
-    for name, order_of in (("static", by_count), ("marginal", by_product)):
-        assert found[name]["expected"] == pytest.approx([crossed(seen, order_of, size) for size in sizes]), name
-        assert len(found[name]["error"]) == 8
-        assert all(error > 0 for error in found[name]["error"][1:])
+    assert found["expected"] == pytest.approx([crossed(seen, size) for size in sizes])
+    assert len(found["error"]) == 8
+    assert all(error > 0 for error in found["error"][1:])
     own = [sum(x) for x in zip(*(steps_with(one, set(by_count(seen)[:3])) for one in seen), strict=True)]
-    assert found["static"]["expected"][3] < own[0] / own[1], "on what it grew on, a tree does too well"
-    assert found == small.rehearsal._grow(list(seen)), "the same answers give the same trees"
+    assert found["expected"][3] < own[0] / own[1], "on what it grew on, a tree does too well"
+    assert found == small.replay._static(list(seen)), "the same answers give the same trees"
 
 
-def test_shares_are_of_all_answers_and_fall(small: Case) -> None:
+def test_shares_are_of_all_answers_and_fall_with_size(small: Case) -> None:
     seen = random_answers(8, seed=3)
-    found = small.rehearsal._grow(seen)["static"]
+    found = small.replay._static(seen)
     rows = [tuple(row) for one in seen for row in one.ranks.tolist()[:-K]]
     expected = [sum(row[: len(path)] == tuple(path) for row in rows) / len(rows) for path in found["paths"]]
     assert found["shares"] == pytest.approx([1.0, *expected])
     assert found["shares"] == sorted(found["shares"], reverse=True)
 
 
-def test_a_half_with_fewer_paths_promises_no_more_than_it_has(small: Case) -> None:
+def test_a_half_with_fewer_paths_gives_smaller_trees(small: Case) -> None:
     rich = seen_as([(a, b) for one in random_answers(4, seed=4) for a, b in one.ranks.tolist()])
     poor = seen_as([(0, 3)] * 8 + [(3, 3)])
-    found = small.rehearsal._grow([rich, poor])["static"]
+    found = small.replay._static([rich, poor])
     assert len(found["paths"]) == 7
     # the rich half is judged with the one path of the poor one, whatever the size
     for size in range(2, 9):
@@ -164,65 +146,45 @@ def test_a_half_with_fewer_paths_promises_no_more_than_it_has(small: Case) -> No
         assert found["expected"][size - 1] == pytest.approx(sum(t for t, _ in pairs) / sum(s for _, s in pairs))
 
 
-def test_dense_trees_are_decoded_along_all_answers(small: Case) -> None:
-    seen = random_answers(8, seed=5)
-    dense = small.rehearsal._grow(seen)["dense"]
-    assert [tuple(tree["widths"]) for tree in dense] == dense_widths(K, R, 8)
-    for tree in dense:
-        full = Tree.cartesian(tree["widths"])
-        pairs = [steps_with(one, set(full.paths)) for one in seen]
-        assert tree["num_nodes"] == full.num_nodes
-        assert tree["expected"] == pytest.approx(sum(t for t, _ in pairs) / sum(s for _, s in pairs))
-
-
-def test_at_a_temperature_chances_count_and_what_was_drawn_is_decoded(model: TargetModel, tmp_path: Path) -> None:
+def test_at_a_temperature_probabilities_count_and_the_drawn_answer_is_decoded(
+    model: TargetModel, tmp_path: Path
+) -> None:
     head = tiny_head("medusa", model, num_heads=K)
-    sampled = tuner(model, head, tmp_path, PROMPTS, num_ranks=R, max_nodes=4, temperature=0.8)
+    sampled = case(model, head, tmp_path, PROMPTS, num_ranks=R, max_nodes=4, temperature=0.8)
     # rank 2 was drawn by chance; the target itself is for rank 1
     probs = torch.tensor([[0.2, 0.5, 0.3], [0.1, 0.05, 0.05]]).expand(6, K, R)
     drawn = seen_as([(2, 0), (2, 0), (2, 0), (2, 0), (2, R), (R, R)], probs)
-    found = sampled.rehearsal._grow([drawn, drawn])
-    assert found["static"]["paths"] == [[1], [2], [0]]
-    assert found["static"]["shares"] == pytest.approx([1.0, 0.5, 0.3, 0.2])
-    assert found["static"]["expected"] == pytest.approx([1.0, 1.0, 5 / 3, 5 / 3])
-    assert found["accuracy"] == [pytest.approx(row) for row in ([0.2, 0.5, 0.3], [0.1, 0.05, 0.05])]
+    found = sampled.replay._static([drawn, drawn])
+    assert found["paths"] == [[1], [2], [0]]
+    assert found["shares"] == pytest.approx([1.0, 0.5, 0.3, 0.2])
+    assert found["expected"] == pytest.approx([1.0, 1.0, 5 / 3, 5 / 3])
+    assert accuracies([drawn, drawn]) == [pytest.approx(row) for row in ([0.2, 0.5, 0.3], [0.1, 0.05, 0.05])]
 
 
-def test_accuracies_are_counted_where_there_is_something_to_guess() -> None:
+def test_accuracies_are_counted_where_the_answer_goes_on() -> None:
     first, second = seen_as([(0, 1), (1, 3), (2, 3), (3, 3)]), seen_as([(0, 3), (3, 3)])
     # the first head at 3 and 1 places, the second at 2 and none
-    assert marginal_accuracy([first, second]) == [[2 / 4, 1 / 4, 1 / 4], [0.0, 1 / 2, 0.0]]
-    assert marginal_accuracy([second]) == [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]], "without places nothing is right"
+    assert accuracies([first, second]) == [[2 / 4, 1 / 4, 1 / 4], [0.0, 1 / 2, 0.0]]
+    assert accuracies([second]) == [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]], "without places nothing is right"
     chances = torch.rand(3, K, R, generator=torch.Generator().manual_seed(0))
-    found = marginal_accuracy([seen_as([(0, 0)] * 3, chances)])
+    found = accuracies([seen_as([(0, 0)] * 3, chances)])
     assert found == [pytest.approx(chances[:2, 0].mean(0).tolist()), pytest.approx(chances[0, 1].tolist())]
 
 
-def test_answers_shorter_than_the_heads_reach_still_give_trees(small: Case) -> None:
+def test_observations_shorter_than_the_number_of_heads_still_give_trees(small: Case) -> None:
     short = seen_as([(0, 3), (3, 3)])
-    found = small.rehearsal._grow([short, short])
-    assert found["static"]["paths"] == [[0]]
-    assert found["static"]["expected"] == [1.0, 1.0]
-
-
-@pytest.mark.parametrize(("depth", "widest", "max_nodes"), [(1, 5, 4), (2, 3, 8), (3, 3, 20), (4, 2, 31), (3, 4, 2)])
-def test_dense_widths_are_all_that_fit_and_do_not_grow(depth: int, widest: int, max_nodes: int) -> None:
-    every = [w for d in range(1, depth + 1) for w in itertools.product(range(1, widest + 1), repeat=d)]
-    fitting = {w for w in every if list(w) == sorted(w, reverse=True) and Tree.cartesian(w).num_nodes <= max_nodes}
-    found = dense_widths(depth, widest, max_nodes)
-    assert set(found) == fitting
-    assert len(found) == len(fitting)
-    sizes = [Tree.cartesian(widths).num_nodes for widths in found]
-    assert sizes == sorted(sizes)
+    found = small.replay._static([short, short])
+    assert found["paths"] == [[0]]
+    assert found["expected"] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
 @pytest.mark.parametrize(("num_ranks", "beam"), [(2, 1), (2, 3), (3, 6)])
-def test_growing_trees_are_looked_at_up_to_their_largest_size(
+def test_growing_trees_are_measured_up_to_their_largest_size(
     model: TargetModel, tmp_path: Path, method: str, num_ranks: int, beam: int
 ) -> None:
     head = tiny_head(method, model)
-    one = tuner(model, head, tmp_path, PROMPTS, num_ranks=num_ranks, beam=beam, max_nodes=1000)
+    one = case(model, head, tmp_path, PROMPTS, num_ranks=num_ranks, beam=beam, max_nodes=1000)
     drafted: list[int] = []
     start = head.start
 
@@ -234,37 +196,37 @@ def test_growing_trees_are_looked_at_up_to_their_largest_size(
 
     head.start = watched  # type: ignore[method-assign]
     Engine(model, head, shape=BestFirst(1000, num_ranks=num_ranks, beam=beam)).generate(PROMPTS, max_new_tokens=4)
-    assert set(drafted) == {one.rehearsal._most_grown()}
-    one.rehearsal.settings = RehearsalSettings(num_ranks=num_ranks, beam=beam, max_nodes=4)
-    assert one.rehearsal._most_grown() == 4
+    assert set(drafted) == {one.replay._most_grown()}
+    one.replay.settings = ReplaySettings(num_ranks=num_ranks, beam=beam, max_nodes=4)
+    assert one.replay._most_grown() == 4
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_calibrating_in_parts_changes_nothing_and_growing_trees_are_foreseen(
+def test_a_replay_in_parts_equals_one_in_a_piece_and_predicts_decoding(
     model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
     head = tiny_head("hydra", model)
     options = {"num_ranks": 5, "beam": 3, "max_nodes": 12, "max_new_tokens": 12, "temperature": temperature}
-    one = tuner(model, head, tmp_path, PROMPTS, **options)
+    one = case(model, head, tmp_path, PROMPTS, **options)
     answers = one.answers()
-    found = one.rehearsal.run(answers)
-    again = one.rehearsal.run(answers)
+    found = one.replay.run(answers)
+    again = one.replay.run(answers)
     assert found == again
-    monkeypatch.setattr(rehearsal, "_ROWS_AT_ONCE", 2)
-    parts = one.rehearsal.run(answers)
+    monkeypatch.setattr(replay, "_ROWS_AT_ONCE", 2)
+    parts = one.replay.run(answers)
     assert parts["dynamic"]["expected"] == found["dynamic"]["expected"]
     assert parts["static"] == found["static"]
-    for bins in (parts["dynamic"]["reliability"], found["dynamic"]["reliability"]):
-        assert sum(count for *_, count in bins) == 11 * sum(max(0, len(answer.token_ids) - 3) for answer in answers)
     shape = BestFirst(12, num_ranks=5, beam=3, confidence=tuple(found["confidence"]["temperatures"]))
-    results = Engine(model, head, shape=shape).generate(PROMPTS, samplings(one.rehearsal.settings, len(PROMPTS)))
+    results = Engine(model, head, shape=shape).generate(PROMPTS, samplings(one.replay.settings, len(PROMPTS)))
     foreseen = sum(len(result.token_ids) - 1 for result in results) / sum(result.num_steps for result in results)
     assert found["dynamic"]["expected"][11] == foreseen
 
 
-def test_answers_are_the_model_s_own(model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsal, "_ANSWERS_AT_ONCE", 2)
-    one = tuner(model, tiny_head("medusa", model), tmp_path, [*PROMPTS, [4, 5]], num_prompts=3, max_new_tokens=9)
+def test_answers_are_those_of_plain_decoding(
+    model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "_ANSWERS_AT_ONCE", 2)
+    one = case(model, tiny_head("medusa", model), tmp_path, [*PROMPTS, [4, 5]], num_prompts=3, max_new_tokens=9)
     plain = Engine(model).generate(PROMPTS, max_new_tokens=9)
     expected = [Answer(tuple(p), r.token_ids) for p, r in zip(PROMPTS, plain, strict=True) if len(r.token_ids) > 1]
     assert one.answers() == expected
@@ -273,17 +235,17 @@ def test_answers_are_the_model_s_own(model: TargetModel, tmp_path: Path, monkeyp
 def test_too_little_to_calibrate_on_is_an_error(model: TargetModel, tmp_path: Path) -> None:
     head = tiny_head("medusa", model)
     with pytest.raises(DataError, match="1 prompts to calibrate on"):
-        tuner(model, head, tmp_path, PROMPTS[:1])
+        case(model, head, tmp_path, PROMPTS[:1])
     ended = tiny_model("llama", eos_token_id=list(range(24)))
     with pytest.raises(DataError, match="ends its answers at once"):
-        tuner(ended, tiny_head("medusa", ended), tmp_path, PROMPTS).answers()
+        case(ended, tiny_head("medusa", ended), tmp_path, PROMPTS).answers()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_answers_that_are_shorter_than_the_heads_reach_still_grow_trees(
+def test_answers_shorter_than_the_number_of_heads_still_give_trees(
     model: TargetModel, tmp_path: Path, temperature: float
 ) -> None:
     head = tiny_head("hydra", model)
-    one = tuner(model, head, tmp_path, PROMPTS, max_new_tokens=3, max_nodes=6, temperature=temperature)
-    found = one.rehearsal.run(one.answers())
+    one = case(model, head, tmp_path, PROMPTS, max_new_tokens=3, max_nodes=6, temperature=temperature)
+    found = one.replay.run(one.answers())
     assert len(found["static"]["shares"]) == len(found["static"]["paths"]) + 1

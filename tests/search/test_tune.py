@@ -20,12 +20,12 @@ from cli_world import SPECIAL, letters_tokenizer
 from draftheads.acceptance_profile import AcceptanceProfile, read_profile
 from draftheads.checkpoint import read_head
 from draftheads.cli.main import main
-from draftheads.cli.tune import work_folder
 from draftheads.errors import CheckpointCorrupt, InvalidSettings
 from draftheads.files import locked
 from draftheads.models.model import TargetModel
 from draftheads.profiles import cached_profile, cached_profile_folder, find_profile, folder_to_write
-from draftheads.search.replay import RehearsalSettings
+from draftheads.search.replay import ReplaySettings
+from draftheads.search.tune import answers_folder
 from draftheads.zoo.registry import zoo_heads
 from families import SMALL, VOCAB, tiny_head
 from nursery import Nursery
@@ -141,23 +141,32 @@ def test_a_broken_profile_is_replaced_by_tuning(here: Path, tmp_path: Path, prof
 
 def test_prompts_do_not_travel_with_a_head(here: Path, tuned: Path) -> None:
     assert {path.name for path in tuned.iterdir()} == {"acceptance.json", "tune.json", "tune.html", ".lock"}
-    assert list(work_folder(tuned).glob("*/answers-000.json"))
-    assert not work_folder(tuned).is_relative_to(tuned)
+    assert list(answers_folder(tuned).glob("*/answers-000.json"))
+    assert not answers_folder(tuned).is_relative_to(tuned)
 
 
 def test_answers_are_used_again_for_other_heads(here: Path, tuned: Path, tmp_path: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in work_folder(tuned).glob("*/answers-*.json")}
+    before = {path: path.stat().st_mtime_ns for path in answers_folder(tuned).glob("*/answers-*.json")}
     assert main(tune("medusa", "--out", str(tmp_path / "other"))) == 0
-    assert {path: path.stat().st_mtime_ns for path in work_folder(tuned).glob("*/answers-*.json")} == before
+    assert {path: path.stat().st_mtime_ns for path in answers_folder(tuned).glob("*/answers-*.json")} == before
     assert main(tune("medusa", "--max-new-tokens", "9", "--out", str(tmp_path / "shorter"))) == 0
-    assert len(list(work_folder(tuned).glob("*/answers-*.json"))) > len(before)
+    assert len(list(answers_folder(tuned).glob("*/answers-*.json"))) > len(before)
 
 
 def test_calibrating_twice_finds_the_same(here: Path, tuned: Path, tmp_path: Path) -> None:
     assert main(tune("hydra", "--out", str(tmp_path / "again"))) == 0
     first, second = (json.loads((place / "tune.json").read_text()) for place in (tuned, tmp_path / "again"))
-    for part in ("static", "marginal", "dynamic", "dense", "accuracy", "confidence"):
+    for part in ("static", "dynamic", "accuracy", "confidence"):
         assert first[part] == second[part]
+
+
+def test_the_function_does_what_the_command_does(here: Path, tuned: Path, tmp_path: Path) -> None:
+    settings = ReplaySettings(num_prompts=6, max_new_tokens=10, max_nodes=6)
+    profile = draftheads.tune_head(
+        "./model", "./hydra", PROMPTS[:6], out=tmp_path / "again", settings=settings, precision="fp32"
+    )
+    assert profile == read_profile(tmp_path / "again" / "acceptance.json") == read_profile(tuned / "acceptance.json")
+    assert json.loads((tmp_path / "again" / "tune.json").read_text())["num_texts"] == 6
 
 
 def test_a_search_for_a_temperature_counts_probabilities(here: Path, tmp_path: Path) -> None:
@@ -174,11 +183,11 @@ def test_killed_in_the_middle_it_goes_on_with_what_it_had(world: Path, tmp_path:
     more = ["--num-prompts", "32", "--max-new-tokens", "11"]
     (tmp_path / "many.jsonl").write_text("\n".join(json.dumps({"prompt": "mom" + "a" * n}) for n in range(32)))
     arguments = [*tune("hydra", "--out", str(out))[1:], *more, "--prompts", str(tmp_path / "many.jsonl")]
-    known = set(work_folder(out).glob("*/answers-*.json"))
+    known = set(answers_folder(out).glob("*/answers-*.json"))
     try:
         process = nursery.start(arguments, folder=world)
         until = time.monotonic() + 60
-        while not (found := set(work_folder(out).glob("*/answers-*.json")) - known) and time.monotonic() < until:
+        while not (found := set(answers_folder(out).glob("*/answers-*.json")) - known) and time.monotonic() < until:
             time.sleep(0.001)
         os.kill(process, signal.SIGKILL)
         assert nursery.wait() == -signal.SIGKILL
@@ -217,7 +226,7 @@ def test_impossible_searches_are_refused(here: Path, tmp_path: Path, capsys: pyt
 )
 def test_impossible_settings_are_refused(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidSettings, match=words):
-        RehearsalSettings(**wrong)
+        ReplaySettings(**wrong)
 
 
 def test_two_searches_into_one_folder_do_not_meet(

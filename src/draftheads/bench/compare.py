@@ -1,225 +1,380 @@
-"""The same prompts decoded in several ways, in turn, in one run: speed as ratios, text compared token by token.
+"""Drafters side by side with one engine: tokens per step on all prompts, speed on some of them.
 
-The baseline is the fastest plain way: our own loop without a drafter, not padded. All times include reading the
-prompt. A time box limits the tokens of an answer and the number of prompts.
+Each head drafts on the tree of a given number of nodes that serves it best, found on other prompts. Tokens per step do
+not depend on the clock: they are counted with several prompts at a time. Speeds are measured with one prompt at a time,
+the drafters in turn.
 """
 
-import math
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from os import PathLike, fspath
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from draftheads.bench.margins import Scorer
-from draftheads.decode.engine import Engine
-from draftheads.decode.request import GenerationResult
-from draftheads.decode.step_timer import wait_for
+from draftheads.bench.contenders import DRAFT_MODEL, Contender, heads_for, load_contenders, names_of
+from draftheads.bench.settings import BenchSettings
+from draftheads.bench.table import SAMPLED_FIELDS, Row, timed_row
+from draftheads.bench.timing import PLAIN, Answers, answers_of, engine_way, take_turns
+from draftheads.data.records import own_prompts, prompts_in
+from draftheads.decode.cost_profile import machine_of
+from draftheads.decode.engine import Engine, Prompt
+from draftheads.draft import Drafter
+from draftheads.drafters.draft_model import DraftModel
+from draftheads.errors import DataError, InvalidSettings
+from draftheads.estimates import ratio_with_error
+from draftheads.files import locked
+from draftheads.heads.base import DraftHead
+from draftheads.loading import Precision, find_template, load_target
+from draftheads.models.embedded import cache_folder
 from draftheads.models.model import TargetModel
+from draftheads.progress import NoProgress, Progress, counted_stage
+from draftheads.provenance import provenance
+from draftheads.sampling import SamplingSettings
+from draftheads.saved import identity_digest, saved_json
+from draftheads.search.replay import Replay, encoded, own_answers
+from draftheads.shapes import BestFirst, BestPaths, Sampled, Shape
+from draftheads.tree import Path as RankPath
+from draftheads.tree import Tree
 
-BASELINE = "plain"
-STOCK = "transformers"
-_WARM_UP_TOKENS = 4  # of an answer that nothing is measured on
-_PROBE_TOKENS = 16  # of an answer that shows the speed of a way
-_LEAST_TOKENS = 32  # of an answer, however slow the machine is
-_ENOUGH_PROMPTS = 3  # further prompts only where answers need not be shorter for them
-_SAFETY = 0.9  # of the time that is spent by plan: later tokens of a text take longer than the first ones
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One prompt decoded in one way."""
-
-    token_ids: tuple[int, ...]
-    num_steps: int  # passes of the target after the prompt was read
-    seconds: float  # wall time, the prompt included
-    num_drafted: int = 0  # accepted draft tokens
-    num_copied: int = 0  # those of them that only a copy from the text brought
-
-
-@dataclass
-class Way:
-    """One way of decoding, and what it did with each prompt."""
-
-    name: str
-    decode: Callable[[Sequence[int], int], Answer]  # prompt ids, most new tokens -> answer
-    answers: list[Answer] = field(default_factory=list)
+MIN_PROMPTS = 3  # for a standard error
+_SEED = 1 << 30  # of the first sampled answer
 
 
 @dataclass(frozen=True)
-class Extent:
-    """How much was compared."""
+class Comparison:
+    """A finished comparison."""
 
-    num_prompts: int
-    max_new_tokens: int  # of an answer
-    seconds: float  # of all ways together, warming up included
-
-
-@dataclass(frozen=True)
-class Row:
-    """What a way did over all prompts."""
-
-    method: str
-    tokens_per_second: float
-    tokens_per_step: float
-    speedup: float  # over our plain decoding: ratio of tokens per second
-    speedup_quartiles: tuple[float, float]  # of the ratio prompt by prompt
-    speedup_over_transformers: float | None
-    identical: bool  # every answer has the reference's token ids
-    num_different: int  # answers that have not
-    worst_margin: float | None  # largest gap between the best logit and an emitted token's, re-scored in fp32
-    num_drafted: int = 0  # accepted draft tokens
-    num_copied: int = 0  # those of them that only a copy from the text brought
+    rows: list[Row]
+    record: dict[str, Any]  # as in ``bench.json``
 
 
-def stock_way(model: TargetModel) -> Way:
-    """Transformers' own ``generate`` on the stock model."""
+def compare_heads(
+    model: str | PathLike[str] = "smollm2-135m",
+    heads: Sequence[str | PathLike[str]] = (),
+    prompts: Sequence[Prompt] | None = None,
+    *,
+    chat_template: str | PathLike[str] | None = None,
+    draft_model: str | PathLike[str] | None = None,
+    settings: BenchSettings | None = None,
+    precision: Precision = "auto",
+    fresh: bool = False,
+) -> list[Row]:
+    """Compares draft heads, and drafters without a head, on the same prompts; what ``draftheads bench`` does.
 
-    def decode(prompt_ids: Sequence[int], max_new_tokens: int) -> Answer:
-        ids = torch.tensor([list(prompt_ids)], device=model.device)
-        output, seconds = _timed(
-            lambda: model.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                eos_token_id=sorted(model.eos_ids),
-                pad_token_id=min(model.eos_ids, default=0),
-            ),
-            model.device,
-        )
-        token_ids = tuple(output[0, len(prompt_ids) :].tolist())
-        return Answer(token_ids, len(token_ids) - 1, seconds)
+    Tokens per step are saved in the user's cache by model, drafter, settings, machine and versions. So a comparison
+    that was stopped continues, and another drafter can be added later. Speeds are measured each time.
 
-    return Way(STOCK, decode)
+    Args:
+        model: ``smollm2-135m``, a folder, or a Hugging Face id.
+        heads: bundled heads' names, folders or Hugging Face ids; also ``prompt-lookup`` and ``lookahead``. When left
+            out, these two and all bundled heads of the model.
+        prompts: at least 3, better 80; a handful of our own when left out.
+        chat_template: as for :func:`draftheads.load`.
+        draft_model: a smaller model of the same tokenizer, compared as well.
+        settings: what is measured, and on how much.
+        precision: as for :func:`draftheads.load`.
+        fresh: ignore what was saved.
 
+    Returns:
+        A row for each drafter; the others' tokens per step are compared with the first one's.
 
-def engine_way(name: str, engine: Engine) -> Way:
-    """An engine of ours, one prompt at a time."""
-
-    def decode(prompt_ids: Sequence[int], max_new_tokens: int) -> Answer:
-        def work() -> tuple[GenerationResult, int]:
-            sequences = engine.sequences([list(prompt_ids)], max_new_tokens=max_new_tokens)
-            drafted = sum(event.num_drafted for event in engine.run(sequences))
-            return sequences[0].result(), drafted
-
-        (result, drafted), seconds = _timed(work, engine.model.device)
-        return Answer(result.token_ids, result.num_steps, seconds, drafted, result.num_copied)
-
-    return Way(name, decode)
+    Raises:
+        ModelNotFound, CheckpointError: the model or a head cannot be loaded.
+        DataError: fewer than 3 prompts.
+        InvalidSettings: two drafters have the same name.
+        StorageError: another process makes the same comparison.
+    """
+    names = [fspath(head) for head in heads]
+    small = None if draft_model is None else fspath(draft_model)
+    return compare(
+        fspath(model),
+        names,
+        prompts,
+        chat_template=chat_template,
+        draft_model=small,
+        settings=settings,
+        precision=precision,
+        fresh=fresh,
+    ).rows
 
 
 def compare(
-    ways: Sequence[Way],
-    prompts: Sequence[Sequence[int]],
+    model: str,
+    heads: Sequence[str],
+    prompts: Sequence[Prompt] | None,
     *,
-    max_new_tokens: int,
-    seconds: float = math.inf,
-    clock: Callable[[], float] = time.perf_counter,
-    on_answer: Callable[[], None] = lambda: None,
-) -> Extent:
-    """Lets every way answer a prompt, then the next prompt; who goes first changes, so that drifts cancel.
-
-    Args:
-        ways: what is compared.
-        prompts: token ids. At least one is answered.
-        max_new_tokens: of an answer; fewer where three prompts would not be answered in time, but at least 32.
-        seconds: for all ways together. No prompt is begun that would not be answered in time by all ways.
-        clock: gives seconds.
-        on_answer: is called after each answer.
-    """
-    start = clock()
-    each = sum(_seconds_per_token(way, prompts[0], clock) for way in ways)
-    left = seconds - (clock() - start)
-    tokens = affordable_tokens(left, each, num_prompts=min(_ENOUGH_PROMPTS, len(prompts)), most=max_new_tokens)
-    longest, done = 0.0, 0
-    for prompt in prompts:
-        begun = clock()
-        if done and begun + longest - start > seconds:
-            break
-        turn = done % len(ways)
-        for way in [*ways[turn:], *ways[:turn]]:
-            way.answers.append(way.decode(prompt, tokens))
-            on_answer()
-        done, longest = done + 1, max(longest, clock() - begun)
-    return Extent(done, tokens, clock() - start)
-
-
-def affordable_tokens(seconds: float, seconds_per_token: float, *, num_prompts: int, most: int) -> int:
-    """How long answers to so many prompts may be, if a token takes all ways together ``seconds_per_token``.
-
-    >>> affordable_tokens(100.0, 0.5, num_prompts=3, most=128)
-    60
-    """
-    by_time = _SAFETY * seconds / (num_prompts * max(seconds_per_token, 1e-9))
-    return int(min(most, max(by_time, _LEAST_TOKENS)))
-
-
-def _seconds_per_token(way: Way, prompt: Sequence[int], clock: Callable[[], float]) -> float:
-    """After warming up; reading the prompt included."""
-    way.decode(prompt, _WARM_UP_TOKENS)
-    start = clock()
-    answer = way.decode(prompt, _PROBE_TOKENS)
-    return (clock() - start) / len(answer.token_ids)
-
-
-def rows(
-    ways: Sequence[Way],
-    prompts: Sequence[Sequence[int]],
-    scorer: Scorer | None,
-    *,
-    references: Mapping[str, Sequence[tuple[int, ...]]] | None = None,
-) -> list[Row]:
-    """The table.
-
-    Args:
-        ways: with their answers.
-        prompts: those that were answered.
-        scorer: finds the worst margins; without it there are none.
-        references: by way, the token ids to be identical to; plain's answers when left out.
-    """
-    margin = cache(scorer.worst_margin) if scorer else None  # ways with the same text need one pass
-    by_name = {way.name: way for way in ways}
-    plain = by_name[BASELINE]
-    stock = by_name.get(STOCK)
-    result = []
-    for way in ways:
-        expected = (references or {}).get(way.name) or [answer.token_ids for answer in plain.answers]
-        pairs = list(zip(way.answers, expected, strict=True))
-        different = sum(answer.token_ids != other for answer, other in pairs)
-        ratios = [_speed([a]) / _speed([b]) for a, b in zip(way.answers, plain.answers, strict=True)]
-        low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-        margins = [margin(tuple(p), a.token_ids) for p, a in zip(prompts, way.answers, strict=True)] if margin else []
-        steps = sum(answer.num_steps for answer in way.answers)
-        result.append(
-            Row(
-                method=way.name,
-                tokens_per_second=_speed(way.answers),
-                tokens_per_step=sum(len(a.token_ids) - 1 for a in way.answers) / steps if steps else 1.0,
-                speedup=_speed(way.answers) / _speed(plain.answers),
-                speedup_quartiles=(low, high),
-                speedup_over_transformers=_speed(way.answers) / _speed(stock.answers) if stock else None,
-                identical=different == 0,
-                num_different=different,
-                worst_margin=max(margins, default=None),
-                num_drafted=sum(answer.num_drafted for answer in way.answers),
-                num_copied=sum(answer.num_copied for answer in way.answers),
-            )
+    chat_template: str | PathLike[str] | None = None,
+    draft_model: str | None = None,
+    settings: BenchSettings | None = None,
+    precision: Precision = "auto",
+    fresh: bool = False,
+    progress: Progress | None = None,
+) -> Comparison:
+    """:func:`compare_heads` with its progress and its record."""
+    settings, progress = settings or BenchSettings(), progress or NoProgress()
+    prompts = prompts_in(own_prompts("demo")) if prompts is None else prompts
+    if len(prompts) < MIN_PROMPTS:
+        raise DataError(f"{len(prompts)} prompts: give at least {MIN_PROMPTS}, better 80")
+    named = names_of(heads or heads_for(model), taken=(PLAIN, DRAFT_MODEL) if draft_model else (PLAIN,))
+    template = find_template(chat_template, named.values(), model)  # raises before the model is loaded
+    target = load_target(model, chat_template=template, precision=precision)
+    contenders = list(
+        load_contenders(
+            named, model, target, num_nodes=settings.num_nodes, draft_model=draft_model, precision=precision
         )
-    return result
+    )
+    calibration = encoded(target, prompts_in(own_prompts("calibration")), settings.replay)
+    identity = {
+        "model": [target.model_id, target.weights_print],
+        "settings": settings.identity,
+        "machine": machine_of(target),
+        "calibration": calibration,
+    }
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = _saved_folder(identity) or Path(temporary)
+        with locked(folder, "set DRAFTHEADS_CACHE"):
+            if fresh:
+                shutil.rmtree(folder / "found", ignore_errors=True)
+            ids = [Engine(target).encode(prompt) for prompt in prompts]
+            bench = Bench(target, contenders, ids, calibration, settings, folder=folder / "found", progress=progress)
+            rows = bench.run()
+    record = {
+        "format_version": 1,
+        "model": model,
+        "precision": target.precision,
+        "threads": torch.get_num_threads(),
+        "num_prompts": len(prompts),
+        "prompts": None,  # their file, which only the command knows
+        "settings": asdict(settings),
+        "drafters": {contender.name: contender.identity for contender in contenders},
+        "rows": [asdict(row) for row in rows],
+        "provenance": provenance(),
+    }
+    return Comparison(rows, record)
 
 
-def _speed(answers: Sequence[Answer]) -> float:
-    """Tokens per second over all of them."""
-    return sum(len(answer.token_ids) for answer in answers) / sum(answer.seconds for answer in answers)
+def _saved_folder(identity: dict[str, Any]) -> Path | None:
+    """The folder of what is saved; None where the user has no cache."""
+    try:
+        return cache_folder() / "bench" / identity_digest(identity)
+    except InvalidSettings:
+        return None
 
 
-def _timed(work: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    wait_for(device)
-    start = time.perf_counter()
-    result = work()
-    wait_for(device)
-    return result, time.perf_counter() - start
+class Bench:
+    """A comparison of drafters for one model.
+
+    Args:
+        target: the model.
+        contenders: each with a name of its own; tokens per step are compared with the first one's.
+        prompts: token ids of the prompts to answer.
+        calibration: token ids of other prompts, on which trees are found.
+        settings: what is compared.
+        folder: where findings are saved; they are used again.
+        progress: is told about each stage.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        contenders: Sequence[Contender],
+        prompts: Sequence[list[int]],
+        calibration: Sequence[list[int]],
+        settings: BenchSettings,
+        *,
+        folder: Path,
+        progress: Progress,
+    ) -> None:
+        self.target, self.contenders, self.settings = target, contenders, settings
+        self.prompts, self.calibration = prompts, calibration
+        self.folder, self.progress = folder, progress
+        self._shapes: dict[str, Shape | None] = {}  # what each contender drafts, by its name
+
+    def run(self) -> list[Row]:
+        """The table, a row for each drafter."""
+        found = {contender.name: self._prepare(contender) for contender in self.contenders}
+        plain = self._count(f"{PLAIN}: greedy", f"greedy-{PLAIN}", self._engine(None), self.prompts)
+        greedy = {one.name: self._greedy(one) for one in self.contenders}
+        sampled = {one.name: self._sampled(one, found[one.name]) for one in self.contenders}
+        timed = self._timed()
+        first = greedy[self.contenders[0].name].step_shares
+        rows = []
+        for contender in self.contenders:
+            name = contender.name
+            own = greedy[name]
+            tokens_per_step, error = ratio_with_error(own.step_shares)
+            over_first, over_first_error = ratio_with_error(own.step_shares, first)
+            rows.append(
+                replace(
+                    timed_row(name, timed[name], timed[PLAIN]),
+                    num_parameters=contender.num_parameters,
+                    tree=found[name]["words"],
+                    tokens_per_step=tokens_per_step,
+                    tokens_per_step_error=error,
+                    over_first=over_first,
+                    over_first_error=over_first_error,
+                    predicted_tokens_per_step=found[name]["predicted"],
+                    num_different=sum(a != b for a, b in zip(own.token_ids, plain.token_ids, strict=True)),
+                    **sampled[name],
+                )
+            )
+        return rows
+
+    # --- what each drafts on ---
+
+    def _prepare(self, contender: Contender) -> dict[str, Any]:
+        """Decides on a drafter's shape. Returns it in words, and what the search for the tree predicts."""
+        drafter, nodes = contender.drafter, self.settings.num_nodes
+        shape = BestFirst(nodes) if isinstance(drafter, DraftModel) else contender.shape
+        self._shapes[contender.name] = shape
+        if shape is not None:
+            return {"words": _in_words(shape), "predicted": None}
+        if not isinstance(drafter, DraftHead):
+            most = getattr(drafter, "most_nodes", None)
+            return {"words": f"its own, up to {most}" if most else "its own", "predicted": None}
+        found: dict[str, Any] = self._saved(f"tree-{contender.identity}", partial(self._tree, contender.name, drafter))
+        beam, confidence = self.settings.replay.beam, tuple(found["confidence"])
+        self._shapes[contender.name] = (
+            BestFirst(nodes, num_ranks=found["num_ranks"], beam=beam, confidence=confidence)
+            if found["grows"]
+            else Tree.from_paths(found["paths"])
+        )
+        return found
+
+    def _tree(self, name: str, head: DraftHead) -> dict[str, Any]:
+        """The better one of a growing and a static tree."""
+        settings = self.settings.replay
+        answers = own_answers(
+            self.target, self.calibration, settings, folder=self.folder / "answers", progress=self.progress
+        )
+        self.progress.stage(f"{name}: finding its tree")
+        replay = Replay(self.target, head, settings, progress=self.progress)
+        found = replay.run(answers)
+        static, dynamic = found["static"]["expected"], found["dynamic"]["expected"]
+        grows = dynamic[-1] >= static[-1]
+        return {
+            "confidence": found["confidence"]["temperatures"],
+            "num_ranks": replay.num_ranks,
+            "grows": grows,
+            "paths": found["static"]["paths"],
+            "words": f"{'growing' if grows else 'static'}, {len(dynamic) if grows else len(static)}",
+            "predicted": (dynamic if grows else static)[-1],
+        }
+
+    # --- tokens per step ---
+
+    def _engine(self, drafter: Drafter | None, shape: Shape | None = None, *, batch_size: int | None = None) -> Engine:
+        """An engine whose drafter drafts that shape."""
+        return Engine(self.target, drafter, shape=shape, max_batch_size=batch_size or self.settings.batch_size)
+
+    def _greedy(self, contender: Contender) -> Answers:
+        engine = self._engine(contender.drafter, self._shapes[contender.name])
+        return self._count(f"{contender.name}: greedy", f"greedy-{contender.identity}", engine, self.prompts)
+
+    def _sampled(self, contender: Contender, found: dict[str, Any]) -> dict[str, float]:
+        """Tokens per step at the temperature, by acceptance rule, as fields of a row."""
+        temperature = self.settings.temperature
+        shape = self._shapes[contender.name]
+        shapes = {"exact": shape, "typical": shape, **self._drawn(contender, found)}
+        fields: dict[str, float] = {}
+        for rule, shape in shapes.items() if temperature else ():
+            answers = self._count(
+                f"{contender.name}: {rule}, temperature {temperature:g}",
+                f"{rule}-at-{temperature:g}-{contender.identity}",
+                self._engine(contender.drafter, shape),
+                self._spread(self.settings.num_sampled_prompts),
+                temperature=temperature,
+                acceptance=rule,
+            )
+            fields.update(zip(SAMPLED_FIELDS[rule], ratio_with_error(answers.step_shares), strict=True))
+        return fields
+
+    def _drawn(self, contender: Contender, found: dict[str, Any]) -> dict[str, Shape]:
+        """The shapes of drawn drafts, by acceptance rule; none for drafters that do not draw.
+
+        Rejection sampling has the head's static tree (a draft model: a chain), block verification a chain.
+        """
+        drafter = contender.drafter
+        if contender.shape is not None or not isinstance(drafter, DraftHead | DraftModel):
+            return {}
+        depth = drafter.config.num_heads if isinstance(drafter, DraftHead) else drafter.max_depth
+        chain = Tree.chain(min(depth, self.settings.num_nodes - 1))
+        tree = numbered(Tree.from_paths(found["paths"])) if "paths" in found else chain
+        return {"rejection": Sampled(tree), "block": Sampled(chain)}
+
+    def _count(self, stage: str, name: str, engine: Engine, prompts: Sequence[list[int]], **sampling: Any) -> Answers:
+        """Answers to prompts, several at a time, saved."""
+
+        def find() -> dict[str, Any]:
+            one = SamplingSettings(max_new_tokens=self.settings.max_new_tokens, **sampling)
+            each = [replace(one, seed=_SEED + number) for number in range(len(prompts))]
+            return asdict(answers_of(engine, prompts, each))
+
+        self.progress.stage(f"{stage} answers to {len(prompts)} prompts")
+        return Answers.from_json(self._saved(f"{name}-{identity_digest(prompts)}", find))
+
+    def _spread(self, most: int) -> list[list[int]]:
+        """At most so many of the prompts, spread over all of them: files are often sorted by kind."""
+        count = min(most, len(self.prompts))
+        return [self.prompts[i * len(self.prompts) // count] for i in range(count)]
+
+    # --- speed ---
+
+    def _timed(self) -> dict[str, list[Answers]]:
+        """Answers of plain decoding and of all contenders to each prompt that is timed."""
+        prompts = self._spread(self.settings.num_speed_prompts)
+        engines = {PLAIN: self._engine(None, batch_size=1)}
+        for one in self.contenders:
+            engines[one.name] = self._engine(one.drafter, self._shapes[one.name], batch_size=1)
+        ways = [engine_way(name, engine) for name, engine in engines.items()]
+        key = identity_digest([prompts, [contender.identity for contender in self.contenders]])
+        advance = counted_stage(self.progress, f"timing {len(ways)} ways on {len(prompts)} prompts", len(prompts))
+
+        def saved(number: int, find: Callable[[], Any]) -> Any:
+            found = self._saved(f"timed-{key}-{number}", find)
+            advance()
+            return found
+
+        groups = [[prompt] for prompt in prompts]
+        timings = take_turns(ways, groups, max_new_tokens=self.settings.max_new_tokens, saved=saved)
+        for number in range(len(prompts)):
+            self._path(f"timed-{key}-{number}").unlink()  # measured anew by the next comparison
+        return timings.answers
+
+    def _saved(self, name: str, find: Callable[[], Any]) -> Any:
+        return saved_json(self._path(name), find)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+
+def numbered(tree: Tree) -> Tree:
+    """The tree in which the children of each node have the ranks 0, 1, 2 …, as drawn siblings have.
+
+    >>> numbered(Tree.from_paths([(0,), (2,), (2, 1)])).paths
+    ((), (0,), (1,), (1, 0))
+    """
+    new: dict[RankPath, RankPath] = {(): ()}
+    num_children: dict[RankPath, int] = {}
+    for path in tree.paths[1:]:  # parents come first, siblings by rank
+        parent = path[:-1]
+        rank = num_children[parent] = num_children.get(parent, -1) + 1
+        new[path] = (*new[parent], rank)
+    return Tree.from_paths(list(new.values())[1:])
+
+
+def _in_words(shape: Shape) -> str:
+    """What a drafter always drafts.
+
+    >>> _in_words(BestPaths((6, 3, 2), 5)), _in_words(Tree.chain(3))
+    ('best 5 of 6x3x2, up to 16', 'static, 4')
+    """
+    if isinstance(shape, BestPaths):
+        return f"best {shape.num_paths} of {'x'.join(map(str, shape.widths))}, up to {shape.most_nodes}"
+    tree = shape.tree if isinstance(shape, Sampled) else shape
+    return f"{'static' if isinstance(tree, Tree) else 'growing'}, {tree.num_nodes}"

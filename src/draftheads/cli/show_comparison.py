@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftheads.bench.compare import BASELINE, STOCK, Extent, Row
-from draftheads.bench.step_parts import PARTS
+from draftheads.bench.table import PARTS, Column, Row
+from draftheads.bench.timing import PLAIN, STOCK
 from draftheads.decode.engine import Engine
 from draftheads.decode.size_policy import SizePolicySession
 from draftheads.drafters.copying import CopyingSession
@@ -24,46 +24,36 @@ fp32); --exact-bits rules it out, at some cost."""
 INT8 = "transformers computes in {}, another model than int8: its texts may differ."
 DIFFERENT = "Texts differ, which they should not in this precision: please report it."
 _BAR_CELLS = 32
-_NAME_CELLS = 12
-# each part has a sign of its own, so that bars are read without colours, too
-_SIGNS = dict(zip(PARTS.values(), (("▒", "green"), ("█", "blue"), ("░", "yellow")), strict=True))
+_NAME_CELLS = 24  # of a table's first column; longer names are folded
+_BAR_NAME_CELLS = 12
+# each part has a sign of its own, so that bars can be read without colours
+_SIGNS = dict(zip(PARTS, (("▒", "green"), ("█", "blue"), ("░", "yellow")), strict=True))
 
 
-def print_table(table: Sequence[Row], extent: Extent, console: Console) -> None:
-    """A row for each way, and what was compared."""
-    scored = any(row.worst_margin is not None for row in table)
-    shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    shown.add_column("method", overflow="fold")
-    headings = ["tokens\n/s", "tokens\n/step", "speed-up\n(quartiles)", "× trans-\nformers", "same\ntext"]
-    for heading in [*headings, "worst\nmargin"] if scored else headings:
-        shown.add_column(heading, justify="right", no_wrap=True)
-    for row in table:
-        low, high = row.speedup_quartiles
-        over_stock = row.speedup_over_transformers
-        cells = [
-            f"{row.tokens_per_second:.1f}",
-            f"{row.tokens_per_step:.2f}",
-            f"{row.speedup:.2f} ({low:.2f}-{high:.2f})",
-            "" if over_stock is None else f"{over_stock:.2f}",
-            "yes" if row.identical else f"no ({row.num_different})",
-        ]
-        if scored:
-            cells.append("" if row.worst_margin is None else f"{row.worst_margin:.1g}")
-        shown.add_row(Text(row.method), *cells)
-    console.print(shown)
-    prompts = f"{extent.num_prompts} prompt" + "s" * (extent.num_prompts != 1)
-    console.print(f"{prompts}, answers of at most {extent.max_new_tokens} tokens, {extent.seconds:.0f} s in all\n")
+def print_table(rows: Sequence[Row], columns: Sequence[Column], console: Console) -> None:
+    """A table of at most 80 columns of text: headings break at blanks, and long cells of text are folded."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    name, *others = columns
+    width = min(_NAME_CELLS, max(len(text) for text in (name.heading, *(name.cell(row) for row in rows))))
+    table.add_column(name.heading, overflow="fold", width=width, vertical="bottom")
+    for column in others:
+        heading = column.heading.replace(" ", "\n")
+        table.add_column(heading, justify="right", vertical="bottom", no_wrap=column.heading != "tree")
+    for row in rows:
+        table.add_row(*(Text(column.cell(row)) for column in columns))
+    console.print(table)
 
 
-def print_parts(parts: Mapping[str, Mapping[str, float]], console: Console) -> None:
-    """A bar for each way: the parts of its step, in milliseconds."""
-    longest = max(sum(one.values()) for one in parts.values())
+def print_parts(rows: Sequence[Row], console: Console) -> None:
+    """A bar for each row: the parts of its step, in milliseconds."""
+    longest = max(sum(row.parts.values()) for row in rows)
     console.print("Parts of a step, milliseconds")
-    for name, one in parts.items():
-        label = name if len(name) <= _NAME_CELLS else f"…{name[1 - _NAME_CELLS :]}"
-        numbers = f"{sum(one.values()):.1f} = {' + '.join(f'{each:.1f}' for each in one.values())}"
-        console.print(Text(f"{label:<{_NAME_CELLS}} ").append(bar(one, longest)).append(f" {numbers}"))
-    legend = Text(" " * (_NAME_CELLS + 1))
+    for row in rows:
+        label = row.name if len(row.name) <= _BAR_NAME_CELLS else f"…{row.name[1 - _BAR_NAME_CELLS :]}"
+        parts = row.parts.values()
+        numbers = f"{sum(parts):.1f} = {' + '.join(f'{each:.1f}' for each in parts)}"
+        console.print(Text(f"{label:<{_BAR_NAME_CELLS}} ").append(bar(row.parts, longest)).append(f" {numbers}"))
+    legend = Text(" " * (_BAR_NAME_CELLS + 1))
     for part, (sign, style) in _SIGNS.items():
         legend.append(sign, style).append(f" {part}  ")
     legend.rstrip()
@@ -87,7 +77,7 @@ def bar(parts: Mapping[str, float], longest: float, *, cells: int = _BAR_CELLS) 
 
 def explain_texts(table: Sequence[Row], console: Console, *, precision: str, stock_precision: str) -> None:
     """Why texts differ, where they do."""
-    different = {row.method for row in table if not row.identical}
+    different = {row.name for row in table if row.num_different}
     if precision == "int8" and STOCK in different:
         different.remove(STOCK)
         console.print(INT8.format(stock_precision) + "\n")
@@ -127,8 +117,8 @@ def slower_sentences(table: Sequence[Row], *, precision: str, copy: bool, model:
     other = [*(["--precision int8"] if precision != "int8" else []), *(["--no-copy"] if copy else [])]
     trials = f"Try {' or '.join(other)}, or" if other else "To change that,"
     return [
-        f"{row.method} is slower than plain decoding here ({row.speedup:.2f} ×). {trials} measure its trees on your "
-        f"own prompts: draftheads tune {model} {row.method} --prompts FILE"
+        f"{row.name} is slower than plain decoding here ({row.speedup:.2f} ×). {trials} measure its trees on your "
+        f"own prompts: draftheads tune {model} {row.name} --prompts FILE"
         for row in table
-        if row.method not in (STOCK, BASELINE) and round(row.speedup, 2) < 1
+        if row.name not in (STOCK, PLAIN) and round(row.speedup, 2) < 1
     ]

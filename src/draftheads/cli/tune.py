@@ -1,8 +1,8 @@
 """``draftheads tune``: measures how many tokens a head's trees gain on the user's prompts, and shows it."""
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import tyro
 from rich.box import SIMPLE_HEAD
@@ -10,24 +10,15 @@ from rich.console import Console
 from rich.table import Table
 
 from draftheads.acceptance_profile import PROFILE_FILE, AcceptanceProfile
-from draftheads.checkpoint import read_head
 from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.report import write_pages
 from draftheads.cli.show import quiet_transformers
-from draftheads.data.records import own_prompts, prompts_in
-from draftheads.decode.cost_profile import cost_of
-from draftheads.decode.engine import Prompt
-from draftheads.errors import InvalidSettings
-from draftheads.files import locked, user_path, write_atomic
-from draftheads.loading import Precision, find_template, load_drafter, load_target
-from draftheads.models.embedded import cache_folder
-from draftheads.profiles import folder_to_write
-from draftheads.provenance import provenance
-from draftheads.search.replay import RehearsalSettings
-from draftheads.search.tune import predicted, tune
+from draftheads.data.records import prompts_in
+from draftheads.loading import Precision
+from draftheads.search.replay import ReplaySettings
+from draftheads.search.tune import tune
 from draftheads.zoo.registry import find_head
 
-_WORK_FOLDER = "tune.work"  # where there is no cache
 _SHOWN = (1, 2, 4, 8, 10, 16, 32, 64)
 
 
@@ -35,8 +26,9 @@ _SHOWN = (1, 2, 4, 8, 10, 16, 32, 64)
 class TuneOptions:
     """Measure how many tokens per step a head gains on your prompts and at your temperature.
 
-    Not needed: every head comes with such a profile. Writes acceptance.json, which loading the head then goes by, and
-    tune.html, which shows it. Stopped and started again, it goes on where it was.
+    Optional: every head comes with such a profile. Writes acceptance.json, by which the head is then loaded, and
+    tune.html, which shows it. A run that was stopped continues when it is started again. To check the speeds that it
+    predicts, run `draftheads bench MODEL --heads HEAD --prompts FILE` with other prompts.
     """
 
     model: tyro.conf.Positional[str]
@@ -46,10 +38,10 @@ class TuneOptions:
     chat_template: str | None = None
     """Chat template in place of the head's or the tokenizer's own: a Jinja file, or chatml, llama-2 or vicuna."""
     out: Path | None = None
-    """Where to write; the head's own folder when left out, and for a bundled or downloaded head the user's cache."""
+    """Folder to write to. Default: the head's own folder; for a bundled or downloaded head, the user's cache."""
     prompts: Path | None = None
-    """A JSONL file of prompts, best the kind that will come, instead of 64 of our own."""
-    settings: tyro.conf.OmitArgPrefixes[RehearsalSettings] = field(default_factory=RehearsalSettings)
+    """A JSONL file of prompts, of the kind that you will use. Default: 64 of our own."""
+    settings: tyro.conf.OmitArgPrefixes[ReplaySettings] = field(default_factory=ReplaySettings)
     precision: Precision = "auto"
     """What the model computes in; auto is bf16 where the machine has it, else fp32."""
 
@@ -58,38 +50,30 @@ def run(options: TuneOptions) -> None:
     """Measures, writes and shows."""
     console = Console(highlight=False)
     quiet_transformers()
-    saved = read_head(find_head(options.head, options.model), ignore_profile=True)
-    prompts: list[Prompt] = list(prompts_in(options.prompts or own_prompts("calibration")))
-    template = find_template(options.chat_template, (options.head,), options.model)
-    target = load_target(options.model, chat_template=template, precision=options.precision)
-    head = load_drafter(options.head, options.model, target, ignore_profile=True)
-    folder = user_path(options.out) if options.out else folder_to_write(saved)
-    with locked(folder, "give --out"), ProgressDisplay(console) as progress:
+    find_head(options.head, options.model)  # raises before the prompts are read
+    prompts = prompts_in(options.prompts) if options.prompts else None
+    with ProgressDisplay(console) as progress:
         try:
-            outcome = tune(target, head, prompts, options.settings, folder=work_folder(folder), progress=progress)
+            tuning = tune(
+                options.model,
+                options.head,
+                prompts,
+                chat_template=options.chat_template,
+                out=options.out,
+                settings=options.settings,
+                precision=options.precision,
+                progress=progress,
+            )
         except KeyboardInterrupt:
-            console.print("stopped; the same command goes on with it")
+            console.print("stopped; the same command continues from here")
             raise
-        progress.stage("predicting speeds on this machine")
-        found = predicted(outcome.profile, cost_of(target, head))
-        record = {**outcome.record, **found, "head": options.head, "provenance": provenance()}
-        write_atomic(folder / "tune.json", json.dumps(record).encode())
-        outcome.profile.save(folder / PROFILE_FILE)
-    _show(console, outcome.profile, found["batches"])
-    hint = "" if options.out is None else f"; `--head {options.head} --profile {folder}` goes by it"
-    console.print(f"wrote {folder / PROFILE_FILE}{hint}", soft_wrap=True)
-    write_pages(console, folder, "tune")
+    _show(console, tuning.profile, tuning.record["batches"])
+    hint = "" if options.out is None else f"; to use it: `--head {options.head} --profile {tuning.folder}`"
+    console.print(f"wrote {tuning.folder / PROFILE_FILE}{hint}", soft_wrap=True)
+    write_pages(console, tuning.folder, "tune")
 
 
-def work_folder(folder: Path) -> Path:
-    """Where the model's answers are kept. They hold prompts, which must not travel with a head."""
-    try:
-        return cache_folder() / "answers"
-    except InvalidSettings:
-        return folder / _WORK_FOLDER
-
-
-def _show(console: Console, profile: AcceptanceProfile, batches: list[dict[str, object]]) -> None:
+def _show(console: Console, profile: AcceptanceProfile, batches: list[dict[str, Any]]) -> None:
     """Tokens per step by nodes, and the fastest trees by rows."""
     table = _table("nodes", "static, tokens/step", "growing, tokens/step")
     for nodes in _SHOWN:

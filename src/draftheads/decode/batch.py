@@ -26,7 +26,8 @@ class Batch:
         model: the target.
         drafter: what drafts.
         shape: what it fills at each step; its default where left out.
-        lap: called with the name of each part of a step when it is over: "draft", "verify", "watch", "rest".
+        lap: called with "prompt" after prompts are read, and after each part of a step with its name: "draft",
+            "verify", "watch" (for drafters that learn from the target's logits) and "rest".
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Batch:
         self._context = _merged(self._context, context)
         self.sequences += [sequences[row] for row in going]
         self._read_settings()
+        self.lap("prompt")
         return events
 
     @torch.inference_mode()

@@ -131,16 +131,17 @@ class Engine:
             index=index,
         )
 
-    def run(self, sequences: Listing[Sequence]) -> Iterator[StreamEvent]:
+    def run(self, sequences: Listing[Sequence], *, lap: Callable[[str], object] = str) -> Iterator[StreamEvent]:
         """Decodes requests together; as soon as one is finished the next in line takes its place."""
-        return self.serve(deque(sequences))
+        return self.serve(deque(sequences), lap=lap)
 
-    def serve(self, line: deque[Sequence]) -> Iterator[StreamEvent]:
+    def serve(self, line: deque[Sequence], *, lap: Callable[[str], object] = str) -> Iterator[StreamEvent]:
         """:meth:`run` for a line that may grow while it is served: requests are taken from its left end.
 
         Who reads the events may add requests, such as the next turn of a conversation whose last turn just ended.
+        ``lap`` is called after each part of the work, as by :class:`Batch`.
         """
-        batch = self.batch()
+        batch = self.batch(lap=lap)
         while line or batch.sequences:
             room = self.max_batch_size - len(batch.sequences)
             joining = [line.popleft() for _ in range(min(room, len(line)))]

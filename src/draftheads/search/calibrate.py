@@ -1,8 +1,8 @@
-"""How a head's draft tokens rank on recorded answers, and how far to trust its confidence.
+"""How a head's draft tokens rank on recorded answers, and a fit of the confidence in them.
 
-Knows models, heads and recorded answers; knows nothing of trees that are to be chosen. A head that reads the guesses
-above it is asked along the true text: what it says there is just what it would say if all guesses before were right, so
-its ranks are joint ones.
+Knows models, heads and recorded answers; knows nothing of how trees are chosen. A head that reads the draft tokens
+above a node reads the true text here: its logits are those of a step in which all draft tokens above are right. So the
+ranks of several heads are joint ranks.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ from draftheads.models.model import TargetModel
 from draftheads.sampling import RowSettings, SamplingSettings, probabilities
 from draftheads.shapes import BestFirst
 
-# what logits may be divided by: steps of 6 %
+# candidates for the number that a head's logits are divided by, in steps of 6 %
 DIVISORS = torch.logspace(-0.4, 0.6, 41, base=10.0, dtype=torch.float64)
 _CHUNK = 256  # positions whose logits are held at once
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt and what the model said to it."""
+    """A prompt and the model's answer to it."""
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -32,16 +32,16 @@ class Answer:
 
 @dataclass(frozen=True)
 class Observation:
-    """A head along one answer of m tokens; at token j head i guesses token j+1+i."""
+    """A head along one answer of m tokens; at token j, head i drafts token j+1+i."""
 
-    ranks: Tensor  # (m, K) int64: rank of the true token; R, a miss, also where the answer has ended
-    probs: Tensor  # (m, K, R) float32: the target's probability of each guess; 1 or 0 where the answer is greedy
-    top_logits: Tensor  # (m, K, R) float32: the head's logits of its guesses
+    ranks: Tensor  # (m, K) int64: rank of the true token; R is a miss, or the answer has ended
+    probs: Tensor  # (m, K, R) float32: the target's probability of each draft token; 1 or 0 where the answer is greedy
+    top_logits: Tensor  # (m, K, R) float32: the head's logits of its draft tokens
     log_norms: Tensor  # (m, K, len(DIVISORS)) float32: log Σ exp(logits / divisor)
 
     @property
     def complete(self) -> Tensor:
-        """(m,) bool: is there a true token for every head?"""
+        """(m,) bool: whether there is a true token for every head."""
         length, heads = self.ranks.shape
         return torch.arange(length) < length - heads
 
@@ -50,19 +50,19 @@ class Observation:
 def observe(
     head: DraftHead, target: TargetModel, answer: Answer, *, num_ranks: int, temperature: float, log_norms: bool = True
 ) -> tuple[Observation, Tensor]:
-    """Reads an answer once with the target and asks the head at each of its tokens.
+    """Reads an answer once with the target, and computes the head's draft tokens at each of its tokens.
 
     Args:
         head: bound to the target.
-        target: the model whose answer it is.
-        answer: at that temperature.
+        target: the model that gave the answer.
+        answer: was decoded at that temperature.
         num_ranks: R.
         temperature: 0 where the answer is greedy.
         log_norms: whether to compute what :func:`fit_confidence` needs.
 
     Returns:
-        What was seen, on the CPU, and the hidden states (m, D) at the places before each token: what a step begins with
-        whose root is that token.
+        The observation, on the CPU, and the hidden states (m, D) before each token: the input of a step whose root is
+        that token.
     """
     start, length, heads = len(answer.prompt_ids), len(answer.token_ids), head.config.num_heads
     text = torch.tensor([answer.prompt_ids + answer.token_ids], device=target.device)
@@ -80,12 +80,12 @@ def observe(
             places = torch.arange(first, min(first + _CHUNK, length - 1 - i), device=target.device)
             logits = head.logits(features[i, places], i).float()  # (n, V')
             top = logits.topk(min(num_ranks, logits.shape[1]), dim=-1)
-            guesses = head.to_target_ids(top.indices)  # (n, R)
-            hit = guesses == truth[places + 1 + i, None]
+            draft_ids = head.to_target_ids(top.indices)  # (n, R)
+            hit = draft_ids == truth[places + 1 + i, None]
             rank = torch.where(hit.any(1), hit.int().argmax(1), num_ranks)
-            rows, count = places.cpu(), guesses.shape[1]
+            rows, count = places.cpu(), draft_ids.shape[1]
             ranks[rows, i] = rank.cpu()
-            likely = hit.float() if after is None else after[places + i].gather(1, guesses)
+            likely = hit.float() if after is None else after[places + i].gather(1, draft_ids)
             probs[rows, i, :count] = likely.float().cpu()
             top_logits[rows, i, :count] = top.values.cpu()
             if log_norms:
@@ -94,7 +94,7 @@ def observe(
 
 
 def target_probabilities(target: TargetModel, hidden: Tensor, temperature: float) -> Tensor | None:
-    """(m, D) -> (m, V) what the target samples from; None where it is greedy."""
+    """(m, D) -> (m, V) the distribution that the target samples from; None at temperature 0."""
     if temperature == 0.0:
         return None
     settings = [SamplingSettings(temperature=temperature)] * len(hidden)
@@ -103,10 +103,11 @@ def target_probabilities(target: TargetModel, hidden: Tensor, temperature: float
 
 
 def fit_confidence(observations: Sequence[Observation], num_ranks: int) -> list[float]:
-    """Per head the number to divide its logits by, so that its probabilities are the shares of guesses that are kept.
+    """For each head the number to divide its logits by, so that its probabilities are those of being accepted.
 
-    Temperature scaling (Guo et al. 2017) on what a tree makes use of: which of the R best guesses is right, or none,
-    where all guesses before were among the R best. The likeliest divisor is taken.
+    Temperature scaling (Guo et al. 2017), on the outcomes that matter to a tree: which of the R best draft tokens is
+    the true one, or none of them, where the true tokens of all earlier heads were among their R best. The divisor with
+    the highest likelihood is taken.
     """
     heads = observations[0].ranks.shape[1]
     found = []
@@ -123,55 +124,52 @@ def fit_confidence(observations: Sequence[Observation], num_ranks: int) -> list[
 
 
 def reached(seen: Observation, head_index: int, num_ranks: int) -> Tensor:
-    """(m,) bool: does a tree ever get to this head here with all guesses right, and is there something to guess?"""
+    """(m,) bool: whether a path of right draft tokens can reach this head here, and every head has a true token."""
     return seen.complete & (seen.ranks[:, :head_index] < num_ranks).all(1)
 
 
 def reliability(
     observations: Sequence[Observation], divisors: Sequence[float], num_ranks: int, *, num_bins: int = 12
 ) -> list[list[float]]:
-    """Guesses by how sure the head is: [mean probability, share that is kept, how many] for each bin of probability."""
+    """For each bin of the head's probability: [mean probability, share that is accepted, number of draft tokens]."""
     nearest = [int((DIVISORS - divisor).abs().argmin()) for divisor in divisors]
     sums = torch.zeros(num_bins, 3, dtype=torch.float64)
     for seen in observations:
         for i, index in enumerate(nearest):
             used = reached(seen, i, num_ranks)
-            said = _log_probs(seen, used, i)[:, :, index].exp().flatten()
+            sure = _log_probs(seen, used, i)[:, :, index].exp().flatten()
             right = seen.probs[used, i].double().flatten()
-            which = (said * num_bins).long().clamp_(0, num_bins - 1)
-            sums.index_add_(0, which, torch.stack([said, right, torch.ones_like(said)], 1))
-    return [[said / count, right / count, count] for said, right, count in sums.tolist() if count]
+            which = (sure * num_bins).long().clamp_(0, num_bins - 1)
+            sums.index_add_(0, which, torch.stack([sure, right, torch.ones_like(sure)], 1))
+    return [[sure / count, right / count, count] for sure, right, count in sums.tolist() if count]
 
 
 def _log_probs(seen: Observation, used: Tensor, head_index: int) -> Tensor:
-    """(n, R, divisors): log-probabilities of the guesses, for each divisor."""
+    """(n, R, divisors): log-probabilities of the draft tokens, for each divisor."""
     logits = seen.top_logits[used, head_index].double()[:, :, None] / DIVISORS
     return logits - seen.log_norms[used, head_index].double()[:, None]
 
 
 @torch.inference_mode()
-def replay(
+def draft_along(
     head: DraftHead, shape: BestFirst, answers: Sequence[Answer], hidden: Sequence[Tensor], prompts: Sequence[Tensor]
-) -> tuple[list[Tensor], list[list[float]]]:
-    """Drafts at every token of recorded answers with growing trees, all answers side by side.
+) -> list[Tensor]:
+    """Drafts with growing trees at every token of recorded answers, several answers as the rows of a batch.
 
     Args:
-        head: ready to draft.
-        shape: of the largest tree, with the calibrated confidence.
+        head: bound to the target.
+        shape: of the largest tree, with the fitted confidence.
         answers: recorded.
-        hidden: for each (m, D) from :func:`observe`.
-        prompts: for each the hidden states (T, D) of the tokens before the last one of its prompt; only for heads with
-            a history.
+        hidden: for each answer (m, D) from :func:`observe`.
+        prompts: for each answer the hidden states (T, D) of its prompt; empty for heads without a history.
 
     Returns:
-        For each answer the size of tree from which on the true token at each depth is kept, (m, K), as
-        :func:`draftheads.tree_search.entries`; and how often whole paths are kept by how sure the head is, as
-        :func:`reliability`.
+        For each answer (m, K): the smallest size of tree that contains the true token at each depth, as
+        :func:`draftheads.tree_search.entries`.
     """
     session = head.start()
     heads = head.config.num_heads
     found = [torch.full((len(answer.token_ids), heads), shape.num_nodes + 1) for answer in answers]
-    sums = torch.zeros(12, 3, dtype=torch.float64)
     going = list(range(len(answers)))
     for place in range(max(len(answer.token_ids) for answer in answers)):
         staying = [i for i, row in enumerate(going) if place < len(answers[row].token_ids)]
@@ -185,29 +183,21 @@ def replay(
             device=draft.token_ids.device,
         )
         node = torch.zeros(len(going), 1, dtype=torch.long, device=truth.device)
-        on_path = torch.zeros_like(draft.token_ids, dtype=torch.bool)
         alive = torch.ones_like(node, dtype=torch.bool)
         for depth in range(heads):
             child = (draft.parents == node) & (draft.token_ids == truth[:, depth, None]) & (draft.depths > 0)
             alive = alive & child.any(1, keepdim=True)
             node = torch.where(alive, child.int().argmax(1, keepdim=True), node)
-            on_path |= child & alive
             sizes = torch.where(alive[:, 0], node[:, 0] + 1, shape.num_nodes + 1).tolist()
             for row, size in zip(going, sizes, strict=True):
                 found[row][place, depth] = size
-        whole = [i for i, row in enumerate(going) if place < len(answers[row].token_ids) - heads]
-        assert draft.path_log_probs is not None, "grown trees come with their probabilities"
-        said = draft.path_log_probs[whole, 1:].exp().double().flatten().cpu()
-        which = (said * len(sums)).long().clamp_(0, len(sums) - 1)
-        right = on_path[whole, 1:].double().flatten().cpu()
-        sums.index_add_(0, which, torch.stack([said, right, torch.ones_like(said)], 1))
-    return found, [[said / count, right / count, count] for said, right, count in sums.tolist() if count]
+    return found
 
 
 def _context(
     head: DraftHead, answers: Sequence[Answer], hidden: Sequence[Tensor], prompts: Sequence[Tensor], place: int
 ) -> Context:
-    """What a step sees whose root is the token at ``place``, if the step before it kept no guess."""
+    """The input of a step whose root is the token at ``place``, where the step before accepted no draft token."""
     device = hidden[0].device
     roots = torch.tensor([answer.token_ids[place] for answer in answers], device=device)
     last = torch.stack([states[place] for states in hidden])[:, None]  # (B, 1, D)

@@ -1,4 +1,4 @@
-"""From held-out texts or a model's own answers to the acceptance profile of a head."""
+"""The acceptance profile of a head, measured along held-out texts or the model's own answers."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -12,7 +12,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.progress import Progress
 from draftheads.search.calibrate import Answer
-from draftheads.search.replay import Rehearsal, RehearsalSettings
+from draftheads.search.replay import Replay, ReplaySettings
 from draftheads.tree import Path as RankPath
 from draftheads.tree import Tree
 from draftheads.tree_search import expected_tokens, joint_order, path_counts
@@ -21,7 +21,7 @@ NUM_TEXTS, TOKENS_PER_TEXT = 64, 64  # held-out texts that a profile is measured
 
 
 def recorded(texts: Sequence[tuple[Tensor, Tensor]]) -> list[Answer]:
-    """The first answer of each text as if the model had just given it; texts without two learned tokens are left out.
+    """The first answer in each text, as if the model had just decoded it; answers of one token are left out.
 
     Args:
         texts: token ids (T,) and loss masks (T,), True for tokens of answers.
@@ -33,7 +33,7 @@ def recorded(texts: Sequence[tuple[Tensor, Tensor]]) -> list[Answer]:
     answers = []
     for token_ids, loss_mask in texts:
         ids, mask = token_ids.tolist(), loss_mask.tolist()
-        start = max(1, mask.index(True)) if True in mask else len(mask)  # a plain text's first token is its prompt
+        start = max(1, mask.index(True)) if True in mask else len(mask)  # else the first token is the prompt
         stop = next((place for place in range(start, len(mask)) if not mask[place]), len(mask))
         stop = min(stop, start + TOKENS_PER_TEXT)
         if stop - start >= 2:
@@ -42,11 +42,11 @@ def recorded(texts: Sequence[tuple[Tensor, Tensor]]) -> list[Answer]:
 
 
 def measured_profile(
-    target: TargetModel, head: DraftHead, answers: Sequence[Answer], settings: RehearsalSettings, *, progress: Progress
+    target: TargetModel, head: DraftHead, answers: Sequence[Answer], settings: ReplaySettings, *, progress: Progress
 ) -> tuple[AcceptanceProfile, dict[str, Any]]:
-    """The profile of a head along recorded answers, and everything that it was made from."""
-    rehearsal = Rehearsal(target, head, settings, progress=progress)
-    found = rehearsal.run(answers)
+    """The profile of a head along recorded answers, and the record of :meth:`Replay.run` that it was made from."""
+    replay = Replay(target, head, settings, progress=progress)
+    found = replay.run(answers)
     paths = found["static"]["paths"][: MAX_NODES - 1]
     profile = AcceptanceProfile(
         temperature=settings.temperature,
@@ -56,7 +56,7 @@ def measured_profile(
         paths=paths,
         static_tokens=_rising(found["static"]["expected"][: len(paths) + 1]),
         dynamic_tokens=_rising(found["dynamic"]["expected"][:MAX_NODES]),
-        num_ranks=rehearsal.num_ranks,
+        num_ranks=replay.num_ranks,
         beam=settings.beam,
         copies=copy_odds(((answer.prompt_ids, answer.token_ids) for answer in answers), prior=DEFAULT_ODDS),
     )
@@ -64,7 +64,7 @@ def measured_profile(
 
 
 def static_profile(joint_ranks: Tensor, *, num_ranks: int, only_chain: bool = False) -> AcceptanceProfile:
-    """A profile without growing trees from ranks (S, K) of true tokens; of chains only where asked."""
+    """A profile without growing trees, from ranks (S, K) of true tokens; with ``only_chain`` of chains."""
     heads = joint_ranks.shape[1]
     paths: list[RankPath] = [(0,) * depth for depth in range(1, heads + 1)]
     if not only_chain:
@@ -84,5 +84,5 @@ def static_profile(joint_ranks: Tensor, *, num_ranks: int, only_chain: bool = Fa
 
 
 def _rising(tokens: Sequence[float]) -> list[float]:
-    """A larger tree contains the smaller one: where it seems to gain less, that is noise."""
+    """Never falling: a larger tree contains the smaller one, so where it seems to gain less, that is noise."""
     return [round(value, 4) for value in accumulate(tokens, max)]

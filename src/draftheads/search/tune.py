@@ -1,65 +1,135 @@
 """The acceptance profile of a head for the user's own prompts: the model answers them, and the head drafts along."""
 
-import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from draftheads.acceptance_profile import KINDS, AcceptanceProfile
-from draftheads.decode.cost_profile import CostProfile
+from draftheads.acceptance_profile import KINDS, PROFILE_FILE, AcceptanceProfile
+from draftheads.checkpoint import read_head
+from draftheads.data.records import own_prompts, prompts_in
+from draftheads.decode.cost_profile import CostProfile, cost_of
 from draftheads.decode.engine import Prompt
+from draftheads.errors import InvalidSettings
+from draftheads.files import locked, user_path, write_atomic
 from draftheads.heads.base import DraftHead
+from draftheads.loading import Precision, find_template, load_drafter, load_target
+from draftheads.models.embedded import cache_folder
 from draftheads.models.model import TargetModel
-from draftheads.progress import Progress
+from draftheads.profiles import folder_to_write
+from draftheads.progress import NoProgress, Progress
+from draftheads.provenance import provenance
 from draftheads.search.profile import measured_profile
-from draftheads.search.replay import RehearsalSettings, encoded, own_answers
-from draftheads.search.workbook import Workbook
+from draftheads.search.replay import ReplaySettings, encoded, own_answers
+from draftheads.zoo.registry import find_head
 
-BATCH_SIZES = (1, 2, 4, 8, 16)  # that speeds are predicted for
-_SHOWN_NODES = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)  # of trees whose cost is shown
+RECORD = "tune.json"
+BATCH_SIZES = (1, 2, 4, 8, 16)  # for which speeds are predicted
+_SHOWN_NODES = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)  # of trees whose cost is in the record
+_ANSWERS_FOLDER = "tune.work"  # where the user has no cache
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What was found for a head."""
+class Tuning:
+    """A head's profile and what it was made from."""
 
     profile: AcceptanceProfile
-    record: dict[str, Any]  # everything behind it, as ``tune.json`` holds it
+    record: dict[str, Any]  # as in ``tune.json``
+    folder: Path  # where both are written
+
+
+def tune_head(
+    model: str | PathLike[str],
+    head: str | PathLike[str],
+    prompts: Sequence[Prompt] | None = None,
+    *,
+    chat_template: str | PathLike[str] | None = None,
+    out: str | PathLike[str] | None = None,
+    settings: ReplaySettings | None = None,
+    precision: Precision = "auto",
+) -> AcceptanceProfile:
+    """Measures how many tokens a step gains with a head, on the user's prompts; what ``draftheads tune`` does.
+
+    Writes ``acceptance.json``, by which the head is then loaded, and ``tune.json``. The model's answers are saved, so a
+    run that was stopped continues, and other heads use them again.
+
+    Args:
+        model: ``smollm2-135m``, a folder, or a Hugging Face id.
+        head: a bundled head's name, a folder, or a Hugging Face id.
+        prompts: to be answered; 64 of our own when left out.
+        chat_template: as for :func:`draftheads.load`.
+        out: the folder to write to. When left out, the head's own folder, or for a bundled or downloaded head a folder
+            in the user's cache.
+        settings: of the answers and the trees.
+        precision: as for :func:`draftheads.load`.
+
+    Returns:
+        The profile, with tokens per step of trees of 1 to 64 nodes.
+
+    Raises:
+        ModelNotFound, CheckpointError: the model or the head cannot be loaded.
+        DataError: fewer than two prompts, or fewer than two answers.
+        StorageError: the folder cannot be written, or another process writes into it.
+    """
+    options = {"chat_template": chat_template, "out": out, "settings": settings, "precision": precision}
+    return tune(model, head, prompts, **options).profile
 
 
 def tune(
+    model: str | PathLike[str],
+    head: str | PathLike[str],
+    prompts: Sequence[Prompt] | None = None,
+    *,
+    chat_template: str | PathLike[str] | None = None,
+    out: str | PathLike[str] | None = None,
+    settings: ReplaySettings | None = None,
+    precision: Precision = "auto",
+    progress: Progress | None = None,
+) -> Tuning:
+    """:func:`tune_head` with its progress, its record and its folder."""
+    settings, progress = settings or ReplaySettings(), progress or NoProgress()
+    prompts = prompts_in(own_prompts("calibration")) if prompts is None else prompts
+    saved = read_head(find_head(fspath(head), fspath(model)), ignore_profile=True)
+    template = find_template(chat_template, (fspath(head),), model)
+    target = load_target(model, chat_template=template, precision=precision)
+    drafter = load_drafter(head, model, target, ignore_profile=True)
+    folder = user_path(out) if out else folder_to_write(saved)
+    with locked(folder, "give --out"):
+        profile, record = measure(target, drafter, prompts, settings, folder=answers_folder(folder), progress=progress)
+        progress.stage("predicting speeds on this machine")
+        found = predicted(profile, cost_of(target, drafter))
+        record = {**record, **found, "head": fspath(head), "provenance": provenance()}
+        write_atomic(folder / RECORD, json.dumps(record).encode())
+        profile.save(folder / PROFILE_FILE)
+    return Tuning(profile, record, folder)
+
+
+def measure(
     target: TargetModel,
     head: DraftHead,
     prompts: Sequence[Prompt],
-    settings: RehearsalSettings,
+    settings: ReplaySettings,
     *,
     folder: Path,
     progress: Progress,
-) -> Outcome:
-    """Measures how many tokens a step gains with trees of all sizes.
+) -> tuple[AcceptanceProfile, dict[str, Any]]:
+    """The profile of a loaded head, and the record of what it was made from.
 
     Args:
         target: the model.
-        head: bound to it; its confidence is set to what was fitted.
-        prompts: to answer; the first ``num_prompts`` are used.
-        settings: of answers and trees.
-        folder: the model's answers are kept here, for a search that was stopped and for other heads.
-        progress: is told how far the work is.
+        head: bound to it.
+        prompts: to be answered; the first ``num_prompts`` are used.
+        settings: of the answers and the trees.
+        folder: the model's answers are saved here.
+        progress: is told about each answer.
 
     Raises:
-        DataError: there are hardly any prompts, or hardly any answers.
+        DataError: fewer than two prompts, or fewer than two answers.
     """
     ids = encoded(target, prompts, settings)
-    identity = {
-        "model": [target.model_id, target.weights_print, str(target.dtype)],
-        "prompts": ids,
-        "answers": [settings.max_new_tokens, settings.temperature],
-    }
-    digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
-    book = Workbook(folder / digest, identity)
-    answers = own_answers(target, ids, settings, book=book, progress=progress)
+    answers = own_answers(target, ids, settings, folder=folder, progress=progress)
     profile, found = measured_profile(target, head, answers, settings, progress=progress)
     record = {
         "format_version": 2,
@@ -70,7 +140,15 @@ def tune(
         "num_texts": len(answers),
         **found,
     }
-    return Outcome(profile, record)
+    return profile, record
+
+
+def answers_folder(folder: Path) -> Path:
+    """Where the model's answers are saved: not with the head, which may be published, for they contain the prompts."""
+    try:
+        return cache_folder() / "answers"
+    except InvalidSettings:
+        return folder / _ANSWERS_FOLDER
 
 
 def predicted(profile: AcceptanceProfile, cost: CostProfile) -> dict[str, Any]:
@@ -101,7 +179,7 @@ def predicted(profile: AcceptanceProfile, cost: CostProfile) -> dict[str, Any]:
     return {"rates": rates, "batches": batches, "cost": list(_costs(profile, cost))}
 
 
-def _costs(profile: AcceptanceProfile, cost: CostProfile) -> Any:
+def _costs(profile: AcceptanceProfile, cost: CostProfile) -> Iterator[dict[str, Any]]:
     """Milliseconds of the parts of steps, by rows, kind and nodes."""
     for rows in BATCH_SIZES:
         yield {

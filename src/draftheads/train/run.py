@@ -25,7 +25,7 @@ from draftheads.models.pretrained import default_dtype
 from draftheads.models.shard import shard_layers
 from draftheads.progress import NoProgress, Progress
 from draftheads.search.profile import NUM_TEXTS, measured_profile, recorded, static_profile
-from draftheads.search.replay import RehearsalSettings
+from draftheads.search.replay import ReplaySettings
 from draftheads.train import processes
 from draftheads.train.card import model_card
 from draftheads.train.folder import (
@@ -285,7 +285,7 @@ def acceptance(
     if len(answers) < 2 or options.chain or options.shard_model:
         return static_profile(found.joint_ranks, num_ranks=NUM_RANKS, only_chain=options.chain)
     reporter.stage(f"acceptance profile from {len(answers)} held-out texts")
-    return measured_profile(target, copy_for(head, target), answers, RehearsalSettings(), progress=NoProgress())[0]
+    return measured_profile(target, copy_for(head, target), answers, ReplaySettings(), progress=NoProgress())[0]
 
 
 def _save(

@@ -1,0 +1,117 @@
+"""What a comparison compares: drafters by the names that they have in the table."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torch import nn
+
+from draftheads.bench.timing import PLAIN
+from draftheads.checkpoint import read_head
+from draftheads.draft import Drafter
+from draftheads.drafters.draft_model import DraftModel
+from draftheads.drafters.lookahead import Lookahead
+from draftheads.drafters.prompt_lookup import PromptLookup
+from draftheads.errors import InvalidSettings
+from draftheads.loading import UNTRAINED, Precision, load_drafter, load_target
+from draftheads.models.embedded import SMOLLM2_135M
+from draftheads.models.model import TargetModel
+from draftheads.saved import identity_digest
+from draftheads.shapes import BestPaths, Shape
+from draftheads.zoo.registry import find_head, zoo_heads
+
+DRAFT_MODEL = "draft-model"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A drafter with its name in the table."""
+
+    name: str
+    drafter: Drafter
+    identity: str  # differs for other weights, another drafter, or another way of drafting
+    shape: Shape | None = None  # what it always drafts; for a head without one the best tree is found
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the drafter; 0 where it has none."""
+        drafter = self.drafter
+        model = drafter.model.model if isinstance(drafter, DraftModel) else drafter
+        return sum(tensor.numel() for tensor in model.parameters()) if isinstance(model, nn.Module) else 0
+
+
+def heads_for(model: str) -> tuple[str, ...]:
+    """All bundled heads of a model, Medusa first (others are compared with it), and drafters that need no training."""
+    base = SMOLLM2_135M.name if model == SMOLLM2_135M.hub_id else model
+    bundled = sorted((head.method for head in zoo_heads() if head.base_name == base), key=lambda m: (m != "medusa", m))
+    return (*bundled, *UNTRAINED)
+
+
+def names_of(heads: Sequence[str], *, taken: Sequence[str] = (PLAIN,)) -> dict[str, str]:
+    """By its name in the table each head: the last part of a path or Hugging Face id, where that part is unique.
+
+    Args:
+        heads: names, folders or Hugging Face ids.
+        taken: names that other rows of the table have.
+
+    Raises:
+        InvalidSettings: two heads would have the same name, or one a name that is taken.
+
+    >>> names_of(["medusa", "you/hydra", "me/eagle", "you/eagle"])
+    {'medusa': 'medusa', 'hydra': 'you/hydra', 'me/eagle': 'me/eagle', 'you/eagle': 'you/eagle'}
+    """
+    short = [Path(head).resolve().name if Path(head).is_dir() else Path(head).name for head in heads]
+    names = [
+        head if short.count(name) > 1 or name in ("", *taken) else name for head, name in zip(heads, short, strict=True)
+    ]
+    if len(set(names)) < len(names) or set(taken) & set(names):
+        other = f", other than {' and '.join(taken)}" if taken else ""
+        raise InvalidSettings(f"heads are {', '.join(heads)}: each must have a name of its own{other}")
+    return dict(zip(names, heads, strict=True))
+
+
+def load_contenders(
+    named: Mapping[str, str],
+    model: str,
+    target: TargetModel,
+    *,
+    num_nodes: int,
+    draft_model: str | None = None,
+    precision: Precision = "auto",
+) -> Iterator[Contender]:
+    """The drafters, loaded.
+
+    Args:
+        named: heads by their names in the table.
+        model: the name of the target.
+        target: the target.
+        num_nodes: of the trees, root included; drafters that fill no tree keep to it, too.
+        draft_model: a smaller model that drafts as well.
+        precision: of the draft model.
+    """
+    for name, head_name in named.items():
+        if head_name in UNTRAINED:
+            yield Contender(name, _untrained(head_name, num_nodes), f"{head_name}-{num_nodes}")
+            continue
+        saved = read_head(find_head(head_name, model), ignore_profile=True)
+        head = load_drafter(head_name, model, target, ignore_profile=True)
+        identity = f"{saved.method}-{saved.digest}-{identity_digest(asdict(saved.config))[:8]}"
+        yield Contender(name, head, identity)
+        if saved.method == "mlp-speculator" and head.config.num_heads >= BestPaths().depth:  # as in its paper, too
+            widths = BestPaths().widths
+            widths += (1,) * (head.config.num_heads - len(widths))
+            paths = BestPaths.within(num_nodes, widths)
+            if paths.most_nodes <= num_nodes:
+                yield Contender(f"{name}, paths", head, f"{identity}-paths", paths)
+    if draft_model is not None:
+        small = load_target(draft_model, precision=precision)
+        yield Contender(DRAFT_MODEL, DraftModel(small, target), f"{DRAFT_MODEL}-{small.weights_print}")
+
+
+def _untrained(name: str, num_nodes: int) -> Drafter:
+    drafter = UNTRAINED[name]()
+    if isinstance(drafter, Lookahead):
+        return Lookahead.within(num_nodes)
+    if isinstance(drafter, PromptLookup):
+        return PromptLookup(num_tokens=min(drafter.num_tokens, num_nodes - 1))
+    return drafter

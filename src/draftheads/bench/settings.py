@@ -1,0 +1,56 @@
+"""What a comparison of drafters measures, and on how much."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from draftheads.errors import InvalidSettings
+from draftheads.sampling import SamplingSettings
+from draftheads.search.replay import ReplaySettings
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """What is compared, and on how much."""
+
+    num_nodes: int = 24
+    """Nodes of every head's tree, root included."""
+    max_new_tokens: int = 128
+    """Tokens of each answer."""
+    temperature: float = 0.7
+    """Tokens per step are also counted at this temperature, by acceptance rule: exact; typical (changes the
+    distribution); rejection (drafts drawn from the head on a static tree, speculative sampling of the papers); block
+    (a drawn chain, block verification). 0: do not."""
+    num_speed_prompts: int = 16
+    """Number of prompts that are timed, spread over all prompts."""
+    num_sampled_prompts: int = 40
+    """Number of prompts that are answered at the temperature, spread over all prompts."""
+    batch_size: int = 8
+    """Prompts that are answered together where tokens per step are counted."""
+    num_calibration_prompts: int = 64
+    """Number of our own prompts on which the heads' trees are found."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("num_nodes", 2),
+            ("max_new_tokens", 2),
+            ("num_speed_prompts", 3),
+            ("num_sampled_prompts", 3),
+            ("batch_size", 1),
+            ("num_calibration_prompts", 2),
+        ):
+            if getattr(self, name) < least:
+                raise InvalidSettings(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        SamplingSettings(temperature=self.temperature)  # raises where it is impossible
+
+    @property
+    def replay(self) -> ReplaySettings:
+        """Settings of the search for trees."""
+        return ReplaySettings(
+            num_prompts=self.num_calibration_prompts, max_new_tokens=self.max_new_tokens, max_nodes=self.num_nodes
+        )
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Settings that all findings depend on. Findings' names hold temperature and prompts, where they matter."""
+        of_some = ("num_speed_prompts", "num_sampled_prompts", "temperature")
+        return {name: value for name, value in asdict(self).items() if name not in of_some}

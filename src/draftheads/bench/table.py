@@ -1,0 +1,186 @@
+"""The table of a comparison: a row for each way of decoding, and the columns. Knows nothing of terminals and pages.
+
+To add a column: a field of :class:`Row`, a line in :func:`columns`, and where it is measured (``bench/compare.py``).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from draftheads.bench.settings import BenchSettings
+from draftheads.bench.timing import Answers
+from draftheads.estimates import quartiles, ratio_with_error
+
+PARTS = ("drafting", "verification", "accept and rest")  # of a step
+# acceptance rules at the temperature, and the fields of a row with tokens per step and one standard error
+SAMPLED_FIELDS = {
+    "exact": ("sampled_tokens_per_step", "sampled_error"),
+    "typical": ("typical_tokens_per_step", "typical_error"),
+    "rejection": ("rejection_tokens_per_step", "rejection_error"),
+    "block": ("block_tokens_per_step", "block_error"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What a way of decoding did over all prompts. Errors are one standard error. None: was not measured."""
+
+    name: str
+    num_parameters: int = 0  # of the drafter
+    tree: str = ""  # the tree that is drafted, in words
+    tokens_per_step: float
+    tokens_per_step_error: float = 0.0
+    over_first: float | None = None  # tokens per step over those of the first drafter in the table
+    over_first_error: float | None = None
+    tokens_per_second: float
+    speedup: float  # over plain decoding: ratio of tokens per second
+    speedup_error: float = 0.0
+    speedup_quartiles: tuple[float, float] | None = None  # of the ratio prompt by prompt
+    speedup_over_transformers: float | None = None
+    draft_milliseconds: float = 0.0  # of a step
+    verify_milliseconds: float = 0.0
+    rest_milliseconds: float = 0.0
+    step_milliseconds: float = 0.0
+    predicted_tokens_per_step: float | None = None  # by the search for its tree, on other prompts
+    sampled_tokens_per_step: float | None = None  # at the temperature, exact acceptance
+    sampled_error: float | None = None
+    typical_tokens_per_step: float | None = None  # the same, typical acceptance
+    typical_error: float | None = None
+    rejection_tokens_per_step: float | None = None  # drafts drawn on the static tree, rejection sampling
+    rejection_error: float | None = None
+    block_tokens_per_step: float | None = None  # a drawn chain, block verification
+    block_error: float | None = None
+    num_different: int = 0  # answers that are not the reference's
+    worst_margin: float | None = None  # largest gap between the best logit and an emitted token's, re-scored in fp32
+    num_tokens: int = 0  # of all timed answers
+    num_drafted: int = 0  # accepted draft tokens
+    num_copied: int = 0  # those of them that only a copy from the text brought
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Milliseconds of the parts of a step, by name."""
+        found = (self.draft_milliseconds, self.verify_milliseconds, self.rest_milliseconds)
+        return dict(zip(PARTS, found, strict=True))
+
+
+def timed_row(
+    name: str, own: Sequence[Answers], plain: Sequence[Answers], stock: Sequence[Answers] | None = None
+) -> Row:
+    """The row of a way that was timed.
+
+    Args:
+        name: of the way.
+        own: its answers to each group of prompts.
+        plain: plain decoding's answers to the same groups.
+        stock: those of transformers.
+    """
+    speeds, of_plain = ([one.speed_share for one in answers] for answers in (own, plain))
+    speedup, speedup_error = ratio_with_error(speeds, of_plain)
+    by_prompt = [ratio_with_error([a], [b])[0] for a, b in zip(speeds, of_plain, strict=True)]
+    low, _, high = quartiles(by_prompt)
+    per_step, per_step_error = ratio_with_error([share for one in own for share in one.step_shares])
+    steps = max(1, sum(one.num_timed_steps for one in own))
+    draft, verify, rest = (
+        sum(getattr(one, f"{part}_milliseconds") for one in own) / steps for part in ("draft", "verify", "rest")
+    )
+    return Row(
+        name=name,
+        tokens_per_step=per_step,
+        tokens_per_step_error=per_step_error,
+        tokens_per_second=ratio_with_error(speeds)[0],
+        speedup=speedup,
+        speedup_error=speedup_error,
+        speedup_quartiles=(low, high),
+        speedup_over_transformers=ratio_with_error(speeds, [one.speed_share for one in stock])[0] if stock else None,
+        draft_milliseconds=draft,
+        verify_milliseconds=verify,
+        rest_milliseconds=rest,
+        step_milliseconds=draft + verify + rest,
+        num_tokens=sum(one.num_tokens for one in own),
+        num_drafted=sum(one.num_drafted for one in own),
+        num_copied=sum(one.num_copied for one in own),
+    )
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table."""
+
+    heading: str
+    cell: Callable[[Row], str]
+    kind: str = "greedy"  # or "sampled" or "speed": terminals show a table for each
+
+
+def columns(settings: BenchSettings, *, first: str, errors: bool = True) -> list[Column]:
+    """All columns, the drafter's name first.
+
+    Args:
+        settings: of the comparison.
+        first: the name of the first drafter, that others' tokens per step are compared with.
+        errors: whether cells show one standard error.
+    """
+
+    def number(row: Row, field: str, error: str) -> str:
+        value, deviation = getattr(row, field), getattr(row, error)
+        if value is None:
+            return ""
+        return f"{value:.2f}" + (f" ± {deviation:.2f}" if errors and deviation is not None else "")
+
+    found = [
+        Column("drafter", lambda row: row.name),
+        Column(
+            "parameters", lambda row: f"{row.num_parameters / 1e6:.1f} M" if row.num_parameters else "none", "speed"
+        ),
+        Column("tree", lambda row: row.tree),
+        Column("tokens/step", partial(number, field="tokens_per_step", error="tokens_per_step_error")),
+        Column(f"× {first}", partial(number, field="over_first", error="over_first_error")),
+        Column("tokens/s", lambda row: f"{row.tokens_per_second:.1f}", "speed"),
+        Column("× plain", partial(number, field="speedup", error="speedup_error"), "speed"),
+        Column("draft ms/step", lambda row: f"{row.draft_milliseconds:.1f}", "speed"),
+        Column("step ms", lambda row: f"{row.step_milliseconds:.1f}", "speed"),
+    ]
+    if settings.temperature:
+        for acceptance, (field, error) in SAMPLED_FIELDS.items():
+            heading = f"{acceptance} T={settings.temperature:g}"
+            found.append(Column(heading, partial(number, field=field, error=error), "sampled"))
+    return found
+
+
+# of ways of decoding as users have them, beside transformers
+SPEED_COLUMNS = [
+    Column("method", lambda row: row.name),
+    Column("tokens /s", lambda row: f"{row.tokens_per_second:.1f}"),
+    Column("tokens /step", lambda row: f"{row.tokens_per_step:.2f}"),
+    Column("speed-up (quartiles)", lambda row: f"{row.speedup:.2f} ({_range(row.speedup_quartiles)})"),
+    Column("×\N{NO-BREAK SPACE}trans- formers", lambda row: _two_digits(row.speedup_over_transformers)),
+    Column("same text", lambda row: "yes" if row.num_different == 0 else f"no ({row.num_different})"),
+    Column("worst margin", lambda row: "" if row.worst_margin is None else f"{row.worst_margin:.1g}"),
+]
+
+
+def prompts_in_words(num_prompts: int, settings: BenchSettings) -> str:
+    """On which prompts the columns are measured."""
+    speeds = f"speeds on {min(num_prompts, settings.num_speed_prompts)}"
+    greedy = f"Greedy answers to all {num_prompts} prompts"
+    if not settings.temperature:
+        return f"{greedy}, {speeds}."
+    return f"{greedy}, sampled ones to {min(num_prompts, settings.num_sampled_prompts)} of them, {speeds}."
+
+
+def markdown(rows: Sequence[Row], settings: BenchSettings, num_prompts: int) -> Iterator[str]:
+    """The lines of the table in Markdown."""
+    shown = columns(settings, first=rows[0].name)
+    yield f"| {' | '.join(column.heading for column in shown)} |"
+    yield "|" + " --- |" * len(shown)
+    for row in rows:
+        yield f"| {' | '.join(column.cell(row) for column in shown)} |"
+    yield ""
+    yield f"{prompts_in_words(num_prompts, settings)} ± is one standard error."
+
+
+def _range(values: tuple[float, float] | None) -> str:
+    return "" if values is None else f"{values[0]:.2f}-{values[1]:.2f}"
+
+
+def _two_digits(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

@@ -1,0 +1,259 @@
+"""The one loop of all comparisons: several ways of decoding answer the same prompts in turn, and are timed.
+
+Speeds of one run can be compared, speeds of different runs cannot: a machine has slow hours. So all ways answer a
+prompt before the next prompt begins, and who goes first changes. Times include reading the prompt.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import torch
+
+from draftheads.decode.engine import Engine
+from draftheads.decode.step_timer import wait_for
+from draftheads.estimates import Share
+from draftheads.models.model import TargetModel
+from draftheads.sampling import SamplingSettings
+
+PLAIN = "plain"
+STOCK = "transformers"
+Group = Sequence[Sequence[int]]  # prompts (token ids) that are answered together; often a single one
+_WARM_UP_TOKENS = 4
+_PROBE_TOKENS = 16  # of an answer that shows the speed of a way
+_MIN_TOKENS = 32  # of an answer, however slow the machine is
+_MIN_PROMPTS = 3  # answers get shorter before fewer prompts are answered than these
+_SAFETY = 0.9  # share of the time that is planned for: later tokens of a text take longer than the first ones
+
+
+@dataclass(frozen=True)
+class Answers:
+    """One way's answers to a group of prompts."""
+
+    token_ids: tuple[tuple[int, ...], ...]
+    num_steps: tuple[int, ...]  # of each answer: passes of the target after its prompt was read
+    seconds: float  # wall time of the group, prompts included
+    num_drafted: int = 0  # accepted draft tokens
+    num_copied: int = 0  # those of them that only a copy from the text brought
+    # milliseconds of each part of a step, summed over ``num_timed_steps`` steps of the whole group
+    draft_milliseconds: float = 0.0
+    verify_milliseconds: float = 0.0
+    rest_milliseconds: float = 0.0
+    num_timed_steps: int = 0  # without steps right after a prompt was read, in which a drafter reads it, too
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """The record that ``asdict`` and JSON made of one."""
+        return cls(
+            **{**value, "token_ids": tuple(map(tuple, value["token_ids"])), "num_steps": tuple(value["num_steps"])}
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all answers."""
+        return sum(map(len, self.token_ids))
+
+    @property
+    def speed_share(self) -> Share:
+        """Tokens and seconds."""
+        return self.num_tokens, self.seconds
+
+    @property
+    def step_shares(self) -> list[Share]:
+        """Of each answer, tokens behind the first (which comes with the prompt) and steps."""
+        return [(len(ids) - 1, steps) for ids, steps in zip(self.token_ids, self.num_steps, strict=True)]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of decoding."""
+
+    name: str
+    decode: Callable[[Group, int], Answers]  # prompts, most new tokens of an answer -> answers
+
+
+@dataclass(frozen=True)
+class Timings:
+    """What all ways answered."""
+
+    answers: dict[str, list[Answers]]  # by the way's name, for each group of prompts
+    max_new_tokens: int  # of an answer
+    seconds: float  # of all ways together, warming up included
+
+    @property
+    def num_groups(self) -> int:
+        """How many groups of prompts were answered."""
+        return len(next(iter(self.answers.values())))
+
+
+class StepClock:
+    """Sums the milliseconds of the parts of steps; on an accelerator it waits for the work to be done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.milliseconds = dict.fromkeys(("draft", "verify", "rest"), 0.0)
+        self.num_steps = 0
+        self._step = dict(self.milliseconds)
+        self._after_prompt = True
+        self._last = self.now
+
+    def lap(self, part: str) -> None:
+        """A part has ended: "prompt", or of a step "draft", "verify", "watch" (what a drafter learns) or "rest"."""
+        now = self.now
+        if part == "prompt":
+            self._after_prompt = True
+        else:
+            self._step["draft" if part == "watch" else part] += 1e3 * (now - self._last)
+        self._last = now
+        if part == "rest":
+            if not self._after_prompt:
+                self.num_steps += 1
+                for name, milliseconds in self._step.items():
+                    self.milliseconds[name] += milliseconds
+            self._after_prompt = False
+            self._step = dict.fromkeys(self._step, 0.0)
+
+    @property
+    def now(self) -> float:
+        """Seconds of a clock, when all work is done."""
+        wait_for(self.device)
+        return time.perf_counter()
+
+
+def stock_way(model: TargetModel) -> Way:
+    """Transformers' own ``generate`` on the stock model, one prompt after the other."""
+
+    def answer(prompt_ids: Sequence[int], max_new_tokens: int) -> tuple[int, ...]:
+        ids = torch.tensor([list(prompt_ids)], device=model.device)
+        output = model.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=sorted(model.eos_ids),
+            pad_token_id=min(model.eos_ids, default=0),
+        )
+        return tuple(output[0, len(prompt_ids) :].tolist())
+
+    def decode(group: Group, max_new_tokens: int) -> Answers:
+        clock = StepClock(model.device)
+        start = clock.now
+        texts = tuple(answer(prompt_ids, max_new_tokens) for prompt_ids in group)
+        return Answers(texts, tuple(len(text) - 1 for text in texts), clock.now - start)
+
+    return Way(STOCK, decode)
+
+
+def engine_way(name: str, engine: Engine) -> Way:
+    """Greedy decoding by one of our engines."""
+
+    def decode(group: Group, max_new_tokens: int) -> Answers:
+        return answers_of(engine, group, [SamplingSettings(max_new_tokens=max_new_tokens)] * len(group))
+
+    return Way(name, decode)
+
+
+def answers_of(engine: Engine, group: Group, settings: Sequence[SamplingSettings]) -> Answers:
+    """An engine's answers to prompts, with settings for each."""
+    clock = StepClock(engine.model.device)
+    start = clock.now
+    sequences = engine.sequences([list(prompt_ids) for prompt_ids in group], settings)
+    num_drafted = sum(event.num_drafted for event in engine.run(sequences, lap=clock.lap))
+    seconds = clock.now - start
+    results = [sequence.result() for sequence in sequences]
+    return Answers(
+        tuple(result.token_ids for result in results),
+        tuple(result.num_steps for result in results),
+        seconds,
+        num_drafted,
+        sum(result.num_copied for result in results),
+        *clock.milliseconds.values(),
+        clock.num_steps,
+    )
+
+
+def take_turns(
+    ways: Sequence[Way],
+    groups: Sequence[Group],
+    *,
+    max_new_tokens: int,
+    max_seconds: float = math.inf,
+    clock: Callable[[], float] = time.perf_counter,
+    on_answer: Callable[[], None] = lambda: None,
+    saved: Callable[[int, Callable[[], Any]], Any] | None = None,
+) -> Timings:
+    """Every way answers a group of prompts, then the next one. Who goes first changes, and the direction.
+
+    Args:
+        ways: what is compared; each is warmed up first.
+        groups: prompts that are answered together. At least one group is answered.
+        max_new_tokens: of an answer. In a time box fewer, if else three groups would not be answered; but at least 32.
+        max_seconds: the time box of all ways together. No group is begun that would not be answered in time.
+        clock: gives seconds.
+        on_answer: is called after each group's answers by one way.
+        saved: gets a group's number and a function that finds the answers, as JSON values by way; returns these, or
+            what was saved before.
+    """
+    start = clock()
+    for way in ways:
+        way.decode(groups[0][:1], _WARM_UP_TOKENS)
+    tokens = max_new_tokens
+    if math.isfinite(max_seconds):
+        each = sum(_seconds_per_token(way, groups[0], clock) for way in ways)
+        left, num_groups = max_seconds - (clock() - start), min(_MIN_PROMPTS, len(groups))
+        tokens = affordable_tokens(left, each, num_groups=num_groups, most=max_new_tokens)
+    answers: dict[str, list[Answers]] = {way.name: [] for way in ways}
+    longest = 0.0
+    for number, group in enumerate(groups):
+        begun = clock()
+        if number and begun + longest - start > max_seconds:
+            break
+
+        def answered(turn: Iterable[Way] = turn_of(ways, number), group: Group = group) -> dict[str, Any]:
+            found = {}
+            for way in turn:
+                found[way.name] = asdict(way.decode(group, tokens))
+                on_answer()
+            return found
+
+        for name, value in (saved(number, answered) if saved else answered()).items():
+            answers[name].append(Answers.from_json(value))
+        longest = max(longest, clock() - begun)
+    return Timings(answers, tokens, clock() - start)
+
+
+def turn_of(ways: Sequence[Way], number: int) -> list[Way]:
+    """The order in which ways answer a group: there and back, each pair of groups beginning with another way.
+
+    >>> ways = [Way(name, print) for name in "abc"]
+    >>> ["".join(way.name for way in turn_of(ways, number)) for number in range(6)]
+    ['abc', 'cba', 'bca', 'acb', 'cab', 'bac']
+    """
+    first = number // 2 % len(ways)
+    turn = [*ways[first:], *ways[:first]]
+    return turn[::-1] if number % 2 else turn
+
+
+def affordable_tokens(seconds: float, seconds_per_token: float, *, num_groups: int, most: int) -> int:
+    """Tokens of an answer such that so many groups are answered in time.
+
+    Args:
+        seconds: for all of them.
+        seconds_per_token: of all ways together.
+        num_groups: how many groups of prompts.
+        most: tokens at most.
+
+    >>> affordable_tokens(100.0, 0.5, num_groups=3, most=128)
+    60
+    """
+    by_time = _SAFETY * seconds / (num_groups * max(seconds_per_token, 1e-9))
+    return int(min(most, max(by_time, _MIN_TOKENS)))
+
+
+def _seconds_per_token(way: Way, group: Group, clock: Callable[[], float]) -> float:
+    """Reading the prompts included."""
+    start = clock()
+    answers = way.decode(group, _PROBE_TOKENS)
+    return (clock() - start) / max(map(len, answers.token_ids))

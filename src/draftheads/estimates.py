@@ -1,0 +1,54 @@
+"""Estimates from measurements on several prompts: ratios of sums with a standard error, and quartiles."""
+
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+
+Share = tuple[
+    float, float
+]  # what was counted for a prompt, and what it is divided by: (tokens, steps), (tokens, seconds)
+
+
+def ratio_with_error(shares: Sequence[Share], others: Sequence[Share] | None = None) -> tuple[float, float]:
+    """The ratio Σa / Σb of pairs (a, b), and its standard error. With ``others``, that ratio over theirs.
+
+    The standard error is the jackknife's: prompts are taken as independent, and each is left out once.
+
+    Args:
+        shares: a pair for each prompt. A ratio whose divisors sum to 0 counts as 1.
+        others: pairs (c, d) for the same prompts; then the result is (Σa / Σb) / (Σc / Σd).
+
+    >>> ratio_with_error([(10, 5), (30, 10)])[0]
+    2.6666666666666665
+    >>> ratio_with_error([(10, 5), (30, 10)], [(10, 10), (30, 20)])[0]
+    2.0
+    """
+    ratios = _ratios_with_one_left_out(shares)
+    if others is not None:
+        ratios = ratios / _ratios_with_one_left_out(others)
+    whole, without = ratios[-1], ratios[:-1]
+    count = len(without)
+    squares = ((without - without.mean()) ** 2).sum() if count else 0.0
+    return float(whole), float(np.sqrt(squares * (count - 1) / count)) if count else 0.0
+
+
+def _ratios_with_one_left_out(shares: Sequence[Share]) -> np.ndarray:
+    """(n + 1,): the ratio without the first pair, without the second …, and last the ratio of all."""
+    above, below = np.array(shares, dtype=np.float64).reshape(-1, 2).T
+    above, below = (np.append(part.sum() - part, part.sum()) for part in (above, below))
+    return np.divide(above, below, out=np.ones_like(above), where=below > 0)
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The lower quartile, the median and the upper quartile; never outside the values.
+
+    >>> quartiles([3.0, 1.0, 2.0, 5.0, 4.0])
+    (2.0, 3.0, 4.0)
+    >>> quartiles([2.0])
+    (2.0, 2.0, 2.0)
+    """
+    if len(values) == 1:
+        return (values[0],) * 3
+    lower, middle, upper = statistics.quantiles(values, n=4, method="inclusive")
+    return lower, middle, upper

@@ -1,0 +1,52 @@
+"""Drafters of a comparison, and their names in the table."""
+
+from pathlib import Path
+
+import pytest
+from tests.search.test_tune import world
+
+from draftheads.bench.contenders import heads_for, load_contenders, names_of
+from draftheads.checkpoint import save_head
+from draftheads.drafters.lookahead import Lookahead
+from draftheads.drafters.prompt_lookup import PromptLookup
+from draftheads.errors import InvalidSettings
+from draftheads.loading import UNTRAINED, load_target
+from families import tiny_head
+
+__all__ = ["world"]  # a fixture
+
+
+def test_folders_with_the_same_name_keep_their_paths(tmp_path: Path) -> None:
+    (tmp_path / "hydra").mkdir()
+    assert names_of([str(tmp_path / "hydra")]) == {"hydra": str(tmp_path / "hydra")}
+    assert list(names_of([str(tmp_path / "hydra"), "hydra"])) == [str(tmp_path / "hydra"), "hydra"]
+
+
+@pytest.mark.parametrize("heads", [["medusa", "medusa"], ["plain"]])
+def test_each_drafter_needs_a_name_of_its_own(heads: list[str]) -> None:
+    with pytest.raises(InvalidSettings, match="each must have a name of its own, other than plain"):
+        names_of(heads)
+
+
+def test_by_default_all_heads_of_the_model_and_the_untrained_drafters_are_compared() -> None:
+    found = heads_for("smollm2-135m")
+    assert found[0] == "medusa"
+    assert found[-len(UNTRAINED) :] == tuple(UNTRAINED)
+    assert heads_for("HuggingFaceTB/SmolLM2-135M-Instruct") == found
+    assert heads_for("elsewhere") == tuple(UNTRAINED)
+
+
+@pytest.mark.parametrize(("num_nodes", "paths"), [(12, ["best 2 of 6x3x2x1"]), (4, [])])
+def test_the_paths_of_an_mlp_speculator_keep_to_the_number_of_nodes(
+    world: Path, tmp_path: Path, num_nodes: int, paths: list[str]
+) -> None:
+    target = load_target(str(world / "model"), precision="fp32", fast=False)
+    save_head(tiny_head("mlp-speculator", target, num_heads=4), tmp_path / "mlp", base=target)
+    named = {"mlp": str(tmp_path / "mlp"), "lookup": "prompt-lookup", "lookahead": "lookahead"}
+    found = list(load_contenders(named, str(world / "model"), target, num_nodes=num_nodes))
+    shapes = [one.shape for one in found if one.name == "mlp, paths"]
+    assert [f"best {shape.num_paths} of {'x'.join(map(str, shape.widths))}" for shape in shapes] == paths  # type: ignore[union-attr]
+    lookup, lookahead = (one.drafter for one in found[-2:])
+    assert isinstance(lookup, PromptLookup)
+    assert lookup.num_tokens <= num_nodes - 1
+    assert isinstance(lookahead, Lookahead)

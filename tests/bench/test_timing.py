@@ -1,0 +1,246 @@
+"""Ways of decoding answer in turn, within a time box, and are timed."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from draftheads.bench import timing
+from draftheads.bench.timing import Answers, Group, StepClock, Timings, Way, engine_way, stock_way, take_turns
+from draftheads.decode.batch import Batch
+from draftheads.decode.engine import Engine
+from draftheads.drafters.copying import Copying
+from draftheads.drafters.lookahead import Lookahead, LookaheadSession
+from draftheads.heads.base import HeadSession
+from draftheads.models.model import TargetModel
+from families import PROMPTS, tiny_head, tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def model() -> TargetModel:
+    return tiny_model("llama")
+
+
+# --- turns ---
+
+
+def recorder(name: str, asked: list[tuple[str, int, int]]) -> Way:
+    """A way that notes its name, the prompt and the number of tokens."""
+
+    def decode(group: Group, max_new_tokens: int) -> Answers:
+        asked.append((name, group[0][0], max_new_tokens))
+        return Answers(((group[0][0],),), (1,), 1.0)
+
+    return Way(name, decode)
+
+
+def test_every_way_is_warmed_up_and_goes_first_in_turn() -> None:
+    asked: list[tuple[str, int, int]] = []
+    groups = [[[number]] for number in range(6)]
+    timings = take_turns([recorder(name, asked) for name in "abc"], groups, max_new_tokens=8)
+    assert asked[:3] == [("a", 0, 4), ("b", 0, 4), ("c", 0, 4)]
+    order = ["".join(name for name, *_ in asked[start : start + 3]) for start in range(3, 21, 3)]
+    assert order == ["abc", "cba", "bca", "acb", "cab", "bac"]
+    assert [number for _, number, _ in asked[3:]] == [number for number in range(6) for _ in "abc"]
+    for name in "abc":
+        assert [one.token_ids for one in timings.answers[name]] == [((number,),) for number in range(6)]
+
+
+def test_after_each_answer_the_caller_is_told() -> None:
+    asked: list[tuple[str, int, int]] = []
+    counts: list[int] = []
+    ways = [recorder(name, asked) for name in "ab"]
+    take_turns(ways, [[[0]], [[1]]], max_new_tokens=8, on_answer=lambda: counts.append(len(asked)))
+    assert counts == [3, 4, 5, 6]
+
+
+def test_saved_answers_are_used_in_place_of_new_ones() -> None:
+    asked: list[tuple[str, int, int]] = []
+    known: dict[int, Any] = {}
+
+    def saved(number: int, find: Callable[[], Any]) -> Any:
+        if number not in known:
+            known[number] = find()
+        return known[number]
+
+    ways, groups = [recorder(name, asked) for name in "ab"], [[[0]], [[1]], [[2]]]
+    first = take_turns(ways, groups[:2], max_new_tokens=8, saved=saved)
+    asked.clear()
+    second = take_turns(ways, groups, max_new_tokens=8, saved=saved)
+    assert [number for _, number, tokens in asked if tokens == 8] == [2, 2]
+    assert {name: answers[:2] for name, answers in second.answers.items()} == first.answers
+
+
+# --- the time box ---
+
+
+class Machine:
+    """Ways that move a clock on: so many seconds for the prompt, and for each token of an answer."""
+
+    def __init__(self, *speeds: tuple[float, float]) -> None:
+        self.now = 0.0
+        self.ways = [self._way(f"way {number}", *speed) for number, speed in enumerate(speeds)]
+
+    def clock(self) -> float:
+        return self.now
+
+    def _way(self, name: str, reading: float, per_token: float) -> Way:
+        def decode(_: Group, max_new_tokens: int) -> Answers:
+            seconds = reading + per_token * max_new_tokens
+            self.now += seconds
+            return Answers(((7,) * max_new_tokens,), (max_new_tokens - 1,), seconds)
+
+        return Way(name, decode)
+
+    def run(self, seconds: float, *, most: int = 128) -> Timings:
+        groups = [[[number]] for number in range(6)]
+        timings = take_turns(self.ways, groups, max_new_tokens=most, max_seconds=seconds, clock=self.clock)
+        assert {len(answers) for answers in timings.answers.values()} == {timings.num_groups}
+        assert {one.num_tokens for each in timings.answers.values() for one in each} == {timings.max_new_tokens}
+        assert timings.seconds == pytest.approx(self.now)
+        return timings
+
+
+def test_a_fast_machine_answers_everything_and_ends_early() -> None:
+    timings = Machine((0.01, 0.01), (0.01, 0.005)).run(120.0)
+    assert (timings.num_groups, timings.max_new_tokens) == (6, 128)
+    assert timings.seconds < 15.0
+
+
+@pytest.mark.parametrize("slowness", [1.0, 2.0, 3.0, 4.0, 5.0])
+def test_a_slow_machine_gives_shorter_answers_to_three_prompts(slowness: float) -> None:
+    ways = [(0.1, 0.075), (0.1, 0.04), (0.1, 0.025), (0.1, 0.03)]
+    machine = Machine(*((reading * slowness, per_token * slowness) for reading, per_token in ways))
+    timings = machine.run(120.0)
+    assert timings.num_groups >= 3
+    assert 32 <= timings.max_new_tokens <= 128
+    assert 60.0 < timings.seconds <= 120.0
+    if slowness == 1.0:
+        assert timings.max_new_tokens == 128
+
+
+@pytest.mark.parametrize(("per_token", "num_groups"), [(0.5, 2), (50.0, 1)])
+def test_a_very_slow_machine_answers_fewer_prompts(per_token: float, num_groups: int) -> None:
+    timings = Machine((0.0, per_token)).run(50.0)
+    assert (timings.num_groups, timings.max_new_tokens) == (num_groups, 32)
+
+
+@pytest.mark.parametrize(("seconds", "num_groups"), [(148.5, 4), (147.5, 3)])
+def test_no_prompt_is_begun_that_would_not_be_answered_in_time(seconds: float, num_groups: int) -> None:
+    """Warming up takes 20 seconds and each answer of 32 tokens 32: three end after 116 seconds, four after 148."""
+    assert Machine((0.0, 1.0)).run(seconds, most=32).num_groups == num_groups
+
+
+def test_without_a_time_box_everything_is_answered() -> None:
+    timings = Machine((10.0, 10.0)).run(math.inf)
+    assert (timings.num_groups, timings.max_new_tokens) == (6, 128)
+
+
+def test_a_time_box_never_makes_answers_longer() -> None:
+    assert Machine((0.0, 1.0)).run(10.0, most=5).max_new_tokens == 5
+
+
+# --- ways ---
+
+
+@pytest.mark.parametrize("group", [PROMPTS[:1], PROMPTS])
+def test_an_engine_s_answers_are_its_own_and_are_counted(model: TargetModel, group: list[list[int]]) -> None:
+    engine = Engine(model, Copying(tiny_head("hydra", model)), max_batch_size=2)
+    results = engine.generate(group, max_new_tokens=20)
+    start = time.perf_counter()
+    found = engine_way("hydra", engine).decode(group, 20)
+    assert 0 < found.seconds <= time.perf_counter() - start
+    assert found.token_ids == tuple(result.token_ids for result in results)
+    assert found.num_steps == tuple(result.num_steps for result in results)
+    assert found.num_copied == sum(result.num_copied for result in results) > 0
+    accepted = sum(len(result.token_ids) - 1 - result.num_steps for result in results)
+    assert accepted <= found.num_drafted <= accepted + len(group)  # the last step may end inside a draft
+    parts = (found.draft_milliseconds, found.verify_milliseconds, found.rest_milliseconds)
+    assert min(parts) > 0
+    assert sum(parts) < 1e3 * found.seconds
+
+
+def test_plain_decoding_drafts_nothing(model: TargetModel) -> None:
+    found = engine_way("plain", Engine(model)).decode(PROMPTS[:1], 20)
+    assert (found.num_drafted, found.num_copied) == (0, 0)
+    assert found.step_shares == [(found.num_tokens - 1, found.num_tokens - 1)]
+
+
+def test_transformers_way_stops_at_the_end_of_text() -> None:
+    stock = tiny_model("llama")
+    free = stock_way(stock).decode(PROMPTS[:1], 20).token_ids[0]
+    place = next(place for place in range(3, 20) if free[place] not in free[:place])
+    stock.model.generation_config.eos_token_id = [free[place]]
+    again = TargetModel(stock.model, stock.tokenizer, "again")
+    found = stock_way(again).decode(PROMPTS[:1], 20)
+    assert found.token_ids == (free[: place + 1],)
+    assert found.token_ids == engine_way("plain", Engine(again)).decode(PROMPTS[:1], 20).token_ids
+    assert found.num_steps == (place,)
+
+
+# --- parts of a step ---
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that a test sets: verifying takes 2, the rest 0.5, reading a prompt 100."""
+    now = [0.0]
+    monkeypatch.setattr(timing.StepClock, "now", property(lambda _: now[0]))
+    lap, join = StepClock.lap, Batch.join
+
+    def later(self: StepClock, part: str) -> None:
+        now[0] += {"verify": 2.0, "rest": 0.5}.get(part, 0.0)
+        lap(self, part)
+
+    def reading(self: Batch, sequences: Any) -> Any:
+        now[0] += 100.0
+        return join(self, sequences)
+
+    monkeypatch.setattr(StepClock, "lap", later)
+    monkeypatch.setattr(Batch, "join", reading)
+    return now
+
+
+def test_parts_are_of_all_steps_but_the_first_after_a_prompt(
+    model: TargetModel, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = tiny_head("medusa", model)
+    propose = HeadSession.propose
+
+    def drafting(self: Any, *arguments: Any) -> Any:
+        clock[0] += 1.0
+        return propose(self, *arguments)
+
+    monkeypatch.setattr(HeadSession, "propose", drafting)
+    found = engine_way("medusa", Engine(model, head)).decode(PROMPTS[:1], 10)
+    steps = found.num_steps[0] - 1
+    assert 2 <= steps <= 8
+    assert found.num_timed_steps == steps
+    assert found.draft_milliseconds == 1e3 * steps
+    assert found.verify_milliseconds == 2e3 * steps
+    assert found.rest_milliseconds == 0.5e3 * steps
+    assert found.seconds == 100.0 + 3.5 * (steps + 1)
+
+
+def test_learning_from_a_step_counts_as_drafting(
+    model: TargetModel, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = LookaheadSession.watch
+
+    def learning(self: Any, draft: Any, logits: Any) -> None:
+        clock[0] += 1.0
+        watch(self, draft, logits)
+
+    monkeypatch.setattr(LookaheadSession, "watch", learning)
+    found = engine_way("lookahead", Engine(model, Lookahead())).decode(PROMPTS[:1], 10)
+    assert found.draft_milliseconds == 1e3 * found.num_timed_steps > 1e3
+
+
+def test_an_answer_without_a_step_has_no_parts(model: TargetModel) -> None:
+    found = engine_way("plain", Engine(model)).decode(PROMPTS[:1], 1)
+    assert (found.num_timed_steps, found.verify_milliseconds) == (0, 0.0)
+    assert isinstance(found.token_ids, Sequence)

@@ -1,0 +1,80 @@
+"""``draftheads bench``: what it writes and prints, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftheads.bench import compare
+from draftheads.checkpoint import read_head
+from draftheads.cli.main import main
+
+PROMPTS = ["a dog", "hello", "fog and ice", "black ice on a hill"]
+QUICK = ["--num-calibration-prompts", "4", "--max-new-tokens", "8", "--num-nodes", "5", "--num-speed-prompts", "3"]
+BENCH = ["bench", "./model", *QUICK, "--prompts", "four.jsonl", "--limit", "3"]
+
+
+@pytest.fixture(autouse=True)
+def prompts(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
+    (here / "four.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in PROMPTS))
+    (here / "one.jsonl").write_text(json.dumps({"prompt": "mom"}))
+
+
+def test_it_writes_a_record_a_table_and_a_page(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    heads = ["--heads", "./hydra", "lookahead", "--draft-model", "./model"]
+    assert main([*BENCH, *heads, "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    record = json.loads(shown.splitlines()[-1])
+    assert json.loads((out / "bench.json").read_text()) == record
+    assert (out / "bench.md").read_text().startswith("| drafter |")
+    assert f"wrote {out / 'bench.html'}" in shown
+    assert all(len(line) <= 80 for line in shown.splitlines()[:-1] if "wrote" not in line)
+    assert [row["name"] for row in record["rows"]] == ["hydra", "lookahead", "draft-model"]
+    assert (record["num_prompts"], record["prompts"], record["settings"]["num_nodes"]) == (3, "four.jsonl", 5)
+    assert record["rows"][2]["tokens_per_step"] > 2, "it drafts for itself"
+    assert record["rows"][1]["tree"] == "its own, up to 6", "as few as possible"
+    assert record["drafters"].keys() == {"hydra", "lookahead", "draft-model"}
+    assert read_head(here / "hydra").digest in record["drafters"]["hydra"]
+
+
+def test_a_page_is_made_again_from_the_record(here: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main([*BENCH, "--heads", "lookahead", "--temperature", "0", "--out", str(out)]) == 0
+    before = (out / "bench.html").read_bytes()
+    (out / "bench.html").unlink()
+    assert main(["report", str(out)]) == 0
+    assert (out / "bench.html").read_bytes() == before
+
+
+def test_fresh_ignores_what_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[str] = []
+    real = compare.answers_of
+
+    def noted(engine: Any, *arguments: Any) -> Any:
+        counted.append(type(engine.drafter).__name__)
+        return real(engine, *arguments)
+
+    monkeypatch.setattr(compare, "answers_of", noted)
+    arguments = [*BENCH, "--heads", "lookahead", "--temperature", "0"]
+    for more, times in (([], 1), ([], 1), (["--fresh"], 2)):
+        assert main([*arguments, *more]) == 0
+        assert counted.count("Lookahead") == times
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("./model --heads ./hydra --limit 2", "--limit is 2; it must be at least 3"),
+        ("./model --heads ./hydra --prompts one.jsonl", "1 prompts: give at least 3"),
+        ("./model --heads ./hydra ./hydra", "each must have a name of its own"),
+        ("./model --heads nowhere", "no head 'nowhere'"),
+        ("./no-model --heads ./hydra nowhere", "no head 'nowhere'"),  # before the model is loaded
+        ("./model --heads ./hydra --out four.jsonl", "four.jsonl: File exists; choose another"),
+    ],
+)
+def test_impossible_comparisons_are_refused(arguments: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *arguments.split()]) == 1
+    assert words in capsys.readouterr().err
