@@ -25,13 +25,14 @@ def as_svg(draw: Callable[[Any], None], *, height: float = 3.4) -> str:
     try:
         import matplotlib as mpl  # noqa: PLC0415 - an extra
         from matplotlib.figure import Figure  # noqa: PLC0415
+        from matplotlib.rcsetup import cycler  # noqa: PLC0415
     except ImportError as error:
         raise missing(error) from error
     style: Any = {  # a dictionary of names that only matplotlib knows
         "svg.hashsalt": "draftheads",
         "svg.fonttype": "none",
         "font.size": 11,
-        "axes.prop_cycle": mpl.rcsetup.cycler("color", _COLOURS),
+        "axes.prop_cycle": cycler("color", _COLOURS),
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.axisbelow": True,
