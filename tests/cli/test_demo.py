@@ -194,7 +194,7 @@ def test_the_demo_with_exact_bits_compares_with_plain_of_the_same_kernels(
     assert references[1] is None
 
 
-def test_exact_bits_that_cannot_be_kept(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any):
+def test_exact_bits_that_cannot_be_kept_are_an_error(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any):
     monkeypatch.setattr(demo, "rows_keep_their_bits", lambda _: False)
     assert main(["demo", "--model", "model", "--heads", "hydra", "--exact-bits"]) == 1
     assert "error: exact_bits: this machine's kernels change a row's bits" in capsys.readouterr().err

@@ -23,7 +23,7 @@ from draftheads.tree import Tree
 TOKENS = ["--max-new-tokens", "12"]
 
 
-def test_bytes_that_are_no_text(folder: Path):
+def test_bytes_that_are_not_text_are_an_error(folder: Path):
     """On standard input and, as half characters, on the command line."""
     for arguments, given in (([], b"\xff"), ([b"\xff"], b"")):
         command = [sys.executable, "-m", "draftheads", "generate", "--model", "model", *arguments]
@@ -107,7 +107,7 @@ def test_one_prompt_with_an_out_file_is_written_there(here: Path, tmp_path: Path
     assert not capsys.readouterr().out
 
 
-def test_all_options_arrive(here: Path, monkeypatch: pytest.MonkeyPatch):
+def test_all_options_are_passed_on(here: Path, monkeypatch: pytest.MonkeyPatch):
     seen: list[Any] = []
 
     def load(*arguments: Any, **options: Any) -> Any:

@@ -93,7 +93,7 @@ def test_the_figures_of_a_card_are_shown_and_its_prose_is_not(folder: Path, caps
     assert "nothing" not in text
 
 
-def test_what_is_not_there_has_no_heading(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_facts_have_no_heading(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "README.md").write_text("no figures")
@@ -118,7 +118,7 @@ def test_the_zoo_is_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert cells == ["tiny-llama", "medusa", "2", f"{2 * (32 * 32 + 32):,}", size, "1.49"]
 
 
-def test_an_empty_zoo_is_said(
+def test_a_missing_zoo_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(registry, "weights_folder", lambda: tmp_path / "none")
@@ -144,7 +144,7 @@ def test_a_deep_tree_is_not_wrapped(capsys: pytest.CaptureFixture[str], monkeypa
 
 
 @pytest.mark.parametrize("text", ["[[0", "[[0, 0]]", "nowhere.json", "."])
-def test_what_is_no_tree_is_said(
+def test_an_invalid_tree_is_an_error(
     capsys: pytest.CaptureFixture[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -152,7 +152,7 @@ def test_what_is_no_tree_is_said(
         told(capsys, f"--tree {shlex.quote(text)}")
 
 
-def test_a_file_that_is_no_tree_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_without_a_tree_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "acceptance.json").write_text("{}")
     with pytest.raises(CheckpointCorrupt, match="format_version"):
         told(capsys, f"--tree {shlex.quote(str(tmp_path / 'acceptance.json'))}")
@@ -161,6 +161,6 @@ def test_a_file_that_is_no_tree_is_said(tmp_path: Path, capsys: pytest.CaptureFi
         told(capsys, f"--tree {shlex.quote(str(tmp_path / 'tree.json'))}")
 
 
-def test_a_head_and_a_tree_at_once_is_refused() -> None:
+def test_a_head_and_a_tree_together_are_refused() -> None:
     with pytest.raises(InvalidSettings, match=r"head is 'medusa' and tree is '\[\[0\]\]'"):
         InfoOptions(head="medusa", tree="[[0]]")

@@ -145,7 +145,7 @@ def test_ctrl_c(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_a_reader_that_has_gone_is_no_error(tmp_path: Path):
+def test_a_closed_pipe_is_not_an_error(tmp_path: Path):
     read_end, write_end = os.pipe()
     os.close(read_end)
     command = [sys.executable, "-m", "draftheads", "--help"]

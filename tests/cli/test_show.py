@@ -30,7 +30,7 @@ def shown_on(console: Console, engine: Engine, **settings: Any) -> tuple[str, st
     return file.getvalue(), sequences[0].result().text
 
 
-def test_guessed_tokens_are_green_on_a_terminal(drafted: Engine):
+def test_draft_tokens_are_green_on_a_terminal(drafted: Engine):
     def console() -> Console:
         return Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=20, _environ={})
 
@@ -59,7 +59,7 @@ def test_guessed_tokens_are_green_on_a_terminal(drafted: Engine):
     assert out == text + "\n", "with stop strings nobody can say which letters were guessed"
 
 
-def test_elsewhere_the_text_is_written_to_the_letter(drafted: Engine):
+def test_elsewhere_the_text_is_written_unchanged(drafted: Engine):
     """No colour codes, no wrapping, no tabs made blanks."""
     out, text = shown_on(Console(file=io.StringIO(), width=5, _environ={}), drafted)
     assert out == text + "\n"

@@ -22,7 +22,7 @@ from draftheads.models.model import TargetModel
 from draftheads.progress import NoProgress
 
 
-def test_leaving_out_prompts_keeps_every_answer_and_the_position_before_it(
+def test_skipping_prompts_keeps_answers_and_the_position_before_them(
     target: TargetModel, texts: list[EncodedChat], tmp_path: Path
 ) -> None:
     store = build_features(target, texts, tmp_path / "features", NoProgress())
@@ -38,7 +38,7 @@ def test_leaving_out_prompts_keeps_every_answer_and_the_position_before_it(
 
 
 @given(st.lists(st.integers(1, 30), max_size=40), st.integers(1, 60))
-def test_buckets_hold_everything_once_and_are_no_larger_than_asked(lengths: list[int], size: int) -> None:
+def test_buckets_have_every_text_once_and_at_most_max_tokens(lengths: list[int], size: int) -> None:
     groups = bucket_by_length(lengths, size)
     assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
     assert all(group for group in groups)
@@ -83,7 +83,7 @@ def test_another_seed_holds_out_others() -> None:
 
 
 @pytest.mark.parametrize("at_most", [20, 10_000])
-def test_what_was_held_out_is_not_learned_from_when_there_is_more_text(at_most: int) -> None:
+def test_held_out_texts_stay_held_out_when_texts_are_added(at_most: int) -> None:
     def learned(numbers: Sequence[int]) -> tuple[set[int], set[int]]:
         parts = split_held_out(*texts_of(numbers), fraction=0.05, at_most=at_most, seed=1)
         training, held_out = ({numbers[i] for i in part} for part in parts)
@@ -97,14 +97,14 @@ def test_what_was_held_out_is_not_learned_from_when_there_is_more_text(at_most: 
     assert len(apart & before) <= (0 if at_most == 20 else 15)
 
 
-def test_answers_to_one_prompt_stand_on_one_side() -> None:
+def test_answers_to_one_prompt_are_on_one_side() -> None:
     token_ids, loss_masks = texts_of(range(50), answers=4)
     training, held_out = split_held_out(token_ids, loss_masks, fraction=0.2, at_most=200, seed=0)
     assert len(held_out) == 40
     assert {i // 4 for i in held_out}.isdisjoint(i // 4 for i in training)
 
 
-def test_answers_without_a_prompt_do_not_stand_on_one_side() -> None:
+def test_answers_without_a_prompt_are_on_both_sides() -> None:
     token_ids, _ = texts_of(range(400))
     with_prompt, without = torch.tensor([False, False, True]), torch.tensor([True, True, True])
     loss_masks = [with_prompt, without] * 200
@@ -120,7 +120,7 @@ def test_plain_text_is_held_out_at_random() -> None:
     assert held_out != list(range(20)), "not in the order of the file"
 
 
-def test_a_batch_says_which_documents_it_is_made_of(
+def test_a_batch_has_the_indices_and_sources_of_its_documents(
     target: TargetModel, texts: list[EncodedChat], tmp_path: Path
 ) -> None:
     store = build_features(target, texts, tmp_path / "features", NoProgress())

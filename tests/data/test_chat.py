@@ -25,13 +25,13 @@ def words(text: EncodedChat) -> str:
     return " ".join(VOCAB[token] for token in text.token_ids)
 
 
-def test_loss_is_on_the_answer_and_the_token_that_ends_it() -> None:
+def test_the_loss_covers_the_answer_and_the_token_that_ends_it() -> None:
     text = encode(chat("w1 w2", "w3 w4"))
     assert words(text) == "<s> user \n w1 w2 <e> \n <s> assistant \n w3 w4 <e>"
     assert said(text) == ["w3", "w4", "<e>"]
 
 
-def test_every_turn_of_the_assistant_counts_and_the_text_is_the_rendered_chat() -> None:
+def test_the_loss_covers_every_assistant_turn_and_the_text_is_the_rendered_chat() -> None:
     record = chat("w1", "w2 w3", "w4", "w5")
     text = encode(record)
     assert said(text) == ["w2", "w3", "<e>", "w5", "<e>"]
@@ -49,22 +49,22 @@ def test_what_follows_the_last_answer_is_left_out() -> None:
     assert encode(chat("w1", "w2", "w3")) == encode(chat("w1", "w2"))
 
 
-def test_a_template_whose_end_of_turn_is_no_end_of_text_teaches_the_words_only() -> None:
+def test_an_end_of_turn_that_does_not_end_the_text_is_not_learned() -> None:
     text = encode(chat("w1", "w2", "w3", "w4"), eos=1)
     assert said(text) == ["w2", "w4"]
     assert "w2 <e> \n <s> user \n w3" in words(text)
 
 
-def test_spaces_that_the_template_strips_do_not_matter() -> None:
+def test_spaces_that_the_template_strips_are_ignored() -> None:
     template = TEMPLATE.replace("m['content']", "m['content'] | trim")
     assert encode(chat("w1", " \n w2 \n "), template=template) == encode(chat("w1", "w2"))
 
 
-def test_spaces_that_the_template_keeps_are_the_models() -> None:
+def test_spaces_that_the_template_keeps_are_learned() -> None:
     assert said(encode(chat("w1", "w2 \n"))) == ["w2", "\n", "<e>"]
 
 
-def test_an_empty_answer_is_its_end() -> None:
+def test_of_an_empty_answer_only_its_end_is_learned() -> None:
     assert said(encode(chat("w1", ""))) == ["<e>"]
 
 
@@ -91,7 +91,7 @@ def test_cutting_keeps_the_beginning(length: int) -> None:
         (TEMPLATE.replace("{{ m['content'] }}", "w8 {{ m['content'] }}"), "hides or changes"),
     ],
 )
-def test_a_template_that_hides_what_was_said_is_an_error(template: str, message: str) -> None:
+def test_a_template_that_hides_or_changes_words_is_an_error(template: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         encode(chat("w1", "w2 w3", "w4", "w5"), template=template)
 

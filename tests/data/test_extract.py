@@ -23,7 +23,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_documents_hold_what_the_target_computes_one_by_one(
+def test_documents_have_the_hidden_states_of_single_texts(
     target: TargetModel, texts: list[EncodedChat], tmp_path: Path
 ) -> None:
     store = build_features(target, texts, tmp_path / "features", NoProgress())
@@ -85,9 +85,7 @@ def test_a_full_disk_leaves_nothing_half_written(
     assert contents(folder) == before
 
 
-def test_other_texts_do_not_go_on_in_an_old_store(
-    target: TargetModel, texts: list[EncodedChat], tmp_path: Path
-) -> None:
+def test_a_store_of_other_texts_is_an_error(target: TargetModel, texts: list[EncodedChat], tmp_path: Path) -> None:
     build_features(target, texts, tmp_path / "features", NoProgress())
     last = texts[-1]
     for changed in (
@@ -101,21 +99,21 @@ def test_other_texts_do_not_go_on_in_an_old_store(
         build_features(chat_model(seed=1), texts, tmp_path / "features", NoProgress())
 
 
-def test_reading_stops_when_there_are_enough_tokens(target: TargetModel, tmp_path: Path) -> None:
+def test_reading_stops_at_max_tokens(target: TargetModel, tmp_path: Path) -> None:
     path = write_chats(tmp_path / "chats.jsonl.gz", counting_chats(10))
     every = load_texts(target, [path], max_length=64)
     some = load_texts(target, [path, path], max_length=64, max_tokens=len(every[0].token_ids) + 1)
     assert some == every[:2]
 
 
-def test_answers_beyond_the_longest_length_are_left_out(target: TargetModel, tmp_path: Path) -> None:
+def test_texts_without_an_answer_in_max_length_are_left_out(target: TargetModel, tmp_path: Path) -> None:
     path = write_chats(tmp_path / "chats.jsonl", [chat("w1 " * 30, "w2"), chat("w1", "w2")])
     assert len(load_texts(target, [path], max_length=20)) == 1
     with pytest.raises(DataError, match="no answer within the first 3 tokens"):
         load_texts(target, [path], max_length=3)
 
 
-def test_a_line_that_cannot_be_encoded_is_named(target: TargetModel, tmp_path: Path) -> None:
+def test_an_error_of_encoding_names_the_line(target: TargetModel, tmp_path: Path) -> None:
     path = write_chats(tmp_path / "chats.jsonl", [chat("w1", "w2"), chat("w1", "w2")])
     model = chat_model()
     model.tokenizer.chat_template = "{{ raise_exception('never') }}"

@@ -1,4 +1,4 @@
-"""Answers of a server: a real one on this machine that answers, dawdles, refuses and breaks as it is told."""
+"""Answers of a server: a real one on this machine, which can be slow, refuse requests and fail."""
 
 import json
 import signal
@@ -26,7 +26,7 @@ Behaviour = Callable[[dict[str, Any]], Response | None]  # None breaks the conne
 
 
 class Server:
-    """Remembers what it was asked, and behaves as it is told."""
+    """Records its requests and answers them with a given function."""
 
     def __init__(self) -> None:
         self.behave: Behaviour = answer
@@ -75,7 +75,7 @@ def completion(text: Any, finish_reason: str = "stop", num_tokens: int = 3) -> R
 
 
 def answer(request: dict[str, Any]) -> Response:
-    """Says what it was asked, so that the conversation can be checked."""
+    """Repeats the conversation, so that it can be checked."""
     said = "/".join(message["content"] for message in request["messages"])
     return completion(f"{said} at {request['temperature']} by {request['seed']}")
 
@@ -102,7 +102,7 @@ def run(chosen: DistillOptions, progress: FakeProgress | None = None) -> Outcome
     return distill(chosen, lambda: EndpointSource(chosen), progress or FakeProgress())
 
 
-def test_the_server_is_asked_turn_by_turn(server: Server, tmp_path: Path):
+def test_the_server_answers_turn_by_turn(server: Server, tmp_path: Path):
     chosen = remote(tmp_path, server, top_p=0.9)
     progress = FakeProgress()
     outcome = run(chosen, progress)
@@ -134,7 +134,7 @@ def test_answers_that_were_cut_off_are_not_finished(server: Server, tmp_path: Pa
     assert outcome.counts.num_unfinished == len(RECORDS)
 
 
-def test_many_are_asked_at_once_but_no_more_than_a_batch(server: Server, tmp_path: Path):
+def test_at_most_batch_size_requests_run_at_the_same_time(server: Server, tmp_path: Path):
     now, most, lock, met = [0], [0], threading.Lock(), threading.Event()
 
     def meeting(request: dict[str, Any]) -> Response:
@@ -143,7 +143,7 @@ def test_many_are_asked_at_once_but_no_more_than_a_batch(server: Server, tmp_pat
             most[0] = max(most[0], now[0])
             if now[0] >= 4:
                 met.set()
-        met.wait(20)  # nobody is answered before four have asked
+        met.wait(20)  # no request is answered before there are four
         with lock:
             now[0] -= 1
         return answer(request)
@@ -153,7 +153,7 @@ def test_many_are_asked_at_once_but_no_more_than_a_batch(server: Server, tmp_pat
     assert most == [4]
 
 
-def test_a_server_that_is_busy_or_breaks_is_asked_again(server: Server, tmp_path: Path):
+def test_failed_requests_are_repeated(server: Server, tmp_path: Path):
     plain = remote(tmp_path, server, out=tmp_path / "plain.jsonl")
     run(plain)
     troubles = iter([refusal(429, retry_after="0"), refusal(503), None, refusal(500), refusal(429), None])
@@ -165,7 +165,7 @@ def test_a_server_that_is_busy_or_breaks_is_asked_again(server: Server, tmp_path
     assert len(server.requests) == 2 * num_before + 6
 
 
-def test_waiting_grows_and_obeys_the_server():
+def test_waits_grow_and_follow_the_retry_after_header():
     waits = [endpoint._wait_seconds(attempt, None, 500) for attempt in range(9)]
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
     assert endpoint._wait_seconds(0, None, 0) < endpoint._wait_seconds(0, None, 999)
@@ -176,7 +176,7 @@ def test_waiting_grows_and_obeys_the_server():
     assert endpoint._wait_seconds(3, Busy(), 0) == 7  # type: ignore[arg-type]
 
 
-def test_a_server_that_stays_down_ends_the_run_and_it_goes_on_later(server: Server, tmp_path: Path):
+def test_a_run_ends_if_the_server_stays_down_and_can_be_continued(server: Server, tmp_path: Path):
     plain = remote(tmp_path, server, out=tmp_path / "plain.jsonl")
     run(plain)
     chosen = remote(tmp_path, server, request_retries=2)
@@ -198,13 +198,13 @@ def test_a_server_that_stays_down_ends_the_run_and_it_goes_on_later(server: Serv
 
 @pytest.fixture
 def ctrl_c() -> Iterator[Callable[[], None]]:
-    """Presses it, also where the shell that started the tests in the background took it away."""
+    """Raises SIGINT, also if the tests run in the background of a shell that ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield lambda: signal.raise_signal(signal.SIGINT)
     signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_stops_asking(server: Server, tmp_path: Path, ctrl_c: Callable[[], None]):
+def test_ctrl_c_stops_all_requests(server: Server, tmp_path: Path, ctrl_c: Callable[[], None]):
     chosen = remote(tmp_path, server)
     with pytest.raises(DistillationInterrupted, match="stopped after 6 of 25"):
         run(chosen, FakeProgress(8, ctrl_c))
@@ -235,11 +235,11 @@ def test_chats_that_are_too_long_for_the_server_are_left_out(server: Server, tmp
         (refusal(200, "[]"), "not return a valid chat completion"),
     ],
 )
-def test_refusals_and_nonsense_are_shown_at_once(server: Server, tmp_path: Path, response: Response, words: str):
+def test_a_refusal_or_an_invalid_response_ends_the_run(server: Server, tmp_path: Path, response: Response, words: str):
     server.behave = lambda _: response
     with pytest.raises(EndpointError, match=words):
         run(remote(tmp_path, server, batch_size=1))
-    assert len(server.requests) <= 2  # at the most the next one was on its way, too
+    assert len(server.requests) <= 2  # the next one may have been sent already
 
 
 @pytest.mark.parametrize(
@@ -250,12 +250,12 @@ def test_refusals_and_nonsense_are_shown_at_once(server: Server, tmp_path: Path,
         ("http://x:y/v1", "is not a valid address"),
     ],
 )
-def test_an_address_that_is_none_is_refused(tmp_path: Path, url: str, words: str):
+def test_an_invalid_address_is_an_error(tmp_path: Path, url: str, words: str):
     with pytest.raises(EndpointError, match=words):
         run(options(tmp_path, endpoint=url, endpoint_model="x"))
 
 
-def test_a_server_that_is_not_there_is_named(server: Server, tmp_path: Path):
+def test_an_unreachable_server_is_an_error(server: Server, tmp_path: Path):
     chosen = options(tmp_path, endpoint="http://127.0.0.1:1/v1", endpoint_model="x", request_retries=1)
     with pytest.raises(EndpointError, match=r"127.0.0.1:1/v1/chat/completions did not answer in 2 attempts"):
         run(chosen)
@@ -271,13 +271,13 @@ def test_the_key_comes_from_the_environment(server: Server, tmp_path: Path, monk
     assert "polly" not in (tmp_path / "out.jsonl.manifest.json").read_text()
 
 
-def test_without_its_package_the_pip_line_is_said(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_package_is_an_error(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "httpx2", None)
     with pytest.raises(MissingDependency, match=r"pip install 'draftheads\[endpoint\]'"):
         run(remote(tmp_path, server))
 
 
-def test_the_command_line_needs_no_model_for_it(
+def test_the_command_line_loads_no_model(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(command_line, "quiet_transformers", lambda: None)  # for the whole process, and later tests

@@ -28,7 +28,7 @@ def test_prompts_come_zipped_and_from_several_files(tmp_path: Path):
         ('{"messages": [{"role": "tool", "content": "w1"}, {"role": "user", "content": "w1"}]}', "'tool'"),
     ],
 )
-def test_bad_lines_are_named_before_a_model_is_loaded(tmp_path: Path, line: str, words: str):
+def test_a_bad_line_is_an_error_before_a_model_is_loaded(tmp_path: Path, line: str, words: str):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "w1"}\n' + line + "\n")
     chosen = options(tmp_path)
     with pytest.raises(DataError, match=f"prompts.jsonl, line 2: .*{words}"):

@@ -1,4 +1,4 @@
-"""Distillations that are killed, stopped, started twice or short of disk: nothing is lost, repeated or mixed up."""
+"""Distillations that are killed, stopped, started twice or meet a full disk: nothing is lost or repeated."""
 
 import errno
 import json
@@ -28,7 +28,7 @@ TOTAL = len(RECORDS) + NUM_SELF_TALK
 
 
 class Echo:
-    """Answers at once; makes up few questions, so that many are repeated, in other chunks, too."""
+    """Answers at once; has few self-talk questions, so that many are repeated, also in other chunks."""
 
     def __init__(self, model: str = "echo", *, is_finished: bool = True) -> None:
         self.identity = {"model": model}
@@ -61,14 +61,14 @@ def run(chosen: DistillOptions, source: Echo | None = None, progress: FakeProgre
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The file of a run that nothing happened to."""
+    """The file of a run without a stop."""
     chosen = echo_options(tmp_path_factory.mktemp("whole"))
     counts = run(chosen).counts
     assert counts.num_repeated > 5
     return chosen.out.read_bytes()
 
 
-def test_made_up_questions_that_were_asked_before_are_dropped(tmp_path: Path):
+def test_repeated_self_talk_questions_are_dropped(tmp_path: Path):
     chosen = echo_options(tmp_path)
     counts = run(chosen).counts
     asked = [tuple(m["content"] for m in record["messages"] if m["role"] != "assistant") for record in records(chosen)]
@@ -77,7 +77,7 @@ def test_made_up_questions_that_were_asked_before_are_dropped(tmp_path: Path):
     assert [record["index"] for record in records(chosen)][: len(RECORDS)] == list(range(len(RECORDS)))
 
 
-def test_prompts_that_differ_in_turns_never_reached_are_all_kept(tmp_path: Path):
+def test_prompts_that_differ_only_in_later_turns_are_all_kept(tmp_path: Path):
     chosen = options(tmp_path)
     write_prompts(chosen.prompts[0], [{"prompt": "w1"}, {"turns": ["w1", "w2"]}])
     run(chosen, Echo(is_finished=False))
@@ -104,7 +104,7 @@ def killing(kill_at: int, where: str) -> Callable[[Callable[..., None]], Callabl
 
 
 @pytest.mark.parametrize("where", ["before", "in", "after"])
-def test_a_run_goes_on_from_wherever_a_kill_left_it(
+def test_a_run_continues_after_a_kill_at_any_write(
     whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ):
     for kill_at in range(1000):
@@ -116,7 +116,7 @@ def test_a_run_goes_on_from_wherever_a_kill_left_it(
             patched.setattr(journal, "write_atomic", wrap(journal.write_atomic))
             try:
                 run(chosen, first)
-                break  # nothing is left to be killed in
+                break  # there were no more writes
             except Killed:
                 assert not chosen.out.exists()
         outcome = run(chosen, second)
@@ -131,7 +131,7 @@ def test_a_run_goes_on_from_wherever_a_kill_left_it(
     assert kill_at > 2 * TOTAL / 15
 
 
-def test_a_kill_between_the_last_manifest_and_the_renaming_leaves_only_that_to_do(
+def test_after_a_kill_before_the_last_rename_only_the_rename_is_left(
     whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     chosen = echo_options(tmp_path)
@@ -166,7 +166,7 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_ctrl_c_says_that_it_goes_on_and_it_does(whole: bytes, tmp_path: Path):
+def test_a_run_continues_after_ctrl_c(whole: bytes, tmp_path: Path):
     chosen = echo_options(tmp_path)
     with pytest.raises(DistillationInterrupted, match=f"stopped after 30 of {TOTAL} .*the same command continues"):
         run(chosen, progress=FakeProgress(34, interrupt))
@@ -177,9 +177,7 @@ def test_ctrl_c_says_that_it_goes_on_and_it_does(whole: bytes, tmp_path: Path):
 
 
 @pytest.mark.parametrize("sync", range(0, 12, 3))
-def test_a_full_disk_is_said_and_the_run_goes_on_when_there_is_room(
-    whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: int
-):
+def test_a_run_continues_after_a_full_disk(whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: int):
     chosen = echo_options(tmp_path)
     fsync, left = os.fsync, iter(range(sync, -1000, -1))
 
@@ -241,7 +239,7 @@ def test_a_run_with_other_prompts_or_another_model_is_refused(tmp_path: Path):
         run(chosen)
 
 
-def test_what_cannot_change_the_answers_may_change_on_the_way(whole: bytes, tmp_path: Path):
+def test_settings_that_change_no_answer_may_change(whole: bytes, tmp_path: Path):
     stopped(tmp_path)
     moved = tmp_path / "elsewhere"
     moved.mkdir()
@@ -254,14 +252,14 @@ def test_what_cannot_change_the_answers_may_change_on_the_way(whole: bytes, tmp_
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.part"])
-def test_files_of_others_are_left_alone(tmp_path: Path, name: str):
+def test_unknown_files_are_not_overwritten(tmp_path: Path, name: str):
     (tmp_path / name).write_text("precious")
     with pytest.raises(InvalidSettings, match=f"{name} exists, but .*manifest.json does not"):
         run(echo_options(tmp_path))
     assert (tmp_path / name).read_text() == "precious"
 
 
-def test_a_file_that_came_into_the_place_of_the_output_is_left_alone(tmp_path: Path):
+def test_an_unknown_output_file_of_a_stopped_run_is_not_overwritten(tmp_path: Path):
     chosen = stopped(tmp_path)
     chosen.out.write_text("precious")
     with pytest.raises(InvalidSettings, match=r"out.jsonl exists, but does not belong to the run"):
@@ -269,7 +267,7 @@ def test_a_file_that_came_into_the_place_of_the_output_is_left_alone(tmp_path: P
     assert chosen.out.read_text() == "precious"
 
 
-def test_a_part_that_is_shorter_than_its_manifest_says_is_not_gone_on_with(tmp_path: Path):
+def test_an_output_shorter_than_its_manifest_counts_is_an_error(tmp_path: Path):
     chosen = stopped(tmp_path)
     size = manifest(chosen)["counts"]["num_bytes"]
     os.truncate(part_path(chosen.out), size - 1)
@@ -289,7 +287,7 @@ def test_a_part_that_is_shorter_than_its_manifest_says_is_not_gone_on_with(tmp_p
         ('{"format": 9}', "has format 9"),
     ],
 )
-def test_a_manifest_that_is_none_is_named(tmp_path: Path, content: str, words: str):
+def test_an_invalid_manifest_is_an_error(tmp_path: Path, content: str, words: str):
     chosen = echo_options(tmp_path)
     manifest_path(chosen.out).write_text(content)
     with pytest.raises(DataError, match=f"out.jsonl.manifest.json: .*{words}"):
@@ -302,7 +300,7 @@ def test_two_runs_cannot_write_one_file(tmp_path: Path):
         run(chosen)
 
 
-def test_an_output_that_cannot_be_is_said(tmp_path: Path):
+def test_an_output_in_a_file_is_an_error(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"cannot write into .*file"):
         run(echo_options(tmp_path, out=tmp_path / "file" / "out.jsonl"))
@@ -326,7 +324,7 @@ def num_done(out: Path) -> int:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_killed_ten_times_at_random_moments_the_file_is_the_same_to_the_byte(nursery: Nursery, tmp_path: Path):
+def test_after_ten_kills_at_random_moments_the_file_is_the_same_to_the_byte(nursery: Nursery, tmp_path: Path):
     target = chat_model(seed=3)
     target.model.save_pretrained(tmp_path / "model")
     target.tokenizer.save_pretrained(str(tmp_path / "model"))

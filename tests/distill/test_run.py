@@ -1,4 +1,4 @@
-"""What is distilled: the answers, who asks, what is left out, and what the manifest says of it."""
+"""Distillations: answers, self-talk, prompts that are left out, and the manifest."""
 
 import hashlib
 from dataclasses import replace
@@ -40,7 +40,7 @@ def user_turns(record: dict[str, Any]) -> list[str]:
 # --- answers ---
 
 
-def test_answers_are_what_the_engine_says_to_the_conversation_so_far(target: TargetModel, tmp_path: Path):
+def test_answers_are_the_engines_answers_to_the_conversation_so_far(target: TargetModel, tmp_path: Path):
     chosen = options(tmp_path, temperature=(0.0,))
     run(target, chosen)
     alone = Engine(target, max_batch_size=1)
@@ -56,10 +56,10 @@ def test_answers_are_what_the_engine_says_to_the_conversation_so_far(target: Tar
                 assert (result.finish_reason == "stop") == (record["finished"] or not is_last)
     assert roles(found[13])[:3] == ["system", "user", "assistant"]
     assert "never" not in chosen.out.read_text()
-    assert {record["finished"] for record in found} == {True, False}  # or half of this shows nothing
+    assert {record["finished"] for record in found} == {True, False}  # both cases are tested
 
 
-def test_users_turns_are_fed_one_by_one_until_an_answer_is_cut_off(target: TargetModel, tmp_path: Path):
+def test_user_turns_follow_one_by_one_until_an_answer_is_cut_off(target: TargetModel, tmp_path: Path):
     chosen = options(tmp_path, max_new_tokens=60)
     write_prompts(chosen.prompts[0], [{"turns": [f"w{i}", f"w{i + 1}", "w9"]} for i in range(20)])
     outcome = run(target, chosen)
@@ -76,7 +76,7 @@ def test_users_turns_are_fed_one_by_one_until_an_answer_is_cut_off(target: Targe
 
 @pytest.mark.parametrize("changes", [{"batch_size": 1}, {"batch_size": 64, "chunk_size": None}, {"chunk_size": 1}])
 def test_neighbours_change_no_answer(tmp_path: Path, changes: dict[str, Any]):
-    """In fp64: in fp32 a draw in some ten thousand falls so near the border of two tokens that rounding decides."""
+    """In fp64: in fp32 about one draw in ten thousand is so near the border of two tokens that rounding decides."""
     target = TargetModel(chat_model(seed=3).model.double(), chat_tokenizer(), "tiny-chat")
     one = options(tmp_path, num_self_talk=20, max_question_tokens=100)
     other = replace(one, out=tmp_path / "other.jsonl", **changes)
@@ -138,10 +138,10 @@ def test_train_reads_every_line(target: TargetModel, tmp_path: Path):
         assert (text.token_ids[last] == EOS) == chat.finished
 
 
-# --- the model makes up the questions ---
+# --- self-talk ---
 
 
-def test_self_talk_begins_with_what_the_model_says_in_the_users_place(target: TargetModel, tmp_path: Path):
+def test_self_talk_begins_with_a_question_by_the_model(target: TargetModel, tmp_path: Path):
     chosen = options(tmp_path, prompts=(), num_self_talk=30, max_question_tokens=100, batch_size=16, chunk_size=20)
     outcome = run(target, chosen)
     found = records(chosen)
@@ -160,7 +160,7 @@ def test_self_talk_begins_with_what_the_model_says_in_the_users_place(target: Ta
     assert counts.num_done == 30 == len(found) + counts.num_repeated + counts.num_no_question
 
 
-def test_self_talk_goes_on_for_so_many_turns(target: TargetModel, tmp_path: Path):
+def test_self_talk_has_the_given_number_of_turns(target: TargetModel, tmp_path: Path):
     chosen = options(
         tmp_path, prompts=(), num_self_talk=20, self_talk_turns=2, max_new_tokens=100, max_question_tokens=200
     )
@@ -173,7 +173,7 @@ def test_self_talk_goes_on_for_so_many_turns(target: TargetModel, tmp_path: Path
 
 
 @pytest.mark.parametrize(("text", "reason"), [(" \n", "stop"), ("w1 w2", "length")])
-def test_questions_that_are_empty_or_have_no_end_are_dropped(tmp_path: Path, text: str, reason: Any):
+def test_empty_or_unfinished_questions_are_dropped(tmp_path: Path, text: str, reason: Any):
     dialogue = Dialogue(Prompt((), None, SELF_TALK), index=0, options=options(tmp_path, num_self_talk=1))
     result = GenerationResult(text, (9, 2), 3, 1, reason)
     _add_result(dialogue, SimpleNamespace(result=lambda: result))  # type: ignore[arg-type]
@@ -194,7 +194,7 @@ def test_equal_prompts_are_answered_once(target: TargetModel, tmp_path: Path):
     assert [record["source"] for record in found] == ["prompts.jsonl:1", "prompts.jsonl:4", "prompts.jsonl:5"]
     assert [record["index"] for record in found] == [0, 1, 2]
     assert outcome.survey.num_duplicates == manifest(chosen)["identity"]["num_duplicates"] == 2
-    assert found[0]["messages"][0]["content"] == "w1  w2"  # asked as it was written
+    assert found[0]["messages"][0]["content"] == "w1  w2"  # with its own white space
 
 
 def test_prompts_that_are_too_long_are_counted_and_left_out(tmp_path: Path):
@@ -208,7 +208,7 @@ def test_prompts_that_are_too_long_are_counted_and_left_out(tmp_path: Path):
     assert (outcome.counts.num_too_long, outcome.counts.num_done) == (1, 3)
 
 
-def test_a_conversation_that_becomes_too_long_keeps_what_was_said(target: TargetModel, tmp_path: Path):
+def test_a_conversation_that_becomes_too_long_keeps_its_first_turns(target: TargetModel, tmp_path: Path):
     plain = options(tmp_path, temperature=(0.0,), max_new_tokens=200)
     run(target, plain)
     done = next(r for r in records(plain) if r["finished"] and roles(r) == ["user", "assistant"])
@@ -224,7 +224,7 @@ def test_a_conversation_that_becomes_too_long_keeps_what_was_said(target: Target
     assert (outcome.counts.num_shortened, outcome.counts.num_too_long) == (1, 0)
 
 
-def test_a_prompt_that_the_template_refuses_is_named(tmp_path: Path):
+def test_an_error_of_the_template_names_the_prompt(tmp_path: Path):
     refusing = "{% if messages[0]['content'] == 'w5' %}{{ raise_exception('no w5') }}{% endif %}<s> "
     target = TargetModel(chat_model().model, chat_tokenizer(refusing), "tiny")
     with pytest.raises(DataError, match=r"prompts.jsonl:6: .*no w5"):
@@ -238,10 +238,10 @@ def test_a_model_without_a_chat_template_is_refused(tmp_path: Path):
         run(target, options(tmp_path))
 
 
-# --- what stands beside it ---
+# --- the manifest ---
 
 
-def test_the_manifest_says_what_was_done_with_what(target: TargetModel, tmp_path: Path):
+def test_the_manifest_records_settings_counts_and_digest(target: TargetModel, tmp_path: Path):
     chosen = options(tmp_path, seed=5)
     progress = FakeProgress()
     outcome = run(target, chosen, progress)

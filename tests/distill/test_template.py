@@ -19,11 +19,11 @@ from training_world import EOS, chat_model, chat_tokenizer
         ("{% for m in messages %}w1 {{ m['content'] }} w2 w3 \n w4 {% endfor %}", TurnEnd((), ("w2 w3",))),
     ],
 )
-def test_the_end_of_a_users_turn_is_read_off_the_template(template: str, end: TurnEnd):
+def test_the_end_of_a_user_turn_is_found_in_the_template(template: str, end: TurnEnd):
     assert user_turn_end(ModelTokenizer(chat_tokenizer(template), frozenset())) == end
 
 
-def test_the_opening_of_a_users_turn_is_the_chat_so_far_and_what_the_template_puts_next():
+def test_the_opening_of_a_user_turn_follows_the_chat_so_far():
     tokenizer = chat_tokenizer()
     messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
     text = "<s> user \n w1 <e> \n <s> assistant \n w2 <e> \n <s> user \n"
@@ -39,7 +39,7 @@ def test_the_opening_of_a_users_turn_is_the_chat_so_far_and_what_the_template_pu
         ("{{ raise_exception('only dogs') }}", "only dogs"),
     ],
 )
-def test_templates_that_no_question_can_be_made_up_with_are_refused(tmp_path: Path, template: str, words: str):
+def test_templates_that_do_not_allow_self_talk_are_refused(tmp_path: Path, template: str, words: str):
     target = TargetModel(chat_model().model, chat_tokenizer(template), "tiny")
     with pytest.raises(UnsupportedModel, match=words):
         run(target, options(tmp_path, prompts=(), num_self_talk=1))
