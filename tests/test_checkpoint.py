@@ -173,7 +173,7 @@ def test_a_head_is_saved_in_bf16_and_still_proposes_the_same_tokens(base: Target
     assert kinds.pop("draft_vocab") == torch.int64
     assert set(kinds.values()) == {torch.bfloat16}
     loaded = load_head(tmp_path / "head", base)
-    assert torch.equal(propose(head, context()).token_ids, propose(loaded, context()).token_ids)
+    assert torch.equal(propose(head, context(), TREE).token_ids, propose(loaded, context()).token_ids)
 
 
 @pytest.mark.parametrize("base_dtype", [torch.float32, torch.bfloat16])

@@ -119,7 +119,7 @@ def resampling(
     uniforms: Tensor,
     seen: Tensor | None = None,
     *,
-    coins: object = None,
+    rejection_uniforms: object = None,
 ) -> Verdict:
     """A wrong rule: where no guess is right, the next token is drawn anew, as if nothing had been tried."""
     verdict = accept(draft, logits, rows, uniforms, seen)
@@ -138,7 +138,7 @@ def greedy_root(
     uniforms: Tensor,
     seen: Tensor | None = None,
     *,
-    coins: object = None,
+    rejection_uniforms: object = None,
 ) -> Verdict:
     """Another: the token after the accepted path is the likeliest."""
     verdict = accept(draft, logits, rows, uniforms, seen)

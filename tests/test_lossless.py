@@ -213,12 +213,12 @@ def test_a_row_does_not_depend_on_its_neighbours(shape: Shape) -> None:
     alone = [ids(decode(engine, [prompt], temperature=t, seed=7))[0] for prompt in PROMPTS for t in (0.0, 0.9)]
     prompts = [prompt for prompt in PROMPTS for _ in range(2)]
     settings = {"ignore_eos": True, "max_new_tokens": NEW_TOKENS, "seed": 7}
-    sequences = [
-        engine.sequences([p], **settings, temperature=t)[0] for p, t in zip(prompts, [0.0, 0.9] * 3, strict=True)
+    requests = [
+        engine.requests([p], **settings, temperature=t)[0] for p, t in zip(prompts, [0.0, 0.9] * 3, strict=True)
     ]
-    for _ in engine.run(sequences):
+    for _ in engine.run(requests):
         pass
-    assert [sequence.result().token_ids for sequence in sequences] == alone
+    assert [request.result().token_ids for request in requests] == alone
 
 
 def test_a_long_prompt_is_read_in_chunks_without_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from tests.test_distribution import (
 )
 from torch import Tensor
 
-from draftheads.accept import accept, num_coins
+from draftheads.accept import accept, num_rejection_uniforms
 from draftheads.decode.engine import Engine
 from draftheads.draft import Context, Draft
 from draftheads.drafters.draft_model import DraftModel
@@ -264,7 +264,9 @@ def test_a_step_emits_by_the_targets_law(shape: str, rule: Any) -> None:
     context, draws, rows = many(SamplingSettings(temperature=1.0, acceptance=rule), seed=7)
     draft = sample(Laws(drafter), SHAPES[shape], context)
     logits = table_of(target)[torch.tensor([[number(path) for path in row] for row in paths_of(draft)])]
-    verdict = accept(draft, logits, rows, draws(draft.max_depth + 1), None, coins=draws(num_coins(draft)))
+    verdict = accept(
+        draft, logits, rows, draws(draft.max_depth + 1), None, rejection_uniforms=draws(num_rejection_uniforms(draft))
+    )
     emitted: Counter[Path] = Counter()
     for row, paths in enumerate(paths_of(draft)):
         count = int(verdict.num_accepted[row])
@@ -339,7 +341,14 @@ def test_a_drafter_that_has_no_more_to_say_leaves_children_out() -> None:
     assert (draft.log_probs[:, 1] == 0).all()
     assert (draft.log_probs[:, 2] == -torch.inf).all()
     target = random_laws(3)[()]
-    verdict = accept(draft, target.log().expand(COUNT, 3, V), rows, draws(2), None, coins=draws(num_coins(draft)))
+    verdict = accept(
+        draft,
+        target.log().expand(COUNT, 3, V),
+        rows,
+        draws(2),
+        None,
+        rejection_uniforms=draws(num_rejection_uniforms(draft)),
+    )
     first = torch.where(
         verdict.num_accepted > 1, draft.token_ids[torch.arange(COUNT), verdict.path[:, 1]], verdict.next_ids
     )
@@ -490,7 +499,7 @@ def test_a_tree_cut_to_siblings_is_no_chain() -> None:
     draft = sample(Laws(drafter), Sampled(Tree.from_paths([(0,), (1,), (0, 0)])), context).first(3)
     assert draft.num_nodes == draft.max_depth + 1 == 3
     logits = table_of(target)[torch.tensor([[number(path) for path in row] for row in paths_of(draft)])]
-    verdict = accept(draft, logits, rows, draws(3), None, coins=draws(num_coins(draft)))
+    verdict = accept(draft, logits, rows, draws(3), None, rejection_uniforms=draws(num_rejection_uniforms(draft)))
     assert int(verdict.num_accepted.max()) == 2
     first = torch.where(
         verdict.num_accepted > 1, draft.token_ids[torch.arange(COUNT), verdict.path[:, 1]], verdict.next_ids

@@ -27,7 +27,7 @@ def accept(
     uniforms: Tensor,
     seen: Tensor | None = None,
     *,
-    coins: Tensor | None = None,
+    rejection_uniforms: Tensor | None = None,
 ) -> Verdict:
     """The verdict on every row.
 
@@ -38,23 +38,24 @@ def accept(
         rows: settings of the B rows.
         uniforms: (B, P) float64 in [0, 1): for each place after the root, that place's random number.
         seen: (B, V) bool, tokens of the text including the root; needed when a row has a repetition penalty.
-        coins: (B, :func:`num_coins`) float64 in [0, 1), for drafts that were drawn, where a row asks for rejection.
+        rejection_uniforms: (B, :func:`num_rejection_uniforms`) float64 in [0, 1), for drafts that were drawn, where
+            a row asks for rejection.
     """
     verdict = _walk(draft, logits, rows, uniforms, seen)
     if rows.any_typical:
         verdict = _where(rows.typical, _longest_typical(draft, logits, rows, uniforms, seen), verdict)
     if rows.any_rejection and draft.sampled:
-        assert coins is not None, "rejection needs coins"
-        rejection = _rejection_walk(draft, logits, rows, coins, seen)
+        assert rejection_uniforms is not None, "rejection needs uniform numbers"
+        rejection = _rejection_walk(draft, logits, rows, rejection_uniforms, seen)
         is_chain = draft.max_siblings <= 1
         by_sibling = rows.rejection if is_chain else rows.rejection | rows.block
         verdict = _where(by_sibling, rejection, verdict)
         if is_chain:
-            verdict = _where(rows.block, _longest_block(draft, logits, rows, coins, seen), verdict)
+            verdict = _where(rows.block, _longest_block(draft, logits, rows, rejection_uniforms, seen), verdict)
     return verdict
 
 
-def num_coins(draft: Draft) -> int:
+def num_rejection_uniforms(draft: Draft) -> int:
     """How many random numbers rejection needs for each row: at each depth one for each sibling and one more."""
     return (draft.max_depth + 1) * (draft.max_siblings + 1)
 
@@ -68,13 +69,13 @@ def _where(chosen: Tensor, one: Verdict, other: Verdict) -> Verdict:
     )
 
 
-def _rejection_walk(draft: Draft, logits: Tensor, rows: RowSettings, coins: Tensor, seen: Tensor | None) -> Verdict:
+def _rejection_walk(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None) -> Verdict:
     """At each node try the children in turn; step into the first that is accepted, or draw from what is left."""
     assert draft.probs is not None
     assert draft.log_probs is not None
     batch = torch.arange(len(logits), device=logits.device)
     places = torch.arange(draft.num_nodes, 0, -1, device=logits.device)
-    coins = coins.view(len(logits), draft.max_depth + 1, -1)
+    uniforms = uniforms.view(len(logits), draft.max_depth + 1, -1)
     node = torch.zeros_like(batch)
     going = torch.ones_like(batch, dtype=torch.bool)
     num_accepted = torch.ones_like(batch)
@@ -89,11 +90,11 @@ def _rejection_walk(draft: Draft, logits: Tensor, rows: RowSettings, coins: Tens
         present = (order.values > 0) & (draft.log_probs.gather(1, children) > -torch.inf)
         tokens = draft.token_ids.gather(1, children)
         chances, left = sibling_chances(p, draft.probs[batch, node].double(), tokens, present)
-        accepted = coins[:, depth, :width] < chances
+        accepted = uniforms[:, depth, :width] < chances
         steps = going & accepted.any(1)
         first = accepted.int().argmax(1) if width else node
         taken = tokens[batch, first] if width else node
-        next_ids = torch.where(going & ~steps, draw(left, coins[:, depth, -1]), next_ids)
+        next_ids = torch.where(going & ~steps, draw(left, uniforms[:, depth, -1]), next_ids)
         going = steps
         if depth == draft.max_depth or (going.device.type == "cpu" and not going.any()):
             break
@@ -106,8 +107,8 @@ def _rejection_walk(draft: Draft, logits: Tensor, rows: RowSettings, coins: Tens
     return Verdict(path, num_accepted, next_ids)
 
 
-def _longest_block(draft: Draft, logits: Tensor, rows: RowSettings, coins: Tensor, seen: Tensor | None) -> Verdict:
-    """The longest beginning of a chain whose coin says yes, and a draw from what is left there."""
+def _longest_block(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None) -> Verdict:
+    """The longest beginning of a chain that is accepted, and a draw from what is left there."""
     assert draft.probs is not None
     assert draft.log_probs is not None
     batch = torch.arange(len(logits), device=logits.device)
@@ -117,13 +118,13 @@ def _longest_block(draft: Draft, logits: Tensor, rows: RowSettings, coins: Tenso
     p = probabilities(penalised(logits, rows, seen_nodes), rows)  # (B, L + 1, V)
     chances, left = block_chances(p, draft.probs[:, :-1].double(), draft.token_ids[:, 1:])
     present = (draft.log_probs[:, 1:] > -torch.inf).int().cumprod(1).bool()
-    coins = coins.view(len(logits), length + 1, -1)
-    kept = (coins[:, :length, 0] < chances) & present  # (B, L)
+    uniforms = uniforms.view(len(logits), length + 1, -1)
+    kept = (uniforms[:, :length, 0] < chances) & present  # (B, L)
     steps = torch.arange(1, length + 1, device=logits.device)
     count = (kept * steps).amax(1) if length else torch.zeros_like(batch)
     path = torch.arange(length + 1, device=logits.device).expand(len(logits), -1)
     path = torch.where(path <= count[:, None], path, 0)
-    return Verdict(path, count + 1, draw(left[batch, count], coins[batch, count, -1]))
+    return Verdict(path, count + 1, draw(left[batch, count], uniforms[batch, count, -1]))
 
 
 def _walk(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None) -> Verdict:

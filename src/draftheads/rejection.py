@@ -38,7 +38,7 @@ def sibling_chances(target: Tensor, drafter: Tensor, token_ids: Tensor, present:
 
 
 def block_chances(target: Tensor, drafter: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """A chain is judged as a whole: the longest beginning whose own coin says yes is kept.
+    """A chain is judged as a whole: the longest beginning that its own uniform number accepts is kept.
 
     Block verification (Sun et al. 2024), which never keeps less than token by token: with w_0 = 1 and
     w_i = min(1, w_{i-1} p(x_i) / q(x_i)), and the mass r_i = Σ_x max(w_i p - q, 0) that is left after guess i, the

@@ -23,11 +23,11 @@ def shown_on(console: Console, engine: Engine, **settings: Any) -> tuple[str, st
     assert isinstance(engine.drafter, PlantedDrafter)
     engine.drafter.generator.manual_seed(0)
     engine.drafter.texts = []
-    sequences = engine.sequences([[5, 6, 7]], **{"max_new_tokens": 30, "ignore_eos": True, **settings})
-    show_stream(engine, sequences, console)
+    requests = engine.requests([[5, 6, 7]], **{"max_new_tokens": 30, "ignore_eos": True, **settings})
+    show_stream(engine, requests, console)
     file = console.file
     assert isinstance(file, io.StringIO)
-    return file.getvalue(), sequences[0].result().text
+    return file.getvalue(), requests[0].result().text
 
 
 def test_draft_tokens_are_green_on_a_terminal(drafted: Engine):

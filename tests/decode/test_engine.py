@@ -106,7 +106,7 @@ def test_who_is_done_makes_room_for_the_next(
 ):
     sizes: list[int] = []
     step = Batch.step
-    monkeypatch.setattr(Batch, "step", lambda batch: (sizes.append(len(batch.sequences)), step(batch))[1])
+    monkeypatch.setattr(Batch, "step", lambda batch: (sizes.append(len(batch.requests)), step(batch))[1])
     results = Engine(model, max_batch_size=max_batch_size).generate(MANY, lengths_as_settings())
     assert [result.token_ids for result in results] == [
         answer[:length] for answer, length in zip(plain, LENGTHS, strict=True)
@@ -120,12 +120,12 @@ def test_who_is_done_makes_room_for_the_next(
 def test_a_line_may_grow_while_it_is_served(model: TargetModel, plain: list[tuple[int, ...]], max_batch_size: int):
     """Each answer that ends asks for the next one: the last ones are asked when nothing waits any more."""
     engine = Engine(model, max_batch_size=max_batch_size)
-    sequences = engine.sequences(MANY, lengths_as_settings())
-    line, later = deque(sequences[:2]), sequences[2:]
+    requests = engine.requests(MANY, lengths_as_settings())
+    line, later = deque(requests[:2]), requests[2:]
     for event in engine.serve(line):
         if event.finish_reason and later:
             line.append(later.pop(0))
-    assert [tuple(sequence.token_ids) for sequence in sequences] == [
+    assert [tuple(request.token_ids) for request in requests] == [
         answer[:length] for answer, length in zip(plain, LENGTHS, strict=True)
     ]
 
@@ -162,13 +162,13 @@ def test_texts_messages_and_token_ids_may_stand_side_by_side(model: TargetModel)
 
 def test_events_add_up_to_the_results(model: TargetModel, plain: list[tuple[int, ...]]):
     engine = Engine(model, planted(plain, "cartesian"), max_batch_size=3)
-    sequences = engine.sequences(MANY, max_new_tokens=30, **ON)
+    requests = engine.requests(MANY, max_new_tokens=30, **ON)
     events: list[list[StreamEvent]] = [[] for _ in MANY]
-    for event in engine.run(sequences):
+    for event in engine.run(requests):
         events[event.index].append(event)
     assert sum(event.num_drafted for each in events for event in each) > len(MANY) * 5
-    for sequence, own in zip(sequences, events, strict=True):
-        result = sequence.result()
+    for request, own in zip(requests, events, strict=True):
+        result = request.result()
         assert "".join(event.text for event in own) == result.text == model.tokenizer.decode(list(result.token_ids))
         assert sum((event.token_ids for event in own), ()) == result.token_ids
         assert len(own) == result.num_steps + 1
@@ -227,9 +227,9 @@ def test_settings_for_each_row_and_overrides_for_all(model: TargetModel, plain: 
     assert ids(engine.generate(MANY[:2], each, max_new_tokens=2, **ON)) == [plain[0][:2], plain[1][:2]]
     assert ids(engine.generate(MANY[:2], SamplingSettings(max_new_tokens=4), **ON)) == [plain[0][:4], plain[1][:4]]
     assert each[1] == SamplingSettings(max_new_tokens=5), "overriding made copies"
-    sequences = engine.sequences(MANY[:2], tuple(each), temperature=0.5)
-    assert [sequence.settings.temperature for sequence in sequences] == [0.5, 0.5]
-    assert [sequence.settings.stop_token_ids for sequence in sequences] == [(VOCAB + 9,), ()]
+    requests = engine.requests(MANY[:2], tuple(each), temperature=0.5)
+    assert [request.settings.temperature for request in requests] == [0.5, 0.5]
+    assert [request.settings.stop_token_ids for request in requests] == [(VOCAB + 9,), ()]
 
 
 def ids(results: list[GenerationResult]) -> list[tuple[int, ...]]:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftheads.decode.engine import Engine
-from draftheads.decode.request import Sequence, StreamEvent
+from draftheads.decode.request import Request, StreamEvent
 from draftheads.models.model import TargetModel
 from draftheads.sampling import SamplingSettings
 from families import PROMPTS, TREES, VOCAB, IntegerTokenizer, PlantedDrafter, tiny_model
@@ -16,8 +16,8 @@ from families import PROMPTS, TREES, VOCAB, IntegerTokenizer, PlantedDrafter, ti
 EOS = 2
 
 
-def request(*, prompt: list[int] | None = None, max_length: int | None = None, **own: Any) -> Sequence:
-    return Sequence(
+def request_of(*, prompt: list[int] | None = None, max_length: int | None = None, **own: Any) -> Request:
+    return Request(
         [5, 6] if prompt is None else prompt,
         SamplingSettings(**own),
         tokenizer=IntegerTokenizer(),
@@ -27,13 +27,13 @@ def request(*, prompt: list[int] | None = None, max_length: int | None = None, *
     )
 
 
-def fed(sequence: Sequence, *runs: list[int]) -> list[StreamEvent]:
+def fed(request: Request, *runs: list[int]) -> list[StreamEvent]:
     """Runs of a root's followers, as steps give them, until the answer is finished."""
     events = []
     for run in runs:
-        if sequence.finish_reason is None:
-            sequence.num_steps += 1
-            events.append(sequence.append(run, num_drafted=len(run) - 1))
+        if request.finish_reason is None:
+            request.num_steps += 1
+            events.append(request.append(run, num_drafted=len(run) - 1))
     return events
 
 
@@ -62,9 +62,9 @@ def fed(sequence: Sequence, *runs: list[int]) -> list[StreamEvent]:
 )
 def test_nothing_after_a_stop_is_kept(own: dict[str, Any], token_ids: tuple[int, ...], text: str, reason: str) -> None:
     for runs in ([[7, 8, EOS, 9, 10]], [[7], [8, EOS, 9], [10]], [[7], [8], [EOS], [9], [10]]):
-        sequence = request(**own)
-        events = fed(sequence, *runs)
-        result = sequence.result()
+        request = request_of(**own)
+        events = fed(request, *runs)
+        result = request.result()
         assert (result.token_ids, result.text, result.finish_reason) == (token_ids, text, reason)
         assert "".join(event.text for event in events) == text
         assert sum((event.token_ids for event in events), ()) == token_ids
@@ -73,10 +73,10 @@ def test_nothing_after_a_stop_is_kept(own: dict[str, Any], token_ids: tuple[int,
 
 def test_a_string_that_only_begins_like_a_stop_string_is_shown_at_the_end() -> None:
     for own in ({"stop": ("<8>!",), "max_new_tokens": 2}, {"stop": ("<8>!",)}):
-        sequence = request(**own)
-        events = fed(sequence, [7], [8], [EOS])
+        request = request_of(**own)
+        events = fed(request, [7], [8], [EOS])
         assert [event.text for event in events][:2] == ["<7>", "<8>" if "max_new_tokens" in own else ""]
-        assert sequence.result().text == "<7><8>"
+        assert request.result().text == "<7><8>"
 
 
 def test_half_a_character_is_shown_when_the_answer_ends() -> None:
@@ -87,8 +87,8 @@ def test_half_a_character_is_shown_when_the_answer_ends() -> None:
             return "é" * (len(token_ids) // 2) + "\ufffd" * (len(token_ids) % 2)
 
     own = SamplingSettings(max_new_tokens=3)
-    sequence = Sequence([5], own, tokenizer=Halves(), eos_ids=frozenset(), max_length=None)
-    assert [event.text for event in fed(sequence, [7], [8], [9])] == ["", "é", "\ufffd"]
+    request = Request([5], own, tokenizer=Halves(), eos_ids=frozenset(), max_length=None)
+    assert [event.text for event in fed(request, [7], [8], [9])] == ["", "é", "\ufffd"]
 
 
 def slow_answer(tokens: list[int], own: SamplingSettings) -> tuple[tuple[int, ...], str, str]:
@@ -126,11 +126,11 @@ stop_texts = st.sampled_from(["<7>", "7", "><", "<7><8>", "8><9", "<1", "9>", "n
 def test_the_answer_is_the_same_in_whatever_runs_it_comes(
     tokens: list[int], own: SamplingSettings, sizes: list[int]
 ) -> None:
-    sequence = Sequence([5], own, tokenizer=IntegerTokenizer(), eos_ids=frozenset({EOS}), max_length=None, index=0)
+    request = Request([5], own, tokenizer=IntegerTokenizer(), eos_ids=frozenset({EOS}), max_length=None, index=0)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     runs = [tokens[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-    events = fed(sequence, *filter(None, runs))
-    result = sequence.result()
+    events = fed(request, *filter(None, runs))
+    result = request.result()
     assert (result.token_ids, result.text, result.finish_reason) == slow_answer(tokens, own)
     assert "".join(event.text for event in events) == result.text
     assert sum((event.token_ids for event in events), ()) == result.token_ids
@@ -143,56 +143,56 @@ def test_the_answer_is_the_same_in_whatever_runs_it_comes(
 
 
 def test_an_answer_ends_where_the_model_does() -> None:
-    sequence = request(prompt=[5, 6, 7], max_length=5, max_new_tokens=100)
-    fed(sequence, [8, 9, 10])
-    assert sequence.result().token_ids == (8, 9)
-    assert sequence.result().finish_reason == "length"
-    short = request(prompt=[5, 6, 7], max_length=50, max_new_tokens=1)
+    request = request_of(prompt=[5, 6, 7], max_length=5, max_new_tokens=100)
+    fed(request, [8, 9, 10])
+    assert request.result().token_ids == (8, 9)
+    assert request.result().finish_reason == "length"
+    short = request_of(prompt=[5, 6, 7], max_length=50, max_new_tokens=1)
     fed(short, [8, 9, 10])
     assert short.result().token_ids == (8,)
 
 
 def test_how_many_of_the_new_tokens_were_guessed() -> None:
-    sequence = request(max_new_tokens=9, stop_token_ids=(20,))
-    first = sequence.append([7], num_drafted=0)
+    request = request_of(max_new_tokens=9, stop_token_ids=(20,))
+    first = request.append([7], num_drafted=0)
     assert (first.index, first.token_ids, first.num_drafted) == (3, (7,), 0)
     # three guesses and the token after them
-    run = sequence.append([8, 9, 10, 11], num_drafted=3)
+    run = request.append([8, 9, 10, 11], num_drafted=3)
     assert (run.token_ids, run.num_drafted) == ((8, 9, 10, 11), 3)
     # the second guess ends the answer: what is left of the run was all guessed
-    last = sequence.append([12, 20, 13], num_drafted=2)
+    last = request.append([12, 20, 13], num_drafted=2)
     assert (last.token_ids, last.num_drafted, last.finish_reason) == ((12, 20), 2, "stop")
 
 
 def test_what_a_result_says() -> None:
-    sequence = request(prompt=[5, 6, 7], max_new_tokens=6)
-    sequence.append([7], num_drafted=0)  # from reading the prompt, which is no step
-    fed(sequence, [8, 9, 10, 11], [12])
-    result = sequence.result()
+    request = request_of(prompt=[5, 6, 7], max_new_tokens=6)
+    request.append([7], num_drafted=0)  # from reading the prompt, which is no step
+    fed(request, [8, 9, 10, 11], [12])
+    result = request.result()
     assert result.num_prompt_tokens == 3
     assert result.num_steps == 2
     assert result.tokens_per_step == 2.5
 
 
 def test_an_answer_of_one_token_took_no_step() -> None:
-    sequence = request(max_new_tokens=1)
-    sequence.append([7], num_drafted=0)
-    assert sequence.result().num_steps == 0
-    assert sequence.result().tokens_per_step == 1.0
+    request = request_of(max_new_tokens=1)
+    request.append([7], num_drafted=0)
+    assert request.result().num_steps == 0
+    assert request.result().tokens_per_step == 1.0
 
 
 def test_an_unfinished_answer_has_no_result() -> None:
-    sequence = request()
-    sequence.append([7], num_drafted=0)
+    request = request_of()
+    request.append([7], num_drafted=0)
     with pytest.raises(AssertionError, match="not finished"):
-        sequence.result()
+        request.result()
 
 
 # --- random numbers ---
 
 
 def test_a_place_in_the_answer_has_its_number_however_it_is_reached() -> None:
-    plain, drafted = request(seed=5, max_new_tokens=500), request(seed=5, max_new_tokens=500)
+    plain, drafted = request_of(seed=5, max_new_tokens=500), request_of(seed=5, max_new_tokens=500)
     one_by_one = []
     for _ in range(200):
         one_by_one += plain.uniforms(1)
@@ -207,9 +207,9 @@ def test_a_place_in_the_answer_has_its_number_however_it_is_reached() -> None:
 
 
 def test_seeds_make_the_numbers() -> None:
-    assert request(seed=1).uniforms(4) == request(seed=1).uniforms(4)
-    assert request(seed=1).uniforms(4) != request(seed=2).uniforms(4)
-    assert request().uniforms(4) != request().uniforms(4)
+    assert request_of(seed=1).uniforms(4) == request_of(seed=1).uniforms(4)
+    assert request_of(seed=1).uniforms(4) != request_of(seed=2).uniforms(4)
+    assert request_of().uniforms(4) != request_of().uniforms(4)
 
 
 # --- the same through the engine, where a whole accepted run arrives at once ---
@@ -239,9 +239,9 @@ def test_drafted_answers_end_as_plain_ones(model: TargetModel, stop: str, tree: 
     shorter = 0
     for seed in range(3):
         engine = Engine(model, PlantedDrafter(TREES[tree], answers, seed=seed))
-        sequences = engine.sequences(PROMPTS, each)
-        events = list(engine.run(sequences))
-        drafted = [sequence.result() for sequence in sequences]
+        requests = engine.requests(PROMPTS, each)
+        events = list(engine.run(requests))
+        drafted = [request.result() for request in requests]
         for index, (found, expected) in enumerate(zip(drafted, plain, strict=True)):
             own_events = [event for event in events if event.index == index]
             assert (found.token_ids, found.text, found.finish_reason) == (

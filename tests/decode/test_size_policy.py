@@ -421,9 +421,9 @@ def test_equal_requests_take_equal_steps() -> None:
     drafted: list[list[int]] = []
     for _ in range(2):
         batch = engine.batch()
-        batch.join(engine.sequences([PROMPTS[1]], max_new_tokens=30))
+        batch.join(engine.requests([PROMPTS[1]], max_new_tokens=30))
         drafted.append([])
-        while batch.sequences:
+        while batch.requests:
             before = batch.target.verify
             batch.target.verify = lambda draft: (drafted[-1].append(draft.num_nodes), before(draft))[1]  # type: ignore[method-assign,func-returns-value,return-value]  # noqa: B023
             batch.step()

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from draftheads.acceptance_profile import AcceptanceProfile
 from draftheads.decode.cost_profile import by_hand
 from draftheads.decode.engine import Engine
-from draftheads.decode.request import GenerationResult
-from draftheads.decode.request import Sequence as Request
+from draftheads.decode.request import GenerationResult, Request
 from draftheads.decode.size_policy import SizePolicy
 from draftheads.draft import Context, Draft, Drafter, Watcher
 from draftheads.drafters.copy_odds import DEFAULT_ODDS, copy_odds
@@ -288,11 +287,11 @@ def test_impossible_settings(options: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(("room", "drafted", "copies"), [(9, 4, 2), (4, 4, 2), (3, 3, 1), (2, 2, 0), (1, 1, 0)])
 def test_copied_tokens_beyond_the_end_are_not_counted(room: int, drafted: int, copies: int) -> None:
     """Of five tokens the last two draft tokens are copied; the fifth is the target's own."""
-    sequence = Request(
+    request = Request(
         [3], SamplingSettings(max_new_tokens=room), tokenizer=IntegerTokenizer(), eos_ids=frozenset(), max_length=None
     )
-    event = sequence.append([4, 5, 6, 7, 8], num_drafted=4, num_copied=2)
-    assert (event.num_drafted, event.num_copied, sequence.num_copied) == (drafted, copies, copies)
+    event = request.append([4, 5, 6, 7, 8], num_drafted=4, num_copied=2)
+    assert (event.num_drafted, event.num_copied, request.num_copied) == (drafted, copies, copies)
 
 
 def test_nothing_is_copied_without_copies() -> None:

@@ -271,7 +271,7 @@ def test_a_step_on_a_static_tree_asks_the_device_once(
     head = None if method is None else tiny_head(method, model)
     engine, asked = Engine(model, head, shape=None if head is None else TREES["ragged"]), []
     batch = engine.batch()
-    batch.join(engine.sequences(PROMPTS, max_new_tokens=60, ignore_eos=True, temperature=temperature))
+    batch.join(engine.requests(PROMPTS, max_new_tokens=60, ignore_eos=True, temperature=temperature))
     for name in ("tolist", "item", "cpu", "numpy", "__int__", "__float__", "__index__", "nonzero"):
         own = getattr(Tensor, name)
         monkeypatch.setattr(Tensor, name, lambda *a, name=name, own=own: asked.append(name) or own(*a))

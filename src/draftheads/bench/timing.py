@@ -159,10 +159,10 @@ def answers_of(engine: Engine, group: Group, settings: Sequence[SamplingSettings
     """An engine's answers to prompts, with settings for each."""
     clock = StepClock(engine.model.device)
     start = clock.now
-    sequences = engine.sequences([list(prompt_ids) for prompt_ids in group], settings)
-    num_drafted = sum(event.num_drafted for event in engine.run(sequences, lap=clock.lap))
+    requests = engine.requests([list(prompt_ids) for prompt_ids in group], settings)
+    num_drafted = sum(event.num_drafted for event in engine.run(requests, lap=clock.lap))
     seconds = clock.now - start
-    results = [sequence.result() for sequence in sequences]
+    results = [request.result() for request in requests]
     return Answers(
         tuple(result.token_ids for result in results),
         tuple(result.num_steps for result in results),

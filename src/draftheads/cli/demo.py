@@ -124,7 +124,7 @@ def _show_one(prompt: TextPrompt, name: str, engine: Engine, max_new_tokens: int
     text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     colours = Text.assemble("; draft tokens are ", ("green", DRAFTED)) if console.color_system else ""
     console.print(Text.assemble((text, "bold"), f"   ({name}", colours, ")\n"), soft_wrap=True)
-    show_stream(engine, engine.sequences([prompt], max_new_tokens=max_new_tokens), console)
+    show_stream(engine, engine.requests([prompt], max_new_tokens=max_new_tokens), console)
     console.print()
 
 

@@ -163,10 +163,10 @@ def _tree(path: Path) -> Tree:
 
 def _stream(engine: Engine, prompt: Prompt, settings: SamplingSettings, *, colour: bool) -> None:
     start = time.perf_counter()
-    sequences = engine.sequences([prompt], settings)
-    show_stream(engine, sequences, Console(highlight=False), colour=colour)
+    requests = engine.requests([prompt], settings)
+    show_stream(engine, requests, Console(highlight=False), colour=colour)
     seconds = time.perf_counter() - start
-    result = sequences[0].result()
+    result = requests[0].result()
     copied = f", {result.num_copied} tokens copied" if result.num_copied else ""
     print(
         f"{len(result.token_ids)} tokens in {seconds:.1f} s, {len(result.token_ids) / seconds:.1f} tokens/s, "

@@ -1,29 +1,29 @@
 """Answers on a terminal while they are generated, with draft tokens in colour."""
 
-from collections.abc import Sequence as Listing
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.text import Text
 
 from draftheads.decode.engine import Engine
-from draftheads.decode.request import Sequence, StreamEvent
+from draftheads.decode.request import Request, StreamEvent
 from draftheads.decode.text import TextStream
 
 DRAFTED = "bold green"
 
 
-def show_stream(engine: Engine, sequences: Listing[Sequence], console: Console, *, colour: bool = True) -> None:
+def show_stream(engine: Engine, requests: Sequence[Request], console: Console, *, colour: bool = True) -> None:
     """Decodes one request and prints its text as it grows; accepted draft tokens are green.
 
     Without colours the text is written unchanged.
     """
     # a stop string cuts the text, not the tokens: then letters cannot be assigned to draft tokens
-    if colour and console.color_system is not None and not sequences[0].settings.stop:
+    if colour and console.color_system is not None and not requests[0].settings.stop:
         pieces = TextStream(engine.model.tokenizer)
-        for event in engine.run(sequences):
+        for event in engine.run(requests):
             _print_coloured(console, event, pieces)
     else:
-        for event in engine.run(sequences):
+        for event in engine.run(requests):
             console.file.write(event.text)
             console.file.flush()
     console.print()

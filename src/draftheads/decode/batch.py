@@ -1,15 +1,14 @@
 """The decoding loop: rows that join, step together and leave. Plain and speculative decoding are the same loop."""
 
-from collections.abc import Callable
-from collections.abc import Sequence as Listing
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from draftheads.accept import accept, num_coins
-from draftheads.decode.request import Sequence, StreamEvent
+from draftheads.accept import accept, num_rejection_uniforms
+from draftheads.decode.request import Request, StreamEvent
 from draftheads.decode.size_policy import SizePolicySession
 from draftheads.draft import Context, Draft, Drafter, Verdict, Watcher
 from draftheads.models.kv_target import Target
@@ -20,7 +19,7 @@ from draftheads.shapes import ROOT_ONLY, Shape
 
 
 class Batch:
-    """The rows that are being decoded. Row b of every tensor belongs to ``sequences[b]``.
+    """The rows that are being decoded. Row b of every tensor belongs to ``requests[b]``.
 
     Args:
         model: the target.
@@ -43,30 +42,28 @@ class Batch:
         self.session = drafter.start()
         self.shape = shape or drafter.default_shape or ROOT_ONLY
         self.lap = lap
-        self.sequences: list[Sequence] = []
+        self.requests: list[Request] = []
         self._context: Context | None = None
         self._rows: RowSettings | None = None
         self._seen: Tensor | None = None  # (B, V) bool; only where a row has a repetition penalty
 
     @torch.inference_mode()
-    def join(self, sequences: Listing[Sequence]) -> list[StreamEvent]:
+    def join(self, requests: Sequence[Request]) -> list[StreamEvent]:
         """Reads the prompts of new rows and gives each its first token."""
-        logits, hidden = self.target.prefill([sequence.prompt_ids for sequence in sequences])
-        rows = self._settings(sequences)
-        seen = self._seen_of(sequences, rows)
-        uniforms = self._uniforms(sequences, 1)
+        logits, hidden = self.target.prefill([request.prompt_ids for request in requests])
+        rows = self._settings(requests)
+        seen = self._seen_of(requests, rows)
+        uniforms = self._uniforms(requests, 1)
         roots = choose(logits, rows, seen, uniforms[:, 0])
-        context = self._prompt_context(sequences, hidden, roots)
-        events = [
-            sequence.append([root], num_drafted=0) for sequence, root in zip(sequences, roots.tolist(), strict=True)
-        ]
-        going = [row for row, sequence in enumerate(sequences) if sequence.finish_reason is None]
-        if len(going) < len(sequences):  # ended by their first token: the drafter never hears of them
-            old = len(self.sequences)
+        context = self._prompt_context(requests, hidden, roots)
+        events = [request.append([root], num_drafted=0) for request, root in zip(requests, roots.tolist(), strict=True)]
+        going = [row for row, request in enumerate(requests) if request.finish_reason is None]
+        if len(going) < len(requests):  # ended by their first token: the drafter never hears of them
+            old = len(self.requests)
             self.target.keep([*range(old), *(old + row for row in going)])
             context = context.keep(torch.tensor(going, dtype=torch.long, device=hidden.device))
         self._context = _merged(self._context, context)
-        self.sequences += [sequences[row] for row in going]
+        self.requests += [requests[row] for row in going]
         self._read_settings()
         self.lap("prompt")
         return events
@@ -85,18 +82,18 @@ class Batch:
         if isinstance(self.session, Watcher):
             self.session.watch(draft, logits)
             self.lap("watch")
-        uniforms = self._uniforms(self.sequences, draft.max_depth + 1)
-        coins = None
+        uniforms = self._uniforms(self.requests, draft.max_depth + 1)
+        rejection_uniforms = None
         if draft.sampled and self._rows.any_rejection:
-            coins = self._numbers(num_coins(draft), "coins")
-        verdict = accept(draft, logits, self._rows, uniforms, self._seen, coins=coins)
+            rejection_uniforms = self._numbers(num_rejection_uniforms(draft), "rejection")
+        verdict = accept(draft, logits, self._rows, uniforms, self._seen, rejection_uniforms=rejection_uniforms)
         new_ids, counts, copied = _tokens_of(draft, verdict)  # the step's one transfer to the host
         self.target.commit(verdict, counts)
         self._context = _advanced(draft, verdict, hidden)
         events = []
-        for sequence, ids, count, num_copied in zip(self.sequences, new_ids, counts, copied, strict=True):
-            sequence.num_steps += 1
-            events.append(sequence.append(ids[:count], num_drafted=count - 1, num_copied=num_copied))
+        for request, ids, count, num_copied in zip(self.requests, new_ids, counts, copied, strict=True):
+            request.num_steps += 1
+            events.append(request.append(ids[:count], num_drafted=count - 1, num_copied=num_copied))
         self._note_seen(new_ids, counts)
         if isinstance(self.session, SizePolicySession):
             self.session.note([count - 1 for count in counts])
@@ -106,11 +103,11 @@ class Batch:
 
     def _drop_finished(self) -> None:
         """Finished rows leave; the last ones take their places."""
-        going = [row for row, sequence in enumerate(self.sequences) if sequence.finish_reason is None]
-        if len(going) == len(self.sequences):
+        going = [row for row, request in enumerate(self.requests) if request.finish_reason is None]
+        if len(going) == len(self.requests):
             return
         kept = without_holes(going)
-        self.sequences = [self.sequences[row] for row in kept]
+        self.requests = [self.requests[row] for row in kept]
         rows = torch.tensor(kept, dtype=torch.long, device=self.target.model.device)
         assert self._context is not None
         self._context = self._context.keep(rows)
@@ -120,35 +117,37 @@ class Batch:
 
     def _read_settings(self) -> None:
         """Rows came or went."""
-        self._rows = self._settings(self.sequences)
-        self._seen = self._seen_of(self.sequences, self._rows)
+        self._rows = self._settings(self.requests)
+        self._seen = self._seen_of(self.requests, self._rows)
 
-    def _settings(self, sequences: Listing[Sequence]) -> RowSettings:
+    def _settings(self, requests: Sequence[Request]) -> RowSettings:
         model = self.target.model
-        return RowSettings.of([s.settings for s in sequences], vocab_size=model.vocab_size, device=model.device)
+        return RowSettings.of(
+            [request.settings for request in requests], vocab_size=model.vocab_size, device=model.device
+        )
 
-    def _uniforms(self, sequences: Listing[Sequence], count: int) -> Tensor:
+    def _uniforms(self, requests: Sequence[Request], count: int) -> Tensor:
         """(B, count) float64."""
-        if not any(sequence.settings.temperature > 0 for sequence in sequences):
-            return torch.zeros(len(sequences), count, dtype=torch.float64, device=self.target.model.device)
-        numbers = [sequence.uniforms(count) for sequence in sequences]
+        if not any(request.settings.temperature > 0 for request in requests):
+            return torch.zeros(len(requests), count, dtype=torch.float64, device=self.target.model.device)
+        numbers = [request.uniforms(count) for request in requests]
         return to_device(numbers, self.target.model.device, torch.float64)
 
     def _draws(self, count: int) -> Tensor:
         """(B, count) float64 for a drafter that draws."""
-        return self._numbers(count, "guesses")
+        return self._numbers(count, "drafts")
 
-    def _numbers(self, count: int, stream: Literal["coins", "guesses"]) -> Tensor:
-        numbers = [sequence.draws(count, stream) for sequence in self.sequences]
+    def _numbers(self, count: int, stream: Literal["rejection", "drafts"]) -> Tensor:
+        numbers = [request.draws(count, stream) for request in self.requests]
         return to_device(numbers, self.target.model.device, torch.float64)
 
-    def _seen_of(self, sequences: Listing[Sequence], rows: RowSettings) -> Tensor | None:
+    def _seen_of(self, requests: Sequence[Request], rows: RowSettings) -> Tensor | None:
         if not rows.any_penalty:
             return None
         model = self.target.model
-        seen = torch.zeros(len(sequences), model.vocab_size, dtype=torch.bool)
-        for row, sequence in enumerate(sequences):
-            seen[row, sequence.prompt_ids + sequence.token_ids] = True
+        seen = torch.zeros(len(requests), model.vocab_size, dtype=torch.bool)
+        for row, request in enumerate(requests):
+            seen[row, request.prompt_ids + request.token_ids] = True
         return seen.to(model.device)
 
     def _note_seen(self, new_ids: list[list[int]], counts: list[int]) -> None:
@@ -156,20 +155,22 @@ class Batch:
             for row, (ids, count) in enumerate(zip(new_ids, counts, strict=True)):
                 self._seen[row, ids[:count]] = True
 
-    def _prompt_context(self, sequences: Listing[Sequence], hidden: Tensor, roots: Tensor) -> Context:
+    def _prompt_context(self, requests: Sequence[Request], hidden: Tensor, roots: Tensor) -> Context:
         """What a drafter sees of new rows: the whole prompt if it keeps a history, else its last token."""
         device = hidden.device
-        lengths = torch.tensor([len(s.prompt_ids) for s in sequences], device=device)
+        lengths = torch.tensor([len(request.prompt_ids) for request in requests], device=device)
         if not self.drafter.needs_history:
-            last = hidden[torch.arange(len(sequences), device=device), lengths - 1][:, None]
-            tokens = torch.tensor([s.prompt_ids[-1:] for s in sequences], device=device)
+            last = hidden[torch.arange(len(requests), device=device), lengths - 1][:, None]
+            tokens = torch.tensor([request.prompt_ids[-1:] for request in requests], device=device)
             return Context(last, tokens, torch.ones_like(lengths), roots)
         width = hidden.shape[1]
-        tokens = torch.tensor([s.prompt_ids + [0] * (width - len(s.prompt_ids)) for s in sequences], device=device)
+        tokens = torch.tensor(
+            [request.prompt_ids + [0] * (width - len(request.prompt_ids)) for request in requests], device=device
+        )
         return Context(hidden, tokens, lengths, roots)
 
 
-def without_holes(rows: Listing[int]) -> list[int]:
+def without_holes(rows: Sequence[int]) -> list[int]:
     """Those rows (ascending) in an order in which as many as possible keep their number.
 
     >>> without_holes([0, 2, 3, 4])

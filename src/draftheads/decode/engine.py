@@ -2,8 +2,7 @@
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Listing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from threading import Lock
 from typing import Any, cast
@@ -13,7 +12,7 @@ from draftheads.chat_template import BUILT_IN, render, template_of
 from draftheads.decode.batch import Batch
 from draftheads.decode.cost_profile import CostProfile
 from draftheads.decode.plain import NoDraft
-from draftheads.decode.request import GenerationResult, Sequence, StreamEvent
+from draftheads.decode.request import GenerationResult, Request, StreamEvent
 from draftheads.decode.size_policy import SizePolicy
 from draftheads.draft import Drafter
 from draftheads.errors import ChatTemplateWarning, InvalidPrompt, InvalidSettings, PromptTooLong
@@ -22,7 +21,7 @@ from draftheads.models.model import TargetModel
 from draftheads.sampling import SamplingSettings
 from draftheads.shapes import Shape
 
-Prompt = str | Listing[Message] | Listing[int]  # a user's text, a list of messages, or token ids as they are
+Prompt = str | Sequence[Message] | Sequence[int]  # a user's text, a list of messages, or token ids as they are
 
 
 class Engine:
@@ -77,8 +76,8 @@ class Engine:
 
     def generate(
         self,
-        prompts: Listing[Prompt],
-        settings: SamplingSettings | Listing[SamplingSettings] | None = None,
+        prompts: Sequence[Prompt],
+        settings: SamplingSettings | Sequence[SamplingSettings] | None = None,
         **overrides: Any,
     ) -> list[GenerationResult]:
         """Answers to all prompts, in their order.
@@ -94,35 +93,35 @@ class Engine:
         """
         if isinstance(prompts, str | bytes | Mapping):
             raise InvalidPrompt("generate() takes a list of prompts: write [prompt] for a single one")
-        sequences = self.sequences(prompts, settings, **overrides)
-        for _ in self.run(sequences):
+        requests = self.requests(prompts, settings, **overrides)
+        for _ in self.run(requests):
             pass
-        return [sequence.result() for sequence in sequences]
+        return [request.result() for request in requests]
 
     def stream(
         self, prompt: Prompt, settings: SamplingSettings | None = None, **overrides: Any
     ) -> Iterator[StreamEvent]:
         """One answer, an event a step, as it comes. Arguments and errors as for :meth:`generate`, raised at once."""
-        return self.run(self.sequences([prompt], settings, **overrides))
+        return self.run(self.requests([prompt], settings, **overrides))
 
-    def sequences(
+    def requests(
         self,
-        prompts: Listing[Prompt],
-        settings: SamplingSettings | Listing[SamplingSettings] | None = None,
+        prompts: Sequence[Prompt],
+        settings: SamplingSettings | Sequence[SamplingSettings] | None = None,
         **overrides: Any,
-    ) -> list[Sequence]:
+    ) -> list[Request]:
         """Checked requests, ready for :meth:`run`."""
-        each = list(settings) if isinstance(settings, Listing) else [settings or SamplingSettings()] * len(prompts)
+        each = list(settings) if isinstance(settings, Sequence) else [settings or SamplingSettings()] * len(prompts)
         if len(each) != len(prompts):
             raise InvalidSettings(f"{len(each)} settings for {len(prompts)} prompts: give one for all, or one for each")
         return [
-            self.sequence(prompt, _overridden(own, overrides), index=index)
+            self.request(prompt, _overridden(own, overrides), index=index)
             for index, (prompt, own) in enumerate(zip(prompts, each, strict=True))
         ]
 
-    def sequence(self, prompt: Prompt, settings: SamplingSettings, *, index: int = 0) -> Sequence:
+    def request(self, prompt: Prompt, settings: SamplingSettings, *, index: int = 0) -> Request:
         """One checked request; its events carry ``index``."""
-        return Sequence(
+        return Request(
             self.encode(prompt),
             settings,
             tokenizer=self.model.tokenizer,
@@ -131,26 +130,26 @@ class Engine:
             index=index,
         )
 
-    def run(self, sequences: Listing[Sequence], *, lap: Callable[[str], object] = str) -> Iterator[StreamEvent]:
+    def run(self, requests: Sequence[Request], *, lap: Callable[[str], object] = str) -> Iterator[StreamEvent]:
         """Decodes requests together; as soon as one is finished the next in line takes its place."""
-        return self.serve(deque(sequences), lap=lap)
+        return self.serve(deque(requests), lap=lap)
 
-    def serve(self, line: deque[Sequence], *, lap: Callable[[str], object] = str) -> Iterator[StreamEvent]:
+    def serve(self, line: deque[Request], *, lap: Callable[[str], object] = str) -> Iterator[StreamEvent]:
         """:meth:`run` for a line that may grow while it is served: requests are taken from its left end.
 
         Who reads the events may add requests, such as the next turn of a conversation whose last turn just ended.
         ``lap`` is called after each part of the work, as by :class:`Batch`.
         """
         batch = self.batch(lap=lap)
-        while line or batch.sequences:
-            room = self.max_batch_size - len(batch.sequences)
+        while line or batch.requests:
+            room = self.max_batch_size - len(batch.requests)
             joining = [line.popleft() for _ in range(min(room, len(line)))]
-            joining.sort(key=lambda sequence: len(sequence.prompt_ids))  # neighbours are read together: little padding
+            joining.sort(key=lambda request: len(request.prompt_ids))  # neighbours are read together: little padding
             if joining:
                 with self._lock:
                     events = batch.join(joining)
                 yield from events
-            if batch.sequences:
+            if batch.requests:
                 with self._lock:
                     events = batch.step()
                 yield from events
@@ -181,7 +180,7 @@ class Engine:
 
 
 def _encode(model: TargetModel, prompt: Prompt) -> list[int]:
-    if isinstance(prompt, bytes) or not isinstance(prompt, Listing):
+    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
         raise InvalidPrompt(
             f"a prompt is a text, a list of messages or a list of token ids, not {type(prompt).__name__}: {prompt!r}"
         )
@@ -212,7 +211,7 @@ def _token_ids(tokenizer: Any, text: str, **options: bool) -> list[int]:
     return list(tokenizer(text, **options)["input_ids"])
 
 
-def _messages(values: Listing[object]) -> list[dict[str, str]]:
+def _messages(values: Sequence[object]) -> list[dict[str, str]]:
     for number, value in enumerate(values):
         if problem := message_problem(value):
             raise InvalidPrompt(f"message {number}{problem}")

@@ -1,6 +1,6 @@
 """One request: its text so far, its settings, its stop rules and its counts. Knows nothing of tensors of other rows."""
 
-from collections.abc import Sequence as Ids
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ from draftheads.decode.text import StopText, TextStream
 from draftheads.sampling import SamplingSettings
 
 FinishReason = Literal["stop", "length"]
-_STREAMS = {"coins": 0x9E3779B97F4A7C15, "guesses": 0xBF58476D1CE4E5B9}  # far from each other and from 0
+_STREAMS = {"rejection": 0x9E3779B97F4A7C15, "drafts": 0xBF58476D1CE4E5B9}  # far from each other and from 0
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class GenerationResult:
         return (len(self.token_ids) - 1) / self.num_steps if self.num_steps else 1.0
 
 
-class Sequence:
+class Request:
     """A request while it is decoded."""
 
     def __init__(
         self,
-        prompt_ids: Ids[int],
+        prompt_ids: Sequence[int],
         settings: SamplingSettings,
         *,
         tokenizer: Any,
@@ -83,15 +83,15 @@ class Sequence:
             self._uniforms += torch.rand(64, generator=self._generator, dtype=torch.float64).tolist()
         return self._uniforms[start : start + count]
 
-    def draws(self, count: int, stream: Literal["coins", "guesses"]) -> list[float]:
-        """New random numbers in [0, 1), of a stream of the seed's own that no token is chosen by."""
+    def draws(self, count: int, stream: Literal["rejection", "drafts"]) -> list[float]:
+        """New uniform numbers in [0, 1) from a stream of the seed that chooses no token of the answer."""
         if stream not in self._streams:
             seed = (self._generator.initial_seed() + _STREAMS[stream]) % 2**64
             self._streams[stream] = torch.Generator().manual_seed(seed)
         numbers: list[float] = torch.rand(count, generator=self._streams[stream], dtype=torch.float64).tolist()
         return numbers
 
-    def append(self, token_ids: Ids[int], *, num_drafted: int, num_copied: int = 0) -> StreamEvent:
+    def append(self, token_ids: Sequence[int], *, num_drafted: int, num_copied: int = 0) -> StreamEvent:
         """Adds a step's tokens up to the first stop; what comes after it in the accepted run is dropped."""
         kept: list[int] = []
         text = ""
@@ -127,7 +127,7 @@ class Sequence:
             self.num_copied,
         )
 
-    def _until_stop_id(self, token_ids: Ids[int]) -> list[int]:
+    def _until_stop_id(self, token_ids: Sequence[int]) -> list[int]:
         room = self._max_new_tokens - len(self.token_ids)
         end = next((i + 1 for i, token in enumerate(token_ids) if token in self._stop_ids), len(token_ids))
         return list(token_ids[: min(end, room)])

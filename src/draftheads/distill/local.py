@@ -3,13 +3,13 @@
 import hashlib
 import json
 from collections import deque
-from collections.abc import Sequence as Listing
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
 
 from draftheads.chat_template import BUILT_IN, template_of
 from draftheads.decode.engine import Engine, Prompt
-from draftheads.decode.request import Sequence
+from draftheads.decode.request import Request
 from draftheads.distill.dialogue import Dialogue, OnProgress
 from draftheads.distill.options import DistillOptions
 from draftheads.distill.template import TurnEnd, user_turn_end, user_turn_opening
@@ -47,10 +47,10 @@ class EngineSource:
             "dtype": str(model.dtype).removeprefix("torch."),
         }
 
-    def converse(self, dialogues: Listing[Dialogue], on_progress: OnProgress) -> None:
+    def converse(self, dialogues: Sequence[Dialogue], on_progress: OnProgress) -> None:
         """Continues all to their end. Long conversations start first, so that the batch is full for longer."""
-        running: dict[int, Sequence] = {}
-        waiting: deque[Sequence] = deque()
+        running: dict[int, Request] = {}
+        waiting: deque[Request] = deque()
         for place in sorted(range(len(dialogues)), key=lambda place: -dialogues[place].num_turns):
             self._submit(dialogues[place], place, running)
             on_progress(0, int(dialogues[place].is_over))
@@ -66,12 +66,12 @@ class EngineSource:
                 else:
                     waiting.appendleft(running[event.index])
 
-    def _submit(self, dialogue: Dialogue, place: int, running: dict[int, Sequence]) -> None:
+    def _submit(self, dialogue: Dialogue, place: int, running: dict[int, Request]) -> None:
         """Adds the dialogue's next request, if it has one."""
         try:
             if not dialogue.is_over:
                 prompt, settings = self._request(dialogue)
-                running[place] = self.engine.sequence(prompt, settings, index=place)
+                running[place] = self.engine.request(prompt, settings, index=place)
         except PromptTooLong:
             dialogue.stop("too_long")
         except InvalidPrompt as error:
@@ -101,9 +101,9 @@ class EngineSource:
         return user_turn_end(self.engine.model)
 
 
-def _add_result(dialogue: Dialogue, sequence: Sequence) -> None:
+def _add_result(dialogue: Dialogue, request: Request) -> None:
     """Adds the generated question or answer to the dialogue."""
-    result = sequence.result()
+    result = request.result()
     dialogue.count(len(result.token_ids), num_steps=result.num_steps)
     is_finished = result.finish_reason == "stop"
     if dialogue.awaits_answer:
