@@ -4,8 +4,8 @@
   distribution), and the walk goes on into the child that equals it. Greedy rows give plain's text and sampled rows the
   target's distribution. For drafts fixed by their context no other lossless rule keeps more, since the probability
   of keeping a node cannot exceed the target's own probability of its path.
-* rejection, block — for guesses that were drawn (:class:`draftheads.shapes.Sampled`): keep the target's distribution
-  and more of the guesses, see :mod:`draftheads.rejection`. On other drafts, and for greedy rows, they are exact.
+* rejection, block — for draft tokens that were drawn (:class:`draftheads.shapes.Sampled`). They keep the target's
+  distribution and accept more, see :mod:`draftheads.rejection`. On other drafts, and for greedy rows, they are exact.
 * typical — keeps draft tokens that are likely enough, p(x) > min(ε, δ·exp(−H(p))) (Medusa section 3.3.1).
   It does **not** keep the distribution. The longest path wins, among equals the likelier.
 

@@ -23,7 +23,7 @@ class Draft:
     """A tree filled with tokens. Node 0 is the root: decided, but not yet in the target's cache.
 
     A parent's index is lower than its children's. Nodes of depth 0 behind the root fill up rows that have less to
-    guess than others; no rule keeps them.
+    draft than others; no rule accepts them.
     """
 
     token_ids: Tensor  # (B, N) int64
@@ -65,7 +65,7 @@ class Draft:
         )
 
     def filled_up(self, filling: Tensor) -> Self:
-        """The same draft where some nodes, (B, N) bool, guess nothing: what comes below them does not either."""
+        """The same draft where some nodes, (B, N) bool, and the nodes below them only fill up their row."""
         alone = torch.eye(self.num_nodes, dtype=torch.bool, device=filling.device)
         alone[:, 0] = True
         return replace(
@@ -96,7 +96,7 @@ class TreeTensors:
 @lru_cache(maxsize=256)
 def tree_tensors(tree: Tree, device: torch.device) -> TreeTensors:
     """The tensors of ``tree`` on ``device``, made once."""
-    with torch.inference_mode(mode=False):  # whoever asks first: who trains may use them later
+    with torch.inference_mode(mode=False):  # so that training can use the cached tensors
         return TreeTensors(
             torch.tensor([tree.parents], device=device).clamp_min_(0),
             torch.tensor([tree.depths], device=device),
@@ -139,7 +139,7 @@ class Context:
         """How many rows have joined those that a drafter knows; new ones are the last.
 
         Raises:
-            ValueError: there are fewer: some left, and ``keep`` was not told.
+            ValueError: there are fewer rows: some left and ``keep`` was not called.
         """
         batch = len(self.root_ids)
         if batch < known:

@@ -44,17 +44,17 @@ Begin = Callable[[int], Any]  # the state at the roots, for a tree of that depth
 class _Level:
     """The nodes of one depth d+1 of a static tree, and how they hang on the expanded nodes of depth d."""
 
-    depth: int  # d: the head that guesses them
+    depth: int  # d: the head that predicts them
     start: int  # their node indices, start … stop-1
     stop: int
-    num_ranks: int  # how many ranks the head must give
+    num_ranks: int  # how many of the most probable tokens are needed
     parents: tuple[int, ...]  # for each node: its parent's place among the expanded nodes of depth d
     expanded: tuple[int, ...]  # the places in start … stop-1 of nodes that have children
 
 
 @lru_cache(maxsize=256)
 def _levels(tree: Tree) -> tuple[_Level, ...]:
-    """The levels below the root, which are guessed one after the other.
+    """The levels below the root, which are filled one after the other.
 
     >>> [level.expanded for level in _levels(Tree.from_paths([(0,), (1,), (1, 0)]))]
     [(1,), ()]
@@ -79,7 +79,7 @@ def _levels(tree: Tree) -> tuple[_Level, ...]:
 
 @lru_cache(maxsize=1024)
 def _on_device(places: tuple[int, ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(mode=False):  # who trains may use it later
+    with torch.inference_mode(mode=False):  # so that training can use the cached tensors
         return torch.tensor(places, dtype=torch.long, device=device)
 
 
@@ -161,7 +161,7 @@ def _sample(head: Predictor, shape: Sampled, context: Context, begin: Begin) -> 
 
 
 def _distributions(logits: Tensor, rows: RowSettings, count: int) -> Tensor:
-    """What is drawn from at W nodes: (B, W or 1, V') logits -> (B, W, V') float32; greedy rows' best guess is sure."""
+    """The distribution at W nodes, (B, W or 1, V') logits -> (B, W, V') float32; greedy rows take the best token."""
     probs = probabilities(logits.float(), rows)
     best = torch.zeros_like(probs).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     probs = torch.where(rows.greedy[:, None, None], best, probs)

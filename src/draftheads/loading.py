@@ -67,7 +67,7 @@ def load(
     Args:
         model: ``smollm2-135m``, a folder, or a Hugging Face id.
         head: a bundled head's name (``medusa``, ``hydra``), a folder, or a Hugging Face id; ``prompt-lookup`` copies
-            from the text so far and ``lookahead`` refines guesses of the model itself, neither needs training; None
+            from the text so far and ``lookahead`` predicts n-grams with the model itself, neither needs training; None
             decodes plainly.
         draft_model: a smaller model of the same tokenizer drafts in place of a head: a folder or a Hugging Face id.
         chat_template: used in place of the tokenizer's own: ``chatml``, ``llama-2``, ``vicuna``, or a Jinja file. When
@@ -77,7 +77,7 @@ def load(
         profile: the head's acceptance profile, from which and from the costs on this machine the size of each draft
             follows. ``auto`` takes what ``draftheads tune`` measured, if it did, else the one that comes with the head;
             an ``acceptance.json`` or a folder with one; None drafts on a fixed tree of 10 nodes. The costs are measured
-            in at most five seconds when model, head and machine first meet, and cached.
+            in at most five seconds the first time that model, head and machine are used together, and cached.
         copy: drafts of a head or draft model also hold copies from the text so far, where its last tokens stood before.
         precision: ``fp32``, ``bf16``, ``fp16`` or ``int8``; ``auto`` is bf16 on CUDA and on CPUs that have it, else
             fp32. ``int8`` holds linear layers in 8 bits: faster on CPUs, but it changes the model a little.
@@ -140,7 +140,7 @@ def head_engine(
         return Engine(target, whole, max_batch_size=max_batch_size)
     extra_nodes = whole.num_tokens if isinstance(whole, Copying) else 0
     with warnings.catch_warnings():
-        if kernels_folder() is None:  # the user has been told
+        if kernels_folder() is None:  # the user has been warned
             warnings.simplefilter("ignore", CacheWarning)
         cost = cost_of(target, drafter, extra_nodes=extra_nodes)
     return_freed_memory()
@@ -148,7 +148,7 @@ def head_engine(
 
 
 def copying(drafter: DraftHead, profile: AcceptanceProfile | None) -> Copying:
-    """A head whose trees also hold copies, which compete for nodes by what the profile says of both."""
+    """A head whose trees also hold copies, which compete for nodes by the probabilities in the profile."""
     if profile is None:
         return Copying(drafter)
     gains = [after - before for before, after in pairwise(profile.static_tokens)]

@@ -1,7 +1,7 @@
-"""Acceptance of guesses that were drawn from the drafter's distribution, such that the target's own is kept.
+"""Acceptance of tokens that were drawn from the drafter's distribution, such that the target's own is kept.
 
-Pure functions of tensors. B rows, V vocabulary, k siblings, L guesses of a chain; p the target's distribution, q the
-drafter's.
+Pure functions of tensors. B rows, V vocabulary, k siblings, L draft tokens of a chain; p the target's distribution, q
+the drafter's.
 """
 
 import torch
@@ -41,16 +41,16 @@ def block_chances(target: Tensor, drafter: Tensor, token_ids: Tensor) -> tuple[T
     """A chain is judged as a whole: the longest beginning that its own uniform number accepts is kept.
 
     Block verification (Sun et al. 2024), which never keeps less than token by token: with w_0 = 1 and
-    w_i = min(1, w_{i-1} p(x_i) / q(x_i)), and the mass r_i = Σ_x max(w_i p - q, 0) that is left after guess i, the
-    first i guesses are accepted with chance h_i = r_i / (r_i + 1 - w_i), all L of them with h_L = w_L.
+    w_i = min(1, w_{i-1} p(x_i) / q(x_i)), and the mass r_i = Σ_x max(w_i p - q, 0) that is left after token i, the
+    first i tokens are accepted with chance h_i = r_i / (r_i + 1 - w_i), all L of them with h_L = w_L.
 
     Args:
-        target: (B, L + 1, V) float64 p at the root and at each guess.
-        drafter: (B, L, V) float64 q at the root and at each guess but the last.
-        token_ids: (B, L) int64 the guesses.
+        target: (B, L + 1, V) float64 p at the root and at each draft token.
+        drafter: (B, L, V) float64 q at the root and at each draft token but the last.
+        token_ids: (B, L) int64 the draft tokens.
 
     Returns:
-        h (B, L), and the distribution (B, L + 1, V) of the next token if 0 … L guesses are kept.
+        h (B, L), and the distribution (B, L + 1, V) of the next token if 0 … L draft tokens are kept.
     """
     length = token_ids.shape[1]
     weight = target.new_ones(len(target))

@@ -46,7 +46,7 @@ class SamplingSettings:
     """Go on after the model's own end of text."""
     acceptance: AcceptanceRule = "exact"
     """exact keeps the model's distribution (greedy: its text), as do rejection and block (chains only), which are for
-    drafters that draw their guesses; typical is faster at a temperature, but does not."""
+    drafters that draw their tokens; typical is faster at a temperature, but does not."""
     typical_epsilon: float = 0.09
     """ε of typical acceptance: a draft token of at least this probability is always typical."""
     typical_delta: float | None = None
@@ -105,7 +105,7 @@ class RowSettings:
         def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
-        # at temperature 0 the typical set is the most likely token: the exact rule says the same and is cheaper
+        # at temperature 0 the typical set is the most likely token: the exact rule gives the same and is cheaper
         typical, rejection, block = (
             [s.acceptance == rule and s.temperature > 0 for s in settings] for rule in ("typical", "rejection", "block")
         )

@@ -1,4 +1,4 @@
-"""Rules by which a tree of guesses is grown anew at every step and row, from how sure the drafter is.
+"""Shapes of drafts: rules by which each row's tree grows at each step, and trees whose tokens are drawn.
 
 Knows nothing of models or tensors: :mod:`draftheads.filling` carries the rules out.
 """
@@ -14,23 +14,23 @@ from draftheads.tree import Tree
 
 @dataclass(frozen=True)
 class BestFirst:
-    """The guesses that are most likely to be kept, by the probability of their whole path.
+    """The draft tokens that are most likely to be accepted, by the probability of their whole path.
 
-    For heads that guess side by side this is best-first search over products of their probabilities (DDTree); for
-    heads that read the guesses above them, EAGLE-2's: at each depth the ``beam`` likeliest guesses are expanded, and
-    of all guesses the likeliest are checked. As a path is never likelier than its beginning, they form a tree.
+    For heads that do not read the path this is best-first search over products of their probabilities (DDTree). For
+    heads that read the path it is EAGLE-2's method: at each depth the ``beam`` most probable nodes are expanded, and
+    the most probable of all nodes are verified. A path is never more probable than its beginning, so they form a tree.
     """
 
     num_nodes: int
-    """How many nodes are checked, root included."""
+    """How many nodes are verified, root included."""
     num_ranks: int = 8
     """How many children a node may have."""
     beam: int = 8
-    """How many guesses of a depth are expanded by heads that read the guesses above them."""
+    """How many nodes of a depth are expanded by heads that read the path."""
     max_depth: int | None = None
     """How deep the tree may grow; as deep as there are heads when left out."""
     threshold: float = 0.0
-    """Guesses that are less likely than this to be kept are left out, in steps in which that holds for every row."""
+    """Nodes with a lower path probability are left out, as far as this holds for every row of a step."""
     confidence: tuple[float, ...] = ()
     """Per depth, what logits are divided by so that the probabilities are calibrated; all 1 when empty."""
 
@@ -50,12 +50,12 @@ class BestFirst:
 
 @dataclass(frozen=True)
 class BestPaths:
-    """The likeliest whole paths of a full tree, common beginnings merged (MLP Speculator, section 4)."""
+    """The most probable whole paths of a full tree, common beginnings merged (MLP Speculator, section 4)."""
 
     widths: tuple[int, ...] = (6, 3, 2)
-    """How many guesses each node of a depth gets; all are expanded."""
+    """How many children each node of a depth gets; all are expanded."""
     num_paths: int = 5
-    """How many paths, from the root to the last depth, are checked."""
+    """How many paths, from the root to the last depth, are verified."""
     confidence: tuple[float, ...] = ()
     """As for :class:`BestFirst`."""
 
@@ -93,10 +93,10 @@ class BestPaths:
 
 @dataclass(frozen=True)
 class Sampled:
-    """A static tree whose guesses are drawn: the children of a node one after the other, without replacement.
+    """A static tree whose tokens are drawn: the children of a node one after the other, without replacement.
 
-    What is drawn may be kept by ``rejection`` (or, of a chain, by ``block``), which at a temperature accepts more of a
-    drafter that is like its target than ``exact`` does.
+    Drawn tokens can be accepted by ``rejection`` or, on a chain, by ``block``. At a temperature these accept more than
+    ``exact`` does if the drafter's distribution is close to the target's.
     """
 
     tree: Tree
@@ -134,7 +134,7 @@ def calibrated(shape: Shape, confidence: Sequence[float]) -> Shape:
 
 
 def check_ranks(shape: Shape, num_tokens: int) -> None:
-    """Has a drafter that knows so many tokens enough of them for every node's children?
+    """Are there enough draft tokens for the children of every node?
 
     Raises:
         InvalidTree: a node has more children, or one of a higher rank, than that.

@@ -1,7 +1,7 @@
-"""The shape of a guess: which continuations a step tries, as a tree of sibling ranks.
+"""Static trees: which continuations a step tries, as paths of sibling ranks.
 
 Knows nothing of models or tokens. A node is named by its *path* of ranks from the root: ``(0, 2)`` is the
-third-best guess at depth 2 below the best guess at depth 1. The root, path ``()``, is the token that is already
+third-best token at depth 2 below the best token at depth 1. The root, path ``()``, is the token that is already
 decided; it is always node 0. Nodes are kept in breadth-first order, so a parent comes before its children and
 the nodes of one depth are neighbours.
 
@@ -62,12 +62,12 @@ class Tree:
 
     @classmethod
     def chain(cls, depth: int) -> Self:
-        """The single path of best guesses, ``depth`` deep; ``chain(0)`` is the root alone (plain decoding)."""
+        """The single path of best tokens, ``depth`` deep; ``chain(0)`` is the root alone (plain decoding)."""
         return cls(tuple((0,) * d for d in range(depth + 1)))
 
     @classmethod
     def cartesian(cls, widths: Sequence[int]) -> Self:
-        """Every combination of the ``widths[d]`` best guesses at depth d+1 (Medusa section 3.1.2).
+        """Every combination of the ``widths[d]`` best tokens at depth d+1 (Medusa section 3.1.2).
 
         >>> Tree.cartesian([2, 3]).num_nodes
         9

@@ -39,22 +39,21 @@ def path_counts(ranks: Tensor, *, num_ranks: int) -> Counter[Path]:
 
 
 def path_shares(ranks: Tensor, probs: Tensor) -> dict[Path, float]:
-    """How often each path is kept when the text is sampled: by the target's probabilities of its guesses.
+    """How often each path is kept when the text is sampled: by the target's probabilities of the draft tokens.
 
-    The text stands at one of the paths; of those one guess longer the target's own probability counts instead of
-    whether it was drawn, so that few texts tell much: the probability of a path is the chance that the text takes its
-    beginning, times that of its last guess there.
+    The probability of a path is the share of positions where the text takes the path without its last token, times the
+    target's probability of the last token there. This needs fewer texts than to count which tokens were drawn.
 
     Args:
         ranks: (S, K) of the tokens that were drawn.
         probs: (S, K, R) at each position and depth, if the text took its way there, the target's probability of the
-            guesses of rank 0 … R-1.
+            draft tokens of rank 0 … R-1.
     """
     num_ranks = probs.shape[2]
     shares: dict[Path, float] = {(): 1.0}
     going = torch.arange(len(ranks))
     for depth in range(ranks.shape[1]):
-        # a column in front, since rows of no length cannot be told apart
+        # a column in front, since unique() cannot compare rows of length 0
         marked = torch.cat([torch.zeros(len(going), 1, dtype=torch.long), ranks[going, :depth]], 1)
         beginnings, which = torch.unique(marked, dim=0, return_inverse=True)
         sums = torch.zeros(len(beginnings), num_ranks, dtype=torch.float64)
@@ -108,8 +107,8 @@ def joint_order(values: Mapping[Path, float], num_nodes: int) -> list[Path]:
 def entries(ranks: Tensor, order: Sequence[Path]) -> Tensor:
     """(S, K) int64: the size of tree from which on the true token at each depth is in it.
 
-    A tree of n nodes keeps the guess at depth d+1 where entry d is at most n. What no tree has gets NEVER, so that
-    sizes beyond the last path's may be asked for, too: their trees are the last one.
+    A tree of n nodes accepts the draft token at depth d+1 where entry d is at most n. A token that
+    no tree has gets NEVER. So sizes beyond the last path's are allowed: their trees are the last one.
 
     >>> entries(torch.tensor([[0, 1], [1, 0]]), [(0,), (0, 1)]).clamp_max(9).tolist()
     [[2, 3], [9, 9]]
@@ -122,11 +121,11 @@ def entries(ranks: Tensor, order: Sequence[Path]) -> Tensor:
 def simulate(texts: Sequence[Tensor], num_nodes: int) -> tuple[float, float]:
     """Tokens per step of decoding recorded answers with the tree of ``num_nodes`` nodes, and one standard error.
 
-    Greedy answers are decoded just so: a step at a token keeps the guesses that agree with what follows, and the next
-    step begins behind the token after them. Averages over all positions differ, since steps end where guesses fail.
+    This is what greedy decoding does: a step accepts the draft tokens that agree with the text, and the next step
+    begins behind the token after them. Averages over all positions differ: steps end where a draft token is rejected.
 
     Args:
-        texts: for each answer of m tokens the :func:`entries` at its tokens (m, K), of guesses at what follows each.
+        texts: for each answer of m tokens the :func:`entries` at its tokens (m, K), of the draft tokens after each.
         num_nodes: of the tree.
 
     Returns:

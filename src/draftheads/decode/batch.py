@@ -58,7 +58,7 @@ class Batch:
         context = self._prompt_context(requests, hidden, roots)
         events = [request.append([root], num_drafted=0) for request, root in zip(requests, roots.tolist(), strict=True)]
         going = [row for row, request in enumerate(requests) if request.finish_reason is None]
-        if len(going) < len(requests):  # ended by their first token: the drafter never hears of them
+        if len(going) < len(requests):  # ended by their first token: the drafter does not get them
             old = len(self.requests)
             self.target.keep([*range(old), *(old + row for row in going)])
             context = context.keep(torch.tensor(going, dtype=torch.long, device=hidden.device))
@@ -186,8 +186,8 @@ def _tokens_of(draft: Draft, verdict: Verdict) -> tuple[list[list[int]], list[in
 
     Places beyond the number of tokens are noise.
     """
-    guesses = draft.token_ids.gather(1, verdict.path)[:, 1:]  # (B, P-1)
-    ids = torch.cat([guesses, verdict.next_ids[:, None]], 1)  # (B, P)
+    accepted = draft.token_ids.gather(1, verdict.path)[:, 1:]  # (B, P-1)
+    ids = torch.cat([accepted, verdict.next_ids[:, None]], 1)  # (B, P)
     last = (verdict.num_accepted - 1)[:, None]
     ids = ids.scatter(1, last, verdict.next_ids[:, None])
     packed = torch.cat([ids, verdict.num_accepted[:, None], _num_copied(draft, verdict)[:, None]], 1).tolist()

@@ -78,7 +78,7 @@ class CostProfile:
 
     Beyond the last number of nodes the last line goes on; beyond the last number of rows verifying is in proportion.
     Verifying never gets cheaper with more rows or nodes, and no node is cheaper than those before it: small trees wait
-    for weights, large ones compute. Disturbance only adds, so points that say otherwise are lowered.
+    for weights, large ones compute. Disturbances only add time, so points that break these rules are lowered.
 
     Raises:
         ValueError: on construction, where a point is not positive or no plain step was measured.
@@ -251,7 +251,7 @@ def measure_cost(
             place = (part, rows, nodes)
             if sweep and place not in samples:
                 continue
-            expected = samples.get(place, _guess(samples, part, rows, nodes))
+            expected = samples.get(place, _estimate(samples, part, rows, nodes))
             if len(samples) >= 2 and timer.now + _REPEATS * expected / 1e3 > deadline:
                 continue
             if not sweep and _never_faster(samples, part, rows, nodes, most):
@@ -280,7 +280,7 @@ def _after_long_text(
         yield CostPoint("verify", rows, nodes, round(found, 4), length)
 
 
-def _guess(samples: dict[tuple[Part, int, int], float], part: Part, rows: int, nodes: int) -> float:
+def _estimate(samples: dict[tuple[Part, int, int], float], part: Part, rows: int, nodes: int) -> float:
     """About how many milliseconds a part will take: as the nearest one so far, in proportion to its tokens at most."""
     known = {place: value for place, value in samples.items() if (place[0] == "verify") == (part == "verify")}
     if not known:

@@ -137,7 +137,7 @@ class Engine:
     def serve(self, line: deque[Request], *, lap: Callable[[str], object] = str) -> Iterator[StreamEvent]:
         """:meth:`run` for a line that may grow while it is served: requests are taken from its left end.
 
-        Who reads the events may add requests, such as the next turn of a conversation whose last turn just ended.
+        The caller may add requests between events, such as the next turn of a conversation.
         ``lap`` is called after each part of the work, as by :class:`Batch`.
         """
         batch = self.batch(lap=lap)

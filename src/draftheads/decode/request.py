@@ -20,7 +20,7 @@ class StreamEvent:
     index: int  # which of the prompts
     text: str  # new text, whole characters only; may be empty
     token_ids: tuple[int, ...]  # new tokens
-    num_drafted: int  # how many of them, counted from the left, were guessed by the drafter
+    num_drafted: int  # how many of them, counted from the left, are accepted draft tokens
     finish_reason: FinishReason | None = None  # set on the last event of an answer
     num_copied: int = 0  # how many of the drafted ones, the last of them, only a copy from the text so far brought
 

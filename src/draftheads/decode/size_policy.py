@@ -20,7 +20,7 @@ from draftheads.shapes import ROOT_ONLY, BestFirst, Shape
 
 Floats = npt.NDArray[np.float64]
 
-_PRIOR = 4.0  # expected draft tokens that "as in the profile" weighs as much as
+_PRIOR = 4.0  # pseudo-count of the profile in a request's acceptance estimate, in expected draft tokens
 _MEMORY = 0.99  # of a request's draft tokens, per step with a draft
 # The same per step without one. A request none of whose draft tokens is accepted spends at most
 # (1 - _FORGETTING) * _PRIOR = 2 % of its time on drafts.
@@ -30,7 +30,7 @@ _SMALLEST_GAIN_OF_SEVERAL = 1.10  # the same for several rows, whose costs are k
 _TEXT_BLOCK = 128  # tokens; tables are made for multiples of it
 _SPARE_NODES = 4  # that growing trees are drafted with beyond twice their best size …
 _SPARE_COST = 0.03  # … as long as drafting them costs less than this share of a plain step
-_CUT_GAIN = 0.05  # how much faster growing trees are than their profile says, as each is cut; of b rows a b-th of it
+_CUT_GAIN = 0.05  # relative speed that cutting each growing tree adds; divided by the number of rows
 
 
 @dataclass

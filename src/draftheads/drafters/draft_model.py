@@ -1,7 +1,7 @@
 """A smaller model with the same tokenizer drafts for the target (Leviathan et al. 2023; Chen et al. 2023).
 
-It drafts on any tree that heads draft on, with a cache of its own. A level of guesses is read together with those above
-it, from the root on: a few tokens cost a pass no more than one, and nothing has to be kept between levels.
+It drafts on any tree that heads draft on, with a cache of its own. Each level of nodes is read together with all levels
+above it: a pass over a few tokens takes no longer than one over a single token, and no cache is kept between levels.
 """
 
 from functools import partial

@@ -1,11 +1,11 @@
-"""Lookahead decoding: the model's own guesses at places to come, refined side by side, become n-grams that are tried.
+"""Lookahead decoding: Jacobi iteration at future positions gives n-grams to draft from.
 
-(Fu et al. 2024.) A window of W columns holds N-1 levels of guesses: level 0 is a guess at the text that comes, one
-token a column; the levels above are what the model made of it in the last steps (Jacobi iteration). Every step reads
-the window along with the tree, level by level: below column i, which sees the columns before it, stand its N-2
-levels. What the model says at their ends is the newest level, and each column is an n-gram that the model itself has
-said: it goes to a pool. N-grams of the pool that begin with the root are the guesses that may be kept. As the window
-is a tree, too, all are one draft, common beginnings merged.
+(Fu et al. 2024.) A window of W columns holds N-1 levels of tokens. Level 0 predicts the text that comes, one token per
+column. The levels above are the model's outputs in the last steps (Jacobi iteration). Every step reads the window
+together with the draft: below column i, which sees the columns before it, are its N-2 levels. The model's outputs at
+their ends are the newest level. Each column is then an n-gram from the model's own outputs and goes to a pool. N-grams
+of the pool that begin with the root are the draft. The window is a tree, too, so both are one tree, common beginnings
+merged.
 """
 
 from collections import OrderedDict
@@ -55,7 +55,7 @@ class _Row:
         self.root = 0
 
     def tree(self, root: int) -> _Trie:
-        """Guesses from the pool, the newest first, then the window."""
+        """N-grams from the pool, the newest first, then the window."""
         trie = _Trie([root])
         self.root = root
         for guess in list(reversed(self.pool.get(root, {})))[: self.guesses]:
@@ -67,7 +67,7 @@ class _Row:
             self.levels = [[fill[i % len(fill)] for i in range(self.window)]]
         node, self.ends = 0, []
         for column in range(self.window):
-            # column 0 is the root itself: it is no guess
+            # column 0 is the root itself
             node = trie.add(node, self.levels[0][column]) if column else 0
             end = node
             for level in self.levels[1:]:
@@ -75,9 +75,9 @@ class _Row:
             self.ends.append(end)
         return trie
 
-    def learn(self, said: Sequence[int]) -> None:
-        """What the model says after each node of the tree: the newest level, and n-grams for the pool."""
-        newest = [said[end] for end in self.ends]
+    def learn(self, outputs: Sequence[int]) -> None:
+        """From the model's most likely token after each node: the newest level, and n-grams for the pool."""
+        newest = [outputs[end] for end in self.ends]
         if len(self.levels) == self.ngram - 1:
             for column in range(self.window):
                 first = self.levels[0][column] if column else self.root
@@ -97,11 +97,11 @@ class _Row:
 
 
 class Lookahead:
-    """Guesses without a drafter: W, N and G of the paper.
+    """Drafts with the target model alone: W, N and G of the paper.
 
     Args:
         window: W, columns.
-        ngram: N, tokens of an n-gram, its first included; N-1 are the deepest guess.
+        ngram: N, tokens of an n-gram, its first included; a draft is at most N-1 deep.
         guesses: G, n-grams that are tried at a step.
 
     Raises:
@@ -129,7 +129,7 @@ class Lookahead:
 
     @property
     def most_nodes(self) -> int:
-        """Of a draft, root included: the first level and N-2 more of W columns, and G guesses of N-1."""
+        """Of a draft, root included: the first level and N-2 more of W columns, and G n-grams of N-1."""
         return self.window * (self.ngram - 1) + self.guesses * (self.ngram - 1)
 
     def start(self) -> "LookaheadSession":
@@ -169,12 +169,12 @@ class LookaheadSession:
         )
 
     def watch(self, draft: Draft, logits: Tensor) -> None:
-        """What the target said at every node of the tree it has just read, (B, N, V)."""
-        for row, said in zip(self._rows, logits.argmax(-1).tolist(), strict=True):
-            row.learn(said)
+        """The target's logits at every node, (B, N, V)."""
+        for row, outputs in zip(self._rows, logits.argmax(-1).tolist(), strict=True):
+            row.learn(outputs)
 
     def follow(self, context: Context) -> None:
-        """A step without guesses teaches nothing."""
+        """Notes new rows; a step without a draft changes nothing else."""
         self._join(context)
 
     def keep(self, rows: Tensor) -> None:

@@ -1,6 +1,6 @@
-"""Amphista: heads that see each other, on layers that adapt hidden states to guessing (Li et al. 2024).
+"""Amphista: heads that see each other, on layers that adapt hidden states (Li et al. 2024).
 
-No code of the authors' is public. Where the paper is silent, this is chosen, and said so below:
+The authors have published no code. Where the paper gives no detail, this implementation chooses:
 
 * The adaptation layers are Llama's kind of layer with rotary positions, sized as the target's ("built upon the target
   model").
@@ -37,7 +37,7 @@ class AmphistaConfig(LayerConfig, EmbeddingConfig):
     num_auto_embedding_blocks: int = 1
     """Encoder layers across heads; 2 is Amphista-α, 0 leaves the heads apart."""
     head_positions: bool = True
-    """Whether heads are told apart by learned positions before they see each other."""
+    """Whether learned positions are added to the heads before they attend to each other."""
     sampled_token: bool = True
     """Whether adaptation layers read the embedding of x_{t+1}, too."""
 
@@ -57,7 +57,7 @@ class AmphistaConfig(LayerConfig, EmbeddingConfig):
 
 
 class AmphistaHead(StatefulHead):
-    """Equations 1 to 6; all heads guess at once, whatever the path."""
+    """Equations 1 to 6; all heads predict at once, whatever the path."""
 
     reads_path: ClassVar[bool] = False
 

@@ -1,7 +1,7 @@
 """What every draft head is: a configuration, a training face and a drafting face.
 
 Knows the target only as :class:`TargetWeights` (its embedding and lm_head, frozen) and hidden states.
-K heads; head i (0-based) reads position t and guesses x_{t+2+i}; V' is the draft vocabulary.
+K heads; head i (0-based) reads position t and predicts x_{t+2+i}; V' is the draft vocabulary.
 """
 
 from abc import ABC, abstractmethod
@@ -35,7 +35,7 @@ class HeadConfig:
     vocab_size: int
     """V, the target's vocabulary."""
     num_heads: int = 4
-    """K: how many tokens beyond the next one are guessed."""
+    """K: how many tokens beyond the next one are predicted."""
     num_layers: int = 1
     """Blocks in each head."""
     lm_head: LmHeadKind = "shared"
@@ -43,7 +43,7 @@ class HeadConfig:
     lm_head_rank: int = 64
     """Rank of a low_rank lm_head."""
     draft_vocab_size: int | None = None
-    """V': guess only among that many frequent tokens; all of them when left out."""
+    """V': only that many frequent tokens can be predicted; all of them when left out."""
 
     method: ClassVar[str]
 
@@ -70,7 +70,7 @@ class HeadConfig:
 
     @property
     def num_draft_tokens(self) -> int:
-        """V', the number of tokens a head can guess."""
+        """V', the number of tokens a head can predict."""
         return self.draft_vocab_size or self.vocab_size
 
 
@@ -105,9 +105,9 @@ class DraftHead(nn.Module, ABC):
     """
 
     needs_history: ClassVar[bool] = False
-    guesses_hidden_states: ClassVar[bool] = True  # whether an lm_head's inputs stand where hidden states do
+    predicts_hidden_states: ClassVar[bool] = True  # whether an lm_head's inputs are predicted hidden states
     reads_hidden: ClassVar[bool] = True  # whether it reads hidden states at all
-    reads_path: ClassVar[bool] = True  # whether a guess depends on the guesses above it
+    reads_path: ClassVar[bool] = True  # whether a prediction depends on the draft tokens above it
     is_same_at_all_depths: ClassVar[bool] = False  # head i at t is head 0 at t+i: only head 0 is taught
 
     def __init__(self, config: HeadConfig, *, lm_head_bias: bool = False) -> None:
@@ -140,7 +140,7 @@ class DraftHead(nn.Module, ABC):
             token_ids: (B, T) the text x_t.
 
         Returns:
-            (K, B, T, F), F = D for most heads. Entry (i, b, t) guesses x_{t+2+i}; it means nothing where t+2+i ≥ T.
+            (K, B, T, F), F = D for most heads. Entry (i, b, t) predicts x_{t+2+i}; it is not used where t+2+i ≥ T.
         """
 
     @abstractmethod

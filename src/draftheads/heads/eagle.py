@@ -1,7 +1,7 @@
-"""EAGLE (version 1): a layer that guesses the next hidden states themselves, and goes on from its own (Li et al. 2024).
+"""EAGLE (version 1): a layer that predicts the next hidden states and goes on from its predictions (Li et al. 2024).
 
-Entry s of its history is fc([E(x_{s+1}); h_s]) at position s; from the entries up to t it makes f_{t+1}, a guess of
-h_{t+1}, and the target's lm_head reads a guess of x_{t+2} from that. Deeper guesses stand on entries with f for h.
+Entry s of its history is fc([E(x_{s+1}); h_s]) at position s; from the entries up to t it computes f_{t+1}, a
+prediction of h_{t+1}, and the target's lm_head predicts x_{t+2} from that. Deeper predictions use entries with f for h.
 """
 
 from dataclasses import dataclass

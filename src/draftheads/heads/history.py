@@ -12,7 +12,7 @@ _FIRST_CAPACITY = 64  # slots of a new history; it doubles
 
 
 class KeysValues(NamedTuple):
-    """What is attended to; the leading dimensions say of what."""
+    """Keys and values of some tokens; the leading dimensions differ."""
 
     keys: Tensor  # (…, G, d)
     values: Tensor  # (…, G, d)

@@ -1,4 +1,4 @@
-"""Hydra heads: each guess sees the guesses before it on its path (Ankner et al. 2024, section 3)."""
+"""Hydra heads: each head reads the draft tokens before its own on the path (Ankner et al. 2024, section 3)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -65,12 +65,12 @@ class HydraHead(DraftHead):
         )
 
     def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
-        """(B, T, D), (B, T) -> (K, B, T, D); the true text stands in for the guesses above each head."""
+        """(B, T, D), (B, T) -> (K, B, T, D); the true text replaces the draft tokens above each head."""
         embedded = self.scaled_embedding(token_ids)  # (B, T, D)
         inputs = [hidden]
         features = []
         for i, blocks in enumerate(self.blocks):
-            inputs.append(embedded.roll(-(i + 1), dims=1))  # the wrapped tail means nothing, as the contract says
+            inputs.append(embedded.roll(-(i + 1), dims=1))  # the wrapped tail is not used
             features.append(blocks(torch.cat(inputs, -1)))
         return torch.stack(features)
 

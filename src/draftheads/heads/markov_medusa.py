@@ -1,7 +1,7 @@
-"""Markov-Medusa: Medusa's heads, each with a low-rank word on what follows the guess before it.
+"""Markov-Medusa: Medusa's heads, each with a low-rank bias that depends on the draft token before its own.
 
-Of our own making, after DSpark's Markov head (2026): a guess depends on the one above it as in Hydra, but what depends
-is one product of rank r per node; all else is computed once for all nodes of a depth, as in Medusa.
+Our own architecture, after DSpark's Markov head (2026): a prediction depends on the token above it, as in Hydra,
+but only through one product of rank r per node. All else is computed once for all nodes of a depth, as in Medusa.
 """
 
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ class MarkovMedusaConfig(MedusaConfig, EmbeddingConfig):
     """Markov-Medusa: logits_i = lm_head_i(blocks_i(h_t)) + U_i (gate_i(h_t) * A_i E(x_{t+1+i}))."""
 
     markov_rank: int = 128
-    """r, the rank of what the guess before adds to the logits."""
+    """r, the rank of what the token before adds to the logits."""
     gated: bool = True
-    """Whether h_t says how much each of the r numbers counts."""
+    """Whether h_t weights each of the r numbers."""
 
     method: ClassVar[str] = "markov-medusa"
 
@@ -55,11 +55,11 @@ class MarkovMedusaHead(MedusaHead):
             nn.init.zeros_(parameter)
 
     def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
-        """(B, T, D), (B, T) -> (K, B, T, D + r); the true text stands in for the guess above each head."""
+        """(B, T, D), (B, T) -> (K, B, T, D + r); the true text replaces the draft token above each head."""
         embedded = self.scaled_embedding(token_ids)
         features = []
         for i, blocks in enumerate(self.blocks):
-            before = embedded.roll(-(i + 1), dims=1)  # the wrapped tail means nothing, as the contract says
+            before = embedded.roll(-(i + 1), dims=1)  # the wrapped tail is not used
             features.append(torch.cat([blocks(hidden), self._gate(i, hidden) * self.down[i](before)], -1))
         return torch.stack(features)
 

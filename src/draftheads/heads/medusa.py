@@ -1,4 +1,4 @@
-"""Medusa heads: K guesses made side by side from one hidden state (Cai et al. 2024, section 3.1.1)."""
+"""Medusa heads: K predictions side by side from one hidden state (Cai et al. 2024, section 3.1.1)."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""IBM's MLP Speculator: a small recurrent network over the tokens guessed so far (Wertheimer et al. 2024, section 3).
+"""IBM's MLP Speculator: a small recurrent network over the draft tokens so far (Wertheimer et al. 2024, section 3).
 
 Of its own way of drafting, the top k of each stage expanded and the likeliest whole candidates kept, see
 :class:`draftheads.shapes.BestPaths`.
@@ -78,7 +78,7 @@ class ParametrisedRmsNorm(nn.Module):
 
 
 class MlpSpeculatorHead(DraftHead):
-    """One stage for each guess.
+    """One stage for each depth.
 
     State and embedding are weighted such that after n stages of equal variance half of the state's stems from h_t:
     w_s = 2^(-1/(2n)), w_e = √((1 - w_s²) M / 2), M the size of a state; as a norm follows, only w_e / w_s matters. The
@@ -89,7 +89,7 @@ class MlpSpeculatorHead(DraftHead):
     layer does.
     """
 
-    guesses_hidden_states: ClassVar[bool] = False
+    predicts_hidden_states: ClassVar[bool] = False
 
     def __init__(self, config: MlpSpeculatorConfig) -> None:
         super().__init__(config)
@@ -135,7 +135,7 @@ class MlpSpeculatorHead(DraftHead):
             nn.init.normal_(parameter, std=self.options.state_size**-0.5)
 
     def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
-        """(B, T, D), (B, T) -> (K, B, T, F); the true text stands in for the guesses above each stage."""
+        """(B, T, D), (B, T) -> (K, B, T, F); the true text replaces the draft tokens above each stage."""
         state = self._input(hidden)
         features = []
         for i in range(self.config.num_heads):

@@ -35,9 +35,9 @@ class SmallLlamaConfig(LayerConfig, EmbeddingConfig):
 
 
 class SmallLlamaHead(StatefulHead):
-    """What it says after t+1+i tokens is the guess of depth i: the same function at every depth, taught once."""
+    """Its prediction after t+1+i tokens is that of depth i: the same function at every depth, trained once."""
 
-    guesses_hidden_states: ClassVar[bool] = False
+    predicts_hidden_states: ClassVar[bool] = False
     reads_hidden: ClassVar[bool] = False
     is_same_at_all_depths: ClassVar[bool] = True
 

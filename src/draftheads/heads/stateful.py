@@ -71,7 +71,7 @@ class StatefulSession(HeadSession):
         Rows that have just joined bring whole prompts: they are read apart from the others, which bring a few tokens.
 
         Raises:
-            ValueError: the context has fewer rows than there are: some left, and ``keep`` was not told.
+            ValueError: the context has fewer rows than the session: some left and ``keep`` was not called.
         """
         batch = self.num_rows + context.num_new_rows(self.num_rows)
         context = self.head.in_own_type(self._with_unread(context))

@@ -167,7 +167,7 @@ class TrainOptions:
             lm_head_rank=self.lm_head_rank,
             **parse_head_options(self.method, self.head_options),
         )
-        if self.feature_weight and not head_classes(self.method)[1].guesses_hidden_states:
+        if self.feature_weight and not head_classes(self.method)[1].predicts_hidden_states:
             raise InvalidSettings(
                 f"--feature-weight is {self.feature_weight}, but features of {self.method} heads are no hidden states"
             )
