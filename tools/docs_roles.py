@@ -7,11 +7,7 @@ _ROLE = re.compile(r":(?:class|data|func|meth|mod):<code>(~?)([\w.]+)</code>")
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Replaces the roles in a page; mkdocs calls this function.
-
-    >>> on_page_content("see :func:<code>~draftheads.loading.load</code>, :class:<code>Tree</code>")
-    'see <code>load</code>, <code>Tree</code>'
-    """
+    """Replaces the roles in a page; mkdocs calls this function."""
     return _ROLE.sub(lambda match: f"<code>{_shown(match[2], short=bool(match[1]))}</code>", html)
 
 
