@@ -1,0 +1,88 @@
+"""The example of docs/extend.md: a head from another package is installed, trained, used and listed."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import draftheads
+from draftheads import heads
+from draftheads.cli.main import main
+from training_world import chat_model, counting_chats, write_chats
+
+PACKAGE = Path(__file__).parents[2] / "examples" / "custom_head"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which pip has installed the package, without a network."""
+    folder = tmp_path_factory.mktemp("site")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    offline = ["--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, *offline, "--target", str(folder), str(PACKAGE)], check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(site: Path) -> Iterator[None]:
+    """The package can be imported, and its head is registered until the end of the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(site)
+        patch.setattr(heads, "HEADS", dict(heads.HEADS))
+        heads._load_entry_points.cache_clear()
+        yield
+    heads._load_entry_points.cache_clear()
+    sys.modules.pop("linear_heads", None)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model on the disk."""
+    folder = tmp_path_factory.mktemp("model")
+    target = chat_model()
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def head(installed: None, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A head of the package, trained on 30 chats by the command line."""
+    folder = tmp_path_factory.mktemp("run")
+    data = write_chats(folder / "chats.jsonl", counting_chats(30))
+    settings = ["--method", "linear", "--head-options", "scale=0.5", "--num-heads", "3", "--epochs", "3"]
+    places = ["--model", str(model), "--data", str(data), "--out", str(folder / "head")]
+    assert main(["train", *settings, *places]) == 0
+    return folder / "head"
+
+
+def test_a_trained_head_is_loaded_with_its_settings(head: Path, model: Path) -> None:
+    drafter = draftheads.load_head(head, draftheads.TargetModel.load(str(model)))
+    assert type(drafter).__module__ == "linear_heads"
+    assert drafter.config.scale == 0.5
+    assert any(layer.weight.any() for layer in drafter.layers), "training has changed the layers"
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
+def test_drafting_with_the_head_does_not_change_the_text(head: Path, model: Path, settings: dict) -> None:
+    prompts, tree = ["w1", "w7 w8", "w20"], draftheads.Tree.cartesian([2, 2, 1])
+    plain = draftheads.load(model, precision="fp32").generate(prompts, max_new_tokens=24, **settings)
+    engine = draftheads.load(model, head=head, precision="fp32", tree=tree)
+    drafted = engine.generate(prompts, max_new_tokens=24, **settings)
+    assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
+    assert sum(result.num_steps for result in drafted) < sum(result.num_steps for result in plain)
+
+
+@pytest.mark.usefixtures("installed")
+def test_info_lists_the_method(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info"]) == 0
+    assert "linear" in capsys.readouterr().out.split("Methods that can be trained:")[1]
+
+
+def test_info_describes_the_head(head: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", str(head)]) == 0
+    words = capsys.readouterr().out.split()
+    assert words[words.index("method") + 1] == "linear"
+    assert words[words.index("scale") + 1] == "0.5"
