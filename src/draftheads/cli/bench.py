@@ -61,7 +61,7 @@ def run(options: BenchOptions) -> None:
     quiet_transformers()
     if options.limit is not None and options.limit < MIN_PROMPTS:
         raise InvalidSettings(f"--limit is {options.limit}; it must be at least {MIN_PROMPTS}")
-    prompts: list[Prompt] = prompts_in(options.prompts or own_prompts("demo"))
+    prompts: list[Prompt] = [*prompts_in(options.prompts or own_prompts("demo"))]
     out = user_path(options.out) if options.out else None
     if out is not None:
         _make(out)

@@ -120,7 +120,7 @@ def _prompts(options: GenerateOptions) -> list[Prompt]:
     if options.prompts is not None:
         if options.prompt:
             raise InvalidSettings(f"a prompt on the command line and --prompts {options.prompts}: give one of them")
-        prompts: list[Prompt] = prompts_in(options.prompts)
+        prompts: list[Prompt] = [*prompts_in(options.prompts)]
     elif options.prompt or sys.stdin.isatty():
         prompts = list(options.prompt)
     else:
