@@ -17,11 +17,12 @@ from machine import machine
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from rounds import Row, quartiles, run_round, summary
+from rounds import Row, run_round, summary
 from transformers import AutoTokenizer
 from worker_process import Ids, WorkerFailed, WorkerProcess
 
 from draftheads.data.records import TextPrompt, prompts_in
+from draftheads.estimates import quartiles
 from draftheads.models.embedded import SMOLLM2_135M, converted_folder, find_gguf
 from draftheads.models.pretrained import default_dtype
 

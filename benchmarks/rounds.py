@@ -4,13 +4,14 @@ Within a round each block of prompts is answered by one peer after the other, so
 slow for all. Only one peer works at a time.
 """
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from worker_process import Ids, Reply, WorkerFailed
+
+from draftheads.estimates import quartiles
 
 _PAUSE_SECONDS = 0.25  # threads of the peer before spin for up to 0.2 s after their work (OpenMP)
 
@@ -72,20 +73,6 @@ class Row:
     def ratios(self, other: "Row") -> list[float]:
         """Speed over another peer's in the same round."""
         return [own / others for own, others in zip(self.speeds, other.speeds, strict=False)]
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median and upper quartile.
-
-    >>> quartiles([3.0, 1.0, 2.0, 5.0, 4.0])
-    (2.0, 3.0, 4.0)
-    >>> quartiles([2.0])
-    (2.0, 2.0, 2.0)
-    """
-    if len(values) == 1:
-        return (values[0],) * 3
-    lower, middle, upper = statistics.quantiles(values, n=4, method="inclusive")
-    return lower, middle, upper
 
 
 def blocks(prompts: Sequence[Ids], size: int) -> Iterator[list[Ids]]:

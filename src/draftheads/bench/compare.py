@@ -276,12 +276,12 @@ class Bench:
         engine = self._engine(contender.drafter, self._shapes[contender.name])
         return self._count(f"{contender.name}: greedy", f"greedy-{contender.identity}", engine, self.prompts)
 
-    def _sampled(self, contender: Contender, found: dict[str, Any]) -> dict[str, float]:
+    def _sampled(self, contender: Contender, found: dict[str, Any]) -> dict[str, Any]:
         """Tokens per step at the temperature, by acceptance rule, as fields of a row."""
         temperature = self.settings.temperature
         shape = self._shapes[contender.name]
         shapes = {"exact": shape, "typical": shape, **self._drawn(contender, found)}
-        fields: dict[str, float] = {}
+        fields: dict[str, Any] = {}
         for rule, shape in shapes.items() if temperature else ():
             answers = self._count(
                 f"{contender.name}: {rule}, temperature {temperature:g}",

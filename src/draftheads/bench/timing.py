@@ -169,8 +169,10 @@ def answers_of(engine: Engine, group: Group, settings: Sequence[SamplingSettings
         seconds,
         num_drafted,
         sum(result.num_copied for result in results),
-        *clock.milliseconds.values(),
-        clock.num_steps,
+        draft_milliseconds=clock.milliseconds["draft"],
+        verify_milliseconds=clock.milliseconds["verify"],
+        rest_milliseconds=clock.milliseconds["rest"],
+        num_timed_steps=clock.num_steps,
     )
 
 

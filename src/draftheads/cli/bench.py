@@ -18,7 +18,6 @@ from draftheads.cli.report import write_pages
 from draftheads.cli.show import quiet_transformers
 from draftheads.cli.show_comparison import print_table
 from draftheads.data.records import own_prompts, prompts_in
-from draftheads.decode.engine import Prompt
 from draftheads.errors import InvalidSettings, StorageError
 from draftheads.files import user_path, write_atomic
 from draftheads.loading import Precision
@@ -61,7 +60,7 @@ def run(options: BenchOptions) -> None:
     quiet_transformers()
     if options.limit is not None and options.limit < MIN_PROMPTS:
         raise InvalidSettings(f"--limit is {options.limit}; it must be at least {MIN_PROMPTS}")
-    prompts: list[Prompt] = [*prompts_in(options.prompts or own_prompts("demo"))]
+    prompts = prompts_in(options.prompts or own_prompts("demo"))
     out = user_path(options.out) if options.out else None
     if out is not None:
         _make(out)

@@ -73,8 +73,9 @@ def tune_head(
         DataError: fewer than two prompts, or fewer than two answers.
         StorageError: the folder cannot be written, or another process writes into it.
     """
-    options = {"chat_template": chat_template, "out": out, "settings": settings, "precision": precision}
-    return tune(model, head, prompts, **options).profile
+    return tune(
+        model, head, prompts, chat_template=chat_template, out=out, settings=settings, precision=precision
+    ).profile
 
 
 def tune(
