@@ -94,7 +94,7 @@ def chances_after(model: TargetModel, answer: Answer, place: int, temperature: f
         *(("qwen3", kind) for kind in HEADS),
     ],
 )
-def test_an_observation_is_what_the_head_says_token_by_token(family: str, kind: str, temperature: float) -> None:
+def test_an_observation_equals_the_head_s_logits_token_by_token(family: str, kind: str, temperature: float) -> None:
     num_ranks = 5
     model = model_of(family)
     method, options = HEADS[kind]
@@ -131,9 +131,7 @@ def test_an_observation_is_what_the_head_says_token_by_token(family: str, kind: 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("size", [1, 5, 13])
-def test_how_many_positions_are_held_at_once_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch, size: int, temperature: float
-) -> None:
+def test_the_chunk_size_changes_no_observation(monkeypatch: pytest.MonkeyPatch, size: int, temperature: float) -> None:
     model = model_of("llama")
     head = tiny_head("hydra", model, num_heads=K)
     answer = said(model, temperature=temperature)[0]
@@ -146,7 +144,7 @@ def test_how_many_positions_are_held_at_once_changes_nothing(
         torch.testing.assert_close(getattr(whole, name), getattr(again, name), atol=1e-5, rtol=1e-5)
 
 
-def test_more_ranks_than_tokens_to_guess_are_misses() -> None:
+def test_ranks_beyond_the_draft_vocabulary_are_misses() -> None:
     model = model_of("llama")
     head = tiny_head("medusa", model, num_heads=K, draft_vocab_size=4)
     answer = said(model, temperature=0.7)[0]
@@ -157,7 +155,7 @@ def test_more_ranks_than_tokens_to_guess_are_misses() -> None:
     assert len(fit_confidence([seen], 6)) == K
 
 
-def test_norms_are_computed_for_those_who_ask() -> None:
+def test_norms_are_computed_only_where_asked_for() -> None:
     model = model_of("llama")
     head = tiny_head("medusa", model, num_heads=K)
     answer = said(model, temperature=0.0)[0]
@@ -169,7 +167,7 @@ def test_norms_are_computed_for_those_who_ask() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, K, K + 1])
-def test_answers_shorter_than_the_heads_reach_are_seen_as_far_as_they_go(length: int) -> None:
+def test_short_answers_are_observed_to_their_end(length: int) -> None:
     model = model_of("llama")
     head = tiny_head("hydra", model, num_heads=K)
     answer = said(model, temperature=0.0, max_new_tokens=length)[0]
@@ -240,7 +238,7 @@ def test_known_divisors_are_recovered_from_single_draws() -> None:
     assert found == pytest.approx(truth, rel=0.15)
 
 
-def test_places_that_no_tree_reaches_do_not_count() -> None:
+def test_positions_that_no_tree_reaches_do_not_count() -> None:
     right, wrong = made_up([2.0, 2.0], length=300, seed=1), made_up([2.0, 0.5], length=300, seed=2)
     missed = right.ranks[:, 0] >= 6
     assert 0 < int(missed.sum()) < 300
@@ -257,7 +255,7 @@ def test_places_that_no_tree_reaches_do_not_count() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_of_a_real_head_the_likeliest_divisors_are_found(temperature: float) -> None:
+def test_the_fitted_divisors_have_the_highest_likelihood(temperature: float) -> None:
     model = model_of("llama")
     head = tiny_head("hydra", model, num_heads=K)
     seen = [
@@ -274,7 +272,7 @@ def test_of_a_real_head_the_likeliest_divisors_are_found(temperature: float) -> 
             assert best >= sum(gain_of(one, other, 5) for one in seen)
 
 
-def test_bins_of_confidence_sum_up() -> None:
+def test_bins_of_confidence_hold_means_and_counts() -> None:
     seen = [made_up([2.0, 1.0], length=60, seed=1), made_up([2.0, 1.0], length=30, seed=2)]
     divisors = [float(DIVISORS[28]), 1.0]
     expected: dict[int, list[tuple[float, float]]] = {}
@@ -294,7 +292,7 @@ def test_bins_of_confidence_sum_up() -> None:
         assert row == pytest.approx([*means, len(pairs)], rel=1e-6)
 
 
-def test_with_the_right_divisors_confidence_is_what_is_kept() -> None:
+def test_with_fitted_divisors_confidence_equals_the_share_accepted() -> None:
     seen = [made_up([2.0], length=3000)]
     found = fit_confidence(seen, 6)
     after, before = (reliability(seen, divisors, 6) for divisors in (found, [1.0]))

@@ -1,4 +1,4 @@
-"""Prediction is decoding: the engine takes just the steps that were foreseen on recorded answers."""
+"""Tokens per step predicted from recorded answers equal those of decoding them."""
 
 from dataclasses import replace
 from functools import cache
@@ -43,7 +43,7 @@ def recorded(family: str, temperature: float) -> list[Answer]:
 
 
 def measured(model: TargetModel, head: DraftHead, shape: Shape, answers: list[Answer], temperature: float) -> float:
-    """Tokens per step that the engine takes to say the same."""
+    """Tokens per step of decoding the same answers."""
     results = decoded(model, head, temperature, shape)
     assert [result.token_ids for result in results] == [answer.token_ids for answer in answers]
     return sum(len(result.token_ids) - 1 for result in results) / sum(result.num_steps for result in results)
@@ -65,17 +65,17 @@ CASES = [
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(("family", "kind"), CASES)
-def test_static_trees_keep_what_was_foreseen(family: str, kind: str, temperature: float) -> None:
+def test_static_trees_take_as_many_steps_as_predicted(family: str, kind: str, temperature: float) -> None:
     model = model_of(family)
     head, answers = head_of(kind, model), recorded(family, temperature)
     seen = observed(head, model, answers, temperature)
     order = joint_order(path_counts(torch.cat([one.ranks for one in seen]), num_ranks=RANKS), 24)
     tables = [entries(one.ranks, order) for one in seen]
-    foreseen = []
+    predicted = []
     for size in (3, 24):
-        foreseen.append(simulate(tables, size)[0])
-        assert foreseen[-1] == measured(model, head, Tree.from_paths(order[: size - 1]), answers, temperature)
-    assert 1.0 < foreseen[0] < foreseen[1]
+        predicted.append(simulate(tables, size)[0])
+        assert predicted[-1] == measured(model, head, Tree.from_paths(order[: size - 1]), answers, temperature)
+    assert 1.0 < predicted[0] < predicted[1]
     tree = TREES["ragged"]  # that grew from nothing that was seen
     tables = [entries(one.ranks, tree.paths[1:]) for one in seen]
     assert simulate(tables, tree.num_nodes)[0] == measured(model, head, tree, answers, temperature)
@@ -83,24 +83,24 @@ def test_static_trees_keep_what_was_foreseen(family: str, kind: str, temperature
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(("family", "kind"), CASES)
-def test_growing_trees_keep_what_was_foreseen(family: str, kind: str, temperature: float) -> None:
+def test_growing_trees_take_as_many_steps_as_predicted(family: str, kind: str, temperature: float) -> None:
     model = model_of(family)
     head, answers = head_of(kind, model), recorded(family, temperature)
     largest = BestFirst(30, num_ranks=6, beam=3, confidence=(1.6, 2.2, 0.9))
     texts = drafted_along(head, model, answers, largest)
-    foreseen = []
+    predicted = []
     for size in (3, 24):
-        foreseen.append(simulate(texts, size)[0])
+        predicted.append(simulate(texts, size)[0])
         shape = replace(largest, num_nodes=size)
-        assert foreseen[-1] == measured(model, head, shape, answers, temperature)
-    assert 1.0 < foreseen[0] < foreseen[1]
+        assert predicted[-1] == measured(model, head, shape, answers, temperature)
+    assert 1.0 < predicted[0] < predicted[1]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_each_answer_takes_as_many_steps_as_foreseen(temperature: float) -> None:
+def test_each_answer_takes_as_many_steps_as_predicted(temperature: float) -> None:
     model = model_of("llama")
     head, answers = head_of("hydra", model), recorded("llama", temperature)
     seen = observed(head, model, answers, temperature)
-    foreseen = [simulate([entries(one.ranks, TREES["cartesian"].paths[1:])], 100)[0] for one in seen]
-    assert foreseen == [result.tokens_per_step for result in decoded(model, head, temperature, TREES["cartesian"])]
+    predicted = [simulate([entries(one.ranks, TREES["cartesian"].paths[1:])], 100)[0] for one in seen]
+    assert predicted == [result.tokens_per_step for result in decoded(model, head, temperature, TREES["cartesian"])]
     assert any(len(answer.token_ids) < NEW_TOKENS for answer in answers), "some answers end by themselves"

@@ -29,7 +29,7 @@ def test_the_first_answer_of_a_text_counts() -> None:
     assert len(long.token_ids) == TOKENS_PER_TEXT
 
 
-def test_a_measured_profile_promises_what_decoding_then_gains() -> None:
+def test_a_measured_profile_predicts_the_tokens_per_step_of_decoding() -> None:
     model = tiny_model("llama")
     head = tiny_head("hydra", model)
     plain = Engine(model).generate(PROMPTS, max_new_tokens=40)
@@ -58,7 +58,7 @@ def test_static_profiles_from_ranks_alone() -> None:
     assert chain.static_tokens == [1.0, 1.75, 1.75]
 
 
-def test_a_measured_profile_knows_how_copies_fared() -> None:
+def test_a_measured_profile_has_the_odds_of_copies() -> None:
     """Answers that repeat themselves raise the odds of copies above the usual ones; others lower them."""
     model = tiny_model("llama")
     vocabulary = list(range(5, 20))

@@ -102,7 +102,7 @@ def test_it_leaves_a_profile_a_record_and_a_page(tuned: Path) -> None:
     assert page.count("<svg") == 2
 
 
-def test_a_tuned_head_is_loaded_with_its_profile_and_answers_as_plain_does(here: Path, tuned: Path) -> None:
+def test_a_tuned_head_is_loaded_with_its_profile_and_stays_lossless(here: Path, tuned: Path) -> None:
     plain = draftheads.load("./model", precision="fp32")
     prompts = ["a dog", "ice", "hello"]
     expected = [result.token_ids for result in plain.generate(prompts, max_new_tokens=30)]
@@ -111,7 +111,9 @@ def test_a_tuned_head_is_loaded_with_its_profile_and_answers_as_plain_does(here:
     assert [result.token_ids for result in engine.generate(prompts, max_new_tokens=30)] == expected
 
 
-def test_a_head_of_ones_own_gets_its_profile_into_its_folder(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_profile_of_the_user_s_own_head_is_written_into_its_folder(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(tune("medusa")) == 0
     shown = capsys.readouterr().out
     assert "over plain" in shown
@@ -139,7 +141,7 @@ def test_a_broken_profile_is_replaced_by_tuning(here: Path, tmp_path: Path, prof
     assert find_profile(folder, "./model").num_texts == 6
 
 
-def test_prompts_do_not_travel_with_a_head(here: Path, tuned: Path) -> None:
+def test_prompts_are_not_written_beside_the_head(here: Path, tuned: Path) -> None:
     assert {path.name for path in tuned.iterdir()} == {"acceptance.json", "tune.json", "tune.html", ".lock"}
     assert list(answers_folder(tuned).glob("*/answers-000.json"))
     assert not answers_folder(tuned).is_relative_to(tuned)
@@ -153,7 +155,7 @@ def test_answers_are_used_again_for_other_heads(here: Path, tuned: Path, tmp_pat
     assert len(list(answers_folder(tuned).glob("*/answers-*.json"))) > len(before)
 
 
-def test_calibrating_twice_finds_the_same(here: Path, tuned: Path, tmp_path: Path) -> None:
+def test_tuning_twice_finds_the_same(here: Path, tuned: Path, tmp_path: Path) -> None:
     assert main(tune("hydra", "--out", str(tmp_path / "again"))) == 0
     first, second = (json.loads((place / "tune.json").read_text()) for place in (tuned, tmp_path / "again"))
     for part in ("static", "dynamic", "accuracy", "confidence"):
@@ -177,7 +179,7 @@ def test_a_search_for_a_temperature_counts_probabilities(here: Path, tmp_path: P
     assert read_profile(tmp_path / "warm" / "acceptance.json").temperature == 0.9
 
 
-def test_killed_in_the_middle_it_goes_on_with_what_it_had(world: Path, tmp_path: Path) -> None:
+def test_a_killed_run_continues_with_the_answers_it_had_saved(world: Path, tmp_path: Path) -> None:
     out = tmp_path / "killed"
     nursery = Nursery("tune")
     more = ["--num-prompts", "32", "--max-new-tokens", "11"]
@@ -229,14 +231,14 @@ def test_impossible_settings_are_refused(wrong: dict[str, Any], words: str) -> N
         ReplaySettings(**wrong)
 
 
-def test_two_searches_into_one_folder_do_not_meet(
+def test_a_second_run_into_the_same_folder_is_refused(
     here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with locked(tmp_path / "busy", ""):
         assert "another process is writing" in refused(tune("hydra", "--out", str(tmp_path / "busy")), capsys)
 
 
-def test_profiles_of_heads_that_are_not_ones_own_go_to_the_cache(
+def test_profiles_of_bundled_and_downloaded_heads_go_to_the_cache(
     here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))

@@ -1,4 +1,4 @@
-"""How far a greedy text is from the model's own choices: one fp32 pass over the whole text re-scores each token."""
+"""How far a greedy text is from the model's best tokens: one fp32 pass over the whole text scores each token again."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from draftheads.models.model import TargetModel
 
 
 class Scorer:
-    """Re-scores texts with a model computed in fp32, in one pass a text, by no kernel of ours."""
+    """Scores texts again with transformers' model in fp32, one pass for each text."""
 
     def __init__(self, stock: TargetModel) -> None:
         self.model: Any = stock.model
@@ -20,7 +20,7 @@ class Scorer:
 
     @torch.inference_mode()
     def worst_margin(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:
-        """The largest gap between the best logit and the emitted token's, 0 where every token is the best."""
+        """The largest gap between the best logit and the emitted token's logit; 0 where every token is the best."""
         if not token_ids:
             return 0.0
         text = torch.tensor([[*prompt_ids, *token_ids]], device=self.model.device)

@@ -113,7 +113,7 @@ def copies_sentence(row: Row) -> str:
 
 
 def slower_sentences(table: Sequence[Row], *, precision: str, copy: bool, model: str) -> list[str]:
-    """For each head that is slower than plain decoding: that it is, and what to do."""
+    """A sentence for each head that is slower than plain decoding, with what to try."""
     other = [*(["--precision int8"] if precision != "int8" else []), *(["--no-copy"] if copy else [])]
     trials = f"Try {' or '.join(other)}, or" if other else "To change that,"
     return [
