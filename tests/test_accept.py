@@ -431,7 +431,7 @@ def test_a_row_is_judged_as_if_alone(world: World) -> None:
 
 @settings(deadline=None)
 @given(worlds(row_settings()), st.integers(0, 9))
-def test_a_tree_may_be_shallower_than_it_says(world: World, depth: int) -> None:
+def test_a_tree_may_be_shallower_than_its_max_depth(world: World, depth: int) -> None:
     """As grown trees may be, whose depth is not asked for; it is never as deep as it has nodes."""
     draft = world.draft
     deep = replace(draft, max_depth=min(max(depth, draft.max_depth), draft.num_nodes - 1))
@@ -519,7 +519,7 @@ def test_a_longer_typical_path_wins_over_a_likelier_one() -> None:
     assert kept_nodes(verdict, 0) == [0, 2, 3]
 
 
-def test_a_guess_is_judged_by_the_distribution_that_it_was_guessed_from() -> None:
+def test_typical_acceptance_uses_the_distribution_at_the_parent() -> None:
     """Not by that of what comes after it: a flat one allows what a sharp one does not."""
     own = SamplingSettings(temperature=1.0, acceptance="typical", typical_epsilon=0.3, typical_delta=0.5)
     rows = RowSettings.of([own], vocab_size=10, device=CPU)

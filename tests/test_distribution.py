@@ -150,7 +150,7 @@ def greedy_root(
 @pytest.mark.parametrize(
     ("wrong", "shape"), [(resampling, WIDE), (greedy_root, WIDE), (resampling, BestFirst(16, num_ranks=6, beam=3))]
 )
-def test_wrong_rules_are_found_out(
+def test_wrong_rules_are_detected(
     model: TargetModel, exact: dict[Answer, float], monkeypatch: pytest.MonkeyPatch, wrong: object, shape: Shape
 ) -> None:
     monkeypatch.setattr("draftheads.decode.batch.accept", wrong)
@@ -202,7 +202,7 @@ class Recorder:
 @pytest.mark.parametrize("num_heads", [3, 6])
 @pytest.mark.parametrize("rule", GROWING)
 @pytest.mark.parametrize("method", list(HEADS))
-def test_where_everything_is_typical_the_deepest_guesses_are_the_answer(
+def test_where_everything_is_typical_the_deepest_path_is_the_answer(
     model: TargetModel, method: str, rule: str, num_heads: int
 ) -> None:
     """On grown trees, of which some have fewer nodes than there are heads."""

@@ -152,7 +152,7 @@ def test_siblings_keep_the_targets_law(seed: int, widths: list[int], zeros: bool
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("length", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(4))
-def test_blocks_keep_the_targets_law_and_more_guesses(seed: int, length: int, zeros: bool) -> None:
+def test_block_acceptance_keeps_the_target_distribution_and_accepts_more(seed: int, length: int, zeros: bool) -> None:
     target, drafter = random_laws(seed, zeros=zeros), random_laws(seed + 100, zeros=zeros)
     emitted, kept = by_blocks(target, drafter, length)
     assert sum(emitted.values()) == pytest.approx(1.0)
@@ -306,7 +306,7 @@ def chi_square(counts: Counter[Path], law: dict[Path, float]) -> float:
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_drawn_guesses_are_the_drafters(shape: str, rule: Any) -> None:
+def test_drawn_tokens_have_the_drafters_distribution(shape: str, rule: Any) -> None:
     """Drawn as often as the drafter says, siblings never twice, each with its probability given those before."""
     drafter = random_laws(4)
     context, _, _ = many(SamplingSettings(temperature=1.0, acceptance=rule), seed=1)
@@ -333,7 +333,7 @@ def test_drawn_guesses_are_the_drafters(shape: str, rule: Any) -> None:
         assert float(draft.log_probs[row, 2]) == pytest.approx(float(law[paths[row][2][0]].log()), abs=1e-5)
 
 
-def test_a_drafter_that_has_no_more_to_say_leaves_children_out() -> None:
+def test_a_drafter_without_further_tokens_leaves_children_out() -> None:
     laws = {path: torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64) for path in random_laws(0)}
     context, draws, rows = many(SamplingSettings(temperature=1.0, acceptance="rejection"), seed=1)
     draft = sample(Laws(laws), Sampled(Tree.cartesian([2])), context)
@@ -410,7 +410,7 @@ def test_penalised_answers_have_the_models_distribution(model: TargetModel, shap
     assert p_value(counts, expected) > ODDS
 
 
-def test_rejection_of_guesses_that_were_not_drawn_is_found_out(
+def test_rejection_of_tokens_that_were_not_drawn_is_detected(
     model: TargetModel, exact: dict[Answer, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The best guesses passed off as drawn ones: what the rule is not made for."""
@@ -430,7 +430,7 @@ def test_rejection_of_guesses_that_were_not_drawn_is_found_out(
 
 @pytest.mark.parametrize("kind", ["hydra", "eagle", "draft model"])
 @pytest.mark.parametrize("rule", ["exact", "rejection", "block", "typical"])
-def test_drawn_guesses_change_no_greedy_text(model: TargetModel, kind: str, rule: Any) -> None:
+def test_drawn_drafts_change_no_greedy_text(model: TargetModel, kind: str, rule: Any) -> None:
     options: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True, "acceptance": rule}
     expected = [result.token_ids for result in Engine(model).generate(PROMPTS, **options)]
     for shape in SHAPES.values():
@@ -438,7 +438,7 @@ def test_drawn_guesses_change_no_greedy_text(model: TargetModel, kind: str, rule
         assert [result.token_ids for result in found] == expected
 
 
-def test_matching_drawn_guesses_gives_plain_decodings_tokens(model: TargetModel) -> None:
+def test_exact_acceptance_of_drawn_drafts_gives_the_tokens_of_plain_decoding(model: TargetModel) -> None:
     options: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True, "temperature": 0.9, "seed": 3}
     expected = [result.token_ids for result in Engine(model).generate(PROMPTS, **options)]
     found = Engine(model, tiny_head("hydra", model), shape=SHAPES["tree"]).generate(PROMPTS, **options)
@@ -446,7 +446,7 @@ def test_matching_drawn_guesses_gives_plain_decodings_tokens(model: TargetModel)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_a_seed_says_it_all_whoever_is_beside(model: TargetModel, rule: Any) -> None:
+def test_a_seed_fixes_the_answer_whatever_the_other_rows(model: TargetModel, rule: Any) -> None:
     options: dict[str, Any] = {
         "max_new_tokens": 30,
         "ignore_eos": True,

@@ -67,7 +67,7 @@ def test_the_ancestor_mask_marks_the_beginnings_of_each_path(tree: Tree) -> None
 
 @settings(deadline=None)
 @given(trees)
-def test_the_tensors_of_a_tree_say_the_same(tree: Tree) -> None:
+def test_the_tensors_of_a_tree_equal_its_tuples(tree: Tree) -> None:
     tensors = tree_tensors(tree, torch.device("cpu"))
     assert tensors.parents.tolist() == [[max(parent, 0) for parent in tree.parents]]
     assert tensors.depths.tolist() == [list(tree.depths)]
@@ -119,7 +119,7 @@ def test_cartesian_holds_every_combination(widths: list[int]) -> None:
 
 @settings(deadline=None)
 @given(st.integers(0, 9))
-def test_a_chain_is_the_best_guess_each_time(depth: int) -> None:
+def test_a_chain_has_the_best_token_at_each_depth(depth: int) -> None:
     tree = Tree.chain(depth)
     assert tree == Tree.cartesian([1] * depth)
     assert tree.parents == tuple(range(-1, depth))
@@ -193,6 +193,6 @@ def test_nodes_that_are_not_in_order(paths: tuple[Path, ...]) -> None:
         Tree(paths)
 
 
-def test_an_orphan_is_refused_whoever_builds_the_tree() -> None:
+def test_a_path_without_its_parent_is_refused_by_every_constructor() -> None:
     with pytest.raises(InvalidTree, match="has no parent"):
         Tree(((), (0, 0)))

@@ -324,7 +324,7 @@ def test_chance_makes_no_path_more_frequent_than_its_beginning() -> None:
     assert all(path[:-1] in order[:place] or len(path) == 1 for place, path in enumerate(order))
 
 
-def test_a_token_that_rounding_says_is_never_drawn_ends_its_paths() -> None:
+def test_a_token_whose_probability_rounds_to_zero_ends_its_paths() -> None:
     shares = path_shares(torch.tensor([[0, 1], [1, 1]]), torch.tensor([[[0.0, 1.0], [0.5, 0.5]], [[0, 1], [0, 1]]]))
     assert shares == {(): 1.0, (1,): 1.0, (1, 1): 1.0}
 

@@ -68,7 +68,7 @@ class Witness(PlantedDrafter):
 
 
 @pytest.mark.parametrize("room", [1, 3, 16])
-def test_drafters_are_told_the_hidden_states_of_what_was_accepted(
+def test_contexts_hold_the_hidden_states_of_accepted_tokens(
     model: TargetModel, plain: list[tuple[int, ...]], room: int
 ):
     answers = {tuple(prompt): answer for prompt, answer in zip(MANY, plain, strict=True)}

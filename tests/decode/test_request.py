@@ -152,7 +152,7 @@ def test_an_answer_ends_where_the_model_does() -> None:
     assert short.result().token_ids == (8,)
 
 
-def test_how_many_of_the_new_tokens_were_guessed() -> None:
+def test_events_count_accepted_draft_tokens() -> None:
     request = request_of(max_new_tokens=9, stop_token_ids=(20,))
     first = request.append([7], num_drafted=0)
     assert (first.index, first.token_ids, first.num_drafted) == (3, (7,), 0)
@@ -164,7 +164,7 @@ def test_how_many_of_the_new_tokens_were_guessed() -> None:
     assert (last.token_ids, last.num_drafted, last.finish_reason) == ((12, 20), 2, "stop")
 
 
-def test_what_a_result_says() -> None:
+def test_a_result_has_text_counts_and_reason() -> None:
     request = request_of(prompt=[5, 6, 7], max_new_tokens=6)
     request.append([7], num_drafted=0)  # from reading the prompt, which is no step
     fed(request, [8, 9, 10, 11], [12])

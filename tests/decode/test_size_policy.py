@@ -147,7 +147,7 @@ def test_the_fastest_tree_is_drafted(per_node: float, batch: int) -> None:
     assert one.session.asked == [None if expected == 1 else STATIC.tree(expected)]  # type: ignore[attr-defined]
 
 
-def test_nothing_is_drafted_where_many_rows_make_nodes_dear() -> None:
+def test_nothing_is_drafted_where_many_rows_make_nodes_expensive() -> None:
     cost = machine(1.5)
     assert best_size(cost, 1) > 2
     assert best_size(cost, 16) == 1
@@ -190,7 +190,7 @@ def test_the_better_kind_of_tree_is_drafted() -> None:
     assert isinstance(one.session.asked[-1], Tree)
 
 
-def test_a_head_without_trees_is_never_asked() -> None:
+def test_a_head_without_trees_never_drafts() -> None:
     nothing = tiny_profile(Tree.chain(0), dynamic_tokens=[])
     assert sizes(policy(nothing, machine(0.1)), 3, never) == [1, 1, 1]
 

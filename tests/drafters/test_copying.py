@@ -2,13 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from draftheads.acceptance_profile import AcceptanceProfile
 from draftheads.decode.cost_profile import by_hand
@@ -16,10 +13,8 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult, Request
 from draftheads.decode.size_policy import SizePolicy
 from draftheads.draft import Context, Draft, Drafter, Watcher
-from draftheads.drafters.copy_odds import DEFAULT_ODDS, copy_odds
 from draftheads.drafters.copying import Copying, CopyingSession
 from draftheads.drafters.draft_model import DraftModel
-from draftheads.drafters.text_index import TextIndex
 from draftheads.errors import InvalidSettings
 from draftheads.heads import HEADS
 from draftheads.sampling import SamplingSettings
@@ -210,7 +205,7 @@ def test_drawn_trees_and_best_paths_are_left_as_they_are(shape: Shape) -> None:
     assert copied(found) == 0
 
 
-def test_unlikely_copies_leave_the_tree_alone() -> None:
+def test_unlikely_copies_do_not_change_the_tree() -> None:
     model = some_model("llama")
     head = tiny_head("hydra", model)
     context = context_of(TEXTS, model.hidden_size)
@@ -255,7 +250,7 @@ def test_a_drafter_that_watches_sees_what_was_checked() -> None:
     assert len(watching.seen) == sum(result.num_steps for result in found)
 
 
-def test_rows_that_left_without_notice_are_an_error() -> None:
+def test_a_missing_row_that_was_not_dropped_raises() -> None:
     model = some_model("llama")
     copying = Copying(tiny_head("hydra", model)).start()
     copying.propose(context_of(TEXTS, model.hidden_size), ROOT_ONLY)
@@ -296,99 +291,6 @@ def test_copied_tokens_beyond_the_end_are_not_counted(room: int, drafted: int, c
 
 def test_nothing_is_copied_without_copies() -> None:
     assert copied(decode("llama", tiny_head("hydra", some_model("llama")))) == 0
-
-
-# --- the text so far ---
-
-
-def naive_copy(text: list[int], count: int, longest_ngram: int, longest: int) -> tuple[list[int], int]:
-    """By looking at every place."""
-    for size in range(longest_ngram, 0, -1):
-        for place in range(len(text) - 1, size - 1, -1):
-            if text[place - size : place] == text[-size:]:
-                match = size
-                while match < longest and match < place and text[place - match - 1] == text[-match - 1]:
-                    match += 1
-                tokens = list(text)
-                for i in range(count):
-                    tokens.append(tokens[place + i])
-                return tokens[len(text) :], match
-    return [], 0
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.lists(st.integers(0, 2), min_size=1, max_size=40),
-    st.lists(st.integers(1, 7), max_size=20),
-    st.integers(1, 5),
-    st.integers(0, 9),
-)
-def test_lookup_equals_looking_at_every_place(text: list[int], pieces: list[int], ngram: int, longest: int) -> None:
-    index = TextIndex(max_ngram=ngram)
-    read = 0
-    for size in [*pieces, len(text)]:
-        index.read(text[read : read + size])
-        read = min(read + size, len(text))
-        assert index.ids == text[:read]
-        assert index.copy(5, longest=longest) == naive_copy(text[:read], 5, ngram, longest)
-
-
-# --- odds ---
-
-
-def falls(odds: list[list[float]]) -> bool:
-    along = all(a > b > 0 for row in odds for a, b in pairwise(row))
-    down = all(a <= b for one, other in pairwise(odds) for a, b in zip(one, other, strict=True))
-    return along and down
-
-
-def test_odds_of_a_text_that_repeats_itself() -> None:
-    odds = copy_odds([([1, 2, 3, 4], [1, 2, 3, 4] * 200)], num_tokens=3, max_match=6)
-    assert odds[-1] == [0.99, 0.98, 0.97]
-    assert falls(odds)
-
-
-def test_odds_of_single_tokens_that_are_followed_by_the_same_every_other_time() -> None:
-    answer = [token for i in range(400) for token in (100 + i, 1, 2 + (i // 2) % 2)]
-    odds = copy_odds([([1], answer)], num_tokens=2, max_match=3)
-    assert odds[0][0] == pytest.approx(0.5, abs=0.03)  # 1 is followed by 2, 2, 3, 3, 2, 2, …
-    assert odds[0][1] < 0.01, "then comes a new token"
-    assert falls(odds)
-
-
-def test_odds_without_a_match() -> None:
-    """Nothing was observed: one half for each next token."""
-    odds = copy_odds([([1, 2, 3], [4, 5, 6])], num_tokens=3, max_match=2)
-    assert odds == [[0.5, 0.25, 0.125]] * 2
-
-
-def test_odds_of_few_texts_stay_near_earlier_ones() -> None:
-    assert copy_odds([], prior=DEFAULT_ODDS) == [pytest.approx(row, abs=1e-3) for row in DEFAULT_ODDS]
-    once = copy_odds([([1, 2, 3], [1, 2, 3])], prior=DEFAULT_ODDS)
-    assert DEFAULT_ODDS[0][0] < once[0][0] < DEFAULT_ODDS[0][0] + 0.1
-
-
-def test_what_follows_the_end_of_an_answer_is_not_counted() -> None:
-    """One token of each answer is known: the second copied one stays as uncertain as without texts."""
-    odds = copy_odds([([1, 2, 1, 2, 1, 2], [1])] * 400, num_tokens=2, max_match=4)
-    assert odds[3][0] == 0.99
-    assert odds[3][1] == pytest.approx(0.99 / 2, abs=0.001)
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=30), max_size=5), st.integers(1, 5), st.integers(1, 6))
-def test_odds_fall_along_a_copy_and_rise_with_the_match(
-    texts: list[list[int]], num_tokens: int, max_match: int
-) -> None:
-    odds = copy_odds([(text[:1], text[1:]) for text in texts], num_tokens=num_tokens, max_match=max_match)
-    assert [len(row) for row in odds] == [num_tokens] * max_match
-    assert falls(odds)
-    assert all(row[0] < 1 for row in odds)
-    Copying(tiny_head("medusa", some_model("llama")), odds=odds)
-
-
-def test_the_default_odds_fall_and_rise() -> None:
-    assert falls([list(row) for row in DEFAULT_ODDS])
 
 
 def test_copies_that_cost_more_than_they_gain_are_not_proposed_to_a_root_alone() -> None:

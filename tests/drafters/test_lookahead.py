@@ -36,7 +36,7 @@ def said(draft: Draft) -> Tensor:
 
 
 @pytest.mark.parametrize(("window", "ngram", "guesses"), [(5, 4, 3), (1, 3, 2), (4, 2, 4), (3, 5, 1)])
-def test_ngrams_of_the_pool_were_said_by_the_model(window: int, ngram: int, guesses: int) -> None:
+def test_ngrams_of_the_pool_are_the_models_outputs(window: int, ngram: int, guesses: int) -> None:
     lookahead = Lookahead(window=window, ngram=ngram, guesses=guesses)
     session = lookahead.start()
     text = [2, 9]
@@ -117,7 +117,7 @@ def test_a_column_is_read_below_the_columns_before_it(window: int, ngram: int) -
         text.append(answers[0])
 
 
-def test_what_is_read_is_a_tree_of_window_and_guesses() -> None:
+def test_the_draft_is_a_tree_of_the_window_and_the_pool() -> None:
     session = Lookahead(window=3, ngram=4, guesses=2).start()
     row_texts = torch.tensor([[4, 5, 6], [7, 8, 9]])
     context = Context(torch.zeros(2, 3, 1), row_texts, torch.tensor([3, 2]), torch.tensor([10, 11]))
@@ -149,7 +149,7 @@ def test_lookahead_changes_nothing(family: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["lookahead", "prompt lookup", "draft model", "draft model that grows"])
-def test_drafters_without_a_head_change_no_drawn_token(kind: str) -> None:
+def test_drafters_without_a_head_change_no_sampled_token(kind: str) -> None:
     target = tiny_model("llama")
     small = tiny_model("llama", seed=3, num_hidden_layers=1)
     drafter, shape = {
@@ -224,7 +224,7 @@ PATHS = BestPaths((3, 2, 2), 3)
     ids=["lookup", "lookahead", "paths"],
 )
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "acceptance": "typical"}], ids=["greedy", "typical"])
-def test_neighbours_with_more_guesses_change_no_step(
+def test_neighbours_with_more_draft_tokens_change_no_step(
     drafter: Drafter, shape: Shape | None, sampling: dict[str, Any]
 ) -> None:
     model = tiny_model("llama")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.heads.test_attention import slow_attention
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -14,9 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftheads.draft import Context
 from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.heads import HEADS, head_classes, parse_head_options
-from draftheads.heads.attention import LayerConfig, RmsNorm, TransformerLayer, attend, attend_with_path
+from draftheads.heads.attention import LayerConfig
 from draftheads.heads.base import DraftHead, EmbeddingConfig
-from draftheads.heads.history import History, KeysValues
 from draftheads.heads.stateful import StatefulHead, StatefulSession
 from draftheads.models.model import TargetModel
 from draftheads.sampling import RowSettings, SamplingSettings
@@ -86,7 +86,7 @@ def whole(hidden: Tensor, tokens: Tensor, ends: Sequence[int]) -> Context:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_drafting_says_what_training_taught(name: str, model: TargetModel) -> None:
+def test_logits_when_drafting_equal_logits_in_training(name: str, model: TargetModel) -> None:
     """Where all guesses before were right, each head's logits are those of its features along the text."""
     head = variant(name, model)
     heads = head.config.num_heads
@@ -105,7 +105,7 @@ def test_drafting_says_what_training_taught(name: str, model: TargetModel) -> No
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_node_of_a_tree_is_guessed_from_its_own_path(name: str, model: TargetModel) -> None:
+def test_every_node_of_a_tree_is_predicted_from_its_own_path(name: str, model: TargetModel) -> None:
     """What a node's children are drawn from is what the features along the text say, had its path been the text."""
     head = variant(name, model)
     tree = TREES["cartesian"]
@@ -135,7 +135,7 @@ def test_every_node_of_a_tree_is_guessed_from_its_own_path(name: str, model: Tar
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_guesses_depend_on_the_path_exactly_where_the_head_says_so(name: str, model: TargetModel) -> None:
+def test_predictions_depend_on_the_path_exactly_where_reads_path_is_set(name: str, model: TargetModel) -> None:
     head = variant(name, model)
     hidden, tokens = random_text(1, 20, size=model.hidden_size)
     changed = tokens.clone()
@@ -158,7 +158,7 @@ def test_guesses_depend_on_the_path_exactly_where_the_head_says_so(name: str, mo
 
 
 @pytest.mark.parametrize("name", [name for name, (method, _) in VARIANTS.items() if method in STATEFUL])
-def test_no_head_sees_what_is_yet_to_come(name: str, model: TargetModel) -> None:
+def test_no_head_reads_later_positions(name: str, model: TargetModel) -> None:
     head = variant(name, model)
     hidden, tokens = random_text(2, 16, size=model.hidden_size)
     later = hidden.clone()
@@ -318,121 +318,11 @@ def test_a_missing_row_that_was_not_dropped_raises(method: str, model: TargetMod
     session.propose(whole(hidden[:2], tokens[:2], [5, 8]), shape)
 
 
-# --- the layer ---
-
-
-def slow_attention(
-    layer: TransformerLayer, x: Tensor, config: LayerConfig, *, causal: bool = True, rotary: bool = True
-) -> Tensor:
-    """The layer's output (T, D) one query and one head at a time."""
-    size, heads, groups = config.head_size, config.num_attention_heads, config.num_key_value_heads
-
-    def norm(v: Tensor, weight: Tensor) -> Tensor:
-        return v / (v.square().mean() + config.norm_epsilon).sqrt() * weight
-
-    def turned(v: Tensor, position: int) -> Tensor:
-        out = v.clone()
-        for j in range(size // 2 if rotary else 0):
-            angle = torch.tensor(position * config.rope_theta ** (-2.0 * j / size))
-            a, b = v[j], v[j + size // 2]
-            out[j] = a * angle.cos() - b * angle.sin()
-            out[j + size // 2] = b * angle.cos() + a * angle.sin()
-        return out
-
-    normed = [norm(v, layer.input_norm.weight) for v in x]  # type: ignore[arg-type]
-    outputs = []
-    for t, v in enumerate(x):
-        attended = []
-        for h in range(heads):
-            g = h // (heads // groups)
-            q = turned(layer.q_proj.weight[h * size : (h + 1) * size] @ normed[t], t)
-            seen = range(t + 1 if causal else len(x))
-            keys = [turned(layer.k_proj.weight[g * size : (g + 1) * size] @ normed[s], s) for s in seen]
-            values = [layer.v_proj.weight[g * size : (g + 1) * size] @ normed[s] for s in seen]
-            weights = (torch.stack(keys) @ q / size**0.5).softmax(0)
-            attended.append(weights @ torch.stack(values))
-        middle = v + layer.o_proj.weight @ torch.cat(attended)
-        inner = norm(middle, layer.middle_norm.weight)
-        part = layer.feed_forward
-        outputs.append(
-            middle + part.down_proj.weight @ (F.silu(part.gate_proj.weight @ inner) * (part.up_proj.weight @ inner))
-        )
-    return torch.stack(outputs)
-
-
-def layer_config(**changes: Any) -> LayerConfig:
-    config_class, _ = head_classes("eagle")
-    config = config_class(**{"hidden_size": 12, "vocab_size": VOCAB, **changes})
-    assert isinstance(config, LayerConfig)
-    return config
-
-
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_a_layer_is_llamas(groups: int) -> None:
-    config = layer_config(num_attention_heads=4, num_key_value_heads=groups, head_size=6, intermediate_size=10)
-    layer = TransformerLayer(config)
-    chance = torch.Generator().manual_seed(groups)
-    for parameter in layer.parameters():
-        parameter.data = 0.5 * torch.randn(parameter.shape, generator=chance)
-    x = torch.randn(7, 12, generator=chance)
-    torch.testing.assert_close(layer(x[None])[0], slow_attention(layer, x, config), rtol=1e-4, atol=1e-4)
-
-
-def test_a_new_layer_changes_nothing() -> None:
-    x = torch.randn(2, 5, 12)
-    assert torch.equal(TransformerLayer(layer_config())(x), x)
-
-
-def test_norms_are_computed_in_fp32() -> None:
-    norm = RmsNorm(8, 1e-6).to(torch.bfloat16)
-    x = (100 + torch.arange(8)).to(torch.bfloat16)[None]
-    expected = (x.float() / x.float().square().mean().sqrt()).to(torch.bfloat16)
-    assert torch.equal(norm(x), expected)
-
-
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_attention_with_a_path_is_attention_over_both(groups: int) -> None:
-    chance = torch.Generator().manual_seed(groups)
-    normal = lambda *shape: torch.randn(*shape, generator=chance)  # noqa: E731
-    queries = normal(2, 3, 4, 6)
-    seen, path = KeysValues(normal(2, 5, groups, 6), normal(2, 5, groups, 6)), None
-    path = KeysValues(normal(2, 3, 2, groups, 6), normal(2, 3, 2, groups, 6))
-    mask = torch.tensor([[True, True, True, False, False], [True] * 5])[:, None]
-    found = attend_with_path(queries, seen, mask, path)
-    for s in range(3):
-        both = KeysValues(*(torch.cat([a, b[:, s]], 1) for a, b in zip(seen, path, strict=True)))
-        own = torch.cat([mask, torch.ones(2, 1, 2, dtype=torch.bool)], 2)
-        torch.testing.assert_close(found[:, s : s + 1], attend(queries[:, s : s + 1], both, own), rtol=1e-4, atol=1e-5)
-
-
-def test_a_history_grows_and_keeps_what_was_written() -> None:
-    history = History(1)
-    history.join(2, torch.device("cpu"))
-    texts = torch.randn(2, 300, 1, 4)
-    done = [0, 0]
-    chance = torch.Generator().manual_seed(0)
-    while max(done) < 280:
-        positions, longest = history.span(slice(0, 2), 4)
-        assert positions.tolist() == [[n, n + 1, n + 2, n + 3] for n in done]
-        new = torch.stack([texts[row, n : n + 4] for row, n in enumerate(done)])
-        history.write(0, slice(0, 2), KeysValues(new, -new), positions, longest)
-        counts = torch.randint(1, 5, (2,), generator=chance)
-        history.accept(slice(0, 2), counts)
-        done = [n + count for n, count in zip(done, counts.tolist(), strict=True)]
-    seen, mask = history.accepted(0)
-    for row, count in enumerate(done):
-        assert mask[row].sum() == count
-        assert torch.equal(seen.keys[row, :count], texts[row, :count])
-        assert torch.equal(seen.values[row, :count], -texts[row, :count])
-    history.keep(torch.tensor([1]))
-    assert torch.equal(history.accepted(0)[0].keys[0, : done[1]], texts[1, : done[1]])
-
-
 # --- starting values ---
 
 
 @pytest.mark.parametrize("method", ["hydra++", "amphista", "eagle", "markov-medusa"])
-def test_a_new_head_says_what_the_model_says_next(method: str, model: TargetModel) -> None:
+def test_a_new_head_predicts_the_models_next_token(method: str, model: TargetModel) -> None:
     """Medusa's starting point: every head starts as the target's own lm_head on h_t."""
     config_class, head_class = head_classes(method)
     rms = 3.0  # of all hidden states, as after a norm
@@ -635,7 +525,7 @@ def test_amphista_follows_its_equations(name: str, model: TargetModel) -> None:
     torch.testing.assert_close(head(hidden, tokens)[:, 0, 4], found, rtol=1e-4, atol=1e-4)
 
 
-def test_eagles_first_guess_follows_its_formula(model: TargetModel) -> None:
+def test_eagles_first_prediction_follows_its_formula(model: TargetModel) -> None:
     head = variant("eagle", model)
     weights, embedding = numbers(head), SCALE * model.weights.embedding
     hidden, tokens = random_text(1, 9, size=model.hidden_size)
@@ -644,7 +534,7 @@ def test_eagles_first_guess_follows_its_formula(model: TargetModel) -> None:
     torch.testing.assert_close(head(hidden, tokens)[0, 0, :8], head.layer(x[None])[0], rtol=1e-4, atol=1e-4)  # type: ignore[operator]
 
 
-def test_eagles_further_guesses_read_its_own_hidden_states(model: TargetModel) -> None:
+def test_eagles_further_predictions_read_its_own_hidden_states(model: TargetModel) -> None:
     """Entries of the text up to t, then fc([E(x_{t+1+j}); f_{t+j}]) at positions t+j: the last one's output is next."""
     head = variant("eagle", model)
     embedding = SCALE * model.weights.embedding
@@ -782,7 +672,7 @@ def test_whole_paths_go_through_all_stages(model: TargetModel) -> None:
         ("markov-medusa", {"embedding_scale": 0.0}, r"embedding_scale is 0\.0"),
     ],
 )
-def test_impossible_heads(method: str, options: dict[str, Any], words: str) -> None:
+def test_impossible_options_are_refused(method: str, options: dict[str, Any], words: str) -> None:
     config_class, _ = head_classes(method)
     with pytest.raises(InvalidSettings, match=words):
         config_class(**{"hidden_size": 8, "vocab_size": 9, **options})
@@ -811,7 +701,7 @@ def test_options_of_one_architecture_are_read_from_words() -> None:
         ("mlp-speculator", "embeddings=mine", r"it must be 'own' or 'target'"),
     ],
 )
-def test_options_that_an_architecture_has_not(method: str, option: str, words: str) -> None:
+def test_unknown_options_are_refused(method: str, option: str, words: str) -> None:
     with pytest.raises(InvalidSettings, match=words):
         parse_head_options(method, [option])
 

@@ -124,7 +124,7 @@ def slow_path(head: DraftHead, hidden: Tensor, root: int, path: Path) -> tuple[i
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", METHODS)
-def test_every_node_is_guessed_from_its_own_path(method: str, kind: str, tree: str) -> None:
+def test_every_node_is_predicted_from_its_own_path(method: str, kind: str, tree: str) -> None:
     head, context = random_head(method, **KINDS[kind]), random_context(4)
     shape = TREES[tree]
     with torch.no_grad():
@@ -139,7 +139,7 @@ def test_every_node_is_guessed_from_its_own_path(method: str, kind: str, tree: s
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_rows_are_guessed_as_if_alone(method: str) -> None:
+def test_a_row_is_drafted_as_if_alone(method: str) -> None:
     head, context = random_head(method, num_layers=2), random_context(5)
     with torch.no_grad():
         together = propose(head, context, TREES["ragged"])
@@ -148,7 +148,7 @@ def test_rows_are_guessed_as_if_alone(method: str) -> None:
             assert torch.equal(together.token_ids[row], alone.token_ids[0])
 
 
-def test_what_guesses_depend_on() -> None:
+def test_which_draft_tokens_depend_on_the_path_and_the_root() -> None:
     """Medusa's siblings' children are the same, Hydra's are their own; Medusa does not look at the root."""
     context = random_context(3)
     other_roots = Context(context.hidden, context.token_ids, context.num_accepted, (context.root_ids + 1) % V)
@@ -185,7 +185,7 @@ def test_forward_equals_direct_maths(method: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_position_sees_its_state_and_the_guesses_before_it_only(method: str) -> None:
+def test_a_position_reads_only_its_state_and_the_tokens_before_it(method: str) -> None:
     """Head i at t may use h_t and, if it is grounded, x_{t+1} … x_{t+1+i}; x_{t+2+i} is what it guesses."""
     head = random_head(method)
     hidden, token_ids = normal(1, 8, D), torch.arange(8)[None]
@@ -240,7 +240,7 @@ def test_layers_are_distinct(method: str) -> None:
 
 @pytest.mark.parametrize("kind", ["shared", "deep", "own", "trimmed", "trimmed, own, deep"])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_new_head_guesses_what_the_target_says_next(method: str, kind: str) -> None:
+def test_a_new_head_predicts_the_targets_next_token(method: str, kind: str) -> None:
     # own lm_heads have no bias but in Hydra
     weights = random_weights(bias=kind in ("shared", "deep", "trimmed") or method == "hydra")
     head = fresh_head(method, weights, **KINDS[kind])
@@ -337,7 +337,7 @@ def test_nothing_of_the_target_is_saved(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_trimmed_vocabulary_guesses_only_its_tokens_by_the_targets_ids(method: str) -> None:
+def test_a_trimmed_vocabulary_drafts_only_its_tokens_as_target_ids(method: str) -> None:
     head = random_head(method, draft_vocab_size=len(DRAFT_VOCAB))
     assert head.to_target_ids(torch.tensor([[0, 2], [7, 1]])).tolist() == [[19, 7], [5, 3]]
     assert random_head(method).to_target_ids(torch.tensor([4])).tolist() == [4]

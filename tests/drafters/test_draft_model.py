@@ -1,4 +1,4 @@
-"""Drafters without heads: a smaller model and the text so far change no text, and guess what they should."""
+"""A small model as drafter changes no text and predicts each node from its own path; rows of drafters without heads."""
 
 from typing import Any
 
@@ -18,9 +18,6 @@ from draftheads.tree import Tree
 from families import PROMPTS, VOCAB, tiny_model
 
 __all__ = ["model"]  # a fixture
-
-
-# --- a smaller model ---
 
 
 TREES: dict[str, Shape] = {
@@ -70,7 +67,7 @@ def test_a_model_that_drafts_for_itself_greedily_is_always_right(family: str, sh
             assert result.tokens_per_step > 2.0
 
 
-def test_a_draft_model_guesses_each_node_from_its_own_path(model: TargetModel) -> None:
+def test_a_draft_model_predicts_each_node_from_its_own_path(model: TargetModel) -> None:
     """At the first step, after rows have kept different numbers of tokens, and after one has left."""
     small, tree = tiny_model("llama", seed=5, num_hidden_layers=1), Tree.cartesian([3, 2, 2])
     session = DraftModel(small, model).start()
@@ -114,7 +111,7 @@ def test_a_draft_model_needs_the_same_tokenizer(model: TargetModel) -> None:
         DraftModel(other, model)
 
 
-def test_a_draft_model_grows_trees_as_deep_as_it_is_told(model: TargetModel) -> None:
+def test_a_draft_model_grows_trees_up_to_max_depth(model: TargetModel) -> None:
     drafter = DraftModel(model, model, max_depth=2)
     results = Engine(model, drafter, shape=BestFirst(8, num_ranks=1)).generate(
         [[3, 4]], max_new_tokens=25, ignore_eos=True
@@ -130,7 +127,7 @@ def test_a_draft_model_fills_no_tree_that_is_wider_than_its_vocabulary(shape: Sh
     drafter.check_shape(BestFirst(8, num_ranks=VOCAB + 4))
 
 
-def test_a_draft_model_of_a_smaller_vocabulary_guesses_what_it_knows(model: TargetModel) -> None:
+def test_a_draft_model_of_a_smaller_vocabulary_changes_no_text(model: TargetModel) -> None:
     small = tiny_model("llama", seed=5, vocab_size=VOCAB - 4)
     expected = Engine(model).generate([[3, 4]], max_new_tokens=24, ignore_eos=True)[0].token_ids
     drafter = DraftModel(small, model)
@@ -138,7 +135,7 @@ def test_a_draft_model_of_a_smaller_vocabulary_guesses_what_it_knows(model: Targ
 
 
 @pytest.mark.parametrize("kind", ["draft model", "prompt lookup", "lookahead"])
-def test_rows_that_left_unsaid_are_an_error(kind: str, model: TargetModel) -> None:
+def test_a_missing_row_that_was_not_dropped_raises(kind: str, model: TargetModel) -> None:
     session = {
         "draft model": lambda: DraftModel(tiny_model("llama", seed=5), model),
         "prompt lookup": PromptLookup,
@@ -155,65 +152,3 @@ def test_rows_that_left_unsaid_are_an_error(kind: str, model: TargetModel) -> No
         session.propose(context(2, 1), ROOT_ONLY)
     session.keep(torch.tensor([2, 0]))
     assert session.propose(context(2, 1), ROOT_ONLY).token_ids[:, 0].tolist() == [3, 4]
-
-
-# --- the text so far ---
-
-
-def naive_copy(text: list[int], count: int, shortest: int, longest: int) -> list[int]:
-    """What followed the latest earlier place of the longest end of the text that there is."""
-    for size in range(longest, shortest - 1, -1):
-        if size > len(text):
-            continue
-        for end in range(len(text) - 1, size - 1, -1):
-            if text[end - size : end] == text[-size:]:
-                period = text[end:]
-                return [period[i % len(period)] for i in range(count)]
-    return []
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize(("shortest", "longest"), [(1, 3), (2, 2), (1, 1), (2, 5)])
-def test_prompt_lookup_copies_what_followed_the_last_time(seed: int, shortest: int, longest: int) -> None:
-    chance = torch.Generator().manual_seed(seed)
-    texts = torch.randint(0, 4, (2, 60), generator=chance)
-    lookup = PromptLookup(num_tokens=5, min_ngram=shortest, max_ngram=longest).start()
-    read = 0
-    while read < 50:
-        count = 1 + int(torch.randint(0, 4, (1,), generator=chance))
-        part = texts[:, read : read + count]
-        context = Context(torch.zeros(2, count, 1), part, torch.full((2,), count), texts[:, read + count])
-        read += count
-        draft = lookup.propose(context, ROOT_ONLY)
-        for row in range(2):
-            expected = naive_copy(texts[row, : read + 1].tolist(), 5, shortest, longest)
-            assert draft.token_ids[row, 1 : 1 + len(expected)].tolist() == expected
-            assert draft.token_ids[row, 0] == texts[row, read]
-        longest_copy = max(len(naive_copy(texts[row, : read + 1].tolist(), 5, shortest, longest)) for row in range(2))
-        assert draft.num_nodes == 1 + longest_copy
-
-
-@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "gemma3_text"])
-def test_prompt_lookup_changes_nothing(family: str) -> None:
-    target = tiny_model(family)
-    prompts = [*PROMPTS, [4, 5], [22, 3, 9, 4]]
-    options: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True}
-    expected = Engine(target).generate(prompts, **options)
-    for batch_size in (1, 3):
-        found = Engine(target, PromptLookup(), max_batch_size=batch_size).generate(prompts, **options)
-        assert [result.token_ids for result in found] == [result.token_ids for result in expected]
-    assert max(result.tokens_per_step for result in found) > 1.2, "tiny models repeat themselves"
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"num_tokens": 0}, "num_tokens is 0; it must be at least 1"),
-        ({"max_ngram": 0}, "max_ngram is 0"),
-        ({"min_ngram": 0}, "min_ngram is 0"),
-        ({"min_ngram": 4}, "min_ngram is 4 and max_ngram 3: it must not be larger"),
-    ],
-)
-def test_impossible_lookups(options: dict[str, int], words: str) -> None:
-    with pytest.raises(InvalidSettings, match=words):
-        PromptLookup(**options)

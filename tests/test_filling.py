@@ -1,4 +1,4 @@
-"""Trees that grow anew for each row, against slow searches over every guess, and what holds of all of them."""
+"""Trees that grow for each row, against slow searches over every candidate, and properties of all of them."""
 
 import heapq
 import itertools
@@ -184,7 +184,7 @@ BEST_FIRST = {
 
 @pytest.mark.parametrize("shape", BEST_FIRST)
 @pytest.mark.parametrize("kind", ["shared", "own", "trimmed", "trimmed, low rank"])
-def test_heads_side_by_side_grow_by_best_first_search(kind: str, shape: str) -> None:
+def test_heads_that_do_not_read_the_path_grow_by_best_first_search(kind: str, shape: str) -> None:
     """Whatever the beam is."""
     (head, context), rule = confident("medusa", kind), BEST_FIRST[shape]
     draft = proposed(head, rule, context)
@@ -457,7 +457,7 @@ def world_of(table: list[list[float]], depth: int = 3, *, reads_path: bool = Tru
 
 
 @pytest.mark.parametrize("reads_path", [False, True])
-def test_guesses_that_are_certain_come_after_their_parents(reads_path: bool) -> None:
+def test_certain_draft_tokens_come_after_their_parents(reads_path: bool) -> None:
     """All on the path have probability 1."""
     draft = world_of([[0.0, 300.0, 0.0]], reads_path=reads_path).grow(BestFirst(4))
     for row in range(2):
@@ -467,7 +467,7 @@ def test_guesses_that_are_certain_come_after_their_parents(reads_path: bool) -> 
 
 
 @pytest.mark.parametrize("reads_path", [False, True])
-def test_guesses_that_are_impossible_come_last(reads_path: bool) -> None:
+def test_impossible_draft_tokens_come_last(reads_path: bool) -> None:
     world = world_of([[1.0, -math.inf, 0.0]], 2, reads_path=reads_path)
     totals = [node.path_log_prob for node in nodes_of(world.grow(BestFirst(13, beam=9)), 0)]
     assert [math.isfinite(total) for total in totals] == [True] * 7 + [False] * 6
@@ -476,7 +476,7 @@ def test_guesses_that_are_impossible_come_last(reads_path: bool) -> None:
 
 @pytest.mark.parametrize("reads_path", [False, True])
 @pytest.mark.parametrize("shape", [BestFirst(13), BestPaths((2, 2, 2), 5)])
-def test_guesses_that_are_all_alike(shape: BestFirst | BestPaths, reads_path: bool) -> None:
+def test_draft_tokens_of_equal_probability(shape: BestFirst | BestPaths, reads_path: bool) -> None:
     """Of two hundred thousand trees it must be one, and shallow guesses are likelier than deep ones."""
     draft = world_of([[0.5] * 3], reads_path=reads_path).grow(shape)
     depths = [len(node.tokens) for node in nodes_of(draft, 0)]
@@ -506,7 +506,7 @@ def test_a_path_is_as_good_as_its_end_and_a_node_as_its_best_path() -> None:
 
 
 @pytest.mark.parametrize("above", [0, 1, 2])
-def test_even_the_last_guess_of_a_depth_has_a_child_if_that_is_the_likeliest(above: int) -> None:
+def test_the_last_node_of_a_depth_has_a_child_if_the_child_is_most_probable(above: int) -> None:
     """Below a path of certain guesses four are nearly alike, and the last of them has a certain child."""
     lines = torch.zeros(97, 4)
     world = world_of(lines.tolist(), above + 2)
@@ -578,7 +578,7 @@ def test_an_impossible_rule_is_named_with_its_numbers(rule: Callable[[], object]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_rules_that_the_head_cannot_follow(method: str) -> None:
+def test_shapes_that_the_head_cannot_fill(method: str) -> None:
     head = random_head(method, draft_vocab_size=len(DRAFT_VOCAB))
     for deep in (BestFirst(9, max_depth=4), BestPaths((2, 2, 2, 2))):
         with pytest.raises(

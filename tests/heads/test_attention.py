@@ -1,0 +1,97 @@
+"""Transformer layers of heads against attention one query at a time, and against transformers' Llama."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from draftheads.heads import head_classes
+from draftheads.heads.attention import LayerConfig, RmsNorm, TransformerLayer, attend, attend_with_path
+from draftheads.heads.history import KeysValues
+from families import VOCAB
+
+
+def slow_attention(
+    layer: TransformerLayer, x: Tensor, config: LayerConfig, *, causal: bool = True, rotary: bool = True
+) -> Tensor:
+    """The layer's output (T, D) one query and one head at a time."""
+    size, heads, groups = config.head_size, config.num_attention_heads, config.num_key_value_heads
+
+    def norm(v: Tensor, weight: Tensor) -> Tensor:
+        return v / (v.square().mean() + config.norm_epsilon).sqrt() * weight
+
+    def turned(v: Tensor, position: int) -> Tensor:
+        out = v.clone()
+        for j in range(size // 2 if rotary else 0):
+            angle = torch.tensor(position * config.rope_theta ** (-2.0 * j / size))
+            a, b = v[j], v[j + size // 2]
+            out[j] = a * angle.cos() - b * angle.sin()
+            out[j + size // 2] = b * angle.cos() + a * angle.sin()
+        return out
+
+    normed = [norm(v, layer.input_norm.weight) for v in x]  # type: ignore[arg-type]
+    outputs = []
+    for t, v in enumerate(x):
+        attended = []
+        for h in range(heads):
+            g = h // (heads // groups)
+            q = turned(layer.q_proj.weight[h * size : (h + 1) * size] @ normed[t], t)
+            seen = range(t + 1 if causal else len(x))
+            keys = [turned(layer.k_proj.weight[g * size : (g + 1) * size] @ normed[s], s) for s in seen]
+            values = [layer.v_proj.weight[g * size : (g + 1) * size] @ normed[s] for s in seen]
+            weights = (torch.stack(keys) @ q / size**0.5).softmax(0)
+            attended.append(weights @ torch.stack(values))
+        middle = v + layer.o_proj.weight @ torch.cat(attended)
+        inner = norm(middle, layer.middle_norm.weight)
+        part = layer.feed_forward
+        outputs.append(
+            middle + part.down_proj.weight @ (F.silu(part.gate_proj.weight @ inner) * (part.up_proj.weight @ inner))
+        )
+    return torch.stack(outputs)
+
+
+def layer_config(**changes: Any) -> LayerConfig:
+    config_class, _ = head_classes("eagle")
+    config = config_class(**{"hidden_size": 12, "vocab_size": VOCAB, **changes})
+    assert isinstance(config, LayerConfig)
+    return config
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_a_layer_is_llamas(groups: int) -> None:
+    config = layer_config(num_attention_heads=4, num_key_value_heads=groups, head_size=6, intermediate_size=10)
+    layer = TransformerLayer(config)
+    chance = torch.Generator().manual_seed(groups)
+    for parameter in layer.parameters():
+        parameter.data = 0.5 * torch.randn(parameter.shape, generator=chance)
+    x = torch.randn(7, 12, generator=chance)
+    torch.testing.assert_close(layer(x[None])[0], slow_attention(layer, x, config), rtol=1e-4, atol=1e-4)
+
+
+def test_a_new_layer_changes_nothing() -> None:
+    x = torch.randn(2, 5, 12)
+    assert torch.equal(TransformerLayer(layer_config())(x), x)
+
+
+def test_norms_are_computed_in_fp32() -> None:
+    norm = RmsNorm(8, 1e-6).to(torch.bfloat16)
+    x = (100 + torch.arange(8)).to(torch.bfloat16)[None]
+    expected = (x.float() / x.float().square().mean().sqrt()).to(torch.bfloat16)
+    assert torch.equal(norm(x), expected)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_attention_with_a_path_is_attention_over_both(groups: int) -> None:
+    chance = torch.Generator().manual_seed(groups)
+    normal = lambda *shape: torch.randn(*shape, generator=chance)  # noqa: E731
+    queries = normal(2, 3, 4, 6)
+    seen, path = KeysValues(normal(2, 5, groups, 6), normal(2, 5, groups, 6)), None
+    path = KeysValues(normal(2, 3, 2, groups, 6), normal(2, 3, 2, groups, 6))
+    mask = torch.tensor([[True, True, True, False, False], [True] * 5])[:, None]
+    found = attend_with_path(queries, seen, mask, path)
+    for s in range(3):
+        both = KeysValues(*(torch.cat([a, b[:, s]], 1) for a, b in zip(seen, path, strict=True)))
+        own = torch.cat([mask, torch.ones(2, 1, 2, dtype=torch.bool)], 2)
+        torch.testing.assert_close(found[:, s : s + 1], attend(queries[:, s : s + 1], both, own), rtol=1e-4, atol=1e-5)

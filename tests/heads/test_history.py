@@ -1,0 +1,28 @@
+"""The history of a stateful head keeps the keys and values of accepted tokens, row by row."""
+
+import torch
+
+from draftheads.heads.history import History, KeysValues
+
+
+def test_a_history_grows_and_keeps_what_was_written() -> None:
+    history = History(1)
+    history.join(2, torch.device("cpu"))
+    texts = torch.randn(2, 300, 1, 4)
+    done = [0, 0]
+    chance = torch.Generator().manual_seed(0)
+    while max(done) < 280:
+        positions, longest = history.span(slice(0, 2), 4)
+        assert positions.tolist() == [[n, n + 1, n + 2, n + 3] for n in done]
+        new = torch.stack([texts[row, n : n + 4] for row, n in enumerate(done)])
+        history.write(0, slice(0, 2), KeysValues(new, -new), positions, longest)
+        counts = torch.randint(1, 5, (2,), generator=chance)
+        history.accept(slice(0, 2), counts)
+        done = [n + count for n, count in zip(done, counts.tolist(), strict=True)]
+    seen, mask = history.accepted(0)
+    for row, count in enumerate(done):
+        assert mask[row].sum() == count
+        assert torch.equal(seen.keys[row, :count], texts[row, :count])
+        assert torch.equal(seen.values[row, :count], -texts[row, :count])
+    history.keep(torch.tensor([1]))
+    assert torch.equal(history.accepted(0)[0].keys[0, : done[1]], texts[1, : done[1]])
