@@ -2,14 +2,24 @@
 
 import gzip
 import json
+import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from draftheads.data.batches import split_held_out
+from draftheads.data.features import FeatureStore
 from draftheads.models.model import TargetModel
+from draftheads.train.learner import Learner
+from draftheads.train.losses import objective
+from draftheads.train.new_head import new_head
+from draftheads.train.options import TrainOptions
+from draftheads.train.report import Measurement, measure
 
 EOS = 2
 VOCAB = ["<unk>", "<s>", "<e>", "\n", "user", "assistant", "system", *(f"w{i}" for i in range(57))]
@@ -89,3 +99,80 @@ def write_chats(path: Path, records: list[dict[str, Any]]) -> Path:
     text = "".join(json.dumps(record) + "\n" for record in records)
     path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
     return path
+
+
+def train_options(out: Path, features: Path | None, **changes: Any) -> TrainOptions:
+    """Of a small run on finished features, or on ``data``."""
+    values: dict[str, Any] = {
+        "method": "medusa",
+        "model": "tiny-chat",
+        "num_heads": 3,
+        "draft_vocab_size": 48,
+        "epochs": 2,
+        "batch_tokens": 128,
+        "learning_rate": 0.02,
+        "tree_nodes": 8,
+        "held_out": 0.2,
+        "log_steps": 1,
+        "save_steps": 1000,
+    }
+    return TrainOptions.of(out=out, features=features, **{**values, **changes})
+
+
+def tensors(out: Path) -> dict[str, torch.Tensor]:
+    """Of the head in a folder."""
+    return load_file(out / "model.safetensors")
+
+
+def lines(out: Path, name: str = "log.jsonl") -> list[dict[str, Any]]:
+    """Of a log."""
+    return [json.loads(line) for line in (out / name).read_text().splitlines()]
+
+
+def without_time(report: Any) -> Any:
+    """The report without measurements of time."""
+    return replace(report, training_seconds=0.0, tokens_per_second=0.0)
+
+
+def stop_by_ctrl_c() -> None:
+    """Ctrl-C."""
+    signal.raise_signal(signal.SIGINT)
+
+
+class KilledError(Exception):
+    """Stands for whatever ends a process."""
+
+
+def stop_by_crash() -> None:
+    """An error that nothing handles."""
+    raise KilledError
+
+
+def measured(
+    target: TargetModel, features: Path, settings: TrainOptions, *, head: Any = None, on: str = "held out"
+) -> Measurement:
+    """What is measured of a head (an untrained one by default) on the texts that a run holds out or trains on."""
+    store = FeatureStore(features)
+    training, held_out = split_held_out(
+        store.token_ids, store.loss_masks, fraction=settings.chats.held_out, at_most=200, seed=settings.schedule.seed
+    )
+    head = head or new_head(settings.heads, target.weights, store, training, target.eos_ids)
+    learner = Learner(head, target.weights, objective=objective(settings.objective.loss), depth_decay=0.8)
+    return measure(learner, store, training if on == "training" else held_out, batch_tokens=100)
+
+
+def chat_options(out: Path, **changes: Any) -> TrainOptions:
+    """Of a small run on chats or text."""
+    values: dict[str, Any] = {
+        "method": "hydra",
+        "num_heads": 2,
+        "draft_vocab_size": 0,
+        "batch_tokens": 128,
+        "max_length": 64,
+        "learning_rate": 0.02,
+        "log_steps": 1,
+        "eval_steps": 10,
+        "epochs": 1,
+        "precision": "fp32",
+    }
+    return TrainOptions.of(out=out, **{**values, **changes})

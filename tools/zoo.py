@@ -16,7 +16,7 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +25,6 @@ import tyro
 
 from draftheads.checkpoint import CARD_FILE, CONFIG_FILE, HEAD_FILES, read_head
 from draftheads.cli.main import main as draftheads
-from draftheads.cli.train import as_arguments
 from draftheads.errors import DraftHeadsError
 from draftheads.files import atomic_directory, write_atomic
 from draftheads.train.options import TrainOptions
@@ -191,17 +190,26 @@ def command(options: Mapping[str, Any]) -> str:
     """The command line that makes such a head; names of files, but no folders of this machine."""
     words = ["draftheads", "train", "--method", options["method"], "--model", options["model"]]
     for files in ("data", "text"):
-        words += as_arguments(files, tuple(Path(path).name for path in options[files])) if options[files] else []
+        words += as_arguments(files, [Path(path).name for path in options[files]]) if options[files] else []
     words += ["--out", options["method"]]
     if options["start_from"]:
         words += ["--start-from", Path(options["start_from"]).name]
-    for field in fields(TrainOptions):
-        if field.name in _NOT_SAID or field.default is MISSING:
-            continue
-        value = options[field.name]
-        if value != json.loads(json.dumps(field.default)):
-            words += as_arguments(field.name, tuple(value) if isinstance(value, list) else value)
+    for name, default in TrainOptions.defaults().items():
+        if name not in _NOT_SAID and options[name] != default:
+            words += as_arguments(name, options[name])
     return shlex.join(words)
+
+
+def as_arguments(name: str, value: Any) -> list[str]:
+    """A setting as it is given on the command line.
+
+    >>> as_arguments("num_heads", 4), as_arguments("chain", True), as_arguments("betas", [0.9, 0.95])
+    (['--num-heads', '4'], ['--chain'], ['--betas', '0.9', '0.95'])
+    """
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    return [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
 
 
 def card(folder: Path, metrics: Mapping[str, Any], compared: Sequence[tuple[Found, Row]], num_bytes: int) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from rich.text import Text
-from tests.train.test_train import KilledError, Silent, options
 from transformers import GenerationConfig
 from transformers.utils import logging
 
@@ -25,7 +24,18 @@ from draftheads.models.pretrained import load_tokenizer
 from draftheads.reports.batch_page import PlannedBatch
 from draftheads.reports.spans import Span, spans
 from draftheads.train import run
-from training_world import EOS, TEMPLATE, chat, chat_model, chat_tokenizer, counting_chats, write_chats
+from fake_progress import FakeProgress
+from training_world import (
+    EOS,
+    TEMPLATE,
+    KilledError,
+    chat,
+    chat_model,
+    chat_tokenizer,
+    counting_chats,
+    train_options,
+    write_chats,
+)
 
 MAX_LENGTH = 24
 RECORDS = [
@@ -131,11 +141,11 @@ def test_batches_are_those_of_training(
         raise KilledError
 
     monkeypatch.setattr(run, "fit", fit)
-    chosen = options(
+    chosen = train_options(
         tmp_path / "out", None, data=(Path("chats.jsonl"),), max_length=MAX_LENGTH, batch_tokens=64, epochs=3, seed=seed
     )
     with pytest.raises(KilledError):
-        run.train_for(target, chosen, Silent())
+        run.train_for(target, chosen, FakeProgress())
     (batches,) = seen
     plan = planned(seed=seed)
     assert plan.batches == batches.plan

@@ -13,7 +13,7 @@ import tyro
 from safetensors.torch import load_file
 
 from draftheads.checkpoint import load_head, read_head
-from draftheads.cli.train import expanded
+from draftheads.cli.train import defaults
 from draftheads.heads import head_classes, parse_head_options
 from draftheads.heads.attention import LayerConfig
 from draftheads.models.model import TargetModel
@@ -107,7 +107,7 @@ def test_the_zoo_is_as_small_as_it_may_be(tool: ModuleType) -> None:
     found = []
     for name, settings in tool.HEADS.items():
         arguments = ["--method", name, *shlex.split(f"{tool.COMMON} {settings}"), "--data", "x", "--out", "y"]
-        options = tyro.cli(TrainOptions, args=expanded(arguments))
+        options = tyro.cli(TrainOptions, args=arguments, default=defaults(arguments)).heads
         config_class, head_class = head_classes(name)
         more = {
             **(layer if issubclass(config_class, LayerConfig) else {}),
@@ -140,7 +140,7 @@ def test_bundled_heads_are_those_that_were_trained(
         metrics = json.loads((work / name / "metrics.json").read_text())
         for i, (loss, top1) in enumerate(zip(metrics["losses"], metrics["top1"], strict=True)):
             assert f"\n| {i + 1} | {loss:.3f} | {top1:.1%} | " in card
-        assert f"Guesses {len(metrics['losses'])} tokens beyond the next one" in card
+        assert f"Predictions {len(metrics['losses'])} tokens beyond the next one" in card
         assert f"{metrics['num_training_texts']} chats for training, {metrics['num_held_out_texts']} kept" in card
         assert "The model's own answers (up to 256 tokens" in card
         assert "It shares the model's lm_head. It guesses among the 48 most frequent tokens." in card

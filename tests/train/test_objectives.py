@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.train.losses import Labels, LossKind, objective
-from draftheads.train.objectives import depth_weights, find_guesses, head_losses
+from draftheads.train.objectives import depth_weights, find_predictions, head_losses
 
 K, B, T, D, V = 3, 3, 9, 8, 11
 MASKS = {
@@ -75,7 +75,7 @@ def test_head_losses_equal_their_slow_twin(mask: str, kind: LossKind, chunk_size
     weights = depth_weights(K, 0.8)
     loss, means = head_losses(
         world.features,
-        find_guesses(world.loss_mask, K),
+        find_predictions(world.loss_mask, K),
         labels=world.labels,
         row_loss=objective(kind).loss,
         logits=world.logits,
@@ -94,12 +94,12 @@ def test_head_losses_equal_their_slow_twin(mask: str, kind: LossKind, chunk_size
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_guesses_are_those_of_the_definition(mask: str) -> None:
+def test_predictions_are_those_of_the_definition(mask: str) -> None:
     loss_mask = torch.tensor(MASKS[mask]).bool()
-    guesses = find_guesses(loss_mask, K)
+    predictions = find_predictions(loss_mask, K)
     found = {
-        (i, int(guesses.sources(i)[column]), int(guesses.positions[column]) + 1)
-        for i, column in guesses.counts.nonzero().tolist()
+        (i, int(predictions.sources(i)[column]), int(predictions.positions[column]) + 1)
+        for i, column in predictions.counts.nonzero().tolist()
     }
     expected = {
         (i, b * T + t, b * T + t + 2 + i)
@@ -109,12 +109,12 @@ def test_guesses_are_those_of_the_definition(mask: str) -> None:
         if t + 2 + i < T and loss_mask[b, t + 1] and loss_mask[b, t + 2 + i]
     }
     assert found == expected
-    assert guesses.counts.any(0).all()
+    assert predictions.counts.any(0).all()
 
 
-def test_texts_shorter_than_the_heads_reach_have_few_guesses() -> None:
-    assert find_guesses(torch.ones(1, 1).bool(), 4).counts.shape == (4, 0)
-    assert find_guesses(torch.ones(1, 3).bool(), 4).counts.tolist() == [[True], [False], [False], [False]]
+def test_texts_shorter_than_the_heads_reach_have_few_predictions() -> None:
+    assert find_predictions(torch.ones(1, 1).bool(), 4).counts.shape == (4, 0)
+    assert find_predictions(torch.ones(1, 3).bool(), 4).counts.tolist() == [[True], [False], [False], [False]]
 
 
 def test_no_more_logits_exist_than_a_chunk_has_positions() -> None:
@@ -126,7 +126,7 @@ def test_no_more_logits_exist_than_a_chunk_has_positions() -> None:
 
     head_losses(
         world.features,
-        find_guesses(world.loss_mask, K),
+        find_predictions(world.loss_mask, K),
         labels=world.labels,
         row_loss=objective("teacher").loss,
         logits=logits,
@@ -134,15 +134,15 @@ def test_no_more_logits_exist_than_a_chunk_has_positions() -> None:
         chunk_size=5,
     )[0].backward()
     assert max(seen) == 5
-    assert sum(seen) == K * find_guesses(world.loss_mask, K).positions.numel()
+    assert sum(seen) == K * find_predictions(world.loss_mask, K).positions.numel()
 
 
-def test_a_bias_learns_from_the_guesses_that_count_only() -> None:
+def test_a_bias_learns_from_the_predictions_that_count_only() -> None:
     world = World("two turns")
     bias = nn.Parameter(torch.zeros(V))
     loss, _ = head_losses(
         world.features,
-        find_guesses(world.loss_mask, K),
+        find_predictions(world.loss_mask, K),
         labels=world.labels,
         row_loss=objective("hard").loss,
         logits=lambda features, head: world.logits(features, head) + bias,
@@ -161,7 +161,7 @@ def test_without_gradients_the_losses_are_the_same() -> None:
     def losses() -> tuple[Tensor, Tensor]:
         return head_losses(
             world.features,
-            find_guesses(world.loss_mask, K),
+            find_predictions(world.loss_mask, K),
             labels=world.labels,
             row_loss=objective("teacher").loss,
             logits=world.logits,
@@ -184,7 +184,7 @@ def test_heads_that_weigh_nothing_are_not_asked() -> None:
     weights = torch.tensor([0.0, 0.7] + [0.0] * (K - 2))
     loss, means = head_losses(
         world.features,
-        find_guesses(world.loss_mask, K),
+        find_predictions(world.loss_mask, K),
         labels=world.labels,
         row_loss=objective("teacher").loss,
         logits=logits,
@@ -200,12 +200,12 @@ def test_heads_that_weigh_nothing_are_not_asked() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_without_a_guess_the_loss_is_zero_and_so_are_its_gradients() -> None:
+def test_without_a_prediction_the_loss_is_zero_and_so_are_its_gradients() -> None:
     world = World("everything")
-    guesses = find_guesses(world.loss_mask, K)
+    predictions = find_predictions(world.loss_mask, K)
     loss, means = head_losses(
         world.features,
-        guesses.only(torch.zeros_like(guesses.positions, dtype=torch.bool)),
+        predictions.only(torch.zeros_like(predictions.positions, dtype=torch.bool)),
         labels=world.labels,
         row_loss=objective("hard").loss,
         logits=world.logits,

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from draftheads.errors import InvalidSettings
 from draftheads.train.options import TrainOptions
 from draftheads.train.run import train
+from fake_progress import FakeProgress
 from training_world import chat_model, counting_chats, distilled_chats, write_chats
 
 # small shards, so that both processes have some to read
@@ -151,7 +152,7 @@ def test_two_processes_tune_the_model_of_one(world: Path) -> None:
 
 
 def test_a_model_is_spread_over_several_processes_only(world: Path) -> None:
-    options = TrainOptions(
+    options = TrainOptions.of(
         method="medusa", model=str(world / "model"), data=(world / "chats.jsonl",), out=world / "x", shard_model=True
     )
 
@@ -160,4 +161,4 @@ def test_a_model_is_spread_over_several_processes_only(world: Path) -> None:
         def progress(self, done: int, total: int, loss: float | None = None) -> None: ...
 
     with pytest.raises(InvalidSettings, match="--shard-model is for several processes"):
-        train(options, Silent())
+        train(options, FakeProgress())

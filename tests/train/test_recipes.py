@@ -4,28 +4,31 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 import tyro
 
 from draftheads.cli import train as command
 from draftheads.cli import train_joint
 from draftheads.cli.main import main
 from draftheads.models.model import TargetModel
+from draftheads.progress import NoProgress
 from draftheads.train import run
-from draftheads.train.joint import train_jointly_for
-from draftheads.train.joint_options import JointOptions
+from draftheads.train.joint.options import JointOptions
+from draftheads.train.joint.run import train_jointly_for
 from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import RECIPES
 from draftheads.train.report import Report
-from draftheads.train.schedule import Stage
-from draftheads.train.trainer import learning_rate_of
-from training_world import chat_model, counting_chats, distilled_chats, write_chats
+from training_world import (
+    chat_model,
+    counting_chats,
+    distilled_chats,
+    write_chats,
+)
 
 
-def parsed(*arguments: str, tunes_model: bool = False) -> TrainOptions:
+def parsed(*arguments: str, tunes_model: bool = False) -> TrainOptions | JointOptions:
     if tunes_model:
-        return tyro.cli(JointOptions, args=train_joint.expanded(arguments))
-    return tyro.cli(TrainOptions, args=command.expanded(arguments))
+        return tyro.cli(JointOptions, args=arguments, default=train_joint.defaults(arguments))
+    return tyro.cli(TrainOptions, args=arguments, default=command.defaults(arguments))
 
 
 BASICS = ("--out", "out", "--data", "chats.jsonl", "--method", "medusa")
@@ -36,12 +39,9 @@ BASICS = ("--out", "out", "--data", "chats.jsonl", "--method", "medusa")
 def test_a_recipe_sets_what_it_says_and_nothing_else(name: str, joined: bool) -> None:
     arguments = [*BASICS[:4], *([f"--recipe={name}"] if joined else ["--recipe", name])]
     settings, tunes = RECIPES[name].settings, RECIPES[name].tunes_model
-    found = parsed(*arguments, *([] if "method" in settings else BASICS[4:]), tunes_model=tunes)
-    plain = parsed(*BASICS, tunes_model=tunes)
-    assert {key: getattr(found, key) for key in settings} == dict(settings)
-    others = set(vars(plain)) - set(settings) - {"recipe", "method"}
-    assert {key: getattr(found, key) for key in others} == {key: getattr(plain, key) for key in others}
-    assert found.recipe == name
+    found = parsed(*arguments, *([] if "method" in settings else BASICS[4:]), tunes_model=tunes).flat()
+    plain = parsed(*BASICS, tunes_model=tunes).flat()
+    assert found == {**plain, "method": found["method"], **settings, "recipe": name}
 
 
 @pytest.mark.parametrize(
@@ -59,19 +59,15 @@ def test_a_recipe_sets_what_it_says_and_nothing_else(name: str, joined: bool) ->
     ],
 )
 def test_recipes_have_the_papers_numbers(name: str, numbers: dict[str, object]) -> None:
-    found = parsed(*BASICS[:4], "--recipe", name)
-    assert {key: getattr(found, key) for key in numbers} == numbers
+    found = parsed(*BASICS[:4], "--recipe", name).flat()
+    assert {key: found[key] for key in numbers} == numbers
 
 
 def test_what_is_asked_for_wins_wherever_it_stands() -> None:
     before = parsed("--epochs", "7", *BASICS[:4], "--recipe", "medusa-1")
     after = parsed(*BASICS[:4], "--recipe", "medusa-1", "--epochs", "7", "--method", "hydra")
-    assert (before.epochs, before.method, before.num_heads) == (7, "medusa", 5)
-    assert (after.epochs, after.method, after.num_heads) == (7, "hydra", 5)
-
-
-def test_without_a_recipe_arguments_stay() -> None:
-    assert command.expanded(["--epochs", "3", "--recipes"]) == ["--epochs", "3", "--recipes"]
+    assert (before.schedule.epochs, before.heads.method, before.heads.num_heads) == (7, "medusa", 5)
+    assert (after.schedule.epochs, after.heads.method, after.heads.num_heads) == (7, "hydra", 5)
 
 
 @pytest.mark.parametrize("arguments", [["--recipe", "medusa-7"], ["--recipe=medusa-7"]])
@@ -82,20 +78,9 @@ def test_an_unknown_recipe_is_named(arguments: list[str], capsys: pytest.Capture
 
 def test_a_recipe_of_the_other_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *BASICS, "--recipe", "medusa-2"]) == 1
-    assert "medusa-2 tunes the model, too: draftheads train-joint --recipe medusa-2" in capsys.readouterr().err
+    assert "medusa-2 also tunes the model: draftheads train-joint --recipe medusa-2" in capsys.readouterr().err
     assert main(["train-joint", *BASICS, "--recipe", "hydra"]) == 1
-    assert "hydra leaves the model as it is: draftheads train --recipe hydra" in capsys.readouterr().err
-
-
-class Quiet:
-    def stage(self, what: str) -> None: ...
-
-    def progress(self, done: int, total: int, loss: float | None = None) -> None: ...
-
-
-@pytest.fixture(scope="module")
-def target() -> TargetModel:
-    return chat_model()
+    assert "hydra does not tune the model: draftheads train --recipe hydra" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -124,9 +109,9 @@ def test_every_recipe_learns(target: TargetModel, tmp_path: Path, name: str) -> 
         tunes_model=tunes,
     )
     if isinstance(options, JointOptions):
-        report = train_jointly_for(chat_model(), options, Quiet()).heads
+        report = train_jointly_for(chat_model(), options, NoProgress())
     else:
-        report = run.train_for(target, options, Quiet())
+        report = run.train_for(target, options, NoProgress())
     untrained = json.loads((tmp_path / "out" / "validation.jsonl").read_text().splitlines()[0])
     assert report.tokens_per_step_tree > untrained["tokens_per_step_tree"] + 0.05
     lines = (tmp_path / "out" / "log.jsonl").read_text().splitlines()
@@ -147,12 +132,3 @@ def test_the_run_prints_what_its_recipe_sets(
         row = next(line for line in out.splitlines() if f" {name} " in line)
         assert str(value) in row
         assert ("3 (the recipe has 1)" in row) == (name == "epochs")
-
-
-@pytest.mark.parametrize("final", [0.0, 0.25])
-def test_the_learning_rate_rises_and_falls_along_a_cosine(final: float) -> None:
-    options = parsed(*BASICS, "--warmup", "0.2", "--learning-rate", "0.01", "--final-learning-rate", str(final))
-    rates = 0.01 * torch.tensor([learning_rate_of(options, [Stage(50)])(step) for step in range(50)])
-    warm = torch.arange(10) / 10
-    cosine = 0.5 * (1 + torch.cos(torch.arange(40) / 40 * torch.pi))
-    torch.testing.assert_close(rates, 0.01 * torch.cat([warm, final + (1 - final) * cosine]))

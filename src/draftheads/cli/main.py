@@ -21,7 +21,6 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "ablate": Command("draftheads.cli.ablate", "AblateOptions", "train the variants of an ablation study, and compare"),
     "bench": Command("draftheads.cli.bench", "BenchOptions", "compare draft heads, and what drafts without one"),
     "demo": Command("draftheads.cli.demo", "DemoOptions", "answer prompts with and without draft heads, and compare"),
     "distill": Command("draftheads.cli.distill", "DistillOptions", "let a model answer prompts, as data to train on"),
@@ -87,8 +86,9 @@ def _run(name: str, command: Command, arguments: Sequence[str]) -> None:
 
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it logs missing libraries on import
     module: Any = importlib.import_module(command.module)
-    expanded = getattr(module, "expanded", list)  # a command's own function, if one argument stands for several
-    options = tyro.cli(getattr(module, command.options), args=expanded(arguments), prog=f"draftheads {name}")
+    # some commands have defaults that depend on other options, such as --recipe
+    default = {"default": module.defaults(arguments)} if hasattr(module, "defaults") else {}
+    options = tyro.cli(getattr(module, command.options), args=arguments, prog=f"draftheads {name}", **default)
     module.run(options)
 
 

@@ -23,7 +23,7 @@ from draftheads.models.pretrained import load_tokenizer
 from draftheads.reports.batch_page import PlannedBatch, batch_page
 from draftheads.reports.page import render
 from draftheads.reports.spans import KINDS, Span, spans
-from draftheads.train.options import TrainOptions
+from draftheads.train.options import ChatOptions, RunOptions, ScheduleOptions
 
 _STYLES = {  # by Span.is_learned, Span.is_special
     (False, False): "dim",
@@ -40,9 +40,9 @@ class ShowBatchOptions:
 
     data: tuple[Path, ...]
     """Chat files (.jsonl, .jsonl.gz), one {"messages": [...]} a line."""
-    model: str = TrainOptions.model
+    model: str = RunOptions.model
     """The model whose tokenizer and chat template are used: a name, a folder or a Hugging Face id."""
-    chat_template: str | None = TrainOptions.chat_template
+    chat_template: str | None = RunOptions.chat_template
     """Chat template in place of the tokenizer's own: a Jinja file, or chatml, llama-2 or vicuna."""
     index: int = 0
     """Which batch: a training run with the same settings takes batch 0 in its first step."""
@@ -52,17 +52,17 @@ class ShowBatchOptions:
     """Write the same as a page of HTML into this file."""
     plain_text: bool = False
     """Mark learned tokens with brackets instead of colours; the default where the terminal has no colours."""
-    batch_tokens: int = TrainOptions.batch_tokens
+    batch_tokens: int = ScheduleOptions.batch_tokens
     """Tokens in a batch, padding included."""
-    max_length: int = TrainOptions.max_length
+    max_length: int = ChatOptions.max_length
     """Cut texts after this number of tokens."""
-    max_tokens: int | None = TrainOptions.max_tokens
+    max_tokens: int | None = ChatOptions.max_tokens
     """Stop reading data after this number of tokens."""
-    epochs: int = TrainOptions.epochs
+    epochs: int = ScheduleOptions.epochs
     """Passes over the training text."""
-    held_out: float = TrainOptions.held_out
+    held_out: float = ChatOptions.held_out
     """Share of held-out texts, at most 200 texts."""
-    seed: int = TrainOptions.seed
+    seed: int = ScheduleOptions.seed
     """Seed of the batches and their order."""
 
     def __post_init__(self) -> None:

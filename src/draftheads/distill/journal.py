@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from draftheads.errors import DataError, InvalidSettings
 from draftheads.files import append_synced, locked, remove_leftovers, write_atomic
+from draftheads.identity import as_json_values, require_same
 
 _FORMAT = 1
 
@@ -111,7 +112,13 @@ class Journal:
                 journal = cls(out, Manifest(identity, details=details))
                 journal._write_manifest()
             else:
-                _refuse_another_run(out, before.identity, json.loads(json.dumps(identity)))
+                require_same(
+                    before.identity,
+                    as_json_values(identity),
+                    problem=f"{out} belongs to another run",
+                    fix="To continue that run use its settings; else name another --out, "
+                    f"or delete {manifest_path(out)} and its output file",
+                )
                 journal = cls(out, before if before.is_complete else replace(before, details=details))
                 journal._check_files()
             yield journal
@@ -187,13 +194,3 @@ def _refuse_unknown_files(out: Path) -> None:
                 f"{path} exists, but {manifest_path(out)} does not, so no run can continue it: "
                 "name another --out, or delete it"
             )
-
-
-def _refuse_another_run(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    if names:
-        changes = ", ".join(f"{name} was {before.get(name)!r} and is {now.get(name)!r}" for name in names)
-        raise InvalidSettings(
-            f"{out} belongs to another run: {changes}. To continue that run use its settings; else name another --out, "
-            f"or delete {manifest_path(out)} and its output file"
-        )

@@ -1,1 +1,1 @@
-"""Fitting draft heads to a frozen target."""
+"""Trains draft heads for a frozen model; ``joint`` tunes the model, too."""

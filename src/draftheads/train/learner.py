@@ -1,4 +1,4 @@
-"""A head in its training harness: a batch goes in, losses come out.
+"""A head with its objective in one module: a batch goes in, losses come out.
 
 Knows heads and objectives; knows nothing of files, schedules or the Trainer that calls it.
 """
@@ -12,14 +12,14 @@ from draftheads.errors import DataError
 from draftheads.heads.base import DraftHead
 from draftheads.heads.layers import Block
 from draftheads.train.losses import Labels, Objective
-from draftheads.train.objectives import Guesses, LabelMaker, depth_weights, find_guesses, head_losses
+from draftheads.train.objectives import LabelMaker, Predictions, depth_weights, find_predictions, head_losses
 
 
 class Learner(nn.Module):
-    """A bound head and what it learns from; its state dict holds the head's tensors under ``head.``."""
+    """A bound head and the target's weights; its state dict has the head's tensors under ``head.``."""
 
-    draft_index: Tensor  # (V,) int64: where a token stands in the draft vocabulary
-    in_vocab: Tensor  # (V,) bool: whether it does
+    draft_index: Tensor  # (V,) int64: index of a token in the draft vocabulary
+    in_vocab: Tensor  # (V,) bool: whether a token is in the draft vocabulary
     teacher: Tensor  # (V', D): the target's lm_head
     teacher_bias: Tensor | None  # (V',)
     depth_weights: Tensor  # (K,) λ
@@ -63,7 +63,7 @@ class Learner(nn.Module):
             self.register_buffer(name, value, persistent=False)
 
     def _weights(self, depth_decay: float) -> Tensor:
-        """λ, (K,); a head that is the same at all depths is taught at the first."""
+        """λ, (K,); a head that is the same at all depths is trained only at the first depth."""
         weights = depth_weights(self.head.config.num_heads, depth_decay)
         if self.head.is_same_at_all_depths:
             weights[1:] = 0.0
@@ -78,20 +78,20 @@ class Learner(nn.Module):
             loss_mask: (B, T) bool.
 
         Returns:
-            ``loss``, to differentiate, and ``head_losses`` (K,), to look at, or (1,) of a head that is taught once for
-            all depths; 0 with gradients of 0 where the text is all there is to learn from, and the draft vocabulary has
-            none of its words.
+            ``loss``, to differentiate, and ``head_losses`` without gradients: (K,), or (1,) for a head that is trained
+            once for all depths. The loss is 0, with gradients of 0, if only the text is a label and the draft
+            vocabulary has none of its tokens.
 
         Raises:
-            DataError: the batch has nothing to guess.
+            DataError: the batch has no token to predict.
         """
         hidden = hidden.to(self.teacher.dtype)
-        guesses, labels = self.task(hidden, token_ids, loss_mask)
+        predictions, labels = self.task(hidden, token_ids, loss_mask)
         seen = with_noise(hidden, self.noise_alpha) if self.training else hidden
         features = self.head(seen, token_ids).flatten(1, 2)  # (K, S, F)
         loss, means = head_losses(
             features,
-            guesses,
+            predictions,
             labels=labels,
             row_loss=self.objective.loss,
             logits=self.head.logits,
@@ -99,40 +99,42 @@ class Learner(nn.Module):
             parameters=self.head.logit_parameters(),
         )
         if self.feature_weight:
-            loss = loss + self.feature_weight * self._feature_loss(features, hidden.flatten(0, 1), guesses)
+            loss = loss + self.feature_weight * self._feature_loss(features, hidden.flatten(0, 1), predictions)
         return {"loss": loss, "head_losses": means[:1] if self.head.is_same_at_all_depths else means}
 
-    def _feature_loss(self, features: Tensor, hidden: Tensor, guesses: Guesses) -> Tensor:
+    def _feature_loss(self, features: Tensor, hidden: Tensor, predictions: Predictions) -> Tensor:
         """Σ λ_i · smooth L1 between head i's features at t and h_{t+1+i}, which the target reads (EAGLE's loss)."""
         total = features.new_zeros(())
         for i, weight in enumerate(self.depth_weights):
-            counted = guesses.counts[i]
+            counted = predictions.counts[i]
             if counted.any():
-                inputs = self.head.lm_head_inputs(features[i, guesses.sources(i)[counted]])
-                total = total + weight * F.smooth_l1_loss(inputs.float(), hidden[guesses.positions[counted]].float())
+                inputs = self.head.lm_head_inputs(features[i, predictions.sources(i)[counted]])
+                total = total + weight * F.smooth_l1_loss(
+                    inputs.float(), hidden[predictions.positions[counted]].float()
+                )
         return total
 
-    def task(self, hidden: Tensor, token_ids: Tensor, loss_mask: Tensor) -> tuple[Guesses, LabelMaker]:
-        """What is to be guessed in a batch, and the labels for it.
+    def task(self, hidden: Tensor, token_ids: Tensor, loss_mask: Tensor) -> tuple[Predictions, LabelMaker]:
+        """The tokens to predict in a batch, and their labels.
 
         Raises:
-            DataError: there is nothing to guess, whatever the draft vocabulary has.
+            DataError: there is no token to predict, with any draft vocabulary.
         """
-        guesses = find_guesses(loss_mask, self.head.config.num_heads)
-        if not guesses.counts.any():
-            raise DataError("nothing to learn from: no two assistant tokens in a row")
-        if not self.objective.reads_teacher:  # then the text is all there is to learn from
-            guesses = guesses.only(self.in_vocab[token_ids.flatten()[guesses.positions + 1]])
-        return guesses, self.labels(hidden, token_ids)
+        predictions = find_predictions(loss_mask, self.head.config.num_heads)
+        if not predictions.counts.any():
+            raise DataError("nothing to train on: no two assistant tokens in a row")
+        if not self.objective.reads_teacher:  # then only the text is a label
+            predictions = predictions.only(self.in_vocab[token_ids.flatten()[predictions.positions + 1]])
+        return predictions, self.labels(hidden, token_ids)
 
     def labels(self, hidden: Tensor, token_ids: Tensor) -> LabelMaker:
-        """What is true at flat positions of a batch."""
+        """The labels at flat positions of a batch."""
         flat_hidden, flat_ids = hidden.flatten(0, 1), token_ids.flatten()  # (S, D), (S,)
 
         def labels(positions: Tensor) -> Labels:
-            said = flat_ids[positions + 1]
+            next_ids = flat_ids[positions + 1]
             probs = self._teacher_probs(flat_hidden[positions]) if self.objective.reads_teacher else None
-            return Labels(probs, self.draft_index[said], self.in_vocab[said])
+            return Labels(probs, self.draft_index[next_ids], self.in_vocab[next_ids])
 
         return labels
 
@@ -146,7 +148,7 @@ class Learner(nn.Module):
         return probs
 
     def capped(self, logits: Tensor) -> Tensor:
-        """Scaled logits as the target ends them."""
+        """Scaled logits (n, V') after the target's soft cap."""
         if self.logit_softcap is None:
             return logits
         return torch.tanh(logits / self.logit_softcap) * self.logit_softcap

@@ -1,6 +1,6 @@
-"""What a guess costs: a loss and its gradient for each row of logits, in closed form.
+"""Losses of predictions: a loss and its gradient for each row of logits, in closed form.
 
-Pure functions of tensors; they know nothing of heads, positions or chunks. Alphabet: n guesses, V' draft vocabulary,
+Pure functions of tensors; they know nothing of heads, positions or chunks. Letters: n predictions, V' draft vocabulary,
 z logits of a head, p = softmax(z), q the target's distribution over V', y the token of the text.
 """
 
@@ -20,14 +20,14 @@ LK_ETA = 3.0  # η of the hybrid LK loss, as published
 
 @dataclass(frozen=True)
 class Labels:
-    """What n guesses should have been; what no objective asked for is left out."""
+    """The labels of n predictions; None where the objective does not use them."""
 
     probs: Tensor | None = None  # (n, V') q, rows that sum to 1
     token_ids: Tensor | None = None  # (n,) int64 y in 0 … V'-1; meaningless where not known
     known: Tensor | None = None  # (n,) bool: the text's token is in the draft vocabulary
 
     def rows(self, index: Tensor) -> Self:
-        """The labels of some guesses."""
+        """The labels of some predictions."""
         return type(self)(*(None if field is None else field[index] for field in vars(self).values()))
 
 
@@ -36,7 +36,7 @@ RowLoss = Callable[[Tensor, Labels], tuple[Tensor, Tensor]]  # logits (n, V') ->
 
 @dataclass(frozen=True)
 class Objective:
-    """A row loss, and whether it can do without the text's tokens."""
+    """A row loss, and whether it works without the text's tokens."""
 
     loss: RowLoss
     reads_teacher: bool
@@ -111,7 +111,7 @@ def kl_divergence(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def total_variation(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    """½ Σ_v |p_v - q_v| = 1 - α, the chance that sampling rejects the guess; α = Σ_v min(p_v, q_v).
+    """½ Σ_v |p_v - q_v| = 1 - α, the probability that sampling rejects the draft token; α = Σ_v min(p_v, q_v).
 
     With m = [p < q], its gradient is p (Σ_v p_v m_v - m).
     """
@@ -121,7 +121,7 @@ def total_variation(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def negative_log_acceptance(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    """-log α: total variation's optimum with gradients that do not fade where little is accepted (LK losses, 2026)."""
+    """-log α: the optimum of total variation, with gradients that do not vanish at low acceptance (LK losses, 2026)."""
     drafted = logits.softmax(-1)
     accepted = torch.minimum(drafted, probs).sum(-1).clamp_min(torch.finfo(logits.dtype).tiny)  # (n,) α
     return -accepted.log(), _rejection_gradient(drafted, probs) / accepted[:, None]
@@ -141,9 +141,11 @@ def two_part(
 ) -> tuple[Tensor, Tensor]:
     """λ1 · CE(q, p) + λ2 · CE(y, p), Amphista equations 7 to 9; the second part only where the head knows the token."""
     aligned, from_teacher = soft_cross_entropy(logits, _given(labels.probs))
-    said, from_text = hard_cross_entropy(logits, _given(labels.token_ids))
-    weight = lm_weight * _given(labels.known).to(said.dtype)  # (n,)
-    return alignment_weight * aligned + weight * said, alignment_weight * from_teacher + weight[:, None] * from_text
+    text_loss, from_text = hard_cross_entropy(logits, _given(labels.token_ids))
+    weight = lm_weight * _given(labels.known).to(text_loss.dtype)  # (n,)
+    return alignment_weight * aligned + weight * text_loss, alignment_weight * from_teacher + weight[
+        :, None
+    ] * from_text
 
 
 def _from_teacher(function: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Objective:
@@ -156,7 +158,7 @@ def _from_text(logits: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
 
 def _rejection_gradient(drafted: Tensor, probs: Tensor) -> Tensor:
     """Of 1 - Σ_v min(p_v, q_v) for the logits of p: (n, V'), (n, V') -> (n, V')."""
-    short = (drafted < probs).to(drafted.dtype)  # m: where the head gives less than the target
+    short = (drafted < probs).to(drafted.dtype)  # m: where the head has less probability than the target
     return drafted * (_row_dot(drafted, short)[:, None] - short)
 
 
@@ -166,5 +168,5 @@ def _row_dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _given(field: Tensor | None) -> Tensor:
-    assert field is not None, "an objective reads labels that nobody made for it"
+    assert field is not None, "an objective reads labels that were not made"
     return field

@@ -1,53 +1,176 @@
-"""The head that a run begins with: its settings, its draft vocabulary, and what it takes over from another one."""
+"""The head that a run begins with: its settings, its draft vocabulary, and what it copies from a head to start from.
 
+Layers of the same name mean the same in a head and in the head that it starts from.
+"""
+
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
+from draftheads.checkpoint import TENSORS_FILE, SavedHead, read_head
 from draftheads.data.features import Documents
 from draftheads.draft import TargetWeights
+from draftheads.errors import CheckpointMismatch, DraftHeadsError, InvalidSettings, ModelNotFound
 from draftheads.heads import head_classes, parse_head_options
 from draftheads.heads.attention import LayerConfig
 from draftheads.heads.base import DraftHead, EmbeddingConfig, HeadConfig
+from draftheads.models.fingerprint import Fingerprints
 from draftheads.models.model import TargetModel
-from draftheads.progress import Progress
-from draftheads.train.options import TrainOptions
-from draftheads.train.start import Start
-from draftheads.train.trainer import find_checkpoint
+from draftheads.train.options import HeadOptions
+from draftheads.zoo.registry import find_head, zoo_heads
+
+_VOCAB = "draft_vocab"
+# architectures that extend another one, whose layers have the same names
+_BUILT_ON = {"markov-medusa": "medusa", "amphista": "medusa", "hydra++": "hydra"}
+_MAY_DIFFER = frozenset(  # settings that do not change the meaning of layers that both heads have
+    {"num_heads", "num_layers", "lm_head", "lm_head_rank", "draft_vocab_size", "embedding_scale"}
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """A trained head to start from."""
+
+    name: str  # as given by the user
+    saved: SavedHead
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def read(cls, name: str, target: TargetModel) -> "Start":
+        """A bundled head, a folder or an id of the Hub, as :func:`~draftheads.zoo.registry.find_head` takes it.
+
+        The model may have been tuned since, so its name and its weights may differ. Sizes and tokenizer must be the
+        same.
+
+        Raises:
+            CheckpointMismatch: made for a model of other sizes or with another tokenizer.
+            DraftHeadsError: no such head, or a corrupt one.
+        """
+        saved = read_head(_folder(name, target.model_id))
+        facts = (
+            ("hidden_size", saved.config.hidden_size, target.hidden_size),
+            ("vocab_size", saved.config.vocab_size, target.vocab_size),
+            ("tokenizer fingerprint", saved.fingerprints.tokenizer, Fingerprints.of(target).tokenizer),
+        )
+        for what, theirs, ours in facts:
+            if theirs != ours:
+                raise CheckpointMismatch(
+                    f"--start-from {name}: made for {saved.model_id} with {what} {theirs}, "
+                    f"{target.model_id} has {ours}: start from a head of this model or of a tuned copy"
+                )
+        return cls(name, saved, load_file(saved.folder / TENSORS_FILE))
+
+    def vocab(self, size: int) -> Tensor | None:
+        """The draft vocabulary, ids (V',) in increasing order; None for the whole vocabulary. A new head has the same.
+
+        Args:
+            size: the size that the new head should have, 0 for the whole vocabulary.
+
+        Raises:
+            InvalidSettings: this head's draft vocabulary has another size.
+        """
+        own = self.saved.config.draft_vocab_size or 0
+        wanted = size if size < self.saved.config.vocab_size else 0
+        if own != wanted:
+            raise InvalidSettings(
+                f"--draft-vocab-size is {size}, but --start-from {self.name} predicts "
+                f"{own or 'all'} tokens: give --draft-vocab-size {own}"
+            )
+        return self.tensors[_VOCAB] if own else None
+
+    @property
+    def embedding_scale(self) -> float | None:
+        """The scale that its weights were trained with; None if it does not read embeddings."""
+        scale: float | None = getattr(self.saved.config, "embedding_scale", None)
+        return scale
+
+    def part_of(self, head: DraftHead) -> float:
+        """The part of a head's parameters that :meth:`copy_into` sets.
+
+        Raises:
+            InvalidSettings: no layers fit, or they mean something else in that head.
+        """
+        theirs, ours = self.saved.method, head.config.method
+        if theirs not in (ours, _BUILT_ON.get(ours)):
+            able = " or ".join(filter(None, (ours, _BUILT_ON.get(ours))))
+            raise InvalidSettings(f"--start-from {self.name} is a {theirs} head; heads of {ours} start from {able}")
+        before_layers, layers = self.saved.config.num_layers, head.config.num_layers
+        if layers < before_layers:  # the first layers of a deeper head mean something else
+            raise InvalidSettings(
+                f"--start-from {self.name} has {before_layers} layers in each head, the new head {layers}: "
+                f"give --num-layers {before_layers} or more"
+            )
+        if theirs == ours:
+            before, now = _as_options(self.saved.config), _as_options(head.config)
+            for option in sorted(now.keys() - _MAY_DIFFER):
+                if before[option] != now[option]:
+                    raise InvalidSettings(
+                        f"--start-from {self.name} has {option}={before[option]}, the new head {option}={now[option]}: "
+                        f"give --head-options {option}={before[option]}"
+                    )
+        copied = sum(parameter.numel() for parameter in self._fitting(head).values())
+        return copied / sum(parameter.numel() for parameter in head.parameters())
+
+    @torch.no_grad()
+    def copy_into(self, head: DraftHead) -> None:
+        """Copies all tensors that fit. The others keep their initial values."""
+        for name, parameter in self._fitting(head).items():
+            parameter.copy_(self.tensors[name])
+
+    def _fitting(self, head: DraftHead) -> dict[str, nn.Parameter]:
+        """Parameters by name; all or none of a layer, since a bias means nothing beside another weight."""
+        fitting: dict[str, nn.Parameter] = {}
+        for prefix, module in head.named_modules():
+            own = {f"{prefix}.{name}".lstrip("."): value for name, value in module.named_parameters(recurse=False)}
+            if all(name in self.tensors and self.tensors[name].shape == own[name].shape for name in own):
+                fitting |= own
+        return fitting
 
 
 def new_head(
-    options: TrainOptions,
+    options: HeadOptions,
     weights: TargetWeights,
     store: Documents,
     documents: Sequence[int],
     eos_ids: frozenset[int],
     *,
+    seed: int = 0,
     layer_sizes: Mapping[str, float] = MappingProxyType({}),
     start: Start | None = None,
 ) -> DraftHead:
-    """An untrained head with its starting values, on the weights' device, the same for the same seed.
+    """An untrained head with its initial values, on the weights' device; the same for the same seed.
 
-    ``layer_sizes`` are those of the target's layers, for heads that have some of their own. Of ``start`` it has what
-    fits, its draft vocabulary, and its scale of embeddings, without which the weights mean something else.
+    Args:
+        options: architecture and sizes.
+        weights: the target's.
+        store: has the documents.
+        documents: training texts; their tokens decide the draft vocabulary.
+        eos_ids: are in the draft vocabulary as far as there is room.
+        seed: of the initial values.
+        layer_sizes: of the target's layers, for heads that have such layers.
+        start: a head whose fitting layers, draft vocabulary and embedding scale are copied.
     """
-    torch.manual_seed(options.seed)
-    vocab_size, hidden_size = weights.lm_head.shape
-    config_class, head_class = head_classes(options.method)
+    torch.manual_seed(seed)
+    vocab_size = len(weights.lm_head)
     vocab, scale = None, 1.0
     if start is not None:
         vocab = start.vocab(options.draft_vocab_size)
     elif 0 < options.draft_vocab_size < vocab_size:
         vocab = frequent_tokens(store, documents, options.draft_vocab_size, vocab_size=vocab_size, always=eos_ids)
+    config_class, head_class = head_classes(options.method)
     if issubclass(config_class, EmbeddingConfig):
         known = None if start is None else start.embedding_scale
         scale = embedding_scale(weights, store, documents) if known is None else known
     config = _head_config(
         options,
-        hidden_size=hidden_size,
+        hidden_size=weights.lm_head.shape[1],
         vocab_size=vocab_size,
         draft_vocab_size=None if vocab is None else len(vocab),
         embedding_scale=scale,
@@ -56,12 +179,32 @@ def new_head(
     head = head_class(config).to(weights.lm_head.device)
     head.initialise(weights, None if vocab is None else vocab.to(weights.lm_head.device))
     if start is not None:
-        start.give(head)
+        start.copy_into(head)
     return head
 
 
+def part_from_start(options: HeadOptions, start: Start, target: TargetModel) -> float:
+    """The part of a new head's parameters that come from ``start``; made without memory for the head.
+
+    Raises:
+        InvalidSettings: the new head cannot start from it.
+    """
+    vocab = start.vocab(options.draft_vocab_size)
+    config = _head_config(
+        options,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=None if vocab is None else len(vocab),
+        embedding_scale=1.0,  # no shape depends on it
+        layer_sizes=target.layer_sizes,
+    )
+    _, head_class = head_classes(options.method)
+    with torch.device("meta"):
+        return start.part_of(head_class(config))
+
+
 def _head_config(
-    options: TrainOptions,
+    options: HeadOptions,
     *,
     hidden_size: int,
     vocab_size: int,
@@ -69,7 +212,6 @@ def _head_config(
     embedding_scale: float,
     layer_sizes: Mapping[str, float],
 ) -> HeadConfig:
-    """What the options say, for a model of these sizes."""
     config_class, _ = head_classes(options.method)
     measured: dict[str, Any] = {}
     if issubclass(config_class, LayerConfig):
@@ -88,37 +230,10 @@ def _head_config(
     )
 
 
-def read_start(options: TrainOptions, target: TargetModel, reporter: Progress) -> Start | None:
-    """The head that ``--start-from`` names, if any; says what it gives.
-
-    Raises:
-        DraftHeadsError: it is none for this model, or nothing of it fits.
-    """
-    if options.start_from is None:
-        return None
-    start = Start.read(options.start_from, target)
-    vocab = start.vocab(options.draft_vocab_size)
-    config = _head_config(
-        options,
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        draft_vocab_size=None if vocab is None else len(vocab),
-        embedding_scale=1.0,  # decides no shape
-        layer_sizes=target.layer_sizes,
-    )
-    _, head_class = head_classes(options.method)
-    with torch.device("meta"):
-        head = head_class(config)
-    part = start.part_of(head)
-    if not (options.resume and find_checkpoint(options.out)):
-        reporter.stage(f"starting from {start.name}, which gives {part:.0%} of the head's numbers")
-    return start
-
-
 def embedding_scale(weights: TargetWeights, store: Documents, documents: Sequence[int]) -> float:
-    """How much larger hidden states are than embeddings (root mean squares); they are often ten times larger.
+    """Ratio of hidden states to embeddings (root mean squares), often about ten.
 
-    A head that reads both side by side would hardly see the embeddings: Adam's steps are the same for all weights.
+    A head that reads both, unscaled, would hardly use the embeddings: Adam's steps are the same for all weights.
     """
     hidden = torch.cat([store[i].hidden.float() for i in documents[:16]])
     ratio = hidden.square().mean().sqrt() / weights.embedding.float().square().mean().sqrt().cpu()
@@ -133,20 +248,71 @@ def frequent_tokens(
     vocab_size: int,
     always: frozenset[int],
 ) -> Tensor:
-    """The ids (V',) of the assistant's most frequent tokens, rising.
+    """The ids (V',) of the assistant's most frequent tokens, in increasing order.
 
-    ``always`` are among them as far as there is room; ties go to the lower id.
+    ``always`` are among them as far as there is room. Of equally frequent tokens the one with the lower id is taken.
     """
-    said = torch.cat([store.token_ids[i][store.loss_masks[i]] for i in documents])
-    counts = torch.bincount(said, minlength=vocab_size)
-    counts[sorted(always)] = len(said) + 1
+    answered = torch.cat([store.token_ids[i][store.loss_masks[i]] for i in documents])
+    counts = torch.bincount(answered, minlength=vocab_size)
+    counts[sorted(always)] = len(answered) + 1
     return counts.sort(descending=True, stable=True).indices[:num_tokens].sort().values
 
 
 def in_float32(weights: TargetWeights) -> TargetWeights:
-    """Heads' weights are fp32 in training whatever the target computes in; tied matrices stay tied."""
+    """The target's weights in fp32, as heads are trained with them; tied matrices stay tied."""
     embedding = weights.embedding.detach().float()
     is_tied = weights.lm_head is weights.embedding
     lm_head = embedding if is_tied else weights.lm_head.detach().float()
     bias = None if weights.lm_head_bias is None else weights.lm_head_bias.detach().float()
     return TargetWeights(embedding, lm_head, bias, weights.logit_scale, weights.logit_softcap)
+
+
+def settings_of(name: str, model_id: str, method: str) -> dict[str, Any]:
+    """Settings with which a new head of a method can copy all that a head to start from has.
+
+    If the head has another method, these are the numbers of heads and layers, and the draft vocabulary's size.
+
+    Raises:
+        DraftHeadsError: no such head, or a corrupt one.
+    """
+    saved = read_head(_folder(name, model_id))
+    config = saved.config
+    vocab = config.draft_vocab_size or 0
+    found = {"num_heads": config.num_heads, "num_layers": config.num_layers, "draft_vocab_size": vocab}
+    if saved.method != method:
+        return found
+    # sizes of the target's layers are the same in a new head
+    common = {field.name for of in (HeadConfig, LayerConfig) for field in fields(of)} | {"embedding_scale"}
+    own = [field for field in fields(config) if field.name not in common]
+    changed = [field.name for field in own if getattr(config, field.name) != field.default]
+    options = tuple(f"{name}={json.dumps(getattr(config, name))}" for name in changed)
+    return {
+        **({"head_options": options} if options else {}),
+        **found,
+        "lm_head": config.lm_head,
+        "lm_head_rank": config.lm_head_rank,
+    }
+
+
+def digest_of(name: str, model_id: str) -> str | None:
+    """The digest of the head of that name; None if it does not exist any more."""
+    try:
+        return read_head(_folder(name, model_id)).digest
+    except DraftHeadsError:
+        return None
+
+
+def _as_options(config: HeadConfig) -> dict[str, str]:
+    """Its settings as ``--head-options`` takes them."""
+    return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in asdict(config).items()}
+
+
+def _folder(name: str, model_id: str) -> Path:
+    """The folder of a head by its name. A bundled head is also found for a model that may be a tuned copy."""
+    try:
+        return find_head(name, model_id)
+    except ModelNotFound:
+        folders = [head.folder for head in zoo_heads() if head.method == name]
+        if len(folders) != 1:
+            raise
+        return folders[0]

@@ -1,13 +1,13 @@
-"""What K heads are taught at once: which guesses count, and their weighted loss, chunk by chunk.
+"""The loss of K heads at once: which tokens they predict, and their weighted loss, chunk by chunk.
 
-Pure functions of tensors. Alphabet: K heads, B texts of T tokens (S = B·T flat positions), D hidden size, V'
-draft vocabulary. Head i reads position t and guesses x_{t+2+i}; the target guesses the same token from
-p = t+1+i. Work goes by *p*: the labels at p serve all K heads, each of which reads its own position p-1-i.
+Pure functions of tensors. Letters: K heads, B texts of T tokens (S = B·T flat positions), D hidden size, V'
+draft vocabulary. Head i reads position t and predicts x_{t+2+i}; the target predicts the same token from
+p = t+1+i. Chunks are of positions p: the labels at p serve all K heads, each of which reads its own position p-1-i.
 
-A guess counts iff x_{t+1} and x_{t+2+i} are both the assistant's, and so lie inside the text.
+A prediction counts iff x_{t+1} and x_{t+2+i} are both the assistant's, and so lie inside the text.
 
-Tensors as wide as the vocabulary exist for one chunk of positions at a time. Their gradients are taken at
-once, so that no chunk's logits are kept, or computed again, for the backward pass.
+Tensors as wide as the vocabulary exist for one chunk of positions at a time. Their gradients are computed at
+once, so that no logits are kept, or computed again, for the backward pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,11 +26,11 @@ LabelMaker = Callable[[Tensor], Labels]  # of flat positions (n,)
 
 
 @dataclass(frozen=True)
-class Guesses:
-    """Who guesses what: P positions p, whose next token at least one head guesses."""
+class Predictions:
+    """The tokens that heads predict: P positions p, whose next token at least one head predicts."""
 
     positions: Tensor  # (P,) int64 flat positions p: the target reads x_{p+1} from h_p
-    counts: Tensor  # (K, P) bool: head i guesses x_{p+1}, from flat position p-1-i
+    counts: Tensor  # (K, P) bool: head i predicts x_{p+1}, from flat position p-1-i
 
     @property
     def num_heads(self) -> int:
@@ -38,39 +38,39 @@ class Guesses:
         return len(self.counts)
 
     def sources(self, head_index: int) -> Tensor:
-        """(P,) flat positions that head i reads; meaningless, but in range, where it does not count."""
+        """(P,) flat positions that head i reads; valid indices without meaning where it does not count."""
         return (self.positions - 1 - head_index).clamp_min(0)
 
     def only(self, known: Tensor) -> Self:
-        """The guesses from those positions for which ``known``, (P,) bool, is True."""
+        """The predictions at positions where ``known``, (P,) bool, is True."""
         return type(self)(self.positions[known], self.counts[:, known])
 
     def chunks(self, size: int) -> Iterator[Self]:
-        """The same guesses, at most ``size`` positions at a time."""
+        """The same predictions, at most ``size`` positions at a time."""
         for start in range(0, len(self.positions), size):
             part = slice(start, start + size)
             yield type(self)(self.positions[part], self.counts[:, part])
 
 
-def find_guesses(loss_mask: Tensor, num_heads: int) -> Guesses:
-    """All guesses that count in a batch with this (B, T) loss mask, False on padding.
+def find_predictions(loss_mask: Tensor, num_heads: int) -> Predictions:
+    """All predictions that count in a batch with this (B, T) loss mask, False on padding.
 
-    In the example the assistant says x_1 … x_3, so x_2 is guessed from x_0, and x_3 from x_1 (by head 0) and
+    In the example the assistant's tokens are x_1 … x_3, so x_2 is predicted from x_0, and x_3 from x_1 (by head 0) and
     from x_0 (by head 1):
 
-    >>> guesses = find_guesses(torch.tensor([[False, True, True, True]]), 2)
-    >>> guesses.positions.tolist(), guesses.counts.int().tolist()
+    >>> predictions = find_predictions(torch.tensor([[False, True, True, True]]), 2)
+    >>> predictions.positions.tolist(), predictions.counts.int().tolist()
     ([1, 2], [[1, 1], [0, 1]])
     """
     batch, length = loss_mask.shape
-    said_next = torch.zeros_like(loss_mask)  # [b, t]: x_{t+1} is the assistant's
-    said_next[:, :-1] = loss_mask[:, 1:]
+    is_next = torch.zeros_like(loss_mask)  # [b, t]: x_{t+1} is the assistant's
+    is_next[:, :-1] = loss_mask[:, 1:]
     counts = torch.zeros(num_heads, batch, length, dtype=torch.bool, device=loss_mask.device)
     for i in range(min(num_heads, length - 1)):
-        counts[i, :, 1 + i :] = said_next[:, 1 + i :] & said_next[:, : length - 1 - i]
+        counts[i, :, 1 + i :] = is_next[:, 1 + i :] & is_next[:, : length - 1 - i]
     flat = counts.flatten(1)
     positions = flat.any(0).nonzero()[:, 0]
-    return Guesses(positions, flat[:, positions])
+    return Predictions(positions, flat[:, positions])
 
 
 def depth_weights(num_heads: int, decay: float) -> Tensor:
@@ -84,7 +84,7 @@ def depth_weights(num_heads: int, decay: float) -> Tensor:
 
 def head_losses(
     features: Tensor,
-    guesses: Guesses,
+    predictions: Predictions,
     *,
     labels: LabelMaker,
     row_loss: RowLoss,
@@ -97,20 +97,20 @@ def head_losses(
 
     Args:
         features: (K, S, D) of all flat positions.
-        guesses: which of them count.
+        predictions: which of them count.
         labels: makes the labels of some positions.
-        row_loss: what a guess costs, an objective's ``loss``.
+        row_loss: the loss of each row of logits, an objective's ``loss``.
         logits: a head's logits from its features, each row by itself.
         weights: (K,) λ.
-        parameters: what ``logits`` depends on and is trained (an lm_head of the heads' own).
+        parameters: trained tensors that ``logits`` depends on (such as an lm_head of each head).
         chunk_size: positions whose logits exist at the same time.
 
     Returns:
-        The loss Σ λ_i · mean over head i's guesses, differentiable in ``features`` and ``parameters``; and
-        the means (K,), not differentiable. A head without a guess adds nothing; without any the loss is 0. Of a
-        head with λ_i = 0 the mean is left at 0.
+        The loss Σ λ_i · mean over head i's predictions, differentiable in ``features`` and ``parameters``; and
+        the means (K,), not differentiable. A head without predictions adds nothing; without any the loss is 0. The
+        mean of a head with λ_i = 0 stays 0.
     """
-    job = _Job(guesses, labels, row_loss, logits, weights, chunk_size, needs_gradients=torch.is_grad_enabled())
+    job = _Job(predictions, labels, row_loss, logits, weights, chunk_size, needs_gradients=torch.is_grad_enabled())
     loss, means = _AtOnce.apply(job, features, *parameters)  # type: ignore[no-untyped-call]
     return loss, means
 
@@ -119,7 +119,7 @@ def head_losses(
 class _Job:
     """The arguments of :func:`head_losses` that are not differentiated."""
 
-    guesses: Guesses
+    predictions: Predictions
     labels: LabelMaker
     row_loss: RowLoss
     logits: HeadLogits
@@ -145,21 +145,21 @@ class _AtOnce(torch.autograd.Function):
 
 def _sweep(job: _Job, features: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Mean losses (K,), and the gradients of the weighted loss for features and parameters."""
-    numbers = job.guesses.counts.sum(1).clamp_min(1)
-    shares = (job.weights.to(features) / numbers).tolist()  # what a single loss weighs
+    numbers = job.predictions.counts.sum(1).clamp_min(1)
+    shares = (job.weights.to(features) / numbers).tolist()  # weight of a single loss
     sums = torch.zeros(len(numbers), device=features.device)
     gradients = [torch.zeros_like(tensor) for tensor in (features, *parameters)] if job.needs_gradients else []
-    for chunk in job.guesses.chunks(job.chunk_size):
+    for chunk in job.predictions.chunks(job.chunk_size):
         labels = job.labels(chunk.positions)
         for i, share in enumerate(shares):
-            if not share:  # nobody is taught by it
+            if not share:  # it trains nothing
                 continue
             rows = chunk.counts[i].nonzero()[:, 0]
             source = chunk.sources(i)
             with torch.enable_grad():
                 inputs = features[i, source].detach().requires_grad_()
                 logits = job.logits(inputs, i)
-            # rows that do not count are computed too: they are few, and skipping them would copy the labels
+            # rows that do not count are computed, too: they are few, and skipping them would copy the labels
             losses, slopes = job.row_loss(logits.detach().float(), labels)
             sums[i] += losses[rows].sum()
             if job.needs_gradients:

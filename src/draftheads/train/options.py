@@ -1,54 +1,63 @@
-"""The settings of a training run; the sentence under a field is its help on the command line."""
+"""The settings of a training run, in groups; the sentence under a field is its help on the command line.
 
-from dataclasses import dataclass
+The command line, recipes, ``run.json`` and ``metrics.json`` name settings without their group: ``learning_rate``, not
+``schedule.learning_rate``. No two groups have a setting of the same name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, Self, get_args
+
+import tyro
 
 from draftheads.errors import InvalidSettings
 from draftheads.heads import has_blocks, head_classes, parse_head_options
 from draftheads.heads.base import LmHeadKind
+from draftheads.identity import as_json_values
 from draftheads.train.losses import LK_ETA, LossKind
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """Train draft heads for a frozen model on chats."""
+def require(name: str, value: object, *, fine: bool, fix: str) -> None:
+    """Raises InvalidSettings with the option's name, its value and how to fix it, unless the value is ``fine``."""
+    if not fine:
+        raise InvalidSettings(f"--{name.replace('_', '-')} is {value!r}: {fix}")
 
-    recipe: str | None = None
-    """Settings of a paper to start from (medusa-1, hydra, hydra-teacher, hydra++, prefix-mlp, amphista,
-    amphista-alpha, mlp-speculator, eagle, blockwise, small); options beside it win."""
+
+class OptionGroup:
+    """Checks that groups of settings share."""
+
+    def _at_least(self, least: float, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            require(name, value, fine=value is None or value >= least, fix=f"must be at least {least}")
+
+    def _above_zero(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            require(name, value, fine=value is None or value > 0, fix="must be above 0")
+
+    def _fraction(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            require(name, value, fine=0 <= value < 1, fix="must be at least 0 and below 1")
+
+    def _one_of(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        require(name, value, fine=value in choices, fix=f"choose among {', '.join(choices)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOptions:
+    """Architecture of the draft heads."""
+
     method: str
     """Architecture of the heads: medusa, hydra, hydra++, amphista, mlp-speculator, eagle, markov-medusa, or
-    small-llama, a small model that reads the text alone."""
+    small-llama, a small model that reads only the text."""
     head_options: tuple[str, ...] = ()
-    """Further options of the architecture, NAME=VALUE, such as num_auto_embedding_blocks=2; a wrong name lists them."""
-    out: Path
-    """Folder for the trained head, its metrics and the checkpoints on the way."""
-    data: tuple[Path, ...] = ()
-    """Chat files (.jsonl, .jsonl.gz), one {"messages": [...]} a line; not needed with finished --features."""
-    text: tuple[Path, ...] = ()
-    """Plain text files (.txt, or .jsonl with {"text": ...} a line), learned from in a first stage before the chats.
-    --max-tokens counts for them and for the chats, each."""
-    text_part: float = 0.714
-    """Part of the steps that plain text gets where there are chats, too; it is repeated or cut as needed."""
-    second_stage_rate: float = 0.1
-    """After a first stage on plain text, chats are learned with that part of the learning rate."""
-    model: str = "smollm2-135m"
-    """The model to train heads for: a name, a folder or a Hugging Face id."""
-    chat_template: str | None = None
-    """Chat template in place of the tokenizer's own: a Jinja file, or chatml, llama-2 or vicuna."""
-    four_bit: bool = False
-    """Hold the model's linear layers in 4 bits while it reads the texts; needs bitsandbytes."""
-    shard_model: bool = False
-    """With several processes, spread the model over them (FSDP) while it reads the texts: for one too large for one
-    device. Each process still loads it whole into memory first."""
-    start_from: str | None = None
-    """A trained head to start with (a bundled method, a folder or a Hugging Face id): of its layers those that have
-    name and sizes of the new head's. For other data, for a model tuned since, or to grow hydra++ from hydra. On the
-    command line its numbers of heads and layers and its draft vocabulary are the new head's where none are given, and
-    of a start of the same kind the other settings, too."""
+    """Further options of the architecture, NAME=VALUE, such as num_auto_embedding_blocks=2. A wrong name lists them."""
     num_heads: int = 4
-    """How many tokens beyond the next one are guessed."""
+    """Number of draft tokens on a path: tokens beyond the next one that are predicted."""
     num_layers: int = 1
     """Blocks in each head."""
     lm_head: LmHeadKind = "shared"
@@ -56,109 +65,26 @@ class TrainOptions:
     lm_head_rank: int = 64
     """Rank of a low_rank lm_head."""
     draft_vocab_size: int = 8192
-    """Guess only among that many most frequent tokens; 0 for all of them."""
-    loss: LossKind = "teacher"
-    """Learn the model's own distribution (teacher by cross-entropy; kl, tv, nla, lk by another measure), the text's
-    tokens (hard), or both (amphista)."""
-    alignment_weight: float = 1.0
-    """Weight of the model's distribution in the amphista loss."""
-    lm_weight: float = 1.0
-    """Weight of the text's tokens in the amphista loss."""
-    lk_eta: float = LK_ETA
-    """How fast the lk loss turns from divergence to acceptance."""
-    feature_weight: float = 0.0
-    """Weight of a second loss (smooth L1) that draws heads' features to the hidden states that come; 10 for EAGLE."""
-    noise_alpha: float = 0.0
-    """Strength of uniform noise on the hidden states that heads read in training; 75 in Hydra's experiment."""
-    dropout: float = 0.0
-    """Part of the inputs of each layer of a head's MLP that is set to zero in training; 0.2 for Hydra++."""
-    depth_decay: float = 0.8
-    """Each head's loss weighs this much of the head before it; of small-llama, the same at every depth, the first alone
-    is taught."""
-    epochs: int = 2
-    """Passes over the training text."""
-    learning_rate: float = 1e-3
-    """Highest learning rate; it rises during warm-up and falls along a cosine."""
-    final_learning_rate: float = 0.0
-    """Where the cosine ends, as a part of the highest learning rate."""
-    warmup: float = 0.05
-    """Part of the steps in which the learning rate rises."""
-    optimizer: Literal["adamw", "adamw-8bit"] = "adamw"
-    """adamw-8bit keeps its moments in 8 bits: a quarter of the memory; needs bitsandbytes."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """β1 and β2 of AdamW."""
-    weight_decay: float = 0.0
-    """Weight decay of AdamW."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm."""
-    batch_tokens: int = 1024
-    """Tokens in a batch, padding included."""
-    accumulate: int = 1
-    """Batches whose gradients are averaged to one step, in every process."""
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """What the heads' products are computed in (weights and losses stay fp32); auto takes bf16 where it is native."""
-    max_length: int = 2048
-    """Texts are cut after that many tokens."""
-    max_tokens: int | None = None
-    """Stop reading data, or finished --features, after that many tokens."""
-    held_out: float = 0.05
-    """Part of the texts kept for measuring, at most 200 texts."""
-    tree_nodes: int = 16
-    """Nodes of the tree that the report shows, chosen from the held-out ranks, root included."""
-    chain: bool = False
-    """Draft on chains of the best draft tokens alone, not on trees."""
-    seed: int = 0
-    """Decides batches, their order and random starting values."""
-    features: Path | None = None
-    """Folder of the model's hidden states, made if they are not there; OUT/features when left out."""
-    features_budget: float = 50.0
-    """Gigabytes that hidden states may take on the disk; where they need more they are computed anew for each batch."""
-    keep_features: bool = False
-    """Keep OUT/features after a successful end."""
-    resume: bool = False
-    """Go on from the last checkpoint in OUT; start where there is none, so that the same command is always right."""
-    save_steps: int = 200
-    """Steps between checkpoints."""
-    log_steps: int = 10
-    """Steps between lines of OUT/log.jsonl; a checkpoint adds one, too."""
-    eval_steps: int = 500
-    """Steps between measurements on held-out text (OUT/validation.jsonl), also before the first step; 0 for none."""
-    eval_texts: int = 32
-    """Held-out texts that are measured in between; at the end all of them are."""
-    tensorboard: bool = False
-    """Write the losses to OUT/tensorboard, too; needs tensorboard."""
+    """Number of most frequent tokens that heads predict; 0 for the whole vocabulary."""
+    start_from: str | None = None
+    """A trained head to start from (a bundled method, a folder or a Hugging Face id). Layers of the same name and size
+    are copied. Use it for other data, for a model tuned since, or to start hydra++ from hydra. Defaults of num-heads,
+    num-layers and draft-vocab-size are then those of that head; of the same method, also the other settings here."""
 
     def __post_init__(self) -> None:
-        head_classes(self.method)
-        counts = ("num_heads", "num_layers", "epochs", "batch_tokens", "accumulate", "max_length", "tree_nodes")
-        for name in (*counts, "save_steps", "log_steps", "eval_texts"):
-            self._require(name, getattr(self, name) >= 1, "must be at least 1")
-        self._require("seed", 0 <= self.seed < 2**32, "must be at least 0 and below 2**32")  # as NumPy wants it
-        for name in ("held_out", "warmup", "final_learning_rate", "text_part"):
-            self._require(name, 0 <= getattr(self, name) < 1, "must be at least 0 and below 1")
-        for name in ("learning_rate", "depth_decay", "max_grad_norm", "second_stage_rate"):
-            self._require(name, getattr(self, name) > 0, "must be above 0")
-        self._require("precision", self.precision in ("auto", "bf16", "fp32"), "choose auto, bf16 or fp32")
-        self._require("loss", self.loss in get_args(LossKind), f"choose among {', '.join(get_args(LossKind))}")
-        self._require("optimizer", self.optimizer in ("adamw", "adamw-8bit"), "choose adamw or adamw-8bit")
-        for name in (
-            "alignment_weight",
-            "lm_weight",
-            "lk_eta",
-            "noise_alpha",
-            "feature_weight",
-            "features_budget",
-            "weight_decay",
-        ):
-            self._require(name, getattr(self, name) >= 0, "must be at least 0")
-        self._require("dropout", 0 <= self.dropout < 1, "must be at least 0 and below 1")
-        if self.dropout and not has_blocks(self.method):
-            raise InvalidSettings(f"--dropout is {self.dropout}, but {self.method} heads have no MLP to drop inputs of")
-        if self.noise_alpha and not head_classes(self.method)[1].reads_hidden:
-            raise InvalidSettings(f"--noise-alpha is {self.noise_alpha}, but {self.method} heads read no hidden states")
-        self._require("betas", all(0 <= beta < 1 for beta in self.betas), "both must be at least 0 and below 1")
+        for name in ("num_heads", "num_layers"):
+            require(name, getattr(self, name), fine=getattr(self, name) >= 1, fix="must be at least 1")
+        size = self.draft_vocab_size
+        require("draft_vocab_size", size, fine=size >= 0, fix="give 0 for the whole vocabulary")
+
+    def check_method(self) -> None:
+        """Builds a config of the method, whose sizes of the target are not known yet.
+
+        Raises:
+            DraftHeadsError: no such method, or the method does not accept these settings.
+        """
         config_class, _ = head_classes(self.method)
-        config_class(  # says now what cannot be; sizes of the target are not known yet
+        config_class(
             hidden_size=64,
             vocab_size=1 << 30,
             num_heads=self.num_heads,
@@ -167,17 +93,297 @@ class TrainOptions:
             lm_head_rank=self.lm_head_rank,
             **parse_head_options(self.method, self.head_options),
         )
-        if self.feature_weight and not head_classes(self.method)[1].predicts_hidden_states:
-            raise InvalidSettings(
-                f"--feature-weight is {self.feature_weight}, but features of {self.method} heads are no hidden states"
-            )
-        self._require("shard_model", not (self.shard_model and self.four_bit), "it goes without --four-bit")
-        self._require("eval_steps", self.eval_steps >= 0, "give 0 for none")
-        self._require("draft_vocab_size", self.draft_vocab_size >= 0, "give 0 for the whole vocabulary")
-        self._require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "must be at least 1")
-        if not self.data and not self.text and self.features is None:
-            raise InvalidSettings("give --data FILE…, --text FILE… or a finished --features DIR to learn from")
 
-    def _require(self, name: str, is_fine: bool, mend: str) -> None:  # noqa: FBT001
-        if not is_fine:
-            raise InvalidSettings(f"--{name.replace('_', '-')} is {getattr(self, name)!r}: {mend}")
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(OptionGroup):
+    """Chats to train on."""
+
+    data: tuple[Path, ...] = ()
+    """Chat files (.jsonl, .jsonl.gz), one {"messages": [...]} a line."""
+    max_length: int = 2048
+    """Texts are cut after that many tokens."""
+    max_tokens: int | None = None
+    """Stop reading data, or finished --features, after that many tokens."""
+    held_out: float = 0.05
+    """Part of the texts that is held out for measuring, at most 200 texts."""
+
+    def __post_init__(self) -> None:
+        self._at_least(1, "max_length", "max_tokens")
+        self._fraction("held_out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainTextOptions(OptionGroup):
+    """A first stage on plain text."""
+
+    text: tuple[Path, ...] = ()
+    """Plain text files (.txt, or .jsonl with {"text": ...} a line), trained on in a first stage before the chats.
+    --max-tokens counts for them and for the chats, each."""
+    text_part: float = 0.714
+    """Part of the steps on plain text if there are chats, too. The text is repeated or cut as needed."""
+    second_stage_rate: float = 0.1
+    """After a first stage on plain text, the learning rate on chats is multiplied by this."""
+
+    def __post_init__(self) -> None:
+        self._fraction("text_part")
+        self._above_zero("second_stage_rate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureOptions(OptionGroup):
+    """Hidden states of the frozen model."""
+
+    features: Path | None = None
+    """Folder of the model's hidden states, made if they are not there; OUT/features when left out."""
+    features_budget: float = 50.0
+    """Gigabytes that hidden states may take on the disk. If they need more, they are computed for each batch."""
+    keep_features: bool = False
+    """Keep OUT/features after a successful end."""
+    feature_weight: float = 0.0
+    """Weight of a second loss (smooth L1) between heads' features and the model's next hidden states; 10 for EAGLE."""
+    shard_model: bool = False
+    """With several processes, shard the model over them (FSDP) while it reads the texts. For a model too large for one
+    device. Each process still loads it whole into memory first."""
+
+    def __post_init__(self) -> None:
+        self._at_least(0, "features_budget", "feature_weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveOptions(OptionGroup):
+    """Loss and regularisation."""
+
+    loss: LossKind = "teacher"
+    """Train on the model's distribution (teacher by cross-entropy; kl, tv, nla, lk by another measure), on the text's
+    tokens (hard), or on both (amphista)."""
+    alignment_weight: float = 1.0
+    """Weight of the model's distribution in the amphista loss."""
+    lm_weight: float = 1.0
+    """Weight of the text's tokens in the amphista loss."""
+    lk_eta: float = LK_ETA
+    """How fast the lk loss moves from divergence to acceptance."""
+    noise_alpha: float = 0.0
+    """Strength of uniform noise on the hidden states that heads read in training; 75 in Hydra's experiment."""
+    dropout: float = 0.0
+    """Part of the inputs of each layer of a head's MLP that is set to zero in training; 0.2 for Hydra++."""
+    depth_decay: float = 0.8
+    """The loss of each head has this weight relative to the head before it. small-llama, which is the same at every
+    depth, trains on the first depth only."""
+
+    def __post_init__(self) -> None:
+        self._one_of("loss", get_args(LossKind))
+        self._at_least(0, "alignment_weight", "lm_weight", "lk_eta", "noise_alpha")
+        self._fraction("dropout")
+        self._above_zero("depth_decay")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleOptions(OptionGroup):
+    """Steps and learning rate."""
+
+    epochs: int = 2
+    """Passes over the training text."""
+    batch_tokens: int = 1024
+    """Tokens in a batch, padding included."""
+    accumulate: int = 1
+    """Batches whose gradients are averaged for one step, in every process."""
+    learning_rate: float = 1e-3
+    """Highest learning rate. It rises during warm-up and falls along a cosine. In train-joint: of the model."""
+    final_learning_rate: float = 0.0
+    """Where the cosine ends, as a part of the highest learning rate."""
+    warmup: float = 0.05
+    """Part of the steps in which the learning rate rises."""
+    seed: int = 0
+    """Seed of batches, their order and random initial values."""
+
+    def __post_init__(self) -> None:
+        self._at_least(1, "epochs", "batch_tokens", "accumulate")
+        self._above_zero("learning_rate")
+        self._fraction("final_learning_rate", "warmup")
+        require("seed", self.seed, fine=0 <= self.seed < 2**32, fix="must be at least 0 and below 2**32")  # NumPy's
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions(OptionGroup):
+    """AdamW."""
+
+    optimizer: Literal["adamw", "adamw-8bit"] = "adamw"
+    """adamw-8bit keeps its moments in 8 bits: a quarter of the memory; needs bitsandbytes."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """β1 and β2 of AdamW."""
+    weight_decay: float = 0.0
+    """Weight decay of AdamW."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+
+    def __post_init__(self) -> None:
+        self._one_of("optimizer", ("adamw", "adamw-8bit"))
+        self._at_least(0, "weight_decay")
+        self._above_zero("max_grad_norm")
+        fine = all(0 <= beta < 1 for beta in self.betas)
+        require("betas", self.betas, fine=fine, fix="both must be at least 0 and below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareOptions(OptionGroup):
+    """Precision."""
+
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Type of the heads' products in training (weights and losses stay fp32); auto is bf16 where it is native."""
+    four_bit: bool = False
+    """Hold the model's linear layers in 4 bits (in train-joint: QLoRA); needs bitsandbytes."""
+
+    def __post_init__(self) -> None:
+        self._one_of("precision", ("auto", "bf16", "fp32"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(OptionGroup):
+    """Checkpoints, logs and measurements."""
+
+    save_steps: int = 200
+    """Steps between checkpoints."""
+    log_steps: int = 10
+    """Steps between lines of OUT/log.jsonl; a checkpoint adds one, too."""
+    eval_steps: int = 500
+    """Steps between measurements on held-out text (OUT/validation.jsonl), also before the first step; 0 for none."""
+    eval_texts: int = 32
+    """Held-out texts that are measured during training. At the end all of them are."""
+    tree_nodes: int = 16
+    """Nodes of the reported tree, root included. The tree is chosen from the ranks on held-out text."""
+    chain: bool = False
+    """Draft chains of the best draft tokens only, not trees."""
+    tensorboard: bool = False
+    """Write the losses to OUT/tensorboard, too; needs tensorboard."""
+
+    def __post_init__(self) -> None:
+        self._at_least(1, "save_steps", "log_steps", "eval_texts", "tree_nodes")
+        require("eval_steps", self.eval_steps, fine=self.eval_steps >= 0, fix="give 0 for none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What every training run has."""
+
+    model: str = "smollm2-135m"
+    """The model to train heads for: a name, a folder or a Hugging Face id."""
+    chat_template: str | None = None
+    """Chat template in place of the tokenizer's own: a Jinja file, or chatml, llama-2 or vicuna."""
+    out: Path
+    """Folder for the result, its metrics and the checkpoints on the way."""
+    resume: bool = False
+    """Resume from the last checkpoint in OUT. Starts from the beginning if there is none, so that the same command is
+    always right."""
+    recipe: str | None = None
+    """Settings of a paper as defaults; options on the command line replace them."""
+    heads: HeadOptions
+    chats: ChatOptions = ChatOptions()
+    objective: ObjectiveOptions = ObjectiveOptions()
+    schedule: ScheduleOptions = ScheduleOptions()
+    optimizer: OptimizerOptions = OptimizerOptions()
+    hardware: HardwareOptions = HardwareOptions()
+    report: ReportOptions = ReportOptions()
+
+    def __post_init__(self) -> None:
+        if self.out is not tyro.MISSING:  # the defaults of a command line have no --out yet
+            self.check()
+
+    def check(self) -> None:
+        """Checks settings of different groups against each other.
+
+        Raises:
+            DraftHeadsError: they do not fit together, or something is missing.
+        """
+        self.heads.check_method()
+        _, head_class = head_classes(self.heads.method)
+        for name, value, fine, fix in (
+            ("dropout", self.objective.dropout, has_blocks(self.heads.method), "have no MLP to drop inputs of"),
+            ("noise-alpha", self.objective.noise_alpha, head_class.reads_hidden, "read no hidden states"),
+        ):
+            if value and not fine:
+                raise InvalidSettings(f"--{name} is {value}, but {self.heads.method} heads {fix}")
+
+    @classmethod
+    def of(cls, **settings: Any) -> Self:
+        """Options from settings without their groups, as on the command line.
+
+        >>> TrainOptions.of(method="hydra", out=Path("out"), data=(Path("chats.jsonl"),), epochs=3).schedule.epochs
+        3
+
+        Raises:
+            InvalidSettings: no such setting, or a bad value.
+        """
+        groups, own = _in_groups(cls, settings)
+        defaults: dict[str, Any] = {field.name: field.default for field in fields(cls)}
+        made: dict[str, Any] = {
+            name: group(**changes) if defaults[name] is MISSING else replace(defaults[name], **changes)
+            for name, (group, changes) in groups.items()
+        }
+        return cls(**own, **made)
+
+    def changed(self, **settings: Any) -> Self:
+        """The same options with other values of some settings, named without their groups."""
+        groups, own = _in_groups(type(self), settings)
+        changed = {name: replace(getattr(self, name), **changes) for name, (_, changes) in groups.items() if changes}
+        return replace(self, **own, **changed)
+
+    def flat(self) -> dict[str, Any]:
+        """All settings by name, without their groups."""
+        found: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            found |= vars(value) if is_dataclass(value) else {field.name: value}
+        return found
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Default values of all settings but ``out`` and ``method`` by name, as JSON values."""
+        found = cls.of(out=tyro.MISSING, method=tyro.MISSING).flat()
+        return as_json_values({name: value for name, value in found.items() if name not in ("out", "method")})
+
+
+@tyro.conf.configure(tyro.conf.OmitArgPrefixes)
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(RunOptions):
+    """Train draft heads for a frozen model on chats."""
+
+    recipe: str | None = None
+    """Settings of a paper as defaults (medusa-1, hydra, hydra-teacher, hydra++, prefix-mlp, amphista, amphista-alpha,
+    mlp-speculator, eagle, blockwise, small); options on the command line replace them."""
+    plain_text: PlainTextOptions = PlainTextOptions()
+    hidden_states: FeatureOptions = FeatureOptions()
+
+    def check(self) -> None:
+        """As of every run, and where the text is from."""
+        super().check()
+        method, weight = self.heads.method, self.hidden_states.feature_weight
+        if weight and not head_classes(method)[1].predicts_hidden_states:
+            raise InvalidSettings(
+                f"--feature-weight is {weight}, but the features of {method} heads do not predict hidden states"
+            )
+        if self.hidden_states.shard_model and self.hardware.four_bit:
+            raise InvalidSettings("--shard-model does not work with --four-bit: leave one of them out")
+        if not self.chats.data and not self.plain_text.text and self.hidden_states.features is None:
+            raise InvalidSettings("give --data FILE…, --text FILE… or a finished --features DIR to train on")
+
+
+def _in_groups(
+    cls: type[RunOptions], settings: Mapping[str, Any]
+) -> tuple[dict[str, tuple[Any, dict[str, Any]]], dict[str, Any]]:
+    """Groups by name, each with its class and its settings; and the settings outside groups."""
+    groups: dict[str, tuple[Any, dict[str, Any]]] = {}
+    own: dict[str, Any] = {}
+    known: list[str] = []
+    for field in fields(cls):
+        kind: Any = field.type
+        names = [inner.name for inner in fields(kind)] if is_dataclass(kind) else [field.name]
+        found = {name: settings[name] for name in names if name in settings}
+        known += names
+        if is_dataclass(kind):
+            groups[field.name] = (kind, found)
+        else:
+            own |= found
+    if unknown := sorted(settings.keys() - set(known)):
+        raise InvalidSettings(f"no setting {unknown[0]!r}; choose among {', '.join(known)}")
+    return groups, own

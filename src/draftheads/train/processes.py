@@ -1,6 +1,6 @@
-"""Several processes of ``accelerate launch`` or ``torchrun``, each with its own device: who does what, who waits.
+"""Several processes of ``accelerate launch`` or ``torchrun``, each with its own device.
 
-A process that was started alone is the first of one, and waits for nobody.
+A process that was started without a launcher is the first and only one, and never waits.
 """
 
 import os
@@ -10,48 +10,48 @@ from functools import cache
 import torch
 from accelerate import PartialState
 
-_PATIENCE = timedelta(hours=24)  # one process may read texts for hours; if it dies, the launcher ends the others
+_TIMEOUT = timedelta(hours=24)  # one process may read texts for hours; if it dies, the launcher ends the others
 
 
 @cache
 def _state() -> PartialState:
-    """The process group, joined; and this process's device made the current one."""
+    """Joins the process group and makes the device of this process the current one."""
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    return PartialState(cpu=not torch.cuda.is_available(), **({} if alone else {"timeout": _PATIENCE}))
+    return PartialState(cpu=not torch.cuda.is_available(), **({} if alone else {"timeout": _TIMEOUT}))
 
 
 def number() -> int:
-    """Of this process, from 0."""
+    """Number of this process, from 0."""
     return int(_state().process_index)
 
 
 def count() -> int:
-    """How many processes there are."""
+    """Number of processes."""
     return int(_state().num_processes)
 
 
 def device() -> torch.device:
-    """Of this process."""
+    """Device of this process."""
     return torch.device(_state().device)
 
 
 def is_first() -> bool:
-    """Whether this is the process that writes and speaks."""
+    """Whether this is the process that writes and prints."""
     return number() == 0
 
 
 def wait() -> None:
-    """Until all are here."""
+    """Waits until all processes have called this."""
     _state().wait_for_everyone()
 
 
 def any_of(here: bool) -> bool:  # noqa: FBT001 - a question about one flag
-    """Whether it is so in at least one process; all must ask."""
+    """Whether the flag is set in at least one process; all processes must call this."""
     return bool(most_of(int(here)))
 
 
 def most_of(here: int) -> int:
-    """The largest number in any process; all must ask."""
+    """The largest number of all processes; all must call this."""
     if count() == 1:
         return here
     number = torch.tensor(here, device=_state().device)
@@ -60,7 +60,7 @@ def most_of(here: int) -> int:
 
 
 def mean_of(values: torch.Tensor) -> torch.Tensor:
-    """The mean over all processes; all must ask."""
+    """The mean over all processes; all must call this."""
     if count() == 1:
         return values
     total = values.detach().to(_state().device, torch.float64, copy=True)

@@ -1,36 +1,28 @@
-"""Settings that papers trained their heads with, by name; every value can be overridden.
+"""Settings of papers by name. They replace the defaults of the options; options that are given replace them.
 
-A recipe is the defaults of :class:`TrainOptions`, or of :class:`JointOptions`, with some values changed: what is given
-on the command line wins.
+Also gives the defaults that follow from a recipe and from a head to start from.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from draftheads.errors import InvalidSettings
-from draftheads.train.joint_options import JointOptions
-from draftheads.train.options import TrainOptions
+from draftheads.errors import InvalidSettings, ModelNotFound
+from draftheads.train.new_head import settings_of
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a recipe sets, and where it is from."""
+    """Settings and their source."""
 
     source: str
     settings: Mapping[str, Any]
     tunes_model: bool = False  # for train-joint
 
-    def __post_init__(self) -> None:
-        unknown = set(self.settings) - {
-            field.name for field in fields(JointOptions if self.tunes_model else TrainOptions)
-        }
-        assert not unknown, f"no such options: {sorted(unknown)}"
 
-
-# each head has a matrix of the vocabulary of its own, as the papers' heads have; batches are smaller here than theirs,
-# of 64 and more texts, and AdamW holds its moments in full: --batch-tokens, --accumulate and --optimizer change that
+# As in the papers, each head has its own lm_head. Batches are smaller than in the papers, which use 64 and more texts:
+# --batch-tokens and --accumulate change that. AdamW keeps its moments in full: --optimizer changes that.
 _MEDUSA_HEADS = {
     "method": "medusa",
     "num_heads": 5,
@@ -91,7 +83,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             tunes_model=True,
         ),
         "medusa-2-self": Recipe(
-            "Medusa, section 4.2: the model keeps to its own distribution, the heads' weight rises along a sine",
+            "Medusa, section 4.2: self-distillation of the model, the weight of the heads rises along a sine",
             {
                 **_MEDUSA_2,
                 "learning_rate": 1e-4,
@@ -111,7 +103,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             {**_HYDRA, "method": "hydra++", "loss": "teacher"},
         ),
         "hydra++": Recipe(
-            "Hydra, section 3.1, with the rates, dropout and epochs of its code: a prefix layer, four layers a head",
+            "Hydra, section 3.1, with the rates, dropout and epochs of its code: a prefix layer, four layers per head",
             {**_HYDRA_PLUS_PLUS, "num_layers": 4},
         ),
         "amphista": Recipe("Amphista, section 4.1 and equation 7: four heads, four epochs", _AMPHISTA),
@@ -137,7 +129,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             },
         ),
         "eagle": Recipe(
-            "EAGLE's loss, features by smooth L1 and tokens by a tenth of that, on every depth; ours but for that",
+            "EAGLE's loss at every depth: smooth L1 on features, a tenth of its weight on tokens; the rest is ours",
             {
                 "method": "eagle",
                 "draft_vocab_size": 0,
@@ -150,11 +142,11 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             },
         ),
         "blockwise": Recipe(
-            "Blockwise parallel decoding (Stern et al. 2018): Medusa's heads, a chain of guesses, on the text",
+            "Blockwise parallel decoding (Stern et al. 2018): Medusa's heads, chains of draft tokens, on the text",
             {**_MEDUSA, "depth_decay": 1.0, "chain": True},
         ),
         "small": Recipe(
-            "for a small model on a CPU: small batches, a low rate, a trimmed vocabulary; give --method beside it",
+            "for a small model on a CPU: small batches, a low rate, a small draft vocabulary; needs --method",
             {"learning_rate": 5e-4, "batch_tokens": 1024, "draft_vocab_size": 6144, "epochs": 4, "loss": "teacher"},
         ),
     }
@@ -162,16 +154,51 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 
 
 def recipe(name: str, *, tunes_model: bool = False) -> Recipe:
-    """The recipe of that name, for heads alone or for heads and model.
+    """The recipe of that name, for ``train`` or (``tunes_model``) for ``train-joint``.
 
     Raises:
-        InvalidSettings: there is none, or it is for the other command.
+        InvalidSettings: no such recipe, or it is for the other command.
     """
     fitting = [known for known, found in RECIPES.items() if found.tunes_model == tunes_model]
     if name not in RECIPES:
         raise InvalidSettings(f"no recipe {name!r}; choose among {', '.join(fitting)}")
     if name not in fitting:
         other = "train" if tunes_model else "train-joint"
-        what = "leaves the model as it is" if tunes_model else "tunes the model, too"
+        what = "does not tune the model" if tunes_model else "also tunes the model"
         raise InvalidSettings(f"recipe {name} {what}: draftheads {other} --recipe {name} …")
     return RECIPES[name]
+
+
+def defaults_from(
+    *,
+    recipe_name: str | None,
+    start_from: str | None,
+    model: str,
+    method: str | None,
+    resume: bool,
+    tunes_model: bool = False,
+) -> dict[str, Any]:
+    """Settings by name that follow from a recipe, and from a head to start from, which goes first.
+
+    Args:
+        recipe_name: of ``--recipe``.
+        start_from: the name of a head, of ``--start-from``.
+        model: of ``--model``.
+        method: of ``--method``; the recipe's if None.
+        resume: a missing head to start from is no error, for a resumed run does not need it any more.
+        tunes_model: whether the recipe is for ``train-joint``.
+
+    Raises:
+        DraftHeadsError: no such recipe, or no such head.
+    """
+    settings: dict[str, Any] = {}
+    if recipe_name is not None:
+        settings |= recipe(recipe_name, tunes_model=tunes_model).settings
+    method = method or settings.get("method")
+    if start_from is not None and method:
+        try:
+            settings |= settings_of(start_from, model, method)
+        except ModelNotFound:
+            if not resume:
+                raise
+    return settings

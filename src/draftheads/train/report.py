@@ -1,31 +1,180 @@
-"""What a training run found, as plain numbers; ``metrics.json`` holds them under these names."""
+"""How good heads are on held-out text: losses, ranks of the true tokens, tokens per step; and what is written of it.
 
-from collections.abc import Mapping
+Knows learners and documents; knows nothing of optimization. The ranks of a grounded head along the true text are those
+of drafting while all earlier draft tokens were accepted, so any tree can be evaluated from ranks.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from draftheads.data.batches import Batch, bucket_by_length, collate
+from draftheads.data.features import Documents
+from draftheads.errors import DataError
+from draftheads.train.learner import Learner
+from draftheads.train.objectives import CHUNK_SIZE, find_predictions
+from draftheads.tree import Tree
+from draftheads.tree_search import best_tree, expected_tokens
+
+NUM_RANKS = 10  # ranks 0 … 9 are recorded; this number means a miss
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Losses and ranks on held-out text: S positions from which at least one head predicts a token."""
+
+    losses: Tensor  # (K,) mean training loss
+    ranks: Tensor  # (S, K) int64: rank of the true token, NUM_RANKS for a miss
+    counts: Tensor  # (S, K) bool: whether the head had a token to predict
+
+    @property
+    def joint_ranks(self) -> Tensor:
+        """(S', K) ranks where all heads had a token to predict, so that the end of a text is no miss.
+
+        All (S, K) if texts are too short for that.
+        """
+        complete = self.counts.all(1)
+        return self.ranks[complete] if complete.any() else self.ranks
+
+    def accuracy(self, num_best: int) -> list[float]:
+        """Per head: how often the true token is among its ``num_best`` most probable tokens."""
+        hits = ((self.ranks < num_best) & self.counts).sum(0)
+        return [float(share) for share in hits / self.counts.sum(0).clamp_min(1)]
+
+    def tokens_per_step(self, tree: Tree) -> float:
+        """Expected tokens per step with this tree."""
+        return expected_tokens(self.joint_ranks, tree)
+
+    def tree(self, num_nodes: int, *, chain: bool = False) -> Tree:
+        """The tree with most expected tokens per step, root included; or a chain."""
+        if chain:
+            return Tree.chain(min(self.ranks.shape[1], num_nodes - 1))
+        return best_tree(self.joint_ranks, num_nodes)
+
+    def summary(self, tree: Tree) -> dict[str, Any]:
+        """Plain numbers, for a line of ``validation.jsonl`` and for the report."""
+        return {
+            "losses": self.losses.tolist(),
+            "top1": self.accuracy(1),
+            "top3": self.accuracy(3),
+            "top10": self.accuracy(10),
+            "tokens_per_step_chain": self.tokens_per_step(Tree.chain(self.ranks.shape[1])),
+            "tokens_per_step_tree": self.tokens_per_step(tree),
+        }
 
 
 @dataclass(frozen=True)
 class Report:
-    """The heads as they were measured on held-out text, and the run that made them."""
+    """The heads as measured on held-out text, and the run that made them; the values of ``metrics.json`` by name."""
 
     method: str
     model_id: str
     num_training_texts: int
     num_held_out_texts: int
     num_steps: int
-    training_seconds: float  # of this process: of a resumed run the last part only
+    training_seconds: float  # of this process; of a resumed run only the last part
     tokens_per_second: float  # of text, in those seconds
     losses: list[float]  # per head
-    accuracy_by_rank: list[list[float]]  # per head: share of true tokens among its 1, 2, … best guesses
-    top1: list[float]  # per head: share of true tokens that were its best guess
+    accuracy_by_rank: list[list[float]]  # per head: share of true tokens among its 1, 2, … most probable tokens
+    top1: list[float]  # per head: share of true tokens that were its most probable token
     top3: list[float]
     top10: list[float]
     tokens_per_step_chain: float  # expected, with a chain as deep as there are heads
     tokens_per_step_tree: float  # expected, with the tree below
-    tree: list[list[int]]  # rank paths, root left out
+    tree: list[list[int]]  # rank paths without the root
 
     @classmethod
     def of(cls, metrics: Mapping[str, Any]) -> Self:
         """The report in the content of a ``metrics.json``."""
         return cls(**{field.name: metrics[field.name] for field in fields(cls)})
+
+
+@torch.no_grad()
+def measure(learner: Learner, store: Documents, documents: Sequence[int], *, batch_tokens: int) -> Measurement:
+    """Losses and ranks on the given documents.
+
+    Raises:
+        DataError: they have no answer of two tokens.
+    """
+    was_training = learner.training
+    learner.eval()  # no dropout, no noise
+    parts = []
+    for group in bucket_by_length([store.lengths[i] for i in documents], batch_tokens):
+        texts = [store[documents[i]] for i in group]
+        parts.append(_measure_batch(learner, collate(texts, skip_prompts=not learner.head.needs_history)))
+    learner.train(was_training)
+    sums, numbers, ranks, counts = zip(*parts, strict=True)
+    losses = torch.stack(sums).sum(0) / torch.stack(numbers).sum(0).clamp_min(1)
+    found = Measurement(losses, torch.cat(ranks), torch.cat(counts))
+    if len(found.counts) == 0:
+        raise DataError(f"the {len(documents)} held-out texts have no two assistant tokens in a row: give more data")
+    return found
+
+
+def _measure_batch(learner: Learner, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss sums (K,), numbers of losses (K,), ranks (S, K) and counts (S, K), on the CPU."""
+    device, dtype = learner.teacher.device, learner.teacher.dtype
+    hidden, token_ids = batch.hidden.to(device, dtype), batch.token_ids.to(device)
+    loss_mask = batch.loss_mask.to(device)
+    features = learner.head(hidden, token_ids).flatten(1, 2)  # (K, B·T, D)
+    labels = learner.labels(hidden, token_ids)
+    flat_ids = token_ids.flatten()
+    ranks = flat_ids.new_full((len(features), len(flat_ids)), NUM_RANKS)
+    counts = torch.zeros_like(ranks, dtype=torch.bool)
+    sums, numbers = torch.zeros(2, len(features), device=device)
+    for chunk in find_predictions(loss_mask, len(features)).chunks(CHUNK_SIZE):
+        truth = flat_ids[chunk.positions + 1]
+        chunk_labels = labels(chunk.positions)
+        known, index = learner.in_vocab[truth], learner.draft_index[truth]
+        for i in range(len(features)):
+            rows = chunk.counts[i].nonzero()[:, 0]
+            source = chunk.sources(i)[rows]
+            logits = learner.head.logits(features[i, source], i).float()
+            better = (logits > logits.gather(1, index[rows, None])).sum(1).clamp_max(NUM_RANKS)
+            ranks[i, source] = torch.where(known[rows], better, NUM_RANKS)
+            counts[i, source] = True
+            has_label = known[rows] | learner.objective.reads_teacher
+            sums[i] += learner.objective.loss(logits, chunk_labels.rows(rows))[0][has_label].sum()
+            numbers[i] += has_label.sum()
+    used = counts.any(0)
+    return sums.cpu(), numbers.cpu(), ranks[:, used].T.cpu(), counts[:, used].T.cpu()
+
+
+def model_card(report: Report, options: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
+    """The text of a head's ``README.md``, Markdown.
+
+    Args:
+        report: the results of the training run.
+        options: its settings, as JSON values.
+        provenance: command, versions, machine.
+    """
+    rows = zip(report.losses, report.top1, report.top3, report.top10, strict=True)
+    table = "\n".join(
+        f"| {i + 1} | {loss:.3f} | {top1:.1%} | {top3:.1%} | {top10:.1%} |"
+        for i, (loss, top1, top3, top10) in enumerate(rows)
+    )
+    return f"""# {report.method} head for {report.model_id}
+
+Drafts {len(report.losses)} tokens beyond the next one. With `draftheads`, {report.model_id} checks them itself.
+
+Trained on {report.num_training_texts:,} texts in {report.num_steps:,} steps, {report.training_seconds:,.0f}
+seconds. On {report.num_held_out_texts:,} held-out texts, how often the true token is among a head's most probable
+tokens:
+
+| head | loss | top-1 | top-3 | top-10 |
+| --- | --- | --- | --- | --- |
+{table}
+
+Expected tokens per step: {report.tokens_per_step_chain:.2f} with a chain of the most probable tokens,
+{report.tokens_per_step_tree:.2f} with the best tree of {len(report.tree) + 1} nodes.
+
+## How it was made
+
+```json
+{json.dumps({"options": dict(options), "provenance": dict(provenance)}, indent=2)}
+```
+"""

@@ -1,23 +1,30 @@
-"""A whole training run: texts to features, features to a head, the head measured and saved.
+"""A whole training run: texts to hidden states, hidden states to a head, the head measured and saved.
 
-Knows the order of the work; shows nothing: progress goes to a :class:`~draftheads.progress.Progress`.
+:class:`Run` has the order of the work. :class:`HeadRun` has the steps of training heads for a frozen model, and
+``joint/run.py`` those of training heads and model together. Nothing is printed: progress goes to a
+:class:`~draftheads.progress.Progress`.
 """
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
 
 from draftheads.acceptance_profile import AcceptanceProfile
 from draftheads.chat_template import read_template
 from draftheads.checkpoint import copy_for, save_head
-from draftheads.data.batches import PlannedBatches
+from draftheads.data.batches import PlannedBatches, PlannedTexts
 from draftheads.data.features import FeatureStore
 from draftheads.data.live import LiveStore
 from draftheads.data.records import check_readable
 from draftheads.draft import TargetWeights
-from draftheads.errors import DataError, InvalidSettings
+from draftheads.errors import DataError, InvalidSettings, MissingDependency
 from draftheads.files import write_atomic
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
@@ -27,118 +34,391 @@ from draftheads.progress import NoProgress, Progress
 from draftheads.search.profile import NUM_TEXTS, measured_profile, recorded, static_profile
 from draftheads.search.replay import ReplaySettings
 from draftheads.train import processes
-from draftheads.train.card import model_card
-from draftheads.train.folder import (
-    alone_in,
-    already_found,
-    as_json,
-    check_out,
-    check_place,
-    how_it_was_made,
-    remember,
-    say_where_it_starts,
-    tidy_up,
-)
 from draftheads.train.learner import Learner
 from draftheads.train.losses import objective
-from draftheads.train.material import Material, arrange, read_data, with_hidden_states
-from draftheads.train.measure import NUM_RANKS, Measurement, measure
-from draftheads.train.new_head import in_float32, new_head, read_start
-from draftheads.train.options import TrainOptions
-from draftheads.train.report import Report
-from draftheads.train.start import Start
-from draftheads.train.trainer import OnStep, TrainingInterrupted, fit
+from draftheads.train.new_head import Start, in_float32, new_head, part_from_start
+from draftheads.train.options import HardwareOptions, RunOptions, TrainOptions
+from draftheads.train.recipes import defaults_from
+from draftheads.train.report import NUM_RANKS, Measurement, Report, measure, model_card
+from draftheads.train.run_folder import RunFolder, as_json
+from draftheads.train.trainer import HeadTrainer, OnStep, TrainingInterrupted, fit
+from draftheads.train.training_data import TrainingData, plan_training, read_texts, with_hidden_states
 from draftheads.tree import Tree
-from draftheads.tree_search import best_tree
 
 
-def train(options: TrainOptions, reporter: Progress) -> Report | None:
-    """Trains a head as the options say and leaves it in ``options.out``.
+def train_head(
+    *,
+    out: str | Path,
+    data: str | Path | Sequence[str | Path] = (),
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Report | None:
+    """Trains a draft head for a frozen model, as ``draftheads train`` does.
+
+    >>> import draftheads
+    >>> report = draftheads.train_head(
+    ...     model="smollm2-135m", method="hydra", recipe="small", data="chats.jsonl", out="my-head"
+    ... )  # doctest: +SKIP
+
+    Args:
+        out: folder for the head, its metrics and the checkpoints on the way.
+        data: chat files, one ``{"messages": [...]}`` per line.
+        progress: is told about stages and steps; nobody by default.
+        settings: all other options of ``draftheads train`` by name, such as ``model``, ``method``, ``recipe``,
+            ``start_from``, ``epochs`` and ``resume``. See ``draftheads train --help``.
 
     Returns:
-        What was found; None in every process but the first, where there are several and the run was not complete.
+        The losses, accuracies and expected tokens per step on held-out text. None in every process but the first, if
+        there are several and the run was not complete.
 
     Raises:
-        DraftHeadsError: bad data or settings, a loss that is not finite, a full disk, Ctrl-C (it can go on).
+        DraftHeadsError: bad data or settings, a loss that is not finite, a full disk, Ctrl-C (``resume=True`` then
+            continues).
     """
-    check_place(options)
-    with alone_in(options.out):
-        if metrics := already_found(options, options.out):
-            reporter.stage(f"{options.out} is complete already: nothing is left to do")
-            if processes.is_first():
-                _wind_up(options)
-            return Report.of(metrics)
-        check_out(options, options.out)
-        check_readable((*options.data, *options.text))
-        processes.wait()  # nobody writes before all have looked
-        say_where_it_starts(options, reporter)
-        reporter.stage(f"loading {options.model}")
-        template = read_template(options.chat_template)
-        if options.shard_model:
-            dtype = default_dtype(processes.device())
-            target = _spread(TargetModel.load(options.model, dtype=dtype, device="cpu", chat_template=template))
-        else:
-            target = TargetModel.load(options.model, four_bit=options.four_bit, chat_template=template)
-        return train_for(target, options, reporter)
-
-
-def train_for(target: TargetModel, options: TrainOptions, reporter: Progress) -> Report | None:
-    """:func:`train` for a model that is loaded already, whatever ``options.model`` says."""
-    start = read_start(options, target, reporter)  # before the model reads for hours
-    material = _material(target, options, reporter, start)
-    store, training, held_out = material.store, material.training, material.held_out
-    weights = in_float32(target.weights)
-    head = new_head(options, weights, store, training, target.eos_ids, layer_sizes=target.layer_sizes, start=start)
-    learner = new_learner(options, head, weights)
-    reporter.stage(f"training {options.method} on {len(training)} texts")
-    batches = PlannedBatches(store, material.plan, skip_prompts=not head.needs_history)
-    some = held_out[: options.eval_texts]
-
-    def validate() -> dict[str, Any]:
-        return in_between(measure(learner, store, some, batch_tokens=options.batch_tokens), options)
-
-    speed = Speedometer(material.tokens_per_step)
-    fit(
-        learner,
-        batches,
-        options,
-        stages=material.stages,
-        on_step=speed.counting(reporter),
-        validate=validate,
+    defaults = defaults_from(
+        recipe_name=settings.get("recipe"),
+        start_from=settings.get("start_from"),
+        model=settings.get("model", TrainOptions.model),
+        method=settings.get("method"),
+        resume=settings.get("resume", False),
     )
-    if not processes.is_first():
-        processes.wait()
-        return None
-    reporter.stage(f"measuring on {len(held_out)} texts kept apart")
-    found = measure(learner, store, held_out, batch_tokens=options.batch_tokens)
-    report = report_on(
-        head,
-        found,
-        tree=chosen_tree(found, options),
-        model_id=target.model_id,
-        num_training_texts=len(training),
-        num_held_out_texts=len(held_out),
-        num_steps=material.num_steps,
-        seconds=speed.seconds,
-        tokens_per_second=speed.tokens_per_second,
-    )
-    profile = acceptance(target, head, material=material, found=found, options=options, reporter=reporter)
-    _save(head, target, report=report, profile=profile, options=options, start=start)
-    _wind_up(options)
-    processes.wait()
+    files = [data] if isinstance(data, str | Path) else data
+    given = {**defaults, **settings, "out": Path(out), "data": tuple(map(Path, files))}
+    if "method" not in given:
+        raise InvalidSettings("give method=…, or a recipe that has one")
+    return train(TrainOptions.of(**given), progress or NoProgress())
+
+
+def train(options: TrainOptions, progress: Progress) -> Report | None:
+    """Trains a head with these options and saves it in ``options.out``; see :func:`train_head`."""
+    report: Report | None = HeadRun(options, progress).run()
     return report
 
 
-def _spread(target: TargetModel) -> TargetModel:
-    """The model over all processes."""
-    if processes.count() == 1:
-        raise InvalidSettings("--shard-model is for several processes: start them with accelerate launch or torchrun")
-    assert target.weights_print  # taken while it is whole
-    shard_layers(target, processes.device())
-    return target
+def train_for(target: TargetModel, options: TrainOptions, progress: Progress) -> Report | None:
+    """:func:`train` for a model that is loaded already, whatever ``options.model`` is."""
+    report: Report | None = HeadRun(options, progress).run_for(target)
+    return report
 
 
-class Speedometer:
+class Run:
+    """The steps of a training run in their order; what is trained, and on what, is up to the subclasses."""
+
+    options: RunOptions
+    head_folder = ""  # of the head within the output folder
+
+    target: TargetModel  # the model before training
+    start_head: Start | None  # of --start-from
+    data: TrainingData
+    head: DraftHead
+
+    def __init__(self, options: RunOptions, progress: Progress) -> None:
+        self.options = options
+        self.progress = progress
+        self.folder = RunFolder(options, self.head_folder)
+
+    def run(self) -> Any:
+        """The whole run.
+
+        Returns:
+            The report; None in every process but the first, if there are several and the run was not complete.
+        """
+        self.check_packages()
+        with self.folder.lock():
+            if metrics := self.folder.complete_metrics():
+                self.progress.stage(f"{self.options.out} is complete already: nothing is left to do")
+                if processes.is_first():
+                    self.tidy_up()
+                return self.report_of(metrics)
+            self.folder.require_free()
+            check_readable(self.text_files())
+            processes.wait()  # no process writes before all have checked
+            if self.options.resume:
+                checkpoint = self.folder.checkpoint()
+                nothing = f"no checkpoint in {self.options.out}: training starts from the beginning"
+                self.progress.stage(f"resuming from {checkpoint}" if checkpoint else nothing)
+            self.progress.stage(f"loading {self.options.model}")
+            return self.run_for(self.load_target())
+
+    def run_for(self, target: TargetModel) -> Any:
+        """The run with a model that is loaded already, in a folder that is free."""
+        self.check_packages()
+        self.target = target
+        self.start_head = self.read_start()
+        self.data = self.read_data()
+        self.head = self.make_head()
+        throughput = self.train()
+        if not processes.is_first():
+            processes.wait()
+            return None
+        report = self.measure_and_save(throughput)
+        self.tidy_up()
+        processes.wait()
+        return report
+
+    def check_packages(self) -> None:
+        """Looks for packages that are needed later.
+
+        Raises:
+            MissingDependency: one is not installed.
+        """
+        if self.options.optimizer.optimizer == "adamw-8bit" and find_spec("bitsandbytes") is None:
+            raise MissingDependency("--optimizer adamw-8bit needs bitsandbytes: pip install 'draftheads[quantised]'")
+        if self.options.report.tensorboard and find_spec("tensorboard") is None:
+            raise MissingDependency("--tensorboard needs tensorboard: pip install 'draftheads[tensorboard]'")
+
+    def text_files(self) -> tuple[Path, ...]:
+        """All text files to read."""
+        return self.options.chats.data
+
+    def load_target(self) -> TargetModel:
+        """The model of ``--model``."""
+        raise NotImplementedError
+
+    def read_start(self) -> Start | None:
+        """The head of ``--start-from``, checked before hours of work.
+
+        Raises:
+            DraftHeadsError: it is not for this model, or nothing of it fits.
+        """
+        heads = self.options.heads
+        if heads.start_from is None:
+            return None
+        start = Start.read(heads.start_from, self.target)
+        part = part_from_start(heads, start, self.target)
+        if self.folder.checkpoint() is None:
+            self.progress.stage(f"starting from {start.name}, which gives {part:.0%} of the head's parameters")
+        return start
+
+    def read_data(self) -> TrainingData:
+        """Texts and batches; :meth:`claim` is called for them before hours of work."""
+        raise NotImplementedError
+
+    def claim(self, data: TrainingData) -> TrainingData:
+        """The same data, after the output folder was claimed for a run with it."""
+        self.folder.claim(data, model=self.target.model_id, start=self.start_head)
+        return data
+
+    def make_head(self) -> DraftHead:
+        """The head with its initial values."""
+        return new_head(
+            self.options.heads,
+            in_float32(self.target.weights),
+            self.data.store,
+            self.data.training,
+            self.target.eos_ids,
+            seed=self.options.schedule.seed,
+            layer_sizes=self.target.layer_sizes,
+            start=self.start_head,
+        )
+
+    def train(self) -> "Throughput":
+        """Trains the head in place."""
+        self.progress.stage(f"training {self.head.config.method} on {len(self.data.training)} texts")
+        throughput = Throughput(self.data.tokens_per_step)
+        fit(
+            self.module(),
+            self.batches(),
+            self.folder,
+            bf16=computes_in_bf16(self.options.hardware, "cuda" if torch.cuda.is_available() else "cpu"),
+            stages=self.data.stages,
+            on_step=throughput.counting(self.progress),
+            validate=self.validate,
+            trainer_class=self.trainer_class(),
+        )
+        return throughput
+
+    def module(self) -> nn.Module:
+        """What the optimizer trains: batches go in, a loss comes out."""
+        raise NotImplementedError
+
+    def trainer_class(self) -> Callable[..., HeadTrainer]:
+        """The Trainer to use."""
+        return HeadTrainer
+
+    def batches(self) -> PlannedBatches | PlannedTexts:
+        """All batches in their order."""
+        raise NotImplementedError
+
+    def validate(self) -> dict[str, Any]:
+        """A line of ``validation.jsonl``: the head as it is now, on some held-out texts."""
+        found = self.measure(self.data.held_out[: self.options.report.eval_texts])
+        return found.summary(self.reported_tree(found))
+
+    def measure(self, documents: Sequence[int]) -> Measurement:
+        """Losses and ranks on some texts."""
+        batch_tokens = self.options.schedule.batch_tokens
+        return measure(self.measured_learner(), self.data.store, documents, batch_tokens=batch_tokens)
+
+    def measured_learner(self) -> Learner:
+        """The head as it is now, with the objective for the model that it decodes with."""
+        raise NotImplementedError
+
+    @property
+    def decoding_model(self) -> TargetModel:
+        """The model that the head is for."""
+        return self.target
+
+    def reported_tree(self, found: Measurement) -> Tree:
+        """The tree of the report."""
+        return found.tree(self.options.report.tree_nodes, chain=self.options.report.chain)
+
+    def measure_and_save(self, throughput: "Throughput") -> Report:
+        """Measures the trained head on all held-out texts, and saves all results."""
+        self.progress.stage(f"measuring on {len(self.data.held_out)} held-out texts")
+        found = self.measure(self.data.held_out)
+        tree = self.reported_tree(found)
+        report = Report(
+            method=self.head.config.method,
+            model_id=self.decoding_model.model_id,
+            num_training_texts=len(self.data.training),
+            num_held_out_texts=len(self.data.held_out),
+            num_steps=self.data.num_steps,
+            training_seconds=round(throughput.seconds, 1),
+            tokens_per_second=round(throughput.tokens_per_second, 1),
+            accuracy_by_rank=[list(part) for part in zip(*map(found.accuracy, range(1, NUM_RANKS + 1)), strict=True)],
+            tree=[list(path) for path in tree.paths[1:]],
+            **found.summary(tree),
+        )
+        return self.save(report, self.acceptance_profile(found))
+
+    def acceptance_profile(self, found: Measurement) -> AcceptanceProfile:
+        """The head's profile on some held-out texts; of static trees only if there are too few texts."""
+        store, chain = self.data.store, self.options.report.chain
+        texts = self.data.held_out[:NUM_TEXTS]
+        answers = recorded([(store.token_ids[i], store.loss_masks[i]) for i in texts])
+        if len(answers) < 2 or chain:
+            return static_profile(found.joint_ranks, num_ranks=NUM_RANKS, only_chain=chain)
+        self.progress.stage(f"acceptance profile from {len(answers)} held-out texts")
+        head = copy_for(self.head, self.decoding_model)
+        return measured_profile(self.decoding_model, head, answers, ReplaySettings(), progress=NoProgress())[0]
+
+    def save(self, report: Report, profile: AcceptanceProfile) -> Report:
+        """Writes the head last: if it is there, the run is complete. Returns the report as it was written."""
+        made = self.folder.made_from(self.start_head)
+        write_atomic(self.folder.path / "metrics.json", as_json({**asdict(report), **made}))
+        card = model_card(report, made["options"], made["provenance"])
+        save_head(self.head, self.folder.head, base=self.decoding_model, card=card, profile=profile)
+        return report
+
+    def tidy_up(self) -> None:
+        """Removes what a complete run does not need."""
+        self.folder.tidy_up()
+
+    def report_of(self, metrics: dict[str, Any]) -> Report:
+        """The report of a complete run."""
+        return Report.of(metrics)
+
+
+class HeadRun(Run):
+    """Trains heads on stored or live hidden states of a frozen model."""
+
+    options: TrainOptions
+    learner: Learner
+
+    def text_files(self) -> tuple[Path, ...]:
+        """Chats and plain text."""
+        return (*self.options.chats.data, *self.options.plain_text.text)
+
+    def load_target(self) -> TargetModel:
+        """The model; with ``--shard-model`` sharded over all processes."""
+        options, template = self.options, read_template(self.options.chat_template)
+        if not options.hidden_states.shard_model:
+            return TargetModel.load(options.model, four_bit=options.hardware.four_bit, chat_template=template)
+        if processes.count() == 1:
+            raise InvalidSettings(
+                "--shard-model is for several processes: start them with accelerate launch or torchrun"
+            )
+        dtype = default_dtype(processes.device())
+        target = TargetModel.load(options.model, dtype=dtype, device="cpu", chat_template=template)
+        assert target.weights_print  # computed while the model is whole
+        shard_layers(target, processes.device())
+        return target
+
+    def read_data(self) -> TrainingData:
+        """Texts with their hidden states, or the documents of finished ``--features``."""
+        options, features = self.options, self.options.hidden_states.features
+        folder = features or options.out / "features"
+        if not self.text_files():
+            return self.claim(plan_training(self._finished_features(folder), options, options.plain_text))
+        try:
+            self.progress.stage("reading data")
+            texts = read_texts(self.target, options)
+            data = self.claim(plan_training(LiveStore(self.target, texts), options, options.plain_text))
+            self.progress.stage(f"hidden states of {len(texts)} texts")
+            return replace(data, store=with_hidden_states(self.target, texts, options, self.progress))
+        except KeyboardInterrupt:
+            raise TrainingInterrupted(
+                f"stopped before training; hidden states so far are in {folder}: the same command continues from there"
+            ) from None
+
+    def _finished_features(self, folder: Path) -> FeatureStore:
+        store, target = FeatureStore(folder), self.target
+        if (store.meta.model_id, store.meta.hidden_size) != (target.model_id, target.hidden_size):
+            raise DataError(
+                f"{folder} holds hidden states of {store.meta.model_id} (size {store.meta.hidden_size}), "
+                f"not of {target.model_id} (size {target.hidden_size})"
+            )
+        return store
+
+    def module(self) -> nn.Module:
+        """The head with its objective."""
+        weight = self.options.hidden_states.feature_weight
+        self.learner = head_learner(self.options, self.head, in_float32(self.target.weights), feature_weight=weight)
+        return self.learner
+
+    def measured_learner(self) -> Learner:
+        """The one that is trained."""
+        return self.learner
+
+    def batches(self) -> PlannedBatches:
+        """Hidden states and tokens; without prompts if the head does not read them."""
+        return PlannedBatches(self.data.store, self.data.plan, skip_prompts=not self.head.needs_history)
+
+    def acceptance_profile(self, found: Measurement) -> AcceptanceProfile:
+        """As of every run. A sharded model cannot be used in one process, so then only static trees are measured."""
+        if self.options.hidden_states.shard_model:
+            chain = self.options.report.chain
+            return static_profile(found.joint_ranks, num_ranks=NUM_RANKS, only_chain=chain)
+        return super().acceptance_profile(found)
+
+    def tidy_up(self) -> None:
+        """Also removes hidden states, unless they are to be kept."""
+        super().tidy_up()
+        settings = self.options.hidden_states
+        if not settings.keep_features and settings.features is None:
+            shutil.rmtree(self.options.out / "features", ignore_errors=True)
+
+
+def head_learner(
+    options: RunOptions, head: DraftHead, weights: TargetWeights, *, feature_weight: float = 0.0
+) -> Learner:
+    """The head with its objective."""
+    settings = options.objective
+    return Learner(
+        head,
+        weights,
+        objective=objective(
+            settings.loss,
+            alignment_weight=settings.alignment_weight,
+            lm_weight=settings.lm_weight,
+            lk_eta=settings.lk_eta,
+        ),
+        depth_decay=settings.depth_decay,
+        noise_alpha=settings.noise_alpha,
+        feature_weight=feature_weight,
+        dropout=settings.dropout,
+    )
+
+
+def computes_in_bf16(options: HardwareOptions, device: str) -> bool:
+    """Whether products are rounded to bf16: as given, or if the device multiplies bf16 natively."""
+    if options.precision == "auto":
+        return default_dtype(device) == torch.bfloat16
+    return options.precision == "bf16"
+
+
+class Throughput:
     """Tokens and seconds of the steps that this process made."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -165,147 +445,3 @@ class Speedometer:
             progress.progress(step, total, "" if loss is None else f"loss {loss:.3f}")
 
         return counted
-
-
-def in_between(found: Measurement, options: TrainOptions) -> dict[str, Any]:
-    """A line of ``validation.jsonl``."""
-    tree = chosen_tree(found, options)
-    return {
-        "losses": found.losses.tolist(),
-        "top1": found.accuracy(1),
-        "top3": found.accuracy(3),
-        "top10": found.accuracy(10),
-        "tokens_per_step_chain": found.tokens_per_step(Tree.chain(found.ranks.shape[1])),
-        "tokens_per_step_tree": found.tokens_per_step(tree),
-    }
-
-
-def report_on(
-    head: DraftHead,
-    found: Measurement,
-    *,
-    tree: Tree,
-    model_id: str,
-    num_training_texts: int,
-    num_held_out_texts: int,
-    num_steps: int,
-    seconds: float,
-    tokens_per_second: float,
-) -> Report:
-    """What was found of a head, as plain numbers."""
-    return Report(
-        method=head.config.method,
-        model_id=model_id,
-        num_training_texts=num_training_texts,
-        num_held_out_texts=num_held_out_texts,
-        num_steps=num_steps,
-        training_seconds=round(seconds, 1),
-        tokens_per_second=round(tokens_per_second, 1),
-        losses=found.losses.tolist(),
-        accuracy_by_rank=[list(shares) for shares in zip(*map(found.accuracy, range(1, NUM_RANKS + 1)), strict=True)],
-        top1=found.accuracy(1),
-        top3=found.accuracy(3),
-        top10=found.accuracy(10),
-        tokens_per_step_chain=found.tokens_per_step(Tree.chain(head.config.num_heads)),
-        tokens_per_step_tree=found.tokens_per_step(tree),
-        tree=[list(path) for path in tree.paths[1:]],
-    )
-
-
-def new_learner(options: TrainOptions, head: DraftHead, weights: TargetWeights) -> Learner:
-    """The head with what the options say it is to learn."""
-    return Learner(
-        head,
-        weights,
-        objective=objective(
-            options.loss,
-            alignment_weight=options.alignment_weight,
-            lm_weight=options.lm_weight,
-            lk_eta=options.lk_eta,
-        ),
-        depth_decay=options.depth_decay,
-        noise_alpha=options.noise_alpha,
-        feature_weight=options.feature_weight,
-        dropout=options.dropout,
-    )
-
-
-def chosen_tree(found: Measurement, options: TrainOptions) -> Tree:
-    """What the report shows: the best tree of so many nodes for the ranks that were found, or a chain."""
-    if options.chain:
-        return Tree.chain(min(options.num_heads, options.tree_nodes - 1))
-    return best_tree(found.joint_ranks, options.tree_nodes)
-
-
-def _material(target: TargetModel, options: TrainOptions, reporter: Progress, start: Start | None) -> Material:
-    """The data with its hidden states, or the features in ``--features`` as they are.
-
-    Batches are decided, and compared with those of the run that goes on, before the model reads for hours.
-    """
-    folder = options.features or options.out / "features"
-    if options.data or options.text:
-        try:
-            reporter.stage("reading data")
-            texts = read_data(target, options)
-            material = arrange(LiveStore(target, texts), options)
-            remember(options, material, model=target.model_id, start=start)
-            reporter.stage(f"hidden states of {len(texts)} texts")
-            return replace(material, store=with_hidden_states(target, texts, options, reporter))
-        except KeyboardInterrupt:
-            raise TrainingInterrupted(
-                f"stopped before training; hidden states so far are in {folder}: the same command goes on from there"
-            ) from None
-    store = FeatureStore(folder)
-    if (store.meta.model_id, store.meta.hidden_size) != (target.model_id, target.hidden_size):
-        raise DataError(
-            f"{folder} holds hidden states of {store.meta.model_id} (size {store.meta.hidden_size}), "
-            f"not of {target.model_id} (size {target.hidden_size})"
-        )
-    material = arrange(store, options)
-    remember(options, material, model=target.model_id, start=start)
-    return material
-
-
-def acceptance(
-    target: TargetModel,
-    head: DraftHead,
-    *,
-    material: Material,
-    found: Measurement,
-    options: TrainOptions,
-    reporter: Progress,
-) -> AcceptanceProfile:
-    """The head's profile on some held-out texts; of static trees alone where there are too few.
-
-    A model that is spread over processes cannot be used in one of them.
-    """
-    store = material.store
-    texts = material.held_out[:NUM_TEXTS]
-    answers = recorded([(store.token_ids[i], store.loss_masks[i]) for i in texts])
-    if len(answers) < 2 or options.chain or options.shard_model:
-        return static_profile(found.joint_ranks, num_ranks=NUM_RANKS, only_chain=options.chain)
-    reporter.stage(f"acceptance profile from {len(answers)} held-out texts")
-    return measured_profile(target, copy_for(head, target), answers, ReplaySettings(), progress=NoProgress())[0]
-
-
-def _save(
-    head: DraftHead,
-    target: TargetModel,
-    *,
-    report: Report,
-    profile: AcceptanceProfile,
-    options: TrainOptions,
-    start: Start | None,
-) -> None:
-    """The head last of all: where it is, the run is complete."""
-    made = how_it_was_made(options, start)
-    write_atomic(options.out / "metrics.json", as_json({**asdict(report), **made}))
-    card = model_card(report, made["options"], made["provenance"])
-    save_head(head, options.out, base=target, card=card, profile=profile)
-
-
-def _wind_up(options: TrainOptions) -> None:
-    """What is left to do once the head is saved."""
-    tidy_up(options)
-    if not options.keep_features and options.features is None:
-        shutil.rmtree(options.out / "features", ignore_errors=True)

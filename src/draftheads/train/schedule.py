@@ -1,26 +1,27 @@
-"""What part of the highest learning rate a step has: numbers of a step, nothing else. Steps are counted from 0."""
+"""Learning rates and loss weights by step, counted from 0; pure numbers."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of steps with a rise and a cosine of its own."""
+    """Steps with a warm-up and a cosine of their own."""
 
     num_steps: int
     peak: float = 1.0  # part of the highest learning rate
 
 
 def staged_rate(step: int, stages: Sequence[Stage], *, warmup: float, final: float) -> float:
-    """The part of the highest learning rate that a step of these stages has.
+    """The learning rate of a step, as a part of the highest.
 
     Args:
         step: counted through all stages.
-        stages: one after the other.
+        stages: in their order.
         warmup: part of a stage's steps in which the rate rises.
-        final: where a stage's cosine ends, as part of its peak.
+        final: where a stage's cosine ends, as a part of its peak.
 
     >>> stages = [Stage(4), Stage(2, peak=0.1)]
     >>> [round(staged_rate(step, stages, warmup=0.0, final=0.1), 3) for step in range(6)]
@@ -34,7 +35,7 @@ def staged_rate(step: int, stages: Sequence[Stage], *, warmup: float, final: flo
 
 
 def rise_and_cosine(step: int, num_steps: int, *, warmup: float, final: float = 0.0) -> float:
-    """A linear rise and half a cosine, as ``transformers``' ``cosine_with_min_lr``.
+    """A linear warm-up and half a cosine, as ``transformers``' ``cosine_with_min_lr``.
 
     >>> [round(rise_and_cosine(step, 6, warmup=0.4), 3) for step in range(7)]
     [0.0, 0.5, 1.0, 0.854, 0.5, 0.146, 0.0]
@@ -44,3 +45,45 @@ def rise_and_cosine(step: int, num_steps: int, *, warmup: float, final: float = 
         return step / num_warmup_steps
     part = (step - num_warmup_steps) / max(1, num_steps - num_warmup_steps)
     return final + (1 - final) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, part)))
+
+
+@dataclass(frozen=True)
+class JointSchedule:
+    """Two stages (Medusa 3.2.2): first ``num_head_steps`` steps of the heads only, then heads and model together."""
+
+    num_steps: int
+    num_head_steps: int
+    peak: float  # λ0
+    rise: Literal["constant", "sine"]
+    warmup: float  # part of a stage's steps in which a learning rate rises
+    final: float = 0.0  # where a learning rate ends, as a part of its highest
+
+    def only_heads(self, step: int) -> bool:
+        """Whether the model is frozen."""
+        return step < self.num_head_steps
+
+    def head_weight(self, step: int) -> float:
+        """λ0 of a step, the weight of the heads' loss.
+
+        In the first stage it scales the whole loss. Adam's steps do not depend on that scale, so its moments still
+        fit when the second stage starts.
+
+        >>> schedule = JointSchedule(num_steps=5, num_head_steps=2, peak=0.2, rise="sine", warmup=0.0)
+        >>> [round(schedule.head_weight(step), 3) for step in range(5)]
+        [0.2, 0.2, 0.1, 0.173, 0.2]
+        """
+        if self.rise == "constant" or self.only_heads(step):
+            return self.peak
+        part = (step + 1 - self.num_head_steps) / (self.num_steps - self.num_head_steps)
+        return self.peak * math.sin(math.pi / 2 * part)
+
+    def head_rate(self, step: int) -> float:
+        """The heads' learning rate, as a part of its highest: one warm-up and one cosine over the run."""
+        return rise_and_cosine(step, self.num_steps, warmup=self.warmup, final=self.final)
+
+    def model_rate(self, step: int) -> float:
+        """The model's learning rate, as a part of its highest: zero, then a warm-up and cosine in the second stage."""
+        if self.only_heads(step):
+            return 0.0
+        num_steps = self.num_steps - self.num_head_steps
+        return rise_and_cosine(step - self.num_head_steps, num_steps, warmup=self.warmup, final=self.final)

@@ -1,17 +1,15 @@
-"""Fitting a head: the Hugging Face Trainer with our batches, our losses and our log.
+"""Training steps: the Hugging Face Trainer with our batches, our losses and our log.
 
-Knows the Trainer, as the only file here. It brings optimiser, schedule, clipping, checkpoints and resuming.
+Only this file and ``joint/run.py`` know the Trainer. It has optimizer, clipping, checkpoints and resuming.
 """
 
 import json
-import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -25,56 +23,55 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import PrinterCallback
 
 from draftheads.data.batches import PlannedBatches, PlannedTexts
-from draftheads.errors import MissingDependency, NonFiniteLoss, StorageError, TrainingError
+from draftheads.errors import NonFiniteLoss, StorageError, TrainingError
 from draftheads.files import write_atomic
-from draftheads.models.pretrained import default_dtype
 from draftheads.train import processes
-from draftheads.train.options import TrainOptions
+from draftheads.train.options import ScheduleOptions
+from draftheads.train.run_folder import RunFolder
 from draftheads.train.schedule import Stage, staged_rate
 
 OnStep = Callable[[int, int, float | None], None]  # steps done, steps in all, the last logged loss
-Validate = Callable[[], dict[str, Any]]  # what to note of the head as it is
+Validate = Callable[[], dict[str, Any]]  # measures the head as it is now
 
 
 class TrainingInterrupted(TrainingError):
-    """Ctrl-C stopped a run that can go on."""
+    """Ctrl-C stopped a run that can be resumed."""
 
 
 def fit(
     learner: nn.Module,
     batches: PlannedBatches | PlannedTexts,
-    options: TrainOptions,
+    folder: RunFolder,
     *,
+    bf16: bool,
     stages: Sequence[Stage],
     on_step: OnStep,
     validate: Validate,
-    trainer_class: "Callable[..., HeadTrainer] | None" = None,
+    trainer_class: "Callable[..., HeadTrainer]",
 ) -> None:
-    """Trains a learner in place over all batches; from the last checkpoint on with ``--resume``.
+    """Trains a learner in place on all batches; with ``--resume`` from the last checkpoint.
 
-    ``validate`` is called before the first step, every ``eval_steps`` and after the last; what it finds goes to
-    ``validation.jsonl``. Of several processes only the first validates and writes.
+    ``validate`` is called before the first step, every ``eval_steps`` and after the last step. Its results go to
+    ``validation.jsonl``. Of several processes only the first one validates and writes.
 
     Raises:
         NonFiniteLoss: the loss became NaN or infinite; names the step and the documents of its batch.
         TrainingInterrupted: Ctrl-C; a checkpoint was saved.
     """
-    require_packages(options)
-    folder = options.out / "checkpoints"
-    _drop_incomplete(folder)  # or the Trainer, which keeps two, might count them and drop whole ones
-    checkpoint = find_checkpoint(options.out) if options.resume else None
+    folder.drop_incomplete_checkpoints()
+    checkpoint, report = folder.checkpoint(), folder.options.report
     first_step = int(checkpoint.rpartition("-")[2]) if checkpoint else 0
     with _interruptible() as interrupted:
-        board = _Board.open(options.out / "tensorboard", first_step) if options.tensorboard else _Board(None)
+        board = _Board.open(folder.path / "tensorboard", first_step) if report.tensorboard else _Board(None)
         log, validations = (
-            StepLog(options.out / f"{name}.jsonl", keep_until=first_step, board=board, name=name)
+            StepLog(folder.path / f"{name}.jsonl", keep_until=first_step, board=board, name=name)
             for name in ("log", "validation")
         )
-        callback = _Callback(log, on_step, interrupted, _Validation(validations, validate, options.eval_steps))
-        trainer = (trainer_class or HeadTrainer)(
-            rates=[learning_rate_of(options, stages)],
+        callback = _Callback(log, on_step, interrupted, _Validation(validations, validate, report.eval_steps))
+        trainer = trainer_class(
+            rates=[learning_rate_of(folder.options.schedule, stages)],
             model=learner,
-            args=_arguments(options, folder),
+            args=_arguments(folder, bf16=bf16),
             train_dataset=batches,
             data_collator=_only,
             callbacks=[callback],
@@ -86,53 +83,21 @@ def fit(
         except (OSError, SafetensorError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
                 raise
-            _drop_incomplete(folder)
-            raise StorageError(f"a checkpoint cannot be saved in {folder}: {error}; earlier ones are whole") from error
+            folder.drop_incomplete_checkpoints()
+            place = folder.checkpoints
+            raise StorageError(f"a checkpoint cannot be saved in {place}: {error}; earlier ones are whole") from error
     done, total = trainer.state.global_step, trainer.state.max_steps
     if interrupted.is_set() and done < total:
         raise TrainingInterrupted(
-            f"stopped after step {done} of {total}; a checkpoint is in {folder}: "
-            "the same command with --resume goes on from there"
+            f"stopped after step {done} of {total}; a checkpoint is in {folder.checkpoints}: "
+            "the same command with --resume continues from there"
         )
 
 
-def find_checkpoint(out: Path) -> str | None:
-    """The newest checkpoint of a run that is not complete, if it left one."""
-    whole = filter(_is_whole, (out / "checkpoints").glob("checkpoint-*"))
-    newest = max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
-    return None if newest is None else str(newest)
-
-
-def _is_whole(checkpoint: Path) -> bool:
-    """Whether all of it was written: the Trainer writes its state after all else, but not in one go."""
-    try:
-        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    # each process writes the state of its own random numbers, and waits for none of the others
-    count = _processes_of(checkpoint.parents[1])
-    return count == 1 or all((checkpoint / f"rng_state_{number}.pth").exists() for number in range(count))
-
-
-def _processes_of(out: Path) -> int:
-    """How many made the checkpoints of a run, whoever asks now: it may be resumed, by mistake, with another number."""
-    try:
-        return int(json.loads((out / "run.json").read_text(encoding="utf-8"))["processes"])
-    except (OSError, ValueError, KeyError):
-        return 1
-
-
-def _drop_incomplete(folder: Path) -> None:
-    """Removes checkpoints that were cut short."""
-    for path in folder.glob("checkpoint-*"):
-        if not _is_whole(path):
-            shutil.rmtree(path, ignore_errors=True)
-
-
 class StepLog:
-    """``log.jsonl``: a JSON object a line, each written at once, so that a killed run leaves whole lines.
+    """``log.jsonl``: one JSON object per line, each written at once, so that a killed run leaves whole lines.
 
-    Written by the first process alone, and shown on a TensorBoard if there is one.
+    Only the first process writes it. TensorBoard shows the same, if it is used.
     """
 
     def __init__(self, path: Path, *, keep_until: int, board: "_Board | None" = None, name: str = "log") -> None:
@@ -155,21 +120,21 @@ class StepLog:
 
 
 class _Board:
-    """TensorBoard's view of the log, if it is wanted."""
+    """TensorBoard's view of the log; without a writer it does nothing."""
 
     def __init__(self, writer: Any) -> None:
         self.writer = writer
 
     @classmethod
     def open(cls, folder: Path, first_step: int) -> Self:
-        """What an earlier part of the run showed after ``first_step`` is taken back."""
+        """Also removes what an earlier part of the run showed after ``first_step``."""
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
 
         writer = SummaryWriter(str(folder), purge_step=first_step + 1) if processes.is_first() else None
         return cls(writer)
 
     def show(self, name: str, record: dict[str, Any]) -> None:
-        """A curve for each number, and for each head's."""
+        """Adds a point to the curve of each number, and of each head."""
         if self.writer is None:
             return
         for key, value in record.items():
@@ -184,7 +149,7 @@ class _Board:
 
 
 def _step(line: str) -> float:
-    """Of a log's line; infinite where a full disk or a power cut left only a part of it."""
+    """The step of a line of the log; infinite if a full disk or a power cut left only a part of the line."""
     try:
         return int(json.loads(line)["step"])
     except ValueError:
@@ -193,24 +158,24 @@ def _step(line: str) -> float:
 
 @dataclass(frozen=True)
 class _Validation:
-    """When the head is measured in between, and where that goes."""
+    """When the head is measured during training, and the log for the results."""
 
     log: StepLog
     validate: Validate
     eval_steps: int  # 0 for never
 
     def at(self, step: int, last_step: int) -> None:
-        """Measures and notes, if it is time."""
+        """Measures and logs if this step is one of them."""
         if processes.is_first() and self.eval_steps and (step % self.eval_steps == 0 or step == last_step):
             self.log.add({"step": step, **self.validate()})
 
 
 class HeadTrainer(Trainer):
-    """Batches come ready from the plan, in its order; losses are checked, and what the learner reports is averaged."""
+    """Takes the batches of the plan in their order, checks losses, and averages what the learner reports."""
 
     def __init__(self, *, rates: Sequence[Callable[[int], float]], **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.rates = rates  # of each group of parameters, or of all: the part of its highest learning rate by step
+        self.rates = rates  # one per group of parameters, or one for all: step -> part of its highest learning rate
         self._reported: dict[str, list[Tensor]] = {}  # by name, since they were last taken
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
@@ -227,7 +192,11 @@ class HeadTrainer(Trainer):
         return self.lr_scheduler
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> Tensor:
-        """The learner's loss; one that is no number ends the run."""
+        """The learner's loss.
+
+        Raises:
+            NonFiniteLoss: it is NaN or infinite.
+        """
         documents = inputs.pop("documents")
         output = model(**inputs)
         loss: Tensor = output["loss"]
@@ -235,7 +204,7 @@ class HeadTrainer(Trainer):
             sources = self.train_dataset.sources  # type: ignore[union-attr]
             texts = ", ".join(sources[i] or f"text {i} of the features" for i in documents.tolist())
             raise NonFiniteLoss(
-                f"the loss is {loss.item()} at step {self.state.global_step + 1}, on {texts}: look there, "
+                f"the loss is {loss.item()} at step {self.state.global_step + 1}, on {texts}: check these texts, "
                 "or lower --learning-rate"
             )
         for name in output.keys() - {"loss"}:
@@ -243,7 +212,7 @@ class HeadTrainer(Trainer):
         return loss
 
     def take_means(self) -> dict[str, Any]:
-        """Means of what all learners reported since the last call: ``head_losses``, and what else they name."""
+        """Means over all processes of what learners reported since the last call: ``head_losses`` and other values."""
         means = {
             name: processes.mean_of(torch.stack(values).mean(0)).tolist()
             for name, values in sorted(self._reported.items())
@@ -253,7 +222,7 @@ class HeadTrainer(Trainer):
 
 
 class _Callback(TrainerCallback):
-    """Log lines, progress, and a stop with a checkpoint."""
+    """Logs, shows progress, and stops with a checkpoint after Ctrl-C."""
 
     def __init__(self, log: StepLog, on_step: OnStep, interrupted: threading.Event, validation: _Validation) -> None:
         self.log = log
@@ -264,7 +233,9 @@ class _Callback(TrainerCallback):
         self.take_means: Callable[[], dict[str, Any]] = dict
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        state.compute_steps(args, state.max_steps)  # a checkpoint brings the --save-steps and --log-steps of its time
+        state.compute_steps(
+            args, state.max_steps
+        )  # a checkpoint has the --save-steps and --log-steps of the run that wrote it
         if state.global_step == 0:
             self.validation.at(0, state.max_steps)
 
@@ -274,7 +245,7 @@ class _Callback(TrainerCallback):
         if processes.any_of(self.interrupted.is_set()):
             self.interrupted.set()
             control.should_save = control.should_training_stop = True
-        # a resumed run knows no losses from before its checkpoint: no line of the log may need them
+        # a resumed run does not know losses from before its checkpoint, so no line of the log may need them
         control.should_log |= control.should_save
 
     def on_log(
@@ -291,43 +262,32 @@ class _Callback(TrainerCallback):
             self.log.add({"step": state.global_step, **record, **self.take_means()})
 
 
-def learning_rate_of(options: TrainOptions, stages: Sequence[Stage]) -> Callable[[int], float]:
-    """A step's part of ``options.learning_rate``."""
+def learning_rate_of(options: ScheduleOptions, stages: Sequence[Stage]) -> Callable[[int], float]:
+    """The learning rate by step, as a part of ``options.learning_rate``."""
     return partial(staged_rate, stages=stages, warmup=options.warmup, final=options.final_learning_rate)
 
 
-def require_packages(options: TrainOptions) -> None:
-    """Asks for packages that will be needed later.
-
-    Raises:
-        MissingDependency: one is not installed.
-    """
-    if options.optimizer == "adamw-8bit" and find_spec("bitsandbytes") is None:
-        raise MissingDependency("--optimizer adamw-8bit needs bitsandbytes: pip install 'draftheads[quantised]'")
-    if options.tensorboard and find_spec("tensorboard") is None:
-        raise MissingDependency("--tensorboard needs tensorboard: pip install 'draftheads[tensorboard]'")
-
-
-def _arguments(options: TrainOptions, folder: Path) -> TrainingArguments:
+def _arguments(folder: RunFolder, *, bf16: bool) -> TrainingArguments:
+    schedule, adamw, report = folder.options.schedule, folder.options.optimizer, folder.options.report
     use_cpu = not torch.cuda.is_available()
     return TrainingArguments(
-        output_dir=str(folder),
+        output_dir=str(folder.checkpoints),
         num_train_epochs=1,  # the plan holds all epochs
         per_device_train_batch_size=1,  # one batch of the plan
-        gradient_accumulation_steps=options.accumulate,
-        learning_rate=options.learning_rate,
-        weight_decay=options.weight_decay,
-        max_grad_norm=options.max_grad_norm,
-        adam_beta1=options.betas[0],
-        adam_beta2=options.betas[1],
-        optim="adamw_torch_fused" if options.optimizer == "adamw" else "adamw_bnb_8bit",
-        logging_steps=options.log_steps,
+        gradient_accumulation_steps=schedule.accumulate,
+        learning_rate=schedule.learning_rate,
+        weight_decay=adamw.weight_decay,
+        max_grad_norm=adamw.max_grad_norm,
+        adam_beta1=adamw.betas[0],
+        adam_beta2=adamw.betas[1],
+        optim="adamw_torch_fused" if adamw.optimizer == "adamw" else "adamw_bnb_8bit",
+        logging_steps=report.log_steps,
         logging_nan_inf_filter=False,
-        save_steps=options.save_steps,
+        save_steps=report.save_steps,
         save_total_limit=2,
-        bf16=computes_in_bf16(options, "cpu" if use_cpu else "cuda"),
-        seed=options.seed,
-        data_seed=options.seed,
+        bf16=bf16,
+        seed=schedule.seed,
+        data_seed=schedule.seed,
         use_cpu=use_cpu,
         dataloader_num_workers=0,
         dataloader_pin_memory=not use_cpu,
@@ -340,16 +300,9 @@ def _arguments(options: TrainOptions, folder: Path) -> TrainingArguments:
     )
 
 
-def computes_in_bf16(options: TrainOptions, device: str) -> bool:
-    """Whether a run's products are rounded to bf16: as asked, or where the device multiplies bf16 natively."""
-    if options.precision == "auto":
-        return default_dtype(device) == torch.bfloat16
-    return options.precision == "bf16"
-
-
 @contextmanager
 def _interruptible() -> Iterator[threading.Event]:
-    """The first Ctrl-C sets the event, the second interrupts at once. Only the main thread hears signals."""
+    """The first Ctrl-C sets the event, the second interrupts at once. Only the main thread receives signals."""
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event

@@ -1,13 +1,13 @@
-"""A low-rank adapter inside a model: put in, switched off, saved, merged. The only file that knows ``peft``.
+"""A low-rank adapter inside a model: attached, switched off, saved, merged. The only file that knows ``peft``.
 
 LoRA (Hu et al. 2021) adds to a frozen matrix W a product of two thin ones: W + (α/r) B A, with A at random and
-B = 0 at the start, so that the tuned model starts as the original. Dropout, in training, goes before A.
+B = 0 at the start, so that the tuned model starts as the original. In training, dropout comes before A.
 """
 
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,7 +25,7 @@ _CONFIG_FILE = "adapter_config.json"
 
 @dataclass(frozen=True)
 class LowRankUpdate:
-    """What an adapter adds to a layer's outputs."""
+    """What an adapter adds to the outputs of a layer."""
 
     down: Tensor  # (r, D) A
     up: Tensor  # (V, r) B
@@ -47,7 +47,7 @@ class LowRankUpdate:
 
 
 class Adapter:
-    """LoRA layers that sit in a model's place of its own linear layers; the model object stays the same."""
+    """LoRA layers in place of a model's linear layers; the model object stays the same."""
 
     def __init__(self, peft_model: Any) -> None:
         self._peft = peft_model
@@ -86,7 +86,7 @@ class Adapter:
         Raises:
             MissingDependency: no peft.
             ModelNotFound: no adapter in that folder.
-            CheckpointCorrupt: it does not fit the model's layers.
+            CheckpointCorrupt: the adapter does not fit the model's layers.
         """
         peft = require_peft()
         if not (folder / _CONFIG_FILE).is_file():
@@ -122,10 +122,10 @@ class Adapter:
         """Writes the adapter in peft's format, without any of the model's own weights."""
         with _quiet():  # peft would add the embeddings as soon as it sees that the lm_head is adapted
             self._peft.save_pretrained(str(folder), save_embedding_layers=False)
-        (folder / "README.md").unlink(missing_ok=True)  # a form that nobody has filled in
+        (folder / "README.md").unlink(missing_ok=True)  # an empty template
 
     def merge(self) -> Any:
-        """The model as an ordinary one, its weights W + (α/r) B A; an adapted lm_head is tied to nothing."""
+        """An ordinary model with the weights W + (α/r) B A. An adapted lm_head is no longer tied to the embedding."""
         _untie(self._peft.get_base_model())
         with _quiet():
             return self._peft.merge_and_unload(safe_merge=True)
@@ -136,26 +136,26 @@ class Adapter:
 
 
 class TunedModel(TargetModel):
-    """A model with an adapter in it: its weights are those that merging would give."""
+    """A model with an adapter in it. Its weights are those of the merged model."""
 
     @property
     def update(self) -> LowRankUpdate | None:
-        """What the adapter adds to the lm_head, as it is now; None where it leaves the lm_head alone."""
+        """The adapter's part of the lm_head as it is now; None if the lm_head is not adapted."""
         return update_of(self.lm_head)
 
     @property
-    def weights(self) -> TargetWeights:  # not cached as the original: they change
-        """What a draft head may read; the lm_head's tuned values, in fp32."""
+    def weights(self) -> TargetWeights:  # not cached, unlike those of the original: they change
+        """The weights that a draft head reads; the tuned lm_head in fp32."""
         original = super().weights
         if self.update is None:
             return original
         with torch.no_grad():
             lm_head = original.lm_head.float() + self.update.matrix.float()
-        return TargetWeights(original.embedding, lm_head, original.lm_head_bias, original.logit_scale)
+        return replace(original, lm_head=lm_head, lm_head_product=None)
 
 
 def update_of(layer: nn.Module) -> LowRankUpdate | None:
-    """The adapter's part in a layer, if it has one."""
+    """The adapter's part of a layer; None if the layer is not adapted."""
     if not hasattr(layer, "lora_A"):
         return None
     adapted: Any = layer
@@ -166,18 +166,18 @@ def update_of(layer: nn.Module) -> LowRankUpdate | None:
 
 
 def _untie(model: Any) -> None:
-    """Gives an adapted lm_head a matrix of its own: what it adds must not change how the model reads."""
+    """Gives an adapted lm_head its own matrix, so that the adapter does not change the embedding."""
     lm_head = model.get_output_embeddings()
     if update_of(lm_head) is None or lm_head.weight is not model.get_input_embeddings().weight:
         return
     lm_head.get_base_layer().weight = nn.Parameter(lm_head.weight.detach().clone(), requires_grad=False)
     for config in (model.config, model.config.get_text_config()):
         config.tie_word_embeddings = False
-    model.all_tied_weights_keys = {}  # what transformers would tie again
+    model.all_tied_weights_keys = {}  # transformers would tie them again
 
 
 def linear_layers(model: Any) -> list[str]:
-    """Last parts of the names of all linear layers, the lm_head among them; whole names where that is a number."""
+    """Last parts of the names of all linear layers with the lm_head; the whole name if the last part is a number."""
     from transformers.pytorch_utils import Conv1D  # noqa: PLC0415 - two seconds that --help need not pay
 
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
@@ -195,7 +195,7 @@ def require_peft() -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No peft warnings of tied or transposed matrices, which are looked after here; missing tensors are errors."""
+    """Ignores peft's warnings of tied or transposed matrices, which are handled here; missing tensors are errors."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)  # peft 0.21 uses names that transformers 6 drops

@@ -1,7 +1,7 @@
-"""From a model and its adapter to one ordinary model folder, with the head that was tuned with it.
+"""Merges a model and its adapter into one ordinary model folder, with the head that was tuned with it.
 
-A model whose embedding and lm_head are one matrix, and whose lm_head was adapted, comes out with two: the adapter
-changed what the model says, not how it reads.
+If embedding and lm_head are one matrix and the lm_head was adapted, the merged model has two matrices: the adapter
+changed the lm_head, but not the embedding.
 """
 
 import json
@@ -17,13 +17,13 @@ from draftheads.files import atomic_directory, user_path
 from draftheads.models.fingerprint import MAX_DIFFERENCE, Fingerprints, difference
 from draftheads.models.model import TargetModel
 from draftheads.models.pretrained import stored_dtype
-from draftheads.train.joint import ADAPTER_FOLDER, BASE_FILE, FORMAT_VERSION, HEAD_FOLDER
-from draftheads.train.lora import Adapter
+from draftheads.train.joint.lora import Adapter
+from draftheads.train.joint.run import ADAPTER_FOLDER, BASE_FILE, FORMAT_VERSION, HEAD_FOLDER
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions:
-    """Make one model folder of a model and the adapter that was tuned for it; OUT/head is its head."""
+    """Merge a model and its tuned adapter into one model folder; OUT/head is its head."""
 
     model: str
     """The model that was tuned: a name, a folder or a Hugging Face id."""
@@ -32,7 +32,7 @@ class MergeOptions:
     out: Path
     """Folder to make."""
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
-    """Type of the saved weights; the model's own when left out."""
+    """Type of the saved weights; the type of the model's files when left out."""
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, *_DTYPES):
@@ -50,7 +50,7 @@ def merge(options: MergeOptions) -> None:
         CheckpointMismatch: the adapter was tuned for another model.
         CheckpointCorrupt: files of the run are damaged.
         StorageError: the folder exists, or cannot be written.
-        InvalidSettings: a path in the home folder of nobody.
+        InvalidSettings: a path in an unknown home folder.
     """
     out = user_path(options.out)
     dtype = _DTYPES[options.dtype] if options.dtype else stored_dtype(options.model)
@@ -66,7 +66,7 @@ def merge(options: MergeOptions) -> None:
 
 
 def merged_model(base: TargetModel, run: Path, *, dtype: torch.dtype, model_id: str) -> TargetModel:
-    """The tuned model of a run as an ordinary one; the base's modules become its own."""
+    """The tuned model of a run as an ordinary one; it takes over the modules of the base."""
     folder = run / ADAPTER_FOLDER
     check_adapter_base(folder, base)
     model = Adapter.load(base.model, folder).merge()
@@ -74,19 +74,19 @@ def merged_model(base: TargetModel, run: Path, *, dtype: torch.dtype, model_id: 
 
 
 def check_adapter_base(folder: Path, base: TargetModel) -> None:
-    """Is this the model that the adapter was tuned for?
+    """Checks that this is the model that the adapter was tuned for.
 
     Raises:
         ModelNotFound: no adapter there.
         CheckpointMismatch: another tokenizer, or other weights.
-        CheckpointCorrupt: the folder does not say what its base was.
+        CheckpointCorrupt: the folder has no valid record of its base.
     """
     model_id, theirs = _read_base(folder / BASE_FILE)
     ours = Fingerprints.of(base)
     if theirs.tokenizer != ours.tokenizer:
         what = f"tokenizer is {ours.tokenizer}, not {theirs.tokenizer}"
     elif apart := [name for name in ("embedding", "lm_head") if _differ(getattr(theirs, name), getattr(ours, name))]:
-        what = f"{' and '.join(apart)} are another model's"
+        what = f"{' and '.join(apart)} are those of another model"
     else:
         return
     raise CheckpointMismatch(
@@ -112,4 +112,4 @@ def _read_base(path: Path) -> tuple[str, Fingerprints]:
             )
         return str(raw["base"]["model_id"]), Fingerprints(**raw["base"]["fingerprints"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointCorrupt(f"{path} does not say which model the adapter is for: {error}") from None
+        raise CheckpointCorrupt(f"{path} has no valid record of the model that the adapter is for: {error}") from None

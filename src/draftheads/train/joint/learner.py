@@ -1,7 +1,7 @@
-"""Heads and backbone in one training harness: a batch of tokens goes in, the combined loss comes out.
+"""Heads and model in one module: a batch of tokens goes in, the combined loss comes out.
 
-Knows heads, objectives and the adapter in the backbone; knows nothing of files, schedules or the Trainer.
-Alphabet as in ``objectives``: S = B·T flat positions, P of which count.
+Knows heads, objectives and the adapter in the model; knows nothing of files, schedules or the Trainer. Letters as in
+``objectives``: S = B·T flat positions, P of which are used. As in the paper, the backbone is the model under the heads.
 """
 
 from collections.abc import Mapping
@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.errors import CheckpointCorrupt
+from draftheads.train.joint.lora import Adapter, LowRankUpdate, TunedModel
 from draftheads.train.learner import Learner, with_noise
-from draftheads.train.lora import Adapter, LowRankUpdate, TunedModel
 from draftheads.train.losses import Labels, objective
-from draftheads.train.objectives import Guesses, LabelMaker, head_losses
+from draftheads.train.objectives import LabelMaker, Predictions, head_losses
 
 BackboneLoss = Literal["text", "original"]
 
 
 class JointLearner(nn.Module):
-    """L = L_LM + λ0 L_heads (Medusa, equation 2), the heads reading the backbone's live hidden states.
+    """L = L_LM + λ0 L_heads (Medusa, equation 2). The heads read the backbone's live hidden states.
 
-    Its state dict holds what is trained, the head and the adapter, and none of the backbone.
+    The state dict has only what is trained: the head and the adapter.
     """
 
     def __init__(self, learner: Learner, tuned: TunedModel, adapter: Adapter, *, backbone_loss: BackboneLoss) -> None:
@@ -46,13 +46,14 @@ class JointLearner(nn.Module):
             token_ids: (B, T) int64.
             loss_mask: (B, T) bool, False on padding.
             head_weight: λ0.
-            only_heads: the backbone is the original one, and is not trained.
+            only_heads: the backbone is the original model and is not trained.
 
         Returns:
-            ``loss``, to differentiate; ``head_losses`` (K,) and, unless ``only_heads``, ``backbone_loss`` to look at.
+            ``loss``, to differentiate; without gradients ``head_losses`` (K,) and, unless ``only_heads``,
+            ``backbone_loss``.
 
         Raises:
-            DataError: the batch has nothing to guess.
+            DataError: the batch has no token to predict.
         """
         if only_heads:
             with torch.no_grad(), self.adapter.off():
@@ -69,7 +70,7 @@ class JointLearner(nn.Module):
         }
 
     def train(self, mode: bool = True) -> Self:  # noqa: FBT001, FBT002 - torch's own signature
-        """Dropout is the adapter's alone: with its own the backbone would not be the model that decodes."""
+        """Only the adapter has dropout: with its own, the backbone would not be the model that decodes."""
         super().train(mode)
         self.backbone.eval()
         self.adapter.set_dropout(on=mode)
@@ -84,14 +85,14 @@ class JointLearner(nn.Module):
         return {name: value for name, value in whole.items() if name.startswith("learner.") or name in kept}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:  # noqa: FBT001, FBT002 - torch's own signature
-        """What :meth:`state_dict` gave, all of it; the backbone's own tensors are not missed.
+        """Loads what :meth:`state_dict` returned; the backbone's own tensors are not in it.
 
         Raises:
-            CheckpointCorrupt: a tensor is missing or surplus.
+            CheckpointCorrupt: a tensor is missing or unexpected.
         """
         if differing := sorted(self.state_dict().keys() ^ state_dict.keys()):
             raise CheckpointCorrupt(
-                f"a checkpoint of another run, or a damaged one: {differing[0]} is missing or surplus"
+                f"a checkpoint of another run, or a damaged one: {differing[0]} is missing or unexpected"
             )
         found = super().load_state_dict(state_dict, strict=False, assign=assign)
         found.missing_keys.clear()
@@ -104,11 +105,11 @@ class JointLearner(nn.Module):
     def _heads(
         self, hidden: Tensor, token_ids: Tensor, loss_mask: Tensor, update: LowRankUpdate | None
     ) -> tuple[Tensor, Tensor]:
-        """The heads' loss and each head's; ``update`` is what the adapter adds to the lm_head now."""
+        """The heads' loss and each head's loss; ``update`` is what the adapter adds to the lm_head now."""
         learner, head = self.learner, self.learner.head
         hidden = hidden.to(learner.teacher.dtype)
         rows = update.rows(self.vocab) if update else None
-        guesses, labels = learner.task(hidden.detach(), token_ids, loss_mask)
+        predictions, labels = learner.task(hidden.detach(), token_ids, loss_mask)
         if learner.objective.reads_teacher and rows:
             labels = self._tuned_labels(labels, hidden.detach().flatten(0, 1), rows)
         is_shared = rows is not None and head.config.lm_head == "shared"
@@ -122,7 +123,7 @@ class JointLearner(nn.Module):
         seen = with_noise(hidden, learner.noise_alpha) if self.training else hidden
         loss, means = head_losses(
             head(seen, token_ids).flatten(1, 2),  # (K, S, D)
-            guesses,
+            predictions,
             labels=labels,
             row_loss=learner.objective.loss,
             logits=logits,
@@ -134,7 +135,7 @@ class JointLearner(nn.Module):
     def _tuned_labels(self, original: LabelMaker, hidden: Tensor, rows: LowRankUpdate) -> LabelMaker:
         """The same labels with the tuned model's distribution at flat positions of ``hidden`` (S, D), within V'."""
         learner = self.learner
-        # without gradients, dropout, and the copies that autocast keeps of what has gradients
+        # without gradients, dropout, and the copies that autocast keeps of tensors with gradients
         rows = LowRankUpdate(rows.down.detach(), rows.up.detach(), rows.scaling, nn.Identity())
 
         @torch.no_grad()
@@ -147,17 +148,17 @@ class JointLearner(nn.Module):
         return labels
 
     def _backbone(self, hidden: Tensor, token_ids: Tensor, loss_mask: Tensor) -> Tensor:
-        """L_LM per token of the assistant's: cross-entropy with the text, or KL(original || tuned) (section 3.3.2).
+        """L_LM per assistant token: cross-entropy with the text, or KL(original || tuned) (section 3.3.2).
 
-        The lm_head guesses x_{p+1} from h_p as head 0 guesses x_{q+1} from h_{q-1}: it is head 0 at q = p + 1.
+        The lm_head predicts x_{p+1} from h_p, as head 0 predicts x_{q+1} from h_{q-1}: it is head 0 at q = p + 1.
         """
         flat = token_ids.flatten()  # (S,)
-        positions = said_next(loss_mask)  # (P,)
-        guesses = Guesses(positions + 1, torch.ones_like(positions, dtype=torch.bool)[None])
+        positions = precedes_answer(loss_mask)  # (P,)
+        predictions = Predictions(positions + 1, torch.ones_like(positions, dtype=torch.bool)[None])
         original = _OriginalLabels(self, token_ids) if self.backbone_loss == "original" else None
         loss, _ = head_losses(
             hidden.flatten(0, 1)[None],  # (1, S, D)
-            guesses,
+            predictions,
             labels=original or (lambda q: Labels(token_ids=flat[q])),
             row_loss=objective("hard" if original is None else "teacher").loss,
             logits=lambda features, _: self.tuned.logits(features),
@@ -168,12 +169,12 @@ class JointLearner(nn.Module):
 
 
 class _OriginalLabels:
-    """The model's distributions with its adapter off; sums their entropies, which cross-entropy lacks to be KL."""
+    """The model's distributions with its adapter off. Sums their entropies: KL is cross-entropy less entropy."""
 
     def __init__(self, learner: JointLearner, token_ids: Tensor) -> None:
         self.learner = learner
         with torch.no_grad(), learner.adapter.off():
-            self.hidden = learner._read(token_ids).flatten(0, 1)  # noqa: SLF001 - its own helper; (S, D)
+            self.hidden = learner._read(token_ids).flatten(0, 1)  # noqa: SLF001 - same file; (S, D)
         self.entropy_sum = torch.zeros((), device=token_ids.device)
 
     @torch.no_grad()
@@ -187,10 +188,10 @@ class _OriginalLabels:
         return Labels(probs)
 
 
-def said_next(loss_mask: Tensor) -> Tensor:
+def precedes_answer(loss_mask: Tensor) -> Tensor:
     """(P,) flat positions p whose next token, in the same text, is the assistant's.
 
-    >>> said_next(torch.tensor([[False, True, True], [True, False, True]])).tolist()
+    >>> precedes_answer(torch.tensor([[False, True, True], [True, False, True]])).tolist()
     [0, 1, 4]
     """
     is_next = torch.zeros_like(loss_mask)

@@ -7,21 +7,27 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from draftheads.errors import InvalidSettings
+from draftheads.errors import InvalidSettings, StorageError
+from draftheads.files import locked
 from draftheads.models.model import TargetModel
-from draftheads.train import run
-from draftheads.train.joint import train_jointly
-from draftheads.train.joint_options import JointOptions
+from draftheads.train import processes, run
+from draftheads.train.joint.options import JointOptions
+from draftheads.train.joint.run import train_jointly
 from draftheads.train.options import TrainOptions
-from draftheads.train.trainer import StepLog, find_checkpoint
+from draftheads.train.run_folder import RunFolder, find_checkpoint
+from fake_progress import FakeProgress
 from nursery import Nursery
-from training_world import chat_model, counting_chats, write_chats
+from training_world import (
+    chat_model,
+    counting_chats,
+    train_options,
+    write_chats,
+)
 
 SAVE_STEPS = 4
 SETTINGS: dict[str, Any] = {  # of a small run; noise makes it depend on the random numbers of every step
@@ -74,7 +80,7 @@ class Reporter:
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the name, the model that is loaded is the tiny one."""
+    """The tiny model is loaded, whatever the name."""
     monkeypatch.setattr(TargetModel, "load", lambda *_, **__: chat_model())
 
 
@@ -84,7 +90,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(out: Path, data: Path, **changes: Any) -> TrainOptions:
-    return TrainOptions(out=out, data=(data,), resume=True, **{**SETTINGS, **changes})
+    return TrainOptions.of(out=out, data=(data,), resume=True, **{**SETTINGS, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +122,7 @@ def test_lines_of_the_log_do_not_tell_where_a_run_was_killed(data: Path, whole: 
     reporter = Reporter()
     run.train(settings, reporter)
     last = (kill_after - 1) // SAVE_STEPS * SAVE_STEPS  # a step is reported before it is saved
-    where = f"going on from {settings.out}/checkpoints/checkpoint-{last}" if last else "no checkpoint in"
+    where = f"resuming from {settings.out}/checkpoints/checkpoint-{last}" if last else "no checkpoint in"
     assert reporter.stages[0].startswith(where)
     assert reporter.steps[0] == last + 1
     assert found_in(settings.out) == found_in(whole)
@@ -143,7 +149,7 @@ def test_a_complete_run_started_again_does_nothing(data: Path, whole: Path):
     with pytest.raises(InvalidSettings, match="holds a trained head"):
         run.train(options(whole, data, epochs=3), Reporter())
     with pytest.raises(InvalidSettings, match="holds a trained head"):
-        run.train(replace(options(whole, data), resume=False), Reporter())
+        run.train(options(whole, data).changed(resume=False), Reporter())
 
 
 @pytest.mark.usefixtures("loaded")
@@ -156,7 +162,7 @@ def test_a_kill_right_after_the_head_was_saved_leaves_only_tidying_to_do(
         raise KilledError
 
     with monkeypatch.context() as patched:
-        patched.setattr(run, "tidy_up", kill)
+        patched.setattr(RunFolder, "tidy_up", kill)
         with pytest.raises(KilledError):
             run.train(settings, Reporter())
     assert (settings.out / "checkpoints").is_dir()
@@ -170,7 +176,7 @@ def test_a_kill_right_after_the_head_was_saved_leaves_only_tidying_to_do(
 @pytest.mark.usefixtures("loaded")
 def test_the_same_command_always_works_for_joint_training_too(data: Path, tmp_path: Path):
     changes = {"batch_tokens": 1024, "epochs": 1, "lora_rank": 4, "noise_alpha": 0.0, "precision": "fp32"}
-    settings = JointOptions(out=tmp_path / "out", data=(data,), resume=True, **{**SETTINGS, **changes})
+    settings = JointOptions.of(out=tmp_path / "out", data=(data,), resume=True, **{**SETTINGS, **changes})
     reporter = Reporter()
     report = train_jointly(settings, reporter)
     assert reporter.stages[0].endswith("training starts from the beginning")
@@ -178,7 +184,23 @@ def test_the_same_command_always_works_for_joint_training_too(data: Path, tmp_pa
     assert train_jointly(settings, again) == report
     assert again.stages == [f"{settings.out} is complete already: nothing is left to do"]
     with pytest.raises(InvalidSettings, match="holds a trained head"):
-        train_jointly(replace(settings, lora_rank=8), Reporter())
+        train_jointly(settings.changed(lora_rank=8), Reporter())
+
+
+@pytest.mark.usefixtures("loaded")
+def test_a_run_of_an_earlier_version_resumes(data: Path, whole: Path, tmp_path: Path):
+    """Its run.json has the same names, but lacks settings that are newer and has some that are gone."""
+    settings = options(tmp_path / "out", data)
+    with pytest.raises(KilledError):
+        run.train(settings, Reporter(SAVE_STEPS + 1))
+    path = settings.out / "run.json"
+    older = json.loads(path.read_text())
+    assert older.pop("chat_template") is None
+    path.write_text(json.dumps({"gone": 1, **older}), encoding="utf-8")
+    reporter = Reporter()
+    run.train(settings, reporter)
+    assert reporter.steps[0] == SAVE_STEPS + 1
+    assert found_in(settings.out) == found_in(whole)
 
 
 # --- what a kill leaves half-written ---
@@ -212,7 +234,7 @@ def test_another_number_of_processes_is_an_error_and_drops_nothing(data: Path, t
     for number in range(2):
         (whole / f"rng_state_{number}.pth").touch()
     with pytest.raises(InvalidSettings, match="processes was 2 and is 1"):
-        run.train(replace(settings, resume=True), Reporter())
+        run.train(settings.changed(resume=True), Reporter())
     assert find_checkpoint(settings.out) == str(whole)
 
 
@@ -224,27 +246,10 @@ def test_checkpoints_that_were_cut_short_do_not_push_out_whole_ones(data: Path, 
         run.train(settings, Reporter(SAVE_STEPS + 1))
     for step in (SAVE_STEPS + 2, SAVE_STEPS + 3):
         os.utime(checkpoint(settings.out, step, None), (2**31, 2**31))
-    settings = replace(settings, save_steps=1)  # so that the next one is older than those
+    settings = settings.changed(save_steps=1)  # so that the next one is older than those
     with pytest.raises(KilledError):
         run.train(settings, Reporter(SAVE_STEPS + 2))
     assert find_checkpoint(settings.out) == str(settings.out / "checkpoints" / f"checkpoint-{SAVE_STEPS + 1}")
-
-
-def test_a_log_survives_a_kill_while_it_is_cut_and_loses_half_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = tmp_path / "log.jsonl"
-    lines = ['{"step": 1}\n', '{"step": 2}\n', '{"step": 3, "lo']
-    path.write_text("".join(lines))
-
-    def kill(*_: Any) -> None:
-        raise KilledError
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", kill)  # the new content is written by then
-        with pytest.raises(KilledError):
-            StepLog(path, keep_until=2)
-    assert path.read_text() == "".join(lines)
-    StepLog(path, keep_until=2)
-    assert path.read_text() == "".join(lines[:2])
 
 
 # --- real processes ---
@@ -337,8 +342,36 @@ def test_killed_ten_times_at_random_moments_the_head_is_the_same_to_the_byte(nur
         assert nursery.wait() == 0
     shown = victim.shown.read_text()
     assert "no checkpoint in out: training starts from the beginning" in shown
-    resumed = re.findall(r"going on from out/checkpoints/checkpoint-(\d+)", shown)
+    resumed = re.findall(r"resuming from out/checkpoints/checkpoint-(\d+)", shown)
     assert len(set(resumed)) >= 3, "checkpoints that there was to go on from"
     if "complete already" not in shown:  # as the last kill nearly always leaves it: trained, but not measured
         assert json.loads((victim.out / "metrics.json").read_text())["tokens_per_second"] == 0, "no step was made again"
     assert found_in(victim.out) == found_in(tmp_path / "whole" / "out")
+
+
+def test_a_trained_head_is_not_written_over(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    settings = train_options(tmp_path / "out", features, epochs=1)
+    run.train_for(target, settings, FakeProgress())
+    with pytest.raises(InvalidSettings, match="holds a trained head"):
+        run.train(settings, FakeProgress())
+
+
+def test_two_runs_cannot_write_one_folder(
+    target: TargetModel, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TargetModel, "load", lambda *_, **__: target)
+    settings = train_options(tmp_path / "out", features, epochs=1)
+    silent = FakeProgress()
+    with locked(settings.out, ""), pytest.raises(StorageError, match=r"another process is writing .*out: wait for it"):
+        run.train(settings, silent)
+    assert silent.stages == []
+    assert run.train(settings, FakeProgress()) is not None
+    with locked(settings.out, ""), pytest.raises(StorageError, match="another process"):
+        run.train(settings.changed(resume=True), FakeProgress())  # it tidies up what the other may be writing
+    assert run.train(settings.changed(resume=True), FakeProgress()) is not None
+
+
+def test_of_several_processes_the_first_sees_to_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "is_first", lambda: False)
+    with locked(tmp_path, ""), RunFolder(train_options(tmp_path, tmp_path)).lock():
+        pass

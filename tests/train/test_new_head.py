@@ -22,33 +22,23 @@ from draftheads.heads.hydra import HydraConfig, HydraHead
 from draftheads.models.model import TargetModel
 from draftheads.progress import NoProgress
 from draftheads.train import run
-from draftheads.train.joint import train_jointly_for
-from draftheads.train.joint_options import JointOptions
-from draftheads.train.new_head import new_head
-from draftheads.train.options import TrainOptions
-from draftheads.train.start import Start
-from draftheads.train.studies import study, variants_of
+from draftheads.train.joint.options import JointOptions
+from draftheads.train.joint.run import train_jointly_for
+from draftheads.train.new_head import Start, frequent_tokens, new_head
+from draftheads.train.options import HeadOptions, TrainOptions
 from draftheads.train.trainer import TrainingInterrupted
 from draftheads.zoo import registry
-from training_world import VOCAB, chat_model, chat_tokenizer, counting_chats, distilled_chats, write_chats
-
-
-class Silent:
-    """A reporter."""
-
-    def __init__(self) -> None:
-        self.stages: list[str] = []
-
-    def stage(self, what: str) -> None:
-        self.stages.append(what)
-
-    def progress(self, done: int, total: int, loss: float | None = None) -> None:
-        pass
-
-
-@pytest.fixture(scope="module")
-def target() -> TargetModel:
-    return chat_model()
+from fake_progress import FakeProgress
+from training_world import (
+    EOS,
+    VOCAB,
+    chat,
+    chat_model,
+    chat_tokenizer,
+    counting_chats,
+    distilled_chats,
+    write_chats,
+)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +66,7 @@ def options(out: Path, features: Path, **changes: Any) -> TrainOptions:
         "held_out": 0.2,
         "eval_texts": 1000,
     }
-    return TrainOptions(out=out, features=features, **{**values, **changes})
+    return TrainOptions.of(out=out, features=features, **{**values, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +74,12 @@ def hydra(target: TargetModel, features: Path) -> Path:
     """A trained head; its draft vocabulary and scale are not those that the features would give."""
     settings = options(features.parent / "hydra", features, method="hydra", draft_vocab_size=36)
     store = FeatureStore(features)
-    head = new_head(settings, target.weights, store, range(3), target.eos_ids)
+    head = new_head(settings.heads, target.weights, store, range(3), target.eos_ids)
     assert isinstance(head.config, HydraConfig)
     scaled = HydraHead(replace(head.config, embedding_scale=1.25))
     scaled.initialise(target.weights, head.draft_vocab)
     save_head(scaled, features.parent / "start", base=target, dtype=torch.float32)
-    run.train_for(target, replace(settings, start_from=str(features.parent / "start")), Silent())
+    run.train_for(target, settings.changed(start_from=str(features.parent / "start")), FakeProgress())
     return settings.out
 
 
@@ -100,11 +90,11 @@ def validation(out: Path) -> list[dict[str, Any]]:
 def test_the_same_kind_of_head_goes_on_where_the_other_stood(
     target: TargetModel, features: Path, hydra: Path, tmp_path: Path
 ) -> None:
-    reporter = Silent()
+    reporter = FakeProgress()
     settings = options(tmp_path / "more", features, method="hydra", draft_vocab_size=36, start_from=str(hydra))
     report = run.train_for(target, settings, reporter)
     assert report is not None
-    assert f"starting from {hydra}, which gives 100% of the head's numbers" in reporter.stages
+    assert f"starting from {hydra}, which gives 100% of the head's parameters" in reporter.stages
     before = json.loads((hydra / "metrics.json").read_text())
     first, last = validation(settings.out)[0], validation(settings.out)[-1]
     assert first["losses"] == pytest.approx(before["losses"], rel=1e-2), "it was saved in bf16"
@@ -123,8 +113,8 @@ def test_draft_vocabulary_and_scale_of_embeddings_come_with_the_weights(
     store = FeatureStore(features)
     settings = options(tmp_path / "out", features, method="hydra", draft_vocab_size=36)
     start = Start.read(str(hydra), target)
-    alone = new_head(settings, target.weights, store, range(len(store)), target.eos_ids)
-    grown = new_head(settings, target.weights, store, range(len(store)), target.eos_ids, start=start)
+    alone = new_head(settings.heads, target.weights, store, range(len(store)), target.eos_ids)
+    grown = new_head(settings.heads, target.weights, store, range(len(store)), target.eos_ids, start=start)
     trained = load_head(hydra, target, dtype=torch.float32)
     assert not torch.equal(alone.draft_vocab, trained.draft_vocab)
     assert alone.config.embedding_scale != trained.config.embedding_scale  # type: ignore[attr-defined]
@@ -143,8 +133,8 @@ def test_what_has_no_counterpart_starts_as_it_always_does(
     settings = options(tmp_path / "out", features, **{"method": "hydra", "draft_vocab_size": 36, **changes})
     start = Start.read(str(hydra), target)
     documents, sizes = range(len(store)), target.layer_sizes
-    grown = new_head(settings, target.weights, store, documents, target.eos_ids, layer_sizes=sizes, start=start)
-    torch.manual_seed(settings.seed)
+    grown = new_head(settings.heads, target.weights, store, documents, target.eos_ids, layer_sizes=sizes, start=start)
+    torch.manual_seed(settings.schedule.seed)
     alone = type(grown)(grown.config)
     alone.initialise(target.weights, grown.draft_vocab)
     taken = 0
@@ -162,14 +152,14 @@ def test_what_has_no_counterpart_starts_as_it_always_does(
 @pytest.mark.parametrize(
     ("method", "base"), [("markov-medusa", "medusa"), ("amphista", "medusa"), ("hydra++", "hydra")]
 )
-def test_heads_start_with_the_guesses_of_what_they_are_built_on(
+def test_heads_start_with_the_predictions_of_the_head_that_they_extend(
     target: TargetModel, features: Path, tmp_path: Path, method: str, base: str
 ) -> None:
     first = options(tmp_path / "first", features, method=base)
-    found = run.train_for(target, first, Silent())
+    found = run.train_for(target, first, FakeProgress())
     assert found is not None
     settings = options(tmp_path / "grown", features, method=method, start_from=str(first.out), epochs=1)
-    run.train_for(target, settings, Silent())
+    run.train_for(target, settings, FakeProgress())
     first = validation(settings.out)[0]
     assert first["losses"] == pytest.approx(found.losses, rel=1e-2)
     assert first["tokens_per_step_chain"] == pytest.approx(found.tokens_per_step_chain, rel=1e-2)
@@ -182,14 +172,14 @@ def test_a_tuned_copy_of_the_model_may_start_from_the_head_of_the_first(
     with pytest.raises(CheckpointMismatch, match="of this model"):
         load_head(hydra, tuned)
     settings = options(tmp_path / "out", features, method="hydra", draft_vocab_size=36, start_from=str(hydra), epochs=1)
-    run.train_for(tuned, settings, Silent())
+    run.train_for(tuned, settings, FakeProgress())
     load_head(settings.out, tuned)
 
 
 def test_a_head_starts_as_soon_as_it_is_tuned_along_with_its_model(
     target: TargetModel, chats: Path, hydra: Path, tmp_path: Path
 ) -> None:
-    settings = JointOptions(
+    settings = JointOptions.of(
         out=tmp_path / "out",
         data=(chats,),
         method="hydra++",
@@ -203,7 +193,7 @@ def test_a_head_starts_as_soon_as_it_is_tuned_along_with_its_model(
         learning_rate=1e-9,
         start_from=str(hydra),
     )
-    train_jointly_for(target, settings, Silent())
+    train_jointly_for(target, settings, FakeProgress())
     grown = load_head(tmp_path / "out" / "head", target).state_dict()
     for name, value in Start.read(str(hydra), target).tensors.items():
         assert torch.equal(grown[name].float(), value.float()), name
@@ -213,7 +203,7 @@ def test_a_start_that_does_not_fit_is_said_before_the_model_reads(
     target: TargetModel, features: Path, hydra: Path, tmp_path: Path
 ) -> None:
     def told(model: TargetModel = target, **changes: Any) -> str:
-        reporter = Silent()
+        reporter = FakeProgress()
         settings = options(tmp_path / "out", features, **{"start_from": str(hydra), "method": "hydra", **changes})
         with pytest.raises((InvalidSettings, CheckpointMismatch, ModelNotFound)) as raised:
             run.train_for(model, settings, reporter)
@@ -221,9 +211,9 @@ def test_a_start_that_does_not_fit_is_said_before_the_model_reads(
         return str(raised.value)
 
     assert told() == (
-        f"--draft-vocab-size is 40, but --start-from {hydra} guesses among 36 tokens: give --draft-vocab-size 36"
+        f"--draft-vocab-size is 40, but --start-from {hydra} predicts 36 tokens: give --draft-vocab-size 36"
     )
-    assert "guesses among 36 tokens" in told(draft_vocab_size=0)
+    assert "predicts 36 tokens" in told(draft_vocab_size=0)
     assert told(method="medusa", draft_vocab_size=36) == (
         f"--start-from {hydra} is a hydra head; heads of medusa start from medusa"
     )
@@ -240,24 +230,24 @@ def test_a_start_that_does_not_fit_is_said_before_the_model_reads(
 
 def test_a_deeper_head_is_not_cut(target: TargetModel, features: Path, tmp_path: Path) -> None:
     first = options(tmp_path / "first", features, method="medusa", num_layers=2, epochs=1)
-    run.train_for(target, first, Silent())
+    run.train_for(target, first, FakeProgress())
     for method in ("medusa", "amphista"):
         settings = options(tmp_path / method, features, method=method, start_from=str(first.out))
         with pytest.raises(InvalidSettings, match="has 2 layers in each head, the new head 1: give --num-layers 2"):
-            run.train_for(target, settings, Silent())
+            run.train_for(target, settings, FakeProgress())
 
 
 def test_layers_that_mean_something_else_are_refused(target: TargetModel, features: Path, tmp_path: Path) -> None:
     first = options(tmp_path / "first", features, method="eagle", head_options=("fusion_bias=false",), epochs=1)
-    run.train_for(target, first, Silent())
+    run.train_for(target, first, FakeProgress())
     settings = options(tmp_path / "more", features, method="eagle", start_from=str(first.out), epochs=1)
     with pytest.raises(InvalidSettings) as raised:
-        run.train_for(target, settings, Silent())
+        run.train_for(target, settings, FakeProgress())
     assert str(raised.value) == (
         f"--start-from {first.out} has fusion_bias=false, the new head fusion_bias=true: "
         "give --head-options fusion_bias=false"
     )
-    run.train_for(target, replace(settings, head_options=("fusion_bias=false",)), Silent())
+    run.train_for(target, settings.changed(head_options=("fusion_bias=false",)), FakeProgress())
 
 
 def test_a_run_goes_on_only_from_the_same_start(
@@ -275,7 +265,7 @@ def test_a_run_goes_on_only_from_the_same_start(
         save_steps=2,
     )
 
-    class Stopped(Silent):
+    class Stopped(FakeProgress):
         def progress(self, done: int, total: int, loss: float | None = None) -> None:
             if done == 3:
                 signal.raise_signal(signal.SIGINT)
@@ -287,23 +277,23 @@ def test_a_run_goes_on_only_from_the_same_start(
         next(head.parameters()).add_(0.1)
     save_head(head, start, base=target)
     with pytest.raises(InvalidSettings, match=r"start_digest was '.*' and is '.*'"):
-        run.train(settings, Silent())
+        run.train(settings, FakeProgress())
     shutil.rmtree(start)
     shutil.copytree(hydra, start)
-    reporter = Silent()
+    reporter = FakeProgress()
     assert run.train(settings, reporter) is not None
-    assert any(stage.startswith("going on from") for stage in reporter.stages)
+    assert any(stage.startswith("resuming from") for stage in reporter.stages)
     assert not any(stage.startswith("starting from") for stage in reporter.stages)
-    whole = replace(settings, out=tmp_path / "whole", resume=False)
-    run.train(whole, Silent())
+    whole = settings.changed(out=tmp_path / "whole", resume=False)
+    run.train(whole, FakeProgress())
     ours, theirs = (load_file(out / "model.safetensors") for out in (settings.out, whole.out))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert run.train(settings, Silent()) is not None, "it is complete"
+    assert run.train(settings, FakeProgress()) is not None, "it is complete"
     save_head(head, start, base=target)
     with pytest.raises(InvalidSettings, match=f"the weights of {start} were .* and are .*: name another --out"):
-        run.train(settings, Silent())
+        run.train(settings, FakeProgress())
     shutil.rmtree(start)
-    assert run.train(settings, Silent()) is not None, "nobody can tell any more"
+    assert run.train(settings, FakeProgress()) is not None, "nobody can tell any more"
 
 
 def test_a_bundled_head_serves_tuned_copies_of_its_base(
@@ -323,21 +313,21 @@ def test_a_bundled_head_serves_tuned_copies_of_its_base(
 
 def test_a_head_of_the_whole_vocabulary_gives_none(target: TargetModel, features: Path, tmp_path: Path) -> None:
     whole = options(tmp_path / "whole", features, method="medusa", draft_vocab_size=0, epochs=1)
-    run.train_for(target, whole, Silent())
+    run.train_for(target, whole, FakeProgress())
     for size in (0, 10_000):
         out = tmp_path / f"out-{size}"
         settings = options(out, features, method="medusa", draft_vocab_size=size, start_from=str(whole.out), epochs=1)
-        run.train_for(target, settings, Silent())
+        run.train_for(target, settings, FakeProgress())
         assert read_head(out).config.draft_vocab_size is None
-    with pytest.raises(InvalidSettings, match="guesses among all tokens: give --draft-vocab-size 0"):
-        run.train_for(target, options(tmp_path / "no", features, method="medusa", start_from=str(whole.out)), Silent())
+    with pytest.raises(InvalidSettings, match="predicts all tokens: give --draft-vocab-size 0"):
+        run.train_for(
+            target, options(tmp_path / "no", features, method="medusa", start_from=str(whole.out)), FakeProgress()
+        )
 
 
 def test_where_a_start_makes_no_sense_it_is_refused(chats: Path, hydra: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidSettings, match="a study's variants all start untrained"):
-        variants_of(study("hydra"), options(tmp_path, chats, method="hydra", start_from=str(hydra)))
     with pytest.raises(InvalidSettings, match=r"--head is .* and --start-from .*: give one"):
-        JointOptions(out=tmp_path, data=(chats,), head=hydra, start_from=str(hydra))
+        JointOptions.of(out=tmp_path, data=(chats,), head=hydra, start_from=str(hydra))
 
 
 # --- on the command line ---
@@ -345,18 +335,19 @@ def test_where_a_start_makes_no_sense_it_is_refused(chats: Path, hydra: Path, tm
 
 def read(*arguments: str) -> TrainOptions:
     files = ("--out", "out", "--data", "chats.jsonl")
-    return tyro.cli(TrainOptions, args=command.expanded([*arguments, *files]))
+    given = [*arguments, *files]
+    return tyro.cli(TrainOptions, args=given, default=command.defaults(given))
 
 
 def test_a_new_head_is_as_large_as_its_start() -> None:
     same = read("--method", "mlp-speculator", "--start-from", "mlp-speculator", "--recipe", "mlp-speculator")
-    assert (same.num_heads, same.num_layers, same.draft_vocab_size) == (3, 1, 6144)
-    assert (same.lm_head, same.head_options) == ("shared", ("inner_size=1024",)), "not the recipe's"
-    assert same.betas == (0.9, 0.95), "the recipe's"
+    assert (same.heads.num_heads, same.heads.num_layers, same.heads.draft_vocab_size) == (3, 1, 6144)
+    assert (same.heads.lm_head, same.heads.head_options) == ("shared", ("inner_size=1024",)), "not the recipe's"
+    assert same.optimizer.betas == (0.9, 0.95), "the recipe's"
     grown = read("--method", "hydra++", "--start-from", "hydra", "--num-layers", "4")
-    assert (grown.num_heads, grown.num_layers, grown.draft_vocab_size) == (3, 4, 6144)
-    assert (grown.lm_head, grown.head_options) == (TrainOptions.lm_head, ())
-    assert read("--method", "hydra").num_heads == TrainOptions.num_heads
+    assert (grown.heads.num_heads, grown.heads.num_layers, grown.heads.draft_vocab_size) == (3, 4, 6144)
+    assert (grown.heads.lm_head, grown.heads.head_options) == (HeadOptions.lm_head, ())
+    assert read("--method", "hydra").heads.num_heads == HeadOptions.num_heads
 
 
 def test_settings_of_the_start_that_are_not_usual_are_kept(target: TargetModel, features: Path, tmp_path: Path) -> None:
@@ -370,12 +361,12 @@ def test_settings_of_the_start_that_are_not_usual_are_kept(target: TargetModel, 
         lm_head_rank=7,
         epochs=1,
     )
-    run.train_for(target, first, Silent())
+    run.train_for(target, first, FakeProgress())
     found = read("--method=eagle", "--start-from", str(first.out), "--model", str(tmp_path / "any"))
-    assert (found.head_options, found.draft_vocab_size) == (("fusion_bias=false",), 0)
-    assert (found.lm_head, found.lm_head_rank) == ("low_rank", 7)
-    again = replace(found, out=tmp_path / "again", data=(), features=features, max_length=64, epochs=1)
-    run.train_for(target, again, Silent())
+    assert (found.heads.head_options, found.heads.draft_vocab_size) == (("fusion_bias=false",), 0)
+    assert (found.heads.lm_head, found.heads.lm_head_rank) == ("low_rank", 7)
+    again = found.changed(out=tmp_path / "again", data=(), features=features, max_length=64, epochs=1)
+    run.train_for(target, again, FakeProgress())
     assert read_head(again.out).shapes == read_head(first.out).shapes
 
 
@@ -384,4 +375,43 @@ def test_a_start_that_is_not_there_is_said_at_once(capsys: pytest.CaptureFixture
     assert main(arguments) == 1
     assert "no head 'nowhere'" in capsys.readouterr().err
     going_on = read("--method", "hydra", "--start-from", "nowhere", "--resume", "--num-layers", "3")
-    assert (going_on.start_from, going_on.num_layers) == ("nowhere", 3), "whether it needs its start the run knows"
+    assert (going_on.heads.start_from, going_on.heads.num_layers) == ("nowhere", 3), (
+        "a resumed run may not need its start"
+    )
+
+
+def test_the_draft_vocabulary_is_the_most_frequent_and_the_end(target: TargetModel, tmp_path: Path) -> None:
+    records = [chat("w9 w9 w9", "w5 w5 w5 w3 w3 w8 w7", finished=False), chat("w1", "w5", finished=False)]
+    texts = load_texts(target, [write_chats(tmp_path / "chats.jsonl", records)], max_length=64)
+    store = build_features(target, texts, tmp_path / "features", NoProgress())
+    vocab = frequent_tokens(store, [0, 1], 4, vocab_size=64, always=frozenset({EOS}))
+    word = 7  # the id of w0
+    assert vocab.tolist() == [EOS, word + 3, word + 5, word + 7]  # w7 before w8: as frequent, lower id
+    assert frequent_tokens(store, [1], 3, vocab_size=64, always=frozenset({EOS})).tolist() == [
+        0,
+        EOS,
+        word + 5,
+    ]
+
+
+@pytest.mark.parametrize("method", ["hydra++", "amphista", "eagle"])
+def test_layers_are_as_large_as_the_targets(target: TargetModel, features: Path, tmp_path: Path, method: str) -> None:
+    run.train_for(target, options(tmp_path / "out", features, method=method, num_heads=4, epochs=1), FakeProgress())
+    config = read_head(tmp_path / "out").config
+    assert {name: getattr(config, name) for name in target.layer_sizes} == target.layer_sizes
+    assert getattr(config, "embedding_scale") != 1.0  # noqa: B009 - not every config has it
+
+
+def test_options_of_one_architecture_are_trained_with_and_saved(
+    target: TargetModel, features: Path, tmp_path: Path
+) -> None:
+    own = ("num_auto_embedding_blocks=2", "sampled_token=false")
+    run.train_for(
+        target,
+        options(tmp_path / "out", features, method="amphista", num_heads=4, head_options=own, epochs=1),
+        FakeProgress(),
+    )
+    config: Any = read_head(tmp_path / "out").config
+    assert (config.num_auto_embedding_blocks, config.sampled_token) == (2, False)
+    with pytest.raises(InvalidSettings, match="head option 'depth=1': medusa has none"):
+        options(tmp_path, features, method="medusa", head_options=("depth=1",))

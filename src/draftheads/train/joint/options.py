@@ -1,0 +1,88 @@
+"""The settings of training heads and model together (Medusa-2), beyond those of every training run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from draftheads.errors import InvalidSettings
+from draftheads.train.options import HeadOptions, OptionGroup, RunOptions, ScheduleOptions
+
+HEAD_WEIGHTS = {"text": 0.2, "original": 0.01}  # λ0 of Medusa, sections 4.1 and 4.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningOptions(OptionGroup):
+    """How the model is tuned with its heads."""
+
+    head: Path | None = None
+    """Continue with this trained head. Its own architecture and sizes are used, and --heads-first 0 is enough."""
+    backbone_loss: Literal["text", "original"] = "text"
+    """What the model is trained on: the tokens of the text, or its own original distribution (self-distillation)."""
+    head_weight: float | None = None
+    """λ0, weight of the heads' loss relative to the model's; when left out 0.2 with text and 0.01 with original."""
+    head_weight_rise: Literal["constant", "sine"] = "constant"
+    """While both are trained λ0 is constant, or rises along a quarter sine and reaches its value at the end."""
+    heads_first: float = 0.25
+    """Part of the steps in which only the heads are trained and the model is frozen."""
+    head_rate_factor: float = 4.0
+    """The heads' learning rate as a multiple of the model's."""
+
+    def __post_init__(self) -> None:
+        self._one_of("backbone_loss", tuple(HEAD_WEIGHTS))
+        self._one_of("head_weight_rise", ("constant", "sine"))
+        self._above_zero("head_weight", "head_rate_factor")
+        self._fraction("heads_first")
+
+    @property
+    def peak_head_weight(self) -> float:
+        """λ0."""
+        return HEAD_WEIGHTS[self.backbone_loss] if self.head_weight is None else self.head_weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions(OptionGroup):
+    """LoRA layers in the model."""
+
+    lora_rank: int = 32
+    """Rank of the adapter."""
+    lora_alpha: int = 16
+    """The adapter's product is multiplied by this over the rank."""
+    lora_dropout: float = 0.05
+    """Dropout before the adapter's layers."""
+    lora_targets: tuple[str, ...] = ()
+    """Ends of the names of layers to adapt; all linear layers and the lm_head when left out."""
+
+    def __post_init__(self) -> None:
+        self._at_least(1, "lora_rank")
+        self._above_zero("lora_alpha")
+        self._fraction("lora_dropout")
+
+
+_HEADS = HeadOptions(method="medusa")
+_SCHEDULE = ScheduleOptions(learning_rate=2.5e-4)
+
+
+@tyro.conf.configure(tyro.conf.OmitArgPrefixes)
+@dataclass(frozen=True, kw_only=True)
+class JointOptions(RunOptions):
+    """Tune a model and its draft heads together (Medusa-2); `draftheads merge` then makes one model folder."""
+
+    recipe: str | None = None
+    """Settings of a paper as defaults (medusa-2, medusa-2-self); options on the command line replace them."""
+    heads: HeadOptions = _HEADS
+    schedule: ScheduleOptions = _SCHEDULE
+    tuning: TuningOptions = TuningOptions()
+    adapter: AdapterOptions = AdapterOptions()
+
+    def check(self) -> None:
+        """As of every run, and that there are chats and at most one head to start with."""
+        if not self.chats.data:
+            raise InvalidSettings("give --data FILE… to train on")
+        super().check()
+        if self.tuning.head is not None and self.heads.start_from is not None:
+            raise InvalidSettings(
+                f"--head is {self.tuning.head} and --start-from {self.heads.start_from}: give one; "
+                "--head continues with that head as it is, --start-from copies its weights into a new head"
+            )

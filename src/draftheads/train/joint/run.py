@@ -1,0 +1,284 @@
+"""A whole Medusa-2 run: chats to an adapter and heads that were tuned together, measured and saved.
+
+Extends the run of ``train/run.py``. The output folder holds ``adapter/`` (peft's format, and ``base.json``, which names
+the model that it is for), ``head/`` (see ``checkpoint``), ``movement.json``, ``metrics.json`` and ``log.jsonl``. While
+the run is not complete it also holds ``run.json`` and ``checkpoints/``.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from draftheads.acceptance_profile import AcceptanceProfile
+from draftheads.chat_template import read_template
+from draftheads.checkpoint import load_head
+from draftheads.data.batches import PlannedTexts
+from draftheads.data.extract import load_texts
+from draftheads.data.features import Documents
+from draftheads.data.live import LiveStore
+from draftheads.errors import DataError
+from draftheads.files import atomic_directory, write_atomic
+from draftheads.heads.base import DraftHead
+from draftheads.models.fingerprint import Fingerprints
+from draftheads.models.model import TargetModel
+from draftheads.models.pretrained import default_device
+from draftheads.progress import Progress
+from draftheads.train.joint.learner import JointLearner, precedes_answer
+from draftheads.train.joint.lora import Adapter, TunedModel, require_peft
+from draftheads.train.joint.options import JointOptions
+from draftheads.train.learner import Learner
+from draftheads.train.new_head import in_float32
+from draftheads.train.objectives import CHUNK_SIZE
+from draftheads.train.report import Report
+from draftheads.train.run import Run, computes_in_bf16, head_learner
+from draftheads.train.run_folder import as_json
+from draftheads.train.schedule import JointSchedule
+from draftheads.train.trainer import HeadTrainer
+from draftheads.train.training_data import TrainingData, plan_training
+
+ADAPTER_FOLDER, HEAD_FOLDER, BASE_FILE = "adapter", "head", "base.json"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Movement:
+    """How far a tuned model is from the original: means over the assistant's tokens of held-out text."""
+
+    num_tokens: int
+    kl: float  # KL(original || tuned), nats per token
+    original_perplexity: float
+    tuned_perplexity: float
+    agreement: float  # how often both have the same most probable token
+
+
+@dataclass(frozen=True)
+class JointReport(Report):
+    """The heads as measured with the tuned model, and how far the model moved."""
+
+    movement: Movement
+
+    @classmethod
+    def of(cls, metrics: Mapping[str, Any]) -> Self:
+        """The report in the content of a ``metrics.json``."""
+        return super().of({**metrics, "movement": Movement(**metrics["movement"])})
+
+
+def train_jointly(options: JointOptions, progress: Progress) -> JointReport | None:
+    """Tunes a model and its heads with these options and saves adapter and heads in ``options.out``.
+
+    Returns:
+        The results; None in every process but the first, if there are several and the run was not complete.
+
+    Raises:
+        DraftHeadsError: bad data or settings, a missing package, a loss that is not finite, a full disk, Ctrl-C.
+    """
+    report: JointReport | None = JointRun(options, progress).run()
+    return report
+
+
+def train_jointly_for(target: TargetModel, options: JointOptions, progress: Progress) -> JointReport | None:
+    """:func:`train_jointly` for a loaded model. Its weights do not change, and the adapter is removed at the end."""
+    report: JointReport | None = JointRun(options, progress).run_for(target)
+    return report
+
+
+class JointRun(Run):
+    """Trains a LoRA adapter in the model together with heads that read the model's live hidden states."""
+
+    options: JointOptions
+    head_folder = HEAD_FOLDER
+
+    store: LiveStore  # of the data: hidden states of the original model
+    adapter: Adapter | None = None
+    tuned: TunedModel
+    learner: JointLearner
+
+    def check_packages(self) -> None:
+        """Also peft."""
+        super().check_packages()
+        require_peft()
+
+    def load_target(self) -> TargetModel:
+        """The model; in bf16 if training computes in bf16."""
+        hardware = self.options.hardware
+        dtype = torch.bfloat16 if computes_in_bf16(hardware, default_device().type) else torch.float32
+        template = read_template(self.options.chat_template)
+        return TargetModel.load(self.options.model, dtype=dtype, four_bit=hardware.four_bit, chat_template=template)
+
+    def run_for(self, target: TargetModel) -> Any:
+        """As of every run; the model gets its own layers back."""
+        try:
+            return super().run_for(target)
+        finally:
+            if self.adapter is not None:
+                self.adapter.remove()
+
+    def read_data(self) -> TrainingData:
+        """Chats; the model changes, so hidden states are not stored."""
+        self.progress.stage("reading data")
+        chats = self.options.chats
+        texts = load_texts(self.target, chats.data, max_length=chats.max_length, max_tokens=chats.max_tokens)
+        self.store = LiveStore(self.target, texts)
+        return self.claim(plan_training(self.store, self.options))
+
+    def make_head(self) -> DraftHead:
+        """The head of ``--head`` in fp32, or a new one."""
+        path = self.options.tuning.head
+        if path is None:
+            return super().make_head()
+        return load_head(path, self.target, dtype=torch.float32).requires_grad_(requires_grad=True)
+
+    def module(self) -> JointLearner:
+        """Heads and adapter."""
+        options, settings = self.options, self.options.adapter
+        torch.manual_seed(options.schedule.seed)
+        self.adapter = Adapter.attach(
+            self.target.model,
+            rank=settings.lora_rank,
+            alpha=settings.lora_alpha,
+            dropout=settings.lora_dropout,
+            targets=settings.lora_targets,
+        )
+        target = self.target
+        self.tuned = TunedModel(target.model, target.tokenizer, f"{target.model_id} (tuned)", target.chat_template)
+        learner = head_learner(options, self.head, in_float32(self.target.weights))
+        self.learner = JointLearner(learner, self.tuned, self.adapter, backbone_loss=options.tuning.backbone_loss)
+        return self.learner
+
+    def trainer_class(self) -> Callable[..., HeadTrainer]:
+        """The Trainer with the schedule of two stages."""
+        options, num_steps = self.options, self.data.num_steps
+        schedule = JointSchedule(
+            num_steps=num_steps,
+            num_head_steps=int(options.tuning.heads_first * num_steps),
+            peak=options.tuning.peak_head_weight,
+            rise=options.tuning.head_weight_rise,
+            warmup=options.schedule.warmup,
+            final=options.schedule.final_learning_rate,
+        )
+        return partial(JointTrainer, schedule=schedule, head_rate_factor=options.tuning.head_rate_factor)
+
+    def batches(self) -> PlannedTexts:
+        """Tokens only."""
+        return PlannedTexts(self.store, self.data.plan)
+
+    def validate(self) -> dict[str, Any]:
+        """As of every run; then the head is ready for training again."""
+        found = super().validate()
+        self.head.bind(in_float32(self.target.weights))
+        self.learner.train()
+        return found
+
+    def measured_learner(self) -> Learner:
+        """The head on the tuned model: its hidden states, and its lm_head if the head shares it."""
+        self.learner.eval()
+        weights = in_float32(self.tuned.weights)
+        self.head.bind(weights)
+        return head_learner(self.options, self.head, weights)
+
+    @property
+    def decoding_model(self) -> TargetModel:
+        """The tuned model."""
+        return self.tuned
+
+    def save(self, report: Report, profile: AcceptanceProfile) -> JointReport:
+        """Also the adapter, and how far the model moved."""
+        assert self.adapter is not None
+        out = self.folder.path
+        movement = measure_movement(self.tuned, self.adapter, self.store, self.data.held_out)
+        whole = JointReport(**vars(report), movement=movement)
+        made = self.folder.made_from(self.start_head)
+        write_atomic(out / "movement.json", as_json({**asdict(movement), **made}))
+        with atomic_directory(out / ADAPTER_FOLDER, replace=True) as staged:
+            self.adapter.save(staged)
+            base = {"model_id": self.target.model_id, "fingerprints": asdict(Fingerprints.of(self.target))}
+            (staged / BASE_FILE).write_bytes(as_json({"format_version": FORMAT_VERSION, "base": base}))
+        super().save(whole, profile)
+        return whole
+
+    def report_of(self, metrics: dict[str, Any]) -> JointReport:
+        """The report of a complete run."""
+        return JointReport.of(metrics)
+
+
+class JointTrainer(HeadTrainer):
+    """The Trainer for heads (group 0) and adapter (group 1): two learning rates, two stages, and λ0 by the step.
+
+    In the first stage the adapter's gradients are None, so it does not change.
+    """
+
+    def __init__(self, *, schedule: JointSchedule, head_rate_factor: float, **arguments: Any) -> None:
+        arguments["args"].ddp_find_unused_parameters = True  # the adapter's, in the first stage
+        super().__init__(**{**arguments, "rates": [schedule.head_rate, schedule.model_rate]})
+        self.schedule = schedule
+        self.head_rate_factor = head_rate_factor
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """One optimizer with a learning rate per group."""
+        if self.optimizer is None:
+            learner: JointLearner = self.model  # type: ignore[assignment]
+            kind, settings = self.get_optimizer_cls_and_kwargs(self.args)
+            rate = self.args.learning_rate
+            groups = [
+                {"params": list(learner.learner.head.parameters()), "lr": rate * self.head_rate_factor},
+                {"params": learner.adapter.parameters, "lr": rate},
+            ]
+            self.optimizer = kind(groups, **{"weight_decay": self.args.weight_decay, **settings})
+        optimizer: torch.optim.Optimizer = self.optimizer
+        return optimizer
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> Tensor:
+        """The combined loss of the step's stage."""
+        step = self.state.global_step
+        stage = {"head_weight": self.schedule.head_weight(step), "only_heads": self.schedule.only_heads(step)}
+        return super().compute_loss(model, {**inputs, **stage})
+
+    def take_means(self) -> dict[str, Any]:
+        """Also λ0 of the last step."""
+        return {**super().take_means(), "head_weight": self.schedule.head_weight(max(0, self.state.global_step - 1))}
+
+
+@torch.no_grad()
+def measure_movement(tuned: TunedModel, adapter: Adapter, store: Documents, documents: Sequence[int]) -> Movement:
+    """How far the tuned model is from the original on these documents. Both read the true text.
+
+    Raises:
+        DataError: they have no token of the assistant with a token before it.
+    """
+    sums = torch.zeros(4, dtype=torch.float64)
+    num_tokens = 0
+    for index in documents:
+        positions = precedes_answer(store.loss_masks[index][None])
+        token_ids = store.token_ids[index].to(tuned.device)
+        after = tuned.hidden_states(token_ids[None])[0]  # (T, D)
+        with adapter.off():
+            before = tuned.hidden_states(token_ids[None])[0]
+        for chunk in positions.to(tuned.device).split(CHUNK_SIZE):
+            with adapter.off():
+                original = tuned.logits(before[chunk])
+            sums += compare(original, tuned.logits(after[chunk]), token_ids[chunk + 1])
+        num_tokens += len(positions)
+    if num_tokens == 0:
+        raise DataError(f"the {len(documents)} held-out texts have no assistant token: give more data")
+    kl, loss_before, loss_after, agreed = (sums / num_tokens).tolist()
+    return Movement(num_tokens, kl, math.exp(loss_before), math.exp(loss_after), agreed)
+
+
+def compare(original: Tensor, tuned: Tensor, next_ids: Tensor) -> Tensor:
+    """Sums over n positions, (4,) fp64 on the CPU: KL(original || tuned), losses of both models, agreements.
+
+    Args:
+        original: (n, V) logits.
+        tuned: (n, V) logits.
+        next_ids: (n,) the true next tokens.
+    """
+    before, after = original.float().log_softmax(-1), tuned.float().log_softmax(-1)
+    kl = (before.exp() * (before - after)).sum()
+    losses = [-log_probs.gather(1, next_ids[:, None]).sum() for log_probs in (before, after)]
+    agreed = (original.argmax(-1) == tuned.argmax(-1)).sum()
+    return torch.stack([kl, *losses, agreed.to(kl)]).double().cpu()

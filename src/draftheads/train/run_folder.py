@@ -1,0 +1,202 @@
+"""The output folder of a training run: its files, who may write there, and what a resumed run must find.
+
+It holds the result with ``metrics.json`` and ``log.jsonl``. While the run is not complete it also holds ``run.json``
+(what the run depends on), ``checkpoints/`` and ``features/``.
+"""
+
+import contextlib
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftheads.chat_template import read_template
+from draftheads.errors import DataError, InvalidSettings
+from draftheads.files import locked, remove_leftovers, write_atomic
+from draftheads.identity import as_json_values, changes, require_same
+from draftheads.provenance import provenance
+from draftheads.train import processes
+from draftheads.train.new_head import Start, digest_of
+from draftheads.train.options import RunOptions
+from draftheads.train.training_data import TrainingData
+
+# settings that a complete run may be asked for with other values: the result is the same
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("out", "resume", "features_budget", "keep_features", "tensorboard"),
+        *("save_steps", "log_steps", "eval_steps", "eval_texts"),
+    }
+)
+# settings that may change when a run resumes; the text is compared by its fingerprint
+_MAY_CHANGE_ON_RESUME = _WITHOUT_EFFECT | {"data", "text", "features", "tree_nodes"}
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """``--out`` of a run with these options."""
+
+    options: RunOptions
+    head_name: str = ""  # subfolder of the head; the folder itself by default
+
+    @property
+    def path(self) -> Path:
+        """``--out``."""
+        return self.options.out
+
+    @property
+    def head(self) -> Path:
+        """The head's folder."""
+        return self.path / self.head_name
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of all checkpoints."""
+        return self.path / "checkpoints"
+
+    def lock(self) -> contextlib.AbstractContextManager[None]:
+        """A ``with`` block in which no other run writes there. Of several processes, the first holds the lock.
+
+        Raises:
+            StorageError: another run writes there, or ``--out`` is a file.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise InvalidSettings(f"--out is {self.path}, which is a file: name a folder")
+        return locked(self.path, "name another --out") if processes.is_first() else contextlib.nullcontext()
+
+    def checkpoint(self) -> str | None:
+        """The newest whole checkpoint, to resume from; None without ``--resume`` or without a checkpoint."""
+        return find_checkpoint(self.path) if self.options.resume else None
+
+    def complete_metrics(self) -> dict[str, Any] | None:
+        """The content of ``metrics.json`` if ``--resume`` asks for this very run, and it is complete."""
+        metrics = self._metrics()
+        return metrics if self.options.resume and metrics is not None and not self._changes(metrics) else None
+
+    def require_free(self) -> None:
+        """Prevents that a run overwrites another one.
+
+        Raises:
+            InvalidSettings: there is a trained head, or a run that is not complete and that is not resumed.
+        """
+        if (self.head / "config.json").exists():  # the last file of a head that is written
+            found = self._changes(self._metrics() or {}) if self.options.resume else []
+            how = f" ({', '.join(found)})" if found else ""
+            raise InvalidSettings(f"{self.path} holds a trained head{how}: name another --out, or delete it")
+        if not self.options.resume and find_checkpoint(self.path):
+            raise InvalidSettings(f"{self.path} holds a run that is not complete: add --resume, or delete it")
+
+    def claim(self, data: TrainingData, *, model: str, start: Start | None) -> None:
+        """Writes what the run depends on. If it resumes from a checkpoint, the same must be there.
+
+        Raises:
+            DataError: the texts or the model are not the same.
+            InvalidSettings: settings are not the same.
+        """
+        if not processes.is_first():
+            return
+        path = self.path / "run.json"
+        settings = self._settings()
+        facts = {
+            "model": model,
+            "num_steps": data.num_steps,
+            "data": data.store.fingerprint,
+            "processes": processes.count(),
+            "start_digest": start and start.saved.digest,
+        }
+        now = as_json_values({name: settings[name] for name in settings.keys() - _MAY_CHANGE_ON_RESUME} | facts)
+        if self.checkpoint() and path.exists():
+            before = json.loads(path.read_text(encoding="utf-8"))
+            if before.get("data") != now["data"]:
+                raise DataError(
+                    "--resume continues the same run, but the texts or the model have changed since (fingerprint "
+                    f"{before.get('data')}, now {now['data']}; {before.get('num_steps')} steps, now {now['num_steps']})"
+                    ": give the data as it was, or start again with another --out"
+                )
+            require_same(
+                before,
+                now,
+                names=sorted(now),
+                problem="--resume continues the same run, but settings have changed",
+                fix="Give the settings as they were, or name another --out",
+            )
+        write_atomic(path, as_json(now))
+
+    def made_from(self, start: Start | None) -> dict[str, Any]:
+        """How the result was made, JSON values for ``metrics.json``."""
+        return {
+            "options": self._settings(),
+            "start_digest": start and start.saved.digest,
+            "provenance": dict(provenance()),
+        }
+
+    def tidy_up(self) -> None:
+        """Removes what a complete run does not need any more, and files that kills left half-written."""
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
+        (self.path / "run.json").unlink(missing_ok=True)
+        remove_leftovers(self.path / "*")
+
+    def drop_incomplete_checkpoints(self) -> None:
+        """Removes checkpoints that were cut short: the Trainer keeps two, and might count them and drop whole ones."""
+        for path in self.checkpoints.glob("checkpoint-*"):
+            if not _is_whole(path):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _settings(self) -> dict[str, Any]:
+        """All options as JSON values; the text of the chat template instead of its name."""
+        return as_json_values({**self.options.flat(), "chat_template": read_template(self.options.chat_template)})
+
+    def _metrics(self) -> dict[str, Any] | None:
+        """``metrics.json`` of a complete run."""
+        path = self.path / "metrics.json"
+        if not ((self.head / "config.json").exists() and path.exists()):
+            return None
+        metrics: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return metrics
+
+    def _changes(self, metrics: dict[str, Any]) -> list[str]:
+        """Differences from a complete run that would give another result."""
+        options = self.options
+        now = self._settings()
+        names = now.keys() - _WITHOUT_EFFECT
+        if now["data"] or now.get("text"):
+            names -= {"features"}  # they are hidden states of that text, in any folder
+        # a setting that an earlier version did not have acted as its default
+        before = {**options.defaults(), **metrics.get("options", {})}
+        found = changes(before, now, names=sorted(names))
+        if now["start_from"] is not None and before["start_from"] == now["start_from"]:
+            then, here = metrics.get("start_digest"), digest_of(now["start_from"], options.model)
+            if here is not None and here != then:
+                found.append(f"the weights of {now['start_from']} were {then} and are {here}")
+        return found
+
+
+def find_checkpoint(out: Path) -> str | None:
+    """The newest whole checkpoint below an output folder."""
+    whole = filter(_is_whole, (out / "checkpoints").glob("checkpoint-*"))
+    newest = max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    return None if newest is None else str(newest)
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether all of it was written. The Trainer writes its state last, but not in one operation."""
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    # each process writes the state of its random numbers, without waiting for the others
+    count = _num_processes(checkpoint.parents[1])
+    return count == 1 or all((checkpoint / f"rng_state_{number}.pth").exists() for number in range(count))
+
+
+def _num_processes(out: Path) -> int:
+    """Number of processes that made the checkpoints, which may not be the number of processes now."""
+    try:
+        return int(json.loads((out / "run.json").read_text(encoding="utf-8"))["processes"])
+    except (OSError, ValueError, KeyError):
+        return 1
+
+
+def as_json(value: dict[str, Any]) -> bytes:
+    """The bytes of a JSON file, indented for readers."""
+    return (json.dumps(value, indent=2) + "\n").encode()

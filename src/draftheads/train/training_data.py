@@ -1,0 +1,150 @@
+"""The texts of a run with their hidden states, which of them are held out, and all batches in their order.
+
+Knows texts, stores and plans; knows nothing of heads.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from draftheads.data.batches import choose_texts, in_whole_steps, plan_batches, trainable
+from draftheads.data.chat import EncodedChat
+from draftheads.data.extract import build_shards, claim, load_texts, missing_shards, needed_bytes
+from draftheads.data.features import Documents, FeatureStore
+from draftheads.data.live import LiveStore, read_alone
+from draftheads.data.plain_text import is_plain, load_blocks
+from draftheads.errors import InvalidSettings
+from draftheads.models.model import TargetModel
+from draftheads.progress import Progress
+from draftheads.train import processes
+from draftheads.train.options import PlainTextOptions, RunOptions, TrainOptions
+from draftheads.train.schedule import Stage
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Texts and batches of a run."""
+
+    store: Documents
+    training: list[int]  # documents from which at least one token can be predicted
+    held_out: list[int]
+    plan: list[list[int]]  # the documents of every batch; whole steps
+    batches_per_step: int  # of all processes together
+    stages: tuple[Stage, ...]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the optimizer."""
+        return len(self.plan) // self.batches_per_step
+
+    @property
+    def tokens_per_step(self) -> list[int]:
+        """Tokens of text in every step, without padding."""
+        sizes = [sum(self.store.lengths[i] for i in batch) for batch in self.plan]
+        number = self.batches_per_step
+        return [sum(sizes[i : i + number]) for i in range(0, len(sizes), number)]
+
+
+def read_texts(target: TargetModel, options: TrainOptions) -> list[EncodedChat]:
+    """Plain texts in blocks, and chats.
+
+    Raises:
+        DataError: a bad file; no text at all.
+    """
+    texts: list[EncodedChat] = []
+    chats = options.chats
+    if options.plain_text.text:
+        texts += load_blocks(
+            target.tokenizer,
+            options.plain_text.text,
+            eos_ids=target.eos_ids,
+            length=chats.max_length,
+            max_tokens=chats.max_tokens,
+        )
+    if chats.data:
+        texts += load_texts(target, chats.data, max_length=chats.max_length, max_tokens=chats.max_tokens)
+    return texts
+
+
+def with_hidden_states(
+    target: TargetModel, texts: Sequence[EncodedChat], options: TrainOptions, progress: Progress
+) -> Documents:
+    """The texts in a store: on the disk if it fits the budget, else computed for each batch. The numbers are the same.
+
+    Several processes share the work: each computes every n-th shard.
+    """
+    settings = options.hidden_states
+    if (needed := needed_bytes(target, texts)) > settings.features_budget * 1e9:
+        if settings.shard_model:
+            raise InvalidSettings(
+                f"hidden states of {needed / 1e9:.2f} GB do not fit --features-budget {settings.features_budget}, and "
+                "a model sharded with --shard-model cannot compute them for each batch: give a larger budget"
+            )
+        return LiveStore(target, texts)
+    folder = settings.features or options.out / "features"
+    if processes.is_first():
+        claim(target, texts, folder)
+    processes.wait()  # no process writes into a folder that holds something else
+    share = (processes.number(), processes.count())
+    here = sum(map(len, missing_shards(texts, folder, share).values()))
+    most = processes.most_of(here)
+    build_shards(target, texts, folder, progress, share=share)
+    if settings.shard_model:  # all processes must make the same number of passes
+        for _ in range(most - here):
+            read_alone(target, torch.tensor(texts[0].token_ids[:1]))
+    processes.wait()
+    return FeatureStore(folder)
+
+
+def plan_training(store: Documents, options: RunOptions, plain_text: PlainTextOptions | None = None) -> TrainingData:
+    """Holds texts out and decides all batches; the same for the same options.
+
+    Raises:
+        DataError: too few texts, or none with two assistant tokens in a row.
+    """
+    chat_options, schedule = options.chats, options.schedule
+    kinds = [is_plain(loss_mask) for loss_mask in store.loss_masks]
+    plain = _first([index for index, kind in enumerate(kinds) if kind], store, chat_options.max_tokens)
+    chats = _first([index for index, kind in enumerate(kinds) if not kind], store, chat_options.max_tokens)
+    measured = chats or plain  # plain text is held out only if it is all there is
+    token_ids, loss_masks = ([of[i] for i in measured] for of in (store.token_ids, store.loss_masks))
+    parts = choose_texts(token_ids, loss_masks, held_out=chat_options.held_out, seed=schedule.seed)
+    training, held_out = ([measured[i] for i in part] for part in parts)
+    per_step = schedule.accumulate * processes.count()
+    plan = in_whole_steps(_plan(training, store, options, num_epochs=schedule.epochs), per_step)
+    stages: tuple[Stage, ...] = (Stage(len(plan) // per_step),)
+    if chats and plain:
+        first = plain_text or PlainTextOptions()
+        num_steps = max(1, round(stages[0].num_steps * first.text_part / (1 - first.text_part)))
+        plan = [
+            *_repeated(trainable(plain, store.loss_masks), store, options, num_batches=num_steps * per_step),
+            *plan,
+        ]
+        stages = (Stage(num_steps), Stage(stages[0].num_steps, peak=first.second_stage_rate))
+        training = [*plain, *training]
+    return TrainingData(store, training, held_out, plan, per_step, stages)
+
+
+def _first(documents: list[int], store: Documents, max_tokens: int | None) -> list[int]:
+    """Documents until ``max_tokens`` tokens are there. Data that was read for this run has no more."""
+    if max_tokens is None:
+        return documents
+    before = accumulate((store.lengths[i] for i in documents), initial=0)  # one number more than there are documents
+    return [i for i, tokens in zip(documents, before, strict=False) if tokens < max_tokens]
+
+
+def _plan(documents: Sequence[int], store: Documents, options: RunOptions, *, num_epochs: int) -> list[list[int]]:
+    schedule = options.schedule
+    return plan_batches(
+        documents, store.lengths, max_tokens=schedule.batch_tokens, num_epochs=num_epochs, seed=schedule.seed
+    )
+
+
+def _repeated(documents: Sequence[int], store: Documents, options: RunOptions, *, num_batches: int) -> list[list[int]]:
+    """That many batches of these documents, in as many epochs as needed."""
+    rounds = 1
+    while len(plan := _plan(documents, store, options, num_epochs=rounds)) < num_batches:
+        rounds = -(-num_batches * rounds // len(plan))
+    return plan[:num_batches]

@@ -1,0 +1,81 @@
+"""A small joint run, and heads with a model and an adapter in it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftheads.data.extract import load_texts
+from draftheads.data.live import LiveStore
+from draftheads.models.model import TargetModel
+from draftheads.train.joint.learner import JointLearner
+from draftheads.train.joint.lora import Adapter, TunedModel
+from draftheads.train.joint.options import JointOptions
+from draftheads.train.learner import Learner
+from draftheads.train.losses import objective
+from draftheads.train.new_head import new_head
+from training_world import chat_model
+
+
+def joint_options(out: Path, data: Path, **changes: Any) -> JointOptions:
+    """Of a small run."""
+    values: dict[str, Any] = {
+        "model": "tiny-chat",
+        "num_heads": 3,
+        "draft_vocab_size": 48,
+        "epochs": 2,
+        "batch_tokens": 128,
+        "learning_rate": 0.005,
+        "tree_nodes": 8,
+        "held_out": 0.2,
+        "log_steps": 1,
+        "save_steps": 1000,
+        "lora_rank": 4,
+        "lora_alpha": 8,
+    }
+    return JointOptions.of(out=out, data=(data,), **{**values, **changes})
+
+
+def harness(
+    target: TargetModel,
+    data: Path,
+    *,
+    moved: bool = True,
+    dropout: float = 0.0,
+    backbone_loss: Any = "text",
+    **changes: Any,
+) -> tuple[JointLearner, dict[str, Tensor]]:
+    """A learner with an adapter that says something (or nothing), and a batch."""
+    settings = joint_options(data.parent, data, **changes)
+    store = LiveStore(target, load_texts(target, [data], max_length=64))
+    head = new_head(settings.heads, target.weights, store, range(len(store)), target.eos_ids)
+    for parameter in head.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    adapter = Adapter.attach(target.model, rank=4, alpha=8, dropout=dropout)
+    for parameter in adapter.parameters if moved else ():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    tuned = TunedModel(target.model, target.tokenizer, target.model_id)
+    learner = Learner(head, target.weights, objective=objective(settings.objective.loss), depth_decay=0.5)
+    joint = JointLearner(learner, tuned, adapter, backbone_loss=backbone_loss)
+    batch = joint_batch(store, [0, 1, 2, 60, 61])
+    return joint.train(), batch
+
+
+def joint_batch(store: LiveStore, documents: list[int]) -> dict[str, Tensor]:
+    """Tokens and loss mask of some documents."""
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {
+        "token_ids": pad([store.token_ids[i] for i in documents], batch_first=True),
+        "loss_mask": pad([store.loss_masks[i] for i in documents], batch_first=True),
+    }
+
+
+def on_disk(folder: Path, **changes: Any) -> str:
+    """The tiny model as an ordinary folder."""
+    target = chat_model(**changes)
+    target.model.generation_config.temperature = 0.7
+    target.model.generation_config.do_sample = True
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    return str(folder)

@@ -1,0 +1,49 @@
+"""The adapter: which layers it adapts, and the weights of the tuned model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.train.joint.joint_world import harness, joint_options
+
+from draftheads.errors import InvalidSettings
+from draftheads.train.joint.lora import Adapter, TunedModel, linear_layers, update_of
+from draftheads.train.new_head import in_float32
+from draftheads.train.run import head_learner
+from training_world import chat_model
+
+
+def test_all_linear_layers_and_the_lm_head_are_adapted() -> None:
+    target = chat_model()
+    names = linear_layers(target.model)
+    assert names == ["down_proj", "gate_proj", "k_proj", "lm_head", "o_proj", "q_proj", "up_proj", "v_proj"]
+    adapter = Adapter.attach(target.model, rank=2, alpha=4, dropout=0.0)
+    assert len(adapter.parameters) == 2 * (7 * 2 + 1)
+    assert all(parameter.requires_grad for parameter in adapter.parameters)
+    assert update_of(target.lm_head) is not None
+    adapter.remove()
+    assert update_of(target.lm_head) is None
+
+
+def test_only_the_named_layers_are_adapted() -> None:
+    target = chat_model()
+    adapter = Adapter.attach(target.model, rank=2, alpha=4, dropout=0.0, targets=("q_proj",))
+    assert len(adapter.parameters) == 2 * 2
+    assert TunedModel(target.model, None, "").weights.lm_head is target.model.lm_head.weight
+    with pytest.raises(InvalidSettings, match="--lora-targets no_such"):
+        Adapter.attach(chat_model().model, rank=2, alpha=4, dropout=0.0, targets=("no_such",))
+
+
+def test_labels_of_the_tuned_model_have_its_soft_cap(data: Path) -> None:
+    """With an adapted lm_head, too (Gemma-2 caps its logits)."""
+    target = chat_model(final_logit_softcapping=2.0)
+    joint, batch = harness(target, data)
+    joint.eval()
+    weights = in_float32(joint.tuned.weights)
+    assert weights.logit_softcap == 2.0
+    joint.learner.head.bind(weights)
+    learner = head_learner(joint_options(data.parent, data), joint.learner.head, weights)
+    hidden = joint.tuned.hidden_states(batch["token_ids"])
+    positions = torch.arange(6)
+    expected = joint.tuned.logits(hidden.flatten(0, 1)[positions])[:, joint.vocab].softmax(-1)
+    torch.testing.assert_close(learner.labels(hidden, batch["token_ids"])(positions).probs, expected)

@@ -1,0 +1,155 @@
+"""Merging: the weights of the definition, and a model that decodes losslessly with its head."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.train.joint.joint_world import harness, joint_options, on_disk
+from torch import Tensor
+
+import draftheads
+from draftheads.checkpoint import load_head
+from draftheads.errors import (
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    InvalidSettings,
+    ModelNotFound,
+    StorageError,
+)
+from draftheads.models.fingerprint import Fingerprints
+from draftheads.models.model import TargetModel
+from draftheads.train.joint.lora import Adapter
+from draftheads.train.joint.merge import MergeOptions, merge, merged_model
+from draftheads.train.joint.run import train_jointly, train_jointly_for
+from fake_progress import FakeProgress
+from families import fitting
+from training_world import chat_model
+
+
+def tuned_weights(target: TargetModel) -> dict[str, Tensor]:
+    """W + (α/r) B A of every layer, by the definition."""
+    state = target.model.state_dict()
+    found = {}
+    for name, tensor in state.items():
+        if "lora_" in name:
+            continue
+        plain = name.replace(".base_layer", "")
+        stem = name.removesuffix("base_layer.weight")
+        down, up = state.get(f"{stem}lora_A.default.weight"), state.get(f"{stem}lora_B.default.weight")
+        found[plain] = tensor.clone() if down is None else tensor + 8 / 4 * up @ down
+    return found
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_merging_gives_the_weights_of_the_definition(data: Path, tmp_path: Path, tied: bool) -> None:
+    target = chat_model(tie_word_embeddings=tied)
+    joint, batch = harness(target, data)
+    joint.eval()
+    expected = tuned_weights(target)
+    with torch.no_grad():
+        logits = target.model(input_ids=batch["token_ids"]).logits
+    assert torch.allclose(joint.tuned.weights.lm_head, expected["lm_head.weight"], atol=1e-6)
+    model = joint.adapter.merge()
+    found = model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
+    assert torch.equal(found["model.embed_tokens.weight"], chat_model().model.get_input_embeddings().weight)
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=batch["token_ids"]).logits, logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("cheap_nodes")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("method", ["medusa", "hydra", "hydra++", "amphista", "eagle", "small-llama"])
+def test_the_merged_model_decodes_losslessly_with_its_head(data: Path, tmp_path: Path, method: str, tied: bool) -> None:
+    model = on_disk(tmp_path / "base", tie_word_embeddings=tied)
+    out, merged = tmp_path / "out", tmp_path / "merged"
+    heads = fitting(method, num_heads=3)
+    settings = joint_options(out, data, method=method, model=model, epochs=4, learning_rate=0.01, **heads)
+    train_jointly(settings, FakeProgress())
+    merge(MergeOptions(model=model, adapter=out, out=merged))
+    tuned = TargetModel.load(str(merged), dtype=torch.float32)
+    assert not tuned.config.tie_word_embeddings
+    assert tuned.model.generation_config.temperature == 0.7
+    assert tuned.tokenizer.chat_template
+    # the folder holds the very model that was tuned
+    again = TargetModel.load(model, dtype=torch.float32)
+    adapter = Adapter.load(again.model, out / "adapter")
+    texts = torch.tensor([[7, 8, 9, 10, 11, 12, 13, 2]])
+    unmerged = again.logits(again.hidden_states(texts))
+    torch.testing.assert_close(tuned.logits(tuned.hidden_states(texts)), unmerged, rtol=1e-4, atol=1e-4)
+    with adapter.off():
+        assert not torch.allclose(again.logits(again.hidden_states(texts)), unmerged, atol=0.1)
+    prompts = [f"w{i} w{i + 1}" for i in range(12)]
+    plain = draftheads.load(merged, precision="fp32").generate(prompts, max_new_tokens=24)
+    headed = draftheads.load(merged, head=merged / "head", precision="fp32").generate(prompts, max_new_tokens=24)
+    assert [result.token_ids for result in headed] == [result.token_ids for result in plain]
+    assert max(result.tokens_per_step for result in headed) > 1.3
+    saved = json.loads((merged / "head" / "config.json").read_text())["base"]
+    assert saved["model_id"] == str(merged)
+    assert saved["fingerprints"] == vars(Fingerprints.of(tuned))
+    with pytest.raises(StorageError, match="already exists"):
+        merge(MergeOptions(model=model, adapter=out, out=merged))
+
+
+def test_merging_keeps_the_type_of_the_model_s_files(data: Path, tmp_path: Path) -> None:
+    target = chat_model()
+    target.model.to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    target.tokenizer.save_pretrained(tmp_path / "base")
+    train_jointly(joint_options(tmp_path / "out", data, model=str(tmp_path / "base"), epochs=1), FakeProgress())
+    for name, dtype in ((None, torch.bfloat16), ("fp32", torch.float32)):
+        out = tmp_path / f"merged-{name}"
+        merge(MergeOptions(model=str(tmp_path / "base"), adapter=tmp_path / "out", out=out, dtype=name))
+        assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {dtype}
+    with pytest.raises(InvalidSettings, match="--dtype is 'int8'"):
+        MergeOptions(model="", adapter=tmp_path, out=tmp_path, dtype="int8")
+
+
+def test_an_adapter_for_another_base_is_refused(data: Path, tmp_path: Path) -> None:
+    train_jointly_for(chat_model(), joint_options(tmp_path / "out", data, epochs=1), FakeProgress())
+    other = replace(chat_model(seed=1), model_id="another")
+    with pytest.raises(
+        CheckpointMismatch, match="tuned for tiny-chat; this model is another, whose embedding and lm_head"
+    ):
+        merged_model(other, tmp_path / "out", dtype=torch.float32, model_id="merged")
+    larger = replace(chat_model(vocab_size=80), model_id="larger")
+    with pytest.raises((CheckpointMismatch, CheckpointCorrupt)):
+        merged_model(larger, tmp_path / "out", dtype=torch.float32, model_id="merged")
+    with pytest.raises(ModelNotFound, match="no adapter at"):
+        merged_model(chat_model(), tmp_path / "nowhere", dtype=torch.float32, model_id="merged")
+    file = tmp_path / "out" / "adapter" / "adapter_model.safetensors"
+    whole = load_file(file)
+    save_file({name: whole[name] for name in list(whole)[1:]}, file)
+    with pytest.raises(CheckpointCorrupt, match=r"does not fit the model: .*missing"):
+        merged_model(chat_model(), tmp_path / "out", dtype=torch.float32, model_id="merged")
+    file.write_bytes(b"nonsense")
+    with pytest.raises(CheckpointCorrupt, match="does not fit the model"):
+        merged_model(chat_model(), tmp_path / "out", dtype=torch.float32, model_id="merged")
+    base = tmp_path / "out" / "adapter" / "base.json"
+    base.write_text("{}")
+    with pytest.raises(CheckpointCorrupt, match="has no valid record of the model"):
+        merged_model(chat_model(), tmp_path / "out", dtype=torch.float32, model_id="merged")
+
+
+def test_the_head_of_a_run_is_refused_by_a_model_that_was_not_tuned(data: Path, tmp_path: Path) -> None:
+    target = chat_model()
+    train_jointly_for(target, joint_options(tmp_path / "out", data, learning_rate=0.05, epochs=4), FakeProgress())
+    with pytest.raises(CheckpointMismatch, match="the lm_head of this model"):
+        load_head(tmp_path / "out" / "head", target)
+
+
+def test_a_model_in_four_bits_is_tuned(data: Path, tmp_path: Path) -> None:
+    base = on_disk(tmp_path / "base", hidden_size=64, intermediate_size=128)
+    settings = joint_options(tmp_path / "out", data, model=base, four_bit=True, optimizer="adamw-8bit", epochs=1)
+    report = train_jointly(settings, FakeProgress())
+    assert report is not None
+    assert report.movement.tuned_perplexity < report.movement.original_perplexity
+    merged = tmp_path / "merged"
+    merge(MergeOptions(model=base, adapter=tmp_path / "out", out=merged))
+    prompts = [f"w{i} w{i + 1}" for i in range(6)]
+    plain = draftheads.load(merged, precision="fp32").generate(prompts, max_new_tokens=12)
+    headed = draftheads.load(merged, head=merged / "head", precision="fp32").generate(prompts, max_new_tokens=12)
+    assert [result.token_ids for result in headed] == [result.token_ids for result in plain]

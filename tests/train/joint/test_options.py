@@ -1,0 +1,37 @@
+"""Options of joint training: which values are refused, and λ0."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.train.joint.joint_world import joint_options
+
+from draftheads.errors import InvalidSettings
+from draftheads.train.joint.options import JointOptions
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": ()}, "--data FILE"),
+        ({"features": Path("x")}, "no setting 'features'"),
+        ({"heads_first": 1.0}, "--heads-first is 1.0"),
+        ({"lora_dropout": -0.1}, "--lora-dropout is -0.1"),
+        ({"head_weight": 0.0}, "--head-weight is 0.0"),
+        ({"head_rate_factor": float("nan")}, "--head-rate-factor is nan"),
+        ({"lora_alpha": 0}, "--lora-alpha is 0"),
+        ({"lora_rank": 0}, "--lora-rank is 0"),
+        ({"backbone_loss": "kl"}, "--backbone-loss is 'kl'"),
+        ({"head_weight_rise": "cosine"}, "--head-weight-rise is 'cosine'"),
+    ],
+)
+def test_settings_out_of_range_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    values = {**joint_options(tmp_path, tmp_path).flat(), **changes}
+    with pytest.raises(InvalidSettings, match=message):
+        JointOptions.of(**values)
+
+
+def test_the_heads_weigh_what_the_paper_says(tmp_path: Path) -> None:
+    assert joint_options(tmp_path, tmp_path).tuning.peak_head_weight == 0.2
+    assert joint_options(tmp_path, tmp_path, backbone_loss="original").tuning.peak_head_weight == 0.01
+    assert joint_options(tmp_path, tmp_path, head_weight=0.7).tuning.peak_head_weight == 0.7

@@ -1,0 +1,292 @@
+"""Heads and backbone tuned together: who learns when, what is learned, and that the merged model decodes losslessly."""
+
+import builtins
+import importlib.util
+import json
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.train.joint.joint_world import joint_options, on_disk
+
+from draftheads.cli import merge as merge_command
+from draftheads.cli import train_joint as command
+from draftheads.data.batches import split_held_out
+from draftheads.data.extract import load_texts
+from draftheads.data.live import LiveStore
+from draftheads.errors import (
+    DataError,
+    InvalidSettings,
+    MissingDependency,
+    NonFiniteLoss,
+)
+from draftheads.train import run
+from draftheads.train.joint.merge import MergeOptions
+from draftheads.train.joint.run import Movement, compare, train_jointly, train_jointly_for
+from draftheads.train.learner import Learner
+from draftheads.train.losses import objective
+from draftheads.train.new_head import new_head
+from draftheads.train.options import TrainOptions
+from draftheads.train.report import measure
+from draftheads.train.trainer import TrainingInterrupted
+from draftheads.tree import Tree
+from fake_progress import FakeProgress
+from training_world import (
+    KilledError,
+    chat_model,
+    counting_chats,
+    lines,
+    stop_by_crash,
+    stop_by_ctrl_c,
+    without_time,
+    write_chats,
+)
+
+# --- the parts ---
+
+
+def test_noise_and_the_last_rate_are_heeded(data: Path, tmp_path: Path) -> None:
+    runs = {"plain": {}, "noise": {"noise_alpha": 75.0}, "rate": {"final_learning_rate": 0.5}}
+    for name, changes in runs.items():
+        train_jointly_for(
+            chat_model(), joint_options(tmp_path / name, data, epochs=1, lora_dropout=0.0, **changes), FakeProgress()
+        )
+    logs = {name: lines(tmp_path / name) for name in runs}
+    assert logs["noise"][0]["head_losses"] != logs["plain"][0]["head_losses"]
+    assert logs["plain"][-1]["learning_rate"] < 0.1 * logs["plain"][len(logs["plain"]) // 2]["learning_rate"]
+    assert logs["rate"][-1]["learning_rate"] > 0.5 * 4 * 0.005 * 0.99  # the heads'
+
+
+def test_the_movement_is_that_of_the_definition() -> None:
+    generator = torch.Generator().manual_seed(0)
+    before, after = torch.randn(2, 9, 5, generator=generator).unbind()
+    next_ids = torch.randint(0, 5, (9,), generator=generator)
+    kl = losses_before = losses_after = agreed = 0.0
+    for row in range(9):
+        p, q = before[row].softmax(-1).tolist(), after[row].softmax(-1).tolist()
+        kl += sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+        losses_before -= math.log(p[next_ids[row]])
+        losses_after -= math.log(q[next_ids[row]])
+        agreed += p.index(max(p)) == q.index(max(q))
+    assert 0 < agreed < 9
+    assert compare(before, after, next_ids).tolist() == pytest.approx(
+        [kl, losses_before, losses_after, agreed], rel=1e-5
+    )
+
+
+# --- a run ---
+
+
+@pytest.mark.parametrize(
+    ("method", "backbone_loss", "rise"), [("medusa", "text", "constant"), ("hydra", "original", "sine")]
+)
+def test_a_run_tunes_the_model_and_its_heads(
+    data: Path, tmp_path: Path, method: str, backbone_loss: Any, rise: Any
+) -> None:
+    target = chat_model()
+    before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
+    counting = write_chats(tmp_path / "counting.jsonl", counting_chats(100))  # what can be told of texts not seen
+    settings = joint_options(
+        tmp_path / "out",
+        counting,
+        method=method,
+        loss="hard",
+        backbone_loss=backbone_loss,
+        head_weight=0.5,
+        head_weight_rise=rise,
+        epochs=6,
+    )
+    report = train_jointly_for(target, settings, FakeProgress())
+    store = LiveStore(target, load_texts(target, [counting], max_length=2048))
+    training, held_out = split_held_out(store.token_ids, store.loss_masks, fraction=0.2, at_most=200, seed=0)
+    untrained = new_head(settings.heads, target.weights, store, training, target.eos_ids)
+    learner = Learner(untrained, target.weights, objective=objective("hard"), depth_decay=0.8)
+    at_start = measure(learner, store, held_out, batch_tokens=100)
+    assert report.tokens_per_step_chain > at_start.tokens_per_step(Tree.chain(3)) + 0.1
+    assert sum(report.losses) < 0.8 * float(at_start.losses.sum())
+    log = lines(tmp_path / "out")
+    second = [line for line in log if "backbone_loss" in line]
+    assert len(log) - len(second) == int(0.25 * len(log))  # the first stage
+    movement = report.movement
+    if backbone_loss == "text":
+        kept = [line["backbone_loss"] for line in second]
+        assert sum(kept[-3:]) < 0.9 * sum(kept[:3])
+        assert movement.tuned_perplexity < 0.8 * movement.original_perplexity
+    else:
+        assert 0.0 < movement.kl < 0.5
+        assert movement.agreement > 0.7
+    # the model itself is as it was
+    after = target.model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_groups_have_their_own_rates_and_stages(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[float]] = []
+    original_step = torch.optim.AdamW.step
+
+    def step(self: torch.optim.AdamW, *arguments: Any, **named: Any) -> Any:
+        seen.append([group["lr"] for group in self.param_groups])
+        is_adapter_moving = any(p.grad is not None for p in self.param_groups[1]["params"])
+        seen[-1].append(float(is_adapter_moving))
+        return original_step(self, *arguments, **named)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    settings = joint_options(tmp_path / "out", data, heads_first=0.5, warmup=0.0, head_rate_factor=3.0, epochs=1)
+    train_jointly_for(chat_model(), settings, FakeProgress())
+    half = len(seen) // 2
+    assert half > 3
+    rates = [0.5 * (1 + math.cos(math.pi * step / len(seen))) for step in range(len(seen))]
+    assert [group[0] for group in seen] == pytest.approx([0.015 * rate for rate in rates])
+    both = len(seen) - half
+    rates = [0.5 * (1 + math.cos(math.pi * step / both)) for step in range(both)]
+    assert [group[1] for group in seen] == pytest.approx([0.0] * half + [0.005 * rate for rate in rates])
+    assert [group[2] for group in seen] == [0.0] * half + [1.0] * both
+
+
+def test_the_folder_holds_adapter_head_and_movement(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    report = train_jointly_for(chat_model(), joint_options(out, data, epochs=1), FakeProgress())
+    names = {"adapter", "head", "log.jsonl", "metrics.json", "movement.json", "validation.jsonl"}
+    assert {path.name for path in out.iterdir()} == names
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert Movement(**metrics["movement"]) == report.movement
+    assert metrics["top1"] == report.top1
+    assert metrics["options"]["head_rate_factor"] == 4.0
+    movement = json.loads((out / "movement.json").read_text())
+    assert movement["kl"] == report.movement.kl
+    assert movement["provenance"]["torch"] == torch.__version__
+    tensors = load_file(out / "adapter" / "adapter_model.safetensors")
+    assert all("lora_" in name for name in tensors)
+    with pytest.raises(InvalidSettings, match="holds a trained head"):
+        train_jointly(joint_options(out, data), FakeProgress())
+
+
+def test_measuring_in_between_changes_nothing_and_sees_the_tuned_model(data: Path, tmp_path: Path) -> None:
+    often = joint_options(tmp_path / "often", data, epochs=1, heads_first=0.2, eval_steps=2, eval_texts=1000)
+    never = often.changed(out=tmp_path / "never", eval_steps=0)
+    report = train_jointly_for(chat_model(), often, FakeProgress())
+    assert without_time(report) == without_time(train_jointly_for(chat_model(), never, FakeProgress()))
+    for name in ("head/model.safetensors", "adapter/adapter_model.safetensors"):
+        assert (often.out / name).read_bytes() == (never.out / name).read_bytes()
+    last = json.loads((often.out / "validation.jsonl").read_text().splitlines()[-1])
+    assert last["losses"] == pytest.approx(report.losses, rel=1e-5)
+    assert last["top1"] == report.top1
+
+
+@pytest.mark.parametrize("stop", [stop_by_ctrl_c, stop_by_crash])
+@pytest.mark.parametrize("after", [3, 10])  # in the first stage, in the second
+def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(data: Path, tmp_path: Path, stop: Any, after: int) -> None:
+    whole = joint_options(tmp_path / "a", data, save_steps=2, epochs=2, heads_first=0.4)
+    expected = train_jointly_for(chat_model(), whole, FakeProgress())
+    settings = whole.changed(out=tmp_path / "b")
+    assert 3 < int(0.4 * expected.heads.num_steps) < 9
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises((TrainingInterrupted, KilledError)):
+        train_jointly_for(chat_model(), settings, FakeProgress(after, stop, stage="training"))
+    assert signal.getsignal(signal.SIGINT) is before
+    assert not (settings.out / "head").exists()
+    with pytest.raises(InvalidSettings, match="add --resume"):
+        train_jointly(settings, FakeProgress())
+    torch.rand(7)  # whatever was drawn before must not matter
+    found = train_jointly_for(chat_model(), settings.changed(resume=True), FakeProgress())
+    assert without_time(found) == without_time(expected)
+    for name in ("head/model.safetensors", "adapter/adapter_model.safetensors"):
+        assert (settings.out / name).read_bytes() == (whole.out / name).read_bytes()
+    assert lines(settings.out) == lines(whole.out)
+
+
+def test_resuming_with_other_settings_or_data_is_an_error(data: Path, tmp_path: Path) -> None:
+    settings = joint_options(tmp_path / "out", data)
+    with pytest.raises(TrainingInterrupted, match=r"after step 2 of \d+; .* --resume continues"):
+        train_jointly_for(chat_model(), settings, FakeProgress(2, stop_by_ctrl_c, stage="training"))
+    with pytest.raises(InvalidSettings, match=r"lora_rank was 4 and is 8"):
+        train_jointly_for(chat_model(), settings.changed(resume=True, lora_rank=8), FakeProgress())
+    other = write_chats(tmp_path / "other.jsonl", counting_chats(60))
+    with pytest.raises(DataError, match=r"have changed since \(fingerprint \w{16}, now \w{16}"):
+        train_jointly_for(chat_model(), settings.changed(resume=True, data=(other,)), FakeProgress())
+
+
+def test_the_seed_decides_everything(data: Path, tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        torch.rand(7)
+        train_jointly_for(chat_model(), joint_options(tmp_path / name, data, seed=seed, epochs=1), FakeProgress())
+    files = [(tmp_path / name / "adapter" / "adapter_model.safetensors").read_bytes() for name in "abc"]
+    assert files[0] == files[1] != files[2]
+
+
+def test_a_trained_head_is_gone_on_with(data: Path, tmp_path: Path) -> None:
+    target = chat_model()
+    first = TrainOptions.of(
+        method="hydra",
+        out=tmp_path / "first",
+        data=(data,),
+        num_heads=2,
+        draft_vocab_size=40,
+        batch_tokens=128,
+        epochs=4,
+        held_out=0.2,
+    )
+    run.train_for(target, first, FakeProgress())
+    settings = joint_options(tmp_path / "out", data, head=first.out, heads_first=0.0, epochs=1, learning_rate=1e-9)
+    report = train_jointly_for(target, settings, FakeProgress())
+    assert report.method == "hydra"
+    metrics = json.loads((first.out / "metrics.json").read_text())
+    assert report.top1 == pytest.approx(metrics["top1"], abs=0.03)  # bf16 features there
+    assert len(report.top1) == 2
+
+
+def test_an_exploding_run_is_stopped_with_its_texts(data: Path, tmp_path: Path) -> None:
+    settings = joint_options(tmp_path / "out", data, learning_rate=1e37, warmup=0.0, heads_first=0.0)
+    with pytest.raises(NonFiniteLoss, match=r"at step \d+, on .*chats\.jsonl:\d+, .*lower --learning-rate"):
+        train_jointly_for(chat_model(), settings, FakeProgress())
+
+
+# --- merging ---
+
+
+# --- what is missing or wrong ---
+
+
+def test_without_peft_the_error_says_how_to_install_it(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    importing = builtins.__import__
+
+    def fail(name: str, *arguments: Any, **named: Any) -> Any:
+        if name == "peft":
+            raise ImportError(name)
+        return importing(name, *arguments, **named)
+
+    monkeypatch.setattr(builtins, "__import__", fail)
+    with pytest.raises(MissingDependency, match=r"pip install 'draftheads\[lora\]'"):
+        train_jointly_for(chat_model(), joint_options(tmp_path / "out", data), FakeProgress())
+
+
+def test_without_bitsandbytes_four_bits_are_an_error(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finding = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a, **k: None if name == "bitsandbytes" else finding(name, *a, **k)
+    )
+    settings = joint_options(tmp_path / "out", data, model=on_disk(tmp_path / "base"), four_bit=True)
+    with pytest.raises(MissingDependency, match=r"pip install .draftheads\[quantised\]"):
+        train_jointly(settings, FakeProgress())
+
+
+def test_the_commands_print_what_was_found(data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = on_disk(tmp_path / "base")
+    command.run(joint_options(tmp_path / "out", data, model=model, epochs=1))
+    merge_command.run(MergeOptions(model=model, adapter=tmp_path / "out", out=tmp_path / "merged"))
+    printed = capfd.readouterr().out
+    for word in ("top-10", "perplexity", "KL(original || tuned)", "same greedy token", "draftheads merge --model"):
+        assert word in printed
+    assert "draftheads generate --model" in printed
+    assert f"wrote {tmp_path / 'out' / 'report.html'}\n" in printed

@@ -1,0 +1,197 @@
+"""A head with its objective: losses of the definition; noise and dropout only in training."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from draftheads.checkpoint import load_head
+from draftheads.data.batches import collate
+from draftheads.data.features import FeatureStore
+from draftheads.errors import DataError, InvalidSettings
+from draftheads.heads import HEADS, has_blocks
+from draftheads.heads.hydra import FusionBlock
+from draftheads.heads.layers import ResidualBlock
+from draftheads.models.model import TargetModel
+from draftheads.train import run
+from draftheads.train.learner import Learner, with_noise
+from draftheads.train.losses import objective
+from draftheads.train.new_head import new_head
+from draftheads.train.report import measure
+from fake_progress import FakeProgress
+from families import fitting
+from training_world import train_options
+
+
+@pytest.mark.parametrize("method", ["medusa", "hydra"])
+@pytest.mark.parametrize("loss", ["teacher", "hard"])
+def test_losses_are_those_of_the_definition(
+    target: TargetModel, features: Path, tmp_path: Path, method: str, loss: Any
+) -> None:
+    settings = train_options(tmp_path / "out", features, method=method, loss=loss, draft_vocab_size=20)
+    store = FeatureStore(features)
+    head = new_head(settings.heads, target.weights, store, range(len(store)), target.eos_ids)
+    for block in head.parameters():
+        torch.nn.init.normal_(block, std=0.1)
+    vocab = head.draft_vocab.tolist()
+    expected: list[list[float]] = [[], [], []]
+    for document in list(store)[:6]:
+        hidden, text, mask = document.hidden.float(), document.token_ids, document.loss_mask
+        teacher = target.logits(hidden)[:, head.draft_vocab].softmax(-1)
+        features_of = head(hidden[None], text[None])[:, 0].detach()
+        for i in range(3):
+            for t in range(len(text) - 2 - i):
+                if mask[t + 1] and mask[t + 2 + i]:
+                    log_probs = head.logits(features_of[i, t], i).log_softmax(-1)
+                    if loss == "teacher":
+                        expected[i].append(-float(teacher[t + 1 + i] @ log_probs))
+                    elif int(text[t + 2 + i]) in vocab:
+                        expected[i].append(-float(log_probs[vocab.index(int(text[t + 2 + i]))]))
+    means = [sum(losses) / len(losses) for losses in expected]
+    learner = Learner(head, target.weights, objective=objective(loss), depth_decay=0.5)
+    for skip_prompts in (False, True):
+        batch = collate(list(store)[:6], skip_prompts=skip_prompts)
+        found = learner(**vars(batch))
+        assert found["head_losses"].tolist() == pytest.approx(means, rel=1e-5)
+        assert found["loss"].item() == pytest.approx(means[0] + means[1] / 2 + means[2] / 4, rel=1e-5)
+    measured_losses = measure(learner, store, range(6), batch_tokens=100).losses
+    assert measured_losses.tolist() == pytest.approx(means, rel=1e-5)
+
+
+def test_a_head_that_is_the_same_at_all_depths_is_taught_once(
+    target: TargetModel, features: Path, tmp_path: Path
+) -> None:
+    store = FeatureStore(features)
+    losses = {}
+    for depth in (1, 3):
+        settings = train_options(tmp_path / "out", features, method="small-llama", num_heads=depth)
+        head = new_head(settings.heads, target.weights, store, range(len(store)), target.eos_ids)
+        learner = Learner(head, target.weights, objective=objective("teacher"), depth_decay=0.8)
+        losses[depth] = learner(**vars(collate(list(store)[:6], skip_prompts=False)))
+    assert losses[1]["loss"].item() == pytest.approx(losses[3]["loss"].item(), rel=1e-6)
+    for found in losses.values():
+        assert found["head_losses"].tolist() == pytest.approx([losses[1]["loss"].item()], rel=1e-6)
+
+
+@pytest.mark.parametrize("method", ["medusa", "hydra"])
+@pytest.mark.parametrize("lm_head", ["shared", "own"])
+def test_a_batch_without_a_token_that_can_be_predicted_changes_nothing(
+    target: TargetModel, features: Path, method: str, lm_head: Any
+) -> None:
+    settings = train_options(Path("out"), features, method=method, lm_head=lm_head, draft_vocab_size=2)
+    store = FeatureStore(features)
+    head = new_head(settings.heads, target.weights, store, range(len(store)), target.eos_ids)
+    learner = Learner(head, target.weights, objective=objective("hard"), depth_decay=0.8)
+    batch = vars(collate([store[0], store[1]], skip_prompts=False))
+    unknown = next(i for i in range(10) if not learner.in_vocab[i])
+    found = learner(**{**batch, "token_ids": torch.full_like(batch["token_ids"], unknown)})
+    assert found["loss"].item() == 0
+    assert found["head_losses"].tolist() == [0, 0, 0]
+    found["loss"].backward()
+    gradients = [parameter.grad for parameter in learner.parameters()]
+    assert gradients
+    assert all(gradient is not None and not gradient.any() for gradient in gradients)
+    with pytest.raises(DataError, match="no two assistant tokens in a row"):
+        learner(**{**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])})
+
+
+def test_noise_is_for_training_only(target: TargetModel, features: Path) -> None:
+    store = FeatureStore(features)
+    settings = train_options(Path("out"), features)
+    head = new_head(settings.heads, target.weights, store, range(20), target.eos_ids)
+    batch = vars(collate([store[0], store[1]], skip_prompts=False))
+    losses = {}
+    for alpha in (0.0, 75.0):
+        learner = Learner(head, target.weights, objective=objective("hard"), depth_decay=0.8, noise_alpha=alpha)
+        losses[alpha] = [learner.train(mode)(**batch)["loss"].item() for mode in (False, True, True)]
+    assert len({*losses[0.0], losses[75.0][0]}) == 1
+    assert len(set(losses[75.0])) == 3, "drawn anew each time"
+
+
+def test_noise_is_uniform_and_small_in_long_texts() -> None:
+    torch.manual_seed(0)
+    noise = with_noise(torch.zeros(3, 40, 50), 75.0)
+    bound = 75 / (40 * 50) ** 0.5
+    assert noise.abs().max() <= bound
+    assert noise.abs().max() > 0.99 * bound
+    assert abs(float(noise.var()) - bound**2 / 3) < 0.05 * bound**2  # of a uniform distribution
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_dropout_is_for_training_only(target: TargetModel, features: Path, tmp_path: Path, method: str) -> None:
+    store = FeatureStore(features)
+    batch = collate(list(store)[:6], skip_prompts=False)
+    sizes = fitting(method, num_heads=2)
+    given = {"method": method, "loss": "teacher", **sizes}
+    if not has_blocks(method):
+        with pytest.raises(InvalidSettings, match=rf"--dropout is 0.3, but {method} heads have no MLP"):
+            train_options(tmp_path, features, **given, dropout=0.3)
+    losses = {}
+    for part in (0.0, 0.3):
+        settings = train_options(tmp_path, features, **given)
+        head = new_head(settings.heads, target.weights, store, range(len(store)), target.eos_ids)
+        for parameter in head.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        if has_blocks(method):
+            settings = settings.changed(dropout=part)
+        learner = run.head_learner(settings, head, target.weights)
+        learner.train()
+        torch.manual_seed(3)
+        with torch.no_grad():
+            one, two = (learner(**vars(batch))["loss"] for _ in range(2))
+        assert (one == two) == (part == 0 or not has_blocks(method))
+        losses[part] = measure(learner, store, range(6), batch_tokens=100).losses.tolist()
+        assert learner.training, "as it was"
+        learner.eval()
+        assert measure(learner, store, range(6), batch_tokens=100).losses.tolist() == losses[part]
+        assert not learner.training
+    torch.manual_seed(0)
+
+
+def test_blocks_drop_inputs_and_keep_their_mean() -> None:
+    for block in (ResidualBlock(4), FusionBlock(8, 4)):
+        block.dropout = 0.25
+        x = torch.ones(20000, 8 if isinstance(block, FusionBlock) else 4)
+        said = block(x).detach()  # as they start: what comes in
+        torch.testing.assert_close(said.unique(), torch.tensor([0.0, 4 / 3]))
+        assert float(said.mean()) == pytest.approx(1.0, abs=0.02)
+        block.eval()
+        assert torch.equal(block(x), x[:, :4])
+
+
+def test_features_are_drawn_to_the_hidden_states_that_come(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    store = FeatureStore(features)
+    document = store[0]
+    hidden, text, mask = document.hidden[None].float(), document.token_ids[None], document.loss_mask[None]
+    settings = train_options(tmp_path / "out", features, method="eagle", num_heads=2)
+    head = new_head(settings.heads, target.weights, store, range(len(store)), target.eos_ids)
+    for parameter in head.parameters():
+        parameter.data += 0.02 * torch.randn_like(parameter)
+
+    @torch.no_grad()
+    def loss(weight: float) -> float:
+        learner = Learner(
+            head, target.weights, objective=objective("teacher"), depth_decay=0.5, feature_weight=weight
+        ).eval()
+        return float(learner(hidden, text, mask)["loss"])
+
+    found = head(hidden, text).detach()
+    expected = 0.0
+    for i, decay in enumerate((1.0, 0.5)):
+        gaps = [
+            F.smooth_l1_loss(found[i, 0, t], hidden[0, t + 1 + i])
+            for t in range(text.shape[1] - 2 - i)
+            if mask[0, t + 1 : t + 3 + i][[0, -1]].all()
+        ]
+        expected += decay * float(torch.stack(gaps).mean())
+    assert loss(3.0) - loss(0.0) == pytest.approx(3.0 * expected, rel=1e-3)
+
+    def gap(out: Path, weight: float) -> float:
+        changed = train_options(out, features, method="eagle", num_heads=2, epochs=6, feature_weight=weight)
+        run.train_for(target, changed, FakeProgress())
+        trained = load_head(out, target, dtype=torch.float32)(hidden, text)
+        return float(F.smooth_l1_loss(trained[0, 0, :-2], hidden[0, 1:-1]))
+
+    assert gap(tmp_path / "drawn", 30.0) < 0.9 * gap(tmp_path / "free", 0.0)

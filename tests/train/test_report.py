@@ -1,0 +1,84 @@
+"""Measurements on held-out text: ranks and expected tokens are those of the definition."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftheads.checkpoint import load_head
+from draftheads.data.batches import split_held_out
+from draftheads.data.features import FeatureStore
+from draftheads.draft import Context
+from draftheads.models.model import TargetModel
+from draftheads.train import run
+from draftheads.train.new_head import new_head
+from draftheads.train.report import NUM_RANKS
+from draftheads.tree import Tree
+from fake_progress import FakeProgress
+from families import propose
+from training_world import measured, train_options
+
+
+@pytest.mark.parametrize("method", ["medusa", "hydra"])
+def test_expected_tokens_are_those_that_drafting_on_the_true_text_gives(
+    target: TargetModel, features: Path, tmp_path: Path, method: str
+) -> None:
+    settings = train_options(tmp_path / "out", features, method=method)
+    run.train_for(target, settings, FakeProgress())
+    head = load_head(tmp_path / "out", target, dtype=torch.float32)
+    tree = Tree.cartesian([4, 3, 2])
+    store = FeatureStore(features)
+    _, held_out = split_held_out(store.token_ids, store.loss_masks, fraction=0.2, at_most=200, seed=0)
+    gains = []
+    for document in (store[i] for i in held_out):
+        text, mask = document.token_ids, document.loss_mask
+        for t in range(len(text) - 4):
+            if mask[t + 1] and mask[t + 2 : t + 5].all():
+                context = Context(
+                    document.hidden[None, t : t + 1].float(),
+                    text[None, t : t + 1],
+                    torch.ones(1).long(),
+                    text[t + 1, None],
+                )
+                gains.append(walk(tree, propose(head, context, tree).token_ids[0].tolist(), text[t + 2 :].tolist()))
+    found = measured(target, features, settings, head=head)
+    assert len(found.joint_ranks) == len(gains) > 20
+    assert found.tokens_per_step(tree) == pytest.approx(sum(gains) / len(gains))
+    assert sum(gains) > len(gains) * 1.2
+
+
+def walk(tree: Tree, drafted: list[int], truth: list[int]) -> int:
+    """Tokens that a step with this draft gains when the text goes on with ``truth``."""
+    node, gained = 0, 1
+    for token in truth[: tree.max_depth]:
+        children = [n for n in range(1, tree.num_nodes) if tree.parents[n] == node and drafted[n] == token]
+        if not children:
+            return gained
+        node, gained = children[0], gained + 1
+    return gained
+
+
+def test_ranks_count_more_probable_tokens_and_misses(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    settings = train_options(tmp_path / "out", features, draft_vocab_size=20, num_heads=2)
+    found = measured(target, features, settings)
+    store = FeatureStore(features)
+    training, held_out = split_held_out(store.token_ids, store.loss_masks, fraction=0.2, at_most=200, seed=0)
+    head = new_head(settings.heads, target.weights, store, training, target.eos_ids)
+    vocab = head.draft_vocab.tolist()
+    expected = {0: [], 1: []}  # type: dict[int, list[int]]
+    for document in (store[i] for i in sorted(held_out, key=lambda i: store.lengths[i])):
+        text, mask = document.token_ids.tolist(), document.loss_mask.tolist()
+        features_of = head(document.hidden[None].float(), document.token_ids[None])[:, 0]
+        for i in range(2):
+            for t in range(len(text) - 2 - i):
+                if mask[t + 1] and mask[t + 2 + i]:
+                    logits = head.logits(features_of[i, t], i).tolist()
+                    true = text[t + 2 + i]
+                    rank = sum(z > logits[vocab.index(true)] for z in logits) if true in vocab else NUM_RANKS
+                    expected[i].append(min(rank, NUM_RANKS))
+    for i in range(2):
+        assert sorted(found.ranks[found.counts[:, i], i].tolist()) == sorted(expected[i])
+        assert NUM_RANKS in expected[i]
+    for best in (1, 3, 10):
+        shares = [sum(rank < best for rank in expected[i]) / len(expected[i]) for i in range(2)]
+        assert found.accuracy(best) == pytest.approx(shares)

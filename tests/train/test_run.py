@@ -1,0 +1,389 @@
+"""A training run: it learns, it can be repeated, stopped and resumed bit for bit, and says what is wrong."""
+
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import draftheads
+from draftheads.checkpoint import load_head, read_head
+from draftheads.cli import train as command
+from draftheads.cli.main import main
+from draftheads.data import extract
+from draftheads.data.features import shard_path
+from draftheads.errors import DataError, InvalidSettings, StorageError
+from draftheads.heads import HEADS
+from draftheads.models.model import TargetModel
+from draftheads.train import run
+from draftheads.train.options import TrainOptions
+from draftheads.train.recipes import RECIPES
+from draftheads.train.report import Report, measure
+from draftheads.train.trainer import TrainingInterrupted
+from draftheads.tree import Tree
+from fake_progress import FakeProgress
+from families import fitting
+from training_world import (
+    TEMPLATE,
+    KilledError,
+    chat,
+    chat_model,
+    counting_chats,
+    lines,
+    measured,
+    stop_by_crash,
+    stop_by_ctrl_c,
+    tensors,
+    train_options,
+    without_time,
+    write_chats,
+)
+
+
+@pytest.mark.parametrize(
+    ("method", "loss"), [*((method, "teacher") for method in HEADS), ("medusa", "hard"), ("hydra", "hard")]
+)
+def test_training_improves_the_heads_predictions(
+    target: TargetModel, features: Path, tmp_path: Path, method: str, loss: Any
+) -> None:
+    heads = fitting(method, num_heads=3)
+    settings = train_options(tmp_path / "out", features, method=method, loss=loss, epochs=12, **heads)
+    run.train_for(target, settings, FakeProgress())
+    head = load_head(tmp_path / "out", target, dtype=torch.float32)
+    trained, untrained = (measured(target, features, settings, head=made, on="training") for made in (head, None))
+    chain = Tree.chain(3)
+    assert trained.tokens_per_step(chain) > untrained.tokens_per_step(chain) + 0.1
+    assert float(trained.losses.sum()) < 0.7 * float(untrained.losses.sum())
+    losses = [line["loss"] for line in lines(tmp_path / "out")]
+    assert sum(losses[-3:]) < 0.7 * sum(losses[:3])
+
+
+def test_the_folder_holds_the_head_and_how_it_was_made(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    report = run.train_for(target, train_options(out, features), FakeProgress())
+    names = {"README.md", "acceptance.json", "config.json", "model.safetensors"}  # the head
+    names |= {"log.jsonl", "metrics.json", "validation.jsonl"}  # its history
+    assert {path.name for path in out.iterdir()} == names
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["options"]["learning_rate"] == 0.02
+    assert metrics["provenance"]["torch"] == torch.__version__
+    assert Report(**{name: metrics[name] for name in vars(report)}) == report
+    head = load_head(out, target, dtype=torch.float32)
+    assert Tree.from_paths(report.tree).num_nodes == 8
+    profile = read_head(out).profile
+    assert head.default_shape == profile.tree(10)
+    assert profile.num_texts >= 2
+    assert profile.num_tokens > 0
+    assert 1.0 < profile.static_tokens[9] <= 4.0
+    assert 1.0 < profile.dynamic_tokens[9] <= 4.0
+    # the saved head (bf16) predicts as well as the one that was measured
+    assert measured(target, features, train_options(out, features), head=head).accuracy(1) == pytest.approx(
+        report.top1, abs=0.03
+    )
+    assert f"{report.tokens_per_step_tree:.2f}" in (out / "README.md").read_text()
+    line = lines(out)[0]
+    assert line.keys() == {"step", "loss", "learning_rate", "grad_norm", "head_losses"}
+    weighted = sum(0.8**i * loss for i, loss in enumerate(line["head_losses"]))
+    assert line["loss"] == pytest.approx(weighted, rel=1e-5)
+
+
+def test_the_head_is_measured_while_it_is_trained(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    settings = train_options(tmp_path / "out", features, eval_steps=3, eval_texts=1000)
+    report = run.train_for(target, settings, FakeProgress())
+    found = lines(settings.out, "validation.jsonl")
+    assert [line["step"] for line in found] == [*range(0, report.num_steps, 3), report.num_steps]
+    assert report.num_steps % 3, "the last measurement is not at a multiple"
+    untrained = measured(target, features, settings)
+    assert found[0]["losses"] == pytest.approx(untrained.losses.tolist(), rel=1e-6)
+    assert found[0]["tokens_per_step_chain"] == untrained.tokens_per_step(Tree.chain(3))
+    last = {key: value for key, value in found[-1].items() if key != "step"}
+    assert last == {key: getattr(report, key) for key in last}
+    assert {"losses", "top1", "top3", "top10", "tokens_per_step_chain", "tokens_per_step_tree"} == last.keys()
+    assert [shares[0] for shares in report.accuracy_by_rank] == report.top1
+    assert [shares[-1] for shares in report.accuracy_by_rank] == report.top10
+    assert report.tokens_per_second > 0
+
+
+def test_fewer_texts_or_none_in_between(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    few = train_options(tmp_path / "few", features, eval_steps=1000, eval_texts=1)
+    report = run.train_for(target, few, FakeProgress())
+    assert lines(few.out, "validation.jsonl")[-1]["losses"] != report.losses
+    none = train_options(tmp_path / "none", features, eval_steps=0)
+    run.train_for(target, none, FakeProgress())
+    assert not lines(none.out, "validation.jsonl")
+    assert tensors(few.out).keys() == tensors(none.out).keys()
+    assert all(torch.equal(tensor, tensors(none.out)[name]) for name, tensor in tensors(few.out).items())
+
+
+@pytest.mark.parametrize("lm_head", ["shared", "own", "low_rank"])
+def test_every_kind_of_lm_head_learns(target: TargetModel, features: Path, tmp_path: Path, lm_head: Any) -> None:
+    settings = train_options(tmp_path / "out", features, lm_head=lm_head, lm_head_rank=8, draft_vocab_size=0)
+    report = run.train_for(target, settings, FakeProgress())
+    untrained = measured(target, features, settings)
+    assert sum(report.losses) < 0.9 * float(untrained.losses.sum())
+    names = {name.split(".")[0] for name in tensors(tmp_path / "out")}
+    assert names == ({"blocks"} if lm_head == "shared" else {"blocks", "lm_heads"})
+
+
+def test_training_goes_on_over_texts_without_a_token_that_can_be_predicted(
+    target: TargetModel, features: Path, tmp_path: Path
+) -> None:
+    """Every text is a batch by itself, and most have none of the two words."""
+    settings = train_options(tmp_path / "out", features, loss="hard", draft_vocab_size=2, batch_tokens=1, epochs=1)
+    report = run.train_for(target, settings, FakeProgress())
+    losses = [line["loss"] for line in lines(tmp_path / "out")]
+    assert len(losses) == report.num_steps
+    assert 0 < losses.count(0.0) < report.num_steps
+    assert all(torch.isfinite(tensor).all() for tensor in tensors(tmp_path / "out").values())
+
+
+def test_the_same_seed_gives_the_same_head(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        torch.rand(7)  # whatever was drawn before must not matter
+        run.train_for(target, train_options(tmp_path / name, features, seed=seed), FakeProgress())
+    a, b, c = (tensors(tmp_path / name) for name in "abc")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not all(torch.equal(a[name], c[name]) for name in a)
+
+
+@pytest.mark.parametrize("method", ["medusa", "hydra"])
+@pytest.mark.parametrize("stop", [stop_by_ctrl_c, stop_by_crash])
+def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(
+    target: TargetModel, features: Path, tmp_path: Path, method: str, stop: Any
+) -> None:
+    whole, parts = train_options(tmp_path / "a", features, method=method, save_steps=4, epochs=1), tmp_path / "b"
+    expected = run.train_for(target, whole, FakeProgress())
+    settings = whole.changed(out=parts)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises((TrainingInterrupted, KilledError)):
+        run.train_for(target, settings, FakeProgress(6, stop, stage="training"))
+    assert signal.getsignal(signal.SIGINT) is before
+    last = {stop_by_ctrl_c: 6, stop_by_crash: 4}[stop]
+    assert (parts / "checkpoints" / f"checkpoint-{last}").is_dir()
+    assert not (parts / "model.safetensors").exists()
+    with pytest.raises(InvalidSettings, match="add --resume"):
+        run.train(settings, FakeProgress())
+    steps: list[int] = []
+    reporter = FakeProgress(last + 1, lambda: steps.append(last + 1), stage="training")
+    found = run.train_for(target, settings.changed(resume=True), reporter)
+    assert steps
+    assert without_time(found) == without_time(expected)
+    assert (parts / "model.safetensors").read_bytes() == (tmp_path / "a" / "model.safetensors").read_bytes()
+    for name in ("log.jsonl", "validation.jsonl"):
+        assert lines(parts, name) == lines(tmp_path / "a", name)
+
+
+def test_a_full_disk_under_a_checkpoint_leaves_the_earlier_ones(
+    target: TargetModel, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = train_options(tmp_path / "out", features, save_steps=4, epochs=1)
+    expected = run.train_for(target, settings.changed(out=tmp_path / "whole"), FakeProgress())
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        reporter = FakeProgress(6, lambda: patch.setattr(torch, "save", full), stage="training")
+        with pytest.raises(StorageError, match="a checkpoint cannot be saved"):
+            run.train_for(target, settings, reporter)
+    assert [path.name for path in (settings.out / "checkpoints").iterdir()] == ["checkpoint-4"]
+    found = run.train_for(target, settings.changed(resume=True), FakeProgress())
+    assert without_time(found) == without_time(expected)
+
+
+def test_a_run_that_was_stopped_while_saving_is_resumed(
+    target: TargetModel, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = train_options(tmp_path / "out", features)
+    expected = run.train_for(target, settings.changed(out=tmp_path / "whole"), FakeProgress())
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "measure", lambda *a, **k: (patch.setattr(os, "fsync", full), measure(*a, **k))[1])
+        with pytest.raises(StorageError, match="no space left"):
+            run.train_for(target, settings, FakeProgress())
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+    found = run.train_for(target, settings.changed(resume=True), FakeProgress())
+    assert without_time(found) == without_time(expected)
+
+
+def test_the_text_of_the_chat_template_belongs_to_a_run_and_its_head(
+    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place does not: the same text in another file is the same run."""
+
+    def load(*_: object, chat_template: str | None = None, **__: object) -> TargetModel:
+        return replace(target, chat_template=chat_template)
+
+    monkeypatch.setattr(TargetModel, "load", load)
+    one, other = tmp_path / "one.jinja", tmp_path / "other.jinja"
+    one.write_text(TEMPLATE.replace("m['role']", "'w1' if m['role'] == 'user' else m['role']"), encoding="utf-8")
+    other.write_text(one.read_text(encoding="utf-8"), encoding="utf-8")
+    data = write_chats(tmp_path / "chats.jsonl", counting_chats(40))
+    settings = train_options(tmp_path / "out", None, data=(data,), chat_template=str(one), epochs=1)
+    with pytest.raises(TrainingInterrupted):
+        run.train(settings, FakeProgress(2, stop_by_ctrl_c, stage="training"))
+    with pytest.raises(DataError, match=r"holds features of|have changed since"):
+        run.train(settings.changed(resume=True, chat_template=None), FakeProgress())
+    run.train(settings.changed(resume=True, chat_template=str(other)), FakeProgress())
+    assert read_head(settings.out).chat_template == one.read_text(encoding="utf-8")
+    one.write_text("changed", encoding="utf-8")
+    with pytest.raises(InvalidSettings, match=r"holds a trained head .*chat_template was"):
+        run.train(settings.changed(resume=True), FakeProgress())
+
+
+def test_resuming_with_other_data_is_an_error(target: TargetModel, tmp_path: Path) -> None:
+    data = write_chats(tmp_path / "chats.jsonl", counting_chats(40))
+    settings = train_options(tmp_path / "out", None, data=(data,))
+    with pytest.raises(TrainingInterrupted):
+        run.train_for(target, settings, FakeProgress(2, stop_by_ctrl_c, stage="training"))
+    write_chats(data, counting_chats(39))
+    with pytest.raises(DataError, match=r"texts or the model have changed since .* start again with another --out"):
+        run.train_for(target, settings.changed(resume=True), FakeProgress())
+
+
+def test_ctrl_c_while_the_target_reads_keeps_what_it_read(
+    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extract, "DOCUMENTS_PER_SHARD", 15)
+    data = write_chats(tmp_path / "chats.jsonl", counting_chats(40))
+    settings = train_options(tmp_path / "out", None, data=(data,), keep_features=True)
+
+    class Impatient(FakeProgress):
+        def progress(self, done: int, total: int, loss: float | None = None) -> None:
+            if done > total / 2 and self.stages[-1].startswith("hidden"):
+                raise KeyboardInterrupt
+
+    with pytest.raises(TrainingInterrupted, match="continues from there"):
+        run.train_for(target, settings, Impatient())
+    made = shard_path(tmp_path / "out" / "features", 0).stat().st_mtime_ns
+    run.train_for(target, settings.changed(resume=True), FakeProgress())
+    assert shard_path(tmp_path / "out" / "features", 0).stat().st_mtime_ns == made
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_features_in_the_output_folder_go_when_they_are_done_with(
+    target: TargetModel, tmp_path: Path, keep: bool
+) -> None:
+    data = write_chats(tmp_path / "chats.jsonl", counting_chats(20))
+    run.train_for(
+        target, train_options(tmp_path / "out", None, data=(data,), keep_features=keep, epochs=1), FakeProgress()
+    )
+    assert (tmp_path / "out" / "features").exists() == keep
+
+
+def test_features_of_another_model_are_refused(features: Path, tmp_path: Path) -> None:
+    other = replace(chat_model(), model_id="another")
+    with pytest.raises(DataError, match=r"of tiny-chat .* not of another"):
+        run.train_for(other, train_options(tmp_path / "out", features), FakeProgress())
+
+
+def test_one_text_is_too_few(target: TargetModel, tmp_path: Path) -> None:
+    data = write_chats(tmp_path / "chats.jsonl", [chat("w1", "w2 w3 w4")])
+    with pytest.raises(DataError, match="only one text"):
+        run.train_for(target, train_options(tmp_path / "out", None, data=(data,)), FakeProgress())
+
+
+def test_answers_of_one_token_teach_nothing(target: TargetModel, tmp_path: Path) -> None:
+    data = write_chats(tmp_path / "chats.jsonl", [chat("w1", "w2", finished=False)] * 9)
+    with pytest.raises(DataError, match="no two assistant tokens in a row"):
+        run.train_for(target, train_options(tmp_path / "out", None, data=(data,)), FakeProgress())
+
+
+def test_the_command_prints_a_table(
+    target: TargetModel,
+    features: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(TargetModel, "load", lambda *_, **__: target)
+    command.run(train_options(tmp_path / "out", features, num_heads=2, epochs=1))
+    printed = capfd.readouterr()
+    assert printed.err == ""
+    assert all(
+        word in printed.out
+        for word in ("top-1", "top-3", "top-10", "expected tokens per step", "tokens of text a second", "saved in")
+    )
+    assert "tree of 8 nodes" in printed.out
+    assert f"wrote {tmp_path / 'out' / 'report.html'}\n" in printed.out
+
+
+def test_a_fresh_process_warns_of_nothing(features: Path, tmp_path: Path) -> None:
+    """Warnings of transformers and accelerate belong in no user's terminal."""
+    program = f"""
+import sys; sys.path[:0] = {[*map(str, Path(__file__).parents[1:3]), str(Path(run.__file__).parents[2])]!r}
+from pathlib import Path
+from training_world import train_options as options
+from training_world import chat_model
+from draftheads.cli import train
+from draftheads.models.model import TargetModel
+TargetModel.load = lambda *_, **__: chat_model()
+train.run(train_options(Path({str(tmp_path / "out")!r}), Path({str(features)!r}), epochs=1))
+"""
+    done = subprocess.run([sys.executable, "-W", "default", "-c", program], capture_output=True, text=True, check=True)
+    # what bitsandbytes says when peft imports it is not ours to silence
+    foreign = re.compile(r"Failed to load CPU gemm|DeprecationWarning: `torch\.jit|^  warnings\.warn\($")
+    assert [line for line in done.stderr.splitlines() if not foreign.search(line)] == []
+    assert "saved in" in done.stdout
+    assert "grad_norm" not in done.stdout  # the Trainer's own lines
+
+
+# --- what only some heads have ---
+
+
+def test_a_chain_is_saved_where_it_was_asked_for(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    run.train_for(target, train_options(tmp_path / "out", features, chain=True, epochs=1), FakeProgress())
+    assert load_head(tmp_path / "out", target).default_shape == Tree.chain(3)
+
+
+# --- the public function ---
+
+
+def test_the_public_function_trains_the_head_of_the_command(
+    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TargetModel, "load", lambda *_, **__: target)
+    data = write_chats(tmp_path / "chats.jsonl", counting_chats(40))
+    settings: dict[str, Any] = {"method": "hydra", "num_heads": 2, "draft_vocab_size": 48, "epochs": 1, "seed": 3}
+    report = draftheads.train_head(out=tmp_path / "function", data=str(data), **settings)
+    assert report is not None
+    words = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    assert main(["train", "--out", str(tmp_path / "command"), "--data", str(data), *words]) == 0
+    assert report == Report.of(json.loads((tmp_path / "function" / "metrics.json").read_text()))
+    function, other = tensors(tmp_path / "function"), tensors(tmp_path / "command")
+    assert function.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in function.items())
+
+
+def test_the_public_function_takes_defaults_from_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[TrainOptions] = []
+    monkeypatch.setattr(run, "train", lambda options, _: seen.append(options))
+    draftheads.train_head(recipe="hydra", data=["one.jsonl", "two.jsonl"], out=tmp_path, epochs=5)
+    expected = {**RECIPES["hydra"].settings, "recipe": "hydra", "epochs": 5}
+    expected |= {"data": (Path("one.jsonl"), Path("two.jsonl")), "out": tmp_path}
+    assert seen == [TrainOptions.of(**expected)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"data": "chats.jsonl"}, "give method=…, or a recipe that has one"),
+        ({"method": "hydra"}, "give --data FILE"),
+        ({"method": "hydra", "data": "chats.jsonl", "epoch": 2}, "no setting 'epoch'; choose among model"),
+        ({"recipe": "hydra-3"}, "no recipe 'hydra-3'"),
+    ],
+)
+def test_the_public_function_names_bad_settings(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidSettings, match=message):
+        draftheads.train_head(out=tmp_path, **settings)

@@ -1,0 +1,196 @@
+"""Training steps: rates, accumulation, logs, TensorBoard, and losses that are not finite."""
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import get_scheduler
+
+from draftheads.data.batches import choose_texts, plan_batches
+from draftheads.data.features import FeatureStore, shard_path
+from draftheads.errors import InvalidSettings, MissingDependency, NonFiniteLoss
+from draftheads.models.model import TargetModel
+from draftheads.train import run
+from draftheads.train.options import ScheduleOptions
+from draftheads.train.report import measure
+from draftheads.train.schedule import Stage
+from draftheads.train.trainer import StepLog, learning_rate_of
+from fake_progress import FakeProgress
+from training_world import KilledError, chat_model, chat_options, lines
+
+
+@pytest.mark.parametrize("final", [0.0, 0.3])
+def test_the_rates_are_those_of_transformers(final: float) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    settings = {"min_lr_rate": final}
+    scheduler = get_scheduler(
+        "cosine_with_min_lr", optimizer, num_warmup_steps=6, num_training_steps=31, scheduler_specific_kwargs=settings
+    )
+    rate = learning_rate_of(ScheduleOptions(warmup=0.2, final_learning_rate=final), [Stage(31)])
+    for step in range(31):
+        assert rate(step) == pytest.approx(scheduler.get_last_lr()[0], abs=1e-12)
+        optimizer.step()
+        scheduler.step()
+
+
+def test_accumulated_batches_make_one_step(target: TargetModel, chats: Path, tmp_path: Path) -> None:
+    """The first step's loss and gradient are the means of its batches'."""
+    for name, changes in (("one", {}), ("three", {"accumulate": 3})):
+        run.train_for(
+            target, chat_options(tmp_path / name, data=(chats,), learning_rate=1e-12, **changes), FakeProgress()
+        )
+    one, three = lines(tmp_path / "one"), lines(tmp_path / "three")
+    assert len(three) == -(-len(one) // 3)
+    for step, line in enumerate(three[:-1]):
+        parts = [part["loss"] for part in one[3 * step : 3 * step + 3]]
+        assert line["loss"] == pytest.approx(sum(parts) / 3, rel=1e-5)
+        assert line["grad_norm"] <= max(part["grad_norm"] for part in one[3 * step : 3 * step + 3]) * 1.001
+
+
+def test_moments_in_eight_bits(chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = chat_model(hidden_size=128)  # smaller tensors are kept in full
+    monkeypatch.setattr(run.shutil, "rmtree", lambda *_, **__: None)  # leave the checkpoints
+    settings = chat_options(tmp_path / "out", data=(chats,), save_steps=5, learning_rate=0.003)
+    small = run.train_for(target, settings.changed(optimizer="adamw-8bit"), FakeProgress())
+    full = run.train_for(target, settings.changed(out=tmp_path / "full"), FakeProgress())
+    assert small is not None
+    assert full is not None
+    assert small.losses == pytest.approx(full.losses, rel=0.02)
+    newest = max((tmp_path / "out" / "checkpoints").glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
+    state = torch.load(newest / "optimizer.pt", weights_only=False)["state"]
+    assert any(tensor.dtype == torch.uint8 for tensor in tensors_in(state))
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All of them, however deep in dictionaries."""
+    if isinstance(value, dict):
+        return [tensor for inner in value.values() for tensor in tensors_in(inner)]
+    return [value] if torch.is_tensor(value) else []
+
+
+@pytest.mark.parametrize(
+    ("package", "setting"), [("bitsandbytes", ("optimizer", "adamw-8bit")), ("tensorboard", ("tensorboard", True))]
+)
+def test_a_missing_package_is_named(
+    chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, setting: Any
+) -> None:
+    real_find = importlib.util.find_spec
+    monkeypatch.setattr("draftheads.train.run.find_spec", lambda name: None if name == package else real_find(name))
+    with pytest.raises(MissingDependency, match=rf"needs {package}: pip install 'draftheads\["):
+        run.train_for(chat_model(), chat_options(tmp_path / "out", data=(chats,), **dict([setting])), FakeProgress())
+
+
+def test_a_tensorboard_shows_the_log(target: TargetModel, chats: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run.train_for(target, chat_options(out, data=(chats,), tensorboard=True), FakeProgress())
+    shown = EventAccumulator(str(out / "tensorboard")).Reload()
+    for name, curve, key, place in (
+        ("log", "log/loss", "loss", None),
+        ("log", "log/head_losses/2", "head_losses", 1),
+        ("validation", "validation/tokens_per_step_tree", "tokens_per_step_tree", None),
+    ):
+        expected = [
+            (line["step"], line[key] if place is None else line[key][place]) for line in lines(out, f"{name}.jsonl")
+        ]
+        found = [(event.step, event.value) for event in shown.Scalars(curve)]
+        assert [step for step, _ in found] == [step for step, _ in expected]
+        assert [value for _, value in found] == pytest.approx([value for _, value in expected], rel=1e-6)
+
+
+def test_a_tensorboard_goes_on_after_a_stop(
+    target: TargetModel, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was shown after the last checkpoint is shown once, as it was made the second time."""
+    settings = chat_options(tmp_path / "out", data=(chats,), tensorboard=True, save_steps=4, eval_steps=6)
+
+    def fails_at_six(*arguments: Any, **keywords: Any) -> Any:
+        if (tmp_path / "out" / "log.jsonl").exists() and len(lines(tmp_path / "out")) >= 6:
+            raise KeyError
+        return measure(*arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "measure", fails_at_six)
+        with pytest.raises(KeyError):
+            run.train_for(target, settings, FakeProgress())
+    run.train_for(target, settings.changed(resume=True), FakeProgress())
+    shown = EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload().Scalars("log/loss")
+    assert [event.step for event in shown] == [line["step"] for line in lines(tmp_path / "out")]
+
+
+@pytest.mark.parametrize("loss", ["teacher", "hard"])
+def test_a_loss_that_is_no_number_names_step_and_texts(
+    target: TargetModel, features: Path, tmp_path: Path, loss: Any
+) -> None:
+    broken = tmp_path / "features"
+    broken.mkdir()
+    for path in features.iterdir():
+        (broken / path.name).write_bytes(path.read_bytes())
+    store = FeatureStore(features)
+    training, _ = choose_texts(store.token_ids, store.loss_masks, held_out=0.2, seed=0)
+    index = training[len(training) // 2]
+    content = load_file(shard_path(broken, 0))
+    start = int(content["lengths"][:index].sum())
+    content["hidden"][start : start + int(content["lengths"][index])] = float("nan")
+    with safe_open(shard_path(features, 0), framework="pt") as file:
+        metadata = file.metadata()
+    is_known = loss == "teacher"  # where the texts are from
+    save_file(content, shard_path(broken, 0), metadata=metadata if is_known else None)
+    settings = chat_options(tmp_path / "out", broken, loss=loss)
+    place = rf"chats\.jsonl:{index + 1}\b" if is_known else rf"text {index} of the features\b"
+    with pytest.raises(NonFiniteLoss, match=rf"nan at step \d+, on .*{place}") as caught:
+        run.train_for(target, settings, FakeProgress())
+    plan = plan_batches(training, store.lengths, max_tokens=128, num_epochs=1, seed=0)
+    step = next(n for n, batch in enumerate(plan, start=1) if index in batch)
+    assert f"at step {step}," in str(caught.value)
+
+
+def test_an_exploding_run_is_stopped(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteLoss, match="lower --learning-rate"):
+        run.train_for(target, chat_options(tmp_path / "out", features, learning_rate=1e37, warmup=0.0), FakeProgress())
+
+
+def test_a_log_goes_on_after_the_last_checkpoint(tmp_path: Path) -> None:
+    log = StepLog(tmp_path / "log.jsonl", keep_until=0)
+    for step in (1, 2, 3):
+        log.add({"step": step})
+    (tmp_path / "log.jsonl").open("a").close()
+    StepLog(tmp_path / "log.jsonl", keep_until=2).add({"step": 3, "new": True})
+    assert lines(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3, "new": True}]
+
+
+def test_betas_are_adams(target: TargetModel, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    met: list[Any] = []
+    step = torch.optim.AdamW.step
+
+    def watched(self: torch.optim.AdamW, *arguments: Any) -> Any:
+        met.append(self.param_groups[0]["betas"])
+        return step(self, *arguments)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+    run.train_for(target, chat_options(tmp_path / "out", features, epochs=1, betas=(0.8, 0.95)), FakeProgress())
+    assert set(met) == {(0.8, 0.95)}
+    with pytest.raises(InvalidSettings, match=r"--betas is \(0\.9, 1\.0\): both must be at least 0 and below 1"):
+        chat_options(tmp_path, features, betas=(0.9, 1.0))
+
+
+def test_a_log_survives_a_kill_while_it_is_cut_and_loses_half_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "log.jsonl"
+    lines = ['{"step": 1}\n', '{"step": 2}\n', '{"step": 3, "lo']
+    path.write_text("".join(lines))
+
+    def kill(*_: Any) -> None:
+        raise KilledError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", kill)  # the new content is written by then
+        with pytest.raises(KilledError):
+            StepLog(path, keep_until=2)
+    assert path.read_text() == "".join(lines)
+    StepLog(path, keep_until=2)
+    assert path.read_text() == "".join(lines[:2])
