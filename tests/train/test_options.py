@@ -75,12 +75,12 @@ def test_help_has_a_section_for_each_group_and_flags_without_prefixes(
     with pytest.raises(SystemExit):
         main([command, "--help"])
     shown = capsys.readouterr().out
-    print(shown[:3000])
-    by_title = {section.split(" options")[0]: section for section in shown.split("─ ")}
     for field in fields(cls):
         if is_dataclass(field.type):
+            section = shown[shown.index(f"{field.name.replace('_', '-')} options") :]
             for inner in fields(field.type):
-                assert f"--{inner.name.replace('_', '-')} " in by_title[field.name] + " ", inner.name
+                flag = f"--{inner.name.replace('_', '-')}"
+                assert re.search(rf" {flag}[ ,]", section), flag
 
 
 def test_help_with_a_recipe_shows_its_values_as_defaults(capsys: pytest.CaptureFixture[str]) -> None:

@@ -186,7 +186,7 @@ def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(data: Path, tmp_path:
     whole = joint_options(tmp_path / "a", data, save_steps=2, epochs=2, heads_first=0.4)
     expected = train_jointly_for(chat_model(), whole, FakeProgress())
     settings = whole.changed(out=tmp_path / "b")
-    assert 3 < int(0.4 * expected.heads.num_steps) < 9
+    assert 3 < int(0.4 * expected.num_steps) < 9
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises((TrainingInterrupted, KilledError)):
         train_jointly_for(chat_model(), settings, FakeProgress(after, stop, stage="training"))
