@@ -1,5 +1,6 @@
 """Options: which values are refused, and how they are grouped and named."""
 
+import re
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any

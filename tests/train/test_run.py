@@ -233,7 +233,7 @@ def test_the_text_of_the_chat_template_belongs_to_a_run_and_its_head(
     settings = train_options(tmp_path / "out", None, data=(data,), chat_template=str(one), epochs=1)
     with pytest.raises(TrainingInterrupted):
         run.train(settings, FakeProgress(2, stop_by_ctrl_c, stage="training"))
-    with pytest.raises(InvalidSettings, match="settings have changed: chat_template was"):
+    with pytest.raises(DataError, match="have changed since"):
         run.train(settings.changed(resume=True, chat_template=None), FakeProgress())
     run.train(settings.changed(resume=True, chat_template=str(other)), FakeProgress())
     assert read_head(settings.out).chat_template == one.read_text(encoding="utf-8")

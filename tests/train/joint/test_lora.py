@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from tests.train.joint.joint_world import harness, joint_options
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from draftheads.errors import InvalidSettings
+from draftheads.models.model import TargetModel
 from draftheads.train.joint.lora import Adapter, TunedModel, linear_layers, update_of
 from draftheads.train.new_head import in_float32
 from draftheads.train.run import head_learner
-from training_world import chat_model
+from training_world import EOS, VOCAB, chat_model, chat_tokenizer
 
 
 def test_all_linear_layers_and_the_lm_head_are_adapted() -> None:
@@ -36,7 +38,21 @@ def test_only_the_named_layers_are_adapted() -> None:
 
 def test_labels_of_the_tuned_model_have_its_soft_cap(data: Path) -> None:
     """With an adapted lm_head, too (Gemma-2 caps its logits)."""
-    target = chat_model(final_logit_softcapping=2.0)
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=len(VOCAB),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        eos_token_id=EOS,
+        initializer_range=0.4,
+        final_logit_softcapping=2.0,
+    )
+    model = Gemma2ForCausalLM(config).eval().requires_grad_(False)
+    target = TargetModel(model, chat_tokenizer(), "tiny-gemma")
     joint, batch = harness(target, data)
     joint.eval()
     weights = in_float32(joint.tuned.weights)
