@@ -125,6 +125,7 @@ def test_the_run_prints_what_its_recipe_sets(
     shares = [0.5]
     report = Report("medusa", "m", 1, 1, 1, 1.0, 1.0, shares, [shares], shares, shares, shares, 1.0, 1.0, [[0]])
     monkeypatch.setattr(command, "train", lambda *_: report)
+    monkeypatch.setattr(command, "write_pages", lambda *_: None)
     command.run(parsed(*BASICS, "--recipe", "hydra", "--epochs", "3", "--method", "hydra"))
     out = capsys.readouterr().out
     assert "recipe hydra" in out

@@ -324,7 +324,7 @@ def test_a_fresh_process_warns_of_nothing(features: Path, tmp_path: Path) -> Non
     program = f"""
 import sys; sys.path[:0] = {[*map(str, Path(__file__).parents[1:3]), str(Path(run.__file__).parents[2])]!r}
 from pathlib import Path
-from training_world import train_options as options
+from training_world import train_options
 from training_world import chat_model
 from draftheads.cli import train
 from draftheads.models.model import TargetModel
