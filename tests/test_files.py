@@ -78,7 +78,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, request: pytest.Fixture
     assert (_names(tmp_path), target.read_bytes()) == (["file"], b"old")
 
 
-def test_a_folder_appears_whole(tmp_path: Path) -> None:
+def test_a_folder_appears_complete(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "head"
     with atomic_directory(target) as folder:
         (folder / "a").write_text("1")
@@ -104,7 +104,7 @@ def test_a_folder_is_replaced_only_on_demand(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["head", "new"]
 
 
-def test_an_error_of_the_caller_passes_unchanged(tmp_path: Path) -> None:
+def test_an_error_of_the_caller_is_not_changed(tmp_path: Path) -> None:
     def fail(folder: Path) -> None:
         (folder / "half").touch()
         raise DataError("bad line")
@@ -163,7 +163,7 @@ def test_a_failed_replacement_puts_the_old_folder_back(tmp_path: Path, monkeypat
     assert _names(tmp_path) == ["head", "old"]
 
 
-def test_a_file_in_the_way_is_a_storage_error(tmp_path: Path) -> None:
+def test_a_file_in_place_of_a_folder_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="cannot save"):
         write_atomic(tmp_path / "file" / "below", b"")
@@ -205,7 +205,7 @@ def test_a_path_from_home_is_expanded(tmp_path: Path, monkeypatch: pytest.Monkey
     assert user_path("a/~") == Path("a/~")
 
 
-def test_a_home_that_nobody_knows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_home_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidSettings, match=r"^~nobody-9/a: no home folder is known for ~nobody-9; write the whole"):
         user_path("~nobody-9/a")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it does for want of HOME and of a user's entry
@@ -216,21 +216,21 @@ def test_a_home_that_nobody_knows_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 # --- growing files ---
 
 
-def test_appending_drops_what_stood_behind_the_place(tmp_path: Path) -> None:
+def test_appending_drops_the_content_after_the_offset(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "file"
     append_synced(target, b"one two", offset=0)
     append_synced(target, b"2", offset=4)
     assert target.read_bytes() == b"one 2"
 
 
-def test_appending_to_a_full_disk_says_so_and_keeps_what_was_there(tmp_path: Path, full_disk: None) -> None:
+def test_appending_to_a_full_disk_is_an_error_and_keeps_the_content(tmp_path: Path, full_disk: None) -> None:
     (tmp_path / "file").write_bytes(b"one two")
     with pytest.raises(StorageError, match=r"no space left on the disk.*its first 4 bytes are untouched"):
         append_synced(tmp_path / "file", b"2", offset=4)
     assert (tmp_path / "file").read_bytes()[:4] == b"one "
 
 
-def test_appending_does_not_hide_what_is_no_fault_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_appending_does_not_hide_errors_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def too_many(descriptor: int) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -240,7 +240,7 @@ def test_appending_does_not_hide_what_is_no_fault_of_the_disk(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("file", ["", "chats.jsonl"])
-def test_two_at_once_are_refused(tmp_path: Path, file: str):
+def test_a_second_process_is_refused(tmp_path: Path, file: str):
     folder = tmp_path / "new" / "out"
     told = re.escape(f"another process is writing {folder / file}: wait for it, or name another --out")
     with locked(folder, "name another --out", file=file):
@@ -268,14 +268,14 @@ def test_a_process_that_is_killed_leaves_no_lock(tmp_path: Path):
         pass
 
 
-def test_a_lock_is_given_back_on_the_way_out_of_an_error(tmp_path: Path):
+def test_a_lock_is_released_after_an_error(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt), locked(tmp_path, ""):
         raise KeyboardInterrupt
     with locked(tmp_path, ""):
         pass
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path):
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
     with (
         pytest.raises(StorageError, match=r"cannot write into .*file.*head: Not a directory; name another --out"),

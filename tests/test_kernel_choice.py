@@ -1,4 +1,4 @@
-"""The choice of kernels: the fastest by measurement, kept in a file, made again where that cannot be read."""
+"""The choice of kernels: the fastest is chosen, stored in a file, and measured again if the file is broken."""
 
 import json
 import warnings
@@ -67,14 +67,16 @@ def weights(*sizes: tuple[int, int]) -> list[Tensor]:
     return [torch.randn(*size) for size in sizes for _ in range(3)]
 
 
-def test_the_least_weighted_time_wins(kinds: list[type[Product]], monkeypatch: pytest.MonkeyPatch):
+def test_the_product_with_the_least_weighted_time_is_chosen(
+    kinds: list[type[Product]], monkeypatch: pytest.MonkeyPatch
+):
     few, many = weights((8, 4)), {1: 0.1, 64: 5.0}
     assert fastest(few, kinds, seconds=9.0, clock=CLOCK) is ForFew
     monkeypatch.setattr(kernel_choice, "ROW_WEIGHTS", many)
     assert fastest(few, kinds, seconds=9.0, clock=CLOCK) is Steady
 
 
-def test_measuring_keeps_to_its_budget(kinds: list[type[Product]], monkeypatch: pytest.MonkeyPatch):
+def test_measuring_stops_after_its_time_budget(kinds: list[type[Product]], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Steady, "start", 0.05)
     monkeypatch.setattr(ForFew, "start", 0.04)
     start = CLOCK.now
@@ -91,7 +93,7 @@ def test_products_that_do_not_keep_bits_are_no_candidates_for_exact_bits(kinds: 
     assert choose(weights((8, 4)), exact_bits=True, clock=CLOCK) == {(8, 4): Plain}
 
 
-def test_a_choice_is_kept(kinds: list[type[Product]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_choice_is_stored(kinds: list[type[Product]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     layers = weights((8, 4), (4, 8))
     first = choose(layers, folder=tmp_path / "kernels", clock=CLOCK)
     before = CLOCK.now
@@ -127,7 +129,7 @@ def test_a_folder_that_cannot_be_written_gives_one_warning(kinds: list[type[Prod
 
 
 @torch.inference_mode()
-def test_layers_get_what_was_chosen_and_their_own_weight_decides_last(monkeypatch: pytest.MonkeyPatch):
+def test_a_layer_gets_the_chosen_product_only_if_its_weight_fits(monkeypatch: pytest.MonkeyPatch):
     layers = [PackedLinear(Plain(weight, None)) for weight in weights((8, 4))]
     expected = [layer.weight.clone() for layer in layers]
     monkeypatch.setattr(kernel_choice, "choose", lambda *_, **__: {(8, 4): Steady})
@@ -143,7 +145,7 @@ def test_layers_get_what_was_chosen_and_their_own_weight_decides_last(monkeypatc
     assert type(layers[0].product) is Steady, "what is packed stays as it is"
 
 
-def test_a_large_weight_is_timed_by_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_a_large_weight_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftheads.kernel_choice._SAMPLE_BYTES", 4 * 8 * 10)  # ten rows of eight numbers
     large, small = torch.randn(25, 8), torch.randn(4, 8)
     (part,) = kernel_choice._sample([large, large])

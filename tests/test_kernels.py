@@ -1,4 +1,4 @@
-"""Products: each equals the reference, rows do not depend on each other where that is promised."""
+"""Each product equals the reference; rows are independent of each other where the product guarantees it."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def product(
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", PRODUCTS)
 @torch.inference_mode()
-def test_a_product_is_the_product(kind: type[Product], bias: bool, dtype: torch.dtype):
+def test_a_product_equals_the_matrix_product(kind: type[Product], bias: bool, dtype: torch.dtype):
     weight = half_exact(40, 48, dtype)
     found = product(kind, dtype, bias=bias)
     x = torch.randn(200, 48).to(dtype)
@@ -58,7 +58,7 @@ def test_a_product_is_the_product(kind: type[Product], bias: bool, dtype: torch.
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("kind", PRODUCTS)
 @torch.inference_mode()
-def test_a_product_gives_its_weight_back(kind: type[Product], dtype: torch.dtype):
+def test_a_product_unpacks_its_weight(kind: type[Product], dtype: torch.dtype):
     assert torch.equal(product(kind, dtype, bias=True).weight, half_exact(40, 48, dtype))
 
 
@@ -102,7 +102,7 @@ def test_a_rows_bits_do_not_depend_on_the_others(kind: type[Product], dtype: tor
     ],
 )
 @torch.inference_mode()
-def test_fp16_weights_are_for_what_fp16_holds(value: float, fits: bool):
+def test_fp16_weights_need_exact_weights(value: float, fits: bool):
     weight = torch.full((16, 32), value)
     assert HalfWeights.fits(weight) is fits
     if fits:
@@ -112,7 +112,7 @@ def test_fp16_weights_are_for_what_fp16_holds(value: float, fits: bool):
 
 @pytest.mark.skipif(not HalfWeights.fits(torch.ones(2, 2)), reason="this build has no FBGEMM")
 @torch.inference_mode()
-def test_tiny_weights_beside_large_ones():
+def test_tiny_and_large_weights_together_may_not_fit_fp16():
     """Both are held where one power of two suits both; else the kernel is no candidate."""
     together = torch.tensor([[1.0, 2.0**-20 * 1.75], [0.5, 0.25]])
     assert HalfWeights.fits(together), "2 ** 15 times these are ordinary fp16 numbers"
@@ -126,7 +126,7 @@ def test_tiny_weights_beside_large_ones():
 
 @pytest.mark.skipif(not Int8.fits(torch.ones(2, 2)), reason="this build has no FBGEMM")
 @torch.inference_mode()
-def test_int8_by_its_definition():
+def test_int8_equals_its_definition():
     """A slow twin: round weights per output and inputs per row, multiply integers, scale back."""
     torch.manual_seed(0)
     weight, x = torch.randn(40, 48), torch.randn(7, 48) * torch.logspace(-3, 3, 7)[:, None]
@@ -145,7 +145,7 @@ def test_int8_by_its_definition():
 
 @pytest.mark.skipif(not Int8.fits(torch.ones(2, 2)), reason="this build has no FBGEMM")
 @torch.inference_mode()
-def test_int8_smooths_outliers_among_its_inputs():
+def test_int8_smooths_outliers_of_its_inputs():
     torch.manual_seed(0)
     weight, x = torch.randn(40, 48), torch.randn(64, 48)
     x[:, 7] *= 60  # an outlier in every row leaves few steps for the other inputs
@@ -185,7 +185,7 @@ def test_a_packed_layer_has_a_gradient():
     torch.testing.assert_close(found, x.grad)
 
 
-def test_every_linear_layer_below_is_replaced():
+def test_every_linear_layer_of_a_module_is_replaced():
     module = nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"a": nn.Linear(4, 2, bias=False)}), nn.LayerNorm(4))
     x = torch.randn(3, 4)
     expected = module[0](x), module[1]["a"](x)

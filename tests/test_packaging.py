@@ -1,5 +1,6 @@
 """The wheels: two heads in draftheads, six in draftheads-zoo, and no head in both."""
 
+import subprocess
 import tomllib
 import zipfile
 from pathlib import Path
@@ -58,6 +59,12 @@ def test_the_wheel_has_our_prompts_and_chat_templates(wheels: dict[str, Path]) -
 def test_the_data_package_has_the_other_heads(wheels: dict[str, Path]) -> None:
     assert heads_in(wheels[DATA_PACKAGE], "draftheads_zoo") == set(DATA_PACKAGE_HEADS)
     assert wheels[DATA_PACKAGE].stat().st_size < 100e6, "package indexes refuse larger files"
+
+
+def test_the_wheel_has_every_other_file_of_the_package(wheels: dict[str, Path]) -> None:
+    tracked = subprocess.run(["git", "ls-files", "src"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    files = {name.removeprefix("src/") for name in tracked.splitlines() if "/zoo/weights/" not in name}
+    assert files <= set(zipfile.ZipFile(wheels["draftheads"]).namelist())
 
 
 def test_every_bundled_head_is_in_one_of_the_wheels() -> None:

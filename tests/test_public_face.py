@@ -1,4 +1,4 @@
-"""The public face is one sorted list, and looking at it costs nothing."""
+"""The public names are one sorted list; importing the package imports nothing heavy."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ def test_all_is_sorted_and_complete():
 
 
 @pytest.mark.parametrize("name", draftheads.__all__)
-def test_every_name_is_what_its_home_calls_by_it(name: str):
+def test_every_name_is_imported_from_its_module(name: str):
     found = getattr(draftheads, name)
     assert found is getattr(import_module(found.__module__), name)
     assert found.__module__ == draftheads._HOMES[name]
@@ -29,7 +29,7 @@ def test_a_star_import_brings_the_names():
     assert {name for name in names if not name.startswith("__")} == set(draftheads.__all__)
 
 
-def test_a_name_that_is_not_there():
+def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match=r"module 'draftheads' has no attribute 'lod'"):
         _ = draftheads.lod
 

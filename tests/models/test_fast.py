@@ -1,4 +1,4 @@
-"""The faster model: the same numbers as the stock one, and with exact bits the same bits at every shape."""
+"""The fast model has the results of the stock model; with exact bits, bits do not depend on shapes."""
 
 import gc
 from pathlib import Path
@@ -43,7 +43,7 @@ def kinds(model: nn.Module) -> set[type]:
 
 
 @pytest.mark.parametrize("family", ROTARY)
-def test_layers_of_usual_families_are_fused_whole(family: str):
+def test_layers_of_common_families_are_fused(family: str):
     model = tiny_model(family).model
     speed_up(model, exact_bits=False)
     assert {FusedLayer, FusedAttention, FusedMlp, FusedNorm, PackedLinear} <= kinds(model)
@@ -52,7 +52,7 @@ def test_layers_of_usual_families_are_fused_whole(family: str):
 
 
 @pytest.mark.parametrize("family", ["granite", "olmo2", "gemma2", "gemma3_text", "mixtral"])
-def test_layers_that_compute_something_else_are_not_fused_whole(family: str):
+def test_layers_with_another_computation_are_not_fused(family: str):
     """Granite scales what it adds, OLMo norms elsewhere, Gemma has more norms, Mixtral has experts."""
     model = tiny_model(family, **({"residual_multiplier": 0.5} if family == "granite" else {})).model
     speed_up(model, exact_bits=False)
@@ -72,7 +72,7 @@ class Impostor(nn.Module):
         return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
 
 
-def test_a_module_that_only_looks_alike_is_left_alone():
+def test_a_module_with_the_same_names_but_another_result_is_not_replaced():
     target, stock = tiny_model("llama"), tiny_model("llama")
     for model in (target.model, stock.model):
         model.model.layers[0].mlp = Impostor(model.model.layers[0].mlp)
@@ -85,7 +85,7 @@ def test_a_module_that_only_looks_alike_is_left_alone():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
-def test_the_fast_model_is_the_model(family: str, dtype: torch.dtype):
+def test_the_fast_model_equals_the_stock_model(family: str, dtype: torch.dtype):
     target, stock = tiny_model(family, dtype=dtype), tiny_model(family)
     speed_up(target.model, exact_bits=False)
     text = torch.arange(40).view(2, 20) % VOCAB
@@ -95,7 +95,7 @@ def test_the_fast_model_is_the_model(family: str, dtype: torch.dtype):
     assert float((found - expected).abs().max()) <= bound * float(expected.abs().max())
 
 
-def test_weights_are_held_once(monkeypatch: pytest.MonkeyPatch):
+def test_weights_are_stored_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("draftheads.kernel_choice.fastest", lambda _, kinds, **__: kinds[-1])
     model = tiny_model("llama", hidden_size=64, intermediate_size=128, tie_word_embeddings=True)
     before = {layer.weight.data_ptr() for layer in model.model.modules() if isinstance(layer, nn.Linear)}
@@ -128,7 +128,7 @@ def test_the_file_of_the_weights_is_not_kept_in_memory(precision: Precision, tmp
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 @torch.inference_mode()
-def test_an_embedding_is_held_in_16_bits_where_these_hold_it(family: str):
+def test_an_embedding_that_is_exact_in_16_bits_is_stored_in_16_bits(family: str):
     exact, inexact = tiny_model(family), tiny_model(family)
     exact.model.get_input_embeddings().weight.copy_(exact.weights.embedding.bfloat16())
     text = torch.arange(20)[None] % VOCAB
@@ -141,21 +141,21 @@ def test_an_embedding_is_held_in_16_bits_where_these_hold_it(family: str):
     torch.testing.assert_close(exact.model(text).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_an_lm_head_that_is_not_tied_is_made_anew():
+def test_an_untied_lm_head_is_unpacked():
     model = tiny_model("llama")
     expected = model.lm_head.weight.clone()
     model.speed_up()
     torch.testing.assert_close(model.weights.lm_head, expected, rtol=0, atol=0)
 
 
-def test_what_tells_models_apart_is_known_before_weights_are_packed():
+def test_the_digest_of_the_weights_is_computed_before_packing():
     model, stock = tiny_model("qwen2"), tiny_model("qwen2")
     model.speed_up()
     assert model.weights_print == stock.weights_print
     assert (model.hidden_size, model.vocab_size, model.dtype) == (stock.hidden_size, stock.vocab_size, stock.dtype)
 
 
-def test_attention_of_another_kind_is_left_alone_and_has_no_exact_bits():
+def test_other_attention_is_not_replaced_and_has_no_exact_bits():
     target = tiny_model("llama")
     target.model.set_attn_implementation("eager")
     speed_up(target.model, exact_bits=False)
@@ -182,7 +182,7 @@ def test_a_mask_is_repeated_for_each_number_of_heads_in_a_group():
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("gpt2", "mixtral", "gemma2")])
 @torch.inference_mode()
-def test_int8_is_near_the_model(family: str):
+def test_int8_logits_are_close_to_the_model(family: str):
     sizes = {"hidden_size": 64, "intermediate_size": 128}
     target, stock = tiny_model(family, **sizes), tiny_model(family, **sizes)
     target.speed_up(int8=True)
@@ -223,7 +223,9 @@ def eager(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scalin
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("scaling", [None, 0.7])
-def test_attention_is_attention(attention: Any, heads: int, groups: int, masked: bool, scaling: float | None):
+def test_grouped_attention_equals_stock_attention(
+    attention: Any, heads: int, groups: int, masked: bool, scaling: float | None
+):
     torch.manual_seed(0)
     module = nn.Module()
     for batch, nodes in ((1, 1), (2, 5), (1, MAX_TREE_ROWS + 2)):
@@ -242,7 +244,7 @@ def test_attention_is_attention(attention: Any, heads: int, groups: int, masked:
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2)])
 @pytest.mark.parametrize("scaling", [None, 0.7])
-def test_attention_with_many_scores(
+def test_attention_with_many_scores_equals_stock_attention(
     monkeypatch: pytest.MonkeyPatch, heads: int, groups: int, scaling: float | None
 ) -> None:
     """Many scores in bf16 go another way, if no keys need be copied for it; it is as exact as the usual one."""
@@ -283,7 +285,7 @@ def test_attention_with_many_scores(
         torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.04)
 
 
-def test_masks_of_booleans_are_not_added_to_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_boolean_masks_are_not_added_to_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers gives such masks to texts that are padded; 0 and 1 would hide nothing."""
     monkeypatch.setattr(attention_module, "native_bf16", lambda: True)
     monkeypatch.setattr(attention_module, "_MANY_SCORES", 1)
@@ -323,7 +325,7 @@ def test_many_scores_in_bf16_read_whole_blocks(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_exact_attention_does_not_see_where_keys_lie(dtype: torch.dtype):
+def test_exact_attention_does_not_depend_on_the_slots_of_the_keys(dtype: torch.dtype):
     """The same keys in other slots, among others that the mask hides, and other nodes beside: not a bit changes."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, 9, 16).to(dtype) for heads in (4, 2, 2))
@@ -343,7 +345,7 @@ def test_exact_attention_does_not_see_where_keys_lie(dtype: torch.dtype):
 # --- exact bits ---
 
 
-def test_this_machine_keeps_the_bits_of_scores():
+def test_the_bits_of_scores_do_not_depend_on_other_rows_here():
     assert isinstance(scores_keep_their_bits(64), bool)
 
 
@@ -383,7 +385,7 @@ class Shifty(Plain):
 
 
 @pytest.mark.parametrize("from_rows", [16, 24, 40, 64, 128])
-def test_rows_that_change_are_noticed(monkeypatch: pytest.MonkeyPatch, from_rows: int):
+def test_kernels_that_change_bits_are_detected(monkeypatch: pytest.MonkeyPatch, from_rows: int):
     model = tiny_model("llama").model
     speed_up(model, exact_bits=True)
     layer = model.model.layers[1].mlp.down_proj
@@ -403,7 +405,7 @@ def test_rows_that_change_are_noticed(monkeypatch: pytest.MonkeyPatch, from_rows
     [(name, exact) for name in FAMILIES for exact in (False, True) if not (exact and name == "gemma2")],  # not sdpa
 )
 @torch.inference_mode()
-def test_whole_texts_and_transformers_own_generation_stay_right(family: str, exact_bits: bool):
+def test_whole_texts_and_transformers_generation_stay_correct(family: str, exact_bits: bool):
     """Passes without a mask of ours, past the sliding windows (8); padding on the left; a cache that is not ours."""
     stock, target = tiny_model(family), tiny_model(family)
     speed_up(target.model, exact_bits=exact_bits)
@@ -466,7 +468,7 @@ def test_prompts_are_read_in_groups_of_like_length(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("exact_bits", [False, True])
-def test_a_model_says_which_kernels_it_has(dtype: torch.dtype, *, exact_bits: bool) -> None:
+def test_the_name_of_the_kernels_is_known(dtype: torch.dtype, *, exact_bits: bool) -> None:
     model = tiny_model("llama", dtype=dtype).model
     assert kernels_of(model) == "stock"
     speed_up(model, exact_bits=exact_bits)

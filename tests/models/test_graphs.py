@@ -1,4 +1,4 @@
-"""Static steps: the same numbers as ordinary ones, no value or shape that depends on data, and graphs.
+"""Static steps equal ordinary steps, need no value from the device, and are captured as graphs.
 
 There need be no GPU: :class:`Tape` stands for a CUDA graph. Like one it replays the operators of the capture on the
 tensors of the capture, whatever became of Python's variables since.
@@ -176,7 +176,7 @@ def test_nothing_in_the_static_part_needs_the_host(family: str) -> None:
     ids=["item", "int", "bool", "mask", "nonzero", "equal", "repeat", "put", "to", "copy"],
 )
 @pytest.mark.parametrize("inference", [True, False])
-def test_what_needs_the_host_is_found(action: Callable[[Tensor], object], inference: bool) -> None:
+def test_operators_that_need_the_host_are_detected(action: Callable[[Tensor], object], inference: bool) -> None:
     with (
         torch.inference_mode(inference),
         pytest.raises(RuntimeError, match="needs the host"),
@@ -185,7 +185,7 @@ def test_what_needs_the_host_is_found(action: Callable[[Tensor], object], infere
         action(torch.arange(4))
 
 
-def test_what_stays_on_the_device_is_not() -> None:
+def test_operators_on_the_device_are_allowed() -> None:
     x = torch.arange(4)
     with StaticOnly():
         x[torch.tensor([0, 2])] = x[torch.tensor([1, 3])]
@@ -254,7 +254,7 @@ def test_a_model_that_cannot_be_captured_is_decoded_without_graphs(taping: Tapin
     assert not taping.tapes
 
 
-def test_sizes_are_few_and_never_too_small() -> None:
+def test_padded_sizes_are_few_and_large_enough() -> None:
     sizes = [padded_nodes(nodes) for nodes in range(1, 129)]
     assert all(nodes <= size <= max(4, 1.6 * nodes) for nodes, size in enumerate(sizes, 1))
     assert len({size for size in sizes if size <= 64}) == 9
@@ -263,7 +263,7 @@ def test_sizes_are_few_and_never_too_small() -> None:
 
 @pytest.mark.parametrize("method", [None, "medusa", "hydra"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_step_on_a_static_tree_asks_the_device_once(
+def test_a_step_on_a_static_tree_has_one_transfer_to_the_host(
     method: str | None, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Truth values are not counted: accept() asks for one on CPUs only."""
@@ -319,7 +319,7 @@ def test_graphs_are_dropped_with_their_generation() -> None:
     assert len(graphs) == 0
 
 
-def test_the_graph_that_was_not_used_for_longest_is_dropped() -> None:
+def test_the_least_recently_used_graph_is_dropped() -> None:
     taping = Taping()
     graphs = StepGraphs(taping, limit=2)
     for key in "aabbacc":
@@ -331,7 +331,7 @@ def test_the_graph_that_was_not_used_for_longest_is_dropped() -> None:
     assert len(taping.tapes) == 4
 
 
-def test_after_a_failure_everything_is_run_as_it_is() -> None:
+def test_after_a_failed_capture_nothing_is_captured() -> None:
     attempts = []
 
     def fail(run: Callable[[], Outputs], pool: object) -> Any:
@@ -367,7 +367,7 @@ def test_the_generation_changes_when_the_buffers_move() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_graphs_give_what_is_captured() -> None:
+def test_cuda_graphs_give_the_results_of_the_function() -> None:
     model = tiny_model("llama")
     model.model.to("cuda")
     captured, plain = Target(static(model)), Target(copy.copy(model))

@@ -1,4 +1,4 @@
-"""Memory of keys and values, measured in bytes; the cache and the masks against slow twins."""
+"""The KV cache and the masks equal slow references; memory is measured in bytes."""
 
 from typing import Any
 from unittest.mock import patch
@@ -45,7 +45,7 @@ def advance(target: Target) -> None:
 # --- bytes ---
 
 
-def test_memory_follows_the_text_not_the_models_maximum(model: TargetModel):
+def test_memory_depends_on_the_text_not_on_the_models_maximum(model: TargetModel):
     for num_tokens in (1, 100, BLOCK_SLOTS, BLOCK_SLOTS + 1, 300):
         target = Target(model)
         target.prefill([[5] * num_tokens])
@@ -53,7 +53,7 @@ def test_memory_follows_the_text_not_the_models_maximum(model: TargetModel):
     assert target.cache.num_bytes < expected_bytes(1, 8192) / 20
 
 
-def test_memory_is_there_for_every_row_and_type():
+def test_memory_is_reserved_for_every_row_and_type():
     for dtype, itemsize in ((torch.float32, 4), (torch.bfloat16, 2)):
         target = Target(tiny_model("llama", dtype=dtype))
         assert target.cache.num_bytes == 0
@@ -195,7 +195,7 @@ def check_equal(cache: SlotCache, twin: DictionaryCache, heads: int) -> None:
 
 @given(data=st.data(), heads=st.integers(1, 2), num_layers=st.integers(1, 2))
 @settings(deadline=None, max_examples=250)
-def test_the_cache_does_what_a_dictionary_does(data: st.DataObject, heads: int, num_layers: int):
+def test_the_cache_equals_a_dictionary_of_entries(data: st.DataObject, heads: int, num_layers: int):
     block = 4
     with patch("draftheads.models.kv_cache.BLOCK_SLOTS", block):
         cache, twin = SlotCache(num_layers), DictionaryCache()
@@ -290,7 +290,7 @@ def ancestors_of(trees: list[list[int]]) -> Tensor:
 
 @given(world=worlds())
 @settings(deadline=None)
-def test_a_node_sees_the_text_and_its_path(world: tuple[list[int], list[list[int]], int]):
+def test_a_node_attends_to_the_text_and_its_path(world: tuple[list[int], list[list[int]], int]):
     lengths, trees, span = world
     found = tree_visibility(torch.tensor(lengths), ancestors_of(trees), span)
     for row, length in enumerate(lengths):
@@ -301,7 +301,7 @@ def test_a_node_sees_the_text_and_its_path(world: tuple[list[int], list[list[int
 
 @given(world=worlds(), window=st.integers(1, 8))
 @settings(deadline=None)
-def test_a_sliding_layer_sees_the_last_positions(world: tuple[list[int], list[list[int]], int], window: int):
+def test_a_sliding_layer_attends_to_the_last_positions(world: tuple[list[int], list[list[int]], int], window: int):
     """Positions go by depth: two nodes of one depth stand at one position, wherever their slots are."""
     lengths, trees, span = world
     depths = torch.tensor([[len(path) - 1 for path in paths_of(tree)] for tree in trees])
@@ -315,7 +315,7 @@ def test_a_sliding_layer_sees_the_last_positions(world: tuple[list[int], list[li
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_masks_add_nothing_or_the_lowest_number(dtype: torch.dtype):
+def test_float_masks_are_zero_or_the_lowest_number(dtype: torch.dtype):
     visible = torch.tensor([[[True, False, True]], [[False, True, True]]])
     mask = as_float_mask(visible, dtype)
     assert mask.shape == (2, 1, 1, 3)

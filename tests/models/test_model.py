@@ -1,4 +1,4 @@
-"""The frozen model as heads see it: which models are refused, what logits follow from, and what a twin shares."""
+"""The frozen model: unsupported models are refused, logits follow from hidden states, twins share weights."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -58,11 +58,11 @@ def test_models_that_cannot_rewind_or_read_trees_are_refused(model_type: str):
         target_of(built(model_type, options))
 
 
-def test_falcon_without_alibi_is_welcome():
+def test_falcon_without_alibi_is_supported():
     check_trees(target_of(built("falcon", SMALL)))
 
 
-def test_a_state_of_its_own_is_refused_whatever_the_configuration_says():
+def test_a_recurrent_state_is_refused_for_every_configuration():
     model = tiny_model("llama").model
     model._is_stateful = True
     with pytest.raises(UnsupportedModel, match="has a recurrent state: drafts are rewound by removing cache entries"):
@@ -74,7 +74,7 @@ def test_a_state_of_its_own_is_refused_whatever_the_configuration_says():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_trees_can_be_checked_on_every_family(family: str, dtype: torch.dtype):
+def test_trees_are_verified_on_every_family(family: str, dtype: torch.dtype):
     check_trees(tiny_model(family, dtype=dtype))
 
 
@@ -94,7 +94,7 @@ def test_a_model_that_crashes_on_trees_is_refused():
 
 @pytest.mark.parametrize("wrong", ["mask", "positions"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_that_reads_trees_otherwise_is_refused(wrong: str, dtype: torch.dtype):
+def test_a_model_with_other_logits_in_trees_is_refused(wrong: str, dtype: torch.dtype):
     target = tiny_model("llama", dtype=dtype)
     forward = target.decoder.forward
 
@@ -127,7 +127,7 @@ def test_logits_follow_from_the_hidden_state(family: str):
     assert not hidden.requires_grad
 
 
-def test_what_is_padded_on_the_right_changes_nothing():
+def test_right_padding_does_not_change_hidden_states():
     for family in ("mistral", "gpt2"):
         target = tiny_model(family)
         text = torch.tensor([[5, 6, 7, 8]])
@@ -162,7 +162,7 @@ class Bent(nn.Module):
         (lambda logits: logits * float("nan"), False),
     ],
 )
-def test_logits_that_are_bent_unknown_are_refused(bend: Any, fits: bool):
+def test_logits_with_an_unknown_transformation_are_refused(bend: Any, fits: bool):
     model = Bent(tiny_model("llama").model, bend)
     if fits:
         target_of(model)
@@ -174,7 +174,7 @@ def test_logits_that_are_bent_unknown_are_refused(bend: Any, fits: bool):
 # --- what is read from configurations ---
 
 
-def test_ends_of_text_come_from_everywhere():
+def test_end_tokens_are_collected_from_all_configurations():
     model = tiny_model("llama").model
     tokenizer = SimpleNamespace(eos_token_id=9)
     model.generation_config.eos_token_id, model.config.eos_token_id = [2, 5], 7

