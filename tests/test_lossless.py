@@ -98,8 +98,8 @@ def test_other_heads_equal_plain(method: str, name: str, shape: str) -> None:
     engine = Engine(some_model(name), head, shape={**TREES, **GROWING}[shape], max_batch_size=3)
     results = decode(engine, EIGHT)
     assert ids(results) == said_plainly(name)
-    fickle = Fickle(tiny_head(method, some_model(name)))
-    assert ids(decode(Engine(some_model(name), fickle, max_batch_size=3), EIGHT)) == said_plainly(name)
+    changer = ShapeChanger(tiny_head(method, some_model(name)))
+    assert ids(decode(Engine(some_model(name), changer, max_batch_size=3), EIGHT)) == said_plainly(name)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -126,7 +126,7 @@ def test_any_accepted_path_on_any_trees_equals_plain(
     assert sum(result.tokens_per_step for result in results) / len(results) > 2.0
 
 
-class Fickle:
+class ShapeChanger:
     """A head with another shape at each step: a static tree, one that grows, one cut short, or none."""
 
     def __init__(self, head: DraftHead, *, seed: int = 0) -> None:
@@ -164,10 +164,10 @@ class Fickle:
 def test_shapes_that_change_from_step_to_step_equal_plain(
     family: TargetModel, plain: list[tuple[int, ...]], method: str
 ) -> None:
-    fickle = Fickle(tiny_head(method, family))
-    results = decode(Engine(family, fickle, max_batch_size=3), EIGHT)
+    changer = ShapeChanger(tiny_head(method, family))
+    results = decode(Engine(family, changer, max_batch_size=3), EIGHT)
     assert ids(results) == plain
-    assert len(fickle.met) == 1 + len(TREES) + len(GROWING)
+    assert len(changer.met) == 1 + len(TREES) + len(GROWING)
 
 
 @pytest.mark.parametrize("method", list(HEADS))

@@ -53,17 +53,17 @@ def planted(plain: list[tuple[int, ...]], tree: str = "chain", seed: int = 0) ->
     return PlantedDrafter(TREES[tree], answers, seed=seed)
 
 
-class Witness(PlantedDrafter):
-    """Also keeps what it was told of the hidden states."""
+class HiddenStateRecorder(PlantedDrafter):
+    """Also records the hidden states in its contexts."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.told: list[tuple[list[int], torch.Tensor]] = []  # a text, and the hidden states of its last tokens
+        self.recorded: list[tuple[list[int], torch.Tensor]] = []  # a text, and the hidden states of its last tokens
 
     def propose(self, context: Context, shape: Shape) -> Draft:
         draft = super().propose(context, shape)
         for row, count in enumerate(context.num_accepted.tolist()):
-            self.told.append((list(self.texts[row]), context.hidden[row, :count]))
+            self.recorded.append((list(self.texts[row]), context.hidden[row, :count]))
         return draft
 
 
@@ -72,10 +72,10 @@ def test_contexts_hold_the_hidden_states_of_accepted_tokens(
     model: TargetModel, plain: list[tuple[int, ...]], room: int
 ):
     answers = {tuple(prompt): answer for prompt, answer in zip(MANY, plain, strict=True)}
-    witness = Witness(TREES["ragged"], answers)
-    Engine(model, witness, max_batch_size=room).generate(MANY, lengths_as_settings())
-    assert max(len(hidden) for text, hidden in witness.told if tuple(text) not in answers) > 2
-    for text, hidden in witness.told:
+    recorder = HiddenStateRecorder(TREES["ragged"], answers)
+    Engine(model, recorder, max_batch_size=room).generate(MANY, lengths_as_settings())
+    assert max(len(hidden) for text, hidden in recorder.recorded if tuple(text) not in answers) > 2
+    for text, hidden in recorder.recorded:
         expected = model.hidden_states(torch.tensor([text]))[0, -len(hidden) :]
         torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-5)
 
@@ -134,7 +134,7 @@ def test_a_line_may_grow_while_it_is_served(model: TargetModel, plain: list[tupl
 def test_a_drafter_with_a_history_follows_rows_that_come_and_go(
     model: TargetModel, plain: list[tuple[int, ...]], max_batch_size: int
 ):
-    """The planted checks what it is told of every row; it must not be told of answers that their first token ends."""
+    """The planted drafter checks each context. It must not get answers that end with their first token."""
     drafter = planted(plain)
     results = Engine(model, drafter, max_batch_size=max_batch_size).generate(MANY, lengths_as_settings())
     assert [result.token_ids for result in results] == [

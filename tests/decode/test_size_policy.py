@@ -51,7 +51,7 @@ class Scripted:
 
     def __init__(self, likely: Callable[[int], Sequence[float]] | None = None) -> None:
         self.likely = likely or (lambda row: [0.6 * 0.8**n for n in range(40)])  # path probabilities of a row's nodes
-        self.asked: list[Shape | None] = []  # per step; None where it was told to follow
+        self.asked: list[Shape | None] = []  # per step; None where it was to follow
         self.kept: list[list[int]] = []
 
     def start(self) -> Self:

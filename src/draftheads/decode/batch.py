@@ -184,7 +184,7 @@ def without_holes(rows: Sequence[int]) -> list[int]:
 def _tokens_of(draft: Draft, verdict: Verdict) -> tuple[list[list[int]], list[int], list[int]]:
     """Per row the accepted draft tokens and then the next token, their number, and the number of copied ones.
 
-    Places beyond the number of tokens are noise.
+    Entries beyond the number of tokens are not used.
     """
     accepted = draft.token_ids.gather(1, verdict.path)[:, 1:]  # (B, P-1)
     ids = torch.cat([accepted, verdict.next_ids[:, None]], 1)  # (B, P)

@@ -1,4 +1,4 @@
-"""Clocks for parts of a decoding step. Nothing here is used while requests are decoded."""
+"""Times the parts of a decoding step for cost profiles. It is not used while requests are decoded."""
 
 import time
 from itertools import chain, product
@@ -90,7 +90,9 @@ class StepTimer:
     def _draft(self, part: str, rows: int, nodes: int) -> float:
         drafter, shape = self._drafter(rows), self._shape(part, nodes)
         context = self._context(rows, _STEP_TOKENS if self.drafter.needs_history else 1)
-        if self.target.device.type == "cpu":  # between two drafts the target's weights drive the head's from the caches
+        if (
+            self.target.device.type == "cpu"
+        ):  # between two drafts the target's weights replace the head's in the CPU caches
             self.target.logits(self.target.hidden_states(self._tokens(1, 1)))
         start = self.now
         if part == "follow":
@@ -107,7 +109,7 @@ class StepTimer:
         return typical_tree(nodes, depth=min(config.num_heads, 5), num_ranks=min(config.num_draft_tokens, 4))
 
     def _target(self, rows: int, text_tokens: int) -> Target:
-        """Rows that look as if their text had been read."""
+        """Rows with a text of that length, whose keys and values are zeros."""
         if (rows, text_tokens) not in self._targets:
             self._targets.clear()
             self._captured.clear()

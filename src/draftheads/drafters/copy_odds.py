@@ -1,4 +1,4 @@
-"""How surely a copy from the text so far is what follows, by the length of the match: measured on recorded answers."""
+"""The probability that a copied token is right, by the length of the match; measured on recorded answers."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -19,7 +19,7 @@ DEFAULT_ODDS: Odds = (
     (0.928, 0.869, 0.821, 0.779, 0.743, 0.711, 0.683, 0.657, 0.634),
 )
 
-_PRIOR = 20.0  # matches that earlier odds, or those of the next shorter match, count as
+_PRIOR = 20.0  # pseudo-count of the prior odds, or of those of the next shorter match
 _HIGHEST = 0.99  # probability of a copied token given those before it
 _STEP = 0.001  # odds are rounded to this, and fall by at least this from token to token
 

@@ -1,4 +1,4 @@
-"""A drafter whose trees also hold a copy from the text so far (prompt lookup in the tree of a draft head or model)."""
+"""A drafter that adds a copy from the text so far to the trees of another one (prompt lookup in a tree)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,8 +27,8 @@ _NEXT_RANK = 0.3
 class Copying:
     """Merges a copy from the text so far into each tree of a drafter.
 
-    The copy is what followed the latest earlier place of the text's last n-gram, the longest n-gram first. Its tokens
-    compete with the drafter's for the nodes of the tree, by their probability of being accepted. Trees that are drawn
+    The copy is what followed the latest earlier place of the text's last n-gram, the longest n-gram first. The nodes
+    with the highest probability of being accepted are kept, whether copied or drafted. Trees that are drawn
     (``Sampled``) and ``BestPaths`` are left as they are.
 
     Args:

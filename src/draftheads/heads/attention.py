@@ -156,7 +156,7 @@ class TransformerLayer(nn.Module):
 def attend(queries: Tensor, seen: KeysValues, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
     """Attention of queries (B, S, H, d) over (B, C, G, d) keys and values, by a mask (B, S, C), True where seen.
 
-    The query heads of a key-value head stand as queries side by side: what kernels with grouped heads do slowly.
+    The query heads of a key-value head are laid out as further queries: kernels with grouped heads are slower.
     """
     batch, length, heads, size = queries.shape
     groups = seen.keys.shape[2]
