@@ -55,6 +55,12 @@ def test_custom_tree_prints_the_same_text_for_both_shapes(run: Script) -> None:
     assert out.count("the same text as plain decoding") == 2
 
 
+def test_train_head_writes_a_head_and_uses_it(run: Script, world: Path) -> None:
+    out = run("train_head.py", "--data", "chats.jsonl", "--out", "trained", "--epochs", "1")
+    assert "accuracy of the first head" in out
+    assert (world / "trained" / "model.safetensors").is_file()
+
+
 def test_tune_head_writes_a_profile_and_uses_it(run: Script, world: Path) -> None:
     out = run("tune_head.py", "--head", "head", "--prompts", "prompts.txt", "--out", "tuned")
     assert "16 nodes: " in out
@@ -65,3 +71,8 @@ def test_compare_heads_prints_a_line_per_drafter(run: Script) -> None:
     sizes = ("--num-nodes", "6", "--max-new-tokens", "12")
     out = run("compare_heads.py", "--heads", "head", "prompt-lookup", "--prompts", "prompts.txt", *sizes)
     assert out.count("tokens per step") >= 2
+
+
+def test_every_script_has_a_test() -> None:
+    tests = Path(__file__).read_text(encoding="utf-8")
+    assert all(f'"{path.name}"' in tests for path in EXAMPLES.glob("*.py"))

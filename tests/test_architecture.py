@@ -1,0 +1,29 @@
+"""ARCHITECTURE.md describes the code as it is: its files exist, and its floors are those that import-linter checks."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in [ROOT / "ARCHITECTURE.md", *ROOT.glob("docs/*.md")]}
+MADE_BY_COMMANDS = {"answers/", "costs/", "kernels/", "profiles/", "README.md", "bench.md", "cli/COMMAND.py"}
+FILE = re.compile(r"`([\w/.-]+(?:\.(?:py|toml|md|jsonl)|/))`")
+
+
+def test_the_floors_are_those_of_import_linter():
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contract = config["tool"]["importlinter"]["contracts"][0]
+    checked = [set(re.findall(r"\w+", layer)) - {"__main__"} for layer in contract["layers"]]
+    block = TEXT.split("## Floors")[1].split("```")[1]
+    shown = [set(re.findall(r"\w+", re.split(r"\s{3,}", line)[0])) for line in block.strip().splitlines()]
+    assert shown == [layer for layer in checked if layer]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_in_a_page_exists(page: str):
+    places = (ROOT, ROOT / "src" / "draftheads", ROOT / "docs")
+    files = {name for name in FILE.findall(PAGES[page]) if name not in MADE_BY_COMMANDS}
+    assert [name for name in sorted(files) if not any((place / name).exists() for place in places)] == []
