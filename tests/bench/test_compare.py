@@ -137,13 +137,6 @@ def test_rows_describe_the_drafters(compared: tuple[Bench, list[Row]]) -> None:
     assert [row.tree for row in rows[2:]] == ["growing, 6", "its own, up to 9"]
 
 
-def test_parameters_are_those_of_the_drafter(compared: tuple[Bench, list[Row]]) -> None:
-    one, rows = compared
-    modules = [one.contenders[0].drafter, one.contenders[1].drafter, one.contenders[2].drafter.model.model]  # type: ignore[attr-defined]
-    numbers = [sum(tensor.numel() for tensor in module.parameters()) for module in modules]  # type: ignore[attr-defined]
-    assert [row.num_parameters for row in rows] == [*numbers, 0]
-
-
 def test_answers_that_differ_from_plain_decoding_s_are_counted(model: TargetModel, tmp_path: Path) -> None:
     one = bench(model, tmp_path, [Contender("lookup", PromptLookup(), "lookup")], replace(SETTINGS, temperature=0.0))
     one.run()

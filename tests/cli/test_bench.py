@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaForCausalLM
 
 from draftheads.bench import compare
 from draftheads.checkpoint import read_head
@@ -36,6 +37,9 @@ def test_it_writes_a_record_a_table_and_a_page(here: Path, tmp_path: Path, capsy
     assert (record["num_prompts"], record["prompts"], record["settings"]["num_nodes"]) == (3, "four.jsonl", 5)
     assert record["rows"][2]["tokens_per_step"] > 2, "it drafts for itself"
     assert record["rows"][1]["tree"] == "its own, up to 6", "as few as possible"
+    numbers = [row["num_parameters"] for row in record["rows"]]
+    base = LlamaForCausalLM.from_pretrained(here / "model").num_parameters()
+    assert numbers == [read_head(here / "hydra").num_parameters, 0, base], "also where weights are packed"
     assert record["drafters"].keys() == {"hydra", "lookahead", "draft-model"}
     assert read_head(here / "hydra").digest in record["drafters"]["hydra"]
 

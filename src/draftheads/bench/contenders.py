@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from torch import nn
+import torch
 
 from draftheads.bench.timing import PLAIN
 from draftheads.checkpoint import read_head
@@ -31,13 +31,7 @@ class Contender:
     drafter: Drafter
     identity: str  # differs for other weights, another drafter, or another way of drafting
     shape: Shape | None = None  # what it always drafts; for a head without one the best tree is found
-
-    @property
-    def num_parameters(self) -> int:
-        """Of the drafter; 0 where it has none."""
-        drafter = self.drafter
-        model = drafter.model.model if isinstance(drafter, DraftModel) else drafter
-        return sum(tensor.numel() for tensor in model.parameters()) if isinstance(model, nn.Module) else 0
+    num_parameters: int = 0  # of the drafter
 
 
 def heads_for(model: str) -> tuple[str, ...]:
@@ -96,16 +90,19 @@ def load_contenders(
         saved = read_head(find_head(head_name, model), ignore_profile=True)
         head = load_drafter(head_name, model, target, ignore_profile=True)
         identity = f"{saved.method}-{saved.digest}-{identity_digest(asdict(saved.config))[:8]}"
-        yield Contender(name, head, identity)
+        yield Contender(name, head, identity, num_parameters=saved.num_parameters)
         if saved.method == "mlp-speculator" and head.config.num_heads >= BestPaths().depth:  # as in its paper, too
             widths = BestPaths().widths
             widths += (1,) * (head.config.num_heads - len(widths))
             paths = BestPaths.within(num_nodes, widths)
             if paths.most_nodes <= num_nodes:
-                yield Contender(f"{name}, paths", head, f"{identity}-paths", paths)
+                yield Contender(f"{name}, paths", head, f"{identity}-paths", paths, saved.num_parameters)
     if draft_model is not None:
         small = load_target(draft_model, precision=precision)
-        yield Contender(DRAFT_MODEL, DraftModel(small, target), f"{DRAFT_MODEL}-{small.weights_print}")
+        with torch.device("meta"):  # the loaded layers hold packed weights, not parameters
+            count = type(small.model)(small.config).num_parameters()
+        identity = f"{DRAFT_MODEL}-{small.weights_print}"
+        yield Contender(DRAFT_MODEL, DraftModel(small, target), identity, num_parameters=count)
 
 
 def _untrained(name: str, num_nodes: int) -> Drafter:
