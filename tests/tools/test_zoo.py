@@ -140,10 +140,10 @@ def test_bundled_heads_are_those_that_were_trained(
         metrics = json.loads((work / name / "metrics.json").read_text())
         for i, (loss, top1) in enumerate(zip(metrics["losses"], metrics["top1"], strict=True)):
             assert f"\n| {i + 1} | {loss:.3f} | {top1:.1%} | " in card
-        assert f"Predictions {len(metrics['losses'])} tokens beyond the next one" in card
+        assert f"Drafts {len(metrics['losses'])} tokens beyond the next one" in card
         assert f"{metrics['num_training_texts']} chats for training, {metrics['num_held_out_texts']} kept" in card
         assert "The model's own answers (up to 256 tokens" in card
-        assert "It shares the model's lm_head. It guesses among the 48 most frequent tokens." in card
+        assert "It shares the model's lm_head. It predicts the 48 most frequent tokens." in card
         assert f"{metrics['options']['epochs']} passes over the text" in card
         assert str(work) not in card + (zoo / name / "config.json").read_text()
         assert ("2.35 ± 0.07 tokens/step, 1.50 ± 0.03 times plain" in card) == (name in ("medusa", "amphista"))
@@ -179,8 +179,8 @@ def test_the_command_makes_the_head_again(tool: ModuleType, work: Path) -> None:
     options = json.loads((work / "amphista" / "metrics.json").read_text())["options"]
     assert tool.command(options) == (
         "draftheads train --method amphista --model smollm2-135m --data chats.jsonl --out amphista --start-from medusa "
-        "--num-layers 2 --draft-vocab-size 48 --learning-rate 0.0005 --batch-tokens 128 "
-        "--max-length 512 --held-out 0.2 --tree-nodes 10"
+        "--num-layers 2 --draft-vocab-size 48 --max-length 512 --held-out 0.2 --batch-tokens 128 "
+        "--learning-rate 0.0005 --tree-nodes 10"
     )
     several = {**options, "data": ["a/b.jsonl", "c.jsonl"], "head_options": ["inner_size=8", "x=1"], "start_from": None}
     several |= {"text": ["/private/t.txt"], "chain": True}

@@ -22,3 +22,8 @@ def features(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> P
     texts = load_texts(target, [write_chats(folder / "chats.jsonl", records)], max_length=64)
     build_features(target, texts, folder / "features", NoProgress())
     return folder / "features"
+
+
+@pytest.fixture(scope="module")
+def chats(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", distilled_chats(target) + counting_chats(20))

@@ -22,7 +22,7 @@ from draftheads.train.report import measure
 from draftheads.train.schedule import Stage
 from draftheads.train.trainer import StepLog, learning_rate_of
 from fake_progress import FakeProgress
-from training_world import KilledError, chat_model, chat_options, lines
+from training_world import KilledError, chat_model, chat_options, lines, train_options
 
 
 @pytest.mark.parametrize("final", [0.0, 0.3])
@@ -141,7 +141,7 @@ def test_a_loss_that_is_no_number_names_step_and_texts(
         metadata = file.metadata()
     is_known = loss == "teacher"  # where the texts are from
     save_file(content, shard_path(broken, 0), metadata=metadata if is_known else None)
-    settings = chat_options(tmp_path / "out", broken, loss=loss)
+    settings = train_options(tmp_path / "out", broken, loss=loss)
     place = rf"chats\.jsonl:{index + 1}\b" if is_known else rf"text {index} of the features\b"
     with pytest.raises(NonFiniteLoss, match=rf"nan at step \d+, on .*{place}") as caught:
         run.train_for(target, settings, FakeProgress())
@@ -152,7 +152,7 @@ def test_a_loss_that_is_no_number_names_step_and_texts(
 
 def test_an_exploding_run_is_stopped(target: TargetModel, features: Path, tmp_path: Path) -> None:
     with pytest.raises(NonFiniteLoss, match="lower --learning-rate"):
-        run.train_for(target, chat_options(tmp_path / "out", features, learning_rate=1e37, warmup=0.0), FakeProgress())
+        run.train_for(target, train_options(tmp_path / "out", features, learning_rate=1e37, warmup=0.0), FakeProgress())
 
 
 def test_a_log_goes_on_after_the_last_checkpoint(tmp_path: Path) -> None:
@@ -173,10 +173,10 @@ def test_betas_are_adams(target: TargetModel, features: Path, tmp_path: Path, mo
         return step(self, *arguments)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", watched)
-    run.train_for(target, chat_options(tmp_path / "out", features, epochs=1, betas=(0.8, 0.95)), FakeProgress())
+    run.train_for(target, train_options(tmp_path / "out", features, epochs=1, betas=(0.8, 0.95)), FakeProgress())
     assert set(met) == {(0.8, 0.95)}
     with pytest.raises(InvalidSettings, match=r"--betas is \(0\.9, 1\.0\): both must be at least 0 and below 1"):
-        chat_options(tmp_path, features, betas=(0.9, 1.0))
+        train_options(tmp_path, features, betas=(0.9, 1.0))
 
 
 def test_a_log_survives_a_kill_while_it_is_cut_and_loses_half_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -28,15 +28,9 @@ from training_world import (
     chat_model,
     chat_options,
     counting_chats,
-    distilled_chats,
     lines,
     write_chats,
 )
-
-
-@pytest.fixture(scope="module")
-def chats(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", distilled_chats(target) + counting_chats(20))
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +95,10 @@ def test_a_run_may_be_resumed_with_another_budget(
 
 
 @pytest.mark.parametrize("most", [300, 10**6])
-def test_finished_features_are_used_up_to_max_tokens(
-    target: TargetModel, chats: Path, tmp_path: Path, most: int
-) -> None:
-    store = build_features(target, load_texts(target, [chats], max_length=64), tmp_path, lambda *_: None)
-    settings = chat_options(tmp_path, features=tmp_path, max_tokens=most)
+def test_finished_features_are_used_up_to_max_tokens(target: TargetModel, tmp_path: Path, most: int) -> None:
+    chats = write_chats(tmp_path / "few.jsonl", counting_chats(24))
+    store = build_features(target, load_texts(target, [chats], max_length=64), tmp_path / "features", NoProgress())
+    settings = chat_options(tmp_path, features=tmp_path / "features", held_out=0.2, max_tokens=most)
     data = plan_training(store, settings)
     used = sorted([*data.training, *data.held_out])
     wanted = load_texts(target, [chats], max_length=64, max_tokens=most)
