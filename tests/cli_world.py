@@ -1,15 +1,22 @@
-"""What the tests of the command line share: a tokenizer of letters, and the command in a process of its own."""
+"""A tiny model of letters with heads in a folder, and commands in a process of their own."""
 
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import draftheads
+from draftheads.acceptance_profile import AcceptanceProfile
+from draftheads.models.model import TargetModel
+from families import SMALL, VOCAB, tiny_head
 
 LETTERS = "abcdefghijklmnop \n\té"
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
+PROMPTS = ["a dog", "hello", "fog and ice", "black ice on a hill", "mom", "a bad lad", "peking", "old film"]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
@@ -23,6 +30,20 @@ def letters_tokenizer() -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = TEMPLATE
     return tokenizer
+
+
+def write_model(folder: Path, *, profile: AcceptanceProfile | None = None) -> Path:
+    """A model of letters (``model``) and two heads for it (``medusa``, ``hydra``) in the folder."""
+    torch.manual_seed(22)  # a seed whose answers have many letters
+    model = LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": VOCAB, "max_position_embeddings": 512})).eval()
+    model.lm_head.weight.data[: len(SPECIAL)] = 0  # letters only, and no end
+    model.save_pretrained(folder / "model")
+    letters_tokenizer().save_pretrained(str(folder / "model"))
+    base = TargetModel.load(str(folder / "model"), dtype=torch.float32)
+    for method in ("medusa", "hydra"):
+        head = tiny_head(method, base)
+        draftheads.save_head(head, folder / method, base=base, dtype=torch.float32, profile=profile)
+    return folder
 
 
 def run_process(arguments: list[str], folder: Path, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -1,5 +1,6 @@
 """What tests of several files share."""
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cli_world import PROMPTS, write_model
 from draftheads import loading, profiles
 from draftheads.decode import cost_profile as cost
 
@@ -40,3 +42,14 @@ def cheap_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines are loaded as if nodes cost next to nothing: on tiny models nothing else is faster than plain."""
     points = [("verify", 1, 1, 10.0), ("verify", 1, 33, 10.5), ("static", 1, 2, 0.01)]
     monkeypatch.setattr(loading, "cost_of", lambda *_, **__: cost.by_hand(points))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, two heads for it, and prompts to tune on."""
+    place = write_model(tmp_path_factory.mktemp("tune"))
+    lines = [json.dumps({"prompt": prompt}) for prompt in PROMPTS]
+    (place / "prompts.jsonl").write_text("\n".join(lines[:6]), encoding="utf-8")
+    (place / "others.jsonl").write_text("\n".join(lines[4:]), encoding="utf-8")
+    (place / "one.jsonl").write_text(lines[0], encoding="utf-8")
+    return place

@@ -1,20 +1,22 @@
 """Sampled answers of the whole decoder have the model's own distribution, whoever drafts them."""
 
 import itertools
-from collections import Counter
 from dataclasses import replace
-from typing import Any, Self
+from typing import Self
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
+from distribution import (
+    NUM_ANSWERS,
+    ODDS,
+    SAMPLED,
+    Answer,
+    joint_distribution,
+    p_value,
+    sampled_answers,
+)
 from draftheads.accept import accept
 from draftheads.decode.engine import Engine
 from draftheads.draft import Context, Draft, Verdict
@@ -26,57 +28,7 @@ from draftheads.shapes import BestFirst, BestPaths, Shape
 from draftheads.tree import Tree
 from families import GROWING, PROMPTS, TREES, tiny_head, tiny_model
 
-PROMPT = [5, 6, 7]
-LENGTH = 3  # tokens of an answer
-SAMPLED = SamplingSettings(max_new_tokens=LENGTH, temperature=0.8, top_k=8, top_p=0.9, ignore_eos=True)
 WIDE = Tree.cartesian([6, 3])
-NUM_ANSWERS = 3000
-# A right decoder's statistic is as extreme as this for one choice of seeds in a million; these seeds are fixed.
-ODDS = 1e-6
-Answer = tuple[int, ...]
-
-
-def next_probabilities(model: TargetModel, text: list[int], penalty: float = 1.0) -> Tensor:
-    """(V,) what the model's next token is drawn from, processed by transformers."""
-    scores = model.model(torch.tensor([text])).logits[:, -1].double()
-    penalised = RepetitionPenaltyLogitsProcessor(penalty)
-    for warper in (penalised, TemperatureLogitsWarper(0.8), TopKLogitsWarper(8), TopPLogitsWarper(0.9)):
-        scores = warper(torch.tensor([text]), scores)
-    probs: Tensor = scores[0].softmax(-1)
-    return probs
-
-
-def joint_distribution(model: TargetModel, penalty: float = 1.0) -> dict[Answer, float]:
-    """Of every possible answer, by one pass of the model per context."""
-    found: dict[Answer, float] = {(): 1.0}
-    for _ in range(LENGTH):
-        longer: dict[Answer, float] = {}
-        for answer, mass in found.items():
-            probs = next_probabilities(model, PROMPT + list(answer), penalty).tolist()
-            longer |= {(*answer, token): mass * p for token, p in enumerate(probs) if p > 0}
-        found = longer
-    return found
-
-
-def sampled_answers(model: TargetModel, *, first_seed: int = 0, **drafting: Any) -> Counter[Answer]:
-    """``drafting``: a drafter and a shape."""
-    engine = Engine(model, max_batch_size=NUM_ANSWERS, **drafting)
-    seeds = range(first_seed, first_seed + NUM_ANSWERS)
-    results = engine.generate([PROMPT] * NUM_ANSWERS, [replace(SAMPLED, seed=seed) for seed in seeds])
-    return Counter(result.token_ids for result in results)
-
-
-def p_value(counts: Counter[Answer], expected: dict[Answer, float]) -> float:
-    """Of Pearson's chi-square test; answers expected less than five times are one cell together."""
-    total = counts.total()
-    common = {answer: mass * total for answer, mass in expected.items() if mass * total >= 5}
-    cells = [(counts[answer], mean) for answer, mean in common.items()]
-    rare = total - sum(mean for _, mean in cells)
-    cells.append((total - sum(count for count, _ in cells), max(rare, 1e-9)))
-    assert len(cells) > 30, "a distribution of few answers tests little"
-    statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
-    half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
 
 
 @pytest.fixture(scope="module")

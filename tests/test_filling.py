@@ -11,7 +11,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.heads.test_base import (
+from torch import Tensor
+
+from draftheads.draft import Context, Draft
+from draftheads.errors import InvalidTree
+from draftheads.filling import fill
+from draftheads.heads.base import DraftHead
+from draftheads.shapes import BestFirst, BestPaths
+from draftheads.tree import Tree
+from families import propose
+from slow_heads import (
     DRAFT_VOCAB,
     KINDS,
     METHODS,
@@ -22,15 +31,6 @@ from tests.heads.test_base import (
     slow_features,
     slow_logits,
 )
-from torch import Tensor
-
-from draftheads.draft import Context, Draft
-from draftheads.errors import InvalidTree
-from draftheads.filling import fill
-from draftheads.heads.base import DraftHead
-from draftheads.shapes import BestFirst, BestPaths
-from draftheads.tree import Tree
-from families import propose
 
 ROWS = 4
 CONFIDENCE = (0.6, 1.7, 3.0)

@@ -9,19 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.test_distribution import (
+from torch import Tensor
+
+from distribution import (
     NUM_ANSWERS,
     ODDS,
     PROMPT,
     SAMPLED,
     Answer,
-    exact,
     joint_distribution,
-    model,
     p_value,
 )
-from torch import Tensor
-
 from draftheads.accept import accept, num_rejection_uniforms
 from draftheads.decode.engine import Engine
 from draftheads.draft import Context, Draft
@@ -36,7 +34,6 @@ from draftheads.shapes import Sampled, Shape
 from draftheads.tree import Tree
 from families import PROMPTS, VOCAB, tiny_head, tiny_model
 
-__all__ = ["exact", "model"]  # fixtures
 V = 3
 Path = tuple[int, ...]
 SHAPES = {
@@ -45,6 +42,16 @@ SHAPES = {
     "siblings": Sampled(Tree.cartesian([3])),
     "tree": Sampled(Tree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)])),
 }
+
+
+@pytest.fixture(scope="module")
+def model() -> TargetModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def exact(model: TargetModel) -> dict[Answer, float]:
+    return joint_distribution(model)
 
 
 def random_laws(seed: int, *, sharpness: float = 1.5, zeros: bool = False) -> dict[Path, Tensor]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.search.test_tune import world
 
 import draftheads
 from draftheads.bench import compare
@@ -29,8 +28,6 @@ from draftheads.search.replay import Replay
 from draftheads.shapes import BestFirst, BestPaths, Sampled
 from draftheads.tree import Tree
 from families import tiny_head, tiny_model
-
-__all__ = ["world"]  # a fixture
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [[3 + row, 4, 5 + row % 7, 6] for row in range(6)]

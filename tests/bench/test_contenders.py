@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from tests.search.test_tune import world
 
 from draftheads.bench.contenders import heads_for, load_contenders, names_of
 from draftheads.checkpoint import save_head
@@ -12,8 +11,6 @@ from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
 from draftheads.loading import UNTRAINED, load_target
 from families import tiny_head
-
-__all__ = ["world"]  # a fixture
 
 
 def test_folders_with_the_same_name_keep_their_paths(tmp_path: Path) -> None:

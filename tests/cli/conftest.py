@@ -6,30 +6,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 import draftheads
-from cli_world import SPECIAL, letters_tokenizer
+from cli_world import write_model
 from draftheads.decode.engine import Engine
-from draftheads.models.model import TargetModel
-from families import SMALL, TREES, VOCAB, tiny_head, tiny_profile
+from families import TREES, tiny_profile
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a model (``model``) and two heads for it (``medusa``, ``hydra``)."""
     place = tmp_path_factory.mktemp("cli")
-    torch.manual_seed(22)  # of those whose answers have many letters
-    model = LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": VOCAB, "max_position_embeddings": 512})).eval()
-    model.lm_head.weight.data[: len(SPECIAL)] = 0  # it says letters only, and does not end
-    model.save_pretrained(place / "model")
-    letters_tokenizer().save_pretrained(str(place / "model"))
-    base = TargetModel.load(str(place / "model"), dtype=torch.float32)
-    for method in ("medusa", "hydra"):
-        head, profile = tiny_head(method, base), tiny_profile(TREES["ragged"])
-        draftheads.save_head(head, place / method, base=base, dtype=torch.float32, profile=profile)
+    write_model(place, profile=tiny_profile(TREES["ragged"]))
     (place / "deep.json").write_text("[[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]", encoding="utf-8")
     (place / "chain.json").write_text("[[0], [0, 0]]", encoding="utf-8")
     (place / "no.json").write_text("[[0, 0]", encoding="utf-8")

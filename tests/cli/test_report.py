@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tests.reports.records import TUNE
 
 from draftheads.cli.main import main
 from draftheads.cli.report import write_pages
+from report_records import TUNE
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.test_distribution import model
 
 from draftheads.decode.engine import Engine
 from draftheads.draft import Context
@@ -17,7 +16,10 @@ from draftheads.shapes import ROOT_ONLY, BestFirst, BestPaths, Shape
 from draftheads.tree import Tree
 from families import PROMPTS, VOCAB, tiny_model
 
-__all__ = ["model"]  # a fixture
+
+@pytest.fixture(scope="module")
+def model() -> TargetModel:
+    return tiny_model("llama")
 
 
 TREES: dict[str, Shape] = {

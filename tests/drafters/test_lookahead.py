@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.search.test_tune import world
 from torch import Tensor
 
 import draftheads
@@ -21,8 +20,6 @@ from draftheads.sampling import SamplingSettings
 from draftheads.shapes import ROOT_ONLY, BestFirst, BestPaths, Sampled, Shape
 from draftheads.tree import Tree
 from families import PROMPTS, tiny_head, tiny_model
-
-__all__ = ["world"]  # a fixture
 
 
 def after(token: int) -> int:

@@ -3,9 +3,8 @@
 from dataclasses import asdict
 from typing import Any
 
-from tests.reports.records import BENCH, bench_row
-
 from draftheads.reports.bench_page import bench_page
+from report_records import BENCH, bench_row
 
 
 def test_the_answer_names_the_fastest_drafter() -> None:

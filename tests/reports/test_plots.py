@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
-from tests.reports.records import LOG, VALIDATION
 
 from draftheads.reports import plots
+from report_records import LOG, VALIDATION
 
 
 def drawn(draw: Callable[..., None], *arguments: Any, **named: Any) -> Any:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.decode.test_text import LETTERS, TOKENIZERS, whole_text
 
+from byte_tokenizers import LETTERS, TOKENIZERS, whole_text
 from draftheads.data.chat import EncodedChat, encode_chat
 from draftheads.models.pretrained import ModelTokenizer, load_tokenizer
 from draftheads.reports.spans import Span, spans

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from tests.reports.records import METRICS, MOVEMENT, write_training_run
-
 from draftheads.reports.training_page import training_page
+from report_records import METRICS, MOVEMENT, write_training_run
 
 
 def test_the_answer_is_the_tokens_per_step_with_the_tree(tmp_path: Path) -> None:

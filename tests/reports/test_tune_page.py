@@ -4,9 +4,9 @@ import copy
 from typing import Any
 
 import pytest
-from tests.reports.records import TUNE
 
 from draftheads.reports.tune_page import tune_page
+from report_records import TUNE
 
 
 def test_the_answer_is_the_fastest_tree_for_the_smallest_batch() -> None:

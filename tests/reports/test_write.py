@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.reports.records import BENCH, TUNE, write_training_run
 
 from draftheads.errors import DataError, MissingDependency
 from draftheads.reports.write import write_report
+from report_records import BENCH, TUNE, write_training_run
 
 
 def folder_with(tmp_path: Path, record: str) -> Path:

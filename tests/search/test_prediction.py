@@ -5,7 +5,6 @@ from functools import cache
 
 import pytest
 import torch
-from tests.search.test_calibrate import drafted_along, head_of
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult
@@ -16,6 +15,7 @@ from draftheads.shapes import BestFirst, Shape
 from draftheads.tree import Tree
 from draftheads.tree_search import entries, joint_order, path_counts, simulate
 from families import TREES, VOCAB, tiny_model
+from observed_heads import drafted_along, head_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_PROMPTS, NEW_TOKENS, BATCH, RANKS = 8, 32, 4, 10

@@ -12,26 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import draftheads
-from cli_world import SPECIAL, letters_tokenizer
+from cli_world import PROMPTS
 from draftheads.acceptance_profile import AcceptanceProfile, read_profile
 from draftheads.checkpoint import read_head
 from draftheads.cli.main import main
 from draftheads.errors import CheckpointCorrupt, InvalidSettings
 from draftheads.files import locked
-from draftheads.models.model import TargetModel
 from draftheads.profiles import cached_profile, cached_profile_folder, find_profile, folder_to_write
 from draftheads.search.replay import ReplaySettings
 from draftheads.search.tune import answers_folder
 from draftheads.zoo.registry import zoo_heads
-from families import SMALL, VOCAB, tiny_head
 from nursery import Nursery
 
 QUICK = ["--num-prompts", "6", "--max-new-tokens", "10", "--max-nodes", "6"]
-PROMPTS = ["a dog", "hello", "fog and ice", "black ice on a hill", "mom", "a bad lad", "peking", "old film"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,25 +36,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DRAFTHEADS_CACHE", str(folder))
         yield folder
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, two heads for it, and prompts to tune on."""
-    place = tmp_path_factory.mktemp("tune")
-    torch.manual_seed(22)
-    model = LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": VOCAB, "max_position_embeddings": 512})).eval()
-    model.lm_head.weight.data[: len(SPECIAL)] = 0
-    model.save_pretrained(place / "model")
-    letters_tokenizer().save_pretrained(str(place / "model"))
-    base = TargetModel.load(str(place / "model"), dtype=torch.float32)
-    for method in ("medusa", "hydra"):
-        draftheads.save_head(tiny_head(method, base), place / method, base=base, dtype=torch.float32)
-    lines = [json.dumps({"prompt": prompt}) for prompt in PROMPTS]
-    (place / "prompts.jsonl").write_text("\n".join(lines[:6]), encoding="utf-8")
-    (place / "others.jsonl").write_text("\n".join(lines[4:]), encoding="utf-8")
-    (place / "one.jsonl").write_text(lines[0], encoding="utf-8")
-    return place
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from draftheads.errors import InvalidSettings
 from draftheads.train.losses import Labels, LossKind, Objective, objective, two_part
+from slow_losses import slow_loss
 
 V = 7
-ETA = 3.0
 REGIMES = {
     "an untrained head": (0.1, 3.0),
     "a sharp head and a flat target": (8.0, 0.1),
@@ -22,24 +22,6 @@ REGIMES = {
     "both sharp": (8.0, 8.0),
     "hopeless": (40.0, 40.0),  # hardly any overlap
 }
-
-
-def slow_loss(kind: str, log_probs: Tensor, target: Tensor, said: int, *, known: bool) -> Tensor:
-    """One row, term by term; differentiable."""
-    probs = log_probs.exp()
-    cross = -sum((q * log_p for q, log_p in zip(target, log_probs, strict=True)), start=torch.zeros(()))
-    entropy = -sum((q * q.log() for q in target if q > 0), start=torch.zeros(()))
-    accepted = sum((torch.minimum(p, q) for p, q in zip(probs, target, strict=True)), start=torch.zeros(()))
-    share = math.exp(-ETA * float(accepted.detach()))
-    return {
-        "hard": lambda: -log_probs[said],
-        "teacher": lambda: cross,
-        "kl": lambda: cross - entropy,
-        "tv": lambda: 1 - accepted,
-        "nla": lambda: -accepted.log(),
-        "lk": lambda: share * (cross - entropy) + (1 - share) * (1 - accepted),
-        "amphista": lambda: cross - (log_probs[said] if known else 0.0),
-    }[kind]()
 
 
 def world(regime: str, *, rows: int = 6) -> tuple[Tensor, Labels]:

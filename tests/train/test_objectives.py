@@ -7,12 +7,12 @@ from typing import get_args
 
 import pytest
 import torch
-from tests.train.test_losses import slow_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.train.losses import Labels, LossKind, objective
 from draftheads.train.objectives import depth_weights, find_predictions, head_losses
+from slow_losses import slow_loss
 
 K, B, T, D, V = 3, 3, 9, 8, 11
 MASKS = {

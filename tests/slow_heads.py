@@ -1,0 +1,95 @@
+"""Tiny heads with random weights, and their slow twins from the papers' formulas."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from draftheads.draft import Context, TargetWeights
+from draftheads.heads import head_classes
+from draftheads.heads.base import DraftHead
+
+D, V, K = 12, 20, 3
+METHODS = ["medusa", "hydra"]
+# not the first tokens, and not in order
+DRAFT_VOCAB = torch.tensor([19, 3, 7, 4, 11, 0, 16, 5])
+KINDS: dict[str, dict[str, Any]] = {
+    "shared": {},
+    "own": {"lm_head": "own"},
+    "low rank": {"lm_head": "low_rank", "lm_head_rank": 5},
+    "deep": {"num_layers": 3},
+    "trimmed": {"draft_vocab_size": len(DRAFT_VOCAB)},
+    "trimmed, own, deep": {"draft_vocab_size": len(DRAFT_VOCAB), "lm_head": "own", "num_layers": 2},
+    "trimmed, low rank": {"draft_vocab_size": len(DRAFT_VOCAB), "lm_head": "low_rank", "lm_head_rank": 5},
+}
+
+
+def normal(*shape: int, seed: int = 9) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tokens(*shape: int, seed: int = 9) -> Tensor:
+    return torch.randint(0, V, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_weights(*, bias: bool = True, scale: float = 0.5, seed: int = 0) -> TargetWeights:
+    return TargetWeights(
+        normal(V, D, seed=seed), normal(V, D, seed=seed + 1), normal(V, seed=seed + 2) if bias else None, scale
+    )
+
+
+def fresh_head(method: str, weights: TargetWeights | None = None, **options: Any) -> DraftHead:
+    """As training starts."""
+    config_class, head_class = head_classes(method)
+    head = head_class(config_class(hidden_size=D, vocab_size=V, **{"num_heads": K, **options}))
+    weights = random_weights() if weights is None else weights
+    head.initialise(weights, DRAFT_VOCAB if head.config.draft_vocab_size else None)
+    return head
+
+
+def random_head(method: str, **options: Any) -> DraftHead:
+    """As after training: no parameter is what it was."""
+    head = fresh_head(method, **options)
+    for seed, parameter in enumerate(head.parameters()):
+        parameter.data += 0.3 * normal(*parameter.shape, seed=seed)
+    return head
+
+
+def random_context(num_rows: int, width: int = 3) -> Context:
+    """Rows that accepted different numbers of tokens."""
+    num_accepted = torch.tensor([1 + row % width for row in range(num_rows)])
+    return Context(normal(num_rows, width, D), tokens(num_rows, width), num_accepted, tokens(num_rows, seed=1))
+
+
+def slow_features(head: DraftHead, i: int, hidden: Tensor, following: list[int]) -> Tensor:
+    """(D,) features of head i; ``following`` are x_{t+1}, x_{t+2}, … as far as they are known."""
+    weights = {name: parameter.detach() for name, parameter in head.named_parameters()}
+    prefix = f"blocks.{i}"
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return weights[f"{prefix}.{name}.weight"] @ x + weights[f"{prefix}.{name}.bias"]
+
+    start = 0
+    x = hidden
+    if head.config.method == "hydra":
+        u = torch.cat([hidden, *(head.target_embedding[token] for token in following[: i + 1])])
+        x = linear("0.residual", u) + F.silu(linear("0.linear", u))
+        start = 1
+    for j in range(start, head.config.num_layers):
+        x = x + F.silu(linear(f"{j}.linear", x))
+    return x
+
+
+def slow_logits(head: DraftHead, i: int, features: Tensor) -> Tensor:
+    """(V',) logits over the draft vocabulary."""
+    target = random_weights()
+    weights = {name: parameter.detach() for name, parameter in head.named_parameters()}
+    if head.config.lm_head == "own":
+        bias = weights.get(f"lm_heads.heads.{i}.bias", torch.zeros(()))
+        return weights[f"lm_heads.heads.{i}.weight"] @ features + bias
+    if head.config.lm_head == "low_rank":
+        return weights[f"lm_heads.up.{i}.weight"] @ (weights[f"lm_heads.down.{i}.weight"] @ features)
+    assert target.lm_head_bias is not None
+    logits = (target.lm_head @ features + target.lm_head_bias) * target.logit_scale
+    return logits[DRAFT_VOCAB] if head.config.draft_vocab_size else logits
