@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from draftheads.draft import Context, TargetWeights
 from draftheads.heads import head_classes
+from draftheads.heads.attention import LayerConfig, TransformerLayer
 from draftheads.heads.base import DraftHead
 
 D, V, K = 12, 20, 3
@@ -93,3 +94,42 @@ def slow_logits(head: DraftHead, i: int, features: Tensor) -> Tensor:
     assert target.lm_head_bias is not None
     logits = (target.lm_head @ features + target.lm_head_bias) * target.logit_scale
     return logits[DRAFT_VOCAB] if head.config.draft_vocab_size else logits
+
+
+def slow_attention(
+    layer: TransformerLayer, x: Tensor, config: LayerConfig, *, causal: bool = True, rotary: bool = True
+) -> Tensor:
+    """The layer's output (T, D) one query and one head at a time."""
+    size, heads, groups = config.head_size, config.num_attention_heads, config.num_key_value_heads
+
+    def norm(v: Tensor, weight: Tensor) -> Tensor:
+        return v / (v.square().mean() + config.norm_epsilon).sqrt() * weight
+
+    def turned(v: Tensor, position: int) -> Tensor:
+        out = v.clone()
+        for j in range(size // 2 if rotary else 0):
+            angle = torch.tensor(position * config.rope_theta ** (-2.0 * j / size))
+            a, b = v[j], v[j + size // 2]
+            out[j] = a * angle.cos() - b * angle.sin()
+            out[j + size // 2] = b * angle.cos() + a * angle.sin()
+        return out
+
+    normed = [norm(v, layer.input_norm.weight) for v in x]  # type: ignore[arg-type]
+    outputs = []
+    for t, v in enumerate(x):
+        attended = []
+        for h in range(heads):
+            g = h // (heads // groups)
+            q = turned(layer.q_proj.weight[h * size : (h + 1) * size] @ normed[t], t)
+            seen = range(t + 1 if causal else len(x))
+            keys = [turned(layer.k_proj.weight[g * size : (g + 1) * size] @ normed[s], s) for s in seen]
+            values = [layer.v_proj.weight[g * size : (g + 1) * size] @ normed[s] for s in seen]
+            weights = (torch.stack(keys) @ q / size**0.5).softmax(0)
+            attended.append(weights @ torch.stack(values))
+        middle = v + layer.o_proj.weight @ torch.cat(attended)
+        inner = norm(middle, layer.middle_norm.weight)
+        part = layer.feed_forward
+        outputs.append(
+            middle + part.down_proj.weight @ (F.silu(part.gate_proj.weight @ inner) * (part.up_proj.weight @ inner))
+        )
+    return torch.stack(outputs)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.heads.test_attention import slow_attention
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -22,6 +21,7 @@ from draftheads.models.model import TargetModel
 from draftheads.sampling import RowSettings, SamplingSettings
 from draftheads.shapes import BestFirst, BestPaths, Sampled
 from families import FAMILIES, TREES, VOCAB, fitting, propose, tiny_head, tiny_model
+from slow_heads import slow_attention
 
 STATEFUL = [method for method, (_, head_class) in HEADS.items() if issubclass(head_class, StatefulHead)]
 # of every architecture, its variants

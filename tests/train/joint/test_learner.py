@@ -6,7 +6,6 @@ from typing import Any
 import bitsandbytes
 import pytest
 import torch
-from tests.train.joint.joint_world import harness, on_disk
 from torch import Tensor
 
 from draftheads.errors import (
@@ -15,6 +14,7 @@ from draftheads.errors import (
 from draftheads.models.model import TargetModel
 from draftheads.train.joint.learner import JointLearner
 from draftheads.train.joint.lora import update_of
+from joint_world import harness, on_disk
 from training_world import chat_model
 
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.train.joint.joint_world import harness, joint_options
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from draftheads.errors import InvalidSettings
@@ -12,6 +11,7 @@ from draftheads.models.model import TargetModel
 from draftheads.train.joint.lora import Adapter, TunedModel, linear_layers, update_of
 from draftheads.train.new_head import in_float32
 from draftheads.train.run import head_learner
+from joint_world import harness, joint_options
 from training_world import EOS, VOCAB, chat_model, chat_tokenizer
 
 

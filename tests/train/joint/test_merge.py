@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.train.joint.joint_world import harness, joint_options, on_disk
 from torch import Tensor
 
 import draftheads
@@ -26,6 +25,7 @@ from draftheads.train.joint.merge import MergeOptions, merge, merged_model
 from draftheads.train.joint.run import train_jointly, train_jointly_for
 from fake_progress import FakeProgress
 from families import fitting
+from joint_world import harness, joint_options, on_disk
 from training_world import chat_model
 
 

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.train.joint.joint_world import joint_options
 
 from draftheads.errors import InvalidSettings
 from draftheads.train.joint.options import JointOptions
+from joint_world import joint_options
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.train.joint.joint_world import joint_options, on_disk
 
 from draftheads.cli import merge as merge_command
 from draftheads.cli import train_joint as command
@@ -35,6 +34,7 @@ from draftheads.train.report import measure
 from draftheads.train.trainer import TrainingInterrupted
 from draftheads.tree import Tree
 from fake_progress import FakeProgress
+from joint_world import joint_options, on_disk
 from training_world import (
     KilledError,
     chat_model,
