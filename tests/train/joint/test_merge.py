@@ -85,7 +85,9 @@ def test_the_merged_model_decodes_losslessly_with_its_head(data: Path, tmp_path:
         assert not torch.allclose(again.logits(again.hidden_states(texts)), unmerged, atol=0.1)
     prompts = [f"w{i} w{i + 1}" for i in range(12)]
     plain = draftheads.load(merged, precision="fp32").generate(prompts, max_new_tokens=24)
-    headed = draftheads.load(merged, head=merged / "head", precision="fp32").generate(prompts, max_new_tokens=24)
+    # a fixed tree: what the profiles draft for so small a model depends on the machine
+    engine = draftheads.load(merged, head=merged / "head", precision="fp32", tree=draftheads.Tree.chain(3))
+    headed = engine.generate(prompts, max_new_tokens=24)
     assert [result.token_ids for result in headed] == [result.token_ids for result in plain]
     assert max(result.tokens_per_step for result in headed) > 1.3
     saved = json.loads((merged / "head" / "config.json").read_text())["base"]
