@@ -318,33 +318,10 @@ def test_a_missing_row_that_was_not_dropped_raises(method: str, model: TargetMod
     session.propose(whole(hidden[:2], tokens[:2], [5, 8]), shape)
 
 
-# --- starting values ---
-
-
-@pytest.mark.parametrize("method", ["hydra++", "amphista", "eagle", "markov-medusa"])
-def test_a_new_head_predicts_the_models_next_token(method: str, model: TargetModel) -> None:
-    """Medusa's starting point: every head starts as the target's own lm_head on h_t."""
-    config_class, head_class = head_classes(method)
-    rms = 3.0  # of all hidden states, as after a norm
-    hidden = rms * F.normalize(torch.randn(2, 6, model.hidden_size), dim=-1) * model.hidden_size**0.5
-    scale = rms / float(model.weights.embedding.square().mean().sqrt())
-    config = config_class(
-        hidden_size=model.hidden_size,
-        vocab_size=VOCAB,
-        num_heads=4,
-        **({"embedding_scale": scale} if reads(method) else {}),
-    )
-    head = head_class(config)
-    head.initialise(model.weights)
-    features = head(hidden, torch.randint(0, VOCAB, (2, 6)))
-    expected = model.logits(hidden)
-    for i in range(4):
-        torch.testing.assert_close(head.logits(features[i], i), expected, rtol=1e-3, atol=1e-3)
-
-
 # --- sizes ---
 
 D, V, INNER = 4096, 32000, 11008  # Vicuna-7B
+SQUARE = D * D + D  # a linear layer with its bias
 LAYER = 4 * D * D + 3 * D * INNER + 2 * D
 VICUNA = {
     "hidden_size": D,
@@ -355,7 +332,12 @@ VICUNA = {
     "intermediate_size": INNER,
 }
 SIZES: dict[str, tuple[str, dict[str, Any], int]] = {
-    "medusa": ("medusa", {"num_heads": 4, "lm_head": "own"}, 4 * (D * D + D + V * D)),
+    "medusa": ("medusa", {"lm_head": "own"}, 4 * (SQUARE + V * D)),
+    "medusa, deep": ("medusa", {"num_layers": 2}, 4 * 2 * SQUARE),
+    "medusa, low rank": ("medusa", {"lm_head": "low_rank", "lm_head_rank": 64}, 4 * (SQUARE + 64 * (D + V))),
+    "medusa, trimmed": ("medusa", {"lm_head": "own", "draft_vocab_size": 8000}, 4 * (SQUARE + 8000 * D)),
+    "hydra": ("hydra", {}, sum(2 * ((i + 2) * D * D + D) for i in range(4))),
+    "hydra, deep": ("hydra", {"num_layers": 4}, sum(2 * ((i + 2) * D * D + D) + 3 * SQUARE for i in range(4))),
     "hydra++": (
         "hydra++",
         {"num_heads": 4, "num_layers": 4, "lm_head": "own"},
@@ -398,34 +380,6 @@ def test_at_vicunas_sizes_heads_have_the_papers_parameters(name: str) -> None:
     with torch.device("meta"):
         head = head_class(config_class(**{**sizes, **options}))
     assert sum(parameter.numel() for parameter in head.parameters()) == expected
-
-
-def shapes_of(method: str, **options: Any) -> dict[str, tuple[int, ...]]:
-    config_class, head_class = head_classes(method)
-    sizes = VICUNA if issubclass(config_class, LayerConfig) else {"hidden_size": D, "vocab_size": V}
-    with torch.device("meta"):
-        head = head_class(config_class(**{**sizes, **options}))
-    return {name: tuple(parameter.shape) for name, parameter in head.named_parameters()}
-
-
-def test_shapes_at_vicunas_sizes() -> None:
-    medusa = shapes_of("medusa", num_heads=4, lm_head="own")
-    assert [shape for name, shape in medusa.items() if "lm_head" in name] == [(V, D)] * 4
-    plus = shapes_of("hydra++", num_heads=4, num_layers=4, lm_head="own")
-    for i in range(4):
-        assert plus[f"blocks.{i}.0.residual.weight"] == plus[f"blocks.{i}.0.linear.weight"] == (D, (i + 2) * D)
-        assert [plus[f"blocks.{i}.{j}.linear.weight"] for j in (1, 2, 3)] == [(D, D)] * 3
-    assert plus["prefix.feed_forward.gate_proj.weight"] == (INNER, D)
-    assert [plus[f"lm_heads.heads.{i}.bias"] for i in range(4)] == [(V,)] * 4
-    ibm = shapes_of("mlp-speculator", num_heads=3, lm_head="own", embeddings="own")
-    assert [ibm[f"embeddings.{i}.weight"] for i in range(3)] == [(V, D)] * 3
-    assert [ibm[f"projections.{i}.weight"] for i in range(3)] == [(D, D)] * 3
-    eagle = shapes_of("eagle")
-    assert eagle["fusion.weight"] == (D, 2 * D)
-    assert "layer.input_norm.weight" not in eagle
-    amphista = shapes_of("amphista", num_heads=4)
-    assert amphista["positions"] == (4, D)
-    assert [amphista[f"fusions.{i}.weight"] for i in range(2)] == [(D, 2 * D)] * 2
 
 
 def test_the_weights_of_state_and_token_are_ibms() -> None:
@@ -472,18 +426,16 @@ def residual(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
     return x + F.silu(affine(weights, f"{name}.linear", x))
 
 
-@pytest.mark.parametrize("name", ["hydra", "hydra++, deep", "hydra++, grouped"])
-def test_hydra_follows_its_formula(name: str, model: TargetModel) -> None:
-    """u = [s_t; E(x_{t+1}); …], R u + SiLU(W u), then residual blocks; s_t of a layer and a norm in Hydra++."""
+@pytest.mark.parametrize("name", ["hydra++, deep", "hydra++, grouped"])
+def test_hydra_plus_plus_follows_its_formula(name: str, model: TargetModel) -> None:
+    """u = [s_t; E(x_{t+1}); …], R u + SiLU(W u), then residual blocks; s_t of a layer and a norm."""
     head = variant(name, model)
     weights, embedding = numbers(head), SCALE * model.weights.embedding
     hidden, tokens = random_text(1, 9, size=model.hidden_size)
-    states = hidden[0]
-    if "++" in name:
-        assert isinstance(head.config, LayerConfig)
-        layer = slow_attention(head.prefix, states, head.config)  # type: ignore[arg-type]
-        rms = (layer.square().mean(-1, keepdim=True) + head.config.norm_epsilon).sqrt()
-        states = layer / rms * weights["prefix_norm.weight"]
+    assert isinstance(head.config, LayerConfig)
+    layer = slow_attention(head.prefix, hidden[0], head.config)  # type: ignore[arg-type]
+    rms = (layer.square().mean(-1, keepdim=True) + head.config.norm_epsilon).sqrt()
+    states = layer / rms * weights["prefix_norm.weight"]
     features = head(hidden, tokens)
     for i in range(head.config.num_heads):
         u = torch.cat([states[3], *(embedding[tokens[0, 4 + j]] for j in range(i + 1))])
@@ -653,6 +605,14 @@ def test_whole_paths_go_through_all_stages(model: TargetModel) -> None:
 @pytest.mark.parametrize(
     ("method", "options", "words"),
     [
+        ("medusa", {"hidden_size": 0}, "hidden_size is 0"),
+        ("medusa", {"vocab_size": 0}, "vocab_size is 0"),
+        ("medusa", {"num_heads": -2}, "num_heads is -2; it must be at least 1"),
+        ("medusa", {"num_layers": 0}, "num_layers is 0"),
+        ("medusa", {"lm_head_rank": 0}, "lm_head_rank is 0"),
+        ("medusa", {"lm_head": "tied"}, "lm_head is 'tied'"),
+        ("medusa", {"draft_vocab_size": 0}, "draft_vocab_size is 0"),
+        ("medusa", {"draft_vocab_size": 10}, r"draft_vocab_size is 10; it must lie in 1 … vocab_size \(9\)"),
         ("amphista", {"num_heads": 3}, r"num_heads is 3: .*two stages.*an even number, or num_adaptation_layers 1"),
         ("amphista", {"num_adaptation_layers": 3}, r"num_adaptation_layers is 3; choose 0, 1 or 2"),
         ("amphista", {"num_auto_embedding_blocks": -1}, r"num_auto_embedding_blocks is -1; give 0 for none"),
@@ -676,18 +636,6 @@ def test_impossible_options_are_refused(method: str, options: dict[str, Any], wo
     config_class, _ = head_classes(method)
     with pytest.raises(InvalidSettings, match=words):
         config_class(**{"hidden_size": 8, "vocab_size": 9, **options})
-
-
-def test_options_of_one_architecture_are_read_from_words() -> None:
-    assert parse_head_options("amphista", ["sampled_token=false", "num_auto_embedding_blocks=2"]) == {
-        "sampled_token": False,
-        "num_auto_embedding_blocks": 2,
-    }
-    assert parse_head_options("mlp-speculator", ["embeddings=own", "inner_size=null"]) == {
-        "embeddings": "own",
-        "inner_size": None,
-    }
-    assert parse_head_options("medusa", []) == {}
 
 
 @pytest.mark.parametrize(

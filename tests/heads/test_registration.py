@@ -41,6 +41,11 @@ def install_package(site: Path, module: str, *, attribute: str = "register_heads
     (site / "twin_heads.py").write_text(module)
 
 
+def test_an_unknown_method_is_refused() -> None:
+    with pytest.raises(UnknownMethod, match=r"unknown method 'medus'; choose one of .*hydra.*medusa"):
+        head_classes("medus")
+
+
 def test_a_registered_head_is_found_by_its_method() -> None:
     draftheads.register(TwinConfig, TwinHead)
     assert head_classes("twin") == (TwinConfig, TwinHead)
