@@ -27,8 +27,8 @@ from draftheads.loading import Precision
 class BenchOptions:
     """Compare draft heads, and drafters without a head, on the same prompts with trees of the same size.
 
-    Each head gets the tree of that size that serves it best, found on prompts of our own. A comparison that was stopped
-    continues when it is started again.
+    Each head drafts on the tree of that size with the most tokens per step, found on built-in prompts. An interrupted
+    comparison continues with the same command.
     """
 
     model: tyro.conf.Positional[str] = "smollm2-135m"
@@ -39,19 +39,19 @@ class BenchOptions:
     chat_template: str | None = None
     """Chat template in place of the heads' or the tokenizer's own: a Jinja file, or chatml, llama-2 or vicuna."""
     draft_model: str | None = None
-    """Also a smaller model of the same tokenizer, on a growing tree as it is: a folder or a Hugging Face id."""
+    """Also compare a smaller model with the same tokenizer on growing trees: a folder or a Hugging Face id."""
     prompts: Path | None = None
-    """A JSONL file of prompts to answer ("prompt", "messages" or "turns" in each line) instead of six of our own."""
+    """A JSONL file of prompts to answer ("prompt", "messages" or "turns" in each line) instead of six built-in ones."""
     limit: int | None = None
     """Use only the first LIMIT prompts."""
     out: Path | None = None
-    """Write bench.json, bench.md (the table) and bench.html (with pictures) into this folder."""
+    """Write bench.json, bench.md (the table) and bench.html (with plots) into this folder."""
     settings: tyro.conf.OmitArgPrefixes[BenchSettings] = field(default_factory=BenchSettings)
     precision: Precision = "auto"
-    """What the model computes in; auto is bf16 where the machine has it, else fp32."""
+    """Number format of the model; auto is bf16 if the machine supports it, else fp32."""
     fresh: bool = False
-    """Ignore the tokens per step that an earlier comparison saved. They depend on model, drafter, settings, machine
-    and versions; needed after a change of the code."""
+    """Ignore the tokens per step that an earlier comparison saved. Needed after a change of the code: the saved
+    numbers are found again by model, drafter, settings, machine and versions only."""
 
 
 def run(options: BenchOptions) -> None:
@@ -115,4 +115,4 @@ def show(console: Console, rows: Sequence[Row], settings: BenchSettings) -> None
     different = {row.name: row.num_different for row in rows if row.num_different}
     if different:
         numbers = ", ".join(f"{name} {number}" for name, number in different.items())
-        console.print(f"answers that differ from plain decoding's: {numbers}; near-ties, where a kernel rounds by size")
+        console.print(f"answers that differ from plain decoding: {numbers} (near-ties, decided by rounding)")

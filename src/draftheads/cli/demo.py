@@ -51,21 +51,21 @@ class DemoOptions:
     heads: tuple[str, ...] = ("hydra", "medusa")
     """Draft heads to compare, the best one first: bundled ones' names, folders or Hugging Face ids."""
     prompts: Path | None = None
-    """A JSONL file of prompts ("prompt", "messages" or "turns" in each line) instead of six of our own."""
+    """A JSONL file of prompts ("prompt", "messages" or "turns" in each line) instead of six built-in ones."""
     limit: int | None = None
     """Use only the first LIMIT prompts."""
     max_new_tokens: int = 128
     """Stop an answer after this many tokens."""
     seconds: float = 100.0
-    """Time for all answers together. On a slow machine they get shorter (down to 32 tokens), then fewer; inf sets no
+    """Time for all answers together. On a slow machine, answers get shorter (at least 32 tokens), then fewer; inf: no
     limit."""
     precision: Precision = "auto"
-    """What the model computes in; auto is bf16 where the machine has it, else fp32. int8 is for CPUs; transformers
-    then computes as with auto."""
+    """Number format of the model; auto is bf16 if the machine supports it, else fp32. int8 is for CPUs; transformers
+    then uses the format of auto."""
     copy: bool = True
-    """Drafts also contain copies from the text so far, where its last tokens occurred before."""
+    """Also draft copies from the text so far: what followed an earlier occurrence of its last tokens."""
     exact_bits: bool = False
-    """Heads decode with steps padded so that their text equals plain's to the bit, also in bf16 (CPU)."""
+    """On a CPU: text with heads is bit-identical to plain decoding, also in bf16; steps are padded, so slower."""
     transformers: bool = True
     """Measure transformers' own generate, too."""
     stream: bool = True

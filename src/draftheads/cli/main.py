@@ -21,18 +21,18 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "bench": Command("draftheads.cli.bench", "BenchOptions", "compare draft heads, and what drafts without one"),
+    "bench": Command("draftheads.cli.bench", "BenchOptions", "compare draft heads, and drafters without a head"),
     "demo": Command("draftheads.cli.demo", "DemoOptions", "answer prompts with and without draft heads, and compare"),
-    "distill": Command("draftheads.cli.distill", "DistillOptions", "let a model answer prompts, as data to train on"),
+    "distill": Command("draftheads.cli.distill", "DistillOptions", "let a model answer prompts, to get training data"),
     "generate": Command("draftheads.cli.generate", "GenerateOptions", "answer prompts"),
     "info": Command("draftheads.cli.info", "InfoOptions", "describe a head, list the bundled ones, or draw a tree"),
-    "merge": Command("draftheads.cli.merge", "MergeOptions", "make one model of a model and its tuned adapter"),
+    "merge": Command("draftheads.cli.merge", "MergeOptions", "merge a model and its tuned adapter into one model"),
     "report": Command(
-        "draftheads.cli.report", "ReportOptions", "make the page of a training run, search or comparison once more"
+        "draftheads.cli.report", "ReportOptions", "write the pages of a train, tune or bench folder again"
     ),
-    "show-batch": Command("draftheads.cli.show_batch", "ShowBatchOptions", "show what is learned of a training batch"),
+    "show-batch": Command("draftheads.cli.show_batch", "ShowBatchOptions", "show which tokens of a batch are learned"),
     "train": Command("draftheads.cli.train", "TrainOptions", "train draft heads for a model"),
-    "tune": Command("draftheads.cli.tune", "TuneOptions", "find the trees that make a head fast on this machine"),
+    "tune": Command("draftheads.cli.tune", "TuneOptions", "measure a head's acceptance profile on your prompts"),
     "train-joint": Command("draftheads.cli.train_joint", "JointOptions", "tune a model and its draft heads together"),
 }
 

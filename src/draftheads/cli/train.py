@@ -62,8 +62,6 @@ def run(options: TrainOptions) -> None:
     console.print(f"saved in {options.out}")
     if processes.is_first():  # every process gets the report of a run that was complete
         write_pages(console, options.out, "training")
-    if processes.is_first():
-        write_pages(console, options.out, "training")
 
 
 def print_results(console: Console, report: Report) -> None:

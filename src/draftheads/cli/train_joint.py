@@ -37,8 +37,6 @@ def run(options: JointOptions) -> None:
     console.print(f"saved in {options.out}; `{merge}` makes one model of it", soft_wrap=True)
     if processes.is_first():
         write_pages(console, options.out, "training")
-    if processes.is_first():
-        write_pages(console, options.out, "training")
 
 
 def movement_table(movement: Movement) -> Table:

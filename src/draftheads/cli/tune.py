@@ -26,9 +26,9 @@ _SHOWN = (1, 2, 4, 8, 10, 16, 32, 64)
 class TuneOptions:
     """Measure how many tokens per step a head gains on your prompts and at your temperature.
 
-    Optional: every head comes with such a profile. Writes acceptance.json, by which the head is then loaded, and
-    tune.html, which shows it. A run that was stopped continues when it is started again. To check the speeds that it
-    predicts, run `draftheads bench MODEL --heads HEAD --prompts FILE` with other prompts.
+    Optional: every head already has such a profile. Writes acceptance.json, which is used when the head is loaded, and
+    tune.html, which shows it. An interrupted run continues with the same command. To check the predicted speeds,
+    run `draftheads bench MODEL --heads HEAD --prompts FILE` with other prompts.
     """
 
     model: tyro.conf.Positional[str]
@@ -40,10 +40,10 @@ class TuneOptions:
     out: Path | None = None
     """Folder to write to. Default: the head's own folder; for a bundled or downloaded head, the user's cache."""
     prompts: Path | None = None
-    """A JSONL file of prompts, of the kind that you will use. Default: 64 of our own."""
+    """A JSONL file of prompts like those that you will use. Default: 64 built-in ones."""
     settings: tyro.conf.OmitArgPrefixes[ReplaySettings] = field(default_factory=ReplaySettings)
     precision: Precision = "auto"
-    """What the model computes in; auto is bf16 where the machine has it, else fp32."""
+    """Number format of the model; auto is bf16 if the machine supports it, else fp32."""
 
 
 def run(options: TuneOptions) -> None:

@@ -27,16 +27,17 @@ class DistillOptions:
     head: str | None = None
     """A draft head that makes it faster: a bundled one's name, a folder or a Hugging Face id."""
     chain: int | None = None
-    """Draft a chain of this many tokens in place of a tree. In a large batch only short drafts are faster: on two CPU
-    cores 2 tokens at a batch size of 8, and none from 32 on."""
+    """Draft a chain of this many tokens in place of a tree. In a large batch only short drafts are faster. On two CPU
+    cores, 2 tokens are best at a batch size of 8, and no draft from 32 on."""
     temperature: tuple[float, ...] = (0.0,)
-    """0 is greedy, above 0 samples. Of several values each prompt gets one at random; repeat a value to use it more."""
+    """0 is greedy, above 0 samples. With several values, each prompt gets one at random; repeat a value to use it more
+    often."""
     top_k: int | None = None
     """Sample among the k most likely tokens only."""
     top_p: float = 1.0
     """Sample among the most likely tokens that together reach this probability."""
     max_new_tokens: int = 256
-    """An answer is cut off after this many tokens; a conversation ends with an answer that was cut off."""
+    """An answer is cut off after this many tokens. The conversation then ends."""
     self_talk_turns: int = 1
     """Questions in a self-talk conversation."""
     self_talk_temperature: float = 1.0
@@ -48,9 +49,10 @@ class DistillOptions:
     batch_size: int = 64
     """Conversations that are answered together."""
     chunk_size: int | None = None
-    """Conversations between two savings; eight batches when left out. A kill loses at most this much work."""
+    """Conversations that are answered and then saved together; default: eight batches. A kill loses at most this much
+    work."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
-    """What the model computes in; auto is bf16 where the machine has it, else fp32."""
+    """Number format of the model; auto is bf16 if the machine supports it, else fp32."""
     endpoint: str | None = None
     """Ask this OpenAI-compatible server (http://host:port/v1) in place of a local model."""
     endpoint_model: str | None = None
@@ -76,12 +78,12 @@ class DistillOptions:
         self._require(
             "self_talk_temperature",
             self.self_talk_temperature > 0,
-            "greedy questions would all be the same",
+            "must be above 0: greedy questions would all be the same",
         )
         self._require("top_p", 0 < self.top_p <= 1, "must be above 0 and at most 1")
         self._require("top_k", self.top_k is None or self.top_k >= 1, "must be at least 1")
         self._require("request_timeout", self.request_timeout > 0, "must be above 0")
-        self._require("out", self.out.suffix != ".gz", "a growing file cannot be zipped; zip it when it is complete")
+        self._require("out", self.out.suffix != ".gz", "compress the file when it is complete")
         if not self.prompts and not self.num_self_talk:
             raise InvalidSettings("nothing to answer: give --prompts FILE… or --num-self-talk N")
         self._check_endpoint()
@@ -99,7 +101,7 @@ class DistillOptions:
         for name, value in _NOT_WITH_ENDPOINT.items():
             if self.endpoint is not None:
                 is_fine = getattr(self, name) == value
-                self._require(name, is_fine, f"not used with --endpoint {self.endpoint}; leave it out")
+                self._require(name, is_fine, f"is not used with --endpoint {self.endpoint}; leave it out")
 
     def _require(self, name: str, is_fine: bool, fix: str) -> None:  # noqa: FBT001
         if not is_fine:
