@@ -39,6 +39,8 @@ def test_without_matplotlib_other_commands_print_how_to_install_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     write_pages(Console(), folder, "tune")
-    out = capsys.readouterr().out
-    assert out == "no page: the report needs matplotlib; install it with: pip install 'draftheads[report]'\n"
+    install = "pip install 'draftheads[report]'"
+    assert capsys.readouterr().out == (
+        f"no page: the report needs matplotlib; install it with: {install}; then run: draftheads report {folder}\n"
+    )
     assert not (folder / "tune.html").exists()

@@ -313,7 +313,7 @@ def test_the_command_prints_a_table(
     assert printed.err == ""
     assert all(
         word in printed.out
-        for word in ("top-1", "top-3", "top-10", "expected tokens per step", "tokens of text a second", "saved in")
+        for word in ("top-1", "top-3", "top-10", "expected tokens per step", "tokens of text per second", "saved in")
     )
     assert "tree of 8 nodes" in printed.out
     assert f"wrote {tmp_path / 'out' / 'report.html'}\n" in printed.out

@@ -167,7 +167,7 @@ def _stream(engine: Engine, prompt: Prompt, settings: SamplingSettings, *, colou
     show_stream(engine, requests, Console(highlight=False), colour=colour)
     seconds = time.perf_counter() - start
     result = requests[0].result()
-    copied = f", {result.num_copied} tokens copied" if result.num_copied else ""
+    copied = f", {result.num_copied} copied" if result.num_copied else ""
     print(
         f"{len(result.token_ids)} tokens in {seconds:.1f} s, {len(result.token_ids) / seconds:.1f} tokens/s, "
         f"{result.tokens_per_step:.2f} tokens/step{copied}, ended by {result.finish_reason}",

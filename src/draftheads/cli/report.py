@@ -34,4 +34,4 @@ def write_pages(console: Console, folder: Path, kind: PageKind) -> None:
         for page in write_report(folder, kind):
             console.print(f"wrote {page}", soft_wrap=True, markup=False)
     except MissingDependency as error:
-        console.print(f"no page: {error}", soft_wrap=True, markup=False)
+        console.print(f"no page: {error}; then run: draftheads report {folder}", soft_wrap=True, markup=False)

@@ -77,8 +77,8 @@ def print_results(console: Console, report: Report) -> None:
         f"tree of {len(report.tree) + 1} nodes {report.tokens_per_step_tree:.2f}"
     )
     console.print(
-        f"{report.num_steps:,} steps; {report.tokens_per_second:,.0f} tokens of text a second "
-        f"in the {report.training_seconds:,.0f} s of this process"
+        f"{report.num_steps:,} steps; {report.tokens_per_second:,.0f} tokens of text per second, "
+        f"{report.training_seconds:,.0f} s in this run"
     )
 
 
