@@ -121,6 +121,14 @@ def test_a_draft_model_grows_trees_up_to_max_depth(model: TargetModel) -> None:
     assert results[0].num_steps == 24 / 3
 
 
+@pytest.mark.parametrize("shape", [BestFirst(12, num_ranks=1, beam=1, max_depth=8), BestPaths((1,) * 8, 1)])
+def test_a_draft_model_drafts_as_deep_as_the_shape_says(shape: Shape, model: TargetModel) -> None:
+    """Also where the shape is deeper than ``max_depth``, which is for shapes without a depth."""
+    drafter = DraftModel(model, model, max_depth=2)
+    (result,) = Engine(model, drafter, shape=shape).generate([PROMPTS[0]], max_new_tokens=19, ignore_eos=True)
+    assert result.num_steps == 18 / 9
+
+
 @pytest.mark.parametrize("shape", [Tree.from_paths([(VOCAB,)]), BestPaths((2, VOCAB + 1), 2)])
 def test_a_draft_model_fills_no_tree_that_is_wider_than_its_vocabulary(shape: Shape, model: TargetModel) -> None:
     drafter = DraftModel(tiny_model("llama", seed=5), model)

@@ -16,7 +16,7 @@ from draftheads.filling import fill
 from draftheads.models.fingerprint import Fingerprints
 from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
-from draftheads.shapes import Shape, check_ranks
+from draftheads.shapes import Shape, check_ranks, depth_of
 from draftheads.tree import Tree
 
 
@@ -86,7 +86,8 @@ class DraftModelSession:
             InvalidTree: as for :meth:`DraftModel.check_shape`.
         """
         self.drafter.check_shape(shape)
-        return fill(self, shape, context, begin=partial(self.begin, context), max_depth=self.drafter.max_depth)
+        max_depth = depth_of(shape) or self.drafter.max_depth
+        return fill(self, shape, context, begin=partial(self.begin, context), max_depth=max_depth)
 
     def follow(self, context: Context) -> None:
         """Reads the accepted tokens."""
