@@ -20,7 +20,7 @@ def main(
 ) -> None:
     texts = prompts.read_text(encoding="utf-8").splitlines()  # one prompt per line, at least three
     settings = BenchSettings(num_nodes=num_nodes, max_new_tokens=max_new_tokens, temperature=0.0)
-    for row in draftheads.compare_heads(model, heads, texts, settings=settings):
+    for row in draftheads.compare_heads(model, heads, texts, settings=settings).rows:
         print(f"{row.name}: {row.tokens_per_step:.2f} tokens per step")
 
 

@@ -12,7 +12,7 @@ import draftheads
 
 def main(prompts: Path, out: Path, model: str = "smollm2-135m", head: str = "hydra") -> None:
     texts = prompts.read_text(encoding="utf-8").splitlines()  # one prompt per line
-    profile = draftheads.tune_head(model, head, texts, out=out)
+    profile = draftheads.tune_head(model, head, texts, out=out).profile
     for nodes in (1, 4, 16):
         print(f"{nodes} nodes: {profile.static_tokens[nodes - 1]:.2f} tokens per step")
     engine = draftheads.load(model, head=head, profile=out)

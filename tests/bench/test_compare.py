@@ -271,7 +271,7 @@ ASKED = ["a dog", "hello", "fog and ice"]
 
 def test_the_function_returns_rows_and_uses_what_was_saved(counted: list[str]) -> None:
     def rows(**options: Any) -> list[Row]:
-        return draftheads.compare_heads("./model", ["./hydra", "lookahead"], ASKED, settings=quick(), **options)
+        return draftheads.compare_heads("./model", ["./hydra", "lookahead"], ASKED, settings=quick(), **options).rows
 
     found = rows(precision="fp32")
     assert [row.name for row in found] == ["hydra", "lookahead"]

@@ -49,7 +49,7 @@ _SEED = 1 << 30  # of the first sampled answer
 class Comparison:
     """A finished comparison."""
 
-    rows: list[Row]
+    rows: list[Row]  # one for each drafter; their tokens per step are compared with those of the first one
     record: dict[str, Any]  # as in ``bench.json``
 
 
@@ -63,7 +63,8 @@ def compare_heads(
     settings: BenchSettings | None = None,
     precision: Precision = "auto",
     fresh: bool = False,
-) -> list[Row]:
+    progress: Progress | None = None,
+) -> Comparison:
     """Compares draft heads, and drafters without a head, on the same prompts; what ``draftheads bench`` does.
 
     Tokens per step are saved in the user's cache by model, drafter, settings, machine and versions. So a comparison
@@ -79,9 +80,7 @@ def compare_heads(
         settings: what is measured, and on how much.
         precision: as for :func:`draftheads.load`.
         fresh: ignore what was saved.
-
-    Returns:
-        A row for each drafter; the others' tokens per step are compared with the first one's.
+        progress: is told about each stage.
 
     Raises:
         ModelNotFound, CheckpointError: the model or a head cannot be loaded.
@@ -89,38 +88,12 @@ def compare_heads(
         InvalidSettings: two drafters have the same name.
         StorageError: another process makes the same comparison.
     """
-    names = [fspath(head) for head in heads]
-    small = None if draft_model is None else fspath(draft_model)
-    return compare(
-        fspath(model),
-        names,
-        prompts,
-        chat_template=chat_template,
-        draft_model=small,
-        settings=settings,
-        precision=precision,
-        fresh=fresh,
-    ).rows
-
-
-def compare(
-    model: str,
-    heads: Sequence[str],
-    prompts: Sequence[Prompt] | None,
-    *,
-    chat_template: str | PathLike[str] | None = None,
-    draft_model: str | None = None,
-    settings: BenchSettings | None = None,
-    precision: Precision = "auto",
-    fresh: bool = False,
-    progress: Progress | None = None,
-) -> Comparison:
-    """:func:`compare_heads` with its progress and its record."""
-    settings, progress = settings or BenchSettings(), progress or NoProgress()
+    model, settings, progress = fspath(model), settings or BenchSettings(), progress or NoProgress()
     prompts = prompts_in(own_prompts("demo")) if prompts is None else prompts
     if len(prompts) < MIN_PROMPTS:
         raise DataError(f"{len(prompts)} prompts: give at least {MIN_PROMPTS}, better 80")
-    named = names_of(heads or heads_for(model), taken=(PLAIN, DRAFT_MODEL) if draft_model else (PLAIN,))
+    names = [fspath(head) for head in heads] or heads_for(model)
+    named = names_of(names, taken=(PLAIN, DRAFT_MODEL) if draft_model else (PLAIN,))
     template = find_template(chat_template, named.values(), model)  # raises before the model is loaded
     target = load_target(model, chat_template=template, precision=precision)
     contenders = list(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from os import PathLike
 from pathlib import Path
 
 import torch
@@ -70,7 +71,7 @@ def load_contenders(
     target: TargetModel,
     *,
     num_nodes: int,
-    draft_model: str | None = None,
+    draft_model: str | PathLike[str] | None = None,
     precision: Precision = "auto",
 ) -> Iterator[Contender]:
     """The drafters, loaded.

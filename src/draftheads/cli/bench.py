@@ -10,7 +10,7 @@ from typing import Any
 import tyro
 from rich.console import Console
 
-from draftheads.bench.compare import MIN_PROMPTS, compare
+from draftheads.bench.compare import MIN_PROMPTS, compare_heads
 from draftheads.bench.settings import BenchSettings
 from draftheads.bench.table import Row, columns, markdown
 from draftheads.cli.progress_display import ProgressDisplay
@@ -65,7 +65,7 @@ def run(options: BenchOptions) -> None:
     if out is not None:
         _make(out)
     with ProgressDisplay(console) as progress:
-        comparison = compare(
+        comparison = compare_heads(
             options.model,
             options.heads,
             prompts[: options.limit],

@@ -16,7 +16,7 @@ from draftheads.decode.engine import Engine, Prompt
 from draftheads.errors import InvalidPrompt, InvalidSettings, InvalidTree
 from draftheads.files import write_atomic
 from draftheads.loading import Precision, load
-from draftheads.sampling import AcceptanceRule, SamplingSettings
+from draftheads.sampling import SamplingSettings
 from draftheads.shapes import BestFirst, BestPaths, Sampled, Shape
 from draftheads.tree import Tree
 
@@ -57,23 +57,7 @@ class GenerateOptions:
     """A JSONL file (.gz, too) of prompts ("prompt", "messages" or "turns" in each line), in place of PROMPT."""
     out: Path | None = None
     """Write the answers to this file, one JSON object per line, instead of showing them."""
-    max_new_tokens: int = 256
-    """Stop after this many new tokens."""
-    temperature: float = 0.0
-    """0 takes the most likely token (greedy); above 0 samples."""
-    top_k: int | None = None
-    """Sample only among the k most likely tokens."""
-    top_p: float = 1.0
-    """Sample only among the most likely tokens that together reach this probability."""
-    repetition_penalty: float = 1.0
-    """Above 1 makes tokens that are already in the text less likely."""
-    seed: int | None = None
-    """Makes sampling repeatable."""
-    stop: tuple[str, ...] = field(default=())
-    """Strings that end an answer."""
-    acceptance: AcceptanceRule = "exact"
-    """exact keeps the model's distribution. So do rejection and block, which accept more of sampled draft tokens
-    (--draw). typical is faster at a temperature but changes the distribution."""
+    settings: tyro.conf.OmitArgPrefixes[SamplingSettings] = field(default_factory=SamplingSettings)
     batch_size: int = 16
     """Prompts that are decoded together."""
     precision: Precision = "auto"
@@ -100,20 +84,10 @@ def run(options: GenerateOptions) -> None:
         max_batch_size=options.batch_size,
         exact_bits=options.exact_bits,
     )
-    settings = SamplingSettings(
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        repetition_penalty=options.repetition_penalty,
-        seed=options.seed,
-        stop=options.stop,
-        acceptance=options.acceptance,
-    )
     if len(prompts) == 1 and options.out is None:
-        _stream(engine, prompts[0], settings, colour=not options.plain_text)
+        _stream(engine, prompts[0], options.settings, colour=not options.plain_text)
     else:
-        _batch(engine, prompts, settings, options.out)
+        _batch(engine, prompts, options.settings, options.out)
 
 
 def _prompts(options: GenerateOptions) -> list[Prompt]:

@@ -7,33 +7,23 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from draftheads.errors import CacheWarning, ChatTemplateWarning, DraftHeadsError
 
-
-class Command(NamedTuple):
-    """A command. Its module has a function ``run`` and is imported only if the command is called."""
-
-    module: str
-    options: str  # the options' dataclass
-    summary: str
-
-
+# Each command has a module of its name with a function ``run(options)``; it is imported only if the command is called.
 COMMANDS = {
-    "bench": Command("draftheads.cli.bench", "BenchOptions", "compare draft heads, and drafters without a head"),
-    "demo": Command("draftheads.cli.demo", "DemoOptions", "answer prompts with and without draft heads, and compare"),
-    "distill": Command("draftheads.cli.distill", "DistillOptions", "let a model answer prompts, to get training data"),
-    "generate": Command("draftheads.cli.generate", "GenerateOptions", "answer prompts"),
-    "info": Command("draftheads.cli.info", "InfoOptions", "describe a head, list the bundled ones, or draw a tree"),
-    "merge": Command("draftheads.cli.merge", "MergeOptions", "merge a model and its tuned adapter into one model"),
-    "report": Command(
-        "draftheads.cli.report", "ReportOptions", "write the pages of a train, tune or bench folder again"
-    ),
-    "show-batch": Command("draftheads.cli.show_batch", "ShowBatchOptions", "show which tokens of a batch are learned"),
-    "train": Command("draftheads.cli.train", "TrainOptions", "train draft heads for a model"),
-    "tune": Command("draftheads.cli.tune", "TuneOptions", "measure a head's acceptance profile on your prompts"),
-    "train-joint": Command("draftheads.cli.train_joint", "JointOptions", "tune a model and its draft heads together"),
+    "bench": "compare draft heads, and drafters without a head",
+    "demo": "answer prompts with and without draft heads, and compare",
+    "distill": "let a model answer prompts, to get training data",
+    "generate": "answer prompts",
+    "info": "describe a head, list the bundled ones, or draw a tree",
+    "merge": "merge a model and its tuned adapter into one model",
+    "report": "write the pages of a train, tune or bench folder again",
+    "show-batch": "show which tokens of a batch are learned",
+    "train": "train draft heads for a model",
+    "tune": "measure a head's acceptance profile on your prompts",
+    "train-joint": "tune a model and its draft heads together",
 }
 
 
@@ -73,27 +63,26 @@ def _command(arguments: list[str]) -> int:
 
         print(version("draftheads"))
         return 0
-    command = COMMANDS.get(arguments[0])
-    if command is None:
+    if arguments[0] not in COMMANDS:
         print(f"draftheads: no command {arguments[0]!r}\n\n{_usage()}", file=sys.stderr)
         return 2
-    _run(arguments[0], command, arguments[1:])
+    _run(arguments[0], arguments[1:])
     return 0
 
 
-def _run(name: str, command: Command, arguments: Sequence[str]) -> None:
+def _run(name: str, arguments: Sequence[str]) -> None:
     import tyro  # noqa: PLC0415 - slow to import; the list of commands does not need it
 
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it logs missing libraries on import
-    module: Any = importlib.import_module(command.module)
+    module: Any = importlib.import_module(f"draftheads.cli.{name.replace('-', '_')}")
     # some commands have defaults that depend on other options, such as --recipe
     default = {"default": module.defaults(arguments)} if hasattr(module, "defaults") else {}
-    options = tyro.cli(getattr(module, command.options), args=arguments, prog=f"draftheads {name}", **default)
-    module.run(options)
+    options_class = module.run.__annotations__["options"]
+    module.run(tyro.cli(options_class, args=arguments, prog=f"draftheads {name}", **default))
 
 
 def _usage() -> str:
-    lines = [f"  {name:<12} {command.summary}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<12} {summary}" for name, summary in COMMANDS.items()]
     return "\n".join(
         [
             "usage: draftheads COMMAND [options]",

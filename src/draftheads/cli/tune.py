@@ -16,7 +16,7 @@ from draftheads.cli.show import quiet_transformers
 from draftheads.data.records import prompts_in
 from draftheads.loading import Precision
 from draftheads.search.replay import ReplaySettings
-from draftheads.search.tune import tune
+from draftheads.search.tune import tune_head
 from draftheads.zoo.registry import find_head
 
 _SHOWN = (1, 2, 4, 8, 10, 16, 32, 64)
@@ -54,7 +54,7 @@ def run(options: TuneOptions) -> None:
     prompts = prompts_in(options.prompts) if options.prompts else None
     with ProgressDisplay(console) as progress:
         try:
-            tuning = tune(
+            tuning = tune_head(
                 options.model,
                 options.head,
                 prompts,

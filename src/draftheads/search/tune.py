@@ -14,10 +14,8 @@ from draftheads.decode.cost_profile import CostProfile, cost_of
 from draftheads.decode.engine import Prompt
 from draftheads.errors import InvalidSettings
 from draftheads.files import locked, user_path, write_atomic
-from draftheads.heads.base import DraftHead
 from draftheads.loading import Precision, find_template, load_drafter, load_target
 from draftheads.models.embedded import cache_folder
-from draftheads.models.model import TargetModel
 from draftheads.profiles import folder_to_write
 from draftheads.progress import NoProgress, Progress
 from draftheads.provenance import provenance
@@ -49,7 +47,8 @@ def tune_head(
     out: str | PathLike[str] | None = None,
     settings: ReplaySettings | None = None,
     precision: Precision = "auto",
-) -> AcceptanceProfile:
+    progress: Progress | None = None,
+) -> Tuning:
     """Measures how many tokens a step gains with a head, on the user's prompts; what ``draftheads tune`` does.
 
     Writes ``acceptance.json``, by which the head is then loaded, and ``tune.json``. The model's answers are saved, so a
@@ -64,32 +63,13 @@ def tune_head(
             in the user's cache.
         settings: of the answers and the trees.
         precision: as for :func:`draftheads.load`.
-
-    Returns:
-        The profile, with tokens per step of trees of 1 to 64 nodes.
+        progress: is told about each stage.
 
     Raises:
         ModelNotFound, CheckpointError: the model or the head cannot be loaded.
         DataError: fewer than two prompts, or fewer than two answers.
         StorageError: the folder cannot be written, or another process writes into it.
     """
-    return tune(
-        model, head, prompts, chat_template=chat_template, out=out, settings=settings, precision=precision
-    ).profile
-
-
-def tune(
-    model: str | PathLike[str],
-    head: str | PathLike[str],
-    prompts: Sequence[Prompt] | None = None,
-    *,
-    chat_template: str | PathLike[str] | None = None,
-    out: str | PathLike[str] | None = None,
-    settings: ReplaySettings | None = None,
-    precision: Precision = "auto",
-    progress: Progress | None = None,
-) -> Tuning:
-    """:func:`tune_head` with its progress, its record and its folder."""
     settings, progress = settings or ReplaySettings(), progress or NoProgress()
     prompts = prompts_in(own_prompts("calibration")) if prompts is None else prompts
     saved = read_head(find_head(fspath(head), fspath(model)), ignore_profile=True)
@@ -98,50 +78,26 @@ def tune(
     drafter = load_drafter(head, model, target, ignore_profile=True)
     folder = user_path(out) if out else folder_to_write(saved)
     with locked(folder, "give --out"):
-        profile, record = measure(target, drafter, prompts, settings, folder=answers_folder(folder), progress=progress)
+        answers = own_answers(
+            target, encoded(target, prompts, settings), settings, folder=answers_folder(folder), progress=progress
+        )
+        profile, found = measured_profile(target, drafter, answers, settings, progress=progress)
         progress.stage("predicting speeds on this machine")
-        found = predicted(profile, cost_of(target, drafter))
-        record = {**record, **found, "head": fspath(head), "provenance": provenance()}
+        record = {
+            "format_version": 2,
+            "method": drafter.config.method,
+            "model_id": target.model_id,
+            "head": fspath(head),
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "temperature": settings.temperature,
+            "num_texts": len(answers),
+            **found,
+            **predicted(profile, cost_of(target, drafter)),
+            "provenance": provenance(),
+        }
         write_atomic(folder / RECORD, json.dumps(record).encode())
         profile.save(folder / PROFILE_FILE)
     return Tuning(profile, record, folder)
-
-
-def measure(
-    target: TargetModel,
-    head: DraftHead,
-    prompts: Sequence[Prompt],
-    settings: ReplaySettings,
-    *,
-    folder: Path,
-    progress: Progress,
-) -> tuple[AcceptanceProfile, dict[str, Any]]:
-    """The profile of a loaded head, and the record of what it was made from.
-
-    Args:
-        target: the model.
-        head: bound to it.
-        prompts: to be answered; the first ``num_prompts`` are used.
-        settings: of the answers and the trees.
-        folder: the model's answers are saved here.
-        progress: is told about each answer.
-
-    Raises:
-        DataError: fewer than two prompts, or fewer than two answers.
-    """
-    ids = encoded(target, prompts, settings)
-    answers = own_answers(target, ids, settings, folder=folder, progress=progress)
-    profile, found = measured_profile(target, head, answers, settings, progress=progress)
-    record = {
-        "format_version": 2,
-        "method": head.config.method,
-        "model_id": target.model_id,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "temperature": settings.temperature,
-        "num_texts": len(answers),
-        **found,
-    }
-    return profile, record
 
 
 def answers_folder(folder: Path) -> Path:
