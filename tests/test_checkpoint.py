@@ -525,7 +525,7 @@ BROKEN = [
     Broken(CONFIG_FILE, put("format_version", value=2), CheckpointMismatch, "is 2 .* up to 1: upgrade"),
     Broken(CONFIG_FILE, put("format_version", value=0), CheckpointCorrupt, "format_version is 0"),
     Broken(CONFIG_FILE, put("format_version", value="1"), CheckpointCorrupt, "format_version is '1'"),
-    Broken(CONFIG_FILE, drop("format_version"), CheckpointCorrupt, "is this a draft head's file"),
+    Broken(CONFIG_FILE, drop("format_version"), CheckpointCorrupt, "is this a file of draftheads"),
     Broken(PROFILE_FILE, put("surprise", value=1), CheckpointCorrupt, "unknown key surprise"),
     Broken(PROFILE_FILE, drop("paths"), CheckpointCorrupt, "paths is missing"),
     Broken(PROFILE_FILE, put("beam", value="3"), CheckpointCorrupt, "beam is '3'; it must be int"),

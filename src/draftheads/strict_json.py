@@ -31,7 +31,7 @@ def read_object(path: Path, *, newest: int) -> dict[str, Any]:
     version = _as_object(value, path).get("format_version")
     if type(version) is not int or version < 1:
         raise CheckpointCorrupt(
-            f"{path}: format_version is {version!r}, not 1 … {newest}: is this a draft head's file?"
+            f"{path}: format_version is {version!r}, not 1 … {newest}: is this a file of draftheads?"
         )
     if version > newest:
         raise CheckpointMismatch(

@@ -1,7 +1,8 @@
 """``draftheads train`` and what ``train-joint`` shares with it: defaults, and tables of the results."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tyro
 from rich.console import Console
@@ -10,6 +11,7 @@ from rich.table import Table
 from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.report import write_pages
 from draftheads.cli.show import quiet_transformers
+from draftheads.progress import Progress
 from draftheads.train import processes
 from draftheads.train.options import RunOptions, TrainOptions
 from draftheads.train.recipes import defaults_from, recipe
@@ -50,17 +52,29 @@ def defaults(arguments: Sequence[str], options: type[RunOptions] = TrainOptions)
 
 def run(options: TrainOptions) -> None:
     """Trains, then prints a table of the heads' accuracy."""
+    run_and_print(options, train, lambda _: [f"saved in {options.out}"])
+
+
+def run_and_print(
+    options: RunOptions, train: Callable[[Any, Progress], Report | None], more: Callable[[Any], Sequence[str | Table]]
+) -> None:
+    """Trains, prints the results and writes the page; of several processes only the first one prints.
+
+    Args:
+        options: of the run.
+        train: gets them; returns the report, in the first process at least.
+        more: what to print after the table of the heads, from the report.
+    """
     quiet_transformers()
     console = Console(quiet=not processes.is_first())
     if options.recipe is not None:
         console.print(recipe_table(options))
     with ProgressDisplay(console) as display:
         report = train(options, display)
-    if report is None:  # of several processes only the first one prints
-        return
-    print_results(console, report)
-    console.print(f"saved in {options.out}")
-    if processes.is_first():  # every process gets the report of a run that was complete
+    if report is not None and processes.is_first():
+        print_results(console, report)
+        for each in more(report):
+            console.print(each, soft_wrap=isinstance(each, str))
         write_pages(console, options.out, "training")
 
 

@@ -2,15 +2,10 @@
 
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 
-from draftheads.cli.progress_display import ProgressDisplay
-from draftheads.cli.report import write_pages
-from draftheads.cli.show import quiet_transformers
 from draftheads.cli.train import defaults as defaults_of
-from draftheads.cli.train import print_results, recipe_table
-from draftheads.train import processes
+from draftheads.cli.train import run_and_print
 from draftheads.train.joint.options import JointOptions
 from draftheads.train.joint.run import Movement, train_jointly
 from draftheads.train.options import RunOptions
@@ -23,20 +18,9 @@ def defaults(arguments: Sequence[str]) -> RunOptions:
 
 def run(options: JointOptions) -> None:
     """Trains, then prints the heads' accuracy and how far the model moved."""
-    quiet_transformers()
-    console = Console(quiet=not processes.is_first())
-    if options.recipe is not None:
-        console.print(recipe_table(options))
-    with ProgressDisplay(console) as display:
-        report = train_jointly(options, display)
-    if report is None:  # of several processes only the first one prints
-        return
-    print_results(console, report)
-    console.print(movement_table(report.movement))
     merge = f"draftheads merge --model {options.model} --adapter {options.out} --out …"
-    console.print(f"saved in {options.out}; `{merge}` makes one model of it", soft_wrap=True)
-    if processes.is_first():
-        write_pages(console, options.out, "training")
+    saved = f"saved in {options.out}; `{merge}` makes one model of it"
+    run_and_print(options, train_jointly, lambda report: [movement_table(report.movement), saved])
 
 
 def movement_table(movement: Movement) -> Table:

@@ -163,27 +163,6 @@ def bucket_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]
     return groups
 
 
-class PlannedBatches(Dataset[dict[str, Any]]):
-    """Batch n of a plan: the keyword arguments of a training step, and the indices of its documents."""
-
-    def __init__(self, store: Documents, plan: Sequence[Sequence[int]], *, skip_prompts: bool) -> None:
-        self.store = store
-        self.plan = plan
-        self.skip_prompts = skip_prompts
-
-    def __len__(self) -> int:
-        return len(self.plan)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        batch = collate([self.store[i] for i in self.plan[index]], skip_prompts=self.skip_prompts)
-        return {**vars(batch), "documents": torch.tensor(self.plan[index])}
-
-    @property
-    def sources(self) -> Sequence[str]:
-        """``FILE:LINE`` of each document."""
-        return self.store.sources
-
-
 class PlannedTexts(Dataset[dict[str, Any]]):
     """Batch n of a plan without hidden states, for training that changes the model."""
 
@@ -206,6 +185,18 @@ class PlannedTexts(Dataset[dict[str, Any]]):
     def sources(self) -> Sequence[str]:
         """``FILE:LINE`` of each document."""
         return self.store.sources
+
+
+class PlannedBatches(PlannedTexts):
+    """Batch n of a plan: the keyword arguments of a training step, and the indices of its documents."""
+
+    def __init__(self, store: Documents, plan: Sequence[Sequence[int]], *, skip_prompts: bool) -> None:
+        super().__init__(store, plan)
+        self.skip_prompts = skip_prompts
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        batch = collate([self.store[i] for i in self.plan[index]], skip_prompts=self.skip_prompts)
+        return {**vars(batch), "documents": torch.tensor(self.plan[index])}
 
 
 def _without_prompt(document: Document) -> Document:

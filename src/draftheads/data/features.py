@@ -12,18 +12,19 @@ whole or not at all.
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from draftheads.errors import DataError
+from draftheads.errors import CheckpointError, DataError
 from draftheads.files import write_atomic
+from draftheads.strict_json import read_dataclass, read_object
 
 FORMAT_VERSION = 1
 DOCUMENTS_PER_SHARD = 256
@@ -52,24 +53,27 @@ class Document:
     loss_mask: Tensor  # (T,) bool
 
 
-class Documents(Protocol):
+class Documents:
     """Texts with hidden states: stored (FeatureStore), or computed on access (LiveStore)."""
 
     token_ids: list[Tensor]  # per document (T,) int64
     loss_masks: list[Tensor]  # per document (T,) bool
     sources: list[str]  # per document FILE:LINE; empty if not known
+    fingerprint: str | None  # of the texts and the model; None if not known
 
-    @property
-    def fingerprint(self) -> str | None:
-        """Of the texts and the model; None if not known."""
+    def __len__(self) -> int:
+        return len(self.token_ids)
 
-    @property
+    def __getitem__(self, index: int) -> Document:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Document]:
+        return (self[index] for index in range(len(self)))
+
+    @cached_property  # read once per text of every batch
     def lengths(self) -> list[int]:
         """Tokens of each document."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Document: ...
+        return [len(ids) for ids in self.token_ids]
 
 
 def shard_path(folder: Path, index: int) -> Path:
@@ -92,17 +96,9 @@ def read_meta(folder: Path) -> StoreMeta | None:
     if not path.exists():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: {error}") from None
-    version = content.get("format_version") if isinstance(content, dict) else None
-    if version != FORMAT_VERSION:
-        raise DataError(f"{path}: format version {version!r}; this version reads {FORMAT_VERSION}: delete the folder")
-    kinds = {field.name: field.type for field in fields(StoreMeta)}
-    wrong = [name for name, kind in kinds.items() if not isinstance(content.get(name), kind)]  # type: ignore[arg-type]
-    if wrong or set(content) != set(kinds):
-        raise DataError(f"{path}: keys {sorted(content)}, wrong types: {wrong}; expected {sorted(kinds)}")
-    return StoreMeta(**content)
+        return read_dataclass(StoreMeta, read_object(path, newest=FORMAT_VERSION), path, "")
+    except CheckpointError as error:
+        raise DataError(f"{error}; or delete the folder") from None
 
 
 def write_shard(folder: Path, index: int, documents: Sequence[Document], *, sources: Sequence[str] = ()) -> None:
@@ -116,7 +112,7 @@ def write_shard(folder: Path, index: int, documents: Sequence[Document], *, sour
     write_atomic(shard_path(folder, index), save(tensors, metadata={"sources": json.dumps(list(sources))}))
 
 
-class FeatureStore:
+class FeatureStore(Documents):
     """A complete store. Hidden states are read from disk per document; token ids and masks are kept in memory."""
 
     def __init__(self, folder: Path) -> None:
@@ -130,37 +126,20 @@ class FeatureStore:
             raise DataError(f"{folder}: no meta.json, so this is not a feature store")
         self.folder = folder
         self.meta = meta
+        self.fingerprint = meta.fingerprint
         self._shards: list[Any] = []  # the open files' "hidden" slices
         self._starts: list[tuple[int, int]] = []  # per document: shard, first token in it
-        self.token_ids: list[Tensor] = []  # per document (T,) int64
-        self.loss_masks: list[Tensor] = []  # per document (T,) bool
-        self.sources: list[str] = []  # per document FILE:LINE; empty if not known
+        self.token_ids, self.loss_masks, self.sources = [], [], []
         for index in range(meta.num_shards):
             self._open(index)
         if len(self) != meta.num_documents:
             raise DataError(f"{folder}: {len(self)} texts in the shards but meta.json says {meta.num_documents}")
-
-    def __len__(self) -> int:
-        return len(self._starts)
 
     def __getitem__(self, index: int) -> Document:
         shard, start = self._starts[index]
         token_ids = self.token_ids[index]
         hidden = self._shards[shard][start : start + len(token_ids)]
         return Document(hidden, token_ids, self.loss_masks[index])
-
-    def __iter__(self) -> Iterator[Document]:
-        return (self[index] for index in range(len(self)))
-
-    @property
-    def fingerprint(self) -> str | None:
-        """Of the texts and the model; None if not known."""
-        return self.meta.fingerprint
-
-    @cached_property  # read once per text of every batch
-    def lengths(self) -> list[int]:
-        """Tokens of each document."""
-        return [len(ids) for ids in self.token_ids]
 
     def _open(self, index: int) -> None:
         path = shard_path(self.folder, index)

@@ -6,13 +6,12 @@ Knows the target model; knows nothing of heads or training.
 import hashlib
 import json
 from collections.abc import Sequence
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from draftheads.data.chat import EncodedChat
-from draftheads.data.features import Document
+from draftheads.data.features import Document, Documents
 from draftheads.models.model import TargetModel
 
 
@@ -34,8 +33,8 @@ def fingerprint_of(target: TargetModel, texts: Sequence[EncodedChat]) -> str:
     return digest.hexdigest()[:16]
 
 
-class LiveStore:
-    """The interface and the numbers of a feature store; on access the model, as it is then, reads the document."""
+class LiveStore(Documents):
+    """The same as a feature store, but on access the model, as it is then, reads the document."""
 
     def __init__(self, target: TargetModel, texts: Sequence[EncodedChat]) -> None:
         self.target = target
@@ -44,14 +43,6 @@ class LiveStore:
         self.sources = [text.source for text in texts]
         self.fingerprint = fingerprint_of(target, texts)
 
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
     def __getitem__(self, index: int) -> Document:
         token_ids = self.token_ids[index]
         return Document(read_alone(self.target, token_ids), token_ids, self.loss_masks[index])
-
-    @cached_property  # read once per text of every batch
-    def lengths(self) -> list[int]:
-        """Tokens of each document."""
-        return [len(ids) for ids in self.token_ids]

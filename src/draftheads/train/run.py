@@ -236,7 +236,7 @@ class Run:
         """The Trainer to use."""
         return HeadTrainer
 
-    def batches(self) -> PlannedBatches | PlannedTexts:
+    def batches(self) -> PlannedTexts:
         """All batches in their order."""
         raise NotImplementedError
 

@@ -22,7 +22,7 @@ from torch.utils.data import Sampler, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from draftheads.data.batches import PlannedBatches, PlannedTexts
+from draftheads.data.batches import PlannedTexts
 from draftheads.errors import NonFiniteLoss, StorageError, TrainingError
 from draftheads.files import write_atomic
 from draftheads.train import processes
@@ -40,7 +40,7 @@ class TrainingInterrupted(TrainingError):
 
 def fit(
     learner: nn.Module,
-    batches: PlannedBatches | PlannedTexts,
+    batches: PlannedTexts,
     folder: RunFolder,
     *,
     bf16: bool,
@@ -179,7 +179,7 @@ class HeadTrainer(Trainer):
         self._reported: dict[str, list[Tensor]] = {}  # by name, since they were last taken
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        batches: PlannedBatches | PlannedTexts = self.train_dataset if train_dataset is None else train_dataset  # type: ignore[assignment]
+        batches: PlannedTexts = self.train_dataset if train_dataset is None else train_dataset  # type: ignore[assignment]
         return SequentialSampler(batches)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
