@@ -2,11 +2,13 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import draftheads
 from draftheads.bench import compare
@@ -292,6 +294,27 @@ def test_other_settings_and_another_configuration_are_counted_anew(counted: list
     save_head(other, tmp_path / "other" / "hydra", base=base)
     draftheads.compare_heads("./model", [str(tmp_path / "other" / "hydra")], ASKED, settings=quick())
     assert len(counted) == 5
+
+
+def test_changed_weights_in_the_same_folder_are_counted_anew(counted: list[str], tmp_path: Path) -> None:
+    def computed() -> list[str]:
+        """What is computed for a head and a drafter without one, on a model in the same folders each time."""
+        counted.clear()
+        draftheads.compare_heads(model, [head, "lookahead"], ASKED, settings=quick(), precision="fp32")
+        return counted
+
+    model, head = tmp_path / "model", tmp_path / "hydra"
+    shutil.copytree("model", model)
+    base = load_target(str(model), precision="fp32")
+    save_head(tiny_head("hydra", base), head, base=base)
+    assert computed() == ["NoDraft", "HydraHead", "Lookahead"]
+    assert computed() == []
+    save_head(tiny_head("hydra", base, seed=1), head, base=base)
+    assert computed() == ["HydraHead"], "other weights of the head"
+    weights = load_file(model / "model.safetensors")
+    changed = "model.layers.0.mlp.down_proj.weight"  # not in the fingerprints by which a head knows its base model
+    save_file({**weights, changed: 1.5 * weights[changed]}, model / "model.safetensors", metadata={"format": "pt"})
+    assert computed() == ["NoDraft", "HydraHead", "Lookahead"], "other weights of the model"
 
 
 # --- what cannot be compared ---
