@@ -129,12 +129,6 @@ def test_a_given_chat_template_is_saved_with_the_head(base: TargetModel, tmp_pat
     load_head(tmp_path / "head", base)
 
 
-def test_a_head_without_a_chat_template_has_the_same_keys_as_before(folder: Path):
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    assert sorted(config) == ["base", "format_version", "head", "method", "provenance"]
-    assert read_head(folder).chat_template is None
-
-
 # --- there and back ---
 
 

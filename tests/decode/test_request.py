@@ -40,45 +40,6 @@ def fed(request: Request, *runs: list[int]) -> list[StreamEvent]:
 # --- a stop inside an accepted run ---
 
 
-@pytest.mark.parametrize(
-    ("own", "token_ids", "text", "reason"),
-    [
-        ({}, (7, 8, EOS), "<7><8>", "stop"),
-        ({"stop_token_ids": (8,)}, (7, 8), "<7>", "stop"),
-        ({"stop_token_ids": (11, 9)}, (7, 8, EOS), "<7><8>", "stop"),
-        ({"ignore_eos": True, "stop_token_ids": (9,)}, (7, 8, EOS, 9), "<7><8><2>", "stop"),
-        ({"stop": ("<8>",)}, (7, 8), "<7>", "stop"),
-        ({"stop": ("7><",)}, (7, 8), "<", "stop"),
-        ({"stop": ("nothing",)}, (7, 8, EOS), "<7><8>", "stop"),
-        ({"stop": ("<9>", "8")}, (7, 8), "<7><", "stop"),
-        ({"stop": ("<2>",)}, (7, 8, EOS), "<7><8>", "stop"),
-        ({"max_new_tokens": 2}, (7, 8), "<7><8>", "length"),
-        ({"max_new_tokens": 2, "stop": ("nothing",)}, (7, 8), "<7><8>", "length"),
-        ({"max_new_tokens": 3}, (7, 8, EOS), "<7><8>", "stop"),
-        ({"max_new_tokens": 1}, (7,), "<7>", "length"),
-        ({"ignore_eos": True, "max_new_tokens": 5}, (7, 8, EOS, 9, 10), "<7><8><2><9><10>", "length"),
-        ({"ignore_eos": True, "max_new_tokens": 4}, (7, 8, EOS, 9), "<7><8><2><9>", "length"),
-    ],
-)
-def test_nothing_after_a_stop_is_kept(own: dict[str, Any], token_ids: tuple[int, ...], text: str, reason: str) -> None:
-    for runs in ([[7, 8, EOS, 9, 10]], [[7], [8, EOS, 9], [10]], [[7], [8], [EOS], [9], [10]]):
-        request = request_of(**own)
-        events = fed(request, *runs)
-        result = request.result()
-        assert (result.token_ids, result.text, result.finish_reason) == (token_ids, text, reason)
-        assert "".join(event.text for event in events) == text
-        assert sum((event.token_ids for event in events), ()) == token_ids
-        assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + [reason]
-
-
-def test_a_string_that_only_begins_like_a_stop_string_is_shown_at_the_end() -> None:
-    for own in ({"stop": ("<8>!",), "max_new_tokens": 2}, {"stop": ("<8>!",)}):
-        request = request_of(**own)
-        events = fed(request, [7], [8], [EOS])
-        assert [event.text for event in events][:2] == ["<7>", "<8>" if "max_new_tokens" in own else ""]
-        assert request.result().text == "<7><8>"
-
-
 def test_half_a_character_is_shown_when_the_answer_ends() -> None:
     class Halves(IntegerTokenizer):
         """Two tokens a character."""
@@ -134,6 +95,7 @@ def test_the_answer_is_the_same_in_whatever_runs_it_comes(
     assert (result.token_ids, result.text, result.finish_reason) == slow_answer(tokens, own)
     assert "".join(event.text for event in events) == result.text
     assert sum((event.token_ids for event in events), ()) == result.token_ids
+    assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + [result.finish_reason]
     for event, run in zip(events, runs, strict=False):
         assert event.token_ids == tuple(run[: len(event.token_ids)])
         assert event.num_drafted == min(len(run) - 1, len(event.token_ids))

@@ -147,13 +147,6 @@ def test_the_fastest_tree_is_drafted(per_node: float, batch: int) -> None:
     assert one.session.asked == [None if expected == 1 else STATIC.tree(expected)]  # type: ignore[attr-defined]
 
 
-def test_nothing_is_drafted_where_many_rows_make_nodes_expensive() -> None:
-    cost = machine(1.5)
-    assert best_size(cost, 1) > 2
-    assert best_size(cost, 16) == 1
-    assert sizes(policy(STATIC, cost), 3, as_expected, batch=16) == [1, 1, 1]
-
-
 def test_a_gain_of_less_than_five_percent_is_none() -> None:
     barely = tiny_profile(Tree.chain(1), static_tokens=[1.0, 1.5], dynamic_tokens=[])
     for milliseconds, nodes in ((14.2, 2), (14.4, 1)):  # 1.5 / 14.2 is 1.056 of 1 / 10, 1.5 / 14.4 is 1.042
@@ -263,17 +256,6 @@ def test_a_row_that_joins_begins_as_expected() -> None:
     sizes(one, 100, never)
     one.propose(context(2), ROOT_ONLY)
     assert [round(record.ratio, 3) for record in one._records][1] == 1.0
-
-
-def test_equal_requests_meet_equal_trees() -> None:
-    script = np.random.default_rng(0).random(300)
-
-    def run() -> list[int]:
-        numbers = iter(script)
-        return sizes(policy(GROWING, machine(0.7)), 300, lambda row, nodes: float(next(numbers) < 0.5) * (nodes > 1))
-
-    assert run() == run()
-    assert len(set(run())) > 1
 
 
 # --- cutting a draft ---

@@ -137,14 +137,3 @@ def test_without_stop_strings_nothing_is_held_back() -> None:
     assert [stream.push("a"), stream.push(""), stream.push("b")] == ["a", "", "b"]
     assert not stream.found
     assert stream.flush() == ""
-
-
-def test_nothing_comes_after_a_stop_string() -> None:
-    stream = StopText(("END", "FIN"))
-    assert [stream.push("one FI"), stream.push("N two END"), stream.push("three"), stream.flush()] == [
-        "one ",
-        "",
-        "",
-        "",
-    ]
-    assert stream.found

@@ -250,14 +250,6 @@ def test_a_drafter_that_watches_sees_what_was_checked() -> None:
     assert len(watching.seen) == sum(result.num_steps for result in found)
 
 
-def test_a_missing_row_that_was_not_dropped_raises() -> None:
-    model = some_model("llama")
-    copying = Copying(tiny_head("hydra", model)).start()
-    copying.propose(context_of(TEXTS, model.hidden_size), ROOT_ONLY)
-    with pytest.raises(ValueError, match=r"the context has 1 rows but 2 are at work"):
-        copying.propose(context_of(TEXTS[:1], model.hidden_size), ROOT_ONLY)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

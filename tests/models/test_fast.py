@@ -22,7 +22,6 @@ from draftheads.models.attention import (
     GROUPED_ATTENTION,
     exact_attention,
     grouped_attention,
-    scores_keep_their_bits,
 )
 from draftheads.models.fast import kernels_of, rows_keep_their_bits, speed_up
 from draftheads.models.kv_cache import BLOCK_SLOTS
@@ -345,10 +344,6 @@ def test_exact_attention_does_not_depend_on_the_slots_of_the_keys(dtype: torch.d
 # --- exact bits ---
 
 
-def test_the_bits_of_scores_do_not_depend_on_other_rows_here():
-    assert isinstance(scores_keep_their_bits(64), bool)
-
-
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "gpt_neox"])
 @torch.inference_mode()
@@ -417,11 +412,20 @@ def test_whole_texts_and_transformers_generation_stay_correct(family: str, exact
     assert torch.equal(target.model.generate(text, **given), stock.model.generate(text, **given))
 
 
-@torch.inference_mode()
-def test_with_exact_bits_a_prompt_is_read_alone(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("exact_bits", "passes"),
+    [
+        (False, [(3, 20), (1, 21), (1, 70)]),  # neighbours share a pass until it is full; a longer prompt has its own
+        (True, [(1, 9), (1, 10), (1, 20), (1, 21), (1, 70)]),  # results must not depend on the other prompts
+    ],
+)
+def test_prompts_are_read_in_groups(exact_bits: bool, passes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(target_module, "PREFILL_TOKENS", 60)
     model = tiny_model("llama")
-    speed_up(model.model, exact_bits=True)
-    prompts = [[token % VOCAB for token in range(length)] for length in (40, 7, 200)]
+    if exact_bits:
+        speed_up(model.model, exact_bits=True)
+    prompts = [[(3 * token + row) % VOCAB for token in range(length)] for row, length in enumerate((9, 10, 20, 21, 70))]
+    alone = [Target(model).prefill([prompt]) for prompt in prompts]
     read: list[tuple[int, ...]] = []
     forward = Target._forward
 
@@ -432,38 +436,13 @@ def test_with_exact_bits_a_prompt_is_read_alone(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Target, "_forward", spying)
     target = Target(model)
     logits, hidden = target.prefill(prompts)
-    assert read == [(1, 40), (1, 7), (1, 200)]
-    assert target.lengths == [40, 7, 200]
-    assert hidden.shape[:2] == (3, 200)
-    for row, prompt in enumerate(prompts):
-        alone, states = Target(model).prefill([prompt])
-        assert torch.equal(alone[0], logits[row])
-        assert torch.equal(states[0], hidden[row, : len(prompt)])
-
-
-def test_prompts_are_read_in_groups_of_like_length(monkeypatch: pytest.MonkeyPatch):
-    """Neighbours share a pass until it is full; a prompt that is longer than that has one of its own."""
-    monkeypatch.setattr(target_module, "PREFILL_TOKENS", 60)
-    model = tiny_model("llama")
-    prompts = [[(3 * token + row) % VOCAB for token in range(length)] for row, length in enumerate((9, 10, 20, 21, 70))]
-    read: list[tuple[int, ...]] = []
-    forward = Target._forward
-
-    def spying(target: Target, rows: slice, starts: Any, tokens: Tensor, *rest: Any) -> Tensor:
-        read.append(tuple(tokens.shape))
-        return forward(target, rows, starts, tokens, *rest)
-
-    target = Target(model)
-    with monkeypatch.context() as patch:
-        patch.setattr(Target, "_forward", spying)
-        logits, hidden = target.prefill(prompts)
-    assert read == [(3, 20), (1, 21), (1, 70)]
+    assert read == passes
     assert target.lengths == [9, 10, 20, 21, 70]
     assert hidden.shape[:2] == (5, 70)
-    for row, prompt in enumerate(prompts):
-        alone, states = Target(model).prefill([prompt])
-        torch.testing.assert_close(logits[row], alone[0], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(hidden[row, : len(prompt)], states[0], rtol=1e-4, atol=1e-5)
+    bound = 0.0 if exact_bits else 1e-4
+    for row, (expected, states) in enumerate(alone):
+        torch.testing.assert_close(logits[row], expected[0], rtol=bound, atol=bound)
+        torch.testing.assert_close(hidden[row, : states.shape[1]], states[0], rtol=bound, atol=bound)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

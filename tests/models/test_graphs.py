@@ -5,13 +5,12 @@ tensors of the capture, whatever became of Python's variables since.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -120,35 +119,6 @@ def test_static_steps_equal_ordinary_ones(family: str, tree: str) -> None:
     assert fixed.cache.capacity % target.STATIC_SLOTS == 0
 
 
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "gemma3_text"])
-@torch.inference_mode()
-def test_the_static_part_is_one_graph_for_all_lengths(family: str) -> None:
-    """``fullgraph`` raises at a graph break; shapes are fixed, and another vector of lengths compiles nothing anew."""
-    model, tree = tiny_model(family), TREES["ragged"]
-    at_work = Target(static(model))
-    at_work.prefill(PROMPTS)
-    at_work.cache.reserve(3, 128)
-    tokens = torch.randint(3, VOCAB, (3, tree.num_nodes), generator=torch.Generator().manual_seed(1))
-    compiled = torch.compile(at_work.verify_static, fullgraph=True, backend="eager", dynamic=False)
-    for lengths in (LENGTHS, [2, 5, 1], [100, 7, 64]):
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            found = compiled(*inputs(tree, tokens, lengths))
-        expected = at_work.verify_static(*inputs(tree, tokens, lengths))
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-    assert counters["stats"]["unique_graphs"] == 1
-    assert not counters["graph_break"]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
 def test_nothing_in_the_static_part_needs_the_host(family: str) -> None:
@@ -224,20 +194,6 @@ def test_captured_steps_are_lossless(family: str, batch_size: int, taping: Tapin
     sampled = {"temperature": 1.0, "seed": 3}
     expected = decode(Engine(model, max_batch_size=1), **sampled)
     assert decode(Engine(captured, tiny_head("hydra", model), max_batch_size=batch_size), **sampled) == expected
-
-
-def test_static_steps_without_graphs_are_lossless(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("qwen2")
-    plain = decode(Engine(model))
-    forward = Target.verify_static
-    calls = []
-    monkeypatch.setattr(Target, "verify_static", lambda *a: calls.append(0) or forward(*a))
-    assert decode(Engine(static(model), tiny_head("medusa", model), max_batch_size=3)) == plain
-    assert len(calls) > 40
-    calls.clear()
-    model.set_graphs(on=False)
-    assert decode(Engine(model, max_batch_size=3)) == plain
-    assert not calls
 
 
 def test_a_model_that_cannot_be_captured_is_decoded_without_graphs(taping: Taping) -> None:
