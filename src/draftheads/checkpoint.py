@@ -14,13 +14,11 @@ These keys are public names. Unknown keys are errors, so a new key needs a new f
 ``config.json`` is optional: the template used in training, if it was not the tokenizer's own.
 """
 
-import contextlib
 import hashlib
 import json
 import math
-import typing
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -46,7 +44,7 @@ from draftheads.heads.base import DraftHead, HeadConfig
 from draftheads.models.fingerprint import MAX_DIFFERENCE, Fingerprints, difference
 from draftheads.models.model import TargetModel
 from draftheads.provenance import provenance
-from draftheads.strict_json import checked, read_object
+from draftheads.strict_json import checked, read_dataclass, read_object
 
 FORMAT_VERSION = 1
 CONFIG_FILE, TENSORS_FILE, CARD_FILE = "config.json", "model.safetensors", "README.md"
@@ -76,10 +74,6 @@ class SavedHead:
     profile: AcceptanceProfile  # tokens per step by tree
     shapes: dict[str, tuple[int, ...]]  # of its tensors
     chat_template: str | None = None  # used in training; None: the tokenizer's own
-
-    def skeleton(self) -> DraftHead:
-        """A head of this configuration on the meta device: shapes without values."""
-        return _skeleton(self.config)
 
     @property
     def digest(self) -> str:
@@ -132,7 +126,7 @@ def save_head(
     """
     folder = Path(folder)
     profile = profile or AcceptanceProfile.assumed(head.config.num_heads)
-    check_profile(head, profile, folder / PROFILE_FILE)
+    check_profile(head.config, profile, folder / PROFILE_FILE)
     tensors = {name: _cast(tensor.cpu(), dtype).contiguous() for name, tensor in head.state_dict().items()}
     texts = {
         PROFILE_FILE: profile.to_json().rstrip("\n"),
@@ -163,34 +157,32 @@ def load_head(
         ignore_profile: as for :func:`read_head`.
 
     Raises:
-        ModelNotFound: no such folder.
-        CheckpointCorrupt: a file, key or tensor is missing, surplus, or not what it should be.
-        CheckpointMismatch: made for another model or tokenizer, or by a newer version of this package.
-        UnknownMethod: no such architecture here.
-        InvalidTree: its profile's paths are not a tree, or are deeper than its heads.
+        CheckpointMismatch: made for another model or tokenizer.
+        ModelNotFound, CheckpointError, UnknownMethod, InvalidTree: as for :func:`read_head`.
     """
     saved = read_head(folder, ignore_profile=ignore_profile)
     check_base(saved, base)
-    dtype = base.dtype if dtype is None else dtype
-    head = _skeleton(saved.config)
     tensors = load_file(saved.folder / TENSORS_FILE, device=str(base.device))
-    values = {name: _cast(tensor, dtype) for name, tensor in tensors.items()}
-    head.load_state_dict(values, strict=True, assign=True)
+    _check_draft_vocab(saved, tensors)
+    head = _filled(saved.config, tensors, base, dtype or base.dtype)
     if unsaved := [name for name, buffer in head.named_buffers() if buffer.is_meta]:
         raise AssertionError(f"{saved.method} heads compute {unsaved} when built: save or derive them instead")
-    _check_draft_vocab(saved, head)
-    head.bind(base.weights)
     head.default_shape = saved.profile.tree(DEFAULT_NODES)
-    return head.eval().requires_grad_(requires_grad=False)
+    return head
 
 
 def copy_for(head: DraftHead, base: TargetModel) -> DraftHead:
     """A copy of a head in the base model's type and bound to its weights, ready to draft."""
-    twin = _skeleton(head.config)
-    values = {name: _cast(tensor.detach(), base.dtype) for name, tensor in head.state_dict().items()}
-    twin.load_state_dict(values, strict=True, assign=True)
-    twin.bind(base.weights)
-    return twin.eval().requires_grad_(requires_grad=False)
+    return _filled(head.config, head.state_dict(), base, base.dtype)
+
+
+def _filled(config: HeadConfig, tensors: Mapping[str, Tensor], base: TargetModel, dtype: torch.dtype) -> DraftHead:
+    """A head with these values in a type, bound to a model's weights and frozen."""
+    head = _skeleton(config)
+    values = {name: _cast(tensor, dtype) for name, tensor in tensors.items()}
+    head.load_state_dict(values, strict=True, assign=True)
+    head.bind(base.weights)
+    return head.eval().requires_grad_(requires_grad=False)
 
 
 def read_head(folder: str | PathLike[str], *, ignore_profile: bool = False) -> SavedHead:
@@ -213,38 +205,38 @@ def read_head(folder: str | PathLike[str], *, ignore_profile: bool = False) -> S
     path = folder / CONFIG_FILE
     raw = checked({"chat_template": None, **read_object(_present(path), newest=FORMAT_VERSION)}, _CONFIG_KEYS, path)
     base = checked(raw["base"], _BASE_KEYS, path, "base")
-    digits = {field.name: str for field in fields(Fingerprints)}
     config = _read_config(raw["method"], raw["head"], path)
-    skeleton = _skeleton(config)
     profile = AcceptanceProfile.assumed(config.num_heads)
     if not ignore_profile:
         profile = read_profile(_present(folder / PROFILE_FILE))
-    check_profile(skeleton, profile, folder / PROFILE_FILE)
+    check_profile(config, profile, folder / PROFILE_FILE)
     return SavedHead(
         folder=folder,
         method=raw["method"],
         config=config,
         model_id=base["model_id"],
-        fingerprints=Fingerprints(**checked(base["fingerprints"], digits, path, "base.fingerprints")),
+        fingerprints=read_dataclass(Fingerprints, base["fingerprints"], path, "base.fingerprints"),
         provenance=raw["provenance"],
         profile=profile,
-        shapes=_read_shapes(folder / TENSORS_FILE, skeleton),
+        shapes=_read_shapes(folder / TENSORS_FILE, _skeleton(config)),
         chat_template=raw["chat_template"],
     )
 
 
-def check_profile(head: DraftHead, profile: AcceptanceProfile, path: Path) -> None:
-    """Checks that the profile at ``path`` fits the head.
+def check_profile(config: HeadConfig, profile: AcceptanceProfile, path: Path) -> None:
+    """Checks that the profile at ``path`` fits a head of this configuration.
 
     Raises:
         InvalidTree: its trees are too deep or too wide for the head.
         CheckpointCorrupt: its number of heads is not the head's.
     """
-    with _naming(path):
-        head.check_shape(profile.tree(len(profile.paths) + 1))
-    if len(profile.confidence) != head.config.num_heads:
+    try:
+        _skeleton(config).check_shape(profile.tree(len(profile.paths) + 1))
+    except InvalidTree as error:
+        raise InvalidTree(f"{path}: {error}") from None
+    if len(profile.confidence) != config.num_heads:
         raise CheckpointCorrupt(
-            f"{path}: confidence has {len(profile.confidence)} numbers but the head has {head.config.num_heads} heads"
+            f"{path}: confidence has {len(profile.confidence)} numbers but the head has {config.num_heads} heads"
         )
 
 
@@ -258,12 +250,9 @@ def check_base(saved: SavedHead, base: TargetModel) -> None:
     _check_same(saved, base, "vocab_size", saved.config.vocab_size, base.vocab_size)
     ours, theirs = saved.fingerprints, Fingerprints.of(base)
     _check_same(saved, base, "tokenizer fingerprint", ours.tokenizer, theirs.tokenizer)
-    for name, one, other in (
-        ("embedding", ours.embedding, theirs.embedding),
-        ("lm_head", ours.lm_head, theirs.lm_head),
-    ):
+    for name in ("embedding", "lm_head"):
         try:
-            apart = difference(one, other)
+            apart = difference(getattr(ours, name), getattr(theirs, name))
         except ValueError as error:
             raise CheckpointCorrupt(f"{saved.folder / CONFIG_FILE}: {name}: {error}") from None
         if not apart <= MAX_DIFFERENCE:
@@ -318,21 +307,10 @@ def _read_config(method: str, options: Any, path: Path) -> HeadConfig:
         config_class, _ = head_classes(method)
     except UnknownMethod as error:
         raise UnknownMethod(f"{path}: {error}, or upgrade this package") from None
-    hints = typing.get_type_hints(config_class)
-    types_by_key = {field.name: hints[field.name] for field in fields(config_class)}
     try:
-        return config_class(**checked(options, types_by_key, path, "head"))
+        return read_dataclass(config_class, options, path, "head")
     except InvalidSettings as error:
         raise CheckpointCorrupt(f"{path}: head: {error}") from None
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Adds the file's path to errors about a tree."""
-    try:
-        yield
-    except InvalidTree as error:
-        raise InvalidTree(f"{path}: {error}") from None
 
 
 def _skeleton(config: HeadConfig) -> DraftHead:
@@ -370,10 +348,11 @@ def _check_names(path: Path, found: set[str], expected: set[str]) -> None:
             raise CheckpointCorrupt(f"{path}: {kind} tensor {min(names)}: {counts}")
 
 
-def _check_draft_vocab(saved: SavedHead, head: DraftHead) -> None:
+def _check_draft_vocab(saved: SavedHead, tensors: Mapping[str, Tensor]) -> None:
     if saved.config.draft_vocab_size is None:
         return
-    low, high, size = int(head.draft_vocab.min()), int(head.draft_vocab.max()), saved.config.vocab_size
+    ids = tensors["draft_vocab"]
+    low, high, size = int(ids.min()), int(ids.max()), saved.config.vocab_size
     if low < 0 or high >= size:
         path = saved.folder / TENSORS_FILE
         raise CheckpointCorrupt(f"{path}: draft_vocab has ids {low} … {high}; they must lie in 0 … {size - 1}")

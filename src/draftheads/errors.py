@@ -122,6 +122,19 @@ class MissingDependency(DraftHeadsError):
         super().__init__(f"{message}; install it with: pip install {pip_install}" if pip_install else message)
 
 
+def require_at_least(least: int, **values: int | None) -> None:
+    """Raises :class:`InvalidSettings` if a value is below ``least``; None is allowed.
+
+    >>> require_at_least(1, num_heads=0)
+    Traceback (most recent call last):
+        ...
+    draftheads.errors.InvalidSettings: num_heads is 0; it must be at least 1
+    """
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise InvalidSettings(f"{name} is {value}; it must be at least {least}")
+
+
 class ChatTemplateWarning(UserWarning):
     """A chat prompt is read as plain text, because the model has no chat template."""
 

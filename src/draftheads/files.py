@@ -129,7 +129,13 @@ def atomic_directory(path: str | os.PathLike[str], *, replace: bool = False) -> 
 
 
 @contextlib.contextmanager
-def locked(folder: str | os.PathLike[str], fix: str, *, file: str = "") -> Iterator[None]:
+def locked(
+    folder: str | os.PathLike[str],
+    fix: str,
+    *,
+    file: str = "",
+    waiting: contextlib.AbstractContextManager[object] | None = None,
+) -> Iterator[None]:
     """Holds a lock on the folder, or on one file in it, against other processes that use this function.
 
     The lock file stays. If the process that holds the lock dies, the lock is free.
@@ -138,6 +144,7 @@ def locked(folder: str | os.PathLike[str], fix: str, *, file: str = "") -> Itera
         folder: created if missing.
         fix: how to choose another place, for the messages: "name another --out".
         file: lock only this file; other processes may write other files in the folder.
+        waiting: entered while another process holds the lock, to show a message; None raises instead of waiting.
 
     Raises:
         StorageError: another process holds the lock, or the folder cannot be written.
@@ -146,9 +153,13 @@ def locked(folder: str | os.PathLike[str], fix: str, *, file: str = "") -> Itera
     try:
         place.mkdir(parents=True, exist_ok=True)
         lock = FileLock(place / (f".{file}.lock" if file else ".lock"))
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise StorageError(f"another process is writing {place / file}: wait for it, or {fix}") from None
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            if waiting is None:
+                raise StorageError(f"another process is writing {place / file}: wait for it, or {fix}") from None
+            with waiting:
+                lock.acquire()
     except OSError as error:
         raise StorageError(f"cannot write into {place}: {error.strerror or error}; {fix}") from error
     try:

@@ -24,10 +24,7 @@ ROW_WEIGHTS = {1: 2.0, 4: 1.0, 8: 2.0, 16: 1.0, 64: 0.1, 256: 0.02}  # number of
 BUDGET_SECONDS = 3.0
 _SAMPLE_BYTES = 64 << 20  # of weights of one shape; larger than the CPU cache, as in a real pass
 _MOST_LAYERS = 12
-_VOCABULARY, _MOST_VOCABULARY_ROWS = (
-    16384,
-    16,
-)  # an lm_head reads few rows: one per prompt
+_VOCABULARY, _MOST_VOCABULARY_ROWS = 16384, 16  # an lm_head reads few rows: one per prompt
 
 
 def pack(

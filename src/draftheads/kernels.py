@@ -32,7 +32,6 @@ class Product(ABC):
 
     name: ClassVar[str]
     exact_rows: ClassVar[int]  # at multiples of this, a row's bits do not depend on the other rows
-    is_quantised: ClassVar[bool] = False  # quantising changes the model
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -177,7 +176,6 @@ class Int8(Product):
 
     name = "int8"
     exact_rows = 1
-    is_quantised = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None, inputs: Tensor | None = None) -> None:
         """``inputs`` are the largest magnitudes max|x_j| (in,) of typical inputs; None disables SmoothQuant."""

@@ -30,7 +30,7 @@ def find_profile(
     if path is None:
         return saved.profile
     found = read_profile(path)
-    check_profile(saved.skeleton(), found, path)
+    check_profile(saved.config, found, path)
     return found
 
 

@@ -253,7 +253,6 @@ def test_a_drafter_that_watches_sees_what_was_checked() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"max_ngram": 0}, "max_ngram is 0"),
         ({"odds": []}, r"odds have rows of \[\] tokens"),
         ({"odds": [[]]}, r"odds have rows of \[0\] tokens"),
         ({"odds": [[0.5], [0.5, 0.4]]}, r"odds have rows of \[1, 2\] tokens"),

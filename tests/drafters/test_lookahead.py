@@ -151,7 +151,7 @@ def test_drafters_without_a_head_change_no_sampled_token(kind: str) -> None:
     small = tiny_model("llama", seed=3, num_hidden_layers=1)
     drafter, shape = {
         "lookahead": (Lookahead(), None),
-        "prompt lookup": (PromptLookup(min_ngram=1), None),
+        "prompt lookup": (PromptLookup(), None),
         "draft model": (DraftModel(small, target), Tree.cartesian([3, 2])),
         "draft model that grows": (DraftModel(small, target), BestFirst(12, num_ranks=4)),
     }[kind]

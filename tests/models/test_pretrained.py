@@ -414,27 +414,17 @@ def test_a_model_that_is_not_causal_is_unsupported(folder: Path, config: dict[st
 
 
 @pytest.mark.parametrize(
-    ("features", "dtype"),
-    [
-        ({"avx512_bf16": True}, torch.bfloat16),
-        ({"amx_bf16": True, "avx512_bf16": False}, torch.bfloat16),
-        ({"avx2": True, "avx512_bf16": False}, torch.float32),
-    ],
+    ("avx512", "amx", "dtype"),
+    [(True, False, torch.bfloat16), (False, True, torch.bfloat16), (False, False, torch.float32)],
 )
 def test_the_default_type_follows_the_processor(
-    monkeypatch: pytest.MonkeyPatch, features: dict[str, bool], dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, avx512: bool, amx: bool, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     assert default_dtype("cpu") == dtype
     assert default_dtype("cuda") == torch.bfloat16
     assert default_dtype("meta") == torch.float32
-
-
-def test_an_older_torch_reads_the_features_from_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.cpu, "get_capabilities")
-    for text, dtype in [("flags : sse avx512_bf16 avx", torch.bfloat16), ("flags : sse avx", torch.float32)]:
-        monkeypatch.setattr(Path, "read_text", Mock(return_value=text))
-        assert default_dtype("cpu") == dtype
 
 
 # --- the real one ---

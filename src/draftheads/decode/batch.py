@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from draftheads.accept import accept, num_rejection_uniforms
 from draftheads.decode.request import Request, StreamEvent
@@ -157,17 +158,14 @@ class Batch:
 
     def _prompt_context(self, requests: Sequence[Request], hidden: Tensor, roots: Tensor) -> Context:
         """What a drafter sees of new rows: the whole prompt if it keeps a history, else its last token."""
-        device = hidden.device
-        lengths = torch.tensor([len(request.prompt_ids) for request in requests], device=device)
-        if not self.drafter.needs_history:
-            last = hidden[torch.arange(len(requests), device=device), lengths - 1][:, None]
-            tokens = torch.tensor([request.prompt_ids[-1:] for request in requests], device=device)
-            return Context(last, tokens, torch.ones_like(lengths), roots)
-        width = hidden.shape[1]
-        tokens = torch.tensor(
-            [request.prompt_ids + [0] * (width - len(request.prompt_ids)) for request in requests], device=device
-        )
-        return Context(hidden, tokens, lengths, roots)
+        prompts = [torch.tensor(request.prompt_ids) for request in requests]
+        tokens = pad_sequence(prompts, batch_first=True).to(hidden.device)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=hidden.device)
+        whole = Context(hidden, tokens, lengths, roots)
+        if self.drafter.needs_history:
+            return whole
+        last = tokens.gather(1, lengths[:, None] - 1)
+        return Context(whole.last_hidden[:, None], last, torch.ones_like(lengths), roots)
 
 
 def without_holes(rows: Sequence[int]) -> list[int]:

@@ -48,9 +48,8 @@ _ORDER: tuple[tuple[Part, int, int], ...] = (
     *(("follow", rows, 1) for rows in (4, 16)),
     *(("verify", 1, nodes) for nodes in (24, 32, 12)),
     *(("verify", 4, nodes) for nodes in (8, 2)),
-    *(
-        (part, 1, nodes) for part in ("static", "dynamic") for nodes in (24, 5, 2)
-    ),  # each of the first levels costs a call of the head
+    # each of the first levels costs a call of the head
+    *((part, 1, nodes) for part in ("static", "dynamic") for nodes in (24, 5, 2)),
     ("verify", 16, 4),
     *(("verify", 1, nodes) for nodes in (64, 48)),
     ("verify", 4, 16),
@@ -107,13 +106,10 @@ class CostProfile:
             text_tokens: of the longest row. All rows attend to as many slots as the longest one needs. Attention takes
                 time in proportion to them, beyond the length at which the other points were measured.
         """
-        return self._verify_short(rows, nodes) + self._long_text_share(rows, nodes, text_tokens)
-
-    def _long_text_share(self, rows: int, nodes: int, text_tokens: int) -> float:
-        """Milliseconds that a text longer than the usual one adds."""
+        short = self._verify_short(rows, nodes)
         if not self._long_lines or text_tokens <= TEXT_TOKENS:
-            return 0.0
-        return self._by_rows(self._long_lines, rows, nodes) * (text_tokens - TEXT_TOKENS)
+            return short
+        return short + self._by_rows(self._long_lines, rows, nodes) * (text_tokens - TEXT_TOKENS)
 
     @cached_property
     def _long_lines(self) -> dict[int, Line]:
@@ -152,11 +148,9 @@ class CostProfile:
 
     @staticmethod
     def _bilinear(lines: dict[int, Line] | None, rows: int, nodes: int) -> float:
-        return (
-            _on_line([(number, _on_line(line, nodes)) for number, line in sorted(lines.items())], rows)
-            if lines
-            else 0.0
-        )
+        if not lines:
+            return 0.0
+        return _on_line([(number, _on_line(line, nodes)) for number, line in sorted(lines.items())], rows)
 
     @cached_property
     def _lines(self) -> dict[str, dict[int, Line]]:

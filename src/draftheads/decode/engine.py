@@ -15,7 +15,7 @@ from draftheads.decode.plain import NoDraft
 from draftheads.decode.request import GenerationResult, Request, StreamEvent
 from draftheads.decode.size_policy import SizePolicy
 from draftheads.draft import Drafter
-from draftheads.errors import ChatTemplateWarning, InvalidPrompt, InvalidSettings, PromptTooLong
+from draftheads.errors import ChatTemplateWarning, InvalidPrompt, InvalidSettings, PromptTooLong, require_at_least
 from draftheads.messages import Message, half_character, message_problem
 from draftheads.models.model import TargetModel
 from draftheads.sampling import SamplingSettings
@@ -55,8 +55,7 @@ class Engine:
             InvalidSettings: an impossible ``max_batch_size``, only one of the profiles, a shape besides them, or a
                 shape or profiles for a drafter that makes trees of its own.
         """
-        if max_batch_size < 1:
-            raise InvalidSettings(f"max_batch_size is {max_batch_size}; it must be at least 1")
+        require_at_least(1, max_batch_size=max_batch_size)
         if (profile is None) != (cost is None):
             raise InvalidSettings("an acceptance profile and a cost profile go together: give both or none")
         if profile is not None and shape is not None:

@@ -90,9 +90,7 @@ class StepTimer:
     def _draft(self, part: str, rows: int, nodes: int) -> float:
         drafter, shape = self._drafter(rows), self._shape(part, nodes)
         context = self._context(rows, _STEP_TOKENS if self.drafter.needs_history else 1)
-        if (
-            self.target.device.type == "cpu"
-        ):  # between two drafts the target's weights replace the head's in the CPU caches
+        if self.target.device.type == "cpu":  # as in decoding, where the target fills the CPU caches
             self.target.logits(self.target.hidden_states(self._tokens(1, 1)))
         start = self.now
         if part == "follow":

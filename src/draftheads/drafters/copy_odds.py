@@ -19,6 +19,7 @@ DEFAULT_ODDS: Odds = (
     (0.928, 0.869, 0.821, 0.779, 0.743, 0.711, 0.683, 0.657, 0.634),
 )
 
+MAX_NGRAM = 4  # tokens of the longest n-gram that is looked up
 _PRIOR = 20.0  # pseudo-count of the prior odds, or of those of the next shorter match
 _HIGHEST = 0.99  # probability of a copied token given those before it
 _STEP = 0.001  # odds are rounded to this, and fall by at least this from token to token
@@ -28,7 +29,6 @@ def copy_odds(
     texts: Iterable[tuple[Sequence[int], Sequence[int]]],
     *,
     num_tokens: int = 9,
-    max_ngram: int = 4,
     max_match: int = 8,
     prior: Odds | None = None,
 ) -> list[list[float]]:
@@ -41,14 +41,13 @@ def copy_odds(
     Args:
         texts: pairs of prompt and answer, token ids.
         num_tokens: the most tokens that are copied.
-        max_ngram: the longest n-gram that is looked up.
         max_match: longer matches count as matches of this length.
         prior: odds of as many tokens and matches, measured on other texts.
     """
     right = [[0] * (num_tokens + 1) for _ in range(max_match)]  # the first d tokens are; all of them are known
     tried = [[0] * (num_tokens + 1) for _ in range(max_match)]  # the first d-1 are, and the next one is known
     for prompt, answer in texts:
-        text = TextIndex(max_ngram=max_ngram)
+        text = TextIndex(max_ngram=MAX_NGRAM)
         text.read(prompt)
         for place, token in enumerate(answer):
             copied, match = text.copy(num_tokens, longest=max_match)

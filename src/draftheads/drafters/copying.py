@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from draftheads.draft import Context, Draft, Drafter, Watcher
-from draftheads.drafters.copy_odds import DEFAULT_ODDS, Odds, check_odds
-from draftheads.drafters.text_index import RowTexts, check_ngrams
+from draftheads.drafters.copy_odds import DEFAULT_ODDS, MAX_NGRAM, Odds, check_odds
+from draftheads.drafters.text_index import RowTexts
 from draftheads.filling import likely_enough
 from draftheads.merging import merged
 from draftheads.models.transfer import to_device
@@ -37,27 +37,19 @@ class Copying:
             has.
         values: the measured probability that a node of a static tree is accepted, by its path of ranks. Without it
             the probability falls geometrically with depth and rank.
-        max_ngram: the longest n-gram that is looked up.
 
     Raises:
-        InvalidSettings: ``max_ngram`` below 1, or impossible odds.
+        InvalidSettings: impossible odds.
     """
 
     needs_history = True
 
     def __init__(
-        self,
-        drafter: Drafter,
-        *,
-        odds: Odds = DEFAULT_ODDS,
-        values: Mapping[Path, float] | None = None,
-        max_ngram: int = 4,
+        self, drafter: Drafter, *, odds: Odds = DEFAULT_ODDS, values: Mapping[Path, float] | None = None
     ) -> None:
         check_odds(odds)
-        check_ngrams(max_ngram)
         self.drafter = drafter
-        self.odds, self.max_ngram = odds, max_ngram
-        self.values = {} if values is None else values
+        self.odds, self.values = odds, values or {}
 
     @property
     def num_tokens(self) -> int:
@@ -80,7 +72,7 @@ class CopyingSession:
     def __init__(self, copying: Copying) -> None:
         self.session = copying.drafter.start()
         self.odds, self.values, self.num_tokens = copying.odds, copying.values, copying.num_tokens
-        self._texts = RowTexts(max_ngram=copying.max_ngram)
+        self._texts = RowTexts(max_ngram=MAX_NGRAM)
         self._log_odds = [[-math.inf] * self.num_tokens, *([math.log(p) for p in row] for row in self.odds)]
         self._static: dict[Tree, Tensor] = {}  # (1, N) log-probabilities of static trees' nodes
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from draftheads.draft import Context, Draft
-from draftheads.errors import InvalidSettings
+from draftheads.errors import require_at_least
 from draftheads.shapes import Shape
 
 _POOL = 4096  # n-grams' first tokens that a row remembers, those used last
@@ -112,9 +112,8 @@ class Lookahead:
     default_shape = None
 
     def __init__(self, *, window: int = 5, ngram: int = 4, guesses: int = 5) -> None:
-        for name, value, least in (("window", window, 1), ("ngram", ngram, 2), ("guesses", guesses, 1)):
-            if value < least:
-                raise InvalidSettings(f"{name} is {value}; it must be at least {least}")
+        require_at_least(1, window=window, guesses=guesses)
+        require_at_least(2, ngram=ngram)
         self.window, self.ngram, self.guesses = window, ngram, guesses
 
     @classmethod

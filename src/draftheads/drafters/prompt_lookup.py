@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from draftheads.draft import Context, Draft
-from draftheads.drafters.text_index import RowTexts, check_ngrams
-from draftheads.errors import InvalidSettings
+from draftheads.drafters.text_index import RowTexts
+from draftheads.errors import require_at_least
 from draftheads.shapes import Shape
 from draftheads.tree import Tree
 
@@ -18,20 +18,17 @@ class PromptLookup:
     Args:
         num_tokens: the most tokens that are copied.
         max_ngram: the longest n-gram that is looked up.
-        min_ngram: the shortest.
 
     Raises:
-        InvalidSettings: a number below 1, or ``min_ngram`` above ``max_ngram``.
+        InvalidSettings: a number below 1.
     """
 
     needs_history = True
     default_shape = None
 
-    def __init__(self, *, num_tokens: int = 8, max_ngram: int = 3, min_ngram: int = 1) -> None:
-        if num_tokens < 1:
-            raise InvalidSettings(f"num_tokens is {num_tokens}; it must be at least 1")
-        self.num_tokens, self.max_ngram, self.min_ngram = num_tokens, max_ngram, min_ngram
-        check_ngrams(max_ngram, min_ngram)
+    def __init__(self, *, num_tokens: int = 8, max_ngram: int = 3) -> None:
+        require_at_least(1, num_tokens=num_tokens, max_ngram=max_ngram)
+        self.num_tokens, self.max_ngram = num_tokens, max_ngram
 
     @property
     def most_nodes(self) -> int:
@@ -48,7 +45,7 @@ class PromptLookupSession:
 
     def __init__(self, drafter: PromptLookup) -> None:
         self.num_tokens = drafter.num_tokens
-        self._texts = RowTexts(max_ngram=drafter.max_ngram, min_ngram=drafter.min_ngram)
+        self._texts = RowTexts(max_ngram=drafter.max_ngram)
 
     def propose(self, context: Context, shape: Shape) -> Draft:
         """A chain for each row that has something to copy."""

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from draftheads.draft import Context
-from draftheads.errors import InvalidSettings
 
 
 class TextIndex:
@@ -19,11 +18,10 @@ class TextIndex:
 
     Args:
         max_ngram: the longest n-gram that is looked up.
-        min_ngram: the shortest.
     """
 
-    def __init__(self, *, max_ngram: int, min_ngram: int = 1) -> None:
-        self.sizes = range(max_ngram, min_ngram - 1, -1)
+    def __init__(self, *, max_ngram: int) -> None:
+        self.sizes = range(max_ngram, 0, -1)
         self.ids: list[int] = []
         self._places: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token that follows it
 
@@ -65,39 +63,23 @@ class TextIndex:
         return length
 
 
-def check_ngrams(max_ngram: int, min_ngram: int = 1) -> None:
-    """Are these lengths of n-grams possible?
-
-    Raises:
-        InvalidSettings: a length below 1, or ``min_ngram`` above ``max_ngram``.
-    """
-    for name, value in (("max_ngram", max_ngram), ("min_ngram", min_ngram)):
-        if value < 1:
-            raise InvalidSettings(f"{name} is {value}; it must be at least 1")
-    if min_ngram > max_ngram:
-        raise InvalidSettings(f"min_ngram is {min_ngram} and max_ngram {max_ngram}: it must not be larger")
-
-
 class RowTexts:
     """The texts of a batch's rows, roots included. Arguments as for :class:`TextIndex`."""
 
-    def __init__(self, *, max_ngram: int, min_ngram: int = 1) -> None:
-        self.max_ngram, self.min_ngram = max_ngram, min_ngram
+    def __init__(self, *, max_ngram: int) -> None:
+        self.max_ngram = max_ngram
         self.rows: list[TextIndex] = []
 
-    def read(self, context: Context) -> list[list[int]]:
-        """Adds the tokens of a context and its roots; returns what was added to each row."""
+    def read(self, context: Context) -> None:
+        """Adds the tokens of a context and its roots."""
         known = len(self.rows)
         new = context.num_new_rows(known)
-        self.rows += [TextIndex(max_ngram=self.max_ngram, min_ngram=self.min_ngram) for _ in range(new)]
+        self.rows += [TextIndex(max_ngram=self.max_ngram) for _ in range(new)]
         counts, roots = context.num_accepted[:, None], context.root_ids[:, None]
         packed = torch.cat([counts, roots, context.token_ids], 1).tolist()  # one transfer
-        added = []
         for row, (text, (count, root, *ids)) in enumerate(zip(self.rows, packed, strict=True)):
             # the first token of a known row was its root: it is in the text already
-            added.append([*ids[1 if row < known else 0 : count], root])
-            text.read(added[-1])
-        return added
+            text.read([*ids[1 if row < known else 0 : count], root])
 
     def keep(self, rows: Tensor) -> None:
         """Row ``rows[i]`` is row i from now on."""

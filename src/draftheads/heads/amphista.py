@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from draftheads.draft import Context
 from draftheads.errors import InvalidSettings
-from draftheads.heads.attention import LayerConfig, TransformerLayer, run_layers
+from draftheads.heads.attention import LayerConfig, TransformerLayer
 from draftheads.heads.base import EmbeddingConfig, Root
 from draftheads.heads.history import History
-from draftheads.heads.layers import ResidualBlock
+from draftheads.heads.layers import ResidualBlock, fusion
 from draftheads.heads.stateful import StatefulHead, last_of, next_tokens
 
 
@@ -65,7 +65,8 @@ class AmphistaHead(StatefulHead):
         super().__init__(config, num_layers=config.num_adaptation_layers)
         self.sampled_token = config.sampled_token
         size, stages = config.hidden_size, config.num_adaptation_layers
-        self.fusions = nn.ModuleList(_fusion(size) for _ in range(stages if config.sampled_token else 0))
+        num_fusions = stages if config.sampled_token else 0
+        self.fusions = nn.ModuleList(fusion(size, state_first=True) for _ in range(num_fusions))
         self.adaptations = nn.ModuleList(TransformerLayer(config) for _ in range(stages))
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResidualBlock(size) for _ in range(config.num_layers))) for _ in range(config.num_heads)
@@ -86,9 +87,7 @@ class AmphistaHead(StatefulHead):
     def begin(self, root: Root, depth: int) -> Tensor:
         """Logits of all heads, (depth, B, V'): one pass, whatever the tree."""
         features = self._heads(list(root.states.unbind(1)))[:depth]  # states are (B, stages, D), features (depth, B, D)
-        if self.config.lm_head == "shared" or depth == 0:
-            return self.logits(features, 0) if depth else features
-        return torch.stack([self.logits(feature, i) for i, feature in enumerate(features)])
+        return self.lm_head_logits(features) if depth else features
 
     def predict(self, state: Tensor, depth: int) -> Tensor:
         """(B, 1, V'), the same for all nodes of a depth."""
@@ -118,16 +117,8 @@ class AmphistaHead(StatefulHead):
         if self.positions is not None:
             heads = heads + self.positions
         if len(self.auto_embedding):
-            flat = run_layers(list(self.auto_embedding), heads.reshape(-1, count, heads.shape[-1]))  # type: ignore[arg-type]
+            flat = heads.reshape(-1, count, heads.shape[-1])
+            for layer in self.auto_embedding:
+                flat = layer(flat, causal=False)
             heads = flat.view(heads.shape)
         return heads.movedim(-2, 0)
-
-
-def _fusion(size: int) -> nn.Linear:
-    """[h; e] -> D, which starts as h."""
-    layer = nn.Linear(2 * size, size)
-    nn.init.zeros_(layer.weight)
-    nn.init.zeros_(layer.bias)
-    with torch.no_grad():
-        layer.weight[:, :size] = torch.eye(size)
-    return layer

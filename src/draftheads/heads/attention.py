@@ -4,14 +4,13 @@ Knows nothing of models. Alphabet: B rows, S queries, C slots of a history, H qu
 d their size, D hidden size.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftheads.errors import InvalidSettings
+from draftheads.errors import InvalidSettings, require_at_least
 from draftheads.heads.base import HeadConfig
 from draftheads.heads.history import History, KeysValues
 from draftheads.kernels import PackedLinear, stacked
@@ -36,9 +35,13 @@ class LayerConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_attention_heads", "num_key_value_heads", "head_size", "intermediate_size"):
-            if getattr(self, name) < 1:
-                raise InvalidSettings(f"{name} is {getattr(self, name)}; it must be at least 1")
+        require_at_least(
+            1,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            head_size=self.head_size,
+            intermediate_size=self.intermediate_size,
+        )
         if self.num_attention_heads % self.num_key_value_heads:
             raise InvalidSettings(
                 f"num_attention_heads is {self.num_attention_heads}; "
@@ -212,10 +215,3 @@ def _rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 def causal_mask(positions: Tensor, longest: int) -> Tensor:
     """(B, S, longest) True where a slot is not behind a position (B, S)."""
     return torch.arange(longest, device=positions.device) <= positions[:, :, None]
-
-
-def run_layers(layers: Sequence[TransformerLayer], x: Tensor) -> Tensor:
-    """Layers one after the other where all see all: (B, S, D) -> (B, S, D)."""
-    for layer in layers:
-        x = layer(x, causal=False)
-    return x

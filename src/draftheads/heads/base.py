@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from draftheads.draft import Context, Draft, TargetWeights
-from draftheads.errors import InvalidSettings, InvalidTree
+from draftheads.errors import InvalidSettings, InvalidTree, require_at_least
 from draftheads.filling import fill
 from draftheads.heads.history import History
 from draftheads.heads.layers import Fusable, LmHeads
@@ -48,9 +48,14 @@ class HeadConfig:
     method: ClassVar[str]
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "vocab_size", "num_heads", "num_layers", "lm_head_rank"):
-            if getattr(self, name) < 1:
-                raise InvalidSettings(f"{name} is {getattr(self, name)}; it must be at least 1")
+        require_at_least(
+            1,
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            num_heads=self.num_heads,
+            num_layers=self.num_layers,
+            lm_head_rank=self.lm_head_rank,
+        )
         if self.lm_head not in ("shared", "own", "low_rank"):
             raise InvalidSettings(f"lm_head is {self.lm_head!r}; choose shared, own or low_rank")
         if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
@@ -255,6 +260,12 @@ class DraftHead(nn.Module, ABC):
         """Head ``head_index``'s logits over the draft vocabulary: (…, F) -> (…, V')."""
         found: Tensor = self.lm_heads(features, head_index)
         return found
+
+    def lm_head_logits(self, features: Tensor) -> Tensor:
+        """The lm_heads' logits of the first heads at once, (depth, B, D) -> (depth, B, V'): one product if shared."""
+        if self.config.lm_head == "shared":
+            return self.lm_heads(features, 0)  # type: ignore[no-any-return]
+        return torch.stack([self.lm_heads(feature, i) for i, feature in enumerate(features)])
 
     def lm_head_inputs(self, features: Tensor) -> Tensor:
         """The part of features (…, F) that an lm_head reads."""

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from draftheads.draft import Context
 from draftheads.errors import InvalidSettings
 from draftheads.heads.attention import LayerConfig, TransformerLayer, attend, attend_with_path
 from draftheads.heads.base import EmbeddingConfig, Root
 from draftheads.heads.history import History, KeysValues
+from draftheads.heads.layers import fusion
 from draftheads.heads.stateful import PathState, StatefulHead, last_of, next_tokens
 
 
@@ -42,14 +43,8 @@ class EagleHead(StatefulHead):
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config, num_layers=1)
-        size = config.hidden_size
-        self.fusion = nn.Linear(2 * size, size, bias=config.fusion_bias)
+        self.fusion = fusion(config.hidden_size, state_first=False, bias=config.fusion_bias)
         self.layer = TransformerLayer(config, input_norm=False)
-        with torch.no_grad():  # starts as h
-            self.fusion.weight.zero_()
-            self.fusion.weight[:, size:] = torch.eye(size)
-            if self.fusion.bias is not None:
-                self.fusion.bias.zero_()
 
     def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
         """(B, T, D), (B, T) -> (K, B, T, D)."""

@@ -43,6 +43,15 @@ class ResidualBlock(Block):
         return x + F.silu(self.linear(x))
 
 
+def fusion(size: int, *, state_first: bool, bias: bool = True) -> nn.Linear:
+    """A layer (…, 2·D) -> (…, D) on a state and an embedding, side by side; it starts as the state alone."""
+    layer = nn.Linear(2 * size, size, bias=bias)
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
+    nn.init.eye_(layer.weight.data[:, :size] if state_first else layer.weight.data[:, size:])
+    return layer
+
+
 class LmHeads(nn.Module):
     """Features to logits for K heads, in three kinds.
 

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from draftheads.errors import InvalidSettings
+from draftheads.errors import require_at_least
 from draftheads.heads.base import EmbeddingConfig, Root
 from draftheads.heads.medusa import MedusaConfig, MedusaHead
 
@@ -28,8 +28,7 @@ class MarkovMedusaConfig(MedusaConfig, EmbeddingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.markov_rank < 1:
-            raise InvalidSettings(f"markov_rank is {self.markov_rank}; it must be at least 1")
+        require_at_least(1, markov_rank=self.markov_rank)
 
 
 class _State(NamedTuple):
@@ -98,12 +97,6 @@ class MarkovMedusaHead(MedusaHead):
     def descend(self, state: _State, depth: int, parents: Tensor, token_ids: Tensor) -> _State:
         """Only the token above matters."""
         return state._replace(token_ids=token_ids)
-
-    def _all_logits(self, features: Tensor) -> Tensor:
-        """(K, B, D) -> (K, B, V') without the bias."""
-        if self.config.lm_head == "shared":
-            return super(MedusaHead, self).logits(features, 0)
-        return torch.stack([super(MedusaHead, self).logits(feature, i) for i, feature in enumerate(features)])
 
     def _gate(self, head_index: int, hidden: Tensor) -> Tensor:
         """(…, D) -> (…, r) around 1, or 1."""

@@ -38,14 +38,8 @@ class MedusaHead(DraftHead):
         if depth == 0:
             return root.states[None]
         features = [blocks(root.states) for blocks in self.blocks[:depth]]  # each (B, D)
-        return self._all_logits(torch.stack(features))
+        return self.lm_head_logits(torch.stack(features))
 
     def predict(self, state: Tensor, depth: int) -> Tensor:
         """(B, 1, V'), the same for all nodes of a depth."""
         return state[depth][:, None]
-
-    def _all_logits(self, features: Tensor) -> Tensor:
-        """(K, B, D) -> (K, B, V'); with a shared lm_head the K projections are one product."""
-        if self.config.lm_head == "shared":
-            return self.logits(features, 0)
-        return torch.stack([self.logits(feature, i) for i, feature in enumerate(features)])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.draft import TargetWeights
-from draftheads.errors import InvalidSettings, InvalidTree
+from draftheads.errors import InvalidSettings, InvalidTree, require_at_least
 from draftheads.heads.base import DraftHead, EmbeddingConfig, Root
 from draftheads.shapes import BestPaths, Shape
 
@@ -38,8 +38,7 @@ class MlpSpeculatorConfig(EmbeddingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.inner_size is not None and self.inner_size < 1:
-            raise InvalidSettings(f"inner_size is {self.inner_size}; it must be at least 1")
+        require_at_least(1, inner_size=self.inner_size)
         if self.num_layers != 1:
             raise InvalidSettings(f"num_layers is {self.num_layers}; a stage of the MLP Speculator has one layer")
         if self.embeddings not in get_args(Embeddings):

@@ -95,11 +95,8 @@ class StatefulSession(HeadSession):
     def follow(self, context: Context) -> None:
         """Puts the new tokens aside, or reads them where that is no use or they have become many."""
         joins_others = context.num_new_rows(self.num_rows) > 0 and self.history.num_rows > 0
-        if (
-            context.root_ids.device.type != "cpu"
-            or joins_others
-            or max(map(len, self.unread), default=0) > _MOST_UNREAD
-        ):
+        many = max(map(len, self.unread), default=0) > _MOST_UNREAD
+        if context.root_ids.device.type != "cpu" or joins_others or many:
             self.advance(context)
             return
         self.unread += [[] for _ in range(len(context.root_ids) - len(self.unread))]

@@ -7,9 +7,7 @@ values rounded to bf16: the same model as on the Hub, but not the same bits.
 Knows GGUF, its names of Llama's tensors, and the cache folder. Knows nothing of loading a model.
 """
 
-import contextlib
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -18,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from draftheads.errors import InvalidSettings, MissingDependency, ModelNotFound, StorageError, UnsupportedModel
-from draftheads.files import atomic_directory, remove_leftovers, user_path
+from draftheads.errors import InvalidSettings, MissingDependency, ModelNotFound, UnsupportedModel
+from draftheads.files import atomic_directory, locked, remove_leftovers, user_path
 
 if TYPE_CHECKING:  # each import takes a second, and a start from the cache needs none
     from gguf import GGUFReader, ReaderTensor
@@ -104,7 +102,8 @@ def converted_folder(model: EmbeddedModel) -> Path | None:
     source = find_gguf(model)
     if source is None:
         return None
-    with _locked(folder):
+    waiting = _stderr().status(f"Another process is converting {folder.name}; waiting for it")
+    with locked(folder.parent, "set DRAFTHEADS_CACHE to another folder", file=folder.name, waiting=waiting):
         if not folder.is_dir():  # another process may have converted it in the meantime
             remove_leftovers(folder)
             with atomic_directory(folder) as temporary:
@@ -141,29 +140,6 @@ def convert_gguf(source: Path, folder: Path, *, name: str) -> None:
     config.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(str(folder))
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Holds the lock of ``folder``. Shows a message while another process holds it."""
-    from filelock import FileLock, Timeout  # noqa: PLC0415
-
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(f"{folder}.lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            with _stderr().status(f"Another process is converting {folder.name}; waiting for it"):
-                lock.acquire()
-    except OSError as error:
-        raise StorageError(
-            f"cannot write to the cache {folder.parent}: {error.strerror}; set DRAFTHEADS_CACHE to another folder"
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _stderr() -> "Console":

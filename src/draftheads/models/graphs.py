@@ -31,11 +31,9 @@ class Graph(Protocol):
         """Its memory pool; other graphs may share it."""
 
 
-class Capture(Protocol):
-    """Calls ``run`` and captures it, in the memory of another graph's ``pool`` if one is given."""
-
-    def __call__(self, run: Callable[[], Outputs], pool: Any) -> tuple[Graph, Outputs, Outputs]:
-        """The graph, the buffers of its results, and the results of this call."""
+# Calls a function and captures it, in the memory of another graph's pool if that is not None.
+# Returns the graph, the buffers of its results, and the results of this call.
+Capture = Callable[[Callable[[], Outputs], Any], tuple[Graph, Outputs, Outputs]]
 
 
 @dataclass(frozen=True)

@@ -51,21 +51,15 @@ class SlotLayer(CacheLayerMixin):
         """Writes (b, heads, T, size) into the window's slots and returns its rows' first ``span`` slots."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        rows, index, slots, span = (
-            self.window.rows,
-            self.window.row_index,
-            self.window.slots,
-            self.window.span,
-        )
-        start = self.window.start
-        if start is None:
-            self.keys[index, :, slots] = key_states.transpose(1, 2)
-            self.values[index, :, slots] = value_states.transpose(1, 2).to(self.values.dtype)
+        window, rows = self.window, self.window.rows
+        if window.start is None:
+            self.keys[window.row_index, :, window.slots] = key_states.transpose(1, 2)
+            self.values[window.row_index, :, window.slots] = value_states.transpose(1, 2).to(self.values.dtype)
         else:  # the same slots in every row: a plain copy
-            stop = start + slots.shape[1]
-            self.keys[rows, :, start:stop] = key_states
-            self.values[rows, :, start:stop] = value_states
-        return self.keys[rows, :, :span], self.values[rows, :, :span]
+            slots = slice(window.start, window.start + window.slots.shape[1])
+            self.keys[rows, :, slots] = key_states
+            self.values[rows, :, slots] = value_states
+        return self.keys[rows, :, : window.span], self.values[rows, :, : window.span]
 
     def resize(self, rows: int, capacity: int) -> None:
         """Reallocates the buffers and keeps the entries that fit."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from draftheads.draft import Draft, Verdict
 from draftheads.errors import UnsupportedModel
@@ -59,10 +60,7 @@ class Target:
             return _side_by_side([self.prefill(group) for group in groups])
         device, old, lengths = self.model.device, self.num_rows, [len(prompt) for prompt in prompts]
         longest = max(lengths)
-        tokens = torch.zeros(len(prompts), longest, dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)] = torch.tensor(prompt)
-        tokens = tokens.to(device)
+        tokens = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True).to(device)
         self.cache.reserve(old + len(prompts), longest)
         hidden = []
         for start in range(0, longest, PREFILL_CHUNK):

@@ -31,12 +31,11 @@ def within_window(lengths: Tensor, depths: Tensor, span: int, window: int) -> Te
     """Boolean (B, N, span): whether slot s is less than ``window`` positions before node n; depths (1 or B, N)."""
     batch, nodes = len(lengths), depths.shape[-1]
     depths = depths.expand(batch, nodes)
-    positions = torch.arange(span, device=lengths.device).repeat(
-        batch, 1
-    )  # (B, span): a text token's position is its slot
+    # (B, span): a text token's position is its slot
+    positions = torch.arange(span, device=lengths.device).repeat(batch, 1)
     index = lengths[:, None] + torch.arange(nodes, device=lengths.device)
-    positions.scatter_(1, index, lengths[:, None] + depths)
     queries = lengths[:, None] + depths
+    positions.scatter_(1, index, queries)
     return queries[:, :, None] - positions[:, None, :] < window
 
 

@@ -17,13 +17,8 @@ from draftheads.kernels import stacked
 Attention = Callable[..., tuple[Tensor, None]]
 _SILU = ("SiLU", "SiLUActivation")
 _LAYER_PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
-_OTHERWISE_BUILT = (
-    AttributeError,
-    KeyError,
-    TypeError,
-    RuntimeError,
-    ValueError,
-)  # the module is built in another way
+# errors of modules that are built in another way
+_OTHERWISE_BUILT = (AttributeError, KeyError, TypeError, RuntimeError, ValueError)
 
 
 class Pass(NamedTuple):
@@ -174,10 +169,7 @@ class FusedLayer(nn.Module):
 
 def fuse(model: Any, attention: Attention | None) -> None:
     """Replaces modules of a stock model by fused ones that agree; ``attention`` None keeps stock attention."""
-    for find in (
-        _fused_norm,
-        lambda child: _fused_part(child, model, attention),
-    ):  # norms first
+    for find in (_fused_norm, lambda child: _fused_part(child, model, attention)):  # norms first
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
                 fused = find(child)

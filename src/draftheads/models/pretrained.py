@@ -14,13 +14,13 @@ import torch
 
 from draftheads.errors import DraftHeadsError, MissingDependency, ModelNotFound, UnsupportedModel
 from draftheads.files import user_path
+from draftheads.kernels import native_bf16
 from draftheads.models.embedded import SMOLLM2_135M, converted_folder
 
 if TYPE_CHECKING:  # its import takes three seconds, and resolve_model does not need it
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _HUB_TIMEOUT_SECONDS = 10.0
-_BF16_CPU_FEATURES = ("avx512_bf16", "amx_bf16")
 
 
 def resolve_model(name: str) -> Path | str:
@@ -159,20 +159,7 @@ def default_device() -> torch.device:
 def default_dtype(device: str | torch.device) -> torch.dtype:
     """bf16 on CUDA and on CPUs with bf16 instructions. Otherwise fp32, because emulated bf16 is slow."""
     kind = torch.device(device).type
-    return torch.bfloat16 if kind == "cuda" or (kind == "cpu" and _cpu_has_bf16()) else torch.float32
-
-
-def _cpu_has_bf16() -> bool:
-    """Whether the CPU has instructions for bf16 products (AVX-512 BF16 or AMX)."""
-    capabilities = getattr(torch.cpu, "get_capabilities", None)  # missing in the oldest supported torch
-    if capabilities is not None:
-        known = capabilities()
-        return any(known.get(feature, False) for feature in _BF16_CPU_FEATURES)
-    try:
-        words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
-    except OSError:  # not Linux: the safe answer
-        return False
-    return not words.isdisjoint(_BF16_CPU_FEATURES)
+    return torch.bfloat16 if kind == "cuda" or (kind == "cpu" and native_bf16()) else torch.float32
 
 
 def _model_id(name: str) -> str:
