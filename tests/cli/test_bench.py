@@ -44,15 +44,6 @@ def test_it_writes_a_record_a_table_and_a_page(here: Path, tmp_path: Path, capsy
     assert read_head(here / "hydra").digest in record["drafters"]["hydra"]
 
 
-def test_a_page_is_made_again_from_the_record(here: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    assert main([*BENCH, "--heads", "lookahead", "--temperature", "0", "--out", str(out)]) == 0
-    before = (out / "bench.html").read_bytes()
-    (out / "bench.html").unlink()
-    assert main(["report", str(out)]) == 0
-    assert (out / "bench.html").read_bytes() == before
-
-
 def test_fresh_ignores_what_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[str] = []
     real = compare.answers_of

@@ -1,9 +1,7 @@
 """``draftheads show-batch`` prints the batch that training reads, with the learned tokens marked."""
 
-import json
 import re
 import shlex
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,10 @@ from rich.text import Text
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from draftheads.cli import show_batch
 from draftheads.cli.main import main
 from draftheads.cli.show_batch import ShowBatchOptions, bracketed, coloured, planned_batch
 from draftheads.data.extract import load_texts
-from draftheads.errors import DataError, InvalidSettings
+from draftheads.errors import InvalidSettings
 from draftheads.models.model import TargetModel
 from draftheads.models.pretrained import load_tokenizer
 from draftheads.reports.batch_page import PlannedBatch
@@ -27,7 +24,6 @@ from draftheads.train import run
 from fake_progress import FakeProgress
 from training_world import (
     EOS,
-    TEMPLATE,
     KilledError,
     chat,
     chat_model,
@@ -278,47 +274,8 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], arguments: str,
     assert message in err
 
 
-@pytest.mark.parametrize(
-    ("template", "records", "message"),
-    [
-        (
-            TEMPLATE.replace("m['content']", "m['content'] | upper"),
-            [chat("w1", "w2")],
-            "line 1: the chat template hides",
-        ),
-        (TEMPLATE, [chat("w1", "w2"), chat("w1")], "line 2: no message of role 'assistant'"),
-        (None, [chat("w1", "w2")], "line 1: the model has no chat template"),
-        (TEMPLATE, [chat("w1", "")] * 9, "no two assistant tokens in a row in any text"),
-    ],
-)
-def test_a_template_or_data_that_teaches_nothing_is_an_error(
-    folder: Path, tmp_path: Path, template: str | None, records: list[dict[str, Any]], message: str
-) -> None:
-    shutil.copytree(folder / "model", tmp_path / "model")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (tmp_path / "model" / name).unlink(missing_ok=True)
-    chat_tokenizer(template).save_pretrained(str(tmp_path / "model"))
-    data = write_chats(tmp_path / "chats.jsonl", records)
-    with pytest.raises(DataError, match=message):
-        show_batch.run(ShowBatchOptions(model=str(tmp_path / "model"), data=(data,)))
-
-
 def test_data_is_needed() -> None:
     with pytest.raises(SystemExit):
         main(["show-batch"])
     with pytest.raises(InvalidSettings, match="--max-length is 0"):
         ShowBatchOptions(data=(Path("x"),), max_length=0)
-
-
-# --- the real tokenizer ---
-
-
-@pytest.mark.real
-def test_the_real_tokenizer_and_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    messages = chat("Hello 🦑", "A squid: 🦑, and 日本 — <b>naïve</b>.\n\nDone.", "Again?", "Bye 👩‍👩‍👧")["messages"]
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for _ in range(2)), encoding="utf-8")
-    assert main(["show-batch", "--data", str(path)]) == 0
-    out = capsys.readouterr().out
-    assert "‹<|im_start|>›assistant↵\n⟦A squid: 🦑, and 日本 — <b>naïve</b>.↵\n↵\nDone.‹<|im_end|>›⟧↵\n" in out
-    assert "⟦Bye 👩‍👩‍👧‹<|im_end|>›⟧\n" in out

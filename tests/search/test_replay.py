@@ -239,13 +239,3 @@ def test_too_little_to_calibrate_on_is_an_error(model: TargetModel, tmp_path: Pa
     ended = tiny_model("llama", eos_token_id=list(range(24)))
     with pytest.raises(DataError, match="ends its answers at once"):
         case(ended, tiny_head("medusa", ended), tmp_path, PROMPTS).answers()
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_answers_shorter_than_the_number_of_heads_still_give_trees(
-    model: TargetModel, tmp_path: Path, temperature: float
-) -> None:
-    head = tiny_head("hydra", model)
-    one = case(model, head, tmp_path, PROMPTS, max_new_tokens=3, max_nodes=6, temperature=temperature)
-    found = one.replay.run(one.answers())
-    assert len(found["static"]["shares"]) == len(found["static"]["paths"]) + 1
