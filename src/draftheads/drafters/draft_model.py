@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from draftheads.candidates import ancestors_of
 from draftheads.draft import Context, Draft, Verdict
 from draftheads.errors import InvalidSettings
 from draftheads.filling import fill
@@ -26,7 +27,6 @@ class _State(NamedTuple):
     token_ids: Tensor  # (B, n)
     parents: Tensor  # (B, n)
     depths: Tensor  # (n,)
-    ancestors: Tensor  # (B, n, n) bool
     at: Tensor  # (B, W) the nodes at hand
     logits: Tensor  # (B, W, V) there
 
@@ -106,7 +106,6 @@ class DraftModelSession:
             token_ids=self._known(context.root_ids)[:, None],
             parents=one,
             depths=one[0],
-            ancestors=torch.ones(batch, 1, 1, dtype=torch.bool, device=device),
             at=one,
             logits=logits[:, None],
         )
@@ -122,20 +121,17 @@ class DraftModelSession:
         rows = torch.arange(batch, device=token_ids.device)[:, None]
         above = state.at[rows, parents]  # (B, W') in the tree
         new = torch.arange(old, old + width, device=token_ids.device)
-        ancestors = torch.zeros(batch, old + width, old + width, dtype=torch.bool, device=token_ids.device)
-        ancestors[:, :old, :old] = state.ancestors
-        ancestors[:, old:, :old] = state.ancestors[rows, above]
-        ancestors[:, new, new] = True
+        parents = torch.cat([state.parents, above], 1)
         tree = Draft(
             token_ids=torch.cat([state.token_ids, self._known(token_ids)], 1),
-            parents=torch.cat([state.parents, above], 1),
+            parents=parents,
             depths=torch.cat([state.depths, torch.full_like(new, depth + 1)])[None],
-            ancestors=ancestors,
+            ancestors=ancestors_of(parents, depth + 1),
             max_depth=depth + 1,
         )
         logits, _ = self._target.verify(tree)
         at = new.expand(batch, -1)
-        return _State(tree.token_ids, tree.parents, tree.depths[0], ancestors, at, logits[:, old:])
+        return _State(tree.token_ids, parents, tree.depths[0], at, logits[:, old:])
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """The same tokens."""

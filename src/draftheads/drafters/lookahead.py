@@ -16,6 +16,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from draftheads.candidates import ancestors_of
 from draftheads.draft import Context, Draft
 from draftheads.errors import require_at_least
 from draftheads.shapes import Shape
@@ -157,15 +158,9 @@ class LookaheadSession:
         device = context.root_ids.device
         parents = torch.tensor([trie.parents for trie in tries], device=device)
         depths = torch.tensor([trie.depths for trie in tries], device=device)
+        token_ids = torch.tensor([trie.token_ids for trie in tries], device=device)
         deepest = max(max(trie.depths) for trie in tries)
-        ancestors = torch.eye(nodes, dtype=torch.bool, device=device).repeat(len(tries), 1, 1)
-        above = parents
-        for _ in range(deepest):
-            ancestors.scatter_(2, above[:, :, None], value=True)
-            above = parents.gather(1, above)
-        return Draft(
-            torch.tensor([trie.token_ids for trie in tries], device=device), parents, depths, ancestors, deepest
-        )
+        return Draft(token_ids, parents, depths, ancestors_of(parents, deepest), deepest)
 
     def watch(self, draft: Draft, logits: Tensor) -> None:
         """The target's logits at every node, (B, N, V)."""

@@ -147,7 +147,8 @@ class TransformerLayer(nn.Module):
         positions, longest = history.span(rows, x.shape[1])
         q, new = self.project(x, positions)
         seen = history.write(layer, rows, new, positions, longest)
-        return self.finish(x, attend(q, seen, causal_mask(positions, longest)))
+        mask = torch.arange(longest, device=positions.device) <= positions[:, :, None]  # (rows, P, longest)
+        return self.finish(x, attend(q, seen, mask))
 
     def forward(self, x: Tensor, *, causal: bool = True) -> Tensor:
         """(B, S, D) -> (B, S, D), whole texts from position 0 on; ``causal`` off lets all see all."""
@@ -198,20 +199,11 @@ def attend_with_path(queries: Tensor, seen: KeysValues, mask: Tensor, path: Keys
     return found.flatten(2, 3)
 
 
-def rotation(positions: Tensor, size: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (…, 1, size/2) by which two halves of queries and keys are turned, fp32."""
-    speeds = theta ** (-torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size)
-    angles = positions[..., None, None].float() * speeds
-    return angles.cos(), angles.sin()
-
-
 def _rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """(B, S, heads, d) at positions (1 or B, S)."""
-    cos, sin = rotation(positions, x.shape[-1], theta)
+    """(B, S, heads, d) with rotary positions (1 or B, S), computed in fp32."""
+    size = x.shape[-1]
+    speeds = theta ** (-torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size)
+    angles = positions[..., None, None].float() * speeds  # (1 or B, S, 1, d/2)
+    cos, sin = angles.cos(), angles.sin()
     a, b = x.float().chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
-
-
-def causal_mask(positions: Tensor, longest: int) -> Tensor:
-    """(B, S, longest) True where a slot is not behind a position (B, S)."""
-    return torch.arange(longest, device=positions.device) <= positions[:, :, None]

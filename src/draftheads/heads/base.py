@@ -248,6 +248,10 @@ class DraftHead(nn.Module, ABC):
         self.bind(weights)
         self.initialise_lm_heads(weights, draft_vocab)
 
+    def hidden_scale(self, weights: TargetWeights) -> float:
+        """Root mean square of the target's hidden states: that of its embeddings times ``embedding_scale``."""
+        return float(weights.embedding.float().square().mean().sqrt()) * self.embedding_scale
+
     def initialise_lm_heads(self, weights: TargetWeights, draft_vocab: Tensor | None) -> None:
         """As the target's, for heads whose features stand where hidden states do."""
         self.lm_heads.initialise(weights, draft_vocab)

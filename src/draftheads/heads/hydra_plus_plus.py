@@ -7,7 +7,6 @@ layer of GPT-2 or Gemma has beside attention and a feed-forward part (biases, ot
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from draftheads.draft import Context, TargetWeights
@@ -40,8 +39,7 @@ class HydraPlusPlusHead(StatefulHead, HydraHead):
     def initialise(self, weights: TargetWeights, draft_vocab: Tensor | None = None) -> None:
         """Also the norm, from the size of the target's hidden states."""
         super().initialise(weights, draft_vocab)
-        with torch.no_grad():
-            self.prefix_norm.weight.fill_(self.embedding_scale * weights.embedding.float().square().mean().sqrt())
+        self.prefix_norm.weight.data.fill_(self.hidden_scale(weights))
 
     def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
         """(B, T, D), (B, T) -> (K, B, T, D)."""

@@ -49,8 +49,7 @@ class SmallLlamaHead(StatefulHead):
     def initialise(self, weights: TargetWeights, draft_vocab: Tensor | None = None) -> None:
         """The final norm starts at the size of hidden states: steps of a thousandth would take long to get there."""
         super().initialise(weights, draft_vocab)
-        size = weights.embedding.float().square().mean().sqrt() * self.embedding_scale
-        self.norm.weight.data.fill_(float(size))
+        self.norm.weight.data.fill_(self.hidden_scale(weights))
 
     def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
         """(B, T, D), (B, T) -> (K, B, T, D)."""
