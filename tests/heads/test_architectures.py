@@ -157,27 +157,6 @@ def test_predictions_depend_on_the_path_exactly_where_reads_path_is_set(name: st
     assert history == (name.startswith(("eagle", "amphista", "small-llama")) and reads_root)
 
 
-@pytest.mark.parametrize("name", [name for name, (method, _) in VARIANTS.items() if method in STATEFUL])
-def test_no_head_reads_later_positions(name: str, model: TargetModel) -> None:
-    head = variant(name, model)
-    hidden, tokens = random_text(2, 16, size=model.hidden_size)
-    later = hidden.clone()
-    later[:, 9:] += 1.0
-    before, after = head(hidden, tokens), head(later, tokens)
-    torch.testing.assert_close(before[:, :, :9], after[:, :, :9], rtol=0, atol=1e-6)
-    if name.startswith("small-llama"):
-        assert torch.equal(before, after), "it reads the text alone"
-        other = tokens.clone()
-        other[:, 2] = (other[:, 2] + 1) % VOCAB
-        assert (head(hidden, other)[:, :, 9:] - before[:, :, 9:]).abs().max() > 1e-5
-        return
-    assert (before[:, :, 9:] - after[:, :, 9:]).abs().max() > 1e-3
-    earlier = hidden.clone()
-    earlier[:, 2] += 1.0
-    sees_history = not name.endswith("no stage")
-    assert ((head(earlier, tokens)[:, :, 9:] - before[:, :, 9:]).abs().max() > 1e-5) == sees_history
-
-
 # steps without a draft: now and then, several in a row, from the beginning on, and so many that they must be read
 WITHOUT_DRAFT: dict[str, Callable[[int], bool]] = {
     "single": lambda step: step % 5 == 3,
