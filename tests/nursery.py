@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Self
 
 # forks one process per line: only the first one pays for the imports
 PROGRAM = """
@@ -30,12 +31,12 @@ for line in sys.stdin:
 
 
 class Nursery:
-    """Starts processes of one command, one after the other; what they print is added to a file."""
+    """Starts processes of one command, one after the other; what they print is added to a file. A context manager."""
 
     def __init__(self, command: str) -> None:
         self.command = command
         self.parent = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM.format(command=command)],
+            [sys.executable, "-c", PROGRAM.format(command=command.replace("-", "_"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -54,7 +55,10 @@ class Nursery:
         """The exit code of the process that was started last; negative where a signal ended it."""
         return int(self._line())
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.parent.kill()  # torch takes seconds to say goodbye
         self.parent.communicate(timeout=60)
 

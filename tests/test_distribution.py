@@ -27,6 +27,7 @@ from draftheads.sampling import RowSettings, SamplingSettings, choose
 from draftheads.shapes import BestFirst, BestPaths, Shape
 from draftheads.tree import Tree
 from families import GROWING, PROMPTS, TREES, tiny_head, tiny_model
+from thorough import some
 
 WIDE = Tree.cartesian([6, 3])
 
@@ -110,8 +111,8 @@ def test_wrong_rules_are_detected(
     assert p_value(sampled_answers(model, drafter=head, shape=shape), exact) < ODDS
 
 
-@pytest.mark.parametrize("shape", ["chain", "ragged", "64 nodes", *GROWING])
-@pytest.mark.parametrize("method", list(HEADS))
+@pytest.mark.parametrize("shape", some(["chain", "ragged", "64 nodes", *GROWING], "ragged", "sure ones"))
+@pytest.mark.parametrize("method", HEADS)
 def test_a_seeds_answer_is_plain_decodings_token_for_token(model: TargetModel, method: str, shape: str) -> None:
     """A random number belongs to a place in the answer, so drafting changes no token (in fp32)."""
     cases = list(itertools.product(PROMPTS, [0.0, 0.5, 1.0], [1.0, 1.25]))
@@ -151,9 +152,9 @@ class Recorder:
         self.session.keep(rows)
 
 
-@pytest.mark.parametrize("num_heads", [3, 6])
-@pytest.mark.parametrize("rule", GROWING)
-@pytest.mark.parametrize("method", list(HEADS))
+@pytest.mark.parametrize("num_heads", some([3, 6], 6))
+@pytest.mark.parametrize("rule", some(GROWING, "fewer nodes than depths", "best paths"))
+@pytest.mark.parametrize("method", some(HEADS, "hydra", "mlp-speculator", "eagle"))
 def test_where_everything_is_typical_the_deepest_path_is_the_answer(
     model: TargetModel, method: str, rule: str, num_heads: int
 ) -> None:

@@ -1,10 +1,9 @@
 """``draftheads generate``: what it prints and writes, and which options arrive."""
 
+import io
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,18 @@ from draftheads.tree import Tree
 TOKENS = ["--max-new-tokens", "12"]
 
 
-def test_bytes_that_are_not_text_are_an_error(folder: Path):
-    """On standard input and, as half characters, on the command line."""
-    for arguments, given in (([], b"\xff"), ([b"\xff"], b"")):
-        command = [sys.executable, "-m", "draftheads", "generate", "--model", "model", *arguments]
-        environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, input=given, check=False)
-        assert done.returncode == 1
-        assert re.match(rb"error: (standard input is not text|.*half a character, '\\udcff').*\n$", done.stderr)
+@pytest.mark.parametrize(
+    ("arguments", "given", "words"),
+    [([], b"\xff", "standard input is not text"), (["\udcff"], b"", r".*half a character, '\\udcff'")],
+    ids=["standard input", "command line"],
+)
+@pytest.mark.usefixtures("here")
+def test_bytes_that_are_not_text_are_an_error(
+    arguments: list[str], given: bytes, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given), encoding="utf-8"))
+    assert main(["generate", "--model", "model", *arguments]) == 1
+    assert re.match(rf"error: {words}.*\n$", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("head", [None, "medusa", "./hydra"])

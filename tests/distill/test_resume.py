@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from draftheads.distill.run import Outcome, distill
 from draftheads.errors import DataError, DistillationInterrupted, InvalidSettings, StorageError
 from fake_progress import FakeProgress
 from nursery import Nursery
+from thorough import some
 from training_world import chat_model
 
 NUM_SELF_TALK = 60
@@ -309,13 +310,6 @@ def test_an_output_in_a_file_is_an_error(tmp_path: Path):
 # --- real processes ---
 
 
-@pytest.fixture
-def nursery() -> Iterator[Nursery]:
-    found = Nursery("distill")
-    yield found
-    found.close()
-
-
 def num_done(out: Path) -> int:
     try:
         return int(json.loads(manifest_path(out).read_text())["counts"]["num_done"])
@@ -324,7 +318,8 @@ def num_done(out: Path) -> int:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_after_ten_kills_at_random_moments_the_file_is_the_same_to_the_byte(nursery: Nursery, tmp_path: Path):
+@pytest.mark.parametrize("num_kills", some([4, 10], 4))
+def test_after_kills_at_random_moments_the_file_is_the_same_to_the_byte(num_kills: int, tmp_path: Path):
     target = chat_model(seed=3)
     target.model.save_pretrained(tmp_path / "model")
     target.tokenizer.save_pretrained(str(tmp_path / "model"))
@@ -336,21 +331,24 @@ def test_after_ten_kills_at_random_moments_the_file_is_the_same_to_the_byte(nurs
     out = tmp_path / "killed.jsonl"
     chance = random.Random(0)  # noqa: S311 - nothing secret
     done: list[int] = []
-    for number in range(10):
-        process = nursery.start([*command, "--out", str(out)], folder=tmp_path)
-        before = num_done(out)
-        deadline = time.monotonic() + 60
-        while number % 3 and num_done(out) == before and time.monotonic() < deadline:  # every third dies where it may
-            time.sleep(0.002)
-        time.sleep(chance.uniform(0, 0.05))
-        os.kill(process, signal.SIGKILL)
-        assert nursery.wait() == -signal.SIGKILL
-        done.append(num_done(out))
+    with Nursery("distill") as nursery:
+        for number in range(num_kills):
+            process = nursery.start([*command, "--out", str(out)], folder=tmp_path)
+            before = num_done(out)
+            deadline = time.monotonic() + 60
+            while (
+                number % 3 and num_done(out) == before and time.monotonic() < deadline
+            ):  # every third dies where it may
+                time.sleep(0.002)
+            time.sleep(chance.uniform(0, 0.05))
+            os.kill(process, signal.SIGKILL)
+            assert nursery.wait() == -signal.SIGKILL
+            done.append(num_done(out))
+        for path in (out, tmp_path / "whole.jsonl"):
+            nursery.start([*command, "--out", str(path)], folder=tmp_path)
+            assert nursery.wait() == 0
     assert done == sorted(done)
     assert 0 < done[-1] < 180  # there was something to lose, and something left to do
-    for path in (out, tmp_path / "whole.jsonl"):
-        nursery.start([*command, "--out", str(path)], folder=tmp_path)
-        assert nursery.wait() == 0
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert not list(tmp_path.glob("*.part"))
     assert not list(tmp_path.glob(".*.tmp"))

@@ -146,9 +146,10 @@ def test_drafters_without_a_model_change_nothing(kind: type[Lookahead | PromptLo
     assert max(result.tokens_per_step for result in found) > 1.2, "tiny models repeat themselves"
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "gemma3_text"])
 @pytest.mark.parametrize("kind", ["lookahead", "prompt lookup", "draft model", "draft model that grows"])
-def test_drafters_without_a_head_change_no_sampled_token(kind: str) -> None:
-    target = tiny_model("llama")
+def test_drafters_without_a_head_change_no_sampled_token(kind: str, family: str) -> None:
+    target = tiny_model(family)
     small = tiny_model("llama", seed=3, num_hidden_layers=1)
     drafter, shape = {
         "lookahead": (Lookahead(), None),
@@ -158,9 +159,8 @@ def test_drafters_without_a_head_change_no_sampled_token(kind: str) -> None:
     }[kind]
     options: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 0.7, "seed": 5}
     expected = [result.token_ids for result in Engine(target).generate(PROMPTS, **options)]
-    for batch_size in (1, 3):
-        found = Engine(target, drafter, shape=shape, max_batch_size=batch_size).generate(PROMPTS, **options)
-        assert [result.token_ids for result in found] == expected
+    found = Engine(target, drafter, shape=shape, max_batch_size=2).generate(PROMPTS, **options)
+    assert [result.token_ids for result in found] == expected
     assert max(result.tokens_per_step for result in found) > 1.0, "something was kept"
 
 

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from draftheads.sampling import RowSettings, SamplingSettings
 from draftheads.shapes import BestFirst, BestPaths, Sampled
 from families import FAMILIES, TREES, VOCAB, fitting, propose, tiny_head, tiny_model
 from slow_heads import slow_attention
+from thorough import some_rows
 
 STATEFUL = [method for method, (_, head_class) in HEADS.items() if issubclass(head_class, StatefulHead)]
 # of every architecture, its variants
@@ -166,8 +168,15 @@ WITHOUT_DRAFT: dict[str, Callable[[int], bool]] = {
 }
 
 
-@pytest.mark.parametrize("without_draft", WITHOUT_DRAFT)
-@pytest.mark.parametrize("name", [name for name, (method, _) in VARIANTS.items() if method in STATEFUL])
+@pytest.mark.parametrize(
+    ("name", "without_draft"),
+    some_rows(
+        product([name for name, (method, _) in VARIANTS.items() if method in STATEFUL], WITHOUT_DRAFT),
+        *[("hydra++", "at first"), ("hydra++, grouped", "without room"), ("amphista", "without room")],
+        *[("amphista-alpha", "in a row"), ("eagle", "in a row"), ("eagle", "without room"), ("eagle", "single")],
+        *[("small-llama", "single"), ("small-llama, deep", "without room")],
+    ),
+)
 def test_drafting_with_a_history_is_drafting_from_scratch(
     name: str, without_draft: str, model: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

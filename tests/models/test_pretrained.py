@@ -431,6 +431,7 @@ def test_the_default_type_follows_the_processor(
 
 
 @pytest.mark.real
+@pytest.mark.thorough
 def test_the_real_conversion_equals_the_conversion_of_transformers(cache: Path) -> None:
     source = find_gguf(SMOLLM2_135M)
     assert source is not None

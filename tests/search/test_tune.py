@@ -156,12 +156,11 @@ def test_a_search_for_a_temperature_counts_probabilities(here: Path, tmp_path: P
 
 def test_a_killed_run_continues_with_the_answers_it_had_saved(world: Path, tmp_path: Path) -> None:
     out = tmp_path / "killed"
-    nursery = Nursery("tune")
     more = ["--num-prompts", "32", "--max-new-tokens", "11"]
     (tmp_path / "many.jsonl").write_text("\n".join(json.dumps({"prompt": "mom" + "a" * n}) for n in range(32)))
     arguments = [*tune("hydra", "--out", str(out))[1:], *more, "--prompts", str(tmp_path / "many.jsonl")]
     known = set(answers_folder(out).glob("*/answers-*.json"))
-    try:
+    with Nursery("tune") as nursery:
         process = nursery.start(arguments, folder=world)
         until = time.monotonic() + 60
         while not (found := set(answers_folder(out).glob("*/answers-*.json")) - known) and time.monotonic() < until:
@@ -173,8 +172,6 @@ def test_a_killed_run_continues_with_the_answers_it_had_saved(world: Path, tmp_p
         assert not (out / "acceptance.json").exists()
         nursery.start(arguments, folder=world)
         assert nursery.wait() == 0
-    finally:
-        nursery.close()
     assert {path: path.stat().st_mtime_ns for path in written} == written, "answers from before the kill are used"
     assert read_profile(out / "acceptance.json").num_texts == 32
 

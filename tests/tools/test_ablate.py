@@ -170,6 +170,7 @@ def arguments(data: Path, tmp_path: Path) -> list[str]:
     return ["hydra", "--out", str(tmp_path / "out"), "--data", str(data), *sizes, *small]
 
 
+@pytest.mark.thorough
 def test_the_command_trains_what_is_left_and_compares(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

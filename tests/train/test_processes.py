@@ -120,6 +120,7 @@ def test_two_processes_make_the_head_of_one(world: Path, single: Path) -> None:
     assert metrics[0]["num_steps"] == metrics[1]["num_steps"] == len(lines(double / "log.jsonl"))
 
 
+@pytest.mark.thorough
 def test_stopped_processes_go_on_to_the_same_head(world: Path, single: Path) -> None:
     """Ctrl-C reaches all at once, but not at the same step: they agree on one, and save it."""
     arguments = ("train", *HEADS, "--out", "stopped")
@@ -137,6 +138,7 @@ def test_stopped_processes_go_on_to_the_same_head(world: Path, single: Path) -> 
     assert_same_tensors(single / "model.safetensors", world / "stopped" / "model.safetensors")
 
 
+@pytest.mark.thorough
 def test_two_processes_tune_the_model_of_one(world: Path) -> None:
     """In the first stage the adapter has no gradients, in the second it has."""
     tuning = ("--batch-tokens", "96", "--max-length", "64", "--lora-dropout", "0", "--num-heads", "2", "--epochs", "1")

@@ -4,7 +4,11 @@ import builtins
 import importlib.util
 import json
 import math
+import os
+import shlex
 import signal
+import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,8 @@ from draftheads.train.trainer import TrainingInterrupted
 from draftheads.tree import Tree
 from fake_progress import FakeProgress
 from joint_world import joint_options, on_disk
+from nursery import Nursery
+from thorough import some_rows
 from training_world import (
     KilledError,
     chat_model,
@@ -180,8 +186,12 @@ def test_measuring_in_between_changes_nothing_and_sees_the_tuned_model(data: Pat
     assert last["top1"] == report.top1
 
 
-@pytest.mark.parametrize("stop", [stop_by_ctrl_c, stop_by_crash])
-@pytest.mark.parametrize("after", [3, 10])  # in the first stage, in the second
+@pytest.mark.parametrize(
+    ("stop", "after"),
+    some_rows(  # after 3 steps it is in the first stage, after 10 in the second
+        product([stop_by_ctrl_c, stop_by_crash], [3, 10]), (stop_by_ctrl_c, 10), (stop_by_crash, 3)
+    ),
+)
 def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(data: Path, tmp_path: Path, stop: Any, after: int) -> None:
     whole = joint_options(tmp_path / "a", data, save_steps=2, epochs=2, heads_first=0.4)
     expected = train_jointly_for(chat_model(), whole, FakeProgress())
@@ -200,6 +210,29 @@ def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(data: Path, tmp_path:
     for name in ("head/model.safetensors", "adapter/adapter_model.safetensors"):
         assert (settings.out / name).read_bytes() == (whole.out / name).read_bytes()
     assert lines(settings.out) == lines(whole.out)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_killed_run_is_resumed_to_the_same_bytes(data: Path, tmp_path: Path) -> None:
+    options = f"--model {on_disk(tmp_path / 'model')} --data {data} --num-heads 2 --draft-vocab-size 48 --epochs 2"
+    options += " --batch-tokens 128 --lora-rank 4 --save-steps 2 --log-steps 1 --eval-steps 0 --resume"
+    command = shlex.split(options)
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    with Nursery("train-joint") as nursery:
+        for step in (2, 12):  # in the first stage, in the second
+            process = nursery.start([*command, "--out", str(killed)], folder=tmp_path)
+            deadline = time.monotonic() + 60
+            while not list(killed.glob(f"checkpoints/checkpoint-{step}/*.json")) and time.monotonic() < deadline:
+                time.sleep(0.002)
+            os.kill(process, signal.SIGKILL)
+            assert nursery.wait() == -signal.SIGKILL
+            assert not (killed / "head").exists()
+        for out in (killed, whole):
+            nursery.start([*command, "--out", str(out)], folder=tmp_path)
+            assert nursery.wait() == 0
+    for name in ("head/model.safetensors", "adapter/adapter_model.safetensors"):
+        assert (killed / name).read_bytes() == (whole / name).read_bytes()
+    assert lines(killed) == lines(whole)
 
 
 def test_resuming_with_other_settings_or_data_is_an_error(data: Path, tmp_path: Path) -> None:
@@ -246,9 +279,6 @@ def test_an_exploding_run_is_stopped_with_its_texts(data: Path, tmp_path: Path) 
     settings = joint_options(tmp_path / "out", data, learning_rate=1e37, warmup=0.0, heads_first=0.0)
     with pytest.raises(NonFiniteLoss, match=r"at step \d+, on .*chats\.jsonl:\d+, .*lower --learning-rate"):
         train_jointly_for(chat_model(), settings, FakeProgress())
-
-
-# --- merging ---
 
 
 # --- what is missing or wrong ---
