@@ -30,7 +30,7 @@ from families import (
 )
 from thorough import some, some_rows
 
-NEW_TOKENS = 40
+NEW_TOKENS = 28
 # prompts for batches of eight: no two rows alike, lengths from 1 to 14
 EIGHT = [*PROMPTS, [4, 5], [22, 3, 9, 4], [8, 8, 8, 8, 8, 8], [20, 19, 18], [6, 21]]
 

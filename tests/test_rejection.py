@@ -33,7 +33,7 @@ from draftheads.sampling import RowSettings, SamplingSettings
 from draftheads.shapes import Sampled, Shape
 from draftheads.tree import Tree
 from families import PROMPTS, VOCAB, tiny_head, tiny_model
-from thorough import some
+from thorough import some, some_rows
 
 V = 3
 Path = tuple[int, ...]
@@ -384,16 +384,23 @@ def drafter_of(model: TargetModel, kind: str) -> Any:
     return tiny_head(kind, model)
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize(
-    ("kind", "shape"),
-    [
-        ("hydra", "tree"),
-        ("medusa", "chain"),
-        ("draft model", "tree"),
-        ("hydra++", "tree"),
-        ("eagle", "chain"),
-    ],
+    ("kind", "shape", "rule"),
+    some_rows(
+        [
+            (kind, shape, rule)
+            for rule in ("rejection", "block")
+            for kind, shape in (
+                ("hydra", "tree"),
+                ("medusa", "chain"),
+                ("draft model", "tree"),
+                ("hydra++", "tree"),
+                ("eagle", "chain"),
+            )
+        ],
+        *[("draft model", "tree", "rejection"), ("eagle", "chain", "rejection"), ("eagle", "chain", "block")],
+        *[("hydra", "tree", "rejection"), ("medusa", "chain", "block")],
+    ),
 )
 def test_answers_have_the_models_distribution(
     model: TargetModel, exact: dict[Answer, float], kind: str, shape: str, rule: Any

@@ -284,6 +284,7 @@ def test_quantised_tensors_are_unpacked(tmp_path: Path) -> None:
 CONVERT = "from draftheads.models.pretrained import resolve_model; print(resolve_model('smollm2-135m'))"
 
 
+@pytest.mark.thorough
 def test_two_processes_at_once_make_one_good_folder(site: Path, cache: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), *sys.path])}
     command = [sys.executable, "-c", CONVERT]

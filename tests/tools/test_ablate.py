@@ -221,6 +221,7 @@ def test_the_command_trains_what_is_left_and_compares(
     assert len(trained) == 3 + 5
 
 
+@pytest.mark.thorough
 def test_a_study_of_an_earlier_version_is_complete(arguments: list[str], tmp_path: Path) -> None:
     assert tool.main(arguments) == 0
     first = tmp_path / "out" / next(iter(variants_of("hydra", options("hydra")).values())).out.name
@@ -232,6 +233,7 @@ def test_a_study_of_an_earlier_version_is_complete(arguments: list[str], tmp_pat
     assert (first / "model.safetensors").stat().st_mtime_ns == saved
 
 
+@pytest.mark.thorough
 def test_of_several_processes_the_first_one_writes_the_results(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
