@@ -52,7 +52,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"num_texts": -1}, "num_texts is -1; it must be at least 0"),
     ({"num_tokens": -2}, "num_tokens is -2; it must be at least 0"),
     ({"confidence": []}, "confidence is empty"),
-    ({"confidence": [1.0, 0.0]}, r"confidence is \[1\.0, 0\.0\]; every number must lie between 0\.01 and 100"),
+    ({"confidence": [1.0, 0.001]}, r"confidence is \[1\.0, 0\.001\]; every number must lie between 0\.01 and 100"),
     ({"static_tokens": [1.0, 1.5]}, "static_tokens has 2 numbers; 5 paths make 6 trees"),
     ({"static_tokens": [0.5, 1.5, 1.8, 1.9, 2.0, 2.0]}, r"a step has 0\.5 tokens; it must have at least 1"),
     ({"dynamic_tokens": [1.0] * 65}, "dynamic_tokens has 65 numbers; it must have at most 64"),
