@@ -84,7 +84,7 @@ def test_a_recipe_of_the_other_command_says_so(capsys: pytest.CaptureFixture[str
     assert "hydra does not tune the model: draftheads train --recipe hydra" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", some(RECIPES, "amphista", "medusa-2"))
+@pytest.mark.parametrize("name", some(RECIPES, "medusa-2"))
 def test_every_recipe_learns(target: TargetModel, tmp_path: Path, name: str) -> None:
     """Heads rise above untrained ones; a tiny model needs a higher rate and smaller batches than the papers' models."""
     data = write_chats(tmp_path / "chats.jsonl", [*distilled_chats(target) * 4, *counting_chats(20)])
