@@ -95,15 +95,16 @@ def set_by(study: str) -> frozenset[str]:
     return frozenset(name for changes in STUDIES[study].values() for name in changes)
 
 
+def plain_settings(study: str) -> dict[str, Any]:
+    """The usual values of the settings that the variants of a study set."""
+    first = next(iter(STUDIES[study].values()))
+    settings = TrainOptions.of(out=tyro.MISSING, method=first["method"]).flat()
+    return {name: settings[name] for name in sorted(set_by(study))}
+
+
 def study_defaults(study: str, arguments: Sequence[str]) -> RunOptions:
     """Default values of the shared options: a recipe's, without the settings that the variants set."""
-    unset = {name: value for name, value in TrainOptions.defaults().items() if name in set_by(study)}
-    tuples = {name: tuple(value) if isinstance(value, list) else value for name, value in unset.items()}
-    return defaults(arguments).changed(**tuples, method=_first_method(study))
-
-
-def _first_method(study: str) -> str:
-    return str(next(iter(STUDIES[study].values()))["method"])
+    return defaults(arguments).changed(**plain_settings(study))
 
 
 def variants_of(study: str, options: TrainOptions) -> dict[str, TrainOptions]:
@@ -116,11 +117,11 @@ def variants_of(study: str, options: TrainOptions) -> dict[str, TrainOptions]:
         raise InvalidSettings(
             f"--start-from is {options.heads.start_from!r}, but all variants of a study start untrained: leave it out"
         )
-    values, unset = options.flat(), {**TrainOptions.defaults(), "method": _first_method(study)}
-    for name in sorted(set_by(study)):
-        if json.loads(json.dumps(values[name])) != unset[name]:
+    for name, usual in plain_settings(study).items():
+        value = options.flat()[name]
+        if value != usual:
             flag = "--" + name.replace("_", "-")
-            raise InvalidSettings(f"{flag} is {values[name]!r}, but the variants of this study set it: leave it out")
+            raise InvalidSettings(f"{flag} is {value!r}, but the variants of this study set it: leave it out")
     return {
         name: options.changed(
             **changes,

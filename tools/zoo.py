@@ -1,13 +1,13 @@
 """Makes the heads that come with the package: trains them on the same text, and writes their folders and model cards.
 
-1. ``python tools/zoo.py train WORK --data chats.jsonl.gz``: every head, one after the other; goes on where it was.
+1. ``python tools/zoo.py train WORK --data chats.jsonl.gz``: every head, one after the other; resumes if it was stopped.
 2. ``draftheads tune smollm2-135m WORK/medusa`` …: the acceptance profile of each, on the model's own answers.
 3. ``draftheads bench --heads WORK/medusa WORK/hydra … --prompts … --out WORK/bench``
 4. ``python tools/zoo.py bundle WORK --bench WORK/bench/bench.json``; ``data.md`` beside this file goes into the cards.
-5. ``python tools/zoo.py cards bench.json …`` puts later comparisons into the cards of heads that are bundled.
+5. ``python tools/zoo.py cards bench.json …`` writes later comparisons into the cards of the bundled heads.
 
-A head that starts from another one makes two passes over the text of its own, the others four.
-Those that come with the package had less of it, each as the command in its card says.
+A head that starts from another one makes two passes over the text, the others four. The heads in the package were
+trained on less text. The command in a head's card shows its own settings.
 
 Training options behind ``--`` are for all heads: ``-- --max-tokens 1000000 --epochs 1``.
 """
@@ -32,12 +32,12 @@ from draftheads.zoo import registry
 
 BASE = "smollm2-135m"
 COMMON = "--recipe small --max-length 512 --tree-nodes 10"
-# what each is trained with; a head that starts from another one stands behind it
+# the options of each head; a head comes after the one that it starts from
 HEADS: Mapping[str, str] = {
     "medusa": "--num-heads 4 --num-layers 2",
     "hydra": "--num-heads 3 --num-layers 3",
     "markov-medusa": "--num-heads 4 --num-layers 2 --head-options markov_rank=64 --epochs 2 --start-from medusa",
-    "hydra++": "--num-heads 3 --num-layers 4",  # hydra, which knows its text by heart, would leave it little to learn
+    "hydra++": "--num-heads 3 --num-layers 4",  # not from hydra, whose training loss is already low
     "amphista": "--num-heads 4 --num-layers 2 --epochs 2 --start-from medusa",
     "mlp-speculator": "--num-heads 3 --head-options inner_size=1024",
     "eagle": "--num-heads 3 --feature-weight 10",
@@ -45,7 +45,7 @@ HEADS: Mapping[str, str] = {
 }
 _SECTION = "## Side by side with others"
 MOST_BYTES, MOST_BYTES_IN_ALL = 30e6, 120e6
-_NOT_SAID = frozenset(  # where things lie here, and what makes no other head
+_NOT_SHOWN = frozenset(  # paths on this machine, and options that do not change the head
     {
         *("method", "model", "data", "text", "out", "start_from", "recipe"),
         *("features", "features_budget", "keep_features", "resume", "tensorboard"),
@@ -59,11 +59,11 @@ class Train:
     """Train the heads."""
 
     work: tyro.conf.Positional[Path]
-    """Folder for all of it."""
+    """Folder for the heads and their hidden states."""
     data: tuple[Path, ...]
     """Chats, as for `draftheads train`."""
     only: tuple[str, ...] = tuple(HEADS)
-    """These heads."""
+    """Names of the heads; all by default."""
 
     def run(self, more: Sequence[str]) -> int:
         """One after the other, on the same hidden states."""
@@ -71,10 +71,11 @@ class Train:
         for name in self.only:
             settings = shlex.split(f"{COMMON} {HEADS[name]}")
             if "--start-from" in settings:
-                start = (self.work / settings[-1]).resolve()
-                if not start.is_dir():
-                    sys.exit(f"{name} starts from {settings[-1]}, which is not in {self.work}: train that one before")
-                settings[-1] = str(start)
+                start = settings[-1]
+                folder = (self.work / start).resolve()
+                if not folder.is_dir():
+                    sys.exit(f"{name} starts from {start}, which is not in {self.work}: train {start} first")
+                settings[-1] = str(folder)
             files = ["--data", *map(str, self.data), "--features", str(self.work / "features")]
             arguments = ["train", "--method", name, *settings, *files, *more]
             if code := draftheads([*arguments, "--out", str(self.work / name), "--resume"]):
@@ -91,13 +92,13 @@ class Bundle:
     bench: tuple[Path, ...] = ()
     """bench.json of one or more runs of `draftheads bench`, for the cards."""
     only: tuple[str, ...] = tuple(HEADS)
-    """These heads."""
+    """Names of the heads; all by default."""
 
     def run(self, more: Sequence[str]) -> int:
-        """Looks at the sizes before anything is written."""
+        """Checks the sizes, then writes all heads."""
         _check_names(self.only)
         if more:
-            sys.exit(f"nothing is trained here: leave out {shlex.join(more)}")
+            sys.exit(f"this command does not train: leave out {shlex.join(more)}")
         found = _comparisons(self.bench)
         zoo = registry.weights_folder() / BASE
         sizes = {head.method: read_head(head.folder).num_bytes for head in registry.zoo_heads()}
@@ -127,21 +128,21 @@ class Cards:
     """bench.json of one or more runs of `draftheads bench`, in which each head has its own name."""
 
     def run(self, more: Sequence[str]) -> int:
-        """All or nothing; the section of older comparisons goes."""
+        """Writes all cards or none. New comparisons replace the older ones."""
         if more:
-            sys.exit(f"nothing is trained here: leave out {shlex.join(more)}")
+            sys.exit(f"this command does not train: leave out {shlex.join(more)}")
         if not self.bench:
-            sys.exit("which comparison? bench.json of `draftheads bench`, one or more")
+            sys.exit("name one or more bench.json of `draftheads bench`")
         found = _comparisons(self.bench)
         made: dict[Path, str] = {}
         for head in registry.zoo_heads():
             saved = read_head(head.folder)
             if compared := _compared(head.method, saved.digest, found):
                 before = saved.card.split(f"\n{_SECTION}\n")[0].rstrip("\n")
-                told = _environment().get_template("side_by_side.md.j2").render(compared=compared)
-                made[head.folder / CARD_FILE] = f"{before}\n\n{told.rstrip()}\n"
+                section = _environment().get_template("side_by_side.md.j2").render(compared=compared)
+                made[head.folder / CARD_FILE] = f"{before}\n\n{section.rstrip()}\n"
         if not made:
-            sys.exit(f"{', '.join(map(str, self.bench))}: no word of a bundled head")
+            sys.exit(f"{', '.join(map(str, self.bench))}: no bundled head was compared")
         for path, text in made.items():
             write_atomic(path, text.encode())
         return 0
@@ -156,10 +157,10 @@ def _comparisons(files: Sequence[Path]) -> list[Found]:
 
 
 def _compared(name: str, digest: str, comparisons: Sequence[Found]) -> list[tuple[Found, Row]]:
-    """Its row in each of the comparisons that it was in."""
+    """The head's row in each comparison that has one."""
     rows = [(found, row) for found in comparisons for row in found["rows"] if row["name"] == name]
     if any(digest not in found["drafters"][name] for found, _ in rows):
-        sys.exit(f"another {name} was compared: draftheads bench --heads {name} …")
+        sys.exit(f"the comparison is of other weights of {name}: run draftheads bench --heads {name} … again")
     return rows
 
 
@@ -173,7 +174,7 @@ def _environment() -> jinja2.Environment:
 
 
 def files_of(folder: Path, comparisons: Sequence[Found]) -> dict[str, bytes]:
-    """What is bundled of a trained head, which is named as its folder is."""
+    """The files of a bundled head by name; the trained head is in a folder of its name."""
     saved = read_head(folder)
     metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
     config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
@@ -187,7 +188,7 @@ def files_of(folder: Path, comparisons: Sequence[Found]) -> dict[str, bytes]:
 
 
 def command(options: Mapping[str, Any]) -> str:
-    """The command line that makes such a head; names of files, but no folders of this machine."""
+    """The command line that trains this head. It has the names of files without their folders."""
     words = ["draftheads", "train", "--method", options["method"], "--model", options["model"]]
     for files in ("data", "text"):
         words += as_arguments(files, [Path(path).name for path in options[files]]) if options[files] else []
@@ -195,7 +196,7 @@ def command(options: Mapping[str, Any]) -> str:
     if options["start_from"]:
         words += ["--start-from", Path(options["start_from"]).name]
     for name, default in TrainOptions.defaults().items():
-        if name not in _NOT_SAID and options[name] != default:
+        if name not in _NOT_SHOWN and options[name] != default:
             words += as_arguments(name, options[name])
     return shlex.join(words)
 
@@ -235,7 +236,7 @@ def card(folder: Path, metrics: Mapping[str, Any], compared: Sequence[tuple[Foun
 
 
 def main(arguments: Sequence[str]) -> int:
-    """What stands behind ``--`` is for `draftheads train`."""
+    """Options after ``--`` are passed to `draftheads train`."""
     own, more = list(arguments), []
     if "--" in own:
         own, more = own[: own.index("--")], own[own.index("--") + 1 :]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # `draftheads --help` must not wait two seconds for torch
     from draftheads.sampling import SamplingSettings
     from draftheads.search.tune import tune_head
     from draftheads.shapes import BestFirst, BestPaths, Sampled
-    from draftheads.train.run import train_head
+    from draftheads.train.train_head import train_head
     from draftheads.tree import Tree
 
 __all__ = [
@@ -70,7 +70,7 @@ _HOMES = {
     "load_head": "draftheads.checkpoint",
     "register": "draftheads.heads",
     "save_head": "draftheads.checkpoint",
-    "train_head": "draftheads.train.run",
+    "train_head": "draftheads.train.train_head",
     "tune_head": "draftheads.search.tune",
 }
 

@@ -33,19 +33,12 @@ def defaults(arguments: Sequence[str], options: type[RunOptions] = TrainOptions)
     'hydra'
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("recipe", "start-from", "method"):
+    for name in ("recipe", "start-from", "method", "model"):
         parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", nargs="?")
-    parser.add_argument("--model", nargs="?", default=options.model)
     parser.add_argument("--resume", action="store_true")
     given = parser.parse_known_args(arguments)[0]
-    settings = defaults_from(
-        recipe_name=given.recipe,
-        start_from=given.start_from,
-        model=given.model or options.model,
-        method=given.method,
-        resume=given.resume,
-        tunes_model=options is not TrainOptions,
-    )
+    model = given.model or options.model
+    settings = defaults_from({**vars(given), "model": model}, tunes_model=options is not TrainOptions)
     required = {} if options is not TrainOptions else {"method": tyro.MISSING}
     return options.of(**{"out": tyro.MISSING, **required, **settings})
 

@@ -1,19 +1,16 @@
 """``draftheads train-joint``: tunes a model and its heads together and shows the results."""
 
-from collections.abc import Sequence
+from functools import partial
 
 from rich.table import Table
 
 from draftheads.cli.train import defaults as defaults_of
 from draftheads.cli.train import run_and_print
+from draftheads.train.joint.movement import Movement
 from draftheads.train.joint.options import JointOptions
-from draftheads.train.joint.run import Movement, train_jointly
-from draftheads.train.options import RunOptions
+from draftheads.train.joint.run import train_jointly
 
-
-def defaults(arguments: Sequence[str]) -> RunOptions:
-    """Default values of the options, which depend on a recipe and on a head to start from."""
-    return defaults_of(arguments, JointOptions)
+defaults = partial(defaults_of, options=JointOptions)
 
 
 def run(options: JointOptions) -> None:

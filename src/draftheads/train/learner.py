@@ -3,6 +3,8 @@
 Knows heads and objectives; knows nothing of files, schedules or the Trainer that calls it.
 """
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -11,8 +13,36 @@ from draftheads.draft import TargetWeights
 from draftheads.errors import DataError
 from draftheads.heads.base import DraftHead
 from draftheads.heads.layers import Block
-from draftheads.train.losses import Labels, Objective
+from draftheads.train.losses import Labels, Objective, objective
 from draftheads.train.objectives import LabelMaker, Predictions, depth_weights, find_predictions, head_losses
+from draftheads.train.options import ObjectiveOptions
+
+
+@dataclass(frozen=True)
+class LowRankUpdate:
+    """What an adapter adds to the outputs of a layer, such as the lm_head of a model that is tuned with its heads."""
+
+    down: Tensor  # (r, D) A
+    up: Tensor  # (V, r) B
+    scaling: float  # α/r
+    dropout: nn.Module
+
+    def rows(self, ids: Tensor) -> "LowRankUpdate":
+        """The update of some outputs only, (V',) of them."""
+        return replace(self, up=self.up[ids])
+
+    def constant(self) -> "LowRankUpdate":
+        """The same without dropout and gradients; autocast keeps copies of tensors that have gradients."""
+        return LowRankUpdate(self.down.detach(), self.up.detach(), self.scaling, nn.Identity())
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """(…, D) -> (…, V)."""
+        return F.linear(F.linear(self.dropout(features), self.down), self.up) * self.scaling
+
+    @property
+    def matrix(self) -> Tensor:
+        """(V, D): what merging adds to W."""
+        return self.up @ self.down * self.scaling
 
 
 class Learner(nn.Module):
@@ -69,13 +99,16 @@ class Learner(nn.Module):
             weights[1:] = 0.0
         return weights
 
-    def forward(self, hidden: Tensor, token_ids: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
+    def forward(
+        self, hidden: Tensor, token_ids: Tensor, loss_mask: Tensor, update: LowRankUpdate | None = None
+    ) -> dict[str, Tensor]:
         """Losses of a batch.
 
         Args:
-            hidden: (B, T, D), any float type.
+            hidden: (B, T, D), any float type; may have gradients.
             token_ids: (B, T) int64.
             loss_mask: (B, T) bool.
+            update: what an adapter adds to the target's lm_head, for V' outputs; it is trained, too.
 
         Returns:
             ``loss``, to differentiate, and ``head_losses`` without gradients: (K,), or (1,) for a head that is trained
@@ -86,17 +119,23 @@ class Learner(nn.Module):
             DataError: the batch has no token to predict.
         """
         hidden = hidden.to(self.teacher.dtype)
-        predictions, labels = self.task(hidden, token_ids, loss_mask)
+        predictions, labels = self.task(hidden.detach(), token_ids, loss_mask, update)
         seen = with_noise(hidden, self.noise_alpha) if self.training else hidden
         features = self.head(seen, token_ids).flatten(1, 2)  # (K, S, F)
+        added = update if self.head.config.lm_head == "shared" else None
+
+        def logits(inputs: Tensor, head_index: int) -> Tensor:
+            found = self.head.logits(inputs, head_index)
+            return found if added is None else found + added(self.head.lm_head_inputs(inputs)) * self.logit_scale
+
         loss, means = head_losses(
             features,
             predictions,
             labels=labels,
             row_loss=self.objective.loss,
-            logits=self.head.logits,
+            logits=logits,
             weights=self.depth_weights,
-            parameters=self.head.logit_parameters(),
+            parameters=[*self.head.logit_parameters(), *((added.down, added.up) if added else ())],
         )
         if self.feature_weight:
             loss = loss + self.feature_weight * self._feature_loss(features, hidden.flatten(0, 1), predictions)
@@ -114,7 +153,9 @@ class Learner(nn.Module):
                 )
         return total
 
-    def task(self, hidden: Tensor, token_ids: Tensor, loss_mask: Tensor) -> tuple[Predictions, LabelMaker]:
+    def task(
+        self, hidden: Tensor, token_ids: Tensor, loss_mask: Tensor, update: LowRankUpdate | None = None
+    ) -> tuple[Predictions, LabelMaker]:
         """The tokens to predict in a batch, and their labels.
 
         Raises:
@@ -125,33 +166,31 @@ class Learner(nn.Module):
             raise DataError("nothing to train on: no two assistant tokens in a row")
         if not self.objective.reads_teacher:  # then only the text is a label
             predictions = predictions.only(self.in_vocab[token_ids.flatten()[predictions.positions + 1]])
-        return predictions, self.labels(hidden, token_ids)
+        return predictions, self.labels(hidden, token_ids, update)
 
-    def labels(self, hidden: Tensor, token_ids: Tensor) -> LabelMaker:
+    def labels(self, hidden: Tensor, token_ids: Tensor, update: LowRankUpdate | None = None) -> LabelMaker:
         """The labels at flat positions of a batch."""
         flat_hidden, flat_ids = hidden.flatten(0, 1), token_ids.flatten()  # (S, D), (S,)
+        added = update.constant() if update else None
 
         def labels(positions: Tensor) -> Labels:
             next_ids = flat_ids[positions + 1]
-            probs = self._teacher_probs(flat_hidden[positions]) if self.objective.reads_teacher else None
+            probs = self._teacher_probs(flat_hidden[positions], added) if self.objective.reads_teacher else None
             return Labels(probs, self.draft_index[next_ids], self.in_vocab[next_ids])
 
         return labels
 
     @torch.no_grad()
-    def _teacher_probs(self, hidden: Tensor) -> Tensor:
+    def _teacher_probs(self, hidden: Tensor, update: LowRankUpdate | None) -> Tensor:
         """The target's distribution after hidden states (n, D), within V' and renormalised: (n, V')."""
         logits = F.linear(hidden, self.teacher, self.teacher_bias)
+        if update is not None:
+            logits = logits + update(hidden)
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
-        probs: Tensor = self.capped(logits).softmax(-1)
-        return probs
-
-    def capped(self, logits: Tensor) -> Tensor:
-        """Scaled logits (n, V') after the target's soft cap."""
-        if self.logit_softcap is None:
-            return logits
-        return torch.tanh(logits / self.logit_softcap) * self.logit_softcap
+        if self.logit_softcap is not None:
+            logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
+        return logits.softmax(-1)
 
 
 def with_noise(hidden: Tensor, alpha: float) -> Tensor:
@@ -165,3 +204,23 @@ def with_noise(hidden: Tensor, alpha: float) -> Tensor:
     _, length, size = hidden.shape
     noise: Tensor = torch.empty_like(hidden).uniform_(-1, 1) * (alpha / (length * size) ** 0.5)
     return hidden + noise
+
+
+def head_learner(
+    options: ObjectiveOptions, head: DraftHead, weights: TargetWeights, *, feature_weight: float = 0.0
+) -> Learner:
+    """The head with the objective of a run."""
+    return Learner(
+        head,
+        weights,
+        objective=objective(
+            options.loss,
+            alignment_weight=options.alignment_weight,
+            lm_weight=options.lm_weight,
+            lk_eta=options.lk_eta,
+        ),
+        depth_decay=options.depth_decay,
+        noise_alpha=options.noise_alpha,
+        feature_weight=feature_weight,
+        dropout=options.dropout,
+    )

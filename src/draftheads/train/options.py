@@ -7,7 +7,7 @@ The command line, recipes, ``run.json`` and ``metrics.json`` name settings witho
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 import tyro
 
@@ -16,39 +16,15 @@ from draftheads.heads import has_blocks, head_classes, parse_head_options
 from draftheads.heads.base import LmHeadKind
 from draftheads.identity import as_json_values
 from draftheads.train.losses import LK_ETA, LossKind
+from draftheads.train.option_group import ABOVE_0, FRACTION, FROM_0, FROM_1, OptionGroup, Range
 
-
-def require(name: str, value: object, *, fine: bool, fix: str) -> None:
-    """Raises InvalidSettings with the option's name, its value and how to fix it, unless the value is ``fine``."""
-    if not fine:
-        raise InvalidSettings(f"--{name.replace('_', '-')} is {value!r}: {fix}")
-
-
-class OptionGroup:
-    """Checks that groups of settings share."""
-
-    def _at_least(self, least: float, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            require(name, value, fine=value is None or value >= least, fix=f"must be at least {least}")
-
-    def _above_zero(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            require(name, value, fine=value is None or value > 0, fix="must be above 0")
-
-    def _fraction(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            require(name, value, fine=0 <= value < 1, fix="must be at least 0 and below 1")
-
-    def _one_of(self, name: str, choices: tuple[str, ...]) -> None:
-        value = getattr(self, name)
-        require(name, value, fine=value in choices, fix=f"choose among {', '.join(choices)}")
+_SEED = Range("must be at least 0 and below 2**32", lambda value: 0 <= value < 2**32)  # NumPy's limit
+_SIZE = Range("give 0 for the whole vocabulary", FROM_0.has)
+_INTERVAL = Range("give 0 for none", FROM_0.has)
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadOptions:
+class HeadOptions(OptionGroup):
     """Architecture of the draft heads."""
 
     method: str
@@ -56,26 +32,20 @@ class HeadOptions:
     small-llama, a small model that reads only the text."""
     head_options: tuple[str, ...] = ()
     """Further options of the architecture, NAME=VALUE, such as num_auto_embedding_blocks=2. A wrong name lists them."""
-    num_heads: int = 4
+    num_heads: Annotated[int, FROM_1] = 4
     """Number of draft tokens on a path: tokens beyond the next one that are predicted."""
-    num_layers: int = 1
+    num_layers: Annotated[int, FROM_1] = 1
     """Blocks in each head."""
     lm_head: LmHeadKind = "shared"
     """How heads reach the vocabulary: by the model's lm_head, or each by its own, or by a low-rank one."""
     lm_head_rank: int = 64
     """Rank of a low_rank lm_head."""
-    draft_vocab_size: int = 8192
+    draft_vocab_size: Annotated[int, _SIZE] = 8192
     """Number of most frequent tokens that heads predict; 0 for the whole vocabulary."""
     start_from: str | None = None
     """A trained head to start from (a bundled method, a folder or a Hugging Face id). Layers of the same name and size
     are copied. Use it for other data, for a model tuned since, or to start hydra++ from hydra. Defaults of num-heads,
     num-layers and draft-vocab-size are then those of that head; of the same method, also the other settings here."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_heads", "num_layers"):
-            require(name, getattr(self, name), fine=getattr(self, name) >= 1, fix="must be at least 1")
-        size = self.draft_vocab_size
-        require("draft_vocab_size", size, fine=size >= 0, fix="give 0 for the whole vocabulary")
 
     def check_method(self) -> None:
         """Builds a config of the method, whose sizes of the target are not known yet.
@@ -101,16 +71,12 @@ class ChatOptions(OptionGroup):
 
     data: tuple[Path, ...] = ()
     """Chat files (.jsonl, .jsonl.gz), one {"messages": [...]} a line."""
-    max_length: int = 2048
+    max_length: Annotated[int, FROM_1] = 2048
     """Texts are cut after that many tokens."""
-    max_tokens: int | None = None
+    max_tokens: Annotated[int | None, FROM_1] = None
     """Stop reading data, or finished --features, after that many tokens."""
-    held_out: float = 0.05
+    held_out: Annotated[float, FRACTION] = 0.05
     """Part of the texts that is held out for measuring, at most 200 texts."""
-
-    def __post_init__(self) -> None:
-        self._at_least(1, "max_length", "max_tokens")
-        self._fraction("held_out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,14 +86,10 @@ class PlainTextOptions(OptionGroup):
     text: tuple[Path, ...] = ()
     """Plain text files (.txt, or .jsonl with {"text": ...} a line), trained on in a first stage before the chats.
     --max-tokens counts for them and for the chats, each."""
-    text_part: float = 0.714
+    text_part: Annotated[float, FRACTION] = 0.714
     """Part of the steps on plain text if there are chats, too. The text is repeated or cut as needed."""
-    second_stage_rate: float = 0.1
+    second_stage_rate: Annotated[float, ABOVE_0] = 0.1
     """After a first stage on plain text, the learning rate on chats is multiplied by this."""
-
-    def __post_init__(self) -> None:
-        self._fraction("text_part")
-        self._above_zero("second_stage_rate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,18 +98,15 @@ class FeatureOptions(OptionGroup):
 
     features: Path | None = None
     """Folder of the model's hidden states, made if they are not there; OUT/features when left out."""
-    features_budget: float = 50.0
+    features_budget: Annotated[float, FROM_0] = 50.0
     """Gigabytes that hidden states may take on the disk. If they need more, they are computed for each batch."""
     keep_features: bool = False
     """Keep OUT/features after a successful end."""
-    feature_weight: float = 0.0
+    feature_weight: Annotated[float, FROM_0] = 0.0
     """Weight of a second loss (smooth L1) between heads' features and the model's next hidden states; 10 for EAGLE."""
     shard_model: bool = False
     """With several processes, shard the model over them (FSDP) while it reads the texts. For a model too large for one
     device. Each process still loads it whole into memory first."""
-
-    def __post_init__(self) -> None:
-        self._at_least(0, "features_budget", "feature_weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,51 +116,39 @@ class ObjectiveOptions(OptionGroup):
     loss: LossKind = "teacher"
     """Train on the model's distribution (teacher by cross-entropy; kl, tv, nla, lk by another measure), on the text's
     tokens (hard), or on both (amphista)."""
-    alignment_weight: float = 1.0
+    alignment_weight: Annotated[float, FROM_0] = 1.0
     """Weight of the model's distribution in the amphista loss."""
-    lm_weight: float = 1.0
+    lm_weight: Annotated[float, FROM_0] = 1.0
     """Weight of the text's tokens in the amphista loss."""
-    lk_eta: float = LK_ETA
+    lk_eta: Annotated[float, FROM_0] = LK_ETA
     """How fast the lk loss moves from divergence to acceptance."""
-    noise_alpha: float = 0.0
+    noise_alpha: Annotated[float, FROM_0] = 0.0
     """Strength of uniform noise on the hidden states that heads read in training; 75 in Hydra's experiment."""
-    dropout: float = 0.0
+    dropout: Annotated[float, FRACTION] = 0.0
     """Part of the inputs of each layer of a head's MLP that is set to zero in training; 0.2 for Hydra++."""
-    depth_decay: float = 0.8
+    depth_decay: Annotated[float, ABOVE_0] = 0.8
     """The loss of each head has this weight relative to the head before it. small-llama, which is the same at every
     depth, trains on the first depth only."""
-
-    def __post_init__(self) -> None:
-        self._one_of("loss", get_args(LossKind))
-        self._at_least(0, "alignment_weight", "lm_weight", "lk_eta", "noise_alpha")
-        self._fraction("dropout")
-        self._above_zero("depth_decay")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions(OptionGroup):
     """Steps and learning rate."""
 
-    epochs: int = 2
+    epochs: Annotated[int, FROM_1] = 2
     """Passes over the training text."""
-    batch_tokens: int = 1024
+    batch_tokens: Annotated[int, FROM_1] = 1024
     """Tokens in a batch, padding included."""
-    accumulate: int = 1
+    accumulate: Annotated[int, FROM_1] = 1
     """Batches whose gradients are averaged for one step, in every process."""
-    learning_rate: float = 1e-3
+    learning_rate: Annotated[float, ABOVE_0] = 1e-3
     """Highest learning rate. It rises during warm-up and falls along a cosine. In train-joint: of the model."""
-    final_learning_rate: float = 0.0
+    final_learning_rate: Annotated[float, FRACTION] = 0.0
     """Where the cosine ends, as a part of the highest learning rate."""
-    warmup: float = 0.05
+    warmup: Annotated[float, FRACTION] = 0.05
     """Part of the steps in which the learning rate rises."""
-    seed: int = 0
+    seed: Annotated[int, _SEED] = 0
     """Seed of batches, their order and random initial values."""
-
-    def __post_init__(self) -> None:
-        self._at_least(1, "epochs", "batch_tokens", "accumulate")
-        self._above_zero("learning_rate")
-        self._fraction("final_learning_rate", "warmup")
-        require("seed", self.seed, fine=0 <= self.seed < 2**32, fix="must be at least 0 and below 2**32")  # NumPy's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,17 +159,15 @@ class OptimizerOptions(OptionGroup):
     """adamw-8bit keeps its moments in 8 bits: a quarter of the memory; needs bitsandbytes."""
     betas: tuple[float, float] = (0.9, 0.999)
     """β1 and β2 of AdamW."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, FROM_0] = 0.0
     """Weight decay of AdamW."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Annotated[float, ABOVE_0] = 1.0
     """Gradients are scaled down to this norm."""
 
     def __post_init__(self) -> None:
-        self._one_of("optimizer", ("adamw", "adamw-8bit"))
-        self._at_least(0, "weight_decay")
-        self._above_zero("max_grad_norm")
-        fine = all(0 <= beta < 1 for beta in self.betas)
-        require("betas", self.betas, fine=fine, fix="both must be at least 0 and below 1")
+        super().__post_init__()
+        fine = all(map(FRACTION.has, self.betas))
+        self._require("betas", fine=fine, fix="both must be at least 0 and below 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,32 +179,25 @@ class HardwareOptions(OptionGroup):
     four_bit: bool = False
     """Hold the model's linear layers in 4 bits (in train-joint: QLoRA); needs bitsandbytes."""
 
-    def __post_init__(self) -> None:
-        self._one_of("precision", ("auto", "bf16", "fp32"))
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(OptionGroup):
     """Checkpoints, logs and measurements."""
 
-    save_steps: int = 200
+    save_steps: Annotated[int, FROM_1] = 200
     """Steps between checkpoints."""
-    log_steps: int = 10
+    log_steps: Annotated[int, FROM_1] = 10
     """Steps between lines of OUT/log.jsonl; a checkpoint adds one, too."""
-    eval_steps: int = 500
+    eval_steps: Annotated[int, _INTERVAL] = 500
     """Steps between measurements on held-out text (OUT/validation.jsonl), also before the first step; 0 for none."""
-    eval_texts: int = 32
+    eval_texts: Annotated[int, FROM_1] = 32
     """Held-out texts that are measured during training. At the end all of them are."""
-    tree_nodes: int = 16
+    tree_nodes: Annotated[int, FROM_1] = 16
     """Nodes of the reported tree, root included. The tree is chosen from the ranks on held-out text."""
     chain: bool = False
     """Draft chains of the best draft tokens only, not trees."""
     tensorboard: bool = False
     """Write the losses to OUT/tensorboard, too; needs tensorboard."""
-
-    def __post_init__(self) -> None:
-        self._at_least(1, "save_steps", "log_steps", "eval_texts", "tree_nodes")
-        require("eval_steps", self.eval_steps, fine=self.eval_steps >= 0, fix="give 0 for none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,19 +252,24 @@ class RunOptions:
         Raises:
             InvalidSettings: no such setting, or a bad value.
         """
-        groups, own = _in_groups(cls, settings)
-        defaults: dict[str, Any] = {field.name: field.default for field in fields(cls)}
-        made: dict[str, Any] = {
-            name: group(**changes) if defaults[name] is MISSING else replace(defaults[name], **changes)
-            for name, (group, changes) in groups.items()
-        }
-        return cls(**own, **made)
+        given = cls._by_field(settings)
+        for field in fields(cls):
+            if is_dataclass(field.type):
+                group: Any = field.type
+                default: Any = field.default
+                changes = given.get(field.name, {})
+                given[field.name] = group(**changes) if default is MISSING else replace(default, **changes)
+        return cls(**given)
 
     def changed(self, **settings: Any) -> Self:
         """The same options with other values of some settings, named without their groups."""
-        groups, own = _in_groups(type(self), settings)
-        changed = {name: replace(getattr(self, name), **changes) for name, (_, changes) in groups.items() if changes}
-        return replace(self, **own, **changed)
+        given = self._by_field(settings)
+        groups = {
+            name: replace(getattr(self, name), **changes)
+            for name, changes in given.items()
+            if is_dataclass(getattr(self, name))
+        }
+        return replace(self, **given | groups)
 
     def flat(self) -> dict[str, Any]:
         """All settings by name, without their groups."""
@@ -341,6 +284,24 @@ class RunOptions:
         """Default values of all settings but ``out`` and ``method`` by name, as JSON values."""
         found = cls.of(out=tyro.MISSING, method=tyro.MISSING).flat()
         return as_json_values({name: value for name, value in found.items() if name not in ("out", "method")})
+
+    @classmethod
+    def _by_field(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings by the name of their field; those of a group together in a dict."""
+        group_of: dict[str, str | None] = {}
+        for field in fields(cls):
+            group: Any = field.type
+            inner = {one.name: field.name for one in fields(group)} if is_dataclass(group) else {field.name: None}
+            group_of |= inner
+        if unknown := sorted(settings.keys() - group_of.keys()):
+            raise InvalidSettings(f"no setting {unknown[0]!r}; choose among {', '.join(group_of)}")
+        found: dict[str, Any] = {}
+        for name, value in settings.items():
+            if (place := group_of[name]) is None:
+                found[name] = value
+            else:
+                found.setdefault(place, {})[name] = value
+        return found
 
 
 @tyro.conf.configure(tyro.conf.OmitArgPrefixes)
@@ -366,24 +327,3 @@ class TrainOptions(RunOptions):
             raise InvalidSettings("--shard-model does not work with --four-bit: leave one of them out")
         if not self.chats.data and not self.plain_text.text and self.hidden_states.features is None:
             raise InvalidSettings("give --data FILE…, --text FILE… or a finished --features DIR to train on")
-
-
-def _in_groups(
-    cls: type[RunOptions], settings: Mapping[str, Any]
-) -> tuple[dict[str, tuple[Any, dict[str, Any]]], dict[str, Any]]:
-    """Groups by name, each with its class and its settings; and the settings outside groups."""
-    groups: dict[str, tuple[Any, dict[str, Any]]] = {}
-    own: dict[str, Any] = {}
-    known: list[str] = []
-    for field in fields(cls):
-        kind: Any = field.type
-        names = [inner.name for inner in fields(kind)] if is_dataclass(kind) else [field.name]
-        found = {name: settings[name] for name in names if name in settings}
-        known += names
-        if is_dataclass(kind):
-            groups[field.name] = (kind, found)
-        else:
-            own |= found
-    if unknown := sorted(settings.keys() - set(known)):
-        raise InvalidSettings(f"no setting {unknown[0]!r}; choose among {', '.join(known)}")
-    return groups, own

@@ -57,12 +57,3 @@ def most_of(here: int) -> int:
     number = torch.tensor(here, device=_state().device)
     torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX)
     return int(number)
-
-
-def mean_of(values: torch.Tensor) -> torch.Tensor:
-    """The mean over all processes; all must call this."""
-    if count() == 1:
-        return values
-    total = values.detach().to(_state().device, torch.float64, copy=True)
-    torch.distributed.all_reduce(total)
-    return (total / count()).to(values.dtype)

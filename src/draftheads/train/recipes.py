@@ -169,36 +169,24 @@ def recipe(name: str, *, tunes_model: bool = False) -> Recipe:
     return RECIPES[name]
 
 
-def defaults_from(
-    *,
-    recipe_name: str | None,
-    start_from: str | None,
-    model: str,
-    method: str | None,
-    resume: bool,
-    tunes_model: bool = False,
-) -> dict[str, Any]:
+def defaults_from(given: Mapping[str, Any], *, tunes_model: bool = False) -> dict[str, Any]:
     """Settings by name that follow from a recipe, and from a head to start from, which goes first.
 
     Args:
-        recipe_name: of ``--recipe``.
-        start_from: the name of a head, of ``--start-from``.
-        model: of ``--model``.
-        method: of ``--method``; the recipe's if None.
-        resume: a missing head to start from is no error, for a resumed run does not need it any more.
+        given: settings of the user by name. Only recipe, start_from, model, method and resume are read. With resume, a
+            missing head to start from is no error: a resumed run does not need it.
         tunes_model: whether the recipe is for ``train-joint``.
 
     Raises:
         DraftHeadsError: no such recipe, or no such head.
     """
-    settings: dict[str, Any] = {}
-    if recipe_name is not None:
-        settings |= recipe(recipe_name, tunes_model=tunes_model).settings
-    method = method or settings.get("method")
-    if start_from is not None and method:
+    name, start = given.get("recipe"), given.get("start_from")
+    settings = {} if name is None else dict(recipe(name, tunes_model=tunes_model).settings)
+    method = given.get("method") or settings.get("method")
+    if start is not None and method:
         try:
-            settings |= settings_of(start_from, model, method)
+            settings |= settings_of(start, given["model"], method)
         except ModelNotFound:
-            if not resume:
+            if not given.get("resume"):
                 raise
     return settings

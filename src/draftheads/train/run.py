@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from draftheads.acceptance_profile import AcceptanceProfile
@@ -23,7 +22,6 @@ from draftheads.data.batches import PlannedBatches, PlannedTexts
 from draftheads.data.features import FeatureStore
 from draftheads.data.live import LiveStore
 from draftheads.data.records import check_readable
-from draftheads.draft import TargetWeights
 from draftheads.errors import DataError, InvalidSettings, MissingDependency
 from draftheads.files import write_atomic
 from draftheads.heads.base import DraftHead
@@ -34,63 +32,26 @@ from draftheads.progress import NoProgress, Progress
 from draftheads.search.profile import NUM_TEXTS, measured_profile, recorded, static_profile
 from draftheads.search.replay import ReplaySettings
 from draftheads.train import processes
-from draftheads.train.learner import Learner
-from draftheads.train.losses import objective
+from draftheads.train.learner import Learner, head_learner
 from draftheads.train.new_head import Start, in_float32, new_head, part_from_start
-from draftheads.train.options import HardwareOptions, RunOptions, TrainOptions
-from draftheads.train.recipes import defaults_from
+from draftheads.train.options import RunOptions, TrainOptions
 from draftheads.train.report import NUM_RANKS, Measurement, Report, measure, model_card
 from draftheads.train.run_folder import RunFolder, as_json
-from draftheads.train.trainer import HeadTrainer, OnStep, TrainingInterrupted, fit
+from draftheads.train.trainer import HeadTrainer, TrainingInterrupted, fit
 from draftheads.train.training_data import TrainingData, plan_training, read_texts, with_hidden_states
 from draftheads.tree import Tree
 
 
-def train_head(
-    *,
-    out: str | Path,
-    data: str | Path | Sequence[str | Path] = (),
-    progress: Progress | None = None,
-    **settings: Any,
-) -> Report | None:
-    """Trains a draft head for a frozen model, as ``draftheads train`` does.
-
-    >>> import draftheads
-    >>> report = draftheads.train_head(
-    ...     model="smollm2-135m", method="hydra", recipe="small", data="chats.jsonl", out="my-head"
-    ... )  # doctest: +SKIP
-
-    Args:
-        out: folder for the head, its metrics and the checkpoints on the way.
-        data: chat files, one ``{"messages": [...]}`` per line.
-        progress: is told about stages and steps; nobody by default.
-        settings: all other options of ``draftheads train`` by name, such as ``model``, ``method``, ``recipe``,
-            ``start_from``, ``epochs`` and ``resume``. See ``draftheads train --help``.
+def train(options: TrainOptions, progress: Progress) -> Report | None:
+    """Trains a head with these options and saves it in ``options.out``.
 
     Returns:
-        The losses, accuracies and expected tokens per step on held-out text. None in every process but the first, if
-        there are several and the run was not complete.
+        The results; None in every process but the first, if there are several and the run was not complete.
 
     Raises:
-        DraftHeadsError: bad data or settings, a loss that is not finite, a full disk, Ctrl-C (``resume=True`` then
-            continues).
+        DraftHeadsError: bad data or settings, a missing package, a loss that is not finite, a full disk, Ctrl-C
+            (``resume=True`` then continues).
     """
-    defaults = defaults_from(
-        recipe_name=settings.get("recipe"),
-        start_from=settings.get("start_from"),
-        model=settings.get("model", TrainOptions.model),
-        method=settings.get("method"),
-        resume=settings.get("resume", False),
-    )
-    files = [data] if isinstance(data, str | Path) else data
-    given = {**defaults, **settings, "out": Path(out), "data": tuple(map(Path, files))}
-    if "method" not in given:
-        raise InvalidSettings("give method=…, or a recipe that has one")
-    return train(TrainOptions.of(**given), progress or NoProgress())
-
-
-def train(options: TrainOptions, progress: Progress) -> Report | None:
-    """Trains a head with these options and saves it in ``options.out``; see :func:`train_head`."""
     report: Report | None = HeadRun(options, progress).run()
     return report
 
@@ -106,6 +67,7 @@ class Run:
 
     options: RunOptions
     head_folder = ""  # of the head within the output folder
+    report_class: type[Report] = Report
 
     target: TargetModel  # the model before training
     start_head: Start | None  # of --start-from
@@ -125,12 +87,12 @@ class Run:
         """
         self.check_packages()
         with self.folder.lock():
-            if metrics := self.folder.complete_metrics():
+            metrics = self.folder.complete_metrics()
+            if metrics is not None:
                 self.progress.stage(f"{self.options.out} is complete already: nothing is left to do")
                 if processes.is_first():
                     self.tidy_up()
-                return self.report_of(metrics)
-            self.folder.require_free()
+                return self.report_class.of(metrics)
             check_readable(self.text_files())
             processes.wait()  # no process writes before all have checked
             if self.options.resume:
@@ -147,11 +109,11 @@ class Run:
         self.start_head = self.read_start()
         self.data = self.read_data()
         self.head = self.make_head()
-        throughput = self.train()
+        speed = self.train()
         if not processes.is_first():
             processes.wait()
             return None
-        report = self.measure_and_save(throughput)
+        report = self.measure_and_save(speed)
         self.tidy_up()
         processes.wait()
         return report
@@ -212,21 +174,22 @@ class Run:
             start=self.start_head,
         )
 
-    def train(self) -> "Throughput":
-        """Trains the head in place."""
+    def train(self) -> dict[str, Any]:
+        """Trains the head in place. Returns the time and the speed for the report."""
         self.progress.stage(f"training {self.head.config.method} on {len(self.data.training)} texts")
-        throughput = Throughput(self.data.tokens_per_step)
-        fit(
+        started = time.monotonic()
+        first_step = fit(
             self.module(),
             self.batches(),
             self.folder,
-            bf16=computes_in_bf16(self.options.hardware, "cuda" if torch.cuda.is_available() else "cpu"),
             stages=self.data.stages,
-            on_step=throughput.counting(self.progress),
+            progress=self.progress,
             validate=self.validate,
             trainer_class=self.trainer_class(),
         )
-        return throughput
+        seconds = time.monotonic() - started
+        num_tokens = sum(self.data.tokens_per_step[first_step:])
+        return {"training_seconds": round(seconds, 1), "tokens_per_second": round(num_tokens / seconds, 1)}
 
     def module(self) -> nn.Module:
         """What the optimizer trains: batches go in, a loss comes out."""
@@ -263,7 +226,7 @@ class Run:
         """The tree of the report."""
         return found.tree(self.options.report.tree_nodes, chain=self.options.report.chain)
 
-    def measure_and_save(self, throughput: "Throughput") -> Report:
+    def measure_and_save(self, speed: dict[str, Any]) -> Report:
         """Measures the trained head on all held-out texts, and saves all results."""
         self.progress.stage(f"measuring on {len(self.data.held_out)} held-out texts")
         found = self.measure(self.data.held_out)
@@ -274,8 +237,7 @@ class Run:
             num_training_texts=len(self.data.training),
             num_held_out_texts=len(self.data.held_out),
             num_steps=self.data.num_steps,
-            training_seconds=round(throughput.seconds, 1),
-            tokens_per_second=round(throughput.tokens_per_second, 1),
+            **speed,
             accuracy_by_rank=[list(part) for part in zip(*map(found.accuracy, range(1, NUM_RANKS + 1)), strict=True)],
             tree=[list(path) for path in tree.paths[1:]],
             **found.summary(tree),
@@ -304,10 +266,6 @@ class Run:
     def tidy_up(self) -> None:
         """Removes what a complete run does not need."""
         self.folder.tidy_up()
-
-    def report_of(self, metrics: dict[str, Any]) -> Report:
-        """The report of a complete run."""
-        return Report.of(metrics)
 
 
 class HeadRun(Run):
@@ -364,7 +322,9 @@ class HeadRun(Run):
     def module(self) -> nn.Module:
         """The head with its objective."""
         weight = self.options.hidden_states.feature_weight
-        self.learner = head_learner(self.options, self.head, in_float32(self.target.weights), feature_weight=weight)
+        self.learner = head_learner(
+            self.options.objective, self.head, in_float32(self.target.weights), feature_weight=weight
+        )
         return self.learner
 
     def measured_learner(self) -> Learner:
@@ -388,60 +348,3 @@ class HeadRun(Run):
         settings = self.options.hidden_states
         if not settings.keep_features and settings.features is None:
             shutil.rmtree(self.options.out / "features", ignore_errors=True)
-
-
-def head_learner(
-    options: RunOptions, head: DraftHead, weights: TargetWeights, *, feature_weight: float = 0.0
-) -> Learner:
-    """The head with its objective."""
-    settings = options.objective
-    return Learner(
-        head,
-        weights,
-        objective=objective(
-            settings.loss,
-            alignment_weight=settings.alignment_weight,
-            lm_weight=settings.lm_weight,
-            lk_eta=settings.lk_eta,
-        ),
-        depth_decay=settings.depth_decay,
-        noise_alpha=settings.noise_alpha,
-        feature_weight=feature_weight,
-        dropout=settings.dropout,
-    )
-
-
-def computes_in_bf16(options: HardwareOptions, device: str) -> bool:
-    """Whether products are rounded to bf16: as given, or if the device multiplies bf16 natively."""
-    if options.precision == "auto":
-        return default_dtype(device) == torch.bfloat16
-    return options.precision == "bf16"
-
-
-class Throughput:
-    """Tokens and seconds of the steps that this process made."""
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self.tokens = tokens  # of every step
-        self.num_tokens = 0
-        self.started = self.latest = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """From the start to the last step."""
-        return self.latest - self.started
-
-    @property
-    def tokens_per_second(self) -> float:
-        """0 before the first step."""
-        return self.num_tokens / self.seconds if self.seconds else 0.0
-
-    def counting(self, progress: Progress) -> OnStep:
-        """Counts each step and reports it with its loss."""
-
-        def counted(step: int, total: int, loss: float | None) -> None:
-            self.num_tokens += self.tokens[step - 1]
-            self.latest = time.monotonic()
-            progress.progress(step, total, "" if loss is None else f"loss {loss:.3f}")
-
-        return counted

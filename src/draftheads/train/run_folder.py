@@ -1,4 +1,4 @@
-"""The output folder of a training run: its files, who may write there, and what a resumed run must find.
+"""The output folder of a training run: its files, its lock, and the checks before a run resumes.
 
 It holds the result with ``metrics.json`` and ``log.jsonl``. While the run is not complete it also holds ``run.json``
 (what the run depends on), ``checkpoints/`` and ``features/``.
@@ -21,7 +21,7 @@ from draftheads.train.new_head import Start, digest_of
 from draftheads.train.options import RunOptions
 from draftheads.train.training_data import TrainingData
 
-# settings that a complete run may be asked for with other values: the result is the same
+# settings that do not change the result: a complete run is the same with other values
 _WITHOUT_EFFECT = frozenset(
     {
         *("out", "resume", "features_budget", "keep_features", "tensorboard"),
@@ -69,22 +69,25 @@ class RunFolder:
         return find_checkpoint(self.path) if self.options.resume else None
 
     def complete_metrics(self) -> dict[str, Any] | None:
-        """The content of ``metrics.json`` if ``--resume`` asks for this very run, and it is complete."""
-        metrics = self._metrics()
-        return metrics if self.options.resume and metrics is not None and not self._changes(metrics) else None
+        """The content of ``metrics.json`` if ``--resume`` asks for this very run, and it is complete.
 
-    def require_free(self) -> None:
-        """Prevents that a run overwrites another one.
+        None if there is still something to do.
 
         Raises:
-            InvalidSettings: there is a trained head, or a run that is not complete and that is not resumed.
+            InvalidSettings: there is another trained head, or a run that is not complete and that is not resumed.
         """
+        resume = self.options.resume
         if (self.head / "config.json").exists():  # the last file of a head that is written
-            found = self._changes(self._metrics() or {}) if self.options.resume else []
+            path = self.path / "metrics.json"
+            metrics: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            found = self._changes(metrics) if resume else []
+            if resume and metrics and not found:
+                return metrics
             how = f" ({', '.join(found)})" if found else ""
             raise InvalidSettings(f"{self.path} holds a trained head{how}: name another --out, or delete it")
-        if not self.options.resume and find_checkpoint(self.path):
+        if not resume and find_checkpoint(self.path):
             raise InvalidSettings(f"{self.path} holds a run that is not complete: add --resume, or delete it")
+        return None
 
     def claim(self, data: TrainingData, *, model: str, start: Start | None) -> None:
         """Writes what the run depends on. If it resumes from a checkpoint, the same must be there.
@@ -145,14 +148,6 @@ class RunFolder:
     def _settings(self) -> dict[str, Any]:
         """All options as JSON values; the text of the chat template instead of its name."""
         return as_json_values({**self.options.flat(), "chat_template": read_template(self.options.chat_template)})
-
-    def _metrics(self) -> dict[str, Any] | None:
-        """``metrics.json`` of a complete run."""
-        path = self.path / "metrics.json"
-        if not ((self.head / "config.json").exists() and path.exists()):
-            return None
-        metrics: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return metrics
 
     def _changes(self, metrics: dict[str, Any]) -> list[str]:
         """Differences from a complete run that would give another result."""

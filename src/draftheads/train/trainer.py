@@ -10,27 +10,29 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import Sampler, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from draftheads.data.batches import PlannedTexts
 from draftheads.errors import NonFiniteLoss, StorageError, TrainingError
 from draftheads.files import write_atomic
+from draftheads.models.pretrained import default_device, default_dtype
+from draftheads.progress import Progress
 from draftheads.train import processes
-from draftheads.train.options import ScheduleOptions
+from draftheads.train.options import HardwareOptions, RunOptions
 from draftheads.train.run_folder import RunFolder
 from draftheads.train.schedule import Stage, staged_rate
 
-OnStep = Callable[[int, int, float | None], None]  # steps done, steps in all, the last logged loss
+Rate = Callable[[int], float]  # by step, the part of the highest learning rate
 Validate = Callable[[], dict[str, Any]]  # measures the head as it is now
 
 
@@ -43,41 +45,47 @@ def fit(
     batches: PlannedTexts,
     folder: RunFolder,
     *,
-    bf16: bool,
     stages: Sequence[Stage],
-    on_step: OnStep,
+    progress: Progress,
     validate: Validate,
     trainer_class: "Callable[..., HeadTrainer]",
-) -> None:
+) -> int:
     """Trains a learner in place on all batches; with ``--resume`` from the last checkpoint.
 
     ``validate`` is called before the first step, every ``eval_steps`` and after the last step. Its results go to
     ``validation.jsonl``. Of several processes only the first one validates and writes.
 
+    Returns:
+        The number of steps that were done before.
+
     Raises:
         NonFiniteLoss: the loss became NaN or infinite; names the step and the documents of its batch.
+        StorageError: the disk is full.
         TrainingInterrupted: Ctrl-C; a checkpoint was saved.
     """
     folder.drop_incomplete_checkpoints()
-    checkpoint, report = folder.checkpoint(), folder.options.report
+    checkpoint, options = folder.checkpoint(), folder.options
     first_step = int(checkpoint.rpartition("-")[2]) if checkpoint else 0
+    writer = _tensorboard(folder.path / "tensorboard", first_step) if options.report.tensorboard else None
+    log, validations = (
+        StepLog(folder.path / f"{name}.jsonl", keep_until=first_step, writer=writer) for name in ("log", "validation")
+    )
     with _interruptible() as interrupted:
-        board = _Board.open(folder.path / "tensorboard", first_step) if report.tensorboard else _Board(None)
-        log, validations = (
-            StepLog(folder.path / f"{name}.jsonl", keep_until=first_step, board=board, name=name)
-            for name in ("log", "validation")
-        )
-        callback = _Callback(log, on_step, interrupted, _Validation(validations, validate, report.eval_steps))
         trainer = trainer_class(
-            rates=[learning_rate_of(folder.options.schedule, stages)],
+            rates=partial(
+                staged_rate,
+                stages=stages,
+                warmup=options.schedule.warmup,
+                final=options.schedule.final_learning_rate,
+            ),
             model=learner,
-            args=_arguments(folder, bf16=bf16),
+            args=_arguments(options, folder.checkpoints),
             train_dataset=batches,
-            data_collator=_only,
-            callbacks=[callback],
+            data_collator=itemgetter(0),
         )
         trainer.remove_callback(PrinterCallback)
-        callback.take_means = trainer.take_means
+        validation = _Validation(validations, validate, options.report.eval_steps)
+        trainer.add_callback(_Callback(log, progress, interrupted, validation, trainer.take_means))
         try:
             trainer.train(resume_from_checkpoint=checkpoint)
         except (OSError, SafetensorError, RuntimeError) as error:
@@ -92,18 +100,25 @@ def fit(
             f"stopped after step {done} of {total}; a checkpoint is in {folder.checkpoints}: "
             "the same command with --resume continues from there"
         )
+    return first_step
+
+
+def computes_in_bf16(options: HardwareOptions) -> bool:
+    """Whether products are rounded to bf16: as given, or if the device multiplies bf16 natively."""
+    if options.precision == "auto":
+        return default_dtype(default_device()) == torch.bfloat16
+    return options.precision == "bf16"
 
 
 class StepLog:
     """``log.jsonl``: one JSON object per line, each written at once, so that a killed run leaves whole lines.
 
-    Only the first process writes it. TensorBoard shows the same, if it is used.
+    Only the first process writes it. TensorBoard shows the same, if there is a writer.
     """
 
-    def __init__(self, path: Path, *, keep_until: int, board: "_Board | None" = None, name: str = "log") -> None:
+    def __init__(self, path: Path, *, keep_until: int, writer: Any = None) -> None:
         self.path = path
-        self.board = board or _Board(None)
-        self.name = name
+        self.writer = writer
         if not processes.is_first():
             return
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
@@ -114,38 +129,28 @@ class StepLog:
         """Appends a line."""
         if not processes.is_first():
             return
-        self.board.show(self.name, record)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
+        if self.writer is not None:
+            for curve, number in _curves(self.path.stem, record):
+                self.writer.add_scalar(curve, number, record["step"])
+            self.writer.flush()
 
 
-class _Board:
-    """TensorBoard's view of the log; without a writer it does nothing."""
+def _curves(name: str, record: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """A point for the curve of each number in a line of the log, and of each head."""
+    for key, value in record.items():
+        if isinstance(value, list):
+            yield from ((f"{name}/{key}/{number}", part) for number, part in enumerate(value, 1))
+        elif key != "step":
+            yield f"{name}/{key}", value
 
-    def __init__(self, writer: Any) -> None:
-        self.writer = writer
 
-    @classmethod
-    def open(cls, folder: Path, first_step: int) -> Self:
-        """Also removes what an earlier part of the run showed after ``first_step``."""
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
+def _tensorboard(folder: Path, first_step: int) -> Any:
+    """A writer for the first process; it removes what an earlier part of the run showed after ``first_step``."""
+    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
 
-        writer = SummaryWriter(str(folder), purge_step=first_step + 1) if processes.is_first() else None
-        return cls(writer)
-
-    def show(self, name: str, record: dict[str, Any]) -> None:
-        """Adds a point to the curve of each number, and of each head."""
-        if self.writer is None:
-            return
-        for key, value in record.items():
-            if isinstance(value, list):
-                numbers = {f"{name}/{key}/{i + 1}": number for i, number in enumerate(value)}
-            else:
-                numbers = {f"{name}/{key}": value}
-            for curve, number in numbers.items():
-                if key != "step":
-                    self.writer.add_scalar(curve, number, record["step"])
-        self.writer.flush()
+    return SummaryWriter(str(folder), purge_step=first_step + 1) if processes.is_first() else None
 
 
 def _step(line: str) -> float:
@@ -173,21 +178,15 @@ class _Validation:
 class HeadTrainer(Trainer):
     """Takes the batches of the plan in their order, checks losses, and averages what the learner reports."""
 
-    def __init__(self, *, rates: Sequence[Callable[[int], float]], **arguments: Any) -> None:
+    def __init__(self, *, rates: Rate | list[Rate], **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.rates = rates  # one per group of parameters, or one for all: step -> part of its highest learning rate
+        self.rates = rates  # of all groups of parameters, or one per group
         self._reported: dict[str, list[Tensor]] = {}  # by name, since they were last taken
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        batches: PlannedTexts = self.train_dataset if train_dataset is None else train_dataset  # type: ignore[assignment]
-        return SequentialSampler(batches)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Each group's own rates."""
         if self.lr_scheduler is None:
-            optimizer = optimizer or self.create_optimizer()
-            rates = list(self.rates) if len(self.rates) > 1 else list(self.rates) * len(optimizer.param_groups)
-            self.lr_scheduler = LambdaLR(optimizer, rates)
+            self.lr_scheduler = LambdaLR(optimizer or self.create_optimizer(), self.rates)
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
@@ -214,7 +213,7 @@ class HeadTrainer(Trainer):
     def take_means(self) -> dict[str, Any]:
         """Means over all processes of what learners reported since the last call: ``head_losses`` and other values."""
         means = {
-            name: processes.mean_of(torch.stack(values).mean(0)).tolist()
+            name: self.accelerator.reduce(torch.stack(values).mean(0), "mean").tolist()
             for name, values in sorted(self._reported.items())
         }
         self._reported.clear()
@@ -224,23 +223,29 @@ class HeadTrainer(Trainer):
 class _Callback(TrainerCallback):
     """Logs, shows progress, and stops with a checkpoint after Ctrl-C."""
 
-    def __init__(self, log: StepLog, on_step: OnStep, interrupted: threading.Event, validation: _Validation) -> None:
+    def __init__(
+        self,
+        log: StepLog,
+        progress: Progress,
+        interrupted: threading.Event,
+        validation: _Validation,
+        take_means: Callable[[], dict[str, Any]],
+    ) -> None:
         self.log = log
-        self.validation = validation
-        self.on_step = on_step
+        self.progress = progress
         self.interrupted = interrupted
-        self.loss: float | None = None
-        self.take_means: Callable[[], dict[str, Any]] = dict
+        self.validation = validation
+        self.take_means = take_means
+        self.loss = ""  # the last one that was logged
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        state.compute_steps(
-            args, state.max_steps
-        )  # a checkpoint has the --save-steps and --log-steps of the run that wrote it
+        # a checkpoint has the --save-steps and --log-steps of the run that wrote it; this run may have others
+        state.compute_steps(args, state.max_steps)
         if state.global_step == 0:
             self.validation.at(0, state.max_steps)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.on_step(state.global_step, state.max_steps, self.loss)
+        self.progress.progress(state.global_step, state.max_steps, self.loss)
         self.validation.at(state.global_step, state.max_steps)
         if processes.any_of(self.interrupted.is_set()):
             self.interrupted.set()
@@ -257,23 +262,19 @@ class _Callback(TrainerCallback):
         **_: Any,
     ) -> None:
         if logs and "loss" in logs:
-            self.loss = logs["loss"]
+            self.loss = f"loss {logs['loss']:.3f}"
             record = {name: logs[name] for name in ("loss", "learning_rate", "grad_norm")}
             self.log.add({"step": state.global_step, **record, **self.take_means()})
 
 
-def learning_rate_of(options: ScheduleOptions, stages: Sequence[Stage]) -> Callable[[int], float]:
-    """The learning rate by step, as a part of ``options.learning_rate``."""
-    return partial(staged_rate, stages=stages, warmup=options.warmup, final=options.final_learning_rate)
-
-
-def _arguments(folder: RunFolder, *, bf16: bool) -> TrainingArguments:
-    schedule, adamw, report = folder.options.schedule, folder.options.optimizer, folder.options.report
+def _arguments(options: RunOptions, output: Path) -> TrainingArguments:
+    schedule, adamw, report = options.schedule, options.optimizer, options.report
     use_cpu = not torch.cuda.is_available()
     return TrainingArguments(
-        output_dir=str(folder.checkpoints),
+        output_dir=str(output),
         num_train_epochs=1,  # the plan holds all epochs
         per_device_train_batch_size=1,  # one batch of the plan
+        train_sampling_strategy="sequential",
         gradient_accumulation_steps=schedule.accumulate,
         learning_rate=schedule.learning_rate,
         weight_decay=adamw.weight_decay,
@@ -285,7 +286,7 @@ def _arguments(folder: RunFolder, *, bf16: bool) -> TrainingArguments:
         logging_nan_inf_filter=False,
         save_steps=report.save_steps,
         save_total_limit=2,
-        bf16=bf16,
+        bf16=computes_in_bf16(options.hardware),
         seed=schedule.seed,
         data_seed=schedule.seed,
         use_cpu=use_cpu,
@@ -318,7 +319,3 @@ def _interruptible() -> Iterator[threading.Event]:
         yield event
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _only(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return dict(items[0])

@@ -5,18 +5,16 @@ Knows heads, objectives and the adapter in the model; knows nothing of files, sc
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from draftheads.errors import CheckpointCorrupt
-from draftheads.train.joint.lora import Adapter, LowRankUpdate, TunedModel
-from draftheads.train.learner import Learner, with_noise
+from draftheads.train.joint.lora import Adapter, TunedModel
+from draftheads.train.learner import Learner
 from draftheads.train.losses import Labels, objective
-from draftheads.train.objectives import LabelMaker, Predictions, head_losses
+from draftheads.train.objectives import Predictions, head_losses
 
 BackboneLoss = Literal["text", "original"]
 
@@ -58,16 +56,13 @@ class JointLearner(nn.Module):
         if only_heads:
             with torch.no_grad(), self.adapter.off():
                 hidden = self._read(token_ids)
-            loss, means = self._heads(hidden, token_ids, loss_mask, None)
-            return {"loss": head_weight * loss, "head_losses": means}
+            found = self.learner(hidden, token_ids, loss_mask)
+            return {**found, "loss": head_weight * found["loss"]}
         hidden = self._read(token_ids)  # (B, T, D)
         backbone_loss = self._backbone(hidden, token_ids, loss_mask)
-        loss, means = self._heads(hidden, token_ids, loss_mask, self.tuned.update)
-        return {
-            "loss": backbone_loss + head_weight * loss,
-            "head_losses": means,
-            "backbone_loss": backbone_loss.detach(),
-        }
+        update = self.tuned.update
+        found = self.learner(hidden, token_ids, loss_mask, update.rows(self.vocab) if update else None)
+        return {**found, "loss": backbone_loss + head_weight * found["loss"], "backbone_loss": backbone_loss.detach()}
 
     def train(self, mode: bool = True) -> Self:  # noqa: FBT001, FBT002 - torch's own signature
         """Only the adapter has dropout: with its own, the backbone would not be the model that decodes."""
@@ -101,51 +96,6 @@ class JointLearner(nn.Module):
     def _read(self, token_ids: Tensor) -> Tensor:
         """h_t with gradients: (B, T) -> (B, T, D)."""
         return self.tuned.decoder(input_ids=token_ids, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
-
-    def _heads(
-        self, hidden: Tensor, token_ids: Tensor, loss_mask: Tensor, update: LowRankUpdate | None
-    ) -> tuple[Tensor, Tensor]:
-        """The heads' loss and each head's loss; ``update`` is what the adapter adds to the lm_head now."""
-        learner, head = self.learner, self.learner.head
-        hidden = hidden.to(learner.teacher.dtype)
-        rows = update.rows(self.vocab) if update else None
-        predictions, labels = learner.task(hidden.detach(), token_ids, loss_mask)
-        if learner.objective.reads_teacher and rows:
-            labels = self._tuned_labels(labels, hidden.detach().flatten(0, 1), rows)
-        is_shared = rows is not None and head.config.lm_head == "shared"
-
-        def logits(features: Tensor, head_index: int) -> Tensor:
-            found = head.logits(features, head_index)
-            if not (rows and is_shared):
-                return found
-            return found + rows(head.lm_head_inputs(features)) * learner.logit_scale
-
-        seen = with_noise(hidden, learner.noise_alpha) if self.training else hidden
-        loss, means = head_losses(
-            head(seen, token_ids).flatten(1, 2),  # (K, S, D)
-            predictions,
-            labels=labels,
-            row_loss=learner.objective.loss,
-            logits=logits,
-            weights=learner.depth_weights,
-            parameters=[*head.logit_parameters(), *((rows.down, rows.up) if rows and is_shared else ())],
-        )
-        return loss, means[:1] if head.is_same_at_all_depths else means
-
-    def _tuned_labels(self, original: LabelMaker, hidden: Tensor, rows: LowRankUpdate) -> LabelMaker:
-        """The same labels with the tuned model's distribution at flat positions of ``hidden`` (S, D), within V'."""
-        learner = self.learner
-        # without gradients, dropout, and the copies that autocast keeps of tensors with gradients
-        rows = LowRankUpdate(rows.down.detach(), rows.up.detach(), rows.scaling, nn.Identity())
-
-        @torch.no_grad()
-        def labels(positions: Tensor) -> Labels:
-            inputs = hidden[positions]
-            logits = F.linear(inputs, learner.teacher, learner.teacher_bias) + rows(inputs)  # (n, V')
-            probs = learner.capped(logits * learner.logit_scale).softmax(-1)
-            return replace(original(positions), probs=probs)
-
-        return labels
 
     def _backbone(self, hidden: Tensor, token_ids: Tensor, loss_mask: Tensor) -> Tensor:
         """L_LM per assistant token: cross-entropy with the text, or KL(original || tuned) (section 3.3.2).

@@ -7,43 +7,20 @@ B = 0 at the start, so that the tuned model starts as the original. In training,
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from draftheads.draft import TargetWeights
 from draftheads.errors import CheckpointCorrupt, InvalidSettings, MissingDependency, ModelNotFound
 from draftheads.models.model import TargetModel
+from draftheads.train.learner import LowRankUpdate
 
 _CONFIG_FILE = "adapter_config.json"
-
-
-@dataclass(frozen=True)
-class LowRankUpdate:
-    """What an adapter adds to the outputs of a layer."""
-
-    down: Tensor  # (r, D) A
-    up: Tensor  # (V, r) B
-    scaling: float  # α/r
-    dropout: nn.Module
-
-    def rows(self, ids: Tensor) -> "LowRankUpdate":
-        """The update of some outputs only, (V',) of them."""
-        return LowRankUpdate(self.down, self.up[ids], self.scaling, self.dropout)
-
-    def __call__(self, features: Tensor) -> Tensor:
-        """(…, D) -> (…, V)."""
-        return F.linear(F.linear(self.dropout(features), self.down), self.up) * self.scaling
-
-    @property
-    def matrix(self) -> Tensor:
-        """(V, D): what merging adds to W."""
-        return self.up @ self.down * self.scaling
 
 
 class Adapter:

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from draftheads.errors import InvalidSettings
-from draftheads.train.options import HeadOptions, OptionGroup, RunOptions, ScheduleOptions
+from draftheads.train.option_group import ABOVE_0, FRACTION, FROM_1, OptionGroup
+from draftheads.train.options import HeadOptions, RunOptions, ScheduleOptions
 
 HEAD_WEIGHTS = {"text": 0.2, "original": 0.01}  # λ0 of Medusa, sections 4.1 and 4.2
 
@@ -20,20 +21,14 @@ class TuningOptions(OptionGroup):
     """Continue with this trained head. Its own architecture and sizes are used, and --heads-first 0 is enough."""
     backbone_loss: Literal["text", "original"] = "text"
     """What the model is trained on: the tokens of the text, or its own original distribution (self-distillation)."""
-    head_weight: float | None = None
+    head_weight: Annotated[float | None, ABOVE_0] = None
     """λ0, weight of the heads' loss relative to the model's; when left out 0.2 with text and 0.01 with original."""
     head_weight_rise: Literal["constant", "sine"] = "constant"
     """While both are trained λ0 is constant, or rises along a quarter sine and reaches its value at the end."""
-    heads_first: float = 0.25
+    heads_first: Annotated[float, FRACTION] = 0.25
     """Part of the steps in which only the heads are trained and the model is frozen."""
-    head_rate_factor: float = 4.0
+    head_rate_factor: Annotated[float, ABOVE_0] = 4.0
     """The heads' learning rate as a multiple of the model's."""
-
-    def __post_init__(self) -> None:
-        self._one_of("backbone_loss", tuple(HEAD_WEIGHTS))
-        self._one_of("head_weight_rise", ("constant", "sine"))
-        self._above_zero("head_weight", "head_rate_factor")
-        self._fraction("heads_first")
 
     @property
     def peak_head_weight(self) -> float:
@@ -45,19 +40,14 @@ class TuningOptions(OptionGroup):
 class AdapterOptions(OptionGroup):
     """LoRA layers in the model."""
 
-    lora_rank: int = 32
+    lora_rank: Annotated[int, FROM_1] = 32
     """Rank of the adapter."""
-    lora_alpha: int = 16
+    lora_alpha: Annotated[int, ABOVE_0] = 16
     """The adapter's product is multiplied by this over the rank."""
-    lora_dropout: float = 0.05
+    lora_dropout: Annotated[float, FRACTION] = 0.05
     """Dropout before the adapter's layers."""
     lora_targets: tuple[str, ...] = ()
     """Ends of the names of layers to adapt; all linear layers and the lm_head when left out."""
-
-    def __post_init__(self) -> None:
-        self._at_least(1, "lora_rank")
-        self._above_zero("lora_alpha")
-        self._fraction("lora_dropout")
 
 
 _HEADS = HeadOptions(method="medusa")

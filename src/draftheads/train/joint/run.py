@@ -5,8 +5,7 @@ the model that it is for), ``head/`` (see ``checkpoint``), ``movement.json``, ``
 the run is not complete it also holds ``run.json`` and ``checkpoints/``.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Self
@@ -19,41 +18,27 @@ from draftheads.chat_template import read_template
 from draftheads.checkpoint import load_head
 from draftheads.data.batches import PlannedTexts
 from draftheads.data.extract import load_texts
-from draftheads.data.features import Documents
 from draftheads.data.live import LiveStore
-from draftheads.errors import DataError
 from draftheads.files import atomic_directory, write_atomic
 from draftheads.heads.base import DraftHead
 from draftheads.models.fingerprint import Fingerprints
 from draftheads.models.model import TargetModel
-from draftheads.models.pretrained import default_device
 from draftheads.progress import Progress
-from draftheads.train.joint.learner import JointLearner, precedes_answer
+from draftheads.train.joint.learner import JointLearner
 from draftheads.train.joint.lora import Adapter, TunedModel, require_peft
+from draftheads.train.joint.movement import Movement, measure_movement
 from draftheads.train.joint.options import JointOptions
-from draftheads.train.learner import Learner
+from draftheads.train.learner import Learner, head_learner
 from draftheads.train.new_head import in_float32
-from draftheads.train.objectives import CHUNK_SIZE
 from draftheads.train.report import Report
-from draftheads.train.run import Run, computes_in_bf16, head_learner
+from draftheads.train.run import Run
 from draftheads.train.run_folder import as_json
 from draftheads.train.schedule import JointSchedule
-from draftheads.train.trainer import HeadTrainer
+from draftheads.train.trainer import HeadTrainer, computes_in_bf16
 from draftheads.train.training_data import TrainingData, plan_training
 
 ADAPTER_FOLDER, HEAD_FOLDER, BASE_FILE = "adapter", "head", "base.json"
 FORMAT_VERSION = 1
-
-
-@dataclass(frozen=True)
-class Movement:
-    """How far a tuned model is from the original: means over the assistant's tokens of held-out text."""
-
-    num_tokens: int
-    kl: float  # KL(original || tuned), nats per token
-    original_perplexity: float
-    tuned_perplexity: float
-    agreement: float  # how often both have the same most probable token
 
 
 @dataclass(frozen=True)
@@ -92,6 +77,7 @@ class JointRun(Run):
 
     options: JointOptions
     head_folder = HEAD_FOLDER
+    report_class = JointReport
 
     store: LiveStore  # of the data: hidden states of the original model
     adapter: Adapter | None = None
@@ -106,7 +92,7 @@ class JointRun(Run):
     def load_target(self) -> TargetModel:
         """The model; in bf16 if training computes in bf16."""
         hardware = self.options.hardware
-        dtype = torch.bfloat16 if computes_in_bf16(hardware, default_device().type) else torch.float32
+        dtype = torch.bfloat16 if computes_in_bf16(hardware) else torch.float32
         template = read_template(self.options.chat_template)
         return TargetModel.load(self.options.model, dtype=dtype, four_bit=hardware.four_bit, chat_template=template)
 
@@ -146,7 +132,7 @@ class JointRun(Run):
         )
         target = self.target
         self.tuned = TunedModel(target.model, target.tokenizer, f"{target.model_id} (tuned)", target.chat_template)
-        learner = head_learner(options, self.head, in_float32(self.target.weights))
+        learner = head_learner(options.objective, self.head, in_float32(self.target.weights))
         self.learner = JointLearner(learner, self.tuned, self.adapter, backbone_loss=options.tuning.backbone_loss)
         return self.learner
 
@@ -179,7 +165,7 @@ class JointRun(Run):
         self.learner.eval()
         weights = in_float32(self.tuned.weights)
         self.head.bind(weights)
-        return head_learner(self.options, self.head, weights)
+        return head_learner(self.options.objective, self.head, weights)
 
     @property
     def decoding_model(self) -> TargetModel:
@@ -200,10 +186,6 @@ class JointRun(Run):
             (staged / BASE_FILE).write_bytes(as_json({"format_version": FORMAT_VERSION, "base": base}))
         super().save(whole, profile)
         return whole
-
-    def report_of(self, metrics: dict[str, Any]) -> JointReport:
-        """The report of a complete run."""
-        return JointReport.of(metrics)
 
 
 class JointTrainer(HeadTrainer):
@@ -241,44 +223,3 @@ class JointTrainer(HeadTrainer):
     def take_means(self) -> dict[str, Any]:
         """Also λ0 of the last step."""
         return {**super().take_means(), "head_weight": self.schedule.head_weight(max(0, self.state.global_step - 1))}
-
-
-@torch.no_grad()
-def measure_movement(tuned: TunedModel, adapter: Adapter, store: Documents, documents: Sequence[int]) -> Movement:
-    """How far the tuned model is from the original on these documents. Both read the true text.
-
-    Raises:
-        DataError: they have no token of the assistant with a token before it.
-    """
-    sums = torch.zeros(4, dtype=torch.float64)
-    num_tokens = 0
-    for index in documents:
-        positions = precedes_answer(store.loss_masks[index][None])
-        token_ids = store.token_ids[index].to(tuned.device)
-        after = tuned.hidden_states(token_ids[None])[0]  # (T, D)
-        with adapter.off():
-            before = tuned.hidden_states(token_ids[None])[0]
-        for chunk in positions.to(tuned.device).split(CHUNK_SIZE):
-            with adapter.off():
-                original = tuned.logits(before[chunk])
-            sums += compare(original, tuned.logits(after[chunk]), token_ids[chunk + 1])
-        num_tokens += len(positions)
-    if num_tokens == 0:
-        raise DataError(f"the {len(documents)} held-out texts have no assistant token: give more data")
-    kl, loss_before, loss_after, agreed = (sums / num_tokens).tolist()
-    return Movement(num_tokens, kl, math.exp(loss_before), math.exp(loss_after), agreed)
-
-
-def compare(original: Tensor, tuned: Tensor, next_ids: Tensor) -> Tensor:
-    """Sums over n positions, (4,) fp64 on the CPU: KL(original || tuned), losses of both models, agreements.
-
-    Args:
-        original: (n, V) logits.
-        tuned: (n, V) logits.
-        next_ids: (n,) the true next tokens.
-    """
-    before, after = original.float().log_softmax(-1), tuned.float().log_softmax(-1)
-    kl = (before.exp() * (before - after)).sum()
-    losses = [-log_probs.gather(1, next_ids[:, None]).sum() for log_probs in (before, after)]
-    agreed = (original.argmax(-1) == tuned.argmax(-1)).sum()
-    return torch.stack([kl, *losses, agreed.to(kl)]).double().cpu()

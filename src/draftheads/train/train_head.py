@@ -1,0 +1,49 @@
+"""``draftheads.train_head``: what ``draftheads train`` does, as a function."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from draftheads.errors import InvalidSettings
+from draftheads.progress import NoProgress, Progress
+from draftheads.train.options import TrainOptions
+from draftheads.train.recipes import defaults_from
+from draftheads.train.report import Report
+from draftheads.train.run import train
+
+
+def train_head(
+    *,
+    out: str | Path,
+    data: str | Path | Sequence[str | Path] = (),
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Report | None:
+    """Trains a draft head for a frozen model, as ``draftheads train`` does.
+
+    >>> import draftheads
+    >>> report = draftheads.train_head(
+    ...     model="smollm2-135m", method="hydra", recipe="small", data="chats.jsonl", out="my-head"
+    ... )  # doctest: +SKIP
+
+    Args:
+        out: folder for the head, its metrics and the checkpoints on the way.
+        data: chat files, one ``{"messages": [...]}`` per line.
+        progress: receives the stages and steps; nothing by default.
+        settings: all other options of ``draftheads train`` by name, such as ``model``, ``method``, ``recipe``,
+            ``start_from``, ``epochs`` and ``resume``. See ``draftheads train --help``.
+
+    Returns:
+        The losses, accuracies and expected tokens per step on held-out text. None in every process but the first, if
+        there are several and the run was not complete.
+
+    Raises:
+        DraftHeadsError: bad data or settings, a loss that is not finite, a full disk, Ctrl-C (``resume=True`` then
+            continues).
+    """
+    defaults = defaults_from({"model": TrainOptions.model, **settings})
+    files = [data] if isinstance(data, str | Path) else data
+    given = {**defaults, **settings, "out": Path(out), "data": tuple(map(Path, files))}
+    if "method" not in given:
+        raise InvalidSettings("give method=…, or a recipe that has one")
+    return train(TrainOptions.of(**given), progress or NoProgress())
