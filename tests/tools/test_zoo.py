@@ -1,4 +1,4 @@
-"""The tool that makes the bundled heads, on a tiny model: what it trains, writes and says."""
+"""``tools/zoo.py`` on a tiny model: the heads it trains, their folders and their cards."""
 
 import importlib.util
 import json
@@ -81,7 +81,7 @@ def bench(work: Path, names: list[str], **changes: Any) -> dict[str, Any]:
     return {**shared, "settings": settings, "rows": rows, "drafters": drafters}
 
 
-def test_the_heads_are_trained_alike_and_start_from_each_other(work: Path) -> None:
+def test_all_heads_have_the_same_training_settings_and_start_from_each_other(work: Path) -> None:
     made = {name: json.loads((work / name / "metrics.json").read_text())["options"] for name in ONLY}
     own = {"method", "out", "num_heads", "num_layers", "start_from", "head_options", "epochs"}
     assert all(
@@ -95,12 +95,12 @@ def test_the_heads_are_trained_alike_and_start_from_each_other(work: Path) -> No
     assert (work / "features").is_dir()
 
 
-def test_a_start_that_is_not_there_is_said(tool: ModuleType, work: Path, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"amphista starts from medusa, which is not in .*: train that one before"):
+def test_a_missing_start_is_an_error(tool: ModuleType, work: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"amphista starts from medusa, which is not in .*: train medusa first"):
         tool.main(["train", str(tmp_path), "--data", str(work.parent / "chats.jsonl"), "--only", "amphista"])
 
 
-def test_the_zoo_is_as_small_as_it_may_be(tool: ModuleType) -> None:
+def test_the_heads_of_the_zoo_are_within_the_size_limits(tool: ModuleType) -> None:
     """At the sizes of SmolLM2-135M, in bf16."""
     sizes: dict[str, Any] = {"hidden_size": 576, "vocab_size": 49152}
     layer = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_size": 64, "intermediate_size": 1536}
@@ -141,7 +141,7 @@ def test_bundled_heads_are_those_that_were_trained(
         for i, (loss, top1) in enumerate(zip(metrics["losses"], metrics["top1"], strict=True)):
             assert f"\n| {i + 1} | {loss:.3f} | {top1:.1%} | " in card
         assert f"Drafts {len(metrics['losses'])} tokens beyond the next one" in card
-        assert f"{metrics['num_training_texts']} chats for training, {metrics['num_held_out_texts']} kept" in card
+        assert f"{metrics['num_training_texts']} chats for training, {metrics['num_held_out_texts']} held" in card
         assert "The model's own answers (up to 256 tokens" in card
         assert "It shares the model's lm_head. It predicts the 48 most frequent tokens." in card
         assert f"{metrics['options']['epochs']} passes over the text" in card
@@ -152,17 +152,15 @@ def test_bundled_heads_are_those_that_were_trained(
             name in ("medusa", "amphista")
         )
         start = {"amphista": "medusa"}.get(name)
-        assert (f"It began with the layers of `{start}`" in card) == (start is not None)
+        assert (f"Its training started from `{start}`" in card) == (start is not None)
 
 
-def test_numbers_of_another_head_are_not_told_of_this_one(
-    tool: ModuleType, work: Path, zoo: Path, tmp_path: Path
-) -> None:
+def test_a_comparison_of_other_weights_is_refused(tool: ModuleType, work: Path, zoo: Path, tmp_path: Path) -> None:
     found = tmp_path / "bench.json"
     numbers = bench(work, ["medusa"])
     numbers["drafters"]["medusa"] = "medusa-of-another-day"
     found.write_text(json.dumps(numbers))
-    with pytest.raises(SystemExit, match="another medusa was compared"):
+    with pytest.raises(SystemExit, match="other weights of medusa"):
         tool.main(["bundle", str(work), "--bench", str(found), "--only", "hydra", "medusa"])
     assert not zoo.exists(), "all or nothing"
     with pytest.raises(SystemExit, match=r"error: no head at .*nowhere"):
@@ -193,9 +191,9 @@ def test_the_command_makes_the_head_again(tool: ModuleType, work: Path) -> None:
 
 @pytest.mark.parametrize(
     ("learned", "told"),
-    [(1.0, "more text of this kind"), (9.0, "nothing is learned by heart: more passes, a larger head")],
+    [(1.0, "more text of this kind would help"), (9.0, "the head does not overfit: more passes, a larger head")],
 )
-def test_a_card_says_what_more_would_bring(
+def test_a_card_compares_training_loss_and_held_out_loss(
     tool: ModuleType, work: Path, tmp_path: Path, learned: float, told: str
 ) -> None:
     folder = tmp_path / "medusa"
@@ -204,7 +202,7 @@ def test_a_card_says_what_more_would_bring(
     lines = [{"head_losses": [0.5 if step < 38 else learned, 7.0]} for step in range(40)]
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = tool.card(folder, {**metrics, "losses": [2.0, *metrics["losses"][1:]]}, [], 5_400_000)
-    assert f"loss was {learned:.2f} on the text that it learned from; here it is\n2.00. So {told}" in text
+    assert f"first head was {learned:.2f} on training text. On held-out text it is\n2.00. So {told}" in text
     assert "5.4 MB in bf16" in text
     assert "MT-Bench" not in text
     assert "None" not in text
@@ -242,16 +240,16 @@ def test_a_later_comparison_goes_into_the_cards(tool: ModuleType, work: Path, zo
     numbers = bench(work, ["medusa"])
     numbers["drafters"]["medusa"] = "medusa-of-another-day"
     found.write_text(json.dumps(numbers))
-    with pytest.raises(SystemExit, match="another medusa was compared: draftheads bench --heads medusa"):
+    with pytest.raises(SystemExit, match="other weights of medusa: run draftheads bench --heads medusa"):
         tool.main(["cards", str(found)])
-    with pytest.raises(SystemExit, match=r"which comparison\?"):
+    with pytest.raises(SystemExit, match=r"name one or more bench\.json"):
         tool.main(["cards"])
     found.write_text(json.dumps(bench(work, [])))
-    with pytest.raises(SystemExit, match=r"bench\.json: no word of a bundled head"):
+    with pytest.raises(SystemExit, match=r"bench\.json: no bundled head was compared"):
         tool.main(["cards", str(found)])
 
 
-def test_one_pass_on_one_thread_is_no_plural(tool: ModuleType, work: Path) -> None:
+def test_a_card_uses_singular_and_plural(tool: ModuleType, work: Path) -> None:
     metrics = json.loads((work / "medusa" / "metrics.json").read_text())
     for number, told in ((1, ("1 pass over the text", "on 1 thread of")), (2, ("2 passes over", "on 2 threads of"))):
         metrics["options"]["epochs"] = metrics["provenance"]["threads"] = number
@@ -259,7 +257,7 @@ def test_one_pass_on_one_thread_is_no_plural(tool: ModuleType, work: Path) -> No
         assert all(words in text for words in told)
 
 
-def test_without_samples_a_card_speaks_of_none(tool: ModuleType, work: Path) -> None:
+def test_a_card_without_sampled_results_does_not_mention_them(tool: ModuleType, work: Path) -> None:
     metrics = json.loads((work / "medusa" / "metrics.json").read_text())
     found = bench(work, ["medusa"], sampled_tokens_per_step=None, typical_tokens_per_step=None)
     text = tool.card(work / "medusa", metrics, [(found, found["rows"][0])], 1)
@@ -268,7 +266,7 @@ def test_without_samples_a_card_speaks_of_none(tool: ModuleType, work: Path) -> 
 
 
 @pytest.mark.parametrize("limit", ["MOST_BYTES", "MOST_BYTES_IN_ALL"])
-def test_too_large_a_zoo_is_not_written(
+def test_heads_over_the_size_limits_are_not_bundled(
     tool: ModuleType, work: Path, zoo: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     sizes = [read_head(work / name).num_bytes for name in ("medusa", "hydra")]
@@ -278,5 +276,5 @@ def test_too_large_a_zoo_is_not_written(
     with pytest.raises(SystemExit, match="a head may have"):
         tool.main(["bundle", str(work), "--only", "hydra++"])
     assert {path: path.read_bytes() for path in zoo.rglob("*") if path.is_file()} == before
-    with pytest.raises(SystemExit, match="nothing is trained here: leave out --epochs 3"):
+    with pytest.raises(SystemExit, match="this command does not train: leave out --epochs 3"):
         tool.main(["bundle", str(work), "--", "--epochs", "3"])

@@ -16,7 +16,7 @@ from draftheads.heads.hydra import FusionBlock
 from draftheads.heads.layers import ResidualBlock
 from draftheads.models.model import TargetModel
 from draftheads.train import run
-from draftheads.train.learner import Learner, with_noise
+from draftheads.train.learner import Learner, head_learner, with_noise
 from draftheads.train.losses import objective
 from draftheads.train.new_head import new_head
 from draftheads.train.report import measure
@@ -60,7 +60,7 @@ def test_losses_are_those_of_the_definition(
     assert measured_losses.tolist() == pytest.approx(means, rel=1e-5)
 
 
-def test_a_head_that_is_the_same_at_all_depths_is_taught_once(
+def test_a_head_that_is_the_same_at_all_depths_is_trained_at_the_first_depth(
     target: TargetModel, features: Path, tmp_path: Path
 ) -> None:
     store = FeatureStore(features)
@@ -136,7 +136,7 @@ def test_dropout_is_for_training_only(target: TargetModel, features: Path, tmp_p
             torch.nn.init.normal_(parameter, std=0.1)
         if has_blocks(method):
             settings = settings.changed(dropout=part)
-        learner = run.head_learner(settings, head, target.weights)
+        learner = head_learner(settings.objective, head, target.weights)
         learner.train()
         torch.manual_seed(3)
         with torch.no_grad():
@@ -150,18 +150,20 @@ def test_dropout_is_for_training_only(target: TargetModel, features: Path, tmp_p
     torch.manual_seed(0)
 
 
-def test_blocks_drop_inputs_and_keep_their_mean() -> None:
+def test_dropout_in_blocks_keeps_the_mean() -> None:
     for block in (ResidualBlock(4), FusionBlock(8, 4)):
         block.dropout = 0.25
         x = torch.ones(20000, 8 if isinstance(block, FusionBlock) else 4)
-        said = block(x).detach()  # as they start: what comes in
-        torch.testing.assert_close(said.unique(), torch.tensor([0.0, 4 / 3]))
-        assert float(said.mean()) == pytest.approx(1.0, abs=0.02)
+        found = block(x).detach()  # an untrained block returns its input
+        torch.testing.assert_close(found.unique(), torch.tensor([0.0, 4 / 3]))
+        assert float(found.mean()) == pytest.approx(1.0, abs=0.02)
         block.eval()
         assert torch.equal(block(x), x[:, :4])
 
 
-def test_features_are_drawn_to_the_hidden_states_that_come(target: TargetModel, features: Path, tmp_path: Path) -> None:
+def test_the_feature_loss_is_the_distance_to_the_next_hidden_states(
+    target: TargetModel, features: Path, tmp_path: Path
+) -> None:
     store = FeatureStore(features)
     document = store[0]
     hidden, text, mask = document.hidden[None].float(), document.token_ids[None], document.loss_mask[None]

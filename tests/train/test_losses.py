@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftheads.errors import InvalidSettings
-from draftheads.train.losses import Labels, LossKind, Objective, objective, two_part
+from draftheads.train.losses import Labels, LossKind, objective, two_part
 from slow_losses import slow_loss
 
 V = 7
@@ -30,8 +29,8 @@ def world(regime: str, *, rows: int = 6) -> tuple[Tensor, Labels]:
     sharpness, target_sharpness = REGIMES[regime]
     logits = sharpness * torch.randn(rows, V, generator=generator, dtype=torch.float64)
     probs = (target_sharpness * torch.randn(rows, V, generator=generator, dtype=torch.float64)).softmax(-1)
-    said = torch.randint(V, (rows,), generator=generator)
-    return logits, Labels(probs, said, torch.arange(rows) % 2 == 0)
+    text_ids = torch.randint(V, (rows,), generator=generator)
+    return logits, Labels(probs, text_ids, torch.arange(rows) % 2 == 0)
 
 
 def parts(labels: Labels) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,9 +47,9 @@ def test_a_row_loss_equals_its_slow_twin(kind: LossKind, regime: str) -> None:
     kept = logits.clone()
     losses, gradients = objective(kind).loss(logits, labels)
     assert torch.equal(logits, kept), "what it is given is not its own to change"
-    probs, said, known = parts(labels)
+    probs, text_ids, known = parts(labels)
     logits.requires_grad_()
-    rows = zip(logits.log_softmax(-1), probs, said, known, strict=True)
+    rows = zip(logits.log_softmax(-1), probs, text_ids, known, strict=True)
     slow = torch.stack([slow_loss(kind, p, q, int(y), known=bool(k)) for p, q, y, k in rows])
     torch.testing.assert_close(losses, slow.detach(), rtol=1e-9, atol=1e-9)
     expected = torch.autograd.grad(slow.sum(), logits)[0]
@@ -83,7 +82,7 @@ def test_huge_logits_are_finite(kind: LossKind) -> None:
         assert losses.item() == pytest.approx(expected[kind])
 
 
-def test_the_parts_of_amphistas_loss_are_weighed() -> None:
+def test_the_parts_of_amphistas_loss_have_weights() -> None:
     logits, labels = world("both sharp")
     (soft, soft_slopes), (hard, hard_slopes) = (objective(kind).loss(logits, labels) for kind in ("teacher", "hard"))
     known = parts(labels)[2].double()
@@ -108,11 +107,5 @@ def test_labels_of_some_rows() -> None:
     assert Labels(parts(labels)[0]).rows(torch.tensor([0])).token_ids is None
 
 
-def test_only_the_text_alone_leaves_out_what_heads_cannot_say() -> None:
+def test_only_the_hard_loss_needs_no_teacher() -> None:
     assert [kind for kind in get_args(LossKind) if not objective(kind).reads_teacher] == ["hard"]
-
-
-def test_an_unknown_objective_is_an_error() -> None:
-    with pytest.raises(InvalidSettings, match="loss is 'mse'; choose among teacher, hard, kl"):
-        objective("mse")  # type: ignore[arg-type]
-    assert isinstance(objective("kl"), Objective)

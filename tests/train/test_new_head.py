@@ -1,8 +1,7 @@
-"""Heads that start from what another head has learned."""
+"""New heads: their sizes and draft vocabulary, and the layers that they copy from another head."""
 
 import json
 import shutil
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from training_world import (
     chat_tokenizer,
     counting_chats,
     distilled_chats,
+    stop_by_ctrl_c,
     write_chats,
 )
 
@@ -88,7 +88,7 @@ def validation(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "validation.jsonl").read_text().splitlines()]
 
 
-def test_the_same_kind_of_head_goes_on_where_the_other_stood(
+def test_training_continues_from_a_head_of_the_same_method(
     target: TargetModel, features: Path, hydra: Path, tmp_path: Path
 ) -> None:
     reporter = FakeProgress()
@@ -108,7 +108,7 @@ def test_the_same_kind_of_head_goes_on_where_the_other_stood(
     assert made["start_from"] == str(hydra)
 
 
-def test_draft_vocabulary_and_scale_of_embeddings_come_with_the_weights(
+def test_draft_vocabulary_and_embedding_scale_are_copied_with_the_weights(
     target: TargetModel, features: Path, hydra: Path, tmp_path: Path
 ) -> None:
     store = FeatureStore(features)
@@ -127,7 +127,7 @@ def test_draft_vocabulary_and_scale_of_embeddings_come_with_the_weights(
 @pytest.mark.parametrize(
     "changes", [{"num_layers": 3}, {"num_heads": 3}, {"method": "hydra++"}, {"method": "hydra++", "num_layers": 2}]
 )
-def test_what_has_no_counterpart_starts_as_it_always_does(
+def test_layers_without_a_counterpart_keep_their_initial_values(
     target: TargetModel, features: Path, hydra: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     store = FeatureStore(features)
@@ -177,7 +177,7 @@ def test_a_tuned_copy_of_the_model_may_start_from_the_head_of_the_first(
     load_head(settings.out, tuned)
 
 
-def test_a_head_starts_as_soon_as_it_is_tuned_along_with_its_model(
+def test_joint_training_starts_from_a_trained_head(
     target: TargetModel, chats: Path, hydra: Path, tmp_path: Path
 ) -> None:
     settings = JointOptions.of(
@@ -200,10 +200,10 @@ def test_a_head_starts_as_soon_as_it_is_tuned_along_with_its_model(
         assert torch.equal(grown[name].float(), value.float()), name
 
 
-def test_a_start_that_does_not_fit_is_said_before_the_model_reads(
+def test_a_start_that_does_not_fit_fails_before_the_model_reads(
     target: TargetModel, features: Path, hydra: Path, tmp_path: Path
 ) -> None:
-    def told(model: TargetModel = target, **changes: Any) -> str:
+    def message(model: TargetModel = target, **changes: Any) -> str:
         reporter = FakeProgress()
         settings = options(tmp_path / "out", features, **{"start_from": str(hydra), "method": "hydra", **changes})
         with pytest.raises((InvalidSettings, CheckpointMismatch, ModelNotFound)) as raised:
@@ -211,25 +211,27 @@ def test_a_start_that_does_not_fit_is_said_before_the_model_reads(
         assert reporter.stages == []
         return str(raised.value)
 
-    assert told() == (
+    assert message() == (
         f"--draft-vocab-size is 40, but --start-from {hydra} predicts 36 tokens: give --draft-vocab-size 36"
     )
-    assert "predicts 36 tokens" in told(draft_vocab_size=0)
-    assert told(method="medusa", draft_vocab_size=36) == (
+    assert "predicts 36 tokens" in message(draft_vocab_size=0)
+    assert message(method="medusa", draft_vocab_size=36) == (
         f"--start-from {hydra} is a hydra head; heads of medusa start from medusa"
     )
-    assert told(method="amphista", draft_vocab_size=36).endswith("heads of amphista start from amphista or medusa")
-    assert "no head 'nowhere'" in told(start_from="nowhere")
+    assert message(method="amphista", draft_vocab_size=36).endswith("heads of amphista start from amphista or medusa")
+    assert "no head 'nowhere'" in message(start_from="nowhere")
     wide = chat_model(hidden_size=64)
-    assert f"--start-from {hydra}: made for tiny-chat with hidden_size 32, tiny-chat has 64" in told(wide)
+    assert f"--start-from {hydra}: made for tiny-chat with hidden_size 32, tiny-chat has 64" in message(wide)
     longer = chat_model(vocab_size=len(VOCAB) + 8)
-    assert f"made for tiny-chat with vocab_size {len(VOCAB)}, tiny-chat has {len(VOCAB) + 8}" in told(longer)
+    assert f"made for tiny-chat with vocab_size {len(VOCAB)}, tiny-chat has {len(VOCAB) + 8}" in message(longer)
     other = TargetModel(chat_model().model, chat_tokenizer("{{ messages[0]['content'] }}"), "other-chat")
     other.tokenizer.add_tokens(["w0 w1"])
-    assert "with tokenizer fingerprint" in told(other)
+    assert "with tokenizer fingerprint" in message(other)
 
 
-def test_a_deeper_head_is_not_cut(target: TargetModel, features: Path, tmp_path: Path) -> None:
+def test_a_head_with_fewer_layers_cannot_start_from_a_deeper_one(
+    target: TargetModel, features: Path, tmp_path: Path
+) -> None:
     first = options(tmp_path / "first", features, method="medusa", num_layers=2, epochs=1)
     run.train_for(target, first, FakeProgress())
     for method in ("medusa", "amphista"):
@@ -238,7 +240,7 @@ def test_a_deeper_head_is_not_cut(target: TargetModel, features: Path, tmp_path:
             run.train_for(target, settings, FakeProgress())
 
 
-def test_layers_that_mean_something_else_are_refused(target: TargetModel, features: Path, tmp_path: Path) -> None:
+def test_a_start_with_other_head_options_is_refused(target: TargetModel, features: Path, tmp_path: Path) -> None:
     first = options(tmp_path / "first", features, method="eagle", head_options=("fusion_bias=false",), epochs=1)
     run.train_for(target, first, FakeProgress())
     settings = options(tmp_path / "more", features, method="eagle", start_from=str(first.out), epochs=1)
@@ -251,7 +253,7 @@ def test_layers_that_mean_something_else_are_refused(target: TargetModel, featur
     run.train_for(target, settings.changed(head_options=("fusion_bias=false",)), FakeProgress())
 
 
-def test_a_run_goes_on_only_from_the_same_start(
+def test_a_run_resumes_only_with_the_same_start(
     target: TargetModel, features: Path, hydra: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TargetModel, "load", lambda *_, **__: target)
@@ -266,13 +268,8 @@ def test_a_run_goes_on_only_from_the_same_start(
         save_steps=2,
     )
 
-    class Stopped(FakeProgress):
-        def progress(self, done: int, total: int, loss: float | None = None) -> None:
-            if done == 3:
-                signal.raise_signal(signal.SIGINT)
-
     with pytest.raises(TrainingInterrupted):
-        run.train(settings, Stopped())
+        run.train(settings, FakeProgress(3, stop_by_ctrl_c, stage="training"))
     head = load_head(hydra, target, dtype=torch.float32)
     with torch.no_grad():
         next(head.parameters()).add_(0.1)
@@ -294,10 +291,10 @@ def test_a_run_goes_on_only_from_the_same_start(
     with pytest.raises(InvalidSettings, match=f"the weights of {start} were .* and are .*: name another --out"):
         run.train(settings, FakeProgress())
     shutil.rmtree(start)
-    assert run.train(settings, FakeProgress()) is not None, "nobody can tell any more"
+    assert run.train(settings, FakeProgress()) is not None, "without the start, its weights are not compared"
 
 
-def test_a_bundled_head_serves_tuned_copies_of_its_base(
+def test_tuned_copies_of_a_model_can_start_from_its_bundled_heads(
     target: TargetModel, hydra: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "weights_folder", lambda: tmp_path / "weights")
@@ -312,7 +309,9 @@ def test_a_bundled_head_serves_tuned_copies_of_its_base(
         Start.read("hydra", tuned)
 
 
-def test_a_head_of_the_whole_vocabulary_gives_none(target: TargetModel, features: Path, tmp_path: Path) -> None:
+def test_a_start_with_the_whole_vocabulary_needs_the_whole_vocabulary(
+    target: TargetModel, features: Path, tmp_path: Path
+) -> None:
     whole = options(tmp_path / "whole", features, method="medusa", draft_vocab_size=0, epochs=1)
     run.train_for(target, whole, FakeProgress())
     for size in (0, 10_000):
@@ -326,7 +325,7 @@ def test_a_head_of_the_whole_vocabulary_gives_none(target: TargetModel, features
         )
 
 
-def test_where_a_start_makes_no_sense_it_is_refused(chats: Path, hydra: Path, tmp_path: Path) -> None:
+def test_head_and_start_from_together_are_refused(chats: Path, hydra: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidSettings, match=r"--head is .* and --start-from .*: give one"):
         JointOptions.of(out=tmp_path, data=(chats,), head=hydra, start_from=str(hydra))
 
@@ -340,7 +339,7 @@ def read(*arguments: str) -> TrainOptions:
     return tyro.cli(TrainOptions, args=given, default=command.defaults(given))
 
 
-def test_a_new_head_is_as_large_as_its_start() -> None:
+def test_sizes_of_the_start_are_the_defaults() -> None:
     same = read("--method", "mlp-speculator", "--start-from", "mlp-speculator", "--recipe", "mlp-speculator")
     assert (same.heads.num_heads, same.heads.num_layers, same.heads.draft_vocab_size) == (3, 1, 6144)
     assert (same.heads.lm_head, same.heads.head_options) == ("shared", ("inner_size=1024",)), "not the recipe's"
@@ -351,7 +350,7 @@ def test_a_new_head_is_as_large_as_its_start() -> None:
     assert read("--method", "hydra").heads.num_heads == HeadOptions.num_heads
 
 
-def test_settings_of_the_start_that_are_not_usual_are_kept(target: TargetModel, features: Path, tmp_path: Path) -> None:
+def test_other_settings_of_the_start_are_the_defaults(target: TargetModel, features: Path, tmp_path: Path) -> None:
     first = options(
         tmp_path / "first",
         features,
@@ -371,7 +370,7 @@ def test_settings_of_the_start_that_are_not_usual_are_kept(target: TargetModel, 
     assert read_head(again.out).shapes == read_head(first.out).shapes
 
 
-def test_a_start_that_is_not_there_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_start_fails_before_training(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["train", "--method", "hydra", "--start-from", "nowhere", "--out", "out", "--data", "chats.jsonl"]
     assert main(arguments) == 1
     assert "no head 'nowhere'" in capsys.readouterr().err
@@ -381,7 +380,9 @@ def test_a_start_that_is_not_there_is_said_at_once(capsys: pytest.CaptureFixture
     )
 
 
-def test_the_draft_vocabulary_is_the_most_frequent_and_the_end(target: TargetModel, tmp_path: Path) -> None:
+def test_the_draft_vocabulary_has_the_most_frequent_tokens_and_the_end_of_text(
+    target: TargetModel, tmp_path: Path
+) -> None:
     records = [chat("w9 w9 w9", "w5 w5 w5 w3 w3 w8 w7", finished=False), chat("w1", "w5", finished=False)]
     texts = load_texts(target, [write_chats(tmp_path / "chats.jsonl", records)], max_length=64)
     store = build_features(target, texts, tmp_path / "features", NoProgress())
@@ -396,7 +397,9 @@ def test_the_draft_vocabulary_is_the_most_frequent_and_the_end(target: TargetMod
 
 
 @pytest.mark.parametrize("method", some(["hydra++", "amphista", "eagle"], "hydra++"))
-def test_layers_are_as_large_as_the_targets(target: TargetModel, features: Path, tmp_path: Path, method: str) -> None:
+def test_layers_have_the_sizes_of_the_targets_layers(
+    target: TargetModel, features: Path, tmp_path: Path, method: str
+) -> None:
     run.train_for(target, options(tmp_path / "out", features, method=method, num_heads=4, epochs=1), FakeProgress())
     config = read_head(tmp_path / "out").config
     assert {name: getattr(config, name) for name in target.layer_sizes} == target.layer_sizes

@@ -47,8 +47,8 @@ class World:
 
     def labels(self, positions: Tensor) -> Labels:
         """Every third token is not in the draft vocabulary."""
-        said = self.token_ids[positions + 1]
-        return Labels(F.linear(self.hidden[positions], self.teacher).softmax(-1), said, said % 3 != 0)
+        text_id = self.token_ids[positions + 1]
+        return Labels(F.linear(self.hidden[positions], self.teacher).softmax(-1), text_id, text_id % 3 != 0)
 
     def slow_losses(self, kind: str) -> list[Tensor]:
         """Position by position, straight from the definition."""
@@ -59,9 +59,9 @@ class World:
                 for t in range(T - 2 - i):
                     if self.loss_mask[b, t + 1] and self.loss_mask[b, t + 2 + i]:
                         log_probs = self.logits(self.features[i, b * T + t], i).log_softmax(-1)
-                        said = int(self.token_ids[b * T + t + 2 + i])
+                        text_id = int(self.token_ids[b * T + t + 2 + i])
                         target = F.linear(self.hidden[b * T + t + 1 + i], self.teacher).softmax(-1)
-                        losses.append(slow_loss(kind, log_probs, target, said, known=said % 3 != 0))
+                        losses.append(slow_loss(kind, log_probs, target, text_id, known=text_id % 3 != 0))
             means.append(torch.stack(losses).mean() if losses else torch.zeros(()))
         return means
 
@@ -112,7 +112,7 @@ def test_predictions_are_those_of_the_definition(mask: str) -> None:
     assert predictions.counts.any(0).all()
 
 
-def test_texts_shorter_than_the_heads_reach_have_few_predictions() -> None:
+def test_short_texts_have_no_predictions_at_later_depths() -> None:
     assert find_predictions(torch.ones(1, 1).bool(), 4).counts.shape == (4, 0)
     assert find_predictions(torch.ones(1, 3).bool(), 4).counts.tolist() == [[True], [False], [False], [False]]
 
@@ -137,7 +137,7 @@ def test_no_more_logits_exist_than_a_chunk_has_positions() -> None:
     assert sum(seen) == K * find_predictions(world.loss_mask, K).positions.numel()
 
 
-def test_a_bias_learns_from_the_predictions_that_count_only() -> None:
+def test_only_predictions_that_count_train_a_bias() -> None:
     world = World("two turns")
     bias = nn.Parameter(torch.zeros(V))
     loss, _ = head_losses(
@@ -173,7 +173,7 @@ def test_without_gradients_the_losses_are_the_same() -> None:
     torch.testing.assert_close(without, tuple(tensor.detach() for tensor in losses()))
 
 
-def test_heads_that_weigh_nothing_are_not_asked() -> None:
+def test_heads_with_weight_zero_are_not_computed() -> None:
     world = World("two turns")
     asked: list[int] = []
 

@@ -45,7 +45,7 @@ def test_an_unknown_method_is_an_error(tmp_path: Path) -> None:
         train_options(tmp_path / "out", tmp_path, method="medussa")
 
 
-def test_features_that_are_no_hidden_states_are_not_drawn_to_them(features: Path, tmp_path: Path) -> None:
+def test_the_feature_loss_needs_a_head_that_predicts_hidden_states(features: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidSettings, match=r"--feature-weight is 2\.0, but the features of mlp-"):
         train_options(tmp_path, features, method="mlp-speculator", feature_weight=2.0)
     with pytest.raises(InvalidSettings, match="no setting 'feature_weight'"):

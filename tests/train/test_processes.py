@@ -96,7 +96,7 @@ def assert_same_tensors(one: Path, two: Path) -> None:
 
 @pytest.fixture(scope="module")
 def single(world: Path) -> Path:
-    """A head of one process, of batches that are twice as large: two at a time."""
+    """A head of one process that accumulates two batches for each step."""
     finish(start(world, "train", *HEADS, "--out", "single", "--accumulate", "2", "--keep-features", processes=1))
     return world / "single"
 
@@ -105,24 +105,24 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_two_processes_make_the_head_of_one(world: Path, single: Path) -> None:
-    """The model is spread over both while it reads; each reads half of the texts, and writes them where they belong."""
-    spread = ("--shard-model", "--keep-features", "--out", "double")
-    output = finish(start(world, "train", *HEADS, *spread, processes=2))
+def test_two_processes_train_the_same_head_as_one(world: Path, single: Path) -> None:
+    """The model is sharded over both processes. Each computes the hidden states of half of the texts."""
+    sharded = ("--shard-model", "--keep-features", "--out", "double")
+    output = finish(start(world, "train", *HEADS, *sharded, processes=2))
     double = world / "double"
     assert len(files(double / "features")) > 4
     assert files(double / "features") == files(single / "features")
     assert_same_training(single, double)
     assert_same_tensors(single / "model.safetensors", double / "model.safetensors")
-    assert output.count("saved in") == output.count("reading data") == 1  # only the first one speaks
+    assert output.count("saved in") == output.count("reading data") == 1  # only the first one prints
     assert {path.name for path in double.iterdir()} == {path.name for path in single.iterdir()}
     metrics = [json.loads((folder / "metrics.json").read_text()) for folder in (single, double)]
     assert metrics[0]["num_steps"] == metrics[1]["num_steps"] == len(lines(double / "log.jsonl"))
 
 
 @pytest.mark.thorough
-def test_stopped_processes_go_on_to_the_same_head(world: Path, single: Path) -> None:
-    """Ctrl-C reaches all at once, but not at the same step: they agree on one, and save it."""
+def test_two_stopped_processes_resume_and_train_the_same_head(world: Path, single: Path) -> None:
+    """Ctrl-C reaches the processes at different steps. They stop after the same step and save it."""
     arguments = ("train", *HEADS, "--out", "stopped")
     process = start(world, *arguments, processes=2)
     log = world / "stopped" / "log.jsonl"
@@ -139,8 +139,8 @@ def test_stopped_processes_go_on_to_the_same_head(world: Path, single: Path) -> 
 
 
 @pytest.mark.thorough
-def test_two_processes_tune_the_model_of_one(world: Path) -> None:
-    """In the first stage the adapter has no gradients, in the second it has."""
+def test_two_processes_tune_the_same_model_as_one(world: Path) -> None:
+    """The adapter has gradients in the second stage only."""
     tuning = ("--batch-tokens", "96", "--max-length", "64", "--lora-dropout", "0", "--num-heads", "2", "--epochs", "1")
     finish(start(world, "train-joint", *tuning, "--accumulate", "2", "--out", "tuned-by-one", processes=1))
     finish(start(world, "train-joint", *tuning, "--out", "tuned-by-two", processes=2))
@@ -153,14 +153,10 @@ def test_two_processes_tune_the_model_of_one(world: Path) -> None:
     assert any(float(moved[name].abs().max()) > 0 for name in moved if "lora_B" in name)
 
 
-def test_a_model_is_spread_over_several_processes_only(world: Path) -> None:
+def test_sharding_a_model_needs_several_processes(world: Path) -> None:
     options = TrainOptions.of(
         method="medusa", model=str(world / "model"), data=(world / "chats.jsonl",), out=world / "x", shard_model=True
     )
-
-    class Silent:
-        def stage(self, what: str) -> None: ...
-        def progress(self, done: int, total: int, loss: float | None = None) -> None: ...
 
     with pytest.raises(InvalidSettings, match="--shard-model is for several processes"):
         train(options, FakeProgress())

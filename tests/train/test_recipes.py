@@ -1,4 +1,4 @@
-"""Recipes: presets that say all they set, train, and give way to what is asked for beside them."""
+"""Recipes: their settings, that they train, and that options on the command line replace them."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ BASICS = ("--out", "out", "--data", "chats.jsonl", "--method", "medusa")
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("joined", [False, True])
-def test_a_recipe_sets_what_it_says_and_nothing_else(name: str, joined: bool) -> None:
+def test_a_recipe_sets_its_settings_and_no_others(name: str, joined: bool) -> None:
     arguments = [*BASICS[:4], *([f"--recipe={name}"] if joined else ["--recipe", name])]
     settings, tunes = RECIPES[name].settings, RECIPES[name].tunes_model
     found = parsed(*arguments, *([] if "method" in settings else BASICS[4:]), tunes_model=tunes).flat()
@@ -64,7 +64,7 @@ def test_recipes_have_the_papers_numbers(name: str, numbers: dict[str, object]) 
     assert {key: found[key] for key in numbers} == numbers
 
 
-def test_what_is_asked_for_wins_wherever_it_stands() -> None:
+def test_options_on_the_command_line_replace_those_of_a_recipe() -> None:
     before = parsed("--epochs", "7", *BASICS[:4], "--recipe", "medusa-1")
     after = parsed(*BASICS[:4], "--recipe", "medusa-1", "--epochs", "7", "--method", "hydra")
     assert (before.schedule.epochs, before.heads.method, before.heads.num_heads) == (7, "medusa", 5)
@@ -77,7 +77,7 @@ def test_an_unknown_recipe_is_named(arguments: list[str], capsys: pytest.Capture
     assert "no recipe 'medusa-7'; choose among medusa-1, hydra" in capsys.readouterr().err
 
 
-def test_a_recipe_of_the_other_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_of_the_other_command_names_that_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *BASICS, "--recipe", "medusa-2"]) == 1
     assert "medusa-2 also tunes the model: draftheads train-joint --recipe medusa-2" in capsys.readouterr().err
     assert main(["train-joint", *BASICS, "--recipe", "hydra"]) == 1
@@ -120,7 +120,7 @@ def test_every_recipe_learns(target: TargetModel, tmp_path: Path, name: str) -> 
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
 
 
-def test_the_run_prints_what_its_recipe_sets(
+def test_train_prints_the_settings_of_its_recipe(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shares = [0.5]

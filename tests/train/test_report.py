@@ -20,7 +20,7 @@ from training_world import measured, train_options
 
 
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
-def test_expected_tokens_are_those_that_drafting_on_the_true_text_gives(
+def test_expected_tokens_equal_drafting_along_the_true_text(
     target: TargetModel, features: Path, tmp_path: Path, method: str
 ) -> None:
     settings = train_options(tmp_path / "out", features, method=method)
@@ -48,7 +48,7 @@ def test_expected_tokens_are_those_that_drafting_on_the_true_text_gives(
 
 
 def walk(tree: Tree, drafted: list[int], truth: list[int]) -> int:
-    """Tokens that a step with this draft gains when the text goes on with ``truth``."""
+    """Tokens of a step with this draft if the next tokens of the text are ``truth``."""
     node, gained = 0, 1
     for token in truth[: tree.max_depth]:
         children = [n for n in range(1, tree.num_nodes) if tree.parents[n] == node and drafted[n] == token]

@@ -1,9 +1,10 @@
-"""Training runs that are killed, or started once more: with --resume one command always ends with the same head."""
+"""Training runs that are killed or started again: with --resume the same command gives the same head."""
 
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -45,7 +46,7 @@ SETTINGS: dict[str, Any] = {  # of a small run; noise makes it depend on the ran
 
 
 def found_in(out: Path) -> dict[str, Any]:
-    """All that a run leaves, but when, how fast and by what command it was made."""
+    """All files of a run, without times, speeds and the command."""
     found: dict[str, Any] = {path.name: path.read_bytes() for path in out.iterdir() if path.name != ".lock"}
     for name in ("config.json", "metrics.json"):
         content = json.loads(found[name])
@@ -62,7 +63,7 @@ class KilledError(BaseException):
 
 
 class Reporter:
-    """Keeps what it is told; may end the process after a step."""
+    """Records stages and steps; may stop the run after a step."""
 
     def __init__(self, kill_after: int | None = None) -> None:
         self.kill_after = kill_after
@@ -96,7 +97,7 @@ def options(out: Path, data: Path, **changes: Any) -> TrainOptions:
 
 @pytest.fixture(scope="module")
 def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nothing happened to."""
+    """The folder of a run that was not interrupted."""
     out = tmp_path_factory.mktemp("whole") / "out"
     run.train_for(chat_model(), options(out, data), Reporter())
     return out
@@ -106,18 +107,12 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.usefixtures("loaded")
-def test_resuming_nothing_starts_and_says_so(data: Path, whole: Path, tmp_path: Path):
-    reporter = Reporter()
-    run.train(options(tmp_path / "out", data), reporter)
-    assert reporter.stages[0] == f"no checkpoint in {tmp_path / 'out'}: training starts from the beginning"
-    assert found_in(tmp_path / "out") == found_in(whole)
-
-
-@pytest.mark.usefixtures("loaded")
 @pytest.mark.parametrize(
     "kill_after", some([2, SAVE_STEPS - 1, SAVE_STEPS, SAVE_STEPS + 1, 3 * SAVE_STEPS - 1], 2, SAVE_STEPS + 1)
 )
-def test_lines_of_the_log_do_not_tell_where_a_run_was_killed(data: Path, whole: Path, tmp_path: Path, kill_after: int):
+def test_a_killed_run_resumes_with_the_same_log_and_the_same_head(
+    data: Path, whole: Path, tmp_path: Path, kill_after: int
+):
     """Lines come every three steps, checkpoints every four: means over steps before a kill would be lost."""
     settings = options(tmp_path / "out", data)
     with pytest.raises(KilledError):
@@ -132,7 +127,7 @@ def test_lines_of_the_log_do_not_tell_where_a_run_was_killed(data: Path, whole: 
 
 
 @pytest.mark.usefixtures("loaded")
-def test_before_the_first_checkpoint_settings_may_still_change(data: Path, whole: Path, tmp_path: Path):
+def test_settings_may_change_before_the_first_checkpoint(data: Path, whole: Path, tmp_path: Path):
     with pytest.raises(KilledError):
         run.train(options(tmp_path / "out", data, learning_rate=0.5), Reporter(2))
     run.train(options(tmp_path / "out", data), Reporter())
@@ -140,7 +135,7 @@ def test_before_the_first_checkpoint_settings_may_still_change(data: Path, whole
 
 
 @pytest.mark.usefixtures("loaded")
-def test_a_complete_run_started_again_does_nothing(data: Path, whole: Path):
+def test_a_complete_run_is_not_repeated(data: Path, whole: Path):
     kept = [path for path in whole.iterdir() if path.name != ".lock"]
     before = {path: path.stat().st_mtime_ns for path in kept}
     reporter = Reporter()
@@ -156,7 +151,7 @@ def test_a_complete_run_started_again_does_nothing(data: Path, whole: Path):
 
 
 @pytest.mark.usefixtures("loaded")
-def test_a_kill_right_after_the_head_was_saved_leaves_only_tidying_to_do(
+def test_a_run_killed_after_saving_the_head_only_removes_its_checkpoints(
     data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     settings = options(tmp_path / "out", data)
@@ -177,7 +172,7 @@ def test_a_kill_right_after_the_head_was_saved_leaves_only_tidying_to_do(
 
 
 @pytest.mark.usefixtures("loaded")
-def test_the_same_command_always_works_for_joint_training_too(data: Path, tmp_path: Path):
+def test_a_complete_joint_run_is_not_repeated(data: Path, tmp_path: Path):
     changes = {"batch_tokens": 1024, "epochs": 1, "lora_rank": 4, "noise_alpha": 0.0, "precision": "fp32"}
     settings = JointOptions.of(out=tmp_path / "out", data=(data,), resume=True, **{**SETTINGS, **changes})
     reporter = Reporter()
@@ -188,6 +183,19 @@ def test_the_same_command_always_works_for_joint_training_too(data: Path, tmp_pa
     assert again.stages == [f"{settings.out} is complete already: nothing is left to do"]
     with pytest.raises(InvalidSettings, match="holds a trained head"):
         train_jointly(settings.changed(lora_rank=8), Reporter())
+
+
+@pytest.mark.usefixtures("loaded")
+def test_a_complete_run_of_an_earlier_version_is_not_repeated(data: Path, whole: Path, tmp_path: Path):
+    """Its metrics.json lacks newer settings. They count as their defaults."""
+    shutil.copytree(whole, tmp_path / "out")
+    path = tmp_path / "out" / "metrics.json"
+    metrics = json.loads(path.read_text())
+    del metrics["options"]["dropout"], metrics["options"]["head_options"]
+    path.write_text(json.dumps(metrics), encoding="utf-8")
+    reporter = Reporter()
+    run.train(options(tmp_path / "out", data), reporter)
+    assert reporter.stages == [f"{tmp_path / 'out'} is complete already: nothing is left to do"]
 
 
 @pytest.mark.usefixtures("loaded")
@@ -218,15 +226,15 @@ def checkpoint(out: Path, step: int, state: str | None) -> Path:
     return folder
 
 
-def test_a_checkpoint_without_its_whole_state_is_passed_over(tmp_path: Path):
+def test_a_checkpoint_without_its_whole_state_is_ignored(tmp_path: Path):
     for step, state in ((4, "{}"), (8, '{"global_step": 8}'), (12, ""), (16, '{"global_st'), (20, None)):
         checkpoint(tmp_path, step, state)
     assert find_checkpoint(tmp_path) == str(tmp_path / "checkpoints" / "checkpoint-8")
 
 
 @pytest.mark.usefixtures("loaded")
-def test_another_number_of_processes_is_an_error_and_drops_nothing(data: Path, tmp_path: Path):
-    """A checkpoint of two processes is whole with both of their random numbers, whoever looks at it."""
+def test_resuming_with_another_number_of_processes_is_an_error(data: Path, tmp_path: Path):
+    """A checkpoint of two processes is whole if it has the random state of both."""
     settings = options(tmp_path / "out", data)
     with pytest.raises(KilledError):
         run.train(settings, Reporter(SAVE_STEPS + 1))
@@ -242,7 +250,7 @@ def test_another_number_of_processes_is_an_error_and_drops_nothing(data: Path, t
 
 
 @pytest.mark.usefixtures("loaded")
-def test_checkpoints_that_were_cut_short_do_not_push_out_whole_ones(data: Path, tmp_path: Path):
+def test_incomplete_checkpoints_do_not_replace_whole_ones(data: Path, tmp_path: Path):
     """The Trainer keeps the two that look newest."""
     settings = options(tmp_path / "out", data)
     with pytest.raises(KilledError):
@@ -313,7 +321,7 @@ MOMENTS = [
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("moments", [MOMENTS[3::3], pytest.param(MOMENTS, marks=pytest.mark.thorough)], ids=len)
-def test_killed_several_times_at_random_moments_the_head_is_the_same_to_the_byte(
+def test_a_process_killed_several_times_trains_the_same_head_to_the_byte(
     moments: list[Callable[[Victim], bool]], tmp_path: Path
 ):
     target = chat_model()
@@ -343,17 +351,10 @@ def test_killed_several_times_at_random_moments_the_head_is_the_same_to_the_byte
     shown = victim.shown.read_text()
     assert "no checkpoint in out: training starts from the beginning" in shown
     resumed = re.findall(r"resuming from out/checkpoints/checkpoint-(\d+)", shown)
-    assert len(set(resumed)) >= min(3, len(moments) - 1), "checkpoints that there was to go on from"
+    assert len(set(resumed)) >= min(3, len(moments) - 1), "runs resumed from several checkpoints"
     if "complete already" not in shown:  # as the last kill nearly always leaves it: trained, but not measured
         assert json.loads((victim.out / "metrics.json").read_text())["tokens_per_second"] == 0, "no step was made again"
     assert found_in(victim.out) == found_in(tmp_path / "whole" / "out")
-
-
-def test_a_trained_head_is_not_written_over(target: TargetModel, features: Path, tmp_path: Path) -> None:
-    settings = train_options(tmp_path / "out", features, epochs=1)
-    run.train_for(target, settings, FakeProgress())
-    with pytest.raises(InvalidSettings, match="holds a trained head"):
-        run.train(settings, FakeProgress())
 
 
 def test_two_runs_cannot_write_one_folder(
@@ -371,7 +372,7 @@ def test_two_runs_cannot_write_one_folder(
     assert run.train(settings.changed(resume=True), FakeProgress()) is not None
 
 
-def test_of_several_processes_the_first_sees_to_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_of_several_processes_locks_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "is_first", lambda: False)
     with locked(tmp_path, ""), RunFolder(train_options(tmp_path, tmp_path)).lock():
         pass

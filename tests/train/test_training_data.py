@@ -1,4 +1,4 @@
-"""What a run learns from, and in which steps: stored or live hidden states, plain text first, accumulated batches."""
+"""Training data: stored and live hidden states, plain text before chats, and errors before long work."""
 
 import gzip
 import json
@@ -54,7 +54,7 @@ def test_live_hidden_states_are_the_stored_ones(target: TargetModel, chats: Path
         assert stored[index].hidden.dtype == live[index].hidden.dtype == torch.bfloat16
 
 
-def test_without_room_on_the_disk_the_same_head_comes_out(target: TargetModel, chats: Path, tmp_path: Path) -> None:
+def test_stored_and_live_hidden_states_train_the_same_head(target: TargetModel, chats: Path, tmp_path: Path) -> None:
     for name, budget in (("stored", 1.0), ("live", 0.0)):
         out = tmp_path / name
         run.train_for(
@@ -105,7 +105,7 @@ def test_finished_features_are_used_up_to_max_tokens(target: TargetModel, tmp_pa
     assert used == list(range(len(wanted))), "as many as reading the data with that limit gives"
 
 
-def test_too_small_a_disk_is_seen_before_the_work(
+def test_a_disk_that_is_too_small_fails_before_the_model_reads(
     target: TargetModel, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = load_texts(target, [chats], max_length=64)
@@ -124,7 +124,7 @@ def test_too_small_a_disk_is_seen_before_the_work(
 # --- plain text ---
 
 
-def test_plain_text_comes_in_whole_blocks(target: TargetModel, book: Path, tmp_path: Path) -> None:
+def test_plain_text_is_cut_into_blocks_of_equal_length(target: TargetModel, book: Path, tmp_path: Path) -> None:
     tokenizer, length = target.tokenizer, 64
     blocks = load_blocks(tokenizer, [book], eos_ids=target.eos_ids, length=length)
     records = [tokenizer(record["text"])["input_ids"] for record in read_zipped(book)]
@@ -161,7 +161,9 @@ def read_zipped(path: Path) -> list[dict[str, str]]:
         ("", "no text in"),
     ],
 )
-def test_plain_text_that_is_none(target: TargetModel, tmp_path: Path, content: str, message: str) -> None:
+def test_files_that_are_not_plain_text_are_refused(
+    target: TargetModel, tmp_path: Path, content: str, message: str
+) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text(content, encoding="utf-8")
     with pytest.raises(DataError, match=message):
@@ -208,7 +210,7 @@ def test_plain_text_alone_is_enough(target: TargetModel, book: Path, tmp_path: P
 # --- steps ---
 
 
-def test_errors_come_before_the_model_reads(
+def test_bad_settings_and_data_fail_before_the_model_reads(
     target: TargetModel, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading may take hours."""
@@ -235,7 +237,7 @@ def test_errors_come_before_the_model_reads(
         run.train(chat_options(tmp_path / "file", data=(one,)), FakeProgress())
 
 
-def test_another_version_of_a_model_has_other_hidden_states(target: TargetModel, chats: Path) -> None:
+def test_the_fingerprint_depends_on_the_weights(target: TargetModel, chats: Path) -> None:
     texts = load_texts(target, [chats], max_length=64)
     before = LiveStore(target, texts).fingerprint
     assert before == LiveStore(chat_model(), texts).fingerprint
@@ -244,7 +246,7 @@ def test_another_version_of_a_model_has_other_hidden_states(target: TargetModel,
     assert LiveStore(other, texts).fingerprint != before
 
 
-def test_a_model_that_is_spread_needs_stored_features(target: TargetModel, chats: Path, tmp_path: Path) -> None:
+def test_a_sharded_model_needs_stored_hidden_states(target: TargetModel, chats: Path, tmp_path: Path) -> None:
     settings = chat_options(tmp_path / "out", data=(chats,), features_budget=0.0, shard_model=True)
     with pytest.raises(InvalidSettings, match="give a larger budget"):
         run.train_for(target, settings, FakeProgress())
@@ -252,7 +254,7 @@ def test_a_model_that_is_spread_needs_stored_features(target: TargetModel, chats
         chat_options(tmp_path / "out", data=(chats,), four_bit=True, shard_model=True)
 
 
-def test_heads_for_a_model_in_four_bits(tmp_path: Path) -> None:
+def test_heads_are_trained_for_a_model_in_four_bits(tmp_path: Path) -> None:
     """Medusa-1 reads a quantised copy of its model; the head counts as one for the model itself."""
     folder = tmp_path / "model"
     target = chat_model(hidden_size=64, intermediate_size=128)

@@ -32,7 +32,7 @@ def test_gradients_reach_the_backbone_in_the_second_stage_only(data: Path, backb
 
 
 @pytest.mark.parametrize("method", ["medusa", "hydra", "hydra++", "eagle", "mlp-speculator"])
-def test_the_heads_loss_alone_reaches_the_adapter(data: Path, method: str) -> None:
+def test_the_loss_of_the_heads_alone_trains_the_adapter(data: Path, method: str) -> None:
     target = chat_model()
     joint, batch = harness(target, data, method=method)
     losses = {weight: joint(**batch, head_weight=weight)["loss"] for weight in (0.0, 1.0)}
@@ -73,19 +73,19 @@ def slow_twin(joint: JointLearner, original: TargetModel, batch: dict[str, Tenso
     backbone: list[Tensor] = []
     heads: list[list[Tensor]] = [[], [], []]
     for token_ids, mask in zip(batch["token_ids"], batch["loss_mask"], strict=True):
-        text, said = token_ids.tolist(), mask.tolist()
+        text, is_answer = token_ids.tolist(), mask.tolist()
         hidden = model.model(input_ids=token_ids[None]).last_hidden_state
         logits = model.lm_head(hidden)[0]
         before = original.model(input_ids=token_ids[None]).logits[0].log_softmax(-1)
         features = head(hidden, token_ids[None])[:, 0]
         for p in range(len(text) - 1):
-            if said[p + 1]:
+            if is_answer[p + 1]:
                 after = logits[p].log_softmax(-1)
                 kl = (before[p].exp() * (before[p] - after)).sum()
                 backbone.append(kl if joint.backbone_loss == "original" else -after[text[p + 1]])
         for i in range(3):
             for t in range(len(text) - 2 - i):
-                if said[t + 1] and said[t + 2 + i]:
+                if is_answer[t + 1] and is_answer[t + 2 + i]:
                     is_shared = head.config.lm_head == "shared"
                     logit = model.lm_head(features[i, t])[vocab] if is_shared else head.logits(features[i, t], i)
                     log_probs = logit.log_softmax(-1)
@@ -108,7 +108,7 @@ def test_at_the_start_the_tuned_model_is_the_original(data: Path) -> None:
     )
 
 
-def test_dropout_is_the_adapter_s_and_only_in_training(data: Path) -> None:
+def test_only_the_adapter_has_dropout_and_only_in_training(data: Path) -> None:
     joint, batch = harness(chat_model(attention_dropout=0.9), data, dropout=0.5)
     assert joint(**batch)["loss"].item() != joint(**batch)["loss"].item()
     joint.eval()
@@ -117,7 +117,7 @@ def test_dropout_is_the_adapter_s_and_only_in_training(data: Path) -> None:
     assert still(**batch)["loss"].item() == still(**batch)["loss"].item()
 
 
-def test_a_checkpoint_holds_what_is_trained_and_no_backbone(data: Path) -> None:
+def test_a_checkpoint_holds_only_trained_tensors(data: Path) -> None:
     joint, _ = harness(chat_model(), data)
     state = joint.state_dict()
     parameters = [*joint.learner.head.parameters(), *joint.adapter.parameters]
@@ -131,7 +131,7 @@ def test_a_checkpoint_holds_what_is_trained_and_no_backbone(data: Path) -> None:
         joint.load_state_dict(zeros)
 
 
-def test_gradients_pass_layers_of_four_bits(data: Path, tmp_path: Path) -> None:
+def test_gradients_through_four_bit_layers_are_those_of_the_rounded_weights(data: Path, tmp_path: Path) -> None:
     """QLoRA: the adapter's gradients are those of the same model with the rounded weights in full."""
     base = on_disk(tmp_path / "base", hidden_size=64, intermediate_size=128)
     small = TargetModel.load(base, dtype=torch.float32, four_bit=True)

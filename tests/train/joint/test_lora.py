@@ -9,8 +9,8 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from draftheads.errors import InvalidSettings
 from draftheads.models.model import TargetModel
 from draftheads.train.joint.lora import Adapter, TunedModel, linear_layers, update_of
+from draftheads.train.learner import head_learner
 from draftheads.train.new_head import in_float32
-from draftheads.train.run import head_learner
 from joint_world import harness, joint_options
 from training_world import EOS, VOCAB, chat_model, chat_tokenizer
 
@@ -58,7 +58,7 @@ def test_labels_of_the_tuned_model_have_its_soft_cap(data: Path) -> None:
     weights = in_float32(joint.tuned.weights)
     assert weights.logit_softcap == 2.0
     joint.learner.head.bind(weights)
-    learner = head_learner(joint_options(data.parent, data), joint.learner.head, weights)
+    learner = head_learner(joint_options(data.parent, data).objective, joint.learner.head, weights)
     hidden = joint.tuned.hidden_states(batch["token_ids"])
     positions = torch.arange(6)
     expected = joint.tuned.logits(hidden.flatten(0, 1)[positions])[:, joint.vocab].softmax(-1)

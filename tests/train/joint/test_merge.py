@@ -104,7 +104,7 @@ def test_the_merged_model_decodes_losslessly_with_its_head(data: Path, tmp_path:
         merge(MergeOptions(model=model, adapter=out, out=merged))
 
 
-def test_merging_keeps_the_type_of_the_model_s_files(data: Path, tmp_path: Path) -> None:
+def test_merging_keeps_the_dtype_of_the_model_files(data: Path, tmp_path: Path) -> None:
     target = chat_model()
     target.model.to(torch.bfloat16).save_pretrained(tmp_path / "base")
     target.tokenizer.save_pretrained(tmp_path / "base")

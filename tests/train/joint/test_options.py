@@ -31,7 +31,7 @@ def test_settings_out_of_range_are_named(tmp_path: Path, changes: dict[str, Any]
         JointOptions.of(**values)
 
 
-def test_the_heads_weigh_what_the_paper_says(tmp_path: Path) -> None:
+def test_the_default_weights_of_the_heads_loss_are_those_of_the_paper(tmp_path: Path) -> None:
     assert joint_options(tmp_path, tmp_path).tuning.peak_head_weight == 0.2
     assert joint_options(tmp_path, tmp_path, backbone_loss="original").tuning.peak_head_weight == 0.01
     assert joint_options(tmp_path, tmp_path, head_weight=0.7).tuning.peak_head_weight == 0.7

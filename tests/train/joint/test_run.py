@@ -1,4 +1,4 @@
-"""Heads and backbone tuned together: who learns when, what is learned, and that the merged model decodes losslessly."""
+"""Joint training runs: learning rates and stages, results, and resuming."""
 
 import builtins
 import importlib.util
@@ -22,14 +22,14 @@ from draftheads.data.batches import split_held_out
 from draftheads.data.extract import load_texts
 from draftheads.data.live import LiveStore
 from draftheads.errors import (
-    DataError,
     InvalidSettings,
     MissingDependency,
     NonFiniteLoss,
 )
 from draftheads.train import run
 from draftheads.train.joint.merge import MergeOptions
-from draftheads.train.joint.run import Movement, compare, train_jointly, train_jointly_for
+from draftheads.train.joint.movement import Movement, compare
+from draftheads.train.joint.run import train_jointly, train_jointly_for
 from draftheads.train.learner import Learner
 from draftheads.train.losses import objective
 from draftheads.train.new_head import new_head
@@ -52,10 +52,8 @@ from training_world import (
     write_chats,
 )
 
-# --- the parts ---
 
-
-def test_noise_and_the_last_rate_are_heeded(data: Path, tmp_path: Path) -> None:
+def test_noise_and_the_final_learning_rate_apply_to_joint_training(data: Path, tmp_path: Path) -> None:
     runs = {"plain": {}, "noise": {"noise_alpha": 75.0}, "rate": {"final_learning_rate": 0.5}}
     for name, changes in runs.items():
         train_jointly_for(
@@ -67,7 +65,7 @@ def test_noise_and_the_last_rate_are_heeded(data: Path, tmp_path: Path) -> None:
     assert logs["rate"][-1]["learning_rate"] > 0.5 * 4 * 0.005 * 0.99  # the heads'
 
 
-def test_the_movement_is_that_of_the_definition() -> None:
+def test_the_movement_equals_its_definition() -> None:
     generator = torch.Generator().manual_seed(0)
     before, after = torch.randn(2, 9, 5, generator=generator).unbind()
     next_ids = torch.randint(0, 5, (9,), generator=generator)
@@ -84,9 +82,6 @@ def test_the_movement_is_that_of_the_definition() -> None:
     )
 
 
-# --- a run ---
-
-
 @pytest.mark.parametrize(
     ("method", "backbone_loss", "rise"), [("medusa", "text", "constant"), ("hydra", "original", "sine")]
 )
@@ -95,7 +90,7 @@ def test_a_run_tunes_the_model_and_its_heads(
 ) -> None:
     target = chat_model()
     before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
-    counting = write_chats(tmp_path / "counting.jsonl", counting_chats(100))  # what can be told of texts not seen
+    counting = write_chats(tmp_path / "counting.jsonl", counting_chats(100))
     settings = joint_options(
         tmp_path / "out",
         counting,
@@ -131,7 +126,7 @@ def test_a_run_tunes_the_model_and_its_heads(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_the_groups_have_their_own_rates_and_stages(
+def test_heads_and_adapter_have_their_own_learning_rates_and_stages(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[float]] = []
@@ -174,7 +169,7 @@ def test_the_folder_holds_adapter_head_and_movement(data: Path, tmp_path: Path) 
         train_jointly(joint_options(out, data), FakeProgress())
 
 
-def test_measuring_in_between_changes_nothing_and_sees_the_tuned_model(data: Path, tmp_path: Path) -> None:
+def test_validation_measures_the_tuned_model_and_does_not_change_the_training(data: Path, tmp_path: Path) -> None:
     often = joint_options(tmp_path / "often", data, epochs=1, heads_first=0.2, eval_steps=2, eval_texts=1000)
     never = often.changed(out=tmp_path / "never", eval_steps=0)
     report = train_jointly_for(chat_model(), often, FakeProgress())
@@ -213,7 +208,7 @@ def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(data: Path, tmp_path:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_killed_run_is_resumed_to_the_same_bytes(data: Path, tmp_path: Path) -> None:
+def test_a_killed_joint_run_resumes_to_the_same_bytes(data: Path, tmp_path: Path) -> None:
     options = f"--model {on_disk(tmp_path / 'model')} --data {data} --num-heads 2 --draft-vocab-size 48 --epochs 2"
     options += " --batch-tokens 128 --lora-rank 4 --save-steps 2 --log-steps 1 --eval-steps 0 --resume"
     command = shlex.split(options)
@@ -235,18 +230,7 @@ def test_a_killed_run_is_resumed_to_the_same_bytes(data: Path, tmp_path: Path) -
     assert lines(killed) == lines(whole)
 
 
-def test_resuming_with_other_settings_or_data_is_an_error(data: Path, tmp_path: Path) -> None:
-    settings = joint_options(tmp_path / "out", data)
-    with pytest.raises(TrainingInterrupted, match=r"after step 2 of \d+; .* --resume continues"):
-        train_jointly_for(chat_model(), settings, FakeProgress(2, stop_by_ctrl_c, stage="training"))
-    with pytest.raises(InvalidSettings, match=r"lora_rank was 4 and is 8"):
-        train_jointly_for(chat_model(), settings.changed(resume=True, lora_rank=8), FakeProgress())
-    other = write_chats(tmp_path / "other.jsonl", counting_chats(60))
-    with pytest.raises(DataError, match=r"have changed since \(fingerprint \w{16}, now \w{16}"):
-        train_jointly_for(chat_model(), settings.changed(resume=True, data=(other,)), FakeProgress())
-
-
-def test_the_seed_decides_everything(data: Path, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_adapter(data: Path, tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         torch.rand(7)
         train_jointly_for(chat_model(), joint_options(tmp_path / name, data, seed=seed, epochs=1), FakeProgress())
@@ -254,7 +238,7 @@ def test_the_seed_decides_everything(data: Path, tmp_path: Path) -> None:
     assert files[0] == files[1] != files[2]
 
 
-def test_a_trained_head_is_gone_on_with(data: Path, tmp_path: Path) -> None:
+def test_joint_training_continues_a_trained_head(data: Path, tmp_path: Path) -> None:
     target = chat_model()
     first = TrainOptions.of(
         method="hydra",
@@ -275,16 +259,13 @@ def test_a_trained_head_is_gone_on_with(data: Path, tmp_path: Path) -> None:
     assert len(report.top1) == 2
 
 
-def test_an_exploding_run_is_stopped_with_its_texts(data: Path, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_stops_joint_training_and_names_the_texts(data: Path, tmp_path: Path) -> None:
     settings = joint_options(tmp_path / "out", data, learning_rate=1e37, warmup=0.0, heads_first=0.0)
     with pytest.raises(NonFiniteLoss, match=r"at step \d+, on .*chats\.jsonl:\d+, .*lower --learning-rate"):
         train_jointly_for(chat_model(), settings, FakeProgress())
 
 
-# --- what is missing or wrong ---
-
-
-def test_without_peft_the_error_says_how_to_install_it(
+def test_the_error_without_peft_has_the_pip_command(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     importing = builtins.__import__
@@ -299,7 +280,7 @@ def test_without_peft_the_error_says_how_to_install_it(
         train_jointly_for(chat_model(), joint_options(tmp_path / "out", data), FakeProgress())
 
 
-def test_without_bitsandbytes_four_bits_are_an_error(
+def test_four_bits_without_bitsandbytes_are_an_error(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finding = importlib.util.find_spec
@@ -311,7 +292,9 @@ def test_without_bitsandbytes_four_bits_are_an_error(
         train_jointly(settings, FakeProgress())
 
 
-def test_the_commands_print_what_was_found(data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_train_joint_and_merge_print_their_results(
+    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     model = on_disk(tmp_path / "base")
     command.run(joint_options(tmp_path / "out", data, model=model, epochs=1))
     merge_command.run(MergeOptions(model=model, adapter=tmp_path / "out", out=tmp_path / "merged"))
