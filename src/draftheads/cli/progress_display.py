@@ -66,14 +66,12 @@ class ProgressDisplay:
         """Starts the bar again, or prints a line."""
         now = time.monotonic()
         if not self.console.is_terminal:
-            self.console.print(what, soft_wrap=True, markup=False, highlight=False)
+            self._print(what)
         elif self._bar is None:
             self._bar = self._bars.add_task(what, total=None)
         else:
             if not self._transient:
-                self.console.print(
-                    f"{self._what}: {now - self._started:,.0f} s", soft_wrap=True, markup=False, highlight=False
-                )
+                self._print(f"{self._what}: {now - self._started:,.0f} s")
             self._bars.reset(self._bar, description=what, total=None)
         self._what, self._started, self._last_line, self._first = what, now, now, None
 
@@ -89,8 +87,10 @@ class ProgressDisplay:
             self._last_line = now
             per_second = (done - first) / (now - started)
             minutes = (total - done) / per_second / 60
-            line = f"{what}: {done:,} of {total:,}, {per_second:,.2f}/s, {minutes:,.0f} min left"
-            self.console.print(line, soft_wrap=True, markup=False, highlight=False)
+            self._print(f"{what}: {done:,} of {total:,}, {per_second:,.2f}/s, {minutes:,.0f} min left")
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 class _Speed(ProgressColumn):

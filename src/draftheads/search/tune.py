@@ -139,15 +139,10 @@ def predicted(profile: AcceptanceProfile, cost: CostProfile) -> dict[str, Any]:
 def _costs(profile: AcceptanceProfile, cost: CostProfile) -> Iterator[dict[str, Any]]:
     """Milliseconds of the parts of steps, by rows, kind and nodes."""
     for rows in BATCH_SIZES:
-        yield {
-            "batch_size": rows,
-            "kind": "none",
-            "num_nodes": 1,
-            "draft": cost.follow(rows),
-            "verify": cost.verify(rows, 1),
-        }
+        drafts = [("none", 1, cost.follow(rows))]
         for kind in KINDS:
-            for nodes in _SHOWN_NODES[1:]:
-                if nodes <= len(profile.tokens(kind)):
-                    parts = {"draft": cost.draft(kind, rows, nodes), "verify": cost.verify(rows, nodes)}
-                    yield {"batch_size": rows, "kind": kind, "num_nodes": nodes, **parts}
+            sizes = [nodes for nodes in _SHOWN_NODES[1:] if nodes <= len(profile.tokens(kind))]
+            drafts += [(kind, nodes, cost.draft(kind, rows, nodes)) for nodes in sizes]
+        for name, nodes, draft in drafts:
+            parts = {"draft": draft, "verify": cost.verify(rows, nodes)}
+            yield {"batch_size": rows, "kind": name, "num_nodes": nodes, **parts}
