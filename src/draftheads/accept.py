@@ -1,9 +1,9 @@
-"""Acceptance: which path of a checked tree is kept, and what comes after it. Tensors in, a Verdict out.
+"""Acceptance: which path of a verified tree is accepted, and the next token. Tensors in, a Verdict out.
 
-* exact — the token at every node is chosen just as plain decoding would choose it (argmax, or a draw from the processed
-  distribution), and the walk goes on into the child that equals it. Greedy rows give plain's text and sampled rows the
-  target's distribution. For drafts fixed by their context no other lossless rule keeps more, since the probability
-  of keeping a node cannot exceed the target's own probability of its path.
+* exact — the token at every node is chosen as plain decoding would choose it (argmax, or a draw from the processed
+  distribution), and the walk continues at the child that equals it. Greedy rows have the text of plain decoding, and
+  sampled rows the target's distribution. If the context determines the draft, no other lossless rule accepts more: a
+  node cannot be accepted with a higher probability than the target gives its path.
 * rejection, block — for draft tokens that were drawn (:class:`draftheads.shapes.Sampled`). They keep the target's
   distribution and accept more, see :mod:`draftheads.rejection`. On other drafts, and for greedy rows, they are exact.
 * typical — keeps draft tokens that are likely enough, p(x) > min(ε, δ·exp(−H(p))) (Medusa section 3.3.1).
@@ -32,8 +32,8 @@ def accept(
     """The verdict on every row.
 
     Args:
-        draft: the tree that was checked; its nodes are fixed by the context, or drawn with other random numbers than
-            those that are given here.
+        draft: the tree that was verified. Its nodes are determined by the context, or drawn with other random numbers
+            than those given here.
         logits: (B, N, V) the target's logits at each node.
         rows: settings of the B rows.
         uniforms: (B, P) float64 in [0, 1): for each place after the root, that place's random number.

@@ -48,7 +48,7 @@ class Draft:
         return self.token_ids.shape[1]
 
     def first(self, num_nodes: int) -> Self:
-        """The tree of the first ``num_nodes`` nodes; they must hang together, as those of grown trees always do."""
+        """The tree of the first ``num_nodes`` nodes; they must form a tree, as in grown trees."""
         if num_nodes >= self.num_nodes:
             return self
         return replace(

@@ -18,7 +18,7 @@ from torch import Tensor
 from draftheads.errors import InvalidSettings
 
 _PART = 128  # tokens
-LOWEST_TEMPERATURE = 1e-6  # below it scores overflow long before the draw could be told from greedy
+LOWEST_TEMPERATURE = 1e-6  # a lower one overflows, and would choose the same tokens as greedy
 AcceptanceRule = Literal["exact", "rejection", "block", "typical"]
 
 

@@ -17,12 +17,12 @@ from draftheads.shapes import BestFirst
 from draftheads.tree import Tree
 
 NEAR_TIES = """\
-In bf16 a sum taken in another order differs in its last bits, so two tokens
-that are nearly as likely can change places, with heads as between
-transformers and plain. "worst margin" is the largest such gap (in logits of
-fp32); --exact-bits rules it out, at some cost."""
+In bf16, adding numbers in another order changes their last bits. Then one of
+two tokens that are nearly as likely can replace the other: with heads, and
+also between transformers and plain. "worst margin" is the largest such gap
+(in fp32 logits). --exact-bits prevents this; it is a little slower."""
 INT8 = "transformers computes in {}, another model than int8: its texts may differ."
-DIFFERENT = "Texts differ, which they should not in this precision: please report it."
+DIFFERENT = "Texts differ. They should be equal in this precision: please report it."
 _BAR_CELLS = 32
 _NAME_CELLS = 24  # of a table's first column; longer names are folded
 _BAR_NAME_CELLS = 12
@@ -102,7 +102,7 @@ def tree_sentence(name: str, engine: Engine) -> str:
     cost = (1 + gain) / rate / policy.cost.verify(1, 1)
     return (
         f"With one request {name} drafts {kind} of {shape.num_nodes} nodes: a step then costs {cost:.1f} plain steps "
-        f"and brings about {1 + gain:.1f} tokens."
+        f"and gives about {1 + gain:.1f} tokens."
     )
 
 
