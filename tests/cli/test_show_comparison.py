@@ -44,12 +44,12 @@ def told(engine: Engine, per_node: float, *, copies: bool = False, **profile: An
 def test_a_sentence_explains_the_tree(engine: Engine):
     fixed = told(engine, 1.0, dynamic_tokens=[])
     assert fixed == (
-        "With one request hydra drafts a fixed tree of 3 nodes: a step then costs 1.3 plain steps and brings about "
+        "With one request hydra drafts a fixed tree of 3 nodes: a step then costs 1.3 plain steps and gives about "
         "1.8 tokens."
     )
     growing = told(engine, 1.0, dynamic_tokens=[1.0, 2.0])
     assert growing == (
-        "With one request hydra drafts growing trees of 2 nodes: a step then costs 1.2 plain steps and brings about "
+        "With one request hydra drafts growing trees of 2 nodes: a step then costs 1.2 plain steps and gives about "
         "2.0 tokens."
     )
     nothing = told(engine, 20.0, dynamic_tokens=[])
