@@ -31,5 +31,12 @@ def test_options_and_provenance_are_listed(tmp_path: Path) -> None:
     assert facts == {"Settings": METRICS["options"], "Provenance": METRICS["provenance"]}
 
 
-def test_a_run_that_logged_nothing_has_all_plots(tmp_path: Path) -> None:
-    assert len(training_page(METRICS, tmp_path).figures) == 3
+def test_plots_of_held_out_text_need_measurements_during_training(tmp_path: Path) -> None:
+    assert len(training_page(METRICS, write_training_run(tmp_path)).figures) == 3
+    (tmp_path / "validation.jsonl").unlink()
+    (losses,) = training_page(METRICS, tmp_path).figures
+    assert "dots" not in losses.caption
+
+
+def test_a_run_that_logged_nothing_has_a_page(tmp_path: Path) -> None:
+    assert len(training_page(METRICS, tmp_path).figures) == 1

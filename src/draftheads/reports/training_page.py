@@ -15,18 +15,23 @@ from draftheads.reports.plots import as_svg, draw_acceptance, draw_losses, draw_
 def training_page(metrics: dict[str, Any], folder: Path) -> Page:
     """The page of a run, from ``metrics.json`` and the other files in its folder."""
     log, validation = _lines(folder / "log.jsonl"), _lines(folder / "validation.jsonl")
-    held_out = f"{metrics['num_held_out_texts']:,} held-out texts"
+    count = metrics["num_held_out_texts"]
+    held_out = f"{count:,} held-out text" + "s" * (count != 1)
+    dots = " and loss on held-out text (dots)" if validation else ""
     figures = {
-        "Training loss of each head (lines, moving mean) and loss on held-out text (dots). Lower is better.": as_svg(
+        f"Training loss of each head (lines, moving mean){dots}. Lower is better.": as_svg(
             partial(draw_losses, log=log, validation=validation)
-        ),
-        "How often the best draft token of each head is the token that follows, on held-out text.": as_svg(
-            partial(draw_acceptance, validation=validation)
-        ),
-        "Expected tokens per step on held-out text. Plain decoding has 1.": as_svg(
-            partial(draw_tokens_per_step, validation=validation)
-        ),
+        )
     }
+    if validation:  # --eval-steps 0 measures nothing during training
+        figures |= {
+            "How often the best draft token of each head is the token that follows, on held-out text.": as_svg(
+                partial(draw_acceptance, validation=validation)
+            ),
+            "Expected tokens per step on held-out text. Plain decoding has 1.": as_svg(
+                partial(draw_tokens_per_step, validation=validation)
+            ),
+        }
     return Page(
         title=f"{metrics['method']} heads for {metrics['model_id']}",
         answer=(
