@@ -1,4 +1,4 @@
-"""Draft tokens of which only the best are checked: they become a tree of each row's own. Knows nothing of heads.
+"""Candidate draft tokens: the best ones of each row become its tree. Knows nothing of heads.
 
 B rows, M candidates, N nodes of the tree; node 0 is the root.
 """

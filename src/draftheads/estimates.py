@@ -5,9 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-Share = tuple[
-    float, float
-]  # what was counted for a prompt, and what it is divided by: (tokens, steps), (tokens, seconds)
+Share = tuple[float, float]  # a count for one prompt, and its divisor: (tokens, steps) or (tokens, seconds)
 
 
 def ratio_with_error(shares: Sequence[Share], others: Sequence[Share] | None = None) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """Drafters side by side with one engine: tokens per step on all prompts, speed on some of them.
 
-Each head drafts on the tree of a given number of nodes that serves it best, found on other prompts. Tokens per step do
+Each head drafts on its best tree of a given number of nodes, found on other prompts. Tokens per step do
 not depend on the clock: they are counted with several prompts at a time. Speeds are measured with one prompt at a time,
 the drafters in turn.
 """
@@ -74,7 +74,7 @@ def compare_heads(
         model: ``smollm2-135m``, a folder, or a Hugging Face id.
         heads: bundled heads' names, folders or Hugging Face ids; also ``prompt-lookup`` and ``lookahead``. When left
             out, these two and all bundled heads of the model.
-        prompts: at least 3, better 80; a handful of our own when left out.
+        prompts: at least 3, better 80; six built-in ones when left out.
         chat_template: as for :func:`draftheads.load`.
         draft_model: a smaller model of the same tokenizer, compared as well.
         settings: what is measured, and on how much.
@@ -149,7 +149,7 @@ class Bench:
         calibration: token ids of other prompts, on which trees are found.
         settings: what is compared.
         folder: where findings are saved; they are used again.
-        progress: is told about each stage.
+        progress: receives each stage.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Bench:
     def run(self) -> list[Row]:
         """The table, a row for each drafter."""
         found = {contender.name: self._prepare(contender) for contender in self.contenders}
-        plain = self._count(f"{PLAIN}: greedy", f"greedy-{PLAIN}", self._engine(None), self.prompts)
+        plain = self._count(f"{PLAIN}: greedy answers", f"greedy-{PLAIN}", self._engine(None), self.prompts)
         greedy = {one.name: self._greedy(one) for one in self.contenders}
         sampled = {one.name: self._sampled(one, found[one.name]) for one in self.contenders}
         timed = self._timed()
@@ -247,7 +247,7 @@ class Bench:
 
     def _greedy(self, contender: Contender) -> Answers:
         engine = self._engine(contender.drafter, self._shapes[contender.name])
-        return self._count(f"{contender.name}: greedy", f"greedy-{contender.identity}", engine, self.prompts)
+        return self._count(f"{contender.name}: greedy answers", f"greedy-{contender.identity}", engine, self.prompts)
 
     def _sampled(self, contender: Contender, found: dict[str, Any]) -> dict[str, Any]:
         """Tokens per step at the temperature, by acceptance rule, as fields of a row."""
@@ -257,7 +257,7 @@ class Bench:
         fields: dict[str, Any] = {}
         for rule, shape in shapes.items() if temperature else ():
             answers = self._count(
-                f"{contender.name}: {rule}, temperature {temperature:g}",
+                f"{contender.name}: {rule} acceptance, answers at temperature {temperature:g}",
                 f"{rule}-at-{temperature:g}-{contender.identity}",
                 self._engine(contender.drafter, shape),
                 self._spread(self.settings.num_sampled_prompts),
@@ -288,7 +288,7 @@ class Bench:
             each = [replace(one, seed=_SEED + number) for number in range(len(prompts))]
             return asdict(answers_of(engine, prompts, each))
 
-        self.progress.stage(f"{stage} answers to {len(prompts)} prompts")
+        self.progress.stage(f"{stage} to {len(prompts)} prompts")
         return Answers.from_json(self._saved(f"{name}-{identity_digest(prompts)}", find))
 
     def _spread(self, most: int) -> list[list[int]]:

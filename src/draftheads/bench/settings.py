@@ -19,15 +19,15 @@ class BenchSettings:
     temperature: float = 0.7
     """Tokens per step are also counted at this temperature, by acceptance rule: exact; typical (changes the
     distribution); rejection (drafts drawn from the head on a static tree, speculative sampling of the papers); block
-    (a drawn chain, block verification). 0: do not."""
+    (a drawn chain, block verification). 0: not counted."""
     num_speed_prompts: int = 16
     """Number of prompts that are timed, spread over all prompts."""
     num_sampled_prompts: int = 40
     """Number of prompts that are answered at the temperature, spread over all prompts."""
     batch_size: int = 8
-    """Prompts that are answered together where tokens per step are counted."""
+    """Prompts that are answered together while tokens per step are counted."""
     num_calibration_prompts: int = 64
-    """Number of our own prompts on which the heads' trees are found."""
+    """Number of built-in prompts on which the heads' trees are found."""
 
     def __post_init__(self) -> None:
         for name, least in (

@@ -88,8 +88,8 @@ def _answer_span(reader: ChatReader, messages: Sequence[Message], turn: int, who
         )
     if not upto.startswith(prompt):
         raise DataError(
-            f"the chat template shows the answer of message {turn} after another prompt than it makes for one: "
-            f"its prompt ends with {prompt[-40:]!r}"
+            f"the chat template writes the answer of message {turn} after another text than its generation prompt, "
+            f"which ends with {prompt[-40:]!r}: use another --chat-template"
         )
     content = messages[turn]["content"]
     words, answer = content.strip(), upto[len(prompt) :]

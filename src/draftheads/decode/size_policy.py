@@ -21,7 +21,7 @@ from draftheads.shapes import ROOT_ONLY, BestFirst, Shape
 Floats = npt.NDArray[np.float64]
 
 _PRIOR = 4.0  # pseudo-count of the profile in a request's acceptance estimate, in expected draft tokens
-_MEMORY = 0.99  # of a request's draft tokens, per step with a draft
+_MEMORY = 0.99  # weight that older draft tokens of a request keep, per step with a draft
 # The same per step without one. A request none of whose draft tokens is accepted spends at most
 # (1 - _FORGETTING) * _PRIOR = 2 % of its time on drafts.
 _FORGETTING = 0.995
@@ -35,7 +35,7 @@ _CUT_GAIN = 0.05  # relative speed that cutting each growing tree adds; divided 
 
 @dataclass
 class _Record:
-    """Draft tokens of one request, older ones counting less."""
+    """Draft tokens of one request; older ones have less weight."""
 
     accepted: float = 0.0
     expected: float = 0.0
@@ -62,12 +62,12 @@ class _Table:
 
 
 class SizePolicy:
-    """A drafter that decides what another one fills at each step.
+    """A drafter that chooses the shape that another drafter fills at each step.
 
     Args:
-        drafter: what drafts.
-        profile: what trees gain.
-        cost: what steps cost.
+        drafter: fills the chosen shapes.
+        profile: tokens per step by tree.
+        cost: milliseconds by rows and nodes.
     """
 
     default_shape = None
@@ -95,7 +95,7 @@ class SizePolicySession:
         self.session = policy.drafter.start()
         self.profile, self.cost, self.extra_nodes = policy.profile, policy.cost, policy.extra_nodes
         self._records: list[_Record] = []
-        self._expected: Sequence[float] = ()  # draft tokens of this step that should be accepted, per row
+        self._expected: Sequence[float] = ()  # of this step: expected accepted draft tokens per row
         self._tables: dict[tuple[int, int], _Table] = {}  # by rows and tokens of the longest text
         self._shapes: dict[tuple[Kind, int], Shape] = {}
 
@@ -144,9 +144,9 @@ class SizePolicySession:
             record.note(accepted, expected)
 
     def choose(self, ratios: Floats, text_tokens: int = 0) -> tuple[Shape | None, float, float]:
-        """What rows with these ratios are to draft on, its expected draft tokens per row, and tokens a millisecond.
+        """The shape for rows with these ratios, its expected accepted tokens per row, and tokens per millisecond.
 
-        None where plain decoding is as fast. ``text_tokens`` is the length of the longest row.
+        The shape is None if plain decoding is as fast. ``text_tokens`` is the length of the longest row.
         """
         batch = len(ratios)
         table = self._table(batch, text_tokens)

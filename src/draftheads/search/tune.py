@@ -57,7 +57,7 @@ def tune_head(
     Args:
         model: ``smollm2-135m``, a folder, or a Hugging Face id.
         head: a bundled head's name, a folder, or a Hugging Face id.
-        prompts: to be answered; 64 of our own when left out.
+        prompts: to be answered; 64 built-in ones when left out.
         chat_template: as for :func:`draftheads.load`.
         out: the folder to write to. When left out, the head's own folder, or for a bundled or downloaded head a folder
             in the user's cache.
