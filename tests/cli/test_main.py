@@ -76,7 +76,7 @@ def test_an_unknown_option(capsys: pytest.CaptureFixture[str]):
 
 ON_MODEL = "--model model"
 ERRORS = {
-    "generate abc --model 'no such model'": "no such model is no folder here",
+    "generate abc --model 'no such model'": "no such model is not a folder here",
     "generate abc --model medusa": "medusa",
     f"generate abc {ON_MODEL} --head medusaa": "no head 'medusaa'",
     f"generate '' {ON_MODEL}": "the prompt is empty",

@@ -262,7 +262,7 @@ def test_the_page_marks_the_same_tokens(capsys: pytest.CaptureFixture[str], tmp_
         ("--max-length 3", "no answer within the first 3 tokens in chats.jsonl"),
         ("--max-tokens 1", "only one text: training needs a second one to hold out"),
         ("--data none.jsonl", "none.jsonl: cannot be read"),
-        ("--model none/none/none", "none/none/none is no folder here"),
+        ("--model none/none/none", "none/none/none is not a folder here"),
         ("--html chats.jsonl/page.html", "cannot save chats.jsonl/page.html"),
     ],
 )

@@ -24,7 +24,7 @@ from draftheads.errors import InvalidSettings
         ({"chain": 2}, "--chain is 2: give --head"),
         ({"num_self_talk": -1}, "--num-self-talk is -1"),
         ({"request_timeout": 0.0}, "--request-timeout is 0.0"),
-        ({"out": Path("out.jsonl.gz")}, "--out is .*zip it when it is complete"),
+        ({"out": Path("out.jsonl.gz")}, "--out is out.jsonl.gz: compress the file when it is complete"),
         ({"endpoint": "http://x/v1"}, "--endpoint-model is None: give both"),
         ({"endpoint_model": "x"}, "--endpoint is None .*: give both"),
         ({"endpoint": "http://x/v1", "endpoint_model": "x", "head": "hydra"}, "--head is 'hydra'"),

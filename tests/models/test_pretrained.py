@@ -231,7 +231,7 @@ def test_an_error_of_the_hub_becomes_a_clear_message(
 
 
 def test_a_name_that_is_neither_folder_nor_id_is_refused_without_a_request(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match="cannot be an id on the Hub"):
+    with pytest.raises(ModelNotFound, match="cannot be an id on the Hugging Face Hub"):
         resolve_model(str(tmp_path / "absent"))
 
 

@@ -39,7 +39,7 @@ def test_rows_count_the_batch_and_all_the_data(batch: PlannedBatch) -> None:
         "texts trained on": ["", "1"],
         "held-out texts": ["", "1"],
         "left out: no learned token": ["", "4"],
-        "left out: no two learned in a row": ["", "1"],
+        "left out: no two learned tokens in a row": ["", "1"],
     }
 
 

@@ -83,6 +83,15 @@ def test_bars_hold_values_and_errors_of_every_series() -> None:
     assert [label.get_text() for label in ax.get_yticklabels()] == ["a", "b"]
 
 
+def test_a_legend_of_long_labels_lies_within_the_figure() -> None:
+    figure = Figure(figsize=(6, 3.4), layout="constrained")
+    rules = ("greedy", "exact, T=0.7", "typical, T=0.7", "rejection, T=0.7", "block, T=0.7")
+    plots.draw_bars(figure, ["a"], [(rule, [1.0], [0.0]) for rule in rules], label="speed")
+    figure.draw_without_rendering()
+    box = figure.legends[0].get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+
+
 @pytest.mark.parametrize(
     "draw",
     [

@@ -10,10 +10,11 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from draftheads.cli.info import read_tree
 from draftheads.cli.show import quiet_transformers, show_stream
 from draftheads.data.records import prompts_in
 from draftheads.decode.engine import Engine, Prompt
-from draftheads.errors import InvalidPrompt, InvalidSettings, InvalidTree
+from draftheads.errors import InvalidPrompt, InvalidSettings
 from draftheads.files import write_atomic
 from draftheads.loading import Precision, load
 from draftheads.sampling import SamplingSettings
@@ -36,8 +37,8 @@ class GenerateOptions:
     copies from the text so far, lookahead refines draft tokens of the model itself. Plain decoding when left out."""
     draft_model: str | None = None
     """A smaller model with the same tokenizer that drafts in place of a head: a folder or a Hugging Face id."""
-    tree: Path | None = None
-    """Always draft on this tree: a JSON file of rank paths."""
+    tree: str | None = None
+    """Always draft on this tree: a JSON list of rank paths such as '[[0],[1],[0,0]]', or a file that has one."""
     grow: int | None = None
     """Draft on trees of this many nodes that are chosen at each step by the head's confidence."""
     threshold: float = 0.0
@@ -124,15 +125,7 @@ def _shape(options: GenerateOptions) -> Shape | None:
         return BestPaths(options.widths, options.paths)
     if options.grow is not None:
         return BestFirst(options.grow, threshold=options.threshold)
-    return None if options.tree is None else _tree(options.tree)
-
-
-def _tree(path: Path) -> Tree:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidTree(f"{path} cannot be read: {error}") from None
-    return Tree.from_json(text)
+    return None if options.tree is None else read_tree(options.tree)
 
 
 def _stream(engine: Engine, prompt: Prompt, settings: SamplingSettings, *, colour: bool) -> None:

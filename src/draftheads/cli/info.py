@@ -53,22 +53,28 @@ def run(options: InfoOptions) -> None:
     """
     console = Console()
     if options.tree is not None:
-        _print_tree(console, _read_tree(options.tree))
+        _print_tree(console, read_tree(options.tree))
     elif options.head is not None:
         _print_head(console, read_head(find_head(options.head, options.model)))
     else:
         _print_zoo(console)
 
 
-def _read_tree(text_or_path: str) -> Tree:
-    """From the JSON itself, a file of it, or a head's ``acceptance.json``."""
+def read_tree(text_or_path: str) -> Tree:
+    """From the JSON itself, a file of it, or a head's ``acceptance.json``.
+
+    Raises:
+        InvalidTree: not a tree, or there is no such file.
+    """
     if text_or_path.lstrip().startswith("["):
         return Tree.from_json(text_or_path)
     path = user_path(text_or_path)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidTree(f"{text_or_path} is not a JSON list of rank paths, nor a file with one: {error}") from None
+        raise InvalidTree(
+            f"{text_or_path} cannot be read: give a JSON list of rank paths or a file with one ({error})"
+        ) from None
     if text.lstrip().startswith("{"):
         return read_profile(path).tree(DEFAULT_NODES)
     return Tree.from_json(text)

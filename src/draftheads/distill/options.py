@@ -101,8 +101,10 @@ class DistillOptions:
         for name, value in _NOT_WITH_ENDPOINT.items():
             if self.endpoint is not None:
                 is_fine = getattr(self, name) == value
-                self._require(name, is_fine, f"is not used with --endpoint {self.endpoint}; leave it out")
+                self._require(name, is_fine, f"not used with --endpoint {self.endpoint}; leave it out")
 
     def _require(self, name: str, is_fine: bool, fix: str) -> None:  # noqa: FBT001
         if not is_fine:
-            raise InvalidSettings(f"--{name.replace('_', '-')} is {getattr(self, name)!r}: {fix}")
+            value = getattr(self, name)
+            shown = str(value) if isinstance(value, Path) else repr(value)
+            raise InvalidSettings(f"--{name.replace('_', '-')} is {shown}: {fix}")

@@ -192,19 +192,21 @@ def _resolve_on_hub(model_id: str) -> Path | str:
     try:
         HfApi().model_info(model_id, timeout=_HUB_TIMEOUT_SECONDS)
     except HFValidationError:
-        raise ModelNotFound(f"{model_id} is no folder here, and cannot be an id on the Hub") from None
+        raise ModelNotFound(
+            f"{model_id} is not a folder here, and cannot be an id on the Hugging Face Hub (owner/name)"
+        ) from None
     except GatedRepoError as error:
         raise ModelNotFound(f"{model_id} is gated: accept its terms on the Hub, then log in") from error
     except RepositoryNotFoundError as error:
         raise ModelNotFound(
-            f"{model_id} is no folder here, and the Hub has no such model, or keeps it private: then log in"
+            f"{model_id} is not a folder here, and the Hugging Face Hub has no such model; if it is private, log in"
         ) from error
     except Exception as error:  # noqa: BLE001 - network errors; their classes depend on the Hub's client
         try:
             return Path(snapshot_download(model_id, local_files_only=True))
         except LocalEntryNotFoundError:
             raise ModelNotFound(
-                f"{model_id} is no folder here, was not downloaded before, "
+                f"{model_id} is not a folder here, was not downloaded before, "
                 f"and the Hugging Face Hub cannot be reached ({_first_line(error)})"
             ) from error
     return model_id

@@ -58,7 +58,7 @@ class PlannedBatch:
             ("texts trained on", "", f"{num_training:,}"),
             ("held-out texts", "", f"{self.num_held_out:,}"),
             ("left out: no learned token", "", f"{self.num_left_out:,}"),
-            ("left out: no two learned in a row", "", f"{self.num_too_short:,}"),
+            ("left out: no two learned tokens in a row", "", f"{self.num_too_short:,}"),
         ]
 
     def title(self, text_index: int) -> str:

@@ -12,6 +12,7 @@ from draftheads.reports.page import missing
 _FOREGROUND = "#010203"  # stands for the colour of the page's text, which depends on dark mode
 _COLOURS = ("#2f81d6", "#e0672c", "#2f9e5c", "#b05cc9", "#c29a1c", "#d1466b", "#1fa3a8", "#8a8f98")
 _SMOOTHING = 20  # log lines in a moving mean
+_LEGEND_CHARACTERS = 66  # in a line of the legend; the sample and the gap of an entry take about 8
 
 
 def as_svg(draw: Callable[[Any], None], *, height: float = 3.4) -> str:
@@ -144,7 +145,9 @@ def _add_legend(figure: Any, ax: Any) -> None:
     """Above the axes, where it hides no data; none for a single label."""
     handles, labels = ax.get_legend_handles_labels()
     if len(labels) > 1:
-        figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 4), handlelength=1.5)
+        fitting = _LEGEND_CHARACTERS // (max(map(len, labels)) + 8)
+        columns = max(1, min(len(labels), 4, fitting))
+        figure.legend(handles, labels, loc="outside upper center", ncols=columns, handlelength=1.5)
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:

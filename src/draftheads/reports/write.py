@@ -48,8 +48,8 @@ def write_report(folder: Path, *kinds: PageKind) -> list[Path]:
     wanted = [_KINDS[kind] for kind in kinds or _KINDS]
     found = [files for files in wanted if (folder / files.record).is_file()]
     if not found:
-        names = " and ".join(f"no {files.record} of a finished {files.what}" for files in wanted)
-        raise DataError(f"{folder} holds nothing to report: {names}")
+        names = " or ".join(f"{files.record} ({files.what})" for files in wanted)
+        raise DataError(f"{folder} holds nothing to report: there is no {names}")
     return [_write(folder, files) for files in found]
 
 

@@ -166,7 +166,7 @@ def require_peft() -> Any:
     try:
         import peft  # noqa: PLC0415 - an extra
     except ImportError:
-        raise MissingDependency("tuning the backbone needs peft", pip_install="'draftheads[lora]'") from None
+        raise MissingDependency("joint training needs peft", pip_install="'draftheads[lora]'") from None
     return peft
 
 
