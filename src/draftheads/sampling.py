@@ -46,7 +46,7 @@ class SamplingSettings:
     """Go on after the model's own end of text."""
     acceptance: AcceptanceRule = "exact"
     """exact keeps the model's distribution (greedy: its text). So do rejection and block (chains only), which are for
-    drafts of sampled tokens. typical is faster at a temperature but changes the distribution."""
+    drafts of sampled tokens. typical is faster when sampling but changes the distribution."""
     typical_epsilon: float = 0.09
     """ε of typical acceptance: a draft token of at least this probability is always typical."""
     typical_delta: float | None = None

@@ -93,7 +93,7 @@ def fit(
                 raise
             folder.drop_incomplete_checkpoints()
             place = folder.checkpoints
-            raise StorageError(f"a checkpoint cannot be saved in {place}: {error}; earlier ones are complete") from error
+            raise StorageError(f"a checkpoint cannot be saved in {place}: {error}; earlier ones are kept") from error
     done, total = trainer.state.global_step, trainer.state.max_steps
     if interrupted.is_set() and done < total:
         raise TrainingInterrupted(
