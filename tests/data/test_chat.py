@@ -86,7 +86,7 @@ def test_cutting_keeps_the_beginning(length: int) -> None:
             "hides or changes",
         ),
         (TEMPLATE.replace("m['content']", "m['content'] if loop.last else 'w9'"), "changes the chat up to"),
-        (TEMPLATE.replace("<s> assistant", "<s> w7"), "another prompt"),
+        (TEMPLATE.replace("<s> assistant", "<s> w7"), "another text than its generation prompt"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         (TEMPLATE.replace("{{ m['content'] }}", "w8 {{ m['content'] }}"), "hides or changes"),
     ],

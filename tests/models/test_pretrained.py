@@ -217,7 +217,7 @@ def test_a_model_downloaded_before_needs_no_network(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
-        (RepositoryNotFoundError("404", response=Mock()), "the Hub has no such model"),
+        (RepositoryNotFoundError("404", response=Mock()), "the Hugging Face Hub has no such model"),
         (GatedRepoError("403", response=Mock()), "gated: accept its terms"),
         (ConnectionError("no route"), r"cannot be reached \(no route\)"),
     ],
