@@ -23,7 +23,7 @@ from draftheads.models.pretrained import load_tokenizer
 from draftheads.reports.batch_page import PlannedBatch, batch_page
 from draftheads.reports.page import render
 from draftheads.reports.spans import KINDS, Span, spans
-from draftheads.train.options import ChatOptions, OptionGroup, RunOptions, ScheduleOptions
+from draftheads.train.options import ChatOptions, RunOptions, ScheduleOptions
 
 _STYLES = {  # by Span.is_learned, Span.is_special
     (False, False): "dim",
@@ -35,7 +35,7 @@ _LEARNED, _SPECIAL = "⟦⟧", "‹›"  # without colours
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowBatchOptions(OptionGroup):
+class ShowBatchOptions:
     """Show a batch of `draftheads train` with the learned tokens in colour, to check the chat template."""
 
     data: tuple[Path, ...]
@@ -66,9 +66,13 @@ class ShowBatchOptions(OptionGroup):
     """Seed of the batches and their order."""
 
     def __post_init__(self) -> None:
-        self._at_least(1, "batch_tokens", "max_length", "max_tokens", "epochs")
-        self._at_least(0, "index", "max_texts")
-        self._fraction("held_out")
+        for name, least in (("batch_tokens", 1), ("max_length", 1), ("epochs", 1), ("index", 0), ("max_texts", 0)):
+            if getattr(self, name) < least:
+                raise InvalidSettings(f"--{name.replace('_', '-')} is {getattr(self, name)}: must be at least {least}")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InvalidSettings(f"--max-tokens is {self.max_tokens}: must be at least 1")
+        if not 0 <= self.held_out < 1:
+            raise InvalidSettings(f"--held-out is {self.held_out}: must be at least 0 and below 1")
 
 
 def run(options: ShowBatchOptions) -> None:
