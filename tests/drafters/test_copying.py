@@ -15,6 +15,8 @@ from draftheads.decode.size_policy import SizePolicy
 from draftheads.draft import Context, Draft, Drafter, Watcher
 from draftheads.drafters.copying import Copying, CopyingSession
 from draftheads.drafters.draft_model import DraftModel
+from draftheads.drafters.lookahead import Lookahead
+from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
 from draftheads.heads import HEADS
 from draftheads.sampling import SamplingSettings
@@ -268,6 +270,13 @@ def test_a_drafter_that_watches_sees_what_was_checked() -> None:
 def test_impossible_settings(options: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidSettings, match=words):
         Copying(tiny_head("medusa", some_model("llama")), **options)
+
+
+@pytest.mark.parametrize("drafter", [Lookahead(), PromptLookup()])
+def test_copies_are_not_added_to_trees_that_a_drafter_makes_itself(drafter: Drafter) -> None:
+    """Such a drafter is given no shape, so nothing would be drafted at all."""
+    with pytest.raises(InvalidSettings, match=rf"{type(drafter).__name__} makes trees of its own"):
+        Copying(drafter)
 
 
 # --- counting ---

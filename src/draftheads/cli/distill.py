@@ -50,11 +50,11 @@ def _table(outcome: Outcome) -> Table:
         "conversations": counts.num_records,
         "answers": counts.num_answers,
         "cut off by --max-new-tokens": counts.num_unfinished,
-        "shortened: the next turn was too long, or not made up": counts.num_shortened,
+        "shortened: the next turn was too long, or had no question": counts.num_shortened,
         "duplicate prompts left out": found.num_duplicates,
-        "made-up questions left out: asked before": counts.num_repeated,
+        "self-talk left out: its questions were asked before": counts.num_repeated,
         "prompts left out: longer than the model allows": counts.num_too_long,
-        "made-up questions left out: empty or without an end": counts.num_no_question,
+        "self-talk left out: its first question was empty or too long": counts.num_no_question,
         "tokens": counts.num_tokens,
     }
     table = Table("", "number")

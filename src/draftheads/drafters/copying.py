@@ -12,6 +12,7 @@ from torch import Tensor
 from draftheads.draft import Context, Draft, Drafter, Watcher
 from draftheads.drafters.copy_odds import DEFAULT_ODDS, MAX_NGRAM, Odds, check_odds
 from draftheads.drafters.text_index import RowTexts
+from draftheads.errors import InvalidSettings
 from draftheads.filling import likely_enough
 from draftheads.merging import merged
 from draftheads.models.transfer import to_device
