@@ -40,7 +40,7 @@ class Copying:
             the probability falls geometrically with depth and rank.
 
     Raises:
-        InvalidSettings: impossible odds.
+        InvalidSettings: impossible odds, or a drafter that makes trees of its own.
     """
 
     needs_history = True
@@ -49,6 +49,11 @@ class Copying:
         self, drafter: Drafter, *, odds: Odds = DEFAULT_ODDS, values: Mapping[Path, float] | None = None
     ) -> None:
         check_odds(odds)
+        if drafter.default_shape is None:
+            raise InvalidSettings(
+                f"{type(drafter).__name__} makes trees of its own: copies can be added only to trees of a given shape, "
+                "such as those of a draft head"
+            )
         self.drafter = drafter
         self.odds, self.values = odds, values or {}
 
