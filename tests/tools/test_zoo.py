@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import tyro
 from safetensors.torch import load_file
 
+from draftheads.bench.table import Row
 from draftheads.checkpoint import load_head, read_head
 from draftheads.cli.train import defaults
 from draftheads.heads import head_classes, parse_head_options
@@ -75,9 +77,9 @@ def bench(work: Path, names: list[str], **changes: Any) -> dict[str, Any]:
         **changes,
     }
     settings = {"temperature": 0.7, "max_new_tokens": 128, "num_sampled_prompts": 40}
-    rows = [{"name": name, **row} for name in names]
+    rows = [asdict(Row(name=name, tokens_per_second=30.0, **row)) for name in names]  # the keys of a real bench.json
     drafters = {name: f"{name}-{read_head(work / name).digest}-0123" for name in names}
-    shared = {"num_prompts": 80, "prompts": "mt_bench/question.jsonl", "dtype": "bfloat16", "threads": 2}
+    shared = {"num_prompts": 80, "prompts": "mt_bench/question.jsonl", "precision": "bf16", "threads": 2}
     return {**shared, "settings": settings, "rows": rows, "drafters": drafters}
 
 
