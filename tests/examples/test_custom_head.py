@@ -79,8 +79,8 @@ def test_drafting_with_the_head_does_not_change_the_text(head: Path, model: Path
 
 def test_tune_measures_a_profile_of_the_head(head: Path, model: Path, tmp_path: Path) -> None:
     settings = ReplaySettings(num_prompts=2, max_new_tokens=12, max_nodes=4)
-    profile = draftheads.tune_head(model, head, ["w1", "w2 w3"], out=tmp_path, settings=settings, precision="fp32")
-    assert len(profile.static_tokens) == 4
+    tuning = draftheads.tune_head(model, head, ["w1", "w2 w3"], out=tmp_path, settings=settings, precision="fp32")
+    assert len(tuning.profile.static_tokens) == 4
     assert draftheads.load(model, head=head, profile=tmp_path).generate(["w1"], max_new_tokens=4)
 
 
@@ -89,8 +89,8 @@ def test_compare_heads_has_a_row_for_the_head(
 ) -> None:
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path))
     settings = BenchSettings(num_nodes=4, max_new_tokens=12, temperature=0.0, num_calibration_prompts=2)
-    rows = draftheads.compare_heads(model, [head], ["w1", "w2 w3", "w4"], settings=settings, precision="fp32")
-    assert 3 * 32 * 32 in [row.num_parameters for row in rows], "three layers; the lm_head is the model's"
+    found = draftheads.compare_heads(model, [head], ["w1", "w2 w3", "w4"], settings=settings, precision="fp32")
+    assert 3 * 32 * 32 in [row.num_parameters for row in found.rows], "three layers; the lm_head is the model's"
 
 
 @pytest.mark.usefixtures("installed")
