@@ -446,3 +446,18 @@ def test_several_rows_draft_only_for_a_tenth_more() -> None:
     cost = by_hand([("verify", rows, nodes, 10.0 * 1.2 ** (nodes - 1)) for rows in (1, 2) for nodes in (1, 2)])
     shapes = [policy(profile, cost).choose(np.ones(rows))[0] for rows in (1, 2)]
     assert [shape is not None for shape in shapes] == [True, False]
+
+
+def test_a_drafter_that_watches_gets_the_logits() -> None:
+    class Watching(Scripted):
+        seen: Sequence[object] = ()
+
+        def watch(self, draft: Draft, logits: torch.Tensor) -> None:
+            self.seen = (*self.seen, draft, logits)
+
+    drafter = Watching()
+    one = policy(STATIC, machine(0.5), drafter)
+    draft, logits = one.propose(context(1), ROOT_ONLY), torch.zeros(1, 1, 4)
+    one.watch(draft, logits)
+    assert drafter.seen == (draft, logits)
+    policy(STATIC, machine(0.5), Scripted()).watch(draft, logits)  # others need not watch

@@ -241,6 +241,10 @@ def test_a_run_depends_on_the_text_of_the_chat_template_not_on_its_path(
         run.train(settings.changed(resume=True, chat_template=None), FakeProgress())
     run.train(settings.changed(resume=True, chat_template=str(other)), FakeProgress())
     assert read_head(settings.out).chat_template == one.read_text(encoding="utf-8")
+    # a run that starts from this head reads chats as it does
+    next_run = train_options(tmp_path / "next", None, data=(data,), epochs=1, start_from=str(settings.out))
+    run.train(next_run, FakeProgress())
+    assert read_head(next_run.out).chat_template == one.read_text(encoding="utf-8")
     one.write_text("changed", encoding="utf-8")
     with pytest.raises(InvalidSettings, match=r"holds a trained head .*chat_template was"):
         run.train(settings.changed(resume=True), FakeProgress())

@@ -227,6 +227,11 @@ class RunOptions:
         if self.out is not tyro.MISSING:  # the defaults of a command line have no --out yet
             self.check()
 
+    @property
+    def first_head(self) -> str | None:
+        """The trained head that the run starts with or copies from, if any."""
+        return self.heads.start_from
+
     def check(self) -> None:
         """Checks settings of different groups against each other.
 

@@ -16,7 +16,6 @@ from typing import Any
 from torch import nn
 
 from draftheads.acceptance_profile import AcceptanceProfile
-from draftheads.chat_template import read_template
 from draftheads.checkpoint import copy_for, save_head
 from draftheads.data.batches import PlannedBatches, PlannedTexts
 from draftheads.data.features import FeatureStore
@@ -36,7 +35,7 @@ from draftheads.train.learner import Learner, head_learner
 from draftheads.train.new_head import Start, in_float32, new_head, part_from_start
 from draftheads.train.options import RunOptions, TrainOptions
 from draftheads.train.report import NUM_RANKS, Measurement, Report, measure, model_card
-from draftheads.train.run_folder import RunFolder, as_json
+from draftheads.train.run_folder import RunFolder, as_json, chat_template_text
 from draftheads.train.trainer import HeadTrainer, TrainingInterrupted, fit
 from draftheads.train.training_data import TrainingData, plan_training, read_texts, with_hidden_states
 from draftheads.tree import Tree
@@ -280,7 +279,7 @@ class HeadRun(Run):
 
     def load_target(self) -> TargetModel:
         """The model; with ``--shard-model`` sharded over all processes."""
-        options, template = self.options, read_template(self.options.chat_template)
+        options, template = self.options, chat_template_text(self.options)
         if not options.hidden_states.shard_model:
             return TargetModel.load(options.model, four_bit=options.hardware.four_bit, chat_template=template)
         if processes.count() == 1:

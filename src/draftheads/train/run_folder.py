@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from draftheads.chat_template import read_template
-from draftheads.errors import DataError, InvalidSettings
+from draftheads.errors import DataError, InvalidSettings, ModelNotFound
 from draftheads.files import locked, remove_leftovers, write_atomic
 from draftheads.identity import as_json_values, changes, require_same
+from draftheads.loading import find_template
 from draftheads.provenance import provenance
 from draftheads.train import processes
 from draftheads.train.new_head import Start, digest_of
@@ -30,6 +31,19 @@ _WITHOUT_EFFECT = frozenset(
 )
 # settings that may change when a run resumes; the text is compared by its fingerprint
 _MAY_CHANGE_ON_RESUME = _WITHOUT_EFFECT | {"data", "text", "features", "tree_nodes"}
+
+
+def chat_template_text(options: RunOptions) -> str | None:
+    """Text of the chat template of a run: the given one, else the one that its first head was trained with.
+
+    Raises:
+        InvalidSettings, CheckpointError: the template or the head cannot be read.
+    """
+    heads = () if options.first_head is None else (options.first_head,)
+    try:
+        return find_template(options.chat_template, heads, options.model)
+    except ModelNotFound:  # a complete run does not need its first head any more
+        return read_template(options.chat_template)
 
 
 @dataclass(frozen=True)
@@ -147,7 +161,7 @@ class RunFolder:
 
     def _settings(self) -> dict[str, Any]:
         """All options as JSON values; the text of the chat template instead of its name."""
-        return as_json_values({**self.options.flat(), "chat_template": read_template(self.options.chat_template)})
+        return as_json_values({**self.options.flat(), "chat_template": chat_template_text(self.options)})
 
     def _changes(self, metrics: dict[str, Any]) -> list[str]:
         """Differences from a complete run that would give another result."""

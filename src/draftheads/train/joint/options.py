@@ -66,6 +66,11 @@ class JointOptions(RunOptions):
     tuning: TuningOptions = TuningOptions()
     adapter: AdapterOptions = AdapterOptions()
 
+    @property
+    def first_head(self) -> str | None:
+        """The head of ``--head`` or ``--start-from``."""
+        return self.heads.start_from if self.tuning.head is None else str(self.tuning.head)
+
     def check(self) -> None:
         """As of every run, and that there are chats and at most one head to start with."""
         if not self.chats.data:

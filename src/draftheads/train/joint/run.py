@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from draftheads.acceptance_profile import AcceptanceProfile
-from draftheads.chat_template import read_template
 from draftheads.checkpoint import load_head
 from draftheads.data.batches import PlannedTexts
 from draftheads.data.extract import load_texts
@@ -32,7 +31,7 @@ from draftheads.train.learner import Learner, head_learner
 from draftheads.train.new_head import in_float32
 from draftheads.train.report import Report
 from draftheads.train.run import Run
-from draftheads.train.run_folder import as_json
+from draftheads.train.run_folder import as_json, chat_template_text
 from draftheads.train.schedule import JointSchedule
 from draftheads.train.trainer import HeadTrainer, computes_in_bf16
 from draftheads.train.training_data import TrainingData, plan_training
@@ -93,7 +92,7 @@ class JointRun(Run):
         """The model; in bf16 if training computes in bf16."""
         hardware = self.options.hardware
         dtype = torch.bfloat16 if computes_in_bf16(hardware) else torch.float32
-        template = read_template(self.options.chat_template)
+        template = chat_template_text(self.options)
         return TargetModel.load(self.options.model, dtype=dtype, four_bit=hardware.four_bit, chat_template=template)
 
     def run_for(self, target: TargetModel) -> Any:
