@@ -80,7 +80,7 @@ def compare_heads(
         settings: what is measured, and on how much.
         precision: as for :func:`draftheads.load`.
         fresh: ignore what was saved.
-        progress: is told about each stage.
+        progress: receives each stage.
 
     Raises:
         ModelNotFound, CheckpointError: the model or a head cannot be loaded.

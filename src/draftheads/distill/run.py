@@ -55,7 +55,7 @@ def distill(options: DistillOptions, load_source: Callable[[], Source], progress
     Args:
         options: of the run.
         load_source: makes the source of the answers; called after the prompts were read without an error.
-        progress: is told how far the work is.
+        progress: receives how far the work is.
 
     Raises:
         DraftHeadsError: bad prompts or settings, an output of another run, a full disk, a server that fails, or Ctrl-C.

@@ -82,7 +82,7 @@ def own_answers(
         prompts: token ids.
         settings: of the answers.
         folder: the answers are saved here, in a folder for this model, these prompts and settings.
-        progress: is told about each chunk of answers.
+        progress: receives each chunk of answers.
 
     Raises:
         DataError: fewer than two answers are left.
@@ -119,7 +119,7 @@ class Replay:
         target: the model.
         head: bound to it.
         settings: of the answers and the trees.
-        progress: is told about each answer.
+        progress: receives each answer.
     """
 
     def __init__(self, target: TargetModel, head: DraftHead, settings: ReplaySettings, *, progress: Progress) -> None:

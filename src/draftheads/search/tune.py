@@ -63,7 +63,7 @@ def tune_head(
             in the user's cache.
         settings: of the answers and the trees.
         precision: as for :func:`draftheads.load`.
-        progress: is told about each stage.
+        progress: receives each stage.
 
     Raises:
         ModelNotFound, CheckpointError: the model or the head cannot be loaded.
