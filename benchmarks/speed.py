@@ -26,7 +26,8 @@ from draftheads.cli.show import quiet_transformers
 from draftheads.data.records import prompts_in
 from draftheads.decode.engine import Engine, Prompt
 from draftheads.drafters.prompt_lookup import PromptLookup
-from draftheads.loading import Precision, head_engine, load_drafter, load_target
+from draftheads.loading import head_engine, load_drafter, load_target
+from draftheads.settings import Precision
 from draftheads.shapes import BestFirst
 
 _QUEUE = 4  # prompts in a group for each one that is at work

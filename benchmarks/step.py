@@ -22,9 +22,10 @@ from torch import Tensor
 from draftheads.cli.show import quiet_transformers
 from draftheads.draft import Draft
 from draftheads.kernels import PackedLinear, Product
-from draftheads.loading import Precision, load_target
+from draftheads.loading import load_target
 from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
+from draftheads.settings import Precision
 from draftheads.tree import Tree
 
 

@@ -1,7 +1,12 @@
 """A tiny model of letters with heads in a folder, and commands in a process of their own."""
 
+import os
+import pty
+import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +55,27 @@ def run_process(arguments: list[str], folder: Path, **options: Any) -> subproces
     """The command in a process of its own."""
     command = [sys.executable, "-m", "draftheads", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False, **options)
+
+
+def run_on_terminal(arguments: list[str], folder: Path) -> tuple[str, str]:
+    """What the command writes to standard output and error where both are terminals, without colours and bars."""
+    command = [sys.executable, "-m", "draftheads", *arguments]
+    environment = {**os.environ, "COLUMNS": "100", "TERM": "xterm", "OMP_NUM_THREADS": "1"}
+    (out, out_end), (err, err_end) = pty.openpty(), pty.openpty()
+    with subprocess.Popen(command, cwd=folder, stdout=out_end, stderr=err_end, env=environment) as process:
+        os.close(out_end)
+        os.close(err_end)
+        with ThreadPoolExecutor() as pool:
+            texts = list(pool.map(_read_all, (out, err)))
+    assert process.returncode == 0, texts
+    return texts[0], texts[1]
+
+
+def _read_all(descriptor: int) -> str:
+    """Everything until the other side is closed, which is an error on Linux."""
+    found = b""
+    with suppress(OSError):
+        while piece := os.read(descriptor, 1 << 16):
+            found += piece
+    os.close(descriptor)
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", found.decode()).replace("\r\n", "\n")

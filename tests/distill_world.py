@@ -53,8 +53,10 @@ def options(folder: Path, **changes: Any) -> DistillOptions:
 def run(
     target: TargetModel, chosen: DistillOptions, progress: FakeProgress | None = None, drafter: Drafter | None = None
 ) -> Outcome:
-    engine = Engine(target, drafter, max_batch_size=chosen.batch_size)
-    return distill(chosen, lambda: EngineSource(engine, chosen), progress or FakeProgress())
+    def source() -> EngineSource:
+        return EngineSource(Engine(target, drafter, max_batch_size=chosen.batch_size), chosen)
+
+    return distill(chosen, source, progress or FakeProgress())
 
 
 def records(chosen: DistillOptions) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from transformers import (
 
 from draftheads.decode.engine import Engine
 from draftheads.models.model import TargetModel
-from draftheads.sampling import SamplingSettings
+from draftheads.settings import SamplingSettings
 
 PROMPT = [5, 6, 7]
 LENGTH = 3  # tokens of an answer

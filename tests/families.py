@@ -103,9 +103,7 @@ def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
 
 
 def fitting(method: str, **options: Any) -> dict[str, Any]:
-    """The options as far as the method has them: an even number of Amphista heads, one layer where there can be one."""
-    if method == "amphista" and "num_heads" in options:
-        options["num_heads"] += options["num_heads"] % 2
+    """The options as far as the method has them: one layer where there can be one."""
     if method in ("eagle", "mlp-speculator"):
         options.pop("num_layers", None)
     return options

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from draftheads.data.extract import load_texts
 from draftheads.data.live import LiveStore
+from draftheads.models.adapter import Adapter
 from draftheads.models.model import TargetModel
 from draftheads.train.joint.learner import JointLearner
-from draftheads.train.joint.lora import Adapter, TunedModel
+from draftheads.train.joint.lora import TunedModel
 from draftheads.train.joint.options import JointOptions
 from draftheads.train.learner import Learner
 from draftheads.train.losses import objective
@@ -44,6 +45,7 @@ def harness(
     moved: bool = True,
     dropout: float = 0.0,
     backbone_loss: Any = "text",
+    depth_decay: float = 0.5,
     **changes: Any,
 ) -> tuple[JointLearner, dict[str, Tensor]]:
     """A learner with an adapter that says something (or nothing), and a batch."""
@@ -56,7 +58,7 @@ def harness(
     for parameter in adapter.parameters if moved else ():
         parameter.data += 0.1 * torch.randn_like(parameter)
     tuned = TunedModel(target.model, target.tokenizer, target.model_id)
-    learner = Learner(head, target.weights, objective=objective(settings.objective.loss), depth_decay=0.5)
+    learner = Learner(head, target.weights, objective=objective(settings.objective.loss), depth_decay=depth_decay)
     joint = JointLearner(learner, tuned, adapter, backbone_loss=backbone_loss)
     batch = joint_batch(store, [0, 1, 2, 60, 61])
     return joint.train(), batch
@@ -68,6 +70,7 @@ def joint_batch(store: LiveStore, documents: list[int]) -> dict[str, Tensor]:
     return {
         "token_ids": pad([store.token_ids[i] for i in documents], batch_first=True),
         "loss_mask": pad([store.loss_masks[i] for i in documents], batch_first=True),
+        "lengths": torch.tensor([len(store.token_ids[i]) for i in documents]),
     }
 
 

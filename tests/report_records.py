@@ -25,6 +25,7 @@ METRICS: dict[str, Any] = {
     "tokens_per_step_tree": 1.75,
     "tree": [[0], [1]],
     "options": {"learning_rate": 0.0005, "data": ["chats.jsonl"]},
+    "changed_options": ["data"],
     "provenance": {"command": "draftheads train", "torch": "2.13.0"},
 }
 MOVEMENT = {"num_tokens": 4321, "original_perplexity": 3.5, "tuned_perplexity": 3.75, "kl": 0.0125, "agreement": 0.975}

@@ -15,7 +15,8 @@ from torch import Tensor
 from draftheads.accept import accept
 from draftheads.draft import Context, Draft, Verdict
 from draftheads.filling import fill
-from draftheads.sampling import RowSettings, SamplingSettings, choose
+from draftheads.sampling import RowSettings, choose
+from draftheads.settings import SamplingSettings
 from draftheads.shapes import BestFirst, BestPaths, Shape
 from draftheads.tree import Tree
 
@@ -366,11 +367,12 @@ def slow_typical(world: World, row: int) -> tuple[list[int], int]:
     best = max(log_probs, key=lambda node: (len(world.ancestry(row, node)), log_probs[node]))
     path = world.ancestry(row, best)
     text = [*world.texts[row], *world.path_tokens(row, best)]
-    return path, slow_choice(logits[best], text, own, float(world.uniforms[row, len(path) - 1]))
+    after = own if own.acceptance == "typical-sampled" else replace(own, temperature=0.0)  # greedy
+    return path, slow_choice(logits[best], text, after, float(world.uniforms[row, len(path) - 1]))
 
 
 def row_settings(*, typical: bool | None = None) -> st.SearchStrategy[SamplingSettings]:
-    rules = st.sampled_from(["exact", "typical"] if typical is None else ["typical" if typical else "exact"])
+    rules = st.sampled_from(["exact"] * (not typical) + ["typical", "typical-sampled"] * (typical is not False))
     return st.builds(
         SamplingSettings,
         temperature=st.sampled_from([0.5, 1.0, 2.0] if typical else [0.0, 0.5, 1.0, 2.0]),
@@ -468,6 +470,7 @@ RULES = {
     "greedy": SamplingSettings(),
     "exact": SamplingSettings(temperature=1.0),
     "typical": SamplingSettings(temperature=1.0, acceptance="typical"),
+    "typical-sampled": SamplingSettings(temperature=1.0, acceptance="typical-sampled"),
 }
 
 
@@ -517,6 +520,33 @@ def test_a_longer_typical_path_wins_over_a_likelier_one() -> None:
     uniforms = torch.zeros(1, 3, dtype=torch.float64)
     verdict = accept(Draft.on_tree(tree, torch.tensor([[0, 1, 2, 2]])), logits, rows, uniforms)
     assert kept_nodes(verdict, 0) == [0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("probs", "epsilon", "is_accepted"),
+    [
+        # H = 0.6·ln(1/0.6) + 0.3·ln(1/0.3) + 0.1·ln(1/0.1) = 0.897946, exp(-H) = 0.407406, times √0.09: 0.122222
+        ([0.6, 0.3, 0.1], 0.09, True),  # 0.1 > min(0.09, 0.122222)
+        # H = 0.3065 + 0.3646 + 0.2021 = 0.873158, exp(-H) = 0.417631, times √0.09: 0.125289
+        ([0.6, 0.32, 0.08], 0.09, False),  # 0.08 < min(0.09, 0.125289)
+        # H = 3·ln(10) · 0.1 + 0.7·ln(1/0.7) = 0.940448, exp(-H) = 0.390453, times √0.04: 0.078091
+        ([0.7, 0.1, 0.1, 0.1], 0.04, True),  # 0.1 > min(0.04, 0.078091)
+        # eight tokens of 1/8: exp(-H) = 1/8, times √0.25: 0.0625
+        ([0.125] * 8, 0.25, True),  # 0.125 > min(0.25, 0.0625)
+    ],
+)
+def test_typical_acceptance_by_hand(probs: list[float], epsilon: float, is_accepted: bool) -> None:
+    """Medusa, section 3.3.1, δ = √ε: the last token is drafted, and the greedy token follows, whatever the number."""
+    logits = torch.tensor([probs, probs[::-1]]).double().log()[None]
+    best = [probs.index(max(probs)), probs[::-1].index(max(probs))]
+    drafted = Draft.on_tree(Tree.chain(1), torch.tensor([[0, len(probs) - 1]]))
+    for rule, number in (("typical", 0.0), ("typical", 0.999), ("typical-sampled", 0.999)):
+        own = SamplingSettings(temperature=1.0, acceptance=rule, typical_epsilon=epsilon)
+        rows = RowSettings.of([own], vocab_size=len(probs), device=CPU)
+        verdict = accept(drafted, logits, rows, torch.full((1, 2), number, dtype=torch.float64))
+        assert kept_nodes(verdict, 0) == [0, 1][: 1 + is_accepted]
+        is_last = rule == "typical-sampled"
+        assert verdict.next_ids.tolist() == [len(probs) - 1 if is_last else best[is_accepted]]
 
 
 def test_typical_acceptance_uses_the_distribution_at_the_parent() -> None:

@@ -30,6 +30,7 @@ from draftheads.checkpoint import (
 )
 from draftheads.draft import Context
 from draftheads.errors import (
+    BaseModelWarning,
     CheckpointCorrupt,
     CheckpointMismatch,
     DraftHeadsError,
@@ -38,8 +39,10 @@ from draftheads.errors import (
     StorageError,
     UnknownMethod,
 )
-from draftheads.heads import HEADS
+from draftheads.heads import HEADS, head_classes
+from draftheads.heads.attention import Turns
 from draftheads.heads.base import DraftHead
+from draftheads.heads.hydra_plus_plus import HydraPlusPlusHead
 from draftheads.heads.medusa import MedusaConfig, MedusaHead
 from draftheads.models import fingerprint
 from draftheads.models.fingerprint import Fingerprints, difference
@@ -87,7 +90,7 @@ def tiny_base(
 
 def random_head(base: TargetModel, method: str = "medusa", *, seed: int = 1, **options: Any) -> DraftHead:
     """A head whose values, and whose draft vocabulary, say something."""
-    config_class, head_class = HEADS[method]
+    config_class, head_class = head_classes(method)
     sizes = {"hidden_size": base.hidden_size, "vocab_size": base.vocab_size}
     config = config_class(**sizes, **fitting(method, num_heads=3, **options))
     head = head_class(config)
@@ -127,6 +130,24 @@ def test_a_given_chat_template_is_saved_with_the_head(base: TargetModel, tmp_pat
     save_head(random_head(base), tmp_path / "head", base=given, profile=tiny_profile(TREE))
     assert read_head(tmp_path / "head").chat_template == "{{ messages[0]['content'] }}"
     load_head(tmp_path / "head", base)
+
+
+# --- rotary positions ---
+
+
+def test_rotary_positions_are_saved_where_they_are_scaled(base: TargetModel, tmp_path: Path) -> None:
+    """Heads from before, and heads for other targets, have no such keys."""
+    scaled: dict[str, Any] = {"rope_frequencies": [1.0, 0.5, 0.25, 0.125, 0.1, 0.01, 0.001, 0.0], "rope_scale": 1.25}
+    for name, options in (("plain", {}), ("scaled", scaled)):
+        head = random_head(base, "hydra++", **options)
+        save_head(head, tmp_path / name, base=base, profile=tiny_profile(TREE))
+        saved = json.loads((tmp_path / name / CONFIG_FILE).read_text())["head"]
+        assert {key: value for key, value in saved.items() if key in scaled} == options
+        loaded = load_head(tmp_path / name, base, dtype=torch.float32)
+        assert loaded.config == head.config
+        assert isinstance(loaded, HydraPlusPlusHead)
+        expected = Turns(10000.0, tuple(scaled["rope_frequencies"]), 1.25) if options else Turns(10000.0, None, 1.0)
+        assert loaded.prefix.turns == expected
 
 
 # --- there and back ---
@@ -233,7 +254,7 @@ def test_the_files_on_the_disk(base: TargetModel, tmp_path: Path) -> None:
         "draft_vocab_size": None,
     }
     assert config["base"]["model_id"] == "tiny-0"
-    assert set(config["base"]["fingerprints"]) == {"embedding", "lm_head", "tokenizer"}
+    assert set(config["base"]["fingerprints"]) == {"embedding", "lm_head", "tokenizer", "layers"}
     assert config["provenance"]["torch"] == torch.__version__
     assert profile["format_version"] == 1
     assert profile["paths"] == [list(path) for path in TREE.paths[1:]]
@@ -349,7 +370,7 @@ def test_fingerprints_do_not_depend_on_the_dtype() -> None:
 def test_fingerprints_of_the_parts_are_independent(base: TargetModel) -> None:
     ours = Fingerprints.of(base)
     assert difference(ours.embedding, ours.lm_head) > 1
-    assert [len(digits) for digits in vars(ours).values()] == [256, 256, 16]
+    assert [len(digits) for digits in vars(ours).values()] == [256, 256, 16, 256]
     retokenized = Fingerprints.of(tiny_base(tokenizer=tiny_tokenizer(swap=True)))
     assert retokenized == replace(ours, tokenizer=retokenized.tokenizer)
     tied = Fingerprints.of(tiny_base(tied=True))
@@ -364,6 +385,47 @@ def test_a_fingerprint_covers_the_whole_matrix() -> None:
     assert (digits[:4], digits[-4:]) == ("4040", "4080")
     assert float(fingerprint._numbers(digits).norm()) == 5
     assert difference(digits, fingerprint._sampled(torch.zeros(10_000, 2))) == 1
+
+
+def tuned_base(noise: float) -> TargetModel:
+    """With other layers, and the embedding and lm_head of the base."""
+    tuned = tiny_base()
+    for weight in tuned.layer_matrices():
+        weight.add_(noise * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+    return tuned
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_head_of_a_model_that_was_tuned_since_is_loaded_with_a_warning(folder: Path) -> None:
+    load_head(folder, tuned_base(0.01))  # as close as a quantised copy
+    with pytest.warns(
+        BaseModelWarning, match=r"layers of tiny-0 differ by \d+%.* --start-from .*head --model tiny-0 "
+    ) as said:
+        assert load_head(folder, tuned_base(1.0)).config == read_head(folder).config
+    assert len(said) == 1
+    assert said[0].filename == __file__
+
+
+def test_a_head_without_a_print_of_the_layers_is_loaded_as_before(folder: Path) -> None:
+    change_json(folder / CONFIG_FILE, drop("base", "fingerprints", "layers"))
+    assert read_head(folder).fingerprints == replace(Fingerprints.of(tiny_base()), layers=None)
+    load_head(folder, tuned_base(1.0))
+
+
+def test_the_print_of_the_layers_covers_all_layers_and_kernels_keep_it() -> None:
+    model, other = tiny_base(), tiny_base()
+    matrices = model.layer_matrices()
+    assert {id(matrix) for matrix in matrices} == {
+        id(weight) for name, weight in model.model.model.layers.named_parameters() if "norm" not in name
+    }
+    other.layer_matrices()[-1].add_(1)
+    assert other.layers_print != model.layers_print
+    expected = tiny_base().layers_print
+    other = tiny_base()
+    other.speed_up()
+    assert other.layers_print == expected
+    assert TargetModel(other.model, other.tokenizer, "packed").layers_print is None
+    assert fingerprint.sampled_layers([torch.zeros(2, 2, dtype=torch.int8)]) is None
 
 
 @pytest.mark.parametrize(("noise", "is_accepted"), [(0.01, True), (0.2, False)])
@@ -523,7 +585,7 @@ BROKEN = [
     Broken(PROFILE_FILE, put("surprise", value=1), CheckpointCorrupt, "unknown key surprise"),
     Broken(PROFILE_FILE, drop("paths"), CheckpointCorrupt, "paths is missing"),
     Broken(PROFILE_FILE, put("beam", value="3"), CheckpointCorrupt, "beam is '3'; it must be int"),
-    Broken(PROFILE_FILE, put("confidence", value=[1.0]), CheckpointCorrupt, "confidence has 1 numbers but .* 3 heads"),
+    Broken(PROFILE_FILE, put("confidence", value=[1.0]), CheckpointCorrupt, "confidence has 1 number but .* 3 heads"),
     Broken(PROFILE_FILE, put("format_version", value=3), CheckpointMismatch, "is 3 .* up to 1: upgrade"),
     Broken(
         PROFILE_FILE,

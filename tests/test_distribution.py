@@ -1,8 +1,9 @@
 """Sampled answers of the whole decoder have the model's own distribution, whoever drafts them."""
 
+import copy
 import itertools
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 import pytest
 import torch
@@ -20,10 +21,12 @@ from distribution import (
 from draftheads.accept import accept
 from draftheads.decode.engine import Engine
 from draftheads.draft import Context, Draft, Verdict
+from draftheads.drafters.copying import Copying
 from draftheads.heads import HEADS
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
-from draftheads.sampling import RowSettings, SamplingSettings, choose
+from draftheads.sampling import RowSettings, choose
+from draftheads.settings import SamplingSettings
 from draftheads.shapes import BestFirst, BestPaths, Shape
 from draftheads.tree import Tree
 from families import GROWING, PROMPTS, TREES, tiny_head, tiny_model
@@ -164,7 +167,9 @@ def test_where_everything_is_typical_the_deepest_path_is_the_answer(
     if isinstance(shape, BestPaths) and method == "mlp-speculator":  # which needs a width for each stage
         shape = BestPaths((*shape.widths, *(1,) * (num_heads - len(shape.widths))), shape.num_paths)
     recorder = Recorder(head)
-    own = replace(SAMPLED, max_new_tokens=30, top_k=None, top_p=1.0, acceptance="typical", typical_epsilon=1e-200)
+    own = replace(
+        SAMPLED, max_new_tokens=30, top_k=None, top_p=1.0, acceptance="typical-sampled", typical_epsilon=1e-200
+    )
     for seed, prompt in enumerate(PROMPTS):
         recorder.drafts.clear()
         answer = Engine(model, recorder, shape=shape).generate([prompt], replace(own, seed=seed))[0].token_ids
@@ -179,12 +184,46 @@ def test_where_everything_is_typical_the_deepest_path_is_the_answer(
         assert place >= len(answer) - 1, "the last step may add the last token"
 
 
+@pytest.mark.parametrize("acceptance", ["typical", "typical-sampled"])
 @pytest.mark.parametrize("rule", GROWING)
-def test_where_nothing_is_typical_the_answer_is_plain_decodings(model: TargetModel, rule: str) -> None:
+def test_where_nothing_is_typical_the_answer_is_plain_decodings(model: TargetModel, rule: str, acceptance: Any) -> None:
+    """Greedy decoding's, or that of the same seed."""
     head = tiny_head("hydra", model)
     own = [replace(SAMPLED, max_new_tokens=20, seed=seed) for seed in range(len(PROMPTS))]
-    plain = Engine(model).generate(PROMPTS, own)
-    strict = [replace(each, acceptance="typical", typical_epsilon=1.0, typical_delta=1e9) for each in own]
+    temperature = 0.0 if acceptance == "typical" else SAMPLED.temperature
+    plain = Engine(model).generate(PROMPTS, [replace(each, temperature=temperature) for each in own])
+    strict = [replace(each, acceptance=acceptance, typical_epsilon=1.0, typical_delta=1e9) for each in own]
     found = Engine(model, head, shape=GROWING[rule]).generate(PROMPTS, strict)
     assert [result.token_ids for result in found] == [result.token_ids for result in plain]
     assert {result.tokens_per_step for result in found} == {1.0}
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_typical_answer_is_the_same_for_every_seed(model: TargetModel, copies: bool, graphs: bool) -> None:
+    """Next to rows of other rules, with copies, a penalty and static steps; a drawn root differs by seed."""
+    model = copy.copy(model)
+    model.set_graphs(on=graphs)
+    head = tiny_head("hydra", model)
+    engine = Engine(model, Copying(head) if copies else head, shape=TREES["ragged"], max_batch_size=5)
+    own = replace(SAMPLED, max_new_tokens=24, temperature=1.5, top_k=None, top_p=1.0, acceptance="typical", logprobs=0)
+    drawn = replace(own, acceptance="typical-sampled")
+    penalised = replace(own, repetition_penalty=1.3)
+    others = [replace(SAMPLED, max_new_tokens=9), SamplingSettings(max_new_tokens=15, logprobs=1)]
+    found = []
+    for seed in (1, 2, 3):
+        rows = [replace(each, seed=seed) for each in (own, others[0], drawn, others[1], penalised)]
+        found.append(engine.generate([PROMPTS[0]] * 5, rows))
+    same, _, different, greedy, with_penalty = (
+        [result.token_ids for result in results] for results in zip(*found, strict=True)
+    )
+    assert len(set(same)) == len(set(greedy)) == len(set(with_penalty)) == 1
+    assert len(set(different)) == 3
+    assert same[0] != greedy[0][:24], "only likely enough draft tokens make a difference"
+    assert same[0][0] == greedy[0][0], "the first token is greedy"
+    assert max(results[0].tokens_per_step for results in found) > 1.0
+    # on its own, at any temperature without drafts, it is greedy decoding
+    (alone,) = engine.generate([PROMPTS[0]], replace(own, seed=9))
+    assert alone.token_ids == same[0]
+    (plain,) = Engine(model).generate([PROMPTS[0]], replace(own, max_new_tokens=15))
+    assert plain.token_ids == greedy[0]

@@ -195,6 +195,33 @@ def test_a_kill_leaves_no_folder_of_that_name(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["head", "whole"]
 
 
+def test_a_folder_that_is_deleted_meanwhile_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `draftheads cache clear` does: before the file is opened, and after it is complete."""
+    folder, own = tmp_path / "costs", Path.mkdir
+    deleted = []
+
+    def made_and_deleted(path: Path, **options: bool) -> None:
+        own(path, **options)
+        if not deleted:
+            path.rmdir()
+            deleted.append(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", made_and_deleted)
+        write_atomic(folder / "file", b"1")
+    assert deleted == [folder]
+    assert (folder / "file").read_bytes() == b"1"
+
+    def moved_and_deleted(path: Path, target: Path) -> None:
+        path.unlink()
+        path.parent.rmdir()
+
+    (folder / "file").unlink()
+    monkeypatch.setattr(Path, "replace", moved_and_deleted)
+    write_atomic(folder / "file", b"2")
+    assert not folder.exists()
+
+
 # --- paths ---
 
 
@@ -282,3 +309,23 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
         locked(tmp_path / "file" / "head", "name another --out"),
     ):
         pytest.fail("it was written")
+
+
+def test_a_folder_that_was_made_for_work_that_fails_at_once_is_removed(tmp_path: Path):
+    def fail(folder: Path, *names: str) -> None:
+        with locked(folder, "name another"):
+            for name in names:
+                (folder / name).touch()
+            raise ValueError("bad data")
+
+    def failing(folder: Path, *names: str) -> None:
+        with pytest.raises(ValueError, match="bad data"):
+            fail(folder, *names)
+
+    failing(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    failing(tmp_path / "used", "result")
+    assert (tmp_path / "used" / "result").exists(), "what was written stays"
+    (tmp_path / "old").mkdir()
+    failing(tmp_path / "old")
+    assert (tmp_path / "old").is_dir(), "it was there before"

@@ -8,7 +8,7 @@ from draftheads.messages import message_problem, short
 
 
 def test_a_message_has_a_role_and_content():
-    assert message_problem({"role": "tool", "content": ""}) is None
+    assert all(message_problem({"role": role, "content": ""}) is None for role in ("system", "developer", "tool"))
     assert message_problem({"role": "user", "content": "hi", "name": "Ada"}) is None
 
 
@@ -19,6 +19,10 @@ def test_a_message_has_a_role_and_content():
         ({"role": "user"}, ": content is None; it must be a string"),
         ({"role": 3, "content": "hi"}, ": role is 3; it must be a string"),
         ({"role": "user", "content": "a\ud800"}, ": content holds half a character, '\\ud800' as its number 2"),
+        (
+            {"role": "wizard", "content": "hi"},
+            ": role is 'wizard'; it must be one of system, developer, user, assistant",
+        ),
         ({"role": "\udfff", "content": "a"}, ": role holds half a character"),
     ],
 )

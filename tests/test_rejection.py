@@ -29,7 +29,8 @@ from draftheads.filling import fill
 from draftheads.heads.base import HeadSession
 from draftheads.models.model import TargetModel
 from draftheads.rejection import block_chances, sibling_chances
-from draftheads.sampling import RowSettings, SamplingSettings
+from draftheads.sampling import RowSettings
+from draftheads.settings import SamplingSettings
 from draftheads.shapes import Sampled, Shape
 from draftheads.tree import Tree
 from families import PROMPTS, VOCAB, tiny_head, tiny_model

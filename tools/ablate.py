@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 from draftheads.checkpoint import read_head
+from draftheads.cli.options.train import defaults
 from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.report import write_pages
 from draftheads.cli.show import quiet_transformers
-from draftheads.cli.train import defaults
 from draftheads.errors import DraftHeadsError, InvalidSettings
 from draftheads.files import write_atomic
 from draftheads.progress import Progress

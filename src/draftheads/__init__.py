@@ -20,8 +20,8 @@ if TYPE_CHECKING:  # `draftheads --help` must not wait two seconds for torch
     from draftheads.heads.base import DraftHead, HeadConfig
     from draftheads.loading import load
     from draftheads.models.model import TargetModel
-    from draftheads.sampling import SamplingSettings
     from draftheads.search.tune import tune_head
+    from draftheads.settings import SamplingSettings
     from draftheads.shapes import BestFirst, BestPaths, Sampled
     from draftheads.train.train_head import train_head
     from draftheads.tree import Tree
@@ -61,7 +61,7 @@ _HOMES = {
     "GenerationResult": "draftheads.decode.request",
     "HeadConfig": "draftheads.heads.base",
     "Sampled": "draftheads.shapes",
-    "SamplingSettings": "draftheads.sampling",
+    "SamplingSettings": "draftheads.settings",
     "StreamEvent": "draftheads.decode.request",
     "TargetModel": "draftheads.models.model",
     "Tree": "draftheads.tree",

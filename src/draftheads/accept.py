@@ -7,7 +7,9 @@
 * rejection, block — for draft tokens that were drawn (:class:`draftheads.shapes.Sampled`). They keep the target's
   distribution and accept more, see :mod:`draftheads.rejection`. On other drafts, and for greedy rows, they are exact.
 * typical — keeps draft tokens that are likely enough, p(x) > min(ε, δ·exp(−H(p))) (Medusa section 3.3.1).
-  It does **not** keep the distribution. The longest path wins, among equals the likelier.
+  It does **not** keep the distribution. The longest path wins, among equals the likelier. As in the paper, the token
+  after it is the most likely one, so no random number is used.
+* typical-sampled — the same, but the token after the path is drawn.
 
 B rows, N nodes, V vocabulary, P = depth of the tree + 1.
 """

@@ -13,6 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Self, get_type_hints
 
+from draftheads.counts import counted
 from draftheads.errors import CheckpointCorrupt, InvalidTree
 from draftheads.files import write_atomic
 from draftheads.shapes import BestFirst
@@ -65,7 +66,8 @@ class AcceptanceProfile:
             f"confidence is {self.confidence}; every number must lie between 0.01 and 100",
         )
         _check([] not in self.paths, "paths has the root []; leave it out")
-        _check(len(self.paths) < MAX_NODES, f"paths has {len(self.paths)} nodes; it must have at most {MAX_NODES - 1}")
+        size = counted(len(self.paths), "node")
+        _check(len(self.paths) < MAX_NODES, f"paths has {size}; it must have at most {MAX_NODES - 1}")
         _check(
             len(self.static_tokens) == len(self.paths) + 1,
             f"static_tokens has {len(self.static_tokens)} numbers; {len(self.paths)} paths make "

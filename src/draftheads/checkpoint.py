@@ -1,22 +1,11 @@
 """A draft head on disk: written atomically and read strictly.
 
 Knows heads and the fingerprints of their base model. Knows nothing of decoding or of where heads come from.
-A head is a folder of four files:
-
-=====================  ======================================================================================
-``config.json``        format_version, method, head (every option), base (model_id, fingerprints), provenance
-``model.safetensors``  the head's own tensors, bf16 by default; never the base model's
-``acceptance.json``    the acceptance profile, see :mod:`draftheads.acceptance_profile`
-``README.md``          the model card
-=====================  ======================================================================================
-
-These keys are public names. Unknown keys are errors, so a new key needs a new format version. Only ``chat_template`` in
-``config.json`` is optional: the template used in training, if it was not the tokenizer's own.
+The files of a head and their keys: :mod:`draftheads.head_files`.
 """
 
-import hashlib
 import json
-import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from os import PathLike
@@ -24,78 +13,44 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draftheads.acceptance_profile import DEFAULT_NODES, PROFILE_FILE, AcceptanceProfile, read_profile
+from draftheads.acceptance_profile import DEFAULT_NODES, PROFILE_FILE, AcceptanceProfile
+from draftheads.counts import counted
 from draftheads.errors import (
+    BaseModelWarning,
     CheckpointCorrupt,
     CheckpointMismatch,
     InvalidSettings,
     InvalidTree,
-    ModelNotFound,
     StorageError,
-    UnknownMethod,
 )
-from draftheads.files import atomic_directory
+from draftheads.files import atomic_directory, user_path
+from draftheads.head_files import (
+    CARD_FILE,
+    CONFIG_FILE,
+    FORMAT_VERSION,
+    HEAD_FILES,
+    TENSORS_FILE,
+    HeadFiles,
+    read_head_files,
+)
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead, HeadConfig
-from draftheads.models.fingerprint import MAX_DIFFERENCE, Fingerprints, difference
+from draftheads.models.fingerprint import MAX_DIFFERENCE, TUNED_DIFFERENCE, Fingerprints, difference
 from draftheads.models.model import TargetModel
+from draftheads.models.pretrained import dtype_named
 from draftheads.provenance import provenance
-from draftheads.strict_json import checked, read_dataclass, read_object
-
-FORMAT_VERSION = 1
-CONFIG_FILE, TENSORS_FILE, CARD_FILE = "config.json", "model.safetensors", "README.md"
-HEAD_FILES = (TENSORS_FILE, PROFILE_FILE, CARD_FILE, CONFIG_FILE)
-
-_CONFIG_KEYS = {
-    "format_version": int,
-    "method": str,
-    "head": dict,
-    "base": dict,
-    "provenance": dict,
-    "chat_template": str | None,
-}
-_BASE_KEYS = {"model_id": str, "fingerprints": dict}
+from draftheads.strict_json import read_dataclass
 
 
-@dataclass(frozen=True)
-class SavedHead:
-    """A head's folder, read and checked; this needs no base model."""
+@dataclass(frozen=True, kw_only=True)
+class SavedHead(HeadFiles):
+    """A head's folder, checked against its architecture; this needs no base model."""
 
-    folder: Path
-    method: str
     config: HeadConfig
-    model_id: str  # of the base model
     fingerprints: Fingerprints  # of the base model
-    provenance: dict[str, Any]  # how it was made
-    profile: AcceptanceProfile  # tokens per step by tree
-    shapes: dict[str, tuple[int, ...]]  # of its tensors
-    chat_template: str | None = None  # used in training; None: the tokenizer's own
-
-    @property
-    def digest(self) -> str:
-        """Of the tensors' file: 16 hexadecimal digits."""
-        with (self.folder / TENSORS_FILE).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
-
-    @property
-    def num_parameters(self) -> int:
-        """How many numbers were trained; the map of a trimmed vocabulary does not count."""
-        return sum(math.prod(shape) for name, shape in self.shapes.items() if name != "draft_vocab")
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the tensors' file."""
-        return (self.folder / TENSORS_FILE).stat().st_size
-
-    @property
-    def card(self) -> str:
-        """The text of the model card; empty if there is none."""
-        path = self.folder / CARD_FILE
-        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def save_head(
@@ -105,7 +60,7 @@ def save_head(
     base: TargetModel,
     profile: AcceptanceProfile | None = None,
     card: str = "",
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | str = torch.bfloat16,
 ) -> None:
     """Writes a head and its acceptance profile to a folder.
 
@@ -122,9 +77,13 @@ def save_head(
 
     Raises:
         StorageError: it cannot be written (a full disk, …); the previous content is unchanged.
+        InvalidSettings: an argument of another type.
         InvalidTree, CheckpointCorrupt: the profile does not fit the head.
     """
-    folder = Path(folder)
+    if not isinstance(head, DraftHead):
+        raise InvalidSettings(f"head is of type {type(head).__name__}; save_head takes a DraftHead")
+    _check_target(base)
+    folder, dtype = user_path(_path(folder)), dtype_named(dtype) or torch.bfloat16
     profile = profile or AcceptanceProfile.assumed(head.config.num_heads)
     check_profile(head.config, profile, folder / PROFILE_FILE)
     tensors = {name: _cast(tensor.cpu(), dtype).contiguous() for name, tensor in head.state_dict().items()}
@@ -144,7 +103,11 @@ def save_head(
 
 
 def load_head(
-    folder: str | PathLike[str], base: TargetModel, *, dtype: torch.dtype | None = None, ignore_profile: bool = False
+    folder: str | PathLike[str],
+    base: TargetModel,
+    *,
+    dtype: torch.dtype | str | None = None,
+    ignore_profile: bool = False,
 ) -> DraftHead:
     """A saved head, ready to draft for ``base``: on the same device, bound to its weights, frozen.
 
@@ -159,8 +122,11 @@ def load_head(
     Raises:
         CheckpointMismatch: made for another model or tokenizer.
         ModelNotFound, CheckpointError, UnknownMethod, InvalidTree: as for :func:`read_head`.
+        InvalidSettings: an argument of another type.
     """
-    saved = read_head(folder, ignore_profile=ignore_profile)
+    _check_target(base)
+    dtype = dtype_named(dtype)
+    saved = read_head(user_path(_path(folder)), ignore_profile=ignore_profile)
     check_base(saved, base)
     tensors = load_file(saved.folder / TENSORS_FILE, device=str(base.device))
     _check_draft_vocab(saved, tensors)
@@ -169,6 +135,19 @@ def load_head(
         raise AssertionError(f"{saved.method} heads compute {unsaved} when built: save or derive them instead")
     head.default_shape = saved.profile.tree(DEFAULT_NODES)
     return head
+
+
+def _path(folder: object) -> str:
+    if isinstance(folder, str | PathLike) and str(folder):
+        return str(folder)
+    raise InvalidSettings(f"folder is {folder!r}; give the path of a head's folder")
+
+
+def _check_target(base: object) -> None:
+    if not isinstance(base, TargetModel):
+        raise InvalidSettings(
+            f"base is of type {type(base).__name__}; give a TargetModel, such as TargetModel.load(NAME)"
+        )
 
 
 def copy_for(head: DraftHead, base: TargetModel) -> DraftHead:
@@ -199,27 +178,17 @@ def read_head(folder: str | PathLike[str], *, ignore_profile: bool = False) -> S
         UnknownMethod: no such architecture here.
         InvalidTree: its profile's paths are not a tree, or are deeper than its heads.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise ModelNotFound(f"no head at {folder}: no such folder")
-    path = folder / CONFIG_FILE
-    raw = checked({"chat_template": None, **read_object(_present(path), newest=FORMAT_VERSION)}, _CONFIG_KEYS, path)
-    base = checked(raw["base"], _BASE_KEYS, path, "base")
-    config = _read_config(raw["method"], raw["head"], path)
-    profile = AcceptanceProfile.assumed(config.num_heads)
-    if not ignore_profile:
-        profile = read_profile(_present(folder / PROFILE_FILE))
-    check_profile(config, profile, folder / PROFILE_FILE)
+    files = read_head_files(folder, ignore_profile=ignore_profile)
+    path = files.folder / CONFIG_FILE
+    config = _read_config(files.method, files.options, path)
+    profile = AcceptanceProfile.assumed(config.num_heads) if ignore_profile else files.profile
+    check_profile(config, profile, files.folder / PROFILE_FILE)
+    _check_tensors(files, _skeleton(config))
+    prints = {"layers": None, **files.base_prints}
     return SavedHead(
-        folder=folder,
-        method=raw["method"],
+        **{**vars(files), "profile": profile},
         config=config,
-        model_id=base["model_id"],
-        fingerprints=read_dataclass(Fingerprints, base["fingerprints"], path, "base.fingerprints"),
-        provenance=raw["provenance"],
-        profile=profile,
-        shapes=_read_shapes(folder / TENSORS_FILE, _skeleton(config)),
-        chat_template=raw["chat_template"],
+        fingerprints=read_dataclass(Fingerprints, prints, path, "base.fingerprints"),
     )
 
 
@@ -236,7 +205,8 @@ def check_profile(config: HeadConfig, profile: AcceptanceProfile, path: Path) ->
         raise InvalidTree(f"{path}: {error}") from None
     if len(profile.confidence) != config.num_heads:
         raise CheckpointCorrupt(
-            f"{path}: confidence has {len(profile.confidence)} numbers but the head has {config.num_heads} heads"
+            f"{path}: confidence has {counted(len(profile.confidence), 'number')} but the head has "
+            f"{counted(config.num_heads, 'head')}"
         )
 
 
@@ -244,22 +214,42 @@ def check_base(saved: SavedHead, base: TargetModel) -> None:
     """Checks that this is the model that the head was trained for.
 
     Raises:
-        CheckpointMismatch: other sizes, another tokenizer, or other weights.
+        CheckpointMismatch: other sizes, another tokenizer, or another embedding or lm_head.
+
+    Warns:
+        BaseModelWarning: the layers between them differ much.
     """
     _check_same(saved, base, "hidden_size", saved.config.hidden_size, base.hidden_size)
     _check_same(saved, base, "vocab_size", saved.config.vocab_size, base.vocab_size)
     ours, theirs = saved.fingerprints, Fingerprints.of(base)
     _check_same(saved, base, "tokenizer fingerprint", ours.tokenizer, theirs.tokenizer)
     for name in ("embedding", "lm_head"):
-        try:
-            apart = difference(getattr(ours, name), getattr(theirs, name))
-        except ValueError as error:
-            raise CheckpointCorrupt(f"{saved.folder / CONFIG_FILE}: {name}: {error}") from None
+        apart = _apart(saved, name, theirs)
         if not apart <= MAX_DIFFERENCE:
             raise CheckpointMismatch(
                 f"{saved.folder}: trained for {saved.model_id}; the {name} of this model, {base.model_id}, differs "
                 f"by {apart:.0%}; a quantised copy differs by at most {MAX_DIFFERENCE:.0%}: {_fix(saved, base)}"
             )
+
+    if None in (ours.layers, theirs.layers):
+        return
+    apart = _apart(saved, "layers", theirs)
+    if not apart <= TUNED_DIFFERENCE:
+        warnings.warn(
+            f"the layers of {base.model_id} differ by {apart:.0%} from those of {saved.model_id}, for which the head "
+            f"{saved.folder} was trained, so fewer draft tokens are accepted. Train it further: `draftheads train "
+            f"--method {saved.method} --start-from {saved.folder} --model {base.model_id} --data … --out …`",
+            BaseModelWarning,
+            stacklevel=3,
+        )
+
+
+def _apart(saved: SavedHead, name: str, theirs: Fingerprints) -> float:
+    """The relative difference of a part of the base model."""
+    try:
+        return difference(getattr(saved.fingerprints, name), getattr(theirs, name))
+    except ValueError as error:
+        raise CheckpointCorrupt(f"{saved.folder / CONFIG_FILE}: {name}: {error}") from None
 
 
 def _check_same(saved: SavedHead, base: TargetModel, what: str, ours: object, theirs: object) -> None:
@@ -279,7 +269,7 @@ def _config_object(config: HeadConfig, base: TargetModel) -> dict[str, Any]:
     return {
         "format_version": FORMAT_VERSION,
         "method": config.method,
-        "head": asdict(config),
+        "head": config.options(),
         "base": {"model_id": base.model_id, "fingerprints": asdict(Fingerprints.of(base))},
         "provenance": provenance(),
         **({} if base.chat_template is None else {"chat_template": base.chat_template}),
@@ -296,19 +286,10 @@ def _move_files(source: Path, folder: Path) -> None:
         raise StorageError(f"cannot save {folder}: {error.strerror}; the new head is at {source}") from error
 
 
-def _present(path: Path) -> Path:
-    if not path.is_file():
-        raise CheckpointCorrupt(f"{path} is missing; a head's folder has {', '.join(sorted(HEAD_FILES))}")
-    return path
-
-
 def _read_config(method: str, options: Any, path: Path) -> HeadConfig:
+    config_class, _ = head_classes(method)
     try:
-        config_class, _ = head_classes(method)
-    except UnknownMethod as error:
-        raise UnknownMethod(f"{path}: {error}, or upgrade this package") from None
-    try:
-        return read_dataclass(config_class, options, path, "head")
+        return read_dataclass(config_class, {**config_class.optional_defaults(), **options}, path, "head")
     except InvalidSettings as error:
         raise CheckpointCorrupt(f"{path}: head: {error}") from None
 
@@ -320,31 +301,23 @@ def _skeleton(config: HeadConfig) -> DraftHead:
         return head_class(config)
 
 
-def _read_shapes(path: Path, skeleton: DraftHead) -> dict[str, tuple[int, ...]]:
-    """Shapes of the saved tensors, from the file's header. Names, shapes and types must be those of the skeleton."""
-    try:
-        with safe_open(_present(path), framework="pt") as file:
-            entries = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-            shapes = {name: tuple(entry.get_shape()) for name, entry in entries.items()}
-            kinds = {name: str(entry.get_dtype()) for name, entry in entries.items()}
-    except SafetensorError as error:
-        raise CheckpointCorrupt(f"{path} is not a complete safetensors file: {error}") from None
-    expected = skeleton.state_dict()
-    _check_names(path, set(shapes), set(expected))
+def _check_tensors(files: HeadFiles, skeleton: DraftHead) -> None:
+    """Names, shapes and types of the saved tensors must be those of the skeleton."""
+    path, expected = files.folder / TENSORS_FILE, skeleton.state_dict()
+    _check_names(path, set(files.shapes), set(expected))
     for name, tensor in expected.items():
-        if shapes[name] != tuple(tensor.shape):
+        if files.shapes[name] != tuple(tensor.shape):
             raise CheckpointCorrupt(
-                f"{path}: tensor {name} is {shapes[name]}; {CONFIG_FILE} makes it {tuple(tensor.shape)}"
+                f"{path}: tensor {name} is {files.shapes[name]}; {CONFIG_FILE} makes it {tuple(tensor.shape)}"
             )
-        if kinds[name].startswith(("F", "BF")) != tensor.is_floating_point():
-            raise CheckpointCorrupt(f"{path}: tensor {name} holds {kinds[name]}; it must be {tensor.dtype}")
-    return shapes
+        if files.types[name].startswith(("F", "BF")) != tensor.is_floating_point():
+            raise CheckpointCorrupt(f"{path}: tensor {name} holds {files.types[name]}; it must be {tensor.dtype}")
 
 
 def _check_names(path: Path, found: set[str], expected: set[str]) -> None:
     for kind, names in (("missing", expected - found), ("surplus", found - expected)):
         if names:
-            counts = f"it has {len(found)} tensors, {CONFIG_FILE} needs {len(expected)}"
+            counts = f"it has {counted(len(found), 'tensor')}, {CONFIG_FILE} needs {len(expected)}"
             raise CheckpointCorrupt(f"{path}: {kind} tensor {min(names)}: {counts}")
 
 

@@ -24,6 +24,9 @@
 A message contains both values and the fix. A broken invariant of our own code is an ``assert``.
 """
 
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from numbers import Integral
 from os import PathLike, fspath
 
 
@@ -122,8 +125,26 @@ class MissingDependency(DraftHeadsError):
         super().__init__(f"{message}; install it with: pip install {pip_install}" if pip_install else message)
 
 
+def no_such(what: str, name: str, known: Iterable[str], *, other_names: Mapping[str, str]) -> InvalidSettings:
+    """The error for an unknown name, with the one that was probably meant.
+
+    Args:
+        what: the name is of, such as "setting".
+        name: that was given.
+        known: the valid names.
+        other_names: names of other libraries, and ours in place of them.
+
+    >>> print(no_such("setting", "top_q", ["top_k", "seed"], other_names={}))
+    no setting 'top_q'; did you mean top_k?
+    """
+    known = sorted(known)
+    close = other_names.get(name) or next(iter(get_close_matches(name, known, 1)), None)
+    hint = f"did you mean {close}?" if close else f"choose among {', '.join(known)}"
+    return InvalidSettings(f"no {what} {name!r}; {hint}")
+
+
 def require_at_least(least: int, **values: int | None) -> None:
-    """Raises :class:`InvalidSettings` if a value is below ``least``; None is allowed.
+    """Raises :class:`InvalidSettings` if a value is no integer, or below ``least``; None is allowed.
 
     >>> require_at_least(1, num_heads=0)
     Traceback (most recent call last):
@@ -131,12 +152,40 @@ def require_at_least(least: int, **values: int | None) -> None:
     draftheads.errors.InvalidSettings: num_heads is 0; it must be at least 1
     """
     for name, value in values.items():
+        if value is not None and (not isinstance(value, Integral) or isinstance(value, bool)):
+            raise InvalidSettings(f"{name} is {value!r}; it must be an integer of at least {least}")
         if value is not None and value < least:
             raise InvalidSettings(f"{name} is {value}; it must be at least {least}")
 
 
+def require_bool(**values: object) -> None:
+    """Raises :class:`InvalidSettings` if a value is neither True nor False.
+
+    >>> require_bool(copy="yes")
+    Traceback (most recent call last):
+        ...
+    draftheads.errors.InvalidSettings: copy is 'yes'; it must be True or False
+    """
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise InvalidSettings(f"{name} is {value!r}; it must be True or False")
+
+
+def first_line(error: BaseException) -> str:
+    r"""The first line of another package's error; its class where it has no text.
+
+    >>> first_line(ValueError("bad\nmore")), first_line(KeyError())
+    ('bad', 'KeyError')
+    """
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class ChatTemplateWarning(UserWarning):
     """A chat prompt is read as plain text, because the model has no chat template."""
+
+
+class BaseModelWarning(UserWarning):
+    """A head drafts for a model whose layers differ much from those that it was trained for."""
 
 
 class CacheWarning(UserWarning):

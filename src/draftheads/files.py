@@ -50,6 +50,28 @@ def user_path(path: str | os.PathLike[str]) -> Path:
         raise InvalidSettings(f"{path}: no home folder is known for {whose}; write the whole path") from None
 
 
+def check_writable(path: str | os.PathLike[str]) -> Path:
+    """The path, with the home folder in place of ``~``, if a file can be written there. Call it before long work.
+
+    Raises:
+        StorageError: it is a folder, or its folder cannot be made or written to.
+    """
+    target = user_path(path)
+    folder = next(parent for parent in target.absolute().parents if parent.exists())
+    problem = (
+        "it is a folder; add the name of a file"
+        if target.is_dir()
+        else f"{folder} is not a folder"
+        if not folder.is_dir()
+        else None
+        if os.access(folder, os.W_OK)
+        else f"no permission to write to {folder}; choose another folder"
+    )
+    if problem is not None:
+        raise StorageError(f"cannot save {target}: {problem}")
+    return target
+
+
 def write_atomic(path: str | os.PathLike[str], content: bytes | Callable[[BinaryIO], object]) -> None:
     """Write one complete file, or nothing. An existing file is replaced by one rename.
 
@@ -63,8 +85,7 @@ def write_atomic(path: str | os.PathLike[str], content: bytes | Callable[[Binary
     target = Path(path)
     temporary = _sibling(target, _TEMPORARY_SUFFIX)
     with _all_or_nothing(target, temporary):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("xb") as file:
+        with _new_file(temporary) as file:
             if callable(content):
                 content(file)
             else:
@@ -72,7 +93,8 @@ def write_atomic(path: str | os.PathLike[str], content: bytes | Callable[[Binary
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(target)
-        _sync(target.parent)
+        with contextlib.suppress(FileNotFoundError):  # `draftheads cache clear` was faster
+            _sync(target.parent)
 
 
 def append_synced(path: str | os.PathLike[str], content: bytes, *, offset: int) -> None:
@@ -138,7 +160,8 @@ def locked(
 ) -> Iterator[None]:
     """Holds a lock on the folder, or on one file in it, against other processes that use this function.
 
-    The lock file stays. If the process that holds the lock dies, the lock is free.
+    The lock file stays. If the process that holds the lock dies, the lock is free. If the block fails before it has
+    written anything, a folder that was made for it is removed.
 
     Args:
         folder: created if missing.
@@ -150,6 +173,7 @@ def locked(
         StorageError: another process holds the lock, or the folder cannot be written.
     """
     place = Path(folder)
+    is_new = not place.exists()
     try:
         place.mkdir(parents=True, exist_ok=True)
         lock = FileLock(place / (f".{file}.lock" if file else ".lock"))
@@ -164,6 +188,10 @@ def locked(
         raise StorageError(f"cannot write into {place}: {error.strerror or error}; {fix}") from error
     try:
         yield
+    except BaseException:
+        if is_new and list(place.iterdir()) == [Path(lock.lock_file)]:
+            _remove(place)
+        raise
     finally:
         lock.release()
 
@@ -176,6 +204,16 @@ def remove_leftovers(path: str | os.PathLike[str]) -> None:
     target = Path(path)
     for leftover in target.parent.glob(f".{target.name}.*{_TEMPORARY_SUFFIX}"):
         _remove(leftover)
+
+
+def _new_file(path: Path) -> BinaryIO:
+    """An open file; its folder is made, and made again if `draftheads cache clear` deletes it meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        return path.open("xb")
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("xb")
 
 
 def _sibling(target: Path, suffix: str) -> Path:

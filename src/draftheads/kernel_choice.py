@@ -73,7 +73,9 @@ def choose(
     for weight in weights:
         groups.setdefault(_shape(weight), []).append(weight)
     samples = {shape: _sample(group) for shape, group in groups.items()}
-    kinds = {shape: candidates(sample, quantised=quantised) for shape, sample in samples.items()}
+    # Whether a weight is exact in fp16 takes a second for a whole model: one weight of each shape decides which stored
+    # choice is used. pack() looks at each weight that it packs.
+    kinds = {shape: candidates(sample[:1], quantised=quantised) for shape, sample in samples.items()}
     if exact_bits:
         kinds = {shape: _exact(found, samples[shape][0]) for shape, found in kinds.items()}
     open_shapes = [shape for shape, found in kinds.items() if len(found) > 1]
@@ -87,7 +89,8 @@ def choose(
         kept = {}
         for place, shape in enumerate(open_shapes):
             share = (deadline - clock()) / (len(open_shapes) - place)
-            kept[shape] = fastest(samples[shape], kinds[shape], seconds=share, clock=clock, outputs=shape[0])
+            fitting = [kind for kind in kinds[shape] if all(map(kind.fits, samples[shape]))]
+            kept[shape] = fastest(samples[shape], fitting, seconds=share, clock=clock, outputs=shape[0])
         if path is not None:
             _write(path, kept)
     return {**known, **kept}

@@ -2,17 +2,20 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import signature
 from itertools import pairwise
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Literal
+from typing import Any, Never, Unpack
 
 import torch
 
 from draftheads.acceptance_profile import AcceptanceProfile
+from draftheads.cache import cache_folder
 from draftheads.chat_template import read_template
 from draftheads.checkpoint import load_head, read_head
+from draftheads.counts import counted
 from draftheads.decode.cost_profile import cost_of
 from draftheads.decode.engine import Engine
 from draftheads.draft import Drafter
@@ -21,59 +24,76 @@ from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
-from draftheads.errors import CacheWarning, InvalidSettings
+from draftheads.errors import CacheWarning, InvalidSettings, no_such, require_at_least, require_bool
 from draftheads.heads.base import DraftHead
-from draftheads.models.embedded import cache_folder
+from draftheads.messages import short
 from draftheads.models.fast import return_freed_memory, rows_keep_their_bits
 from draftheads.models.kv_target import check_trees
-from draftheads.models.model import TargetModel
-from draftheads.models.pretrained import default_device
+from draftheads.models.model import TargetModel, name_of_loaded
+from draftheads.models.model_names import model_name
+from draftheads.models.pretrained import DTYPES, LoadOptions, device_named, load_tokenizer
 from draftheads.profiles import find_profile
-from draftheads.shapes import Shape, calibrated
+from draftheads.settings import Precision
+from draftheads.shapes import Shape, as_shape, calibrated
 from draftheads.tree import Tree
 from draftheads.zoo.registry import find_head
 
 # what drafts without a head, by name
 UNTRAINED: dict[str, Callable[[], Drafter]] = {"prompt-lookup": PromptLookup, "lookahead": Lookahead}
 
-Precision = Literal["auto", "fp32", "bf16", "fp16", "int8"]
 # what the model computes in; int8 multiplies integers between fp32 numbers
-PRECISIONS: dict[str, torch.dtype | None] = {
-    "auto": None,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "int8": torch.float32,
+PRECISIONS: dict[str, torch.dtype | None] = {"auto": None, **DTYPES, "int8": torch.float32}
+
+Loadable = str | PathLike[str] | Any  # a name, or a loaded ``transformers`` model
+
+
+_OTHER_NAMES = {  # in transformers and vLLM, and in earlier versions
+    "dtype": "precision",
+    "torch_dtype": "precision",
+    "load_in_4bit": "four_bit",
+    "load_in_8bit": "precision='int8'",
+    "pretrained_model_name_or_path": "model",
+    "max_num_seqs": "max_batch_size",
 }
 
 
 def load(
-    model: str | PathLike[str],
+    model: Loadable,
     head: str | PathLike[str] | None = None,
     *,
-    draft_model: str | PathLike[str] | None = None,
+    tokenizer: Any = None,
+    draft_model: Loadable | None = None,
     chat_template: str | PathLike[str] | None = None,
-    tree: Shape | None = None,
+    tree: Shape | Sequence[Sequence[int]] | str | None = None,
     profile: str | PathLike[str] | None = "auto",
     copy: bool = True,
     precision: Precision = "auto",
-    device: str | torch.device | None = None,
+    device: str | int | torch.device | None = None,
     max_batch_size: int = 16,
     fast: bool = True,
     exact_bits: bool = False,
+    four_bit: bool = False,
+    quantization_config: Any = None,
+    device_map: Any = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    **unknown: Never,
 ) -> Engine:
     """An engine for a model, with a draft head or without.
 
     Args:
-        model: ``smollm2-135m``, a folder, or a Hugging Face id.
+        model: ``smollm2-135m``, a folder, or a Hugging Face id; also of an adapter of peft (LoRA), which is merged into
+            its base model. Or a loaded ``transformers`` model, with ``tokenizer``: it shares its weights with the
+            engine and does not change. On a CPU, ``fast`` then holds packed weights besides them.
         head: a bundled head's name (``medusa``, ``hydra``), a folder, or a Hugging Face id; ``prompt-lookup`` copies
             from the text so far and ``lookahead`` predicts n-grams with the model itself, neither needs training; None
             decodes plainly.
-        draft_model: a smaller model of the same tokenizer drafts in place of a head: a folder or a Hugging Face id.
+        tokenizer: of a loaded model, or used in place of the model's own; a tokenizer, or the name of its model.
+        draft_model: a smaller model of the same tokenizer drafts in place of a head; a name, or a loaded model.
         chat_template: used in place of the tokenizer's own: ``chatml``, ``llama-2``, ``vicuna``, or a Jinja file. When
             left out, a head's own template is used, if it was trained with one.
         tree: always draft on this tree, or by this rule (:class:`BestFirst`, :class:`BestPaths`, :class:`Sampled`),
-            whatever the profile.
+            whatever the profile. A static tree may be a list of rank paths, or its JSON text.
         profile: the head's acceptance profile, from which and from the costs on this machine the size of each draft
             follows. ``auto`` takes what ``draftheads tune`` measured, if it did, else the one that comes with the head;
             an ``acceptance.json`` or a folder with one; None drafts on a fixed tree of 10 nodes. The costs are measured
@@ -86,35 +106,70 @@ def load(
         fast: on a CPU, packed weights and grouped attention; on CUDA, steps captured as graphs; off is the stock model.
         exact_bits: compute so that plain and speculative text are equal to the bit on a CPU, also in bf16; a step takes
             8 to 17 % longer. Without it they are equal in fp32, and in bf16 up to near-ties.
+        four_bit: 4-bit linear layers (NF4) by bitsandbytes. It changes the model.
+        quantization_config: another quantisation of ``transformers``, such as ``BitsAndBytesConfig``.
+        device_map: where ``transformers`` puts the weights, in place of ``device``. They must come to one device.
+        attn_implementation: ``sdpa`` or ``eager``; others do not take the masks of trees.
+        trust_remote_code: whether Python code that comes with the model may run on this machine.
+        unknown: arguments of other names are errors that name the right one.
 
     Raises:
         ModelNotFound, UnsupportedModel: the model.
-        CheckpointError, ModelNotFound: the head.
+        CheckpointError, ModelNotFound: the head, or an adapter.
         InvalidTree: ``tree`` is deeper than the head.
         InvalidSettings: ``tree`` or ``profile`` without a drafter, both of them, ``head`` and ``draft_model``, a draft
-            model of another tokenizer, or ``exact_bits`` on a machine whose kernels do not keep it.
+            model of another tokenizer, or ``exact_bits`` on a machine whose kernels do not keep it; a value of another
+            type, or other arguments that contradict each other.
+        MissingDependency: an adapter, ``four_bit`` or the model needs a package that is not installed.
 
     Warns:
         CacheWarning: the cache of measured costs and kernels is damaged or cannot be written.
+        BaseModelWarning: the layers of the model differ much from those that the head was trained for.
     """
-    _check_what_drafts(head, draft_model, tree, profile)
-    template = find_template(chat_template, () if head is None else (head,), model)
+    for argument in unknown:
+        raise no_such("argument", argument, list(signature(load).parameters)[:-1], other_names=_OTHER_NAMES)
+    require_bool(copy=copy, fast=fast, exact_bits=exact_bits, four_bit=four_bit, trust_remote_code=trust_remote_code)
+    require_at_least(1, max_batch_size=max_batch_size)
+    _check_paths(head=head, profile=profile, chat_template=chat_template)
+    tree = None if tree is None else as_shape(tree)
+    name = name_of(model)
+    _check_what_drafts(head, None if draft_model is None else name_of(draft_model, "draft_model"), tree, profile)
+    template = find_template(chat_template, () if head is None else (head,), name)
     target = load_target(
-        model, chat_template=template, precision=precision, device=device, fast=fast, exact_bits=exact_bits
+        model,
+        tokenizer=tokenizer,
+        chat_template=template,
+        precision=precision,
+        device=device,
+        fast=fast,
+        exact_bits=exact_bits,
+        four_bit=four_bit,
+        quantization_config=quantization_config,
+        device_map=device_map,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
     )
     if head in UNTRAINED:
         return Engine(target, UNTRAINED[str(head)](), max_batch_size=max_batch_size)
     if draft_model is not None:
-        small = load_target(draft_model, precision=precision, device=device, fast=fast)
+        is_named = isinstance(draft_model, str | PathLike)
+        small = load_target(
+            draft_model,
+            tokenizer=None if is_named else target.tokenizer,
+            precision=precision if is_named else "auto",
+            device=target.device if is_named else None,
+            fast=fast,
+            trust_remote_code=is_named and trust_remote_code,
+        )
         draft = DraftModel(small, target)
         if tree is not None:
             draft.check_shape(tree)
         return Engine(target, Copying(draft) if copy else draft, shape=tree, max_batch_size=max_batch_size)
     if head is None:
         return Engine(target, max_batch_size=max_batch_size)
-    drafter = load_drafter(head, model, target, fast=fast)
+    drafter = load_drafter(head, name, target, fast=fast)
     return head_engine(
-        target, drafter, head=head, model=model, tree=tree, profile=profile, copy=copy, max_batch_size=max_batch_size
+        target, drafter, head=head, model=name, tree=tree, profile=profile, copy=copy, max_batch_size=max_batch_size
     )
 
 
@@ -172,7 +227,7 @@ def _check_what_drafts(
         raise InvalidSettings(f"head {head} and draft_model {draft_model}: give one of them")
     if tree is not None and (head in UNTRAINED or (head is None and draft_model is None)):
         what = f"{head} fills no tree" if head else "nothing is there to fill it"
-        shown = f"a tree of {tree.num_nodes} nodes" if isinstance(tree, Tree) else str(tree)
+        shown = f"a tree of {counted(tree.num_nodes, 'node')}" if isinstance(tree, Tree) else str(tree)
         raise InvalidSettings(f"{shown}: {what}; give a draft head by head=…, or draft_model=…")
     if is_own and head in UNTRAINED:
         raise InvalidSettings(f"profile {profile}: {head} has none")
@@ -217,23 +272,44 @@ def load_drafter(
     return drafter
 
 
+def name_of(model: Loadable, what: str = "model") -> str:
+    """The name of a model, also of a loaded one.
+
+    Raises:
+        InvalidSettings: it is neither a name nor a loaded model.
+    """
+    return name_of_loaded(model) if _is_loaded(model) else model_name(model, what)
+
+
 def load_target(
-    model: str | PathLike[str],
+    model: Loadable,
     *,
+    tokenizer: Any = None,
     chat_template: str | None = None,
     precision: Precision = "auto",
-    device: str | torch.device | None = None,
+    device: str | int | torch.device | None = None,
     fast: bool = True,
     exact_bits: bool = False,
+    **options: Unpack[LoadOptions],
 ) -> TargetModel:
     """The model alone; arguments and errors as for :func:`load`, but ``chat_template`` is a template's text."""
-    if precision not in PRECISIONS:
+    if not isinstance(precision, str) or precision not in PRECISIONS:
         raise InvalidSettings(f"precision is {precision!r}; choose among {', '.join(PRECISIONS)}")
     int8 = precision == "int8"
-    place = default_device() if device is None else torch.device(device)
-    # int8 computes between its products in fp32 on CPUs, and in the usual type on GPUs
-    dtype = None if int8 and place.type == "cuda" else PRECISIONS[precision]
-    target = TargetModel.load(fspath(model), dtype=dtype, device=device, chat_template=chat_template)
+    _check_whole(
+        precision, exact_bits, "four_bit=True" if options.get("four_bit") else options.get("quantization_config")
+    )
+    place = device_named(device)
+    tokenizer = _as_tokenizer(tokenizer, trust_remote_code=options.get("trust_remote_code", False))
+    if _is_loaded(model):
+        target = TargetModel.of(model, tokenizer, chat_template=chat_template)
+        _check_as_loaded(target, precision, None if device is None else place, options)
+    else:
+        # int8 computes between its products in fp32 on CPUs, and in the usual type on GPUs
+        dtype = None if int8 and place.type == "cuda" else PRECISIONS[precision]
+        target = TargetModel.load(
+            model, tokenizer=tokenizer, dtype=dtype, device=device, chat_template=chat_template, **options
+        )
     target.set_graphs(on=fast and target.device.type == "cuda")
     check_trees(target)
     if exact_bits and target.device.type != "cpu":
@@ -242,6 +318,8 @@ def load_target(
         raise InvalidSettings(f"precision int8 is for CPUs and CUDA; the model is on {target.device}")
     if int8 and not fast:
         raise InvalidSettings("precision int8 needs fast=True: it is one of the faster kernels")
+    if (int8 or exact_bits) and target.is_quantised:
+        _check_whole(precision, exact_bits, f"{target.model_id}, whose weights are quantised")
     if fast or exact_bits:
         target.speed_up(exact_bits=exact_bits, int8=int8, folder=kernels_folder(warn=True))
     if (exact_bits or int8) and target.device.type == "cpu" and not rows_keep_their_bits(target.model):
@@ -249,6 +327,57 @@ def load_target(
         raise InvalidSettings(f"{what}: this CPU's kernels change a row's bits with the number of rows")
     return_freed_memory()
     return target
+
+
+def _as_tokenizer(tokenizer: Any, *, trust_remote_code: bool) -> Any:
+    """The tokenizer itself, or that of a model's name."""
+    if isinstance(tokenizer, str | PathLike):
+        return load_tokenizer(model_name(tokenizer, "tokenizer"), trust_remote_code=trust_remote_code).tokenizer
+    if tokenizer is None or (callable(tokenizer) and hasattr(tokenizer, "decode")):
+        return tokenizer
+    raise InvalidSettings(
+        f"tokenizer is of type {type(tokenizer).__name__}; give a transformers tokenizer, or the name of its model"
+    )
+
+
+def _is_loaded(model: object) -> bool:
+    return isinstance(model, torch.nn.Module) and hasattr(model, "config") and hasattr(model, "get_output_embeddings")
+
+
+def _check_as_loaded(
+    target: TargetModel, precision: str, device: torch.device | None, options: Mapping[str, Any]
+) -> None:
+    """Does the loaded model agree with the arguments, which cannot change it?"""
+    if given := [name for name, value in options.items() if value not in (None, False)]:
+        raise InvalidSettings(
+            f"{given[0]} is for a model given by its name; this one is loaded: give it to from_pretrained"
+        )
+    dtype = DTYPES.get(precision)
+    if dtype not in (None, target.dtype):
+        raise InvalidSettings(
+            f"precision is {precision} and the loaded model computes in {target.precision}: leave precision out, or "
+            f"convert the model by model.to({dtype})"
+        )
+    if device is not None and (device.type, device.index or 0) != (target.device.type, target.device.index or 0):
+        raise InvalidSettings(
+            f"device is {device} and the loaded model is on {target.device}: leave device out, or move the model by "
+            f"model.to('{device}')"
+        )
+
+
+def _check_whole(precision: str, exact_bits: bool, quantised: object) -> None:  # noqa: FBT001 - as the user gave it
+    """Quantised layers have kernels of their own."""
+    if quantised is not None and (precision == "int8" or exact_bits):
+        what = "precision int8" if precision == "int8" else "exact_bits"
+        raise InvalidSettings(f"{what} and {short(str(quantised))}: give one of them; {what} needs nn.Linear layers")
+
+
+def _check_paths(**values: object) -> None:
+    for name, value in values.items():
+        if not (value is None or (isinstance(value, str | PathLike) and str(value))):
+            found = f"of type {type(value).__name__}" if isinstance(value, torch.nn.Module) else repr(value)
+            also = ": for a loaded head use Engine(target, head)" if isinstance(value, DraftHead) else ""
+            raise InvalidSettings(f"{name} is {found}; give a name, a path or None{also}")
 
 
 def kernels_folder(*, warn: bool = False) -> Path | None:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 Message = Mapping[str, str]  # role and content
+# what the chat templates of published models read; a template refuses or ignores those that it does not know
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 
 
 def message_problem(value: Any) -> str | None:
@@ -12,6 +14,8 @@ def message_problem(value: Any) -> str | None:
     >>> message_problem({"role": "user", "content": "hi"})
     >>> "message 0" + message_problem({"role": "user"})
     'message 0: content is None; it must be a string'
+    >>> "message 0" + message_problem({"role": "bot", "content": "hi"})
+    "message 0: role is 'bot'; it must be one of system, developer, user, assistant, tool, function, ipython"
     """
     if not isinstance(value, Mapping):
         return f" is {short(repr(value))}; it must be an object with role and content"
@@ -20,6 +24,8 @@ def message_problem(value: Any) -> str | None:
             return f": {key} is {short(repr(value.get(key)))}; it must be a string"
         if problem := half_character(value[key]):
             return f": {key} {problem}"
+    if value["role"] not in ROLES:
+        return f": role is {short(repr(value['role']))}; it must be one of {', '.join(ROLES)}"
     return None
 
 

@@ -9,10 +9,10 @@ from os import PathLike, fspath
 from pathlib import Path
 
 from draftheads.acceptance_profile import PROFILE_FILE, AcceptanceProfile, read_profile
-from draftheads.checkpoint import SavedHead, check_profile, read_head
+from draftheads.cache import cache_folder
 from draftheads.errors import InvalidSettings, ModelNotFound
 from draftheads.files import user_path
-from draftheads.models.embedded import cache_folder
+from draftheads.head_files import HeadFiles
 from draftheads.zoo.registry import find_head, zoo_heads
 
 
@@ -25,6 +25,8 @@ def find_profile(
         CheckpointCorrupt, CheckpointMismatch, InvalidTree: the profile is damaged, or is not one for this head.
         ModelNotFound: there is no such file.
     """
+    from draftheads.checkpoint import check_profile, read_head  # noqa: PLC0415 - slow to import
+
     saved = read_head(find_head(fspath(head), fspath(model)))
     path = _profile_file(profile) if profile != "auto" else cached_profile(saved)
     if path is None:
@@ -34,7 +36,7 @@ def find_profile(
     return found
 
 
-def cached_profile(saved: SavedHead) -> Path | None:
+def cached_profile(saved: HeadFiles) -> Path | None:
     """The head's profile in the user's cache; None where there is none or the cache cannot be read."""
     with contextlib.suppress(InvalidSettings, OSError):
         path = cached_profile_folder(saved) / PROFILE_FILE
@@ -42,7 +44,7 @@ def cached_profile(saved: SavedHead) -> Path | None:
     return None
 
 
-def cached_profile_folder(saved: SavedHead) -> Path:
+def cached_profile_folder(saved: HeadFiles) -> Path:
     """The folder in the user's cache for the head's profile.
 
     Raises:
@@ -51,7 +53,7 @@ def cached_profile_folder(saved: SavedHead) -> Path:
     return cache_folder() / "profiles" / f"{saved.method}-{saved.digest}"
 
 
-def folder_to_write(saved: SavedHead) -> Path:
+def folder_to_write(saved: HeadFiles) -> Path:
     """Where a new profile belongs: the head's folder, or the user's cache for a bundled or downloaded head.
 
     Raises:

@@ -1,7 +1,8 @@
-"""How long work reports its progress. Shows nothing: ``cli/progress_display.py`` has the one display."""
+"""How long work reports its progress, and bars for notebooks and scripts; commands have ``cli/progress_display.py``."""
 
+import sys
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Progress(Protocol):
@@ -22,6 +23,52 @@ class NoProgress:
 
     def progress(self, done: int, total: int, note: str = "") -> None:
         """Nothing is shown."""
+
+
+class Bars:
+    """A bar for each stage that counts its units, in a notebook or on a terminal."""
+
+    def __init__(self) -> None:
+        self._what = ""
+        self._bar: Any = None
+
+    def stage(self, what: str) -> None:
+        """The bar of the last stage stays as it is."""
+        self._close()
+        self._what = what
+
+    def progress(self, done: int, total: int, note: str = "") -> None:
+        """Moves the bar."""
+        if self._bar is None:
+            from tqdm.auto import tqdm  # noqa: PLC0415 - most imports of this module need no bars
+
+            self._bar = tqdm(desc=self._what, total=total, initial=done)
+        self._bar.set_postfix_str(note, refresh=False)
+        self._bar.update(done - self._bar.n)
+        if done >= total:
+            self._close()
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = None
+
+
+def shown(progress: Progress | bool) -> Progress:  # noqa: FBT001 - its only argument
+    """What receives progress: the given one; or for True bars, if there is somebody to see them."""
+    if isinstance(progress, bool) or progress is None:
+        return Bars() if progress and (in_notebook() or _on_terminal()) else NoProgress()
+    return progress
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+
+
+def _on_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
 
 
 def counted_stage(progress: Progress, what: str, total: int) -> Callable[[], None]:

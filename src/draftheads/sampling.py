@@ -10,72 +10,14 @@ B rows, V vocabulary. Order of processing as in transformers: repetition penalty
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Self, get_args
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from draftheads.errors import InvalidSettings
+from draftheads.settings import SamplingSettings
 
 _PART = 128  # tokens
-LOWEST_TEMPERATURE = 1e-6  # a lower one overflows, and would choose the same tokens as greedy
-AcceptanceRule = Literal["exact", "rejection", "block", "typical"]
-
-
-@dataclass(frozen=True)
-class SamplingSettings:
-    """How one request is decoded."""
-
-    max_new_tokens: int = 256
-    """Stop after this many new tokens."""
-    temperature: float = 0.0
-    """0 takes the most likely token (greedy); above 0 samples."""
-    top_k: int | None = None
-    """Sample among the k most likely tokens only."""
-    top_p: float = 1.0
-    """Sample among the most likely tokens that together reach this probability."""
-    repetition_penalty: float = 1.0
-    """Above 1 makes tokens that are already in the text less likely."""
-    seed: int | None = None
-    """Makes sampling repeatable; drawn at random when left out."""
-    stop: tuple[str, ...] = ()
-    """Strings that end the answer; they are not part of it."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the answer, besides the model's own end of text."""
-    ignore_eos: bool = False
-    """Go on after the model's own end of text."""
-    acceptance: AcceptanceRule = "exact"
-    """exact keeps the model's distribution (greedy: its text). So do rejection and block (chains only), which are for
-    drafts of sampled tokens. typical is faster when sampling but changes the distribution."""
-    typical_epsilon: float = 0.09
-    """ε of typical acceptance: a draft token of at least this probability is always typical."""
-    typical_delta: float | None = None
-    """δ of typical acceptance; √ε when left out."""
-
-    def __post_init__(self) -> None:
-        checks = (
-            (self.max_new_tokens >= 1, "max_new_tokens", "at least 1"),
-            (
-                self.temperature == 0.0 or LOWEST_TEMPERATURE <= self.temperature < float("inf"),
-                "temperature",
-                f"0 (greedy) or at least {LOWEST_TEMPERATURE}",
-            ),
-            (self.top_k is None or self.top_k >= 1, "top_k", "at least 1, or None for all tokens"),
-            (0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1"),
-            (0.0 < self.repetition_penalty < float("inf"), "repetition_penalty", "a positive number"),
-            (
-                self.acceptance in get_args(AcceptanceRule),
-                "acceptance",
-                " or ".join(map(repr, get_args(AcceptanceRule))),
-            ),
-            (0.0 < self.typical_epsilon <= 1.0, "typical_epsilon", "above 0 and at most 1"),
-            (self.typical_delta is None or self.typical_delta > 0.0, "typical_delta", "a positive number"),
-            (self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "at least -2**63 and below 2**64, or None"),
-            (not isinstance(self.stop, str) and all(self.stop), "stop", "a tuple of strings that are not empty"),
-        )
-        for holds, name, rule in checks:
-            if not holds:
-                raise InvalidSettings(f"{name} is {getattr(self, name)!r}; it must be {rule}")
 
 
 @dataclass(frozen=True)
@@ -89,7 +31,8 @@ class RowSettings:
     repetition_penalty: Tensor  # (B,) float32
     epsilon: Tensor  # (B,) float64
     delta: Tensor  # (B,) float64
-    typical: Tensor  # (B,) bool
+    typical: Tensor  # (B,) bool; typical-sampled, too
+    takes_best: Tensor  # (B,) bool: the next token is the most likely one, as in greedy and typical rows
     rejection: Tensor  # (B,) bool
     block: Tensor  # (B,) bool
     any_sampled: bool  # these five are known on the host, so that nothing is computed in vain
@@ -106,9 +49,12 @@ class RowSettings:
             return torch.tensor(values, dtype=dtype, device=device)
 
         # at temperature 0 the typical set is the most likely token: the exact rule gives the same and is cheaper
-        typical, rejection, block = (
-            [s.acceptance == rule and s.temperature > 0 for s in settings] for rule in ("typical", "rejection", "block")
+        best_root, sampled_root, rejection, block = (
+            [s.acceptance == rule and s.temperature > 0 for s in settings]
+            for rule in ("typical", "typical-sampled", "rejection", "block")
         )
+        typical = [one or other for one, other in zip(best_root, sampled_root, strict=True)]
+        takes_best = [s.temperature == 0 or best for s, best in zip(settings, best_root, strict=True)]
         return cls(
             vocab_size=vocab_size,
             temperature=column([s.temperature for s in settings], torch.float64),
@@ -118,9 +64,10 @@ class RowSettings:
             epsilon=column([s.typical_epsilon for s in settings], torch.float64),
             delta=column([s.typical_delta or s.typical_epsilon**0.5 for s in settings], torch.float64),
             typical=column(typical, torch.bool),
+            takes_best=column(takes_best, torch.bool),
             rejection=column(rejection, torch.bool),
             block=column(block, torch.bool),
-            any_sampled=any(s.temperature > 0 for s in settings),
+            any_sampled=not all(takes_best),
             any_filtered=any(s.temperature > 0 and (s.top_k is not None or s.top_p < 1.0) for s in settings),
             any_penalty=any(s.repetition_penalty != 1.0 for s in settings),
             any_typical=any(typical),
@@ -155,7 +102,7 @@ def probabilities(scores: Tensor, rows: RowSettings) -> Tensor:
 
 
 def choose(logits: Tensor, rows: RowSettings, seen: Tensor | None, uniforms: Tensor) -> Tensor:
-    """The next token of every row: argmax for greedy rows, else the draw that ``uniforms`` (B,) stand for.
+    """The next token of every row: argmax for greedy and typical rows, else the draw by ``uniforms`` (B,).
 
     Args:
         logits: (B, V).
@@ -170,7 +117,7 @@ def choose(logits: Tensor, rows: RowSettings, seen: Tensor | None, uniforms: Ten
     best = most_likely(scores)
     if not rows.any_sampled:
         return best
-    return torch.where(rows.greedy, best, draw(probabilities(scores, rows), uniforms))
+    return torch.where(rows.takes_best, best, draw(probabilities(scores, rows), uniforms))
 
 
 def most_likely(scores: Tensor) -> Tensor:
@@ -186,6 +133,17 @@ def most_likely(scores: Tensor) -> Tensor:
     inside = parts.take_along_dim(part[..., None], -2)[..., 0, :].argmax(-1)
     found: Tensor = part[..., 0] * _PART + inside
     return found
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of tokens (…) by the model's logits (…, V), in float32.
+
+    Returns:
+        Those of the tokens (…), those of the ``num_top`` most likely tokens, best first (…, num_top), and their ids.
+    """
+    log_probs = logits.float().log_softmax(-1)
+    top = log_probs.topk(min(num_top, log_probs.shape[-1]), -1)
+    return log_probs.gather(-1, token_ids[..., None])[..., 0], top.values, top.indices
 
 
 def draw(probs: Tensor, uniforms: Tensor) -> Tensor:

@@ -121,6 +121,26 @@ Shape = Tree | BestFirst | BestPaths | Sampled  # what a drafter fills at a step
 ROOT_ONLY = Tree.chain(0)  # plain decoding
 
 
+def as_shape(value: object) -> Shape:
+    """The shape itself, or the static tree of a list of rank paths or of its JSON text.
+
+    Raises:
+        InvalidTree: none of these, or not a tree.
+
+    >>> as_shape([[0], [0, 0]]) == as_shape("[[0], [0, 0]]") == Tree.chain(2)
+    True
+    """
+    if isinstance(value, Shape):
+        return value
+    if isinstance(value, str):
+        return Tree.from_json(value)
+    if isinstance(value, Sequence) and all(isinstance(path, Sequence) and not isinstance(path, str) for path in value):
+        return Tree.from_paths(value)
+    raise InvalidTree(
+        f"tree is {value!r}; give a Tree, BestFirst, BestPaths or Sampled, or a list of paths such as [[0], [0, 0]]"
+    )
+
+
 def depth_of(shape: Shape) -> int | None:
     """Of the deepest node; None where the drafter decides."""
     return shape.max_depth if isinstance(shape, Tree) else shape.depth
@@ -131,6 +151,18 @@ def calibrated(shape: Shape, confidence: Sequence[float]) -> Shape:
     if isinstance(shape, BestFirst | BestPaths) and not shape.confidence:
         return replace(shape, confidence=tuple(confidence))
     return shape
+
+
+def in_words(shape: Shape) -> str:
+    """The kind and the number of nodes.
+
+    >>> in_words(BestPaths((6, 3, 2), 5)), in_words(Tree.chain(3))
+    ('best 5 of 6x3x2, up to 16', 'static, 4')
+    """
+    if isinstance(shape, BestPaths):
+        return f"best {shape.num_paths} of {'x'.join(map(str, shape.widths))}, up to {shape.most_nodes}"
+    tree = shape.tree if isinstance(shape, Sampled) else shape
+    return f"{'static' if isinstance(tree, Tree) else 'growing'}, {tree.num_nodes}"
 
 
 def check_ranks(shape: Shape, num_tokens: int) -> None:

@@ -19,12 +19,12 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Self
 
 from draftheads.errors import InvalidTree
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Path = tuple[int, ...]
 
@@ -123,8 +123,10 @@ class Tree:
         return tuple(index[path[:-1]] if path else -1 for path in self.paths)
 
     @cached_property
-    def ancestor_mask(self) -> Tensor:
+    def ancestor_mask(self) -> "Tensor":
         """Boolean (N, N) on the CPU: row n marks the nodes on the path from the root to n, n included."""
+        import torch  # noqa: PLC0415 - slow to import; `--help` and `info` do not need it
+
         mask = torch.eye(self.num_nodes, dtype=torch.bool)
         for node, parent in enumerate(self.parents):
             if parent >= 0:

@@ -26,13 +26,14 @@ def prompts(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_it_writes_a_record_a_table_and_a_page(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     heads = ["--heads", "./hydra", "lookahead", "--draft-model", "./model"]
-    assert main([*BENCH, *heads, "--out", str(out)]) == 0
+    assert main([*BENCH, *heads, "--out", str(out), "--json", str(tmp_path / "all.json")]) == 0
     shown = capsys.readouterr().out
-    record = json.loads(shown.splitlines()[-1])
-    assert json.loads((out / "bench.json").read_text()) == record
+    record = json.loads((out / "bench.json").read_text())
+    assert json.loads((tmp_path / "all.json").read_text()) == record
+    assert "{" not in shown, "JSON only where it was asked for"
     assert (out / "bench.md").read_text().startswith("| drafter |")
     assert f"wrote {out / 'bench.html'}" in shown
-    assert all(len(line) <= 80 for line in shown.splitlines()[:-1] if "wrote" not in line)
+    assert all(len(line) <= 80 for line in shown.splitlines() if "wrote" not in line)
     assert [row["name"] for row in record["rows"]] == ["hydra", "lookahead", "draft-model"]
     assert (record["num_prompts"], record["prompts"], record["settings"]["num_nodes"]) == (3, "four.jsonl", 5)
     assert record["rows"][2]["tokens_per_step"] > 2, "it drafts for itself"
@@ -63,7 +64,7 @@ def test_fresh_ignores_what_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "words"),
     [
         ("./model --heads ./hydra --limit 2", "--limit is 2; it must be at least 3"),
-        ("./model --heads ./hydra --prompts one.jsonl", "1 prompts: give at least 3"),
+        ("./model --heads ./hydra --prompts one.jsonl", "1 prompt: give at least 3"),
         ("./model --heads ./hydra ./hydra", "each must have a name of its own"),
         ("./model --heads nowhere", "no head 'nowhere'"),
         ("./no-model --heads ./hydra nowhere", "no head 'nowhere'"),  # before the model is loaded

@@ -10,16 +10,28 @@ from typing import Any
 
 import pytest
 
-from cli_world import run_process
+import draftheads
+from cli_world import run_on_terminal, run_process
 from draftheads.cli import generate
 from draftheads.cli.main import main
+from draftheads.cli.options.generate import GenerateOptions
+from draftheads.cli.show import DRAFTED, drafted_text
 from draftheads.data.records import prompts_in
 from draftheads.decode.engine import Engine
-from draftheads.sampling import SamplingSettings
+from draftheads.decode.size_policy import SizePolicySession
+from draftheads.settings import SamplingSettings
 from draftheads.shapes import BestFirst, BestPaths, Sampled
 from draftheads.tree import Tree
 
 TOKENS = ["--max-new-tokens", "12"]
+DEFAULTS = {
+    "draft_model": None,
+    "tree": None,
+    "profile": "auto",
+    "copy": True,
+    "max_batch_size": 16,
+    "exact_bits": False,
+}  # arguments of load, besides the settings that differ from their defaults
 
 
 @pytest.mark.parametrize(
@@ -113,30 +125,29 @@ def test_one_prompt_with_an_out_file_is_written_there(here: Path, tmp_path: Path
 def test_all_options_are_passed_on(here: Path, monkeypatch: pytest.MonkeyPatch):
     seen: list[Any] = []
 
+    class Engine:
+        def requests(self, *arguments: Any) -> Any:
+            seen.append(arguments)
+            raise KeyboardInterrupt  # the rest is other tests'
+
     def load(*arguments: Any, **options: Any) -> Any:
         seen.append((arguments, options))
-        return "engine"
-
-    def batch(engine: Any, prompts: Any, settings: Any, out: Any) -> None:
-        seen.append((engine, prompts, settings, out))
+        return Engine()
 
     monkeypatch.setattr(generate, "load", load)
-    monkeypatch.setattr(generate, "_batch", batch)
-    words = """abc def --model here --head there --tree chain.json --max-new-tokens 5 --temperature 0.5 --top-k 3
+
+    def loaded(words: str) -> dict[str, Any]:
+        assert main(["generate", "abc", "def", *shlex.split(words)]) == 130
+        return seen[-2][1]
+
+    assert loaded("") == DEFAULTS
+    assert seen[-1] == (["abc", "def"], SamplingSettings())
+    words = """--model here --head there --tree chain.json --max-new-tokens 5 --temperature 0.5 --top-k 3
         --top-p 0.75 --repetition-penalty 1.5 --seed 11 --stop x yz --acceptance typical --batch-size 2
-        --precision bf16 --no-copy --exact-bits --out o --profile p
-        --chat-template vicuna"""
-    assert main(["generate", *shlex.split(words)]) == 0
-    options = {
-        "draft_model": None,
-        "chat_template": None,
-        "tree": Tree.chain(2),
-        "profile": "p",
-        "copy": False,
-        "precision": "bf16",
-        "max_batch_size": 2,
-        "exact_bits": True,
-    }
+        --no-copy --exact-bits --out o --profile p"""
+    changed = {"tree": Tree.chain(2), "profile": "p", "copy": False, "max_batch_size": 2, "exact_bits": True}
+    assert loaded(words) == {**DEFAULTS, **changed}
+    assert seen[-2][0] == ("here", "there")
     settings = SamplingSettings(
         max_new_tokens=5,
         temperature=0.5,
@@ -147,29 +158,83 @@ def test_all_options_are_passed_on(here: Path, monkeypatch: pytest.MonkeyPatch):
         stop=("x", "yz"),
         acceptance="typical",
     )
-    assert seen == [
-        (("here", "there"), {**options, "chat_template": "vicuna"}),
-        ("engine", ["abc", "def"], settings, Path("o")),
-    ]
-    assert main(["generate", "abc", "def"]) == 0
-    defaults = {
-        "draft_model": None,
-        "chat_template": None,
-        "tree": None,
-        "profile": "auto",
-        "copy": True,
-        "precision": "auto",
-        "max_batch_size": 16,
-        "exact_bits": False,
-    }
-    assert seen[2][1] == defaults
-    assert seen[3][2] == SamplingSettings()
-    assert main(["generate", "abc", "def", "--grow", "9", "--threshold", "0.25", "--profile", "none"]) == 0
-    assert seen[4][1] == {**defaults, "tree": BestFirst(9, threshold=0.25), "profile": None}
-    assert main(["generate", "abc", "def", "--draft-model", "small", "--draw", "3", "--acceptance", "block"]) == 0
-    assert seen[6][1] == {**defaults, "draft_model": "small", "tree": Sampled(Tree.chain(3))}
-    assert seen[7][2] == SamplingSettings(acceptance="block")
-    assert main(["generate", "abc", "def", "--paths", "4"]) == 0
-    assert seen[8][1] == {**defaults, "tree": BestPaths((6, 3, 2), 4)}
-    assert main(["generate", "abc", "def", "--paths", "3", "--widths", "4", "1"]) == 0
-    assert seen[10][1] == {**defaults, "tree": BestPaths((4, 1), 3)}
+    assert seen[-1] == (["abc", "def"], settings)
+    words = "--precision bf16 --chat-template vicuna --device cuda:1 --four-bit --no-fast --trust-remote-code"
+    how = {"precision": "bf16", "chat_template": "vicuna", "device": "cuda:1", "four_bit": True}
+    how |= {"fast": False, "trust_remote_code": True, "attn_implementation": "eager"}
+    assert loaded(f"{words} --attn-implementation eager") == {**DEFAULTS, **how}
+    growing = {"tree": BestFirst(9, threshold=0.25), "profile": None}
+    assert loaded("--grow 9 --threshold 0.25 --profile none") == {**DEFAULTS, **growing}
+    drawn = {"draft_model": "small", "tree": Sampled(Tree.chain(3))}
+    assert loaded("--draft-model small --draw 3 --acceptance block") == {**DEFAULTS, **drawn}
+    assert seen[-1][1] == SamplingSettings(acceptance="block")
+    assert loaded("--paths 4") == {**DEFAULTS, "tree": BestPaths((6, 3, 2), 4)}
+    assert loaded("--paths 3 --widths 4 1") == {**DEFAULTS, "tree": BestPaths((4, 1), 3)}
+
+
+def test_several_answers_on_a_terminal_are_to_be_read(folder: Path, engine: Engine):
+    """Each under its prompt, and no JSON; what happens before the first one is shown, too."""
+    arguments = ["generate", "abba", "dead cab", "--model", "model", "--head", "medusa", "--precision", "fp32", *TOKENS]
+    out, err = run_on_terminal(arguments, folder)
+    assert "{" not in out
+    assert "loading model" in err
+    assert "answering" in err
+    expected = engine.generate(["abba", "dead cab"], max_new_tokens=12)
+    for prompt, result in zip(["abba", "dead cab"], expected, strict=True):
+        heading, _, rest = out.partition(f"{prompt} ─")
+        assert rest
+        assert "".join(result.text.split()) in "".join(rest.split())
+        out = heading + rest
+
+
+def test_labels_of_the_file_are_kept(here: Path, capsys: pytest.CaptureFixture[str]):
+    line = {"question_id": 81, "category": "writing", "id": "x", "turns": ["dead cab"], "reference": ["no"]}
+    (here / "labelled.jsonl").write_text(f"{json.dumps(line)}\n" * 2)
+    assert main(["generate", "--prompts", "labelled.jsonl", "--model", "model", *TOKENS]) == 0
+    for record in map(json.loads, capsys.readouterr().out.splitlines()):
+        assert (record["question_id"], record["category"], record["id"]) == (81, "writing", "x")
+        assert "reference" not in record
+
+
+@pytest.mark.usefixtures("here")
+def test_logprobs_are_printed_and_written(engine: Engine, capsys: pytest.CaptureFixture[str]):
+    arguments = ["generate", "--model", "model", "--head", "medusa", "--precision", "fp32", "--logprobs", "2", *TOKENS]
+    assert main([*arguments, "dead cab"]) == 0
+    expected = engine.generate(["dead cab"], max_new_tokens=12, logprobs=2)[0]
+    text, *table = capsys.readouterr().out.splitlines()
+    assert text == expected.text
+    rows = [line for line in table if re.search(r"-\d", line)]
+    assert len(rows) == 12
+    for row, value, likely in zip(rows, expected.logprobs, expected.top_logprobs, strict=True):
+        assert f" {value:.3f} " in row
+        assert row.rstrip().endswith(f"{likely[1][1]:.2f}")
+    assert main([*arguments, "dead cab", "abba"]) == 0
+    record = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert record["logprobs"] == pytest.approx(expected.logprobs, abs=1e-4)
+    assert [len(place) for place in record["top_logprobs"]] == [2] * 12
+
+
+def test_draft_tokens_of_a_finished_answer_are_green(engine: Engine, folder: Path):
+    with_head = draftheads.load(str(folder / "model"), str(folder / "medusa"), precision="fp32")
+    result = with_head.generate(["dead cab"], max_new_tokens=12)[0]
+    text = drafted_text(result)
+    assert text.plain == result.text
+    assert sum(span.end - span.start for span in text.spans if span.style == DRAFTED) == sum(
+        len(piece) for piece, drafted in zip(result.pieces, result.drafted, strict=True) if drafted
+    )
+    assert text.spans
+    assert not drafted_text(result, colour=False).spans
+
+
+def test_it_says_so_if_nothing_is_drafted(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    options = GenerateOptions(model="model", head="medusa")
+    engine = draftheads.load(str(folder / "model"), str(folder / "medusa"), precision="fp32")
+    monkeypatch.setattr(SizePolicySession, "choose", lambda *_: (None, 0.0, 1.0))
+    words = generate.no_draft_sentence(engine, options)
+    assert words is not None
+    assert "drafts no tokens of its own here, only copies" in words
+    assert words.endswith(
+        "Try --precision int8, or measure its trees on your prompts: draftheads tune model medusa --prompts FILE"
+    )
+    monkeypatch.setattr(SizePolicySession, "choose", lambda *_: (Tree.chain(2), 1.0, 1.0))
+    assert generate.no_draft_sentence(engine, options) is None

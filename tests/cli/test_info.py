@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,8 @@ import tyro
 
 from draftheads.acceptance_profile import AcceptanceProfile
 from draftheads.checkpoint import save_head
-from draftheads.cli.info import InfoOptions, run
+from draftheads.cli.info import run
+from draftheads.cli.options.info import InfoOptions
 from draftheads.errors import CheckpointCorrupt, InvalidSettings, InvalidTree, ModelNotFound
 from draftheads.heads.medusa import MedusaConfig, MedusaHead
 from draftheads.models.model import TargetModel
@@ -73,7 +76,7 @@ def test_a_head_is_described(folder: Path, capsys: pytest.CaptureFixture[str]) -
         "lm head shared",
         "draft vocab size 20",
         f"parameters {2 * (32 * 32 + 32):,}",
-        f"size {(folder / 'model.safetensors').stat().st_size / 1e6:.1f} MB",
+        f"size {(folder / 'model.safetensors').stat().st_size / 1e3:.1f} kB",
         "base tiny-llama",
         f"tokenizer {config['base']['fingerprints']['tokenizer']}",
         f"embedding {config['base']['fingerprints']['embedding'][:16]}",
@@ -114,7 +117,7 @@ def test_the_zoo_is_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     text = told(capsys, "")
     row = next(line for line in text.splitlines() if "tiny-llama" in line)
     cells = [cell.strip() for cell in row.strip("│ ").split("│")]
-    size = f"{(folder / 'model.safetensors').stat().st_size / 1e6:.1f} MB"
+    size = f"{(folder / 'model.safetensors').stat().st_size / 1e3:.1f} kB"
     assert cells == ["tiny-llama", "medusa", "2", f"{2 * (32 * 32 + 32):,}", size, "1.49"]
 
 
@@ -164,3 +167,14 @@ def test_a_file_without_a_tree_is_an_error(tmp_path: Path, capsys: pytest.Captur
 def test_a_head_and_a_tree_together_are_refused() -> None:
     with pytest.raises(InvalidSettings, match=r"head is 'medusa' and tree is '\[\[0\]\]'"):
         InfoOptions(head="medusa", tree="[[0]]")
+
+
+def test_it_imports_neither_torch_nor_transformers():
+    code = """
+import sys
+from draftheads.cli.main import main
+assert main(["info"]) == main(["info", "hydra"]) == main(["info", "--tree", "[[0]]"]) == 0
+print(sorted({"torch", "transformers"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\n[]\n")

@@ -1,18 +1,19 @@
 """The command line: its commands, its errors, and how it ends."""
 
+import gc
 import importlib.metadata
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from draftheads.cli import demo, generate
-from draftheads.cli.main import COMMANDS, main
+from draftheads.cli.help import options_of as help_options
+from draftheads.cli.main import COMMANDS, _import_quickly, main, options_of
 from draftheads.decode.engine import Engine
-from draftheads.sampling import SamplingSettings
 
 
 def test_the_command_is_installed():
@@ -26,8 +27,8 @@ def test_help_lists_the_commands(arguments: list[str], capsys: pytest.CaptureFix
     out, err = capsys.readouterr()
     assert not err
     assert out.startswith("usage: draftheads COMMAND")
-    for name, summary in COMMANDS.items():
-        assert any(line.split(maxsplit=1) == [name, summary] for line in out.splitlines())
+    for name, command in COMMANDS.items():
+        assert any(line.split(maxsplit=1) == [name, command.summary] for line in out.splitlines())
 
 
 def test_help_and_version_are_fast(tmp_path: Path):
@@ -50,19 +51,95 @@ def test_an_unknown_command(capsys: pytest.CaptureFixture[str]):
     assert err.startswith("draftheads: no command 'generat'\n\nusage: draftheads COMMAND")
 
 
-@pytest.mark.parametrize("name", ["demo", "generate"])
-def test_every_option_is_explained(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("COLUMNS", "200")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_and_wrong_options_import_nothing_slow(name: str):
+    """Neither torch nor transformers nor numpy."""
+    code = f"""
+import sys
+from draftheads.cli.main import main
+assert main(["{name}", "--help"]) == main(["{name}", "--help-all"]) == 0
+try:
+    main(["{name}", "--no-such-option", "1"])
+except SystemExit as ended:
+    assert ended.code == 2
+print(sorted({{"numpy", "peft", "torch", "transformers"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\n[]\n")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_a_line_for_each_option(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """At 100 columns, and no line is wider; --help-all has every sentence."""
+    monkeypatch.setenv("COLUMNS", "100")
+    kind, defaults = options_of(name)
+    known = list(help_options(kind, defaults([]) if defaults else None))
+    assert main([name, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"usage: draftheads {name} ")
+    assert max(map(len, lines)) <= 100
+    for option in known:
+        assert option.text, f"{option.name} is not explained"
+        assert any(line.startswith(f"  {option.flag} ") and option.line(whole=False) in line for line in lines)
+    assert "None" not in "".join(lines)
+    assert main([name, "--help-all"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert all(option.text.rstrip(".") in words for option in known)
+
+
+def test_help_names_positional_arguments_and_puts_basic_options_first(capsys: pytest.CaptureFixture[str]):
+    assert main(["tune", "-h"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: draftheads tune MODEL HEAD [options]\n")
+    places = [out.index(word) for word in ("\nArguments", "\nOptions", "--prompts", "\nAdvanced", "--beam")]
+    assert places == sorted(places)
+    assert "--num-prompts N" in out
+    assert "[64]" in out  # a default
+
+
+def test_help_shows_a_flag_that_is_on(capsys: pytest.CaptureFixture[str]):
+    assert main(["generate", "--help"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "--[no-]copy" in line]
+    assert line.endswith("[on]")
+
+
+def test_help_after_two_dashes_is_a_prompt(capsys: pytest.CaptureFixture[str]):
+    assert main(["generate", "--model", "no such model", "--", "--help"]) == 1
+    assert "no such model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_commands_and_options(shell: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
-        main([name, "--help"])
-    assert ended.value.code == 0
-    words = capsys.readouterr().out
-    assert f"draftheads {name}" in words
-    options = {"demo": [demo.DemoOptions], "generate": [generate.GenerateOptions, SamplingSettings]}[name]
-    names = {field for one in options for field in one.__dataclass_fields__}
-    for field in names - {"prompt", "settings"}:
-        assert f"--{field.replace('_', '-')}" in words
-    assert words.count(".") > len(names)
+        main(["completion", shell])
+    assert not ended.value.code
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("show-batch", "max-new-tokens", "draft-vocab-size"))
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("draftheads gen", ["generate"]),
+        ("draftheads train --me", ["--method"]),
+        ("draftheads demo --precision bf", ["bf16"]),
+    ],
+)
+def test_bash_completes(words: str, expected: list[str], tmp_path: Path):
+    script = tmp_path / "completion.bash"
+    made = subprocess.run([sys.executable, "-m", "draftheads", "completion", "bash"], capture_output=True, check=True)
+    script.write_bytes(made.stdout)
+    given = words.split()
+    ask = f'''source {script}; COMP_WORDS=({words}); COMP_CWORD={len(given) - 1}; COMP_LINE="{words}"
+        COMP_POINT={len(words)}; _tyro_draftheads; printf "%s\\n" "${{COMPREPLY[@]}}"'''
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", ask], capture_output=True, text=True, check=True, env={**os.environ, "PATH": path}
+    )
+    assert done.stdout.split("\n")[:-1] == expected
 
 
 def test_an_unknown_option(capsys: pytest.CaptureFixture[str]):
@@ -122,7 +199,7 @@ ERRORS = {
     f"demo {ON_MODEL} --heads nohead": "no head 'nohead'",
     f"demo {ON_MODEL} --seconds 0": "--seconds is 0; it must be above 0",
     f"demo {ON_MODEL} --seconds nan": "--seconds is nan; it must be above 0",
-    f"demo {ON_MODEL} --json nowhere/out.json": "--json nowhere/out.json: there is no folder nowhere",
+    f"demo {ON_MODEL} --json bad.jsonl/out.json": "cannot save bad.jsonl/out.json",
 }
 
 
@@ -135,6 +212,20 @@ def test_errors_are_one_line(command: str, capsys: pytest.CaptureFixture[str]):
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert ERRORS[command] in err
+
+
+def test_garbage_is_collected_again_after_the_imports(monkeypatch: pytest.MonkeyPatch):
+    seen: list[bool] = []
+
+    def imported(name: str) -> None:
+        seen.append(gc.isenabled())
+        raise ImportError(name)
+
+    monkeypatch.setattr("draftheads.cli.main.importlib.import_module", imported)
+    with pytest.raises(ImportError):
+        _import_quickly("generate")
+    assert seen == [False]
+    assert gc.isenabled()
 
 
 @pytest.mark.usefixtures("here")
@@ -154,3 +245,21 @@ def test_a_closed_pipe_is_not_an_error(tmp_path: Path):
     done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("command", "function"), [("bench", "compare_heads"), ("tune model medusa", "tune_head"), ("demo", "load_demo")]
+)
+@pytest.mark.usefixtures("here")
+def test_how_the_model_is_loaded_is_passed_on(command: str, function: str, monkeypatch: pytest.MonkeyPatch):
+    seen: dict[str, object] = {}
+
+    def stopped(*_: object, **options: object) -> None:
+        seen.update(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"draftheads.cli.{command.split(maxsplit=1)[0]}.{function}", stopped)
+    words = "--precision fp32 --device cpu --four-bit --no-fast --trust-remote-code --attn-implementation eager"
+    assert main([*command.split(), *words.split()]) == 130
+    how = {"precision": "fp32", "device": "cpu", "four_bit": True, "fast": False, "trust_remote_code": True}
+    assert {**seen, **how, "attn_implementation": "eager"} == seen

@@ -81,3 +81,21 @@ def test_a_transient_display_keeps_no_lines(clock: Clock):
         display.stage("loading")
         display.stage("training")
     assert "loading: " not in written(console)
+
+
+def test_a_notebook_shows_a_bar(clock: Clock, monkeypatch: pytest.MonkeyPatch):
+    console = Console(file=io.StringIO(), width=80, force_jupyter=True, _environ={})
+    displayed: list[str] = []
+    monkeypatch.setattr(console, "_check_buffer", lambda: displayed.append(console._render_buffer(console._buffer)))
+    display = ProgressDisplay(console)
+    assert not display._bars.disable
+    monkeypatch.setattr(display._bars, "start", lambda: None)  # it needs ipywidgets
+    with display:
+        display.stage("loading")
+        clock.seconds += 7
+        display.stage("training")
+        display.progress(3, 8, "loss 2.000")
+    assert "loading: 7 s" in displayed[-1]
+    assert [(task.description, task.completed, task.total) for task in display._bars.tasks] == [
+        ("training, loss 2.000", 3, 8)
+    ]

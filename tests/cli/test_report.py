@@ -26,7 +26,7 @@ def test_the_command_writes_pages_and_prints_their_paths(folder: Path, capsys: p
 
 def test_a_folder_without_records_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 1
-    assert f"error: {tmp_path} holds nothing to report" in capsys.readouterr().err
+    assert f"error: {tmp_path}: not an output folder of train, tune or bench" in capsys.readouterr().err
 
 
 def test_other_commands_print_which_page_they_wrote(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

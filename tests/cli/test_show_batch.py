@@ -13,7 +13,8 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from draftheads.cli.main import main
-from draftheads.cli.show_batch import ShowBatchOptions, bracketed, coloured, planned_batch
+from draftheads.cli.options.show_batch import ShowBatchOptions
+from draftheads.cli.show_batch import bracketed, coloured, planned_batch
 from draftheads.data.extract import load_texts
 from draftheads.errors import InvalidSettings
 from draftheads.models.model import TargetModel
@@ -22,6 +23,7 @@ from draftheads.reports.batch_page import PlannedBatch
 from draftheads.reports.spans import Span, spans
 from draftheads.train import run
 from fake_progress import FakeProgress
+from html_pages import check_page
 from training_world import (
     EOS,
     KilledError,
@@ -240,9 +242,27 @@ def test_the_page_marks_the_same_tokens(capsys: pytest.CaptureFixture[str], tmp_
     assert out.endswith(f"\nwrote {path}\n")
     page = path.read_text(encoding="utf-8")
     learned = "".join(re.findall(r'<span class="learned[^"]*">(.*?)</span>', page, re.DOTALL))
-    expected = "".join(re.findall(r"⟦(.*?)⟧", out)).replace("‹", "").replace("›", "")
+    learned_in = "".join(re.findall(r"⟦(.*?)⟧", out))
+    texts, legend, special = learned_in.partition("learned")
+    expected = f"{legend}{special}{texts}"  # the page has the legend first
+    expected = expected.replace("‹", "").replace("›", "")
     assert learned == expected.replace("<", "&lt;").replace(">", "&gt;")
-    assert all(f"<td>{label}</td><td>{here}</td>" in page for label, here, _ in planned(index=2, epochs=2).rows())
+    check_page(page)
+    assert "<h1>Training batch 2 of chats.jsonl</h1>" in page
+    assert all(
+        f"<div>{label}</div></th><td>{here}</td>" in page for label, here, _ in planned(index=2, epochs=2).rows()
+    )
+
+
+@pytest.mark.usefixtures("here")
+def test_words_of_chats_are_escaped_in_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    strange = tmp_path / "<script>.jsonl"
+    write_chats(strange, [*RECORDS, *[chat("<script> w1", "</pre><script>x</script> w2")] * 3])
+    path = tmp_path / "batch.html"
+    shown(capsys, f"--data '{strange}' --max-texts 0 --html {path}")
+    page = path.read_text(encoding="utf-8")
+    check_page(page)
+    assert "&lt;script&gt;.jsonl" in page
 
 
 # --- what is refused ---

@@ -71,6 +71,7 @@ BOTH = [
     ('{"messages": ' + '{"a":' * 100_000, "nested too deeply"),
     ('{"messages": ["w1"]}', "message 0 is 'w1'"),
     ('{"messages": [{"role": "user"}]}', "message 0: content is None"),
+    ('{"messages": [{"role": "wizard", "content": "w1"}]}', "message 0: role is 'wizard'; it must be one of system, "),
     ('{"messages": [{"role": "user", "content": "w1 \\ud800"}]}', r"message 0: content holds half a character"),
 ]
 
@@ -139,7 +140,9 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path, damage: str):
                 damage
             ]
         )
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(
+        DataError, match="not UTF-8 text: byte 0xff" if damage == "not utf-8" else "cannot be read|not UTF-8"
+    ):
         list(read_chats(path))
 
 

@@ -1,16 +1,21 @@
 """A request's own rules: where it stops, what it counts, and that none of it depends on how the tokens came."""
 
+import copy
+import pickle
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from byte_tokenizers import LETTERS, TOKENIZERS, whole_text
 from draftheads.decode.engine import Engine
-from draftheads.decode.request import Request, StreamEvent
+from draftheads.decode.request import GenerationResult, Request, StreamEvent
 from draftheads.models.model import TargetModel
-from draftheads.sampling import SamplingSettings
+from draftheads.settings import SamplingSettings
 from families import PROMPTS, TREES, VOCAB, IntegerTokenizer, PlantedDrafter, tiny_model
 
 EOS = 2
@@ -228,3 +233,91 @@ def test_the_models_own_end_of_text(model: TargetModel) -> None:
     assert found.finish_reason == "stop"
     assert found.text == "".join(f"<{token}>" for token in found.token_ids[:-1])
     assert all(token < VOCAB for token in found.token_ids)
+
+
+# --- what a notebook shows ---
+
+
+def result_of(tokenizer: Any, *runs: list[int], **own: Any) -> GenerationResult:
+    settings = SamplingSettings(max_new_tokens=sum(map(len, runs)), **own)
+    request = Request([5], settings, tokenizer=tokenizer, eos_ids=frozenset({EOS}), max_length=None)
+    fed(request, *runs)
+    return request.result()
+
+
+def test_a_result_is_short_on_one_line() -> None:
+    result = result_of(IntegerTokenizer(), [7], [8, 9, 10], [11, EOS])
+    counts = "6 tokens, 1.67 tokens/step, 3 steps, ended by stop"
+    assert repr(result) == f"GenerationResult('<7><8><9><10><11>', {counts})"
+    long = repr(replace(result, text="\n" * 100))
+    assert "\n" not in long
+    assert long.startswith("GenerationResult('" + "\\n" * 57 + "…', 6 tokens")
+
+
+@settings(deadline=None)
+@given(st.sampled_from(sorted(TOKENIZERS)), st.text(LETTERS, max_size=25), st.integers(1, 4), st.integers(0, 3))
+def test_pieces_are_the_text(name: str, typed: str, width: int, cut: int) -> None:
+    """Characters of several tokens belong to the last one; a stop string or a half character changes no sum."""
+    tokenizer = TOKENIZERS[name]
+    tokens = tokenizer(typed + ".", add_special_tokens=False)["input_ids"]
+    tokens = tokens[: max(1, len(tokens) - cut)]
+    result = result_of(tokenizer, *[tokens[i : i + width] for i in range(0, len(tokens), width)])
+    assert "".join(result.pieces) == result.text
+    assert cut or result.text == whole_text(tokenizer, tokens)
+    assert len(result.pieces) == len(result.token_ids)
+    stopped = result_of(tokenizer, tokens, stop=typed[3:6] or ".")
+    assert "".join(stopped.pieces) == stopped.text
+    assert len(stopped.pieces) == len(stopped.token_ids)
+
+
+def test_a_character_of_three_tokens_belongs_to_the_last_of_them() -> None:
+    tokenizer = TOKENIZERS["byte fallback"]
+    tokens = tokenizer("t漢e", add_special_tokens=False)["input_ids"]
+    result = result_of(tokenizer, *[[token] for token in tokens])
+    assert len(tokens) == 5
+    assert result.pieces == ("t", "", "", "漢", "e")
+
+
+def test_the_page_of_a_result_colours_accepted_draft_tokens() -> None:
+    class Words(IntegerTokenizer):
+        def decode(self, token_ids: list[int], **_: object) -> str:
+            words = {7: "<script>", 8: "  a\n", 9: "&", 10: '"$x$"'}
+            return "".join(words.get(token, "") for token in token_ids)
+
+    result = result_of(Words(), [7], [8, 9, 10], [9, 9, EOS])
+    assert result.drafted == (False, True, True, False, True, True, False)
+    page = result._repr_html_()
+    colour = '<span style="background: rgba(46, 160, 67, 0.25)">'
+    assert f'">&lt;script&gt;{colour}  a\n&amp;</span>&quot;$x$&quot;{colour}&amp;&amp;</span></div>' in page
+    assert "white-space: pre-wrap" in page
+    assert 'class="tex2jax_ignore mathjax_ignore"' in page, "$x$ is no formula"
+    assert f"7 tokens, 2.00 tokens/step, 3 steps, ended by stop ({colour}4 accepted draft tokens</span>)" in page
+    assert "<script>" not in page
+    ET.fromstring(page)  # noqa: S314 - our own
+    plain = result_of(Words(), [7], [8], [9])._repr_html_()
+    assert colour not in plain
+    assert "draft" not in plain
+
+
+def test_results_are_compared_pickled_and_copied_without_their_tokenizer() -> None:
+    one, other = (result_of(tokenizer, [7], [8, 9]) for tokenizer in (IntegerTokenizer(), Unpicklable()))
+    assert one == other
+    assert hash(one) == hash(other)
+    for found in (pickle.loads(pickle.dumps(other)), copy.deepcopy(other)):  # noqa: S301 - our own
+        assert found == other
+        assert found.pieces == other.pieces == ("<7>", "<8>", "<9>")
+        assert found._repr_html_() == other._repr_html_()
+    assert "tokenizer" not in asdict(other)
+    assert replace(other, text="<7><8>").pieces == ("<7>", "<8>", "")
+
+
+class Unpicklable(IntegerTokenizer):
+    def __reduce__(self) -> str:
+        raise AssertionError("a result holds its tokenizer")
+
+
+def test_a_result_made_by_hand_shows_its_text() -> None:
+    result = GenerationResult("<b>", (9, 2), 3, 1, "stop")
+    assert result.pieces == ("<b>", "")
+    assert "&lt;b&gt;" in result._repr_html_()
+    assert GenerationResult("", (), 3, 0, "length")._repr_html_()

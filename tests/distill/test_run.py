@@ -18,7 +18,7 @@ from draftheads.distill.local import _add_result
 from draftheads.distill.prompts import SELF_TALK, Prompt
 from draftheads.errors import DataError, UnsupportedModel
 from draftheads.models.model import TargetModel
-from draftheads.sampling import SamplingSettings
+from draftheads.settings import SamplingSettings
 from fake_progress import FakeProgress
 from families import TREES, tiny_head
 from thorough import some

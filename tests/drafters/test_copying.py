@@ -19,7 +19,7 @@ from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
 from draftheads.heads import HEADS
-from draftheads.sampling import SamplingSettings
+from draftheads.settings import SamplingSettings
 from draftheads.shapes import ROOT_ONLY, BestFirst, BestPaths, Sampled, Shape
 from draftheads.tree import Tree
 from families import IntegerTokenizer, PlantedDrafter, propose, tiny_head, tiny_model

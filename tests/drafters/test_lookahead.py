@@ -16,7 +16,7 @@ from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
-from draftheads.sampling import SamplingSettings
+from draftheads.settings import SamplingSettings
 from draftheads.shapes import ROOT_ONLY, BestFirst, BestPaths, Sampled, Shape
 from draftheads.tree import Tree
 from families import PROMPTS, tiny_head, tiny_model

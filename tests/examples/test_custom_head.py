@@ -11,7 +11,7 @@ import draftheads
 from draftheads import heads
 from draftheads.bench.settings import BenchSettings
 from draftheads.cli.main import main
-from draftheads.search.replay import ReplaySettings
+from draftheads.search.settings import ReplaySettings
 from training_world import chat_model, counting_chats, write_chats
 
 PACKAGE = Path(__file__).parents[2] / "examples" / "custom_head"

@@ -14,23 +14,30 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftheads.draft import Context
 from draftheads.errors import InvalidSettings, InvalidTree
-from draftheads.heads import HEADS, head_classes, parse_head_options
+from draftheads.heads import HEADS, head_classes
+from draftheads.heads.amphista import AmphistaHead
 from draftheads.heads.attention import LayerConfig
 from draftheads.heads.base import DraftHead, EmbeddingConfig
+from draftheads.heads.head_options import parse_head_options
 from draftheads.heads.stateful import StatefulHead, StatefulSession
-from draftheads.models.model import TargetModel
-from draftheads.sampling import RowSettings, SamplingSettings
+from draftheads.models.model import TargetModel, layer_sizes
+from draftheads.sampling import RowSettings
+from draftheads.settings import SamplingSettings
 from draftheads.shapes import BestFirst, BestPaths, Sampled
-from families import FAMILIES, TREES, VOCAB, fitting, propose, tiny_head, tiny_model
+from families import FAMILIES, TREES, VOCAB, propose, tiny_head, tiny_model
 from slow_heads import slow_attention
 from thorough import some_rows
 
-STATEFUL = [method for method, (_, head_class) in HEADS.items() if issubclass(head_class, StatefulHead)]
+STATEFUL = [method for method in HEADS if issubclass(head_classes(method)[1], StatefulHead)]
 # of every architecture, its variants
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{method: (method, {}) for method in HEADS},
     "hydra++, deep": ("hydra++", {"num_layers": 3}),
     "hydra++, grouped": ("hydra++", {"num_key_value_heads": 2, "head_size": 6}),
+    "hydra++, scaled": (
+        "hydra++",
+        {"rope_frequencies": [1.0, 0.2, 0.1, 0.05, 0.02, 0.01, 0.001, 0.0], "rope_scale": 1.2},
+    ),
     "amphista-alpha": ("amphista", {"num_auto_embedding_blocks": 2}),
     "amphista, no blocks": ("amphista", {"num_auto_embedding_blocks": 0}),
     "amphista, no positions": ("amphista", {"head_positions": False}),
@@ -57,8 +64,8 @@ def model() -> TargetModel:
     return tiny_model("llama")
 
 
-def variant(name: str, model: TargetModel) -> DraftHead:
-    method, options = VARIANTS[name]
+def variant(name: str, model: TargetModel, **changes: Any) -> DraftHead:
+    method, options = VARIANTS[name][0], {**VARIANTS[name][1], **changes}
     return (
         tiny_head(method, model, embedding_scale=SCALE, **options)
         if reads(method)
@@ -219,7 +226,8 @@ def test_drafting_with_a_history_is_drafting_from_scratch(
                 assert found.path_log_probs is not None
                 assert scratch.path_log_probs is not None
                 torch.testing.assert_close(found.path_log_probs[place], scratch.path_log_probs[0], rtol=1e-3, atol=1e-4)
-                assert found.token_ids[place].tolist() == scratch.token_ids[0].tolist()
+                # nodes of nearly equal probability may change places
+                assert sorted(found.token_ids[place].tolist()) == sorted(scratch.token_ids[0].tolist())
         leaving = [place for place, row in enumerate(rows) if read[row] > 120 + 10 * row]
         if leaving:
             kept = [place for place in reversed(range(len(rows))) if place not in leaving]
@@ -440,9 +448,10 @@ def test_hydra_plus_plus_follows_its_formula(name: str, model: TargetModel) -> N
         *("amphista, no stage", "amphista, no token"),
     ],
 )
-def test_amphista_follows_its_equations(name: str, model: TargetModel) -> None:
+@pytest.mark.parametrize(("num_heads", "from_stage_one"), [(3, 1), (4, 2), (5, 2)])  # ⌊3/2⌋, ⌊4/2⌋, ⌊5/2⌋
+def test_amphista_follows_its_equations(name: str, model: TargetModel, num_heads: int, from_stage_one: int) -> None:
     """Stages on fc([h; e_{t+1}]), an MLP a head on one of them, positions, then all heads see all."""
-    head = variant(name, model)
+    head = variant(name, model, num_heads=num_heads)
     config, weights, embedding = head.config, numbers(head), SCALE * model.weights.embedding
     assert isinstance(config, LayerConfig)
     hidden, tokens = random_text(1, 9, size=model.hidden_size)
@@ -455,7 +464,8 @@ def test_amphista_follows_its_equations(name: str, model: TargetModel) -> None:
         stages.append(F.pad(slow_attention(layer, x, config), (0, 0, 0, 1)))
     first = {"amphista, no stage": 0}.get(name, 1)
     last = {"amphista, no stage": 0, "amphista, one stage": 1}.get(name, 2)
-    heads = [residual(weights, f"blocks.{i}.0", stages[first if i < 2 else last][4]) for i in range(4)]
+    reads = [first if i < from_stage_one else last for i in range(num_heads)]
+    heads = [residual(weights, f"blocks.{i}.0", stages[stage][4]) for i, stage in enumerate(reads)]
     if name != "amphista, no positions":
         heads = [x + weights["positions"][i] for i, x in enumerate(heads)]
     found = torch.stack(heads)
@@ -463,6 +473,22 @@ def test_amphista_follows_its_equations(name: str, model: TargetModel) -> None:
         found = slow_attention(block, found, config, causal=False, rotary=False)
     assert len(head.auto_embedding) == {"amphista-alpha": 2, "amphista, no blocks": 0}.get(name, 1)  # type: ignore[arg-type]
     torch.testing.assert_close(head(hidden, tokens)[:, 0, 4], found, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "stages"),
+    [(1, [2]), (2, [1, 2]), (3, [1, 2, 2]), (4, [1, 1, 2, 2]), (5, [1, 1, 2, 2, 2])],
+)
+def test_the_first_half_of_amphistas_heads_rounded_down_reads_stage_one(
+    model: TargetModel, num_heads: int, stages: list[int]
+) -> None:
+    """Equation 2: heads 1 … ⌊K/2⌋ read h¹ and the others h²; one more head reads stage two if K is odd."""
+    head = tiny_head("amphista", model, num_heads=num_heads, num_auto_embedding_blocks=0)
+    assert isinstance(head, AmphistaHead)
+    for parameter in head.parameters():
+        parameter.data.zero_()  # then MLPs and positions change nothing
+    outputs = [torch.full((1, model.hidden_size), float(stage)) for stage in (0, 1, 2)]  # h_t, h¹, h²
+    assert head._heads(outputs)[:, 0, 0].tolist() == stages
 
 
 def test_eagles_first_prediction_follows_its_formula(model: TargetModel) -> None:
@@ -488,9 +514,68 @@ def test_eagles_further_predictions_read_its_own_hidden_states(model: TargetMode
             torch.testing.assert_close(features[i, t], states[-1], rtol=1e-4, atol=1e-4)
 
 
-def test_the_small_llama_is_a_llama(model: TargetModel) -> None:
+# of a target with head_size 8: by theta alone, pair j turns by 10000^(-j/4), so by 1, 0.1, 0.01 and 0.001 per position
+ROPE: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    },
+}
+
+
+def llama_sizes(rope: dict[str, Any]) -> dict[str, Any]:
+    config = LlamaConfig(hidden_size=32, num_attention_heads=4, head_dim=8, rope_parameters=dict(rope))
+    return layer_sizes(config, 32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "frequencies", "scale"),
+    [
+        ("linear", [0.25, 0.025, 0.0025, 0.00025], 1.0),  # divided by 4
+        # wavelengths 2π/f: 6.28, 62.8, 628.3, 6283. Below 1024/4 nothing changes, above 1024/1 f is divided by 8;
+        # between, with s = (1024/628.3 - 1) / (4 - 1) = 0.209916, it is (1 - s) · 0.01 / 8 + s · 0.01 = 0.00308676
+        ("llama3", [1.0, 0.1, 0.00308676, 0.000125], 1.0),
+        # pair dim(r) = 8 ln(64 / (2π r)) / (2 ln 10000) turns r times in 64 positions: dim(32) < 0, dim(1) = 1.008, so
+        # the ramp goes from 0 to 2: pairs 0, 1, 2, 3 have 0, 1/2, 1, 1 of the frequency divided by 4
+        ("yarn", [1.0, 0.0625, 0.0025, 0.00025], 1.1386294),  # 0.1 ln 4 + 1
+    ],
+)
+def test_rotary_positions_are_scaled_as_the_targets_are(kind: str, frequencies: list[float], scale: float) -> None:
+    sizes = llama_sizes(ROPE[kind])
+    assert sizes["rope_frequencies"] == pytest.approx(frequencies, rel=1e-5)
+    assert sizes["rope_scale"] == pytest.approx(scale)
+
+
+def test_the_positions_of_full_attention_are_those_of_heads() -> None:
+    """Gemma 3 scales those of its layers with full attention only. Of GPT-NeoX, a part of each query is not turned."""
+    linear = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
+    kinds = {"sliding_attention": {"rope_type": "default", "rope_theta": 77.0}, "full_attention": linear}
+    sizes = tiny_model("gemma3_text", rope_parameters=kinds).layer_sizes
+    assert sizes["rope_frequencies"] == pytest.approx([0.125, 0.0125, 0.00125, 0.000125])
+    assert (
+        "rope_frequencies"
+        not in tiny_model("gpt_neox", rope_parameters={**linear, "partial_rotary_factor": 0.5}).layer_sizes
+    )
+    assert "rope_frequencies" not in llama_sizes(ROPE["default"])
+
+
+@pytest.mark.parametrize("rope", ROPE)
+def test_the_small_llama_is_a_llama(model: TargetModel, rope: str) -> None:
     """With the same weights it says what transformers' own Llama says of the draft vocabulary."""
-    head = variant("small-llama, deep", model)
+    scaled = {name: value for name, value in llama_sizes(ROPE[rope]).items() if name.startswith("rope_")}
+    head = variant("small-llama, deep", model, head_size=8, **scaled)
     config = head.config
     assert isinstance(config, LayerConfig)
     draft_vocab, embedding = head.draft_vocab, model.weights.embedding
@@ -504,7 +589,7 @@ def test_the_small_llama_is_a_llama(model: TargetModel) -> None:
             num_attention_heads=config.num_attention_heads,
             num_key_value_heads=config.num_key_value_heads,
             head_dim=config.head_size,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            rope_parameters=dict(ROPE[rope]),
             rms_norm_eps=config.norm_epsilon,
             tie_word_embeddings=False,
         )
@@ -601,7 +686,6 @@ def test_whole_paths_go_through_all_stages(model: TargetModel) -> None:
         ("medusa", {"lm_head": "tied"}, "lm_head is 'tied'"),
         ("medusa", {"draft_vocab_size": 0}, "draft_vocab_size is 0"),
         ("medusa", {"draft_vocab_size": 10}, r"draft_vocab_size is 10; it must lie in 1 … vocab_size \(9\)"),
-        ("amphista", {"num_heads": 3}, r"num_heads is 3: .*two stages.*an even number, or num_adaptation_layers 1"),
         ("amphista", {"num_adaptation_layers": 3}, r"num_adaptation_layers is 3; choose 0, 1 or 2"),
         ("amphista", {"num_auto_embedding_blocks": -1}, r"num_auto_embedding_blocks is -1; give 0 for none"),
         ("amphista", {"embedding_scale": 0.0}, r"embedding_scale is 0\.0; it must be above 0"),
@@ -610,6 +694,8 @@ def test_whole_paths_go_through_all_stages(model: TargetModel) -> None:
         ("eagle", {"num_key_value_heads": 3}, r"num_attention_heads is 4; .* multiple of num_key_value_heads \(3\)"),
         ("eagle", {"head_size": 5}, r"head_size is 5; rotary positions need an even number"),
         ("hydra++", {"head_size": 0}, r"head_size is 0; it must be at least 1"),
+        ("hydra++", {"rope_scale": 0.0}, r"rope_scale is 0\.0; it must be above 0"),
+        ("hydra++", {"rope_frequencies": [1.0]}, r"rope_frequencies has 1 number; head_size 16 needs 8"),
         ("hydra++", {"rope_theta": 0.0}, r"rope_theta is 0\.0; it must be above 0"),
         ("hydra++", {"norm_epsilon": 0.0}, r"norm_epsilon is 0\.0; it must be above 0"),
         ("mlp-speculator", {"inner_size": 0}, r"inner_size is 0; it must be at least 1"),
@@ -629,12 +715,15 @@ def test_impossible_options_are_refused(method: str, options: dict[str, Any], wo
 @pytest.mark.parametrize(
     ("method", "option", "words"),
     [
-        ("medusa", "depth=2", r"head option 'depth=2': medusa has none; give NAME=VALUE"),
-        ("amphista", "num_heads=2", r"'num_heads=2': amphista has head_positions, head_size, .*sampled_token"),
-        ("amphista", "sampled_token", r"head option 'sampled_token': .*give NAME=VALUE"),
-        ("amphista", "sampled_token=1", r"head option 'sampled_token=1': it must be bool"),
-        ("markov-medusa", "markov_rank=many", r"head option 'markov_rank=many': it must be int"),
-        ("mlp-speculator", "embeddings=mine", r"it must be 'own' or 'target'"),
+        ("medusa", "depth=2", r"depth=2: medusa has no option 'depth'; it has no further options"),
+        ("medusa", "depth", r"depth: medusa has no option 'depth'; it has no further options"),
+        ("amphista", "num_heads=2", r"amphista has no option 'num_heads'; choose among head_positions, head_size, "),
+        ("amphista", "sampled_token", r"--head-options sampled_token: it has no value; give sampled_token=VALUE"),
+        ("amphista", "sampled_token=1", r"--head-options sampled_token=1: sampled_token must be bool"),
+        ("markov-medusa", "markov_rank=many", r"--head-options markov_rank=many: markov_rank must be int"),
+        ("markov-medusa", "markov_rank=1048577", r"markov_rank must be at most 1048576"),
+        ("amphista", "num_auto_embedding_blocks=1025", r"num_auto_embedding_blocks must be at most 1024"),
+        ("mlp-speculator", "embeddings=mine", r"embeddings must be 'own' or 'target'"),
     ],
 )
 def test_unknown_options_are_refused(method: str, option: str, words: str) -> None:
@@ -671,4 +760,3 @@ def test_layers_take_the_targets_sizes(family: str) -> None:
     sizes = tiny_model(family, **others.get(family, usual)).layer_sizes
     assert sizes["norm_epsilon"] == 3e-4
     assert sizes["rope_theta"] == (10000.0 if family == "gpt2" else 1234.0)
-    assert fitting("amphista", num_heads=3) == {"num_heads": 4}

@@ -11,6 +11,7 @@ import draftheads
 from draftheads import heads
 from draftheads.errors import InvalidSettings, UnknownMethod
 from draftheads.heads import HEADS, head_classes, head_methods, register
+from draftheads.heads.base import HeadConfig
 from draftheads.heads.medusa import MedusaConfig, MedusaHead
 
 
@@ -72,7 +73,7 @@ def test_classes_of_another_kind_are_refused() -> None:
 
 def test_a_configuration_without_a_method_is_refused() -> None:
     with pytest.raises(InvalidSettings, match=r"HeadConfig.method is None; it must be the architecture's name"):
-        register(heads.HeadConfig, TwinHead)
+        register(HeadConfig, TwinHead)
 
 
 def test_an_entry_point_is_loaded_for_an_unknown_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from draftheads.draft import Draft
 from draftheads.errors import InvalidSettings
 from draftheads.kernels import MAX_TREE_ROWS, Int8, PackedLinear, Plain
-from draftheads.loading import Precision, load_target
+from draftheads.loading import load_target
 from draftheads.models import attention as attention_module
 from draftheads.models import kv_target as target_module
 from draftheads.models.attention import (
@@ -28,6 +28,7 @@ from draftheads.models.kv_cache import BLOCK_SLOTS
 from draftheads.models.kv_target import Target
 from draftheads.models.masks import as_float_mask
 from draftheads.models.modules import FusedAttention, FusedLayer, FusedMlp, FusedNorm
+from draftheads.settings import Precision
 from draftheads.tree import Tree
 from families import FAMILIES, VOCAB, tiny_model
 

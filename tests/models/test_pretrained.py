@@ -25,11 +25,13 @@ from transformers import (
     PreTrainedTokenizerFast,
     T5Config,
 )
+from transformers.utils import logging
 
 from draftheads.errors import InvalidSettings, MissingDependency, ModelNotFound, StorageError, UnsupportedModel
 from draftheads.models import embedded
-from draftheads.models.embedded import SMOLLM2_135M, cache_folder, converted_folder, find_gguf
-from draftheads.models.pretrained import default_dtype, load_pretrained, resolve_model
+from draftheads.models.embedded import SMOLLM2_135M, converted_folder, find_gguf
+from draftheads.models.model_names import resolve_model
+from draftheads.models.pretrained import default_dtype, load_pretrained, without_bars
 
 NAME = SMOLLM2_135M.name
 HUB_ID = SMOLLM2_135M.hub_id
@@ -153,7 +155,7 @@ def no_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _hub_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: Exception | None) -> None:
     """The Hub gives every model, or fails with ``answer``; no model was downloaded before."""
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", Mock(side_effect=answer))
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", Mock(side_effect=answer, return_value=Mock(siblings=[])))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
@@ -166,25 +168,9 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # --- where a model is ---
 
 
-def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "a"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
-    assert cache_folder() == tmp_path / "a"
-    monkeypatch.delenv("DRAFTHEADS_CACHE")
-    assert cache_folder() == tmp_path / "b" / "draftheads"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path / "c"))
-    assert cache_folder() == tmp_path / "c" / ".cache" / "draftheads"
-
-
-def test_an_unknown_home_folder_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_home_folder_is_an_error() -> None:
     with pytest.raises(InvalidSettings, match="~nobody-9/model: no home folder is known"):
         resolve_model("~nobody-9/model")
-    monkeypatch.setenv("DRAFTHEADS_CACHE", "~nobody-9/cache")
-    with pytest.raises(
-        InvalidSettings, match=r"no folder for .*: ~nobody-9/cache: .* into the variable DRAFTHEADS_CACHE"
-    ):
-        cache_folder()
 
 
 @pytest.mark.usefixtures("no_package", "offline", "cache")
@@ -258,6 +244,16 @@ def test_the_converted_model_equals_the_model_in_the_file(cache: Path) -> None:
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 2
 
 
+def test_loading_a_folder_shows_no_bar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    logging.enable_progress_bar()  # a command of another test has turned them off
+    with without_bars():
+        _tiny_llama().save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=_word_tokenizer()).save_pretrained(tmp_path)
+    load_pretrained(str(tmp_path), device="cpu")
+    assert capfd.readouterr() == ("", "")
+    assert logging.is_progress_bar_enabled()  # as the program had it
+
+
 @pytest.mark.usefixtures("site", "cache")
 def test_the_converted_tokenizer_splits_digits_and_gives_every_text_back() -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(resolve_model(NAME))
@@ -281,7 +277,7 @@ def test_quantised_tensors_are_unpacked(tmp_path: Path) -> None:
     torch.testing.assert_close(unpacked.float(), weight, rtol=2**-8, atol=float(weight.abs().max()) / 250)
 
 
-CONVERT = "from draftheads.models.pretrained import resolve_model; print(resolve_model('smollm2-135m'))"
+CONVERT = "from draftheads.models.model_names import resolve_model; print(resolve_model('smollm2-135m'))"
 
 
 @pytest.mark.thorough
@@ -319,7 +315,7 @@ def test_a_failed_conversion_leaves_nothing_and_can_be_tried_again(
         patch.setattr(LlamaConfig, "save_pretrained", Mock(side_effect=OSError(28, "No space left on device")))
         with pytest.raises(StorageError, match="no space left"):
             resolve_model(NAME)
-        assert not any(path.is_dir() for path in cache.iterdir())
+        assert not cache.exists(), "the folder was made for the conversion"
     assert Path(resolve_model(NAME)).is_dir()
 
 
@@ -389,7 +385,7 @@ def test_a_weight_that_is_missing_is_an_error(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UnsupportedModel, match=r"lacks 1 weights, for example model\.norm\.weight"):
+    with pytest.raises(UnsupportedModel, match=r"lacks 1 weight, for example model\.norm\.weight"):
         load_pretrained(str(folder))
 
 

@@ -1,5 +1,7 @@
 """Counts of a training batch, and its page."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,7 +9,8 @@ from draftheads.data.batches import collate
 from draftheads.data.chat import EncodedChat
 from draftheads.data.features import Document
 from draftheads.reports.batch_page import PlannedBatch, batch_page, num_read, padding_share
-from draftheads.reports.page import render
+from draftheads.reports.page import Page, render
+from html_pages import check_page
 from training_world import VOCAB, chat_tokenizer
 
 TEXTS = [
@@ -54,23 +57,41 @@ def test_padding_is_what_collating_adds(skips: bool) -> None:
     assert 0 < padding_share([sizes]) == pytest.approx(float((padded == 0).float().mean()))
 
 
-def test_the_page_shows_texts_legend_and_counts(batch: PlannedBatch) -> None:
-    page = batch_page(batch, chat_tokenizer(), max_texts=None)
-    assert page.answer == "The heads learn 3 (37.5%) of the 8 tokens in this batch."
+def page_of(batch: PlannedBatch, max_texts: int | None = None) -> Page:
+    settings = {"model": "tiny", "data": (Path("some/chats.jsonl"),), "seed": 3}
+    return batch_page(
+        batch, chat_tokenizer(), max_texts=max_texts, settings=settings, provenance={"command": "draftheads show-batch"}
+    )
+
+
+def test_the_page_shows_legend_texts_and_counts(batch: PlannedBatch) -> None:
+    page = page_of(batch)
+    assert page.title == "Training batch 1 of some/chats.jsonl"
+    assert page.verdict == "The heads learn 3 of the 8 tokens in this batch (37.5%)."
+    assert page.note.startswith("As tiny reads it.")
     assert [text.title for text in page.texts] == [
+        "Legend",
         "text 0: 3 tokens, 2 learned",
         "text 1: 5 tokens, 1 learned, cut off at 5",
-        "Legend",
     ]
-    classes = [[piece.classes for piece in text.pieces] for text in page.texts[:2]]
+    classes = [[piece.classes for piece in text.pieces] for text in page.texts[1:]]
     assert classes == [["", "learned", "learned"], ["", "", "", "", "learned special"]]
-    assert [piece.text.strip() for piece in page.texts[0].pieces] == [VOCAB[token] for token in (7, 8, 9)]
+    assert [piece.text.strip() for piece in page.texts[1].pieces] == [VOCAB[token] for token in (7, 8, 9)]
     html = render(page)
-    assert "<td>left out: no learned token</td><td></td><td>4</td>" in html
+    check_page(html)
+    assert "<div>left out: no learned token</div></th><td></td><td>4</td>" in html
     assert '<span class="learned special">' in html
 
 
+def test_model_data_and_command_are_folded(batch: PlannedBatch) -> None:
+    facts = {title: dict(values) for title, values in page_of(batch).facts}
+    assert facts == {
+        "Model, data and settings": {"model": "tiny", "data": ["some/chats.jsonl"], "seed": 3},
+        "Command and machine": {"command": "draftheads show-batch"},
+    }
+
+
 def test_the_page_shows_the_first_texts_only(batch: PlannedBatch) -> None:
-    page = batch_page(batch, chat_tokenizer(), max_texts=1)
+    page = page_of(batch, max_texts=1)
     assert len(page.texts) == 2
-    assert page.note == "This page shows 1 of the batch's 2 texts."
+    assert "The page shows 1 of 2 texts in this batch." in page.note

@@ -1,56 +1,92 @@
-"""The template: every part of a page is in its HTML, as text."""
+"""The template: every part of a page is in its HTML, as text, and the page is one file that all browsers can show."""
 
-import re
+import pytest
 
 from draftheads.reports.page import Figure, Page, Piece, Table, Text, render
+from html_pages import check_page
+
+WHOLE = Page(
+    title="Title",
+    verdict="It works: see `draftheads info`.",
+    note="A note.",
+    numbers=[("2.5", "tokens per step")],
+    texts=[Text("A text", [Piece("learned", "learned"), Piece(" read\n")])],
+    figures=[Figure("A plot", "<svg></svg>", "A caption.", "Bars: 2, 3.")],
+    tables=[Table("Numbers", ["", "value"], [["one", 1], ["two", 2]], "Below the table.", best=1)],
+    settings=[("seed", 7)],
+    facts=[("Others", {"data": ["a.jsonl", "b.jsonl"], "recipe": None, "chain": False, "tree": [[0]]}.items())],
+)
 
 
 def test_every_part_of_a_page_is_in_its_html() -> None:
-    html = render(
-        Page(
-            title="Title",
-            answer="It works.",
-            note="A note.",
-            texts=[Text("A text", [Piece("learned", "learned"), Piece(" read\n")])],
-            tables=[Table("Numbers", ["name", "value"], [["one", 1]], "Below the table.")],
-            figures=[Figure("<svg></svg>", "A caption.")],
-            facts=[("Settings", {"seed": 0}.items())],
-        )
-    )
+    html = render(WHOLE)
+    check_page(html)
     for part in (
         "<title>Title</title>",
-        '<p class="answer">It works.</p>',
-        "<p>A note.</p>",
+        '<h1>Title</h1>\n<p class="verdict">It works: see <code>draftheads info</code>.</p>',
+        '<p class="note">A note.</p>',
+        "<div><dt>tokens per step</dt><dd>2.5</dd></div>",
         '<pre><span class="learned">learned</span><span> read\n</span></pre>',
-        "<tr><th>name</th><th>value</th></tr>",
-        "<tr><td>one</td><td>1</td></tr>",
+        '<tr><td></td><th scope="col">value</th></tr>',
+        '<tr><th scope="row"><div>one</div></th><td>1</td></tr>',
+        '<tr class="best"><th scope="row"><div>two</div></th><td>2</td></tr>',
         "Below the table.",
-        "<figure><svg></svg><figcaption>A caption.</figcaption></figure>",
-        "<summary>Settings</summary>",
-        "<tr><th>seed</th><td>0</td></tr>",
+        "<figcaption><h2>A plot</h2><p>A caption.</p></figcaption>",
+        '<div role="img" aria-label="A plot. Bars: 2, 3."><svg></svg></div>',
+        '<tr><th scope="row">seed</th><td>7</td></tr>',
+        '<details class="card">\n<summary>Others</summary>',
+        '<tr><th scope="row">data</th><td>a.jsonl, b.jsonl</td></tr>',
+        '<tr><th scope="row">recipe</th><td>none</td></tr>',
+        '<tr><th scope="row">chain</th><td>no</td></tr>',
+        '<tr><th scope="row">tree</th><td>[[0]]</td></tr>',
     ):
         assert part in html
 
 
+def test_settings_that_differ_come_before_the_folded_ones() -> None:
+    html = render(WHOLE)
+    assert html.index("Settings that differ") < html.index('<th scope="row">seed') < html.index("<details")
+    assert "Settings that differ" not in render(Page("Title", "Answer"))
+
+
 def test_words_of_a_page_are_text_and_not_html() -> None:
-    strange = "<script>a & b</script>"
-    table = Table(strange, [strange], [[strange]], strange)
+    strange = '<script>a & "b"</script>'
     html = render(
         Page(
             strange,
             strange,
             strange,
+            [(strange, strange)],
             texts=[Text(strange, [Piece(strange)])],
-            tables=[table],
-            figures=[Figure("", strange)],
-            facts=[(strange, [(strange, strange)])],
+            figures=[Figure(strange, "", strange, strange)],
+            tables=[Table(strange, [strange], [[strange]], strange)],
+            settings=[(strange, strange)],
+            facts=[(strange, [(strange, [strange])])],
         )
     )
     assert "<script" not in html
-    assert html.count("&lt;script&gt;a &amp; b&lt;/script&gt;") == 14
+    assert html.count("&lt;script&gt;a &amp; &#34;b&#34;&lt;/script&gt;") == 22
 
 
-def test_a_page_loads_nothing_from_elsewhere_and_follows_dark_mode() -> None:
-    html = render(Page("Title", "Answer"))
-    assert not re.search(r"src=|href=|url\(|@import", html)
-    assert "prefers-color-scheme: dark" in html
+def test_a_page_without_parts_is_a_page() -> None:
+    check_page(render(Page("Title", "Answer")))
+
+
+@pytest.mark.parametrize(
+    ("change", "by"),
+    [
+        ('<p class="verdict">', "<p>"),
+        ("(prefers-color-scheme: dark)", "(min-width: 1px)"),
+        ("overflow-x: auto", "overflow-x: visible"),
+        ('<div class="wide"', "<div"),
+        ("<details", '<details id="one1" style="background: url(http://x)"'),
+        ('scope="row"', ""),
+        ("</main>", '<script src="x.js"></script></main>'),
+        ("default-src 'none'", "default-src *"),
+    ],
+)
+def test_the_check_of_pages_finds_what_is_missing(change: str, by: str) -> None:
+    html = render(WHOLE)
+    assert change in html
+    with pytest.raises(AssertionError):
+        check_page(html.replace(change, by))

@@ -1,7 +1,9 @@
 """Plots hold the values that they were given."""
 
+import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ from matplotlib.figure import Figure
 
 from draftheads.reports import plots
 from report_records import LOG, VALIDATION
+
+PLAIN = {"plain decoding": [(0, 1), (1, 1)]}  # a line over the whole width
 
 
 def drawn(draw: Callable[..., None], *arguments: Any, **named: Any) -> Any:
@@ -31,43 +35,85 @@ def lines(ax: Any) -> dict[str, list[tuple[float, float]]]:
 
 def test_losses_are_a_moving_mean_per_head_and_dots_of_held_out_text() -> None:
     ax = drawn(plots.draw_losses, LOG, VALIDATION)
-    assert lines(ax) == {"head 1": [(10, 4), (20, 3.5), (30, 3)], "head 2": [(10, 5), (20, 4.5), (30, 4)]}
-    dots = [line for line in ax.lines if line.get_marker() == "o"]
+    assert lines(ax) == {
+        "head 1": [(10, 4), (20, 3), (30, 2)],
+        "head 2": [(10, 5), (20, 4), (30, 3)],
+        "training": [],
+        "held-out": [],
+    }
+    dots = [line for line in ax.lines if line.get_marker() == "o" and len(line.get_xdata())]
     assert [points(line) for line in dots] == [[(0, 4), (30, 1)], [(0, 5), (30, 5)]]
-    assert [line.get_color() for line in ax.lines[::2]] == [line.get_color() for line in dots]
+    assert [line.get_color() for line in ax.lines[:4:2]] == [line.get_color() for line in dots]
+    assert ax.get_ylim()[0] == 0
 
 
-def test_a_moving_mean_forgets_old_lines() -> None:
-    log = [{"step": step, "head_losses": [100.0 if step < 10 else 1.0]} for step in range(40)]
-    assert lines(drawn(plots.draw_losses, log, []))["head 1"][-1] == (39, 1.0)
+def test_training_losses_are_smoothed_over_a_twentieth_of_the_log() -> None:
+    log = [{"step": step, "head_losses": [float(step % 2)]} for step in range(40)]
+    drawn_points = lines(drawn(plots.draw_losses, log, []))["head 1"]
+    assert drawn_points[:3] == [(0, 0.0), (1, 0.5), (2, 0.5)]
+
+
+def test_an_early_spike_of_the_loss_does_not_flatten_the_rest() -> None:
+    log = [{"step": step, "head_losses": [100.0 if step < 3 else 2.0]} for step in range(40)]
+    assert plots.loss_limit(log, []) == 4
+    assert drawn(plots.draw_losses, log, []).get_ylim() == (0, 4)
+    late = [{"step": step, "head_losses": [100.0 if step == 30 else 2.0]} for step in range(40)]
+    assert plots.loss_limit(late, []) is None, "only early losses are cut off"
+    assert drawn(plots.draw_losses, late, []).get_ylim()[1] > 50
+    assert plots.loss_limit(log[:1], []) is None
 
 
 def test_acceptance_is_top1_accuracy_of_each_head_in_percent() -> None:
     ax = drawn(plots.draw_acceptance, VALIDATION)
     assert lines(ax) == {"head 1": [(0, 12.5), (30, 42.5)], "head 2": [(0, 6.25), (30, 6.25)]}
+    assert ax.get_ylim()[0] == 0
+
+
+def test_tiny_accuracies_are_not_magnified() -> None:
+    ax = drawn(plots.draw_acceptance, [{"step": 0, "top1": [0.001]}, {"step": 9, "top1": [0.002]}])
+    assert ax.get_ylim() == (0, 10)
 
 
 def test_tokens_per_step_are_those_of_chain_and_tree() -> None:
     ax = drawn(plots.draw_tokens_per_step, VALIDATION)
-    assert lines(ax) == {"tree": [(0, 1.75), (30, 31.75)], "chain": [(0, 1.5), (30, 1.5)]}
+    assert lines(ax) == {"tree": [(0, 1.75), (30, 31.75)], "chain": [(0, 1.5), (30, 1.5)], **PLAIN}
+    assert ax.get_ylim() == (0, 1.05 * 31.75)
+
+
+def test_speedups_have_a_curve_and_a_dot_for_each_number_of_requests() -> None:
+    curves = [("1 request", [1.0, 1.5, 1.25]), ("8 requests", [1.0, 0.5, 0.25])]
+    ax = drawn(plots.draw_speedups, curves, [(2, 1.5), (1, 1.0)])
+    assert lines(ax) == {
+        "1 request": [(1, 1), (2, 1.5), (3, 1.25)],
+        "8 requests": [(1, 1), (2, 0.5), (3, 0.25)],
+        **PLAIN,
+    }
+    dots = [points(line) for line in ax.lines if line.get_marker() == "o"]
+    assert dots == [[(2, 1.5)], [(1, 1.0)]]
+    assert ax.get_ylim()[0] == 0
 
 
 def test_tree_sizes_start_at_one_node_and_have_bands_of_one_error() -> None:
     ax = drawn(plots.draw_tree_sizes, [("static", [1.0, 1.5], [0.0, 0.25]), ("growing", [1.0], [0.0])])
-    assert lines(ax) == {"static": [(1, 1), (2, 1.5)], "growing": [(1, 1)]}
+    assert lines(ax) == {"static": [(1, 1), (2, 1.5)], "growing": [(1, 1)], **PLAIN}
+    assert ax.get_ylim()[0] == 0
     band = ax.collections[0].get_paths()[0].vertices.tolist()
     assert {(1.0, 1.0), (2.0, 1.25), (2.0, 1.75)} == {(x, y) for x, y in band}
 
 
-def test_calibration_has_a_panel_per_stage_with_dots_in_percent() -> None:
+def test_calibration_has_dots_in_percent_and_bars_of_counts() -> None:
     figure = Figure()
-    plots.draw_calibration(figure, [("before", [(0.25, 0.5, 30.0), (0.75, 0.5, 10.0)]), ("after", [])])
-    before, after = figure.axes
-    assert before.get_title() == "before"
-    assert before.collections[0].get_offsets().tolist() == [[25, 50], [75, 50]]
-    large, small = before.collections[0].get_sizes()
-    assert large > small
-    assert len(after.collections[0].get_offsets()) == 0
+    bins = [(0.25, 0.5, 100.0), (0.5, 1.0, 29.0), (0.75, 0.25, 30.0)]
+    plots.draw_calibration(figure, [("before", bins), ("after", [])], min_count=30)
+    shares, counts = figure.axes
+    before, after = shares.containers
+    assert points(before.lines[0]) == [(25, 50), (75, 25)], "too few draft tokens for a dot"
+    assert len(after.lines[0].get_xdata()) == 0
+    ((_, low), (_, high)) = before.lines[2][0].get_segments()[0]
+    assert (low, high) == (45, 55), "one standard error"
+    bars = counts.containers[0].patches
+    assert [bar.get_height() for bar in bars] == [100, 29, 30]
+    assert bars[0].get_facecolor() == bars[2].get_facecolor() != bars[1].get_facecolor()
 
 
 def test_bars_hold_values_and_errors_of_every_series() -> None:
@@ -99,15 +145,72 @@ def test_a_legend_of_long_labels_lies_within_the_figure() -> None:
         partial(plots.draw_acceptance, validation=[]),
         partial(plots.draw_tokens_per_step, validation=[]),
         partial(plots.draw_tree_sizes, trees=[("static", [1.0], [0.0])]),
+        partial(plots.draw_speedups, curves=[], chosen=[]),
+        partial(plots.draw_calibration, stages=[("before", [])], min_count=30),
     ],
 )
 def test_a_plot_of_nothing_is_still_a_plot(draw: Callable[[Any], None]) -> None:
-    assert plots.as_svg(draw).startswith("<svg")
+    assert plots.as_svg(draw, name="plot").startswith("<svg")
+
+
+def test_bars_with_long_names_leave_room_for_the_bars() -> None:
+    figure = Figure(figsize=(5.2, 2), layout="constrained")
+    plots.draw_bars(figure, ["head-" * 20 + "last", "hydra"], [("speed", [1.5, 1.0], [0.0, 0.0])], label="speed")
+    figure.draw_without_rendering()  # fails with a warning where there is no room
+    first, second = (label.get_text() for label in figure.axes[0].get_yticklabels())
+    assert first.startswith("…")
+    assert first.endswith("head-last")
+    assert second == "hydra"
+    assert figure.axes[0].get_position().width > 0.4
+
+
+def test_steps_are_whole_numbers() -> None:
+    entries = [{**VALIDATION[0], "step": step} for step in range(3)]
+    for draw in (partial(plots.draw_losses, log=LOG[:1]), plots.draw_acceptance, plots.draw_tokens_per_step):
+        ticks = drawn(draw, validation=entries).get_xticks()
+        assert all(float(tick).is_integer() for tick in ticks)
+
+
+def test_bars_of_one_series_have_their_numbers_and_are_grey_below_1() -> None:
+    ax = drawn(plots.draw_bars, ["a", "b"], [("speed", [1.5, 0.75], [0.25, 0.125])], label="speed")
+    assert [text.get_text() for text in ax.texts] == ["1.50 ± 0.25", "0.75 ± 0.12"]
+    fast, slow = ax.containers[1].patches
+    assert fast.get_facecolor() != slow.get_facecolor()
+    assert ax.get_xlim()[1] > 1.75 + 0.5, "room for the numbers"
 
 
 def test_an_svg_is_the_same_each_time_has_searchable_words_and_the_colour_of_the_page() -> None:
-    svg = plots.as_svg(partial(plots.draw_acceptance, validation=VALIDATION))
-    assert svg == plots.as_svg(partial(plots.draw_acceptance, validation=VALIDATION))
+    draw = partial(plots.draw_acceptance, validation=VALIDATION)
+    svg = plots.as_svg(draw, name="plot")
+    assert svg == plots.as_svg(draw, name="plot")
     assert ">head 1</text>" in svg
     assert "currentColor" in svg
     assert "#000000" not in svg
+    assert not re.search("fill: (#ffffff|white)", svg), "the background is that of the page"
+
+
+def test_ids_in_svgs_of_other_names_are_others() -> None:
+    draw = partial(plots.draw_acceptance, validation=VALIDATION)
+    one, other = (set(re.findall(r'id="([^"]*)"', plots.as_svg(draw, name=name))) for name in ("one", "other"))
+    assert one
+    assert not one & other
+
+
+def test_colours_are_readable_on_light_and_dark_cards() -> None:
+    """Contrast of at least 3, as WCAG asks for graphics."""
+    page = Path(plots.__file__).with_name("page.html.j2").read_text()
+    cards = [f"#{card * 2 if len(card) == 3 else card}" for card in re.findall(r"--card: #(\w+)", page)]
+    assert len(cards) == 2
+    assert all(contrast(colour, card) >= 3 for colour in plots.COLOURS for card in cards)
+
+
+def contrast(one: str, other: str) -> float:
+    """Of two colours such as #ffffff, from 1 to 21."""
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))

@@ -1,19 +1,20 @@
 """Facts of a training run on its page."""
 
+import json
 from pathlib import Path
 
 from draftheads.reports.training_page import training_page
+from draftheads.train.verdict import training_verdict
 from report_records import METRICS, MOVEMENT, write_training_run
 
 
-def test_the_answer_is_the_tokens_per_step_with_the_tree(tmp_path: Path) -> None:
+def test_the_verdict_is_that_of_the_tokens_per_step_with_the_tree(tmp_path: Path) -> None:
     page = training_page(METRICS, write_training_run(tmp_path))
     assert page.title == "hydra heads for a <b> & c"
-    assert page.answer == (
-        "A tree of 3 nodes gives 1.75 tokens per step on 200 held-out texts; plain decoding gives 1."
-    )
-    assert "7,070 texts in 9,015 steps" in page.note
+    assert page.verdict == training_verdict(1.75, num_steps=9015)
+    assert "200 held-out texts with a tree of 3 nodes" in page.note
     assert "61 seconds at 3,210 tokens per second" in page.note
+    assert page.numbers[:2] == [("7,070", "training texts"), ("9,015", "steps")]
 
 
 def test_each_head_has_a_row_with_loss_and_accuracies(tmp_path: Path) -> None:
@@ -26,16 +27,39 @@ def test_a_joint_run_has_a_table_of_how_far_the_model_moved(tmp_path: Path) -> N
     assert [row[1:] for row in table.rows] == [["3.500", "3.750"], ["", "0.0125"], ["", "97.5%"]]
 
 
-def test_options_and_provenance_are_listed(tmp_path: Path) -> None:
-    facts = {title: dict(values) for title, values in training_page(METRICS, tmp_path).facts}
-    assert facts == {"Settings": METRICS["options"], "Provenance": METRICS["provenance"]}
+def test_settings_that_differ_from_the_defaults_come_first(tmp_path: Path) -> None:
+    page = training_page(METRICS, tmp_path)
+    assert page.settings == [("data", ["chats.jsonl"])]
+    facts = {title: dict(values) for title, values in page.facts}
+    assert facts == {
+        "Settings at their defaults": {"learning_rate": 0.0005},
+        "Command and machine": METRICS["provenance"],
+    }
+
+
+def test_settings_of_runs_that_did_not_record_the_defaults_are_folded(tmp_path: Path) -> None:
+    page = training_page({name: METRICS[name] for name in METRICS if name != "changed_options"}, tmp_path)
+    assert page.settings == []
+    assert {title: dict(values) for title, values in page.facts}["Settings"] == METRICS["options"]
+
+
+def test_what_is_smoothed_and_cut_off_is_stated(tmp_path: Path) -> None:
+    folder = write_training_run(tmp_path)
+    assert training_page(METRICS, folder).figures[1].caption == "Lower is better."
+    losses = [100.0] * 2 + [4.0] * 98
+    lines = [{"step": step, "head_losses": [loss]} for step, loss in enumerate(losses)]
+    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "validation.jsonl").unlink()
+    assert training_page(METRICS, folder).figures[0].caption == (
+        "Lower is better. Training: the mean of the last 5 lines of the log. Early losses above 8 are cut off."
+    )
 
 
 def test_plots_of_held_out_text_need_measurements_during_training(tmp_path: Path) -> None:
     assert len(training_page(METRICS, write_training_run(tmp_path)).figures) == 3
     (tmp_path / "validation.jsonl").unlink()
     (losses,) = training_page(METRICS, tmp_path).figures
-    assert "dots" not in losses.caption
+    assert ">held-out</text>" not in losses.svg
 
 
 def test_a_run_that_logged_nothing_has_a_page(tmp_path: Path) -> None:

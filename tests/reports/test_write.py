@@ -9,6 +9,7 @@ import pytest
 
 from draftheads.errors import DataError, MissingDependency
 from draftheads.reports.write import write_report
+from html_pages import check_page
 from report_records import BENCH, TUNE, write_training_run
 
 
@@ -22,9 +23,13 @@ def folder_with(tmp_path: Path, record: str) -> Path:
 @pytest.mark.parametrize(
     ("record", "page", "facts"),
     [
-        ("metrics.json", "report.html", ["tree of 3 nodes gives 1.75 tokens per step", "<td>87.5%</td>", "0.0005"]),
-        ("tune.json", "tune.html", ["growing tree of 3 nodes", "<td>1,234.5</td>", "1.31, 1.50", "bfloat16"]),
-        ("bench.json", "bench.html", ["hydra is fastest", "<td>12.3 M</td>", "6 of some/questions.jsonl"]),
+        ("metrics.json", "report.html", ["1.75 tokens per step", "<td>87.5%</td>", "0.0005"]),
+        ("tune.json", "tune.html", ["growing trees of 3 nodes", "<td>1,234.5</td>", "1.31, 1.50", "bfloat16"]),
+        (
+            "bench.json",
+            "bench.html",
+            ["hydra is fastest", "<td>12.3\N{NO-BREAK SPACE}M</td>", "6 of some/questions.jsonl"],
+        ),
     ],
 )
 def test_each_kind_of_folder_gives_a_page_with_its_facts(
@@ -32,7 +37,31 @@ def test_each_kind_of_folder_gives_a_page_with_its_facts(
 ) -> None:
     assert write_report(folder_with(tmp_path, record)) == [tmp_path / page]
     html = (tmp_path / page).read_text()
+    check_page(html)
+    assert "<summary>Command and machine</summary>" in html
     assert [fact for fact in facts if fact not in html] == []
+
+
+@pytest.mark.parametrize("record", ["metrics.json", "tune.json", "bench.json"])
+def test_everything_from_files_is_escaped(tmp_path: Path, record: str) -> None:
+    """Names of models, heads, prompts and settings."""
+    strange = "<script>alert('$x')</script>"
+    path = folder_with(tmp_path, record) / record
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(with_words(content, strange)))
+    (page,) = write_report(tmp_path)
+    html = page.read_text()
+    check_page(html)
+    assert html.count("&lt;script&gt;alert(") > 3
+
+
+def with_words(value: Any, words: str) -> Any:
+    """The record with these words before all its texts but the names of kinds of trees."""
+    if isinstance(value, dict):
+        return {name: part if name == "kind" else with_words(part, words) for name, part in value.items()}
+    if isinstance(value, list):
+        return [with_words(part, words) for part in value]
+    return f"{words}{value}" if isinstance(value, str) else value
 
 
 def test_a_folder_with_several_records_gets_a_page_of_each(tmp_path: Path) -> None:

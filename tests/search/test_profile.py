@@ -8,7 +8,7 @@ from draftheads.drafters.copy_odds import DEFAULT_ODDS, check_odds
 from draftheads.progress import NoProgress
 from draftheads.search.calibrate import Answer
 from draftheads.search.profile import TOKENS_PER_TEXT, measured_profile, recorded, static_profile
-from draftheads.search.replay import ReplaySettings
+from draftheads.search.settings import ReplaySettings
 from draftheads.shapes import BestFirst
 from draftheads.tree import Tree
 from families import PROMPTS, tiny_head, tiny_model

@@ -15,14 +15,8 @@ from draftheads.models.model import TargetModel
 from draftheads.progress import NoProgress
 from draftheads.search import replay
 from draftheads.search.calibrate import Answer, Observation
-from draftheads.search.replay import (
-    Replay,
-    ReplaySettings,
-    accuracies,
-    encoded,
-    own_answers,
-    samplings,
-)
+from draftheads.search.replay import Replay, accuracies, encoded, own_answers, samplings
+from draftheads.search.settings import ReplaySettings
 from draftheads.shapes import BestFirst
 from draftheads.tree import Path as RankPath
 from families import PROMPTS, tiny_head, tiny_model
@@ -234,7 +228,7 @@ def test_answers_are_those_of_plain_decoding(
 
 def test_too_little_to_calibrate_on_is_an_error(model: TargetModel, tmp_path: Path) -> None:
     head = tiny_head("medusa", model)
-    with pytest.raises(DataError, match="1 prompts to calibrate on"):
+    with pytest.raises(DataError, match="1 prompt to calibrate on"):
         case(model, head, tmp_path, PROMPTS[:1])
     ended = tiny_model("llama", eos_token_id=list(range(24)))
     with pytest.raises(DataError, match="ends its answers at once"):

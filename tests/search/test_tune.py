@@ -21,7 +21,7 @@ from draftheads.cli.main import main
 from draftheads.errors import CheckpointCorrupt, InvalidSettings
 from draftheads.files import locked
 from draftheads.profiles import cached_profile, cached_profile_folder, find_profile, folder_to_write
-from draftheads.search.replay import ReplaySettings
+from draftheads.search.settings import ReplaySettings
 from draftheads.search.tune import answers_folder
 from draftheads.zoo.registry import zoo_heads
 from nursery import Nursery
@@ -75,7 +75,7 @@ def test_it_leaves_a_profile_a_record_and_a_page(tuned: Path) -> None:
     assert [batch["batch_size"] for batch in record["batches"]] == [1, 2, 4, 8, 16]
     assert all(batch["speedup"] >= 1 for batch in record["batches"])
     page = (tuned / "tune.html").read_text()
-    assert page.count("<svg") == 2
+    assert page.count("<svg") == 3
 
 
 def test_a_tuned_head_is_loaded_with_its_profile_and_stays_lossless(here: Path, tuned: Path) -> None:
@@ -184,7 +184,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_impossible_searches_are_refused(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ["--out", str(tmp_path / "no")]
     one = ["tune", "./model", "./hydra", "--precision", "fp32", "--prompts", "one.jsonl", *QUICK, *out]
-    assert "1 prompts to calibrate on" in refused(one, capsys)
+    assert "1 prompt to calibrate on" in refused(one, capsys)
     assert "no head" in refused(["tune", "./model", "./nothing", *out], capsys)
     assert "cannot be read" in refused(["tune", "./model", "./hydra", "--prompts", "none.jsonl", *out], capsys)
     (tmp_path / "file").write_text("")

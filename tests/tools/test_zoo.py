@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 
 from draftheads.bench.table import Row
 from draftheads.checkpoint import load_head, read_head
-from draftheads.cli.train import defaults
-from draftheads.heads import head_classes, parse_head_options
+from draftheads.cli.options.train import defaults
+from draftheads.heads import head_classes
 from draftheads.heads.attention import LayerConfig
+from draftheads.heads.head_options import parse_head_options
 from draftheads.models.model import TargetModel
 from draftheads.train import run
 from draftheads.train.options import TrainOptions

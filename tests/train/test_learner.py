@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from draftheads.checkpoint import load_head
 from draftheads.data.batches import collate
 from draftheads.data.features import FeatureStore
 from draftheads.errors import DataError, InvalidSettings
-from draftheads.heads import HEADS, has_blocks
+from draftheads.heads import HEADS
+from draftheads.heads.head_options import has_blocks
 from draftheads.heads.hydra import FusionBlock
 from draftheads.heads.layers import ResidualBlock
 from draftheads.models.model import TargetModel
@@ -119,6 +121,33 @@ def test_noise_is_uniform_and_small_in_long_texts() -> None:
     assert abs(float(noise.var()) - bound**2 / 3) < 0.05 * bound**2  # of a uniform distribution
 
 
+def test_noise_is_scaled_by_the_length_of_each_text() -> None:
+    """Hydra, appendix A.1: α / √(L·d). With α = 75 and d = 50: 75 / √(18·50) = 2.5, 75 / √(2·50) = 7.5."""
+    torch.manual_seed(0)
+    noise = with_noise(torch.zeros(2, 18, 50), 75.0, torch.tensor([18, 2])).abs().amax((1, 2))
+    assert noise.tolist() == pytest.approx([2.5, 7.5], rel=0.02)
+    assert all(noise <= torch.tensor([2.5, 7.5]))
+
+
+def test_the_width_of_a_batch_does_not_change_the_noise(target: TargetModel, features: Path) -> None:
+    """Nor do prompts that are left out of it."""
+    store = FeatureStore(features)
+    texts = sorted(store, key=lambda text: len(text.token_ids))
+    texts = [texts[0], texts[-1]]
+    settings = train_options(Path("out"), features)
+    head = new_head(settings.heads, target.weights, store, range(20), target.eos_ids)
+    learner = Learner(head, target.weights, objective=objective("hard"), depth_decay=0.8, noise_alpha=75.0).train()
+    for skip_prompts in (False, True):
+        batch = collate(texts, skip_prompts=skip_prompts)
+        found: list[Tensor] = []
+        learner.head.register_forward_pre_hook(lambda _, inputs, found=found: found.append(inputs[0]))  # type: ignore[misc]
+        learner(**vars(batch))
+        bounds = (found[0] - batch.hidden.float()).abs().amax((1, 2))
+        lengths = torch.tensor([len(text.token_ids) for text in texts])
+        assert lengths[0] < 0.9 * lengths[1]
+        torch.testing.assert_close(bounds, 75 / (lengths * target.hidden_size).sqrt(), rtol=0.02, atol=0.0)
+
+
 @pytest.mark.parametrize("method", HEADS)
 def test_dropout_is_for_training_only(target: TargetModel, features: Path, tmp_path: Path, method: str) -> None:
     store = FeatureStore(features)
@@ -148,6 +177,22 @@ def test_dropout_is_for_training_only(target: TargetModel, features: Path, tmp_p
         assert measure(learner, store, range(6), batch_tokens=100).losses.tolist() == losses[part]
         assert not learner.training
     torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("lm_head", ["shared", "own", "low_rank"])
+def test_the_inputs_of_lm_heads_are_dropped_out_too(target: TargetModel, features: Path, lm_head: Any) -> None:
+    """As in Hydra's code. Of inputs of ones, a quarter becomes 0 and the others 4/3: of 1,000, logits show how many."""
+    store = FeatureStore(features)
+    settings = train_options(Path("out"), features, method="hydra++", lm_head=lm_head, lm_head_rank=8, dropout=0.25)
+    head = new_head(settings.heads, target.weights, store, range(20), target.eos_ids)
+    head_learner(settings.objective, head, target.weights).train()
+    torch.manual_seed(0)
+    rows = torch.eye(target.hidden_size).repeat(50, 1)  # each reads one of D inputs
+    whole = head.eval().logits(rows, 0)
+    dropped = head.train().logits(rows, 0)
+    is_kept = dropped.abs().sum(1) > 0
+    torch.testing.assert_close(dropped[is_kept], whole[is_kept] * 4 / 3)
+    assert float(is_kept.float().mean()) == pytest.approx(0.75, abs=0.03)
 
 
 def test_dropout_in_blocks_keeps_the_mean() -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftheads.train.losses import Labels, LossKind, objective, two_part
+from draftheads.settings import LossKind
+from draftheads.train.losses import Labels, objective, two_part
 from slow_losses import slow_loss
 
 V = 7

@@ -12,11 +12,11 @@ import tyro
 from safetensors.torch import load_file
 
 from draftheads.checkpoint import load_head, read_head, save_head
-from draftheads.cli import train as command
 from draftheads.cli.main import main
+from draftheads.cli.options import train as command
 from draftheads.data.extract import build_features, load_texts
 from draftheads.data.features import FeatureStore
-from draftheads.errors import CheckpointMismatch, InvalidSettings, ModelNotFound
+from draftheads.errors import BaseModelWarning, CheckpointMismatch, InvalidSettings, ModelNotFound
 from draftheads.heads.hydra import HydraConfig, HydraHead
 from draftheads.models.model import TargetModel
 from draftheads.progress import NoProgress
@@ -174,6 +174,21 @@ def test_a_tuned_copy_of_the_model_may_start_from_the_head_of_the_first(
         load_head(hydra, tuned)
     settings = options(tmp_path / "out", features, method="hydra", draft_vocab_size=36, start_from=str(hydra), epochs=1)
     run.train_for(tuned, settings, FakeProgress())
+    load_head(settings.out, tuned)
+
+
+def test_a_head_is_trained_further_after_the_layers_were_tuned(
+    target: TargetModel, features: Path, hydra: Path, chats: Path, tmp_path: Path
+) -> None:
+    tuned = chat_model()  # the embeddings are the same
+    for parameter in tuned.model.model.layers.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    with pytest.warns(BaseModelWarning, match="--start-from"):
+        load_head(hydra, tuned)
+    settings = options(tmp_path / "out", features, method="hydra", draft_vocab_size=36, start_from=str(hydra), epochs=1)
+    run.train_for(tuned, settings, FakeProgress())  # without a warning
+    joint = JointOptions.of(out=tmp_path / "joint", data=(chats,), model="tiny-chat", head=hydra, epochs=1)
+    train_jointly_for(tuned, joint, FakeProgress())
     load_head(settings.out, tuned)
 
 
@@ -417,5 +432,5 @@ def test_options_of_one_architecture_are_trained_with_and_saved(
     )
     config: Any = read_head(tmp_path / "out").config
     assert (config.num_auto_embedding_blocks, config.sampled_token) == (2, False)
-    with pytest.raises(InvalidSettings, match="head option 'depth=1': medusa has none"):
+    with pytest.raises(InvalidSettings, match="medusa has no option 'depth'"):
         options(tmp_path, features, method="medusa", head_options=("depth=1",))

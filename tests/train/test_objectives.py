@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftheads.train.losses import Labels, LossKind, objective
+from draftheads.settings import LossKind
+from draftheads.train.losses import Labels, objective
 from draftheads.train.objectives import depth_weights, find_predictions, head_losses
 from slow_losses import slow_loss
 

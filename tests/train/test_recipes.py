@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import tyro
 
-from draftheads.cli import train as command
-from draftheads.cli import train_joint
+from draftheads.cli import train as train_command
 from draftheads.cli.main import main
+from draftheads.cli.options import train as command
+from draftheads.cli.options import train_joint
 from draftheads.models.model import TargetModel
 from draftheads.progress import NoProgress
 from draftheads.train import run
@@ -48,13 +49,17 @@ def test_a_recipe_sets_its_settings_and_no_others(name: str, joined: bool) -> No
 @pytest.mark.parametrize(
     ("name", "numbers"),
     [
-        ("medusa-1", {"num_heads": 5, "num_layers": 1, "learning_rate": 1e-3, "warmup": 0.1, "depth_decay": 0.8}),
+        # Medusa, section 4 and 4.1: 5 heads with 1 layer, 0.8^k, 2e-3, 40 steps, 2 epochs
+        ("medusa-1", {"num_heads": 5, "num_layers": 1, "learning_rate": 2e-3, "warmup": 40, "depth_decay": 0.8}),
+        ("medusa-1", {"epochs": 2, "loss": "hard", "lm_head": "own", "draft_vocab_size": 0}),
         ("hydra", {"num_heads": 4, "num_layers": 1, "learning_rate": 1e-3, "epochs": 1, "loss": "hard"}),
         ("hydra++", {"num_layers": 4, "learning_rate": 5e-4, "final_learning_rate": 0.33, "loss": "teacher"}),
-        ("hydra++", {"weight_decay": 0.1, "dropout": 0.2, "epochs": 10, "depth_decay": 1.0}),
+        ("hydra++", {"weight_decay": 0.1, "dropout": 0.2, "epochs": 10, "depth_decay": 1.0, "warmup": 100}),
         ("amphista", {"num_heads": 4, "loss": "amphista", "learning_rate": 1e-3, "epochs": 4, "lm_head": "own"}),
         ("mlp-speculator", {"num_heads": 3, "learning_rate": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}),
-        ("mlp-speculator", {"loss": "hard", "depth_decay": 1.0}),
+        ("mlp-speculator", {"loss": "hard", "depth_decay": 1.0, "warmup": 0.05, "final_learning_rate": 0.1}),
+        # section 4: 15k and 6k steps, 1e-3 to 1e-4 and 1e-4 to 1e-5
+        ("mlp-speculator", {"text_part": 0.714, "second_stage_rate": 0.1}),
         ("eagle", {"feature_weight": 10.0, "loss": "teacher", "betas": (0.9, 0.95), "epochs": 20}),
         ("blockwise", {"method": "medusa", "chain": True}),
     ],
@@ -62,6 +67,31 @@ def test_a_recipe_sets_its_settings_and_no_others(name: str, joined: bool) -> No
 def test_recipes_have_the_papers_numbers(name: str, numbers: dict[str, object]) -> None:
     found = parsed(*BASICS[:4], "--recipe", name).flat()
     assert {key: found[key] for key in numbers} == numbers
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        # section 4.1: 5e-4 for the model and 2e-3 for heads, 40 steps, λ0 = 0.2; section 4: LoRA 32, 16, 0.05
+        ("medusa-2", {"learning_rate": 5e-4, "head_rate_factor": 4.0, "warmup": 40, "head_weight": 0.2, "epochs": 2}),
+        ("medusa-2", {"lora_rank": 32, "lora_alpha": 16, "lora_dropout": 0.05, "depth_decay": 0.8}),
+        # section 4.2: 1e-4, 20 steps, texts of 2048 tokens, λ0 = 0.01, a sine and no first stage
+        ("medusa-2-self", {"learning_rate": 1e-4, "warmup": 20, "max_length": 2048, "head_weight": 0.01}),
+        ("medusa-2-self", {"head_weight_rise": "sine", "heads_first": 0.0, "backbone_loss": "original"}),
+    ],
+)
+def test_recipes_for_model_and_heads_have_the_papers_numbers(name: str, numbers: dict[str, object]) -> None:
+    found = parsed(*BASICS[:4], "--recipe", name, tunes_model=True).flat()
+    assert {key: found[key] for key in numbers} == numbers
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_value_of_a_recipe_has_one_source(name: str) -> None:
+    found = RECIPES[name]
+    assert list(found.sources) == list(found.settings)
+    assert sum(map(len, found.parts.values())) == len(found.settings)
+    places = ("section ", "equation ", "appendix ", "the paper", "its code", "ours")
+    assert all(place.startswith(places) for place in found.parts)
 
 
 def test_options_on_the_command_line_replace_those_of_a_recipe() -> None:
@@ -105,6 +135,7 @@ def test_every_recipe_learns(target: TargetModel, tmp_path: Path, name: str) -> 
             "1000",
             "--eval-texts",
             "500",
+            *(("--warmup", "0.05") if RECIPES[name].settings.get("warmup", 0) >= 1 else ()),
             *(("--epochs", "5") if RECIPES[name].settings.get("epochs", 0) > 5 else ()),
         ),
         tunes_model=tunes,
@@ -125,9 +156,9 @@ def test_train_prints_the_settings_of_its_recipe(
 ) -> None:
     shares = [0.5]
     report = Report("medusa", "m", 1, 1, 1, 1.0, 1.0, shares, [shares], shares, shares, shares, 1.0, 1.0, [[0]])
-    monkeypatch.setattr(command, "train", lambda *_: report)
-    monkeypatch.setattr(command, "write_pages", lambda *_: None)
-    command.run(parsed(*BASICS, "--recipe", "hydra", "--epochs", "3", "--method", "hydra"))
+    monkeypatch.setattr(train_command, "train", lambda *_: report)
+    monkeypatch.setattr(train_command, "write_pages", lambda *_: None)
+    train_command.run(parsed(*BASICS, "--recipe", "hydra", "--epochs", "3", "--method", "hydra"))
     out = capsys.readouterr().out
     assert "recipe hydra" in out
     for name, value in RECIPES["hydra"].settings.items():

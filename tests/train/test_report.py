@@ -12,8 +12,9 @@ from draftheads.draft import Context
 from draftheads.models.model import TargetModel
 from draftheads.train import run
 from draftheads.train.new_head import new_head
-from draftheads.train.report import NUM_RANKS
+from draftheads.train.report import NUM_RANKS, Measurement
 from draftheads.tree import Tree
+from draftheads.tree_search import best_tree, expected_tokens
 from fake_progress import FakeProgress
 from families import propose
 from training_world import measured, train_options
@@ -45,6 +46,23 @@ def test_expected_tokens_equal_drafting_along_the_true_text(
     assert len(found.joint_ranks) == len(gains) > 20
     assert found.tokens_per_step(tree) == pytest.approx(sum(gains) / len(gains))
     assert sum(gains) > len(gains) * 1.2
+
+
+def test_the_best_tree_is_not_measured_on_the_text_that_it_was_chosen_on() -> None:
+    """Random ranks: a tree that is chosen on the same positions seems to gain."""
+    generator = torch.Generator().manual_seed(0)
+    ranks = torch.randint(0, 60, (80, 2), generator=generator).clamp_max(NUM_RANKS)
+    found = Measurement(torch.zeros(2), ranks, torch.ones_like(ranks, dtype=torch.bool))
+    tree = found.tree(5)
+    first, second = ranks[:40], ranks[40:]
+    crossed = expected_tokens(first, best_tree(second, 5)) + expected_tokens(second, best_tree(first, 5))
+    assert found.tokens_per_step_of_best(5) == pytest.approx(crossed / 2)
+    assert found.summary(tree)["tokens_per_step_tree"] == found.tokens_per_step_of_best(tree.num_nodes)
+    assert found.tokens_per_step_of_best(5) < found.tokens_per_step(tree) - 0.03
+    chain = found.tree(3, chain=True)
+    assert found.summary(chain)["tokens_per_step_tree"] == found.tokens_per_step(chain)
+    single = Measurement(torch.zeros(2), ranks[:1], torch.ones(1, 2, dtype=torch.bool))
+    assert single.tokens_per_step_of_best(5) == 1.0
 
 
 def walk(tree: Tree, drafted: list[int], truth: list[int]) -> int:

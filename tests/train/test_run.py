@@ -23,11 +23,13 @@ from draftheads.data.features import shard_path
 from draftheads.errors import DataError, InvalidSettings, StorageError
 from draftheads.heads import HEADS
 from draftheads.models.model import TargetModel
+from draftheads.progress import Bars, NoProgress
 from draftheads.train import run
 from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import RECIPES
-from draftheads.train.report import Report, measure
+from draftheads.train.report import Report, mean_loss, measure
 from draftheads.train.trainer import TrainingInterrupted
+from draftheads.train.verdict import training_verdict
 from draftheads.tree import Tree
 from fake_progress import FakeProgress
 from families import fitting
@@ -79,6 +81,9 @@ def test_the_folder_holds_the_head_and_how_it_was_made(target: TargetModel, feat
     assert {path.name for path in out.iterdir()} == names
     metrics = json.loads((out / "metrics.json").read_text())
     assert metrics["options"]["learning_rate"] == 0.02
+    changed = {"model", "out", "method", "num_heads", "draft_vocab_size", "batch_tokens", "learning_rate", "features"}
+    changed |= {"tree_nodes", "held_out", "log_steps", "save_steps"}
+    assert set(metrics["changed_options"]) == changed, "epochs are as by default"
     assert metrics["provenance"]["torch"] == torch.__version__
     assert Report(**{name: metrics[name] for name in vars(report)}) == report
     head = load_head(out, target, dtype=torch.float32)
@@ -102,7 +107,11 @@ def test_the_folder_holds_the_head_and_how_it_was_made(target: TargetModel, feat
 
 def test_the_head_is_measured_while_it_is_trained(target: TargetModel, features: Path, tmp_path: Path) -> None:
     settings = train_options(tmp_path / "out", features, eval_steps=3, eval_texts=1000)
-    report = run.train_for(target, settings, FakeProgress())
+    progress = FakeProgress()
+    report = run.train_for(target, settings, progress)
+    # progress has the same means over the heads as the final table
+    in_training = mean_loss(lines(settings.out)[-2]["head_losses"])
+    assert progress.last[2] == f"loss {in_training:.3f}, held-out loss {mean_loss(report.losses):.3f}"
     found = lines(settings.out, "validation.jsonl")
     assert [line["step"] for line in found] == [*range(0, report.num_steps, 3), report.num_steps]
     assert report.num_steps % 3, "the last measurement is not at a multiple"
@@ -301,7 +310,37 @@ def test_a_missing_data_file_fails_before_anything_is_written(tmp_path: Path, mo
     settings = train_options(tmp_path / "out", None, data=(tmp_path / "missing.jsonl",))
     with pytest.raises(DataError, match=r"missing\.jsonl.*cannot be read: No such file"):
         run.train(settings, FakeProgress())
-    assert [path.name for path in settings.out.iterdir()] == [".lock"]
+    assert not settings.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "content", "message"),
+    [
+        ("data", b"", "chats.jsonl: the file is empty"),
+        ("data", b"hello", "line 1: not JSON: Expecting value at character 1; each line must be one JSON object"),
+        ("data", b"\xff\xfe", "line 1: not UTF-8 text: byte 0xff"),
+        ("data", b'{"prompt": "w1"}', r"not \{'prompt': 'w1'\}; `draftheads distill` answers prompts"),
+        ("data", b'{"text": "w1"}', r"a chat is an object .*, not \{'text': 'w1'\}$"),
+        ("text", b"", "chats.jsonl: the file is empty"),
+        ("text", b'{"messages": []}', "chats go to --data"),
+        ("features", b"", "--features .*chats.jsonl has no hidden states: give --data"),
+    ],
+)
+def test_files_of_the_wrong_kind_fail_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, content: bytes, message: str
+) -> None:
+    monkeypatch.setattr(TargetModel, "load", lambda *_, **__: pytest.fail("the model was loaded"))
+    path = tmp_path / "chats.jsonl"
+    path.write_bytes(content)
+    given = {"features": None, **({"features": path} if option == "features" else {option: (path,)})}
+    with pytest.raises(DataError, match=message):
+        run.train(train_options(tmp_path / "out", **given), FakeProgress())
+
+
+def test_a_file_of_blank_lines_has_no_chat(target: TargetModel, tmp_path: Path) -> None:
+    (tmp_path / "blank.jsonl").write_text("\n \n")
+    with pytest.raises(DataError, match=r"no chat in .*blank\.jsonl"):
+        run.train_for(target, train_options(tmp_path / "out", None, data=(tmp_path / "blank.jsonl",)), FakeProgress())
 
 
 def test_a_single_text_is_an_error(target: TargetModel, tmp_path: Path) -> None:
@@ -332,6 +371,9 @@ def test_the_command_prints_a_table(
         for word in ("top-1", "top-3", "top-10", "expected tokens per step", "tokens of text per second", "saved in")
     )
     assert "tree of 8 nodes" in printed.out
+    report = Report.of(json.loads((tmp_path / "out" / "metrics.json").read_text()))
+    assert f"│ mean │ {sum(report.losses) / 2:.3f} " in printed.out
+    assert f"\n{training_verdict(report.tokens_per_step_tree, num_steps=report.num_steps)}\n" in printed.out
     assert f"wrote {tmp_path / 'out' / 'report.html'}\n" in printed.out
 
 
@@ -389,6 +431,17 @@ def test_the_public_function_takes_defaults_from_a_recipe(tmp_path: Path, monkey
     expected = {**RECIPES["hydra"].settings, "recipe": "hydra", "epochs": 5}
     expected |= {"data": (Path("one.jsonl"), Path("two.jsonl")), "out": tmp_path}
     assert seen == [TrainOptions.of(**expected)]
+
+
+def test_only_the_first_process_shows_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr("draftheads.train.train_head.train", lambda _, progress: seen.append(progress))
+    monkeypatch.setattr("draftheads.progress.in_notebook", lambda: True)
+    own = FakeProgress()
+    for first, progress in ((True, True), (False, True), (True, False), (False, own)):
+        monkeypatch.setattr("draftheads.train.processes.is_first", lambda first=first: first)
+        draftheads.train_head(recipe="hydra", data="one.jsonl", out=tmp_path, progress=progress)
+    assert [type(progress) for progress in seen] == [Bars, NoProgress, NoProgress, FakeProgress]
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,9 @@ def test_heads_of_the_data_package_are_found(zoo: Path, tmp_path: Path, monkeypa
 @pytest.mark.usefixtures("zoo")
 @pytest.mark.parametrize("method", registry.DATA_PACKAGE_HEADS)
 def test_without_the_data_package_the_error_names_it(method: str) -> None:
-    with pytest.raises(ModelNotFound, match=f"{re.escape(repr(method))} for smollm2.*: pip install draftheads-zoo$"):
+    with pytest.raises(
+        ModelNotFound, match=f"{re.escape(repr(method))} for smollm2.*: pip install draftheads-zoo .*/zoo"
+    ):
         find_head(method, "smollm2-135m")
 
 
@@ -136,7 +138,7 @@ def test_without_installed_heads_the_error_says_so() -> None:
 
 @pytest.mark.usefixtures("zoo")
 @pytest.mark.parametrize(
-    "name", ["./runs/head", "../head", "/no/such/head", "a/b/../c", "a/b/c/", "", "owner/", "/head", "a b/c"]
+    "name", ["./runs/head", "../head", "/no/such/head", "a/b/../c", "a/b/c/", "owner/", "/head", "a b/c"]
 )
 def test_a_name_that_is_not_a_hub_id_causes_no_request(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))

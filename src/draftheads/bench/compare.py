@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +20,29 @@ from draftheads.bench.contenders import DRAFT_MODEL, Contender, heads_for, load_
 from draftheads.bench.settings import BenchSettings
 from draftheads.bench.table import SAMPLED_FIELDS, Row, timed_row
 from draftheads.bench.timing import PLAIN, Answers, answers_of, engine_way, take_turns
+from draftheads.cache import cache_folder
+from draftheads.counts import counted
 from draftheads.data.records import own_prompts, prompts_in
 from draftheads.decode.cost_profile import machine_of
-from draftheads.decode.engine import Engine, Prompt
+from draftheads.decode.engine import Engine, Prompt, prompt_list
 from draftheads.draft import Drafter
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.errors import DataError, InvalidSettings
 from draftheads.estimates import ratio_with_error
 from draftheads.files import locked
 from draftheads.heads.base import DraftHead
-from draftheads.loading import Precision, find_template, load_target
-from draftheads.models.embedded import cache_folder
+from draftheads.loading import find_template, load_target
 from draftheads.models.model import TargetModel
-from draftheads.progress import NoProgress, Progress, counted_stage
+from draftheads.models.model_names import model_name
+from draftheads.progress import Progress, counted_stage, shown
 from draftheads.provenance import provenance
-from draftheads.sampling import SamplingSettings
 from draftheads.saved import identity_digest, saved_json
 from draftheads.search.replay import Replay, encoded, own_answers
-from draftheads.shapes import BestFirst, BestPaths, Sampled, Shape
+from draftheads.settings import Precision, SamplingSettings
+from draftheads.shapes import BestFirst, Sampled, Shape, in_words
 from draftheads.tree import Path as RankPath
 from draftheads.tree import Tree
+from draftheads.zoo.registry import head_name
 
 MIN_PROMPTS = 3  # for a standard error
 _SEED = 1 << 30  # of the first sampled answer
@@ -63,7 +66,8 @@ def compare_heads(
     settings: BenchSettings | None = None,
     precision: Precision = "auto",
     fresh: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool = True,
+    **load_options: Any,
 ) -> Comparison:
     """Compares draft heads, and drafters without a head, on the same prompts; what ``draftheads bench`` does.
 
@@ -80,7 +84,8 @@ def compare_heads(
         settings: what is measured, and on how much.
         precision: as for :func:`draftheads.load`.
         fresh: ignore what was saved.
-        progress: receives each stage.
+        progress: True shows bars in a notebook or on a terminal; or receives each stage.
+        load_options: other arguments of :func:`draftheads.load` for the model, such as ``device`` or ``four_bit``.
 
     Raises:
         ModelNotFound, CheckpointError: the model or a head cannot be loaded.
@@ -88,17 +93,25 @@ def compare_heads(
         InvalidSettings: two drafters have the same name.
         StorageError: another process makes the same comparison.
     """
-    model, settings, progress = fspath(model), settings or BenchSettings(), progress or NoProgress()
-    prompts = prompts_in(own_prompts("demo")) if prompts is None else prompts
+    model, settings, progress = model_name(model), settings or BenchSettings(), shown(progress)
+    prompts = prompts_in(own_prompts("demo")) if prompts is None else prompt_list(prompts)
     if len(prompts) < MIN_PROMPTS:
-        raise DataError(f"{len(prompts)} prompts: give at least {MIN_PROMPTS}, better 80")
-    names = [fspath(head) for head in heads] or heads_for(model)
+        raise DataError(f"{counted(len(prompts), 'prompt')}: give at least {MIN_PROMPTS}, better 80")
+    if isinstance(heads, str | PathLike) or not isinstance(heads, Sequence):
+        raise InvalidSettings(f"heads is {heads!r}; give a list, such as ['medusa']")
+    names = [head_name(head) for head in heads] or heads_for(model)
     named = names_of(names, taken=(PLAIN, DRAFT_MODEL) if draft_model else (PLAIN,))
     template = find_template(chat_template, named.values(), model)  # raises before the model is loaded
-    target = load_target(model, chat_template=template, precision=precision)
+    target = load_target(model, chat_template=template, precision=precision, **load_options)
     contenders = list(
         load_contenders(
-            named, model, target, num_nodes=settings.num_nodes, draft_model=draft_model, precision=precision
+            named,
+            model,
+            target,
+            num_nodes=settings.num_nodes,
+            draft_model=draft_model,
+            precision=precision,
+            **load_options,
         )
     )
     calibration = encoded(target, prompts_in(own_prompts("calibration")), settings.replay)
@@ -106,6 +119,7 @@ def compare_heads(
         "model": [target.model_id, target.weights_print],
         "settings": settings.identity,
         "machine": machine_of(target),
+        **({"load": {name: str(value) for name, value in load_options.items()}} if load_options else {}),
         "calibration": calibration,
     }
     with tempfile.TemporaryDirectory() as temporary:
@@ -206,7 +220,7 @@ class Bench:
         shape = BestFirst(nodes) if isinstance(drafter, DraftModel) else contender.shape
         self._shapes[contender.name] = shape
         if shape is not None:
-            return {"words": _in_words(shape), "predicted": None}
+            return {"words": in_words(shape), "predicted": None}
         if not isinstance(drafter, DraftHead):
             most = getattr(drafter, "most_nodes", None)
             return {"words": f"its own, up to {most}" if most else "its own", "predicted": None}
@@ -258,7 +272,7 @@ class Bench:
         for rule, shape in shapes.items() if temperature else ():
             answers = self._count(
                 f"{contender.name}: {rule} acceptance, answers at temperature {temperature:g}",
-                f"{rule}-at-{temperature:g}-{contender.identity}",
+                f"{rule}-acceptance-at-{temperature:g}-{contender.identity}",
                 self._engine(contender.drafter, shape),
                 self._spread(self.settings.num_sampled_prompts),
                 temperature=temperature,
@@ -288,7 +302,7 @@ class Bench:
             each = [replace(one, seed=_SEED + number) for number in range(len(prompts))]
             return asdict(answers_of(engine, prompts, each))
 
-        self.progress.stage(f"{stage} to {len(prompts)} prompts")
+        self.progress.stage(f"{stage} to {counted(len(prompts), 'prompt')}")
         return Answers.from_json(self._saved(f"{name}-{identity_digest(prompts)}", find))
 
     def _spread(self, most: int) -> list[list[int]]:
@@ -306,7 +320,8 @@ class Bench:
             engines[one.name] = self._engine(one.drafter, self._shapes[one.name], batch_size=1)
         ways = [engine_way(name, engine) for name, engine in engines.items()]
         key = identity_digest([prompts, [contender.identity for contender in self.contenders]])
-        advance = counted_stage(self.progress, f"timing {len(ways)} ways on {len(prompts)} prompts", len(prompts))
+        stage = f"timing {len(ways)} ways on {counted(len(prompts), 'prompt')}"
+        advance = counted_stage(self.progress, stage, len(prompts))
 
         def saved(number: int, find: Callable[[], Any]) -> Any:
             found = self._saved(f"timed-{key}-{number}", find)
@@ -339,15 +354,3 @@ def numbered(tree: Tree) -> Tree:
         rank = num_children[parent] = num_children.get(parent, -1) + 1
         new[path] = (*new[parent], rank)
     return Tree.from_paths(list(new.values())[1:])
-
-
-def _in_words(shape: Shape) -> str:
-    """What a drafter always drafts.
-
-    >>> _in_words(BestPaths((6, 3, 2), 5)), _in_words(Tree.chain(3))
-    ('best 5 of 6x3x2, up to 16', 'static, 4')
-    """
-    if isinstance(shape, BestPaths):
-        return f"best {shape.num_paths} of {'x'.join(map(str, shape.widths))}, up to {shape.most_nodes}"
-    tree = shape.tree if isinstance(shape, Sampled) else shape
-    return f"{'static' if isinstance(tree, Tree) else 'growing'}, {tree.num_nodes}"

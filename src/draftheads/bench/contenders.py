@@ -1,9 +1,10 @@
 """What a comparison compares: drafters by the names that they have in the table."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,10 +15,11 @@ from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
-from draftheads.loading import UNTRAINED, Precision, load_drafter, load_target
+from draftheads.loading import UNTRAINED, load_drafter, load_target
 from draftheads.models.embedded import SMOLLM2_135M
 from draftheads.models.model import TargetModel
 from draftheads.saved import identity_digest
+from draftheads.settings import Precision
 from draftheads.shapes import BestPaths, Shape
 from draftheads.zoo.registry import find_head, zoo_heads
 
@@ -73,6 +75,7 @@ def load_contenders(
     num_nodes: int,
     draft_model: str | PathLike[str] | None = None,
     precision: Precision = "auto",
+    **load_options: Any,
 ) -> Iterator[Contender]:
     """The drafters, loaded.
 
@@ -83,14 +86,15 @@ def load_contenders(
         num_nodes: of the trees, root included; drafters that fill no tree keep to it, too.
         draft_model: a smaller model that drafts as well.
         precision: of the draft model.
+        load_options: of the draft model, as for :func:`draftheads.load`.
     """
     for name, head_name in named.items():
         if head_name in UNTRAINED:
             yield Contender(name, _untrained(head_name, num_nodes), f"{head_name}-{num_nodes}")
             continue
         saved = read_head(find_head(head_name, model), ignore_profile=True)
-        head = load_drafter(head_name, model, target, ignore_profile=True)
-        identity = f"{saved.method}-{saved.digest}-{identity_digest(asdict(saved.config))[:8]}"
+        head = load_drafter(head_name, model, target, fast=load_options.get("fast", True), ignore_profile=True)
+        identity = f"{saved.method}-{saved.digest}-{identity_digest(saved.config.options())[:8]}"
         yield Contender(name, head, identity, num_parameters=saved.num_parameters)
         if saved.method == "mlp-speculator" and head.config.num_heads >= BestPaths().depth:  # as in its paper, too
             widths = BestPaths().widths
@@ -99,7 +103,7 @@ def load_contenders(
             if paths.most_nodes <= num_nodes:
                 yield Contender(f"{name}, paths", head, f"{identity}-paths", paths, saved.num_parameters)
     if draft_model is not None:
-        small = load_target(draft_model, precision=precision)
+        small = load_target(draft_model, precision=precision, **load_options)
         with torch.device("meta"):  # the loaded layers hold packed weights, not parameters
             count = type(small.model)(small.config).num_parameters()
         identity = f"{DRAFT_MODEL}-{small.weights_print}"

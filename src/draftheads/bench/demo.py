@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from draftheads.bench.contenders import names_of
 from draftheads.bench.margins import Scorer
@@ -10,9 +11,10 @@ from draftheads.bench.table import Row, timed_row
 from draftheads.bench.timing import PLAIN, STOCK, Timings, Way, engine_way, stock_way
 from draftheads.decode.engine import Engine
 from draftheads.errors import InvalidSettings
-from draftheads.loading import Precision, find_template, head_engine, kernels_folder, load_drafter, load_target
+from draftheads.loading import find_template, head_engine, kernels_folder, load_drafter, load_target
 from draftheads.models.fast import rows_keep_their_bits
 from draftheads.models.model import TargetModel
+from draftheads.settings import Precision
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,12 @@ def load_demo(
     model: str,
     heads: Sequence[str],
     *,
-    chat_template: str | None,
-    precision: Precision,
-    copy: bool,
-    exact_bits: bool,
+    chat_template: str | None = None,
+    precision: Precision = "auto",
+    copy: bool = True,
+    exact_bits: bool = False,
+    fast: bool = True,
+    **load_options: Any,
 ) -> Demo:
     """Loads transformers' model, ours, and the heads.
 
@@ -81,6 +85,8 @@ def load_demo(
         precision: of the models; transformers' model is never int8.
         copy: whether drafts also contain copies from the text.
         exact_bits: whether heads decode with kernels by which a row's bits do not depend on the number of rows.
+        fast: use our faster kernels.
+        load_options: other arguments of :func:`draftheads.load` for the model, such as ``device`` or ``four_bit``.
 
     Raises:
         InvalidSettings: two heads have the same name, or the machine has no such kernels.
@@ -88,17 +94,17 @@ def load_demo(
     named = names_of(heads, taken=(PLAIN, STOCK))
     template = find_template(chat_template, heads, model)
     if precision == "int8":
-        plain = drafted = load_target(model, chat_template=template, precision="int8")
-        stock = load_target(model, fast=False)
+        plain = drafted = load_target(model, chat_template=template, precision="int8", **load_options)
+        stock = load_target(model, fast=False, **load_options)
     else:
-        stock = load_target(model, chat_template=template, precision=precision, fast=False, exact_bits=False)
-        plain = drafted = _faster(stock, exact_bits=False)
+        stock = load_target(model, chat_template=template, precision=precision, fast=False, **load_options)
+        plain = drafted = _faster(stock, exact_bits=False) if fast else stock
         if exact_bits:
             drafted = _faster(stock, exact_bits=True)
             if not rows_keep_their_bits(drafted.model):
                 raise InvalidSettings("exact_bits: this machine's kernels change a row's bits with the number of rows")
     engines = {
-        name: head_engine(drafted, load_drafter(head, model, drafted), head=head, model=model, copy=copy)
+        name: head_engine(drafted, load_drafter(head, model, drafted, fast=fast), head=head, model=model, copy=copy)
         for name, head in named.items()
     }
     return Demo(stock, Engine(plain), engines)

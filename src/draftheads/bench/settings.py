@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from draftheads.errors import InvalidSettings
-from draftheads.sampling import SamplingSettings
-from draftheads.search.replay import ReplaySettings
+from draftheads.search.settings import ReplaySettings
+from draftheads.settings import SamplingSettings
 
 
 @dataclass(frozen=True)
@@ -17,17 +17,17 @@ class BenchSettings:
     max_new_tokens: int = 128
     """Tokens of each answer."""
     temperature: float = 0.7
-    """Tokens per step are also counted at this temperature, by acceptance rule: exact; typical (changes the
-    distribution); rejection (drafts drawn from the head on a static tree, speculative sampling of the papers); block
-    (a drawn chain, block verification). 0: not counted."""
+    """Also count tokens per step at this temperature; 0: not. By acceptance rule: exact; typical (changes the
+    distribution); rejection (drafts drawn from the head on a static tree, speculative sampling of the papers); block (a
+    drawn chain, block verification)."""
     num_speed_prompts: int = 16
-    """Number of prompts that are timed, spread over all prompts."""
+    """Prompts that are timed, spread over all prompts."""
     num_sampled_prompts: int = 40
-    """Number of prompts that are answered at the temperature, spread over all prompts."""
+    """Prompts that are answered at the temperature, spread over all."""
     batch_size: int = 8
-    """Prompts that are answered together while tokens per step are counted."""
+    """Prompts that are answered together. While tokens per step are counted."""
     num_calibration_prompts: int = 64
-    """Number of built-in prompts on which the heads' trees are found."""
+    """Built-in prompts on which the heads' trees are found."""
 
     def __post_init__(self) -> None:
         for name, least in (

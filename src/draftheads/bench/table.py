@@ -9,6 +9,7 @@ from functools import partial
 
 from draftheads.bench.settings import BenchSettings
 from draftheads.bench.timing import Answers
+from draftheads.counts import counted, short_count
 from draftheads.estimates import quartiles, ratio_with_error
 
 PARTS = ("drafting", "verification", "accept and rest")  # of a step
@@ -128,9 +129,7 @@ def columns(settings: BenchSettings, *, first: str, errors: bool = True) -> list
 
     found = [
         Column("drafter", lambda row: row.name),
-        Column(
-            "parameters", lambda row: f"{row.num_parameters / 1e6:.1f} M" if row.num_parameters else "none", "speed"
-        ),
+        Column("parameters", lambda row: short_count(row.num_parameters) if row.num_parameters else "none", "speed"),
         Column("tree", lambda row: row.tree),
         Column("tokens/step", partial(number, field="tokens_per_step", error="tokens_per_step_error")),
         Column(f"× {first}", partial(number, field="over_first", error="over_first_error")),
@@ -161,7 +160,7 @@ SPEED_COLUMNS = [
 def prompts_in_words(num_prompts: int, settings: BenchSettings) -> str:
     """On which prompts the columns are measured."""
     speeds = f"speeds on {min(num_prompts, settings.num_speed_prompts)}"
-    greedy = f"Greedy answers to all {num_prompts} prompts"
+    greedy = f"Greedy answers to {'all ' * (num_prompts > 1)}{counted(num_prompts, 'prompt')}"
     if not settings.temperature:
         return f"{greedy}, {speeds}."
     return f"{greedy}, sampled ones to {min(num_prompts, settings.num_sampled_prompts)} of them, {speeds}."

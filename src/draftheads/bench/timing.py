@@ -16,7 +16,7 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.step_timer import wait_for
 from draftheads.estimates import Share
 from draftheads.models.model import TargetModel
-from draftheads.sampling import SamplingSettings
+from draftheads.settings import SamplingSettings
 
 PLAIN = "plain"
 STOCK = "transformers"

@@ -1,10 +1,8 @@
 """``draftheads demo``: one answer as it is decoded, then a small comparison of speed and text in a time box."""
 
-import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 
 import torch
 from rich.console import Console
@@ -15,8 +13,9 @@ from draftheads.bench.demo import Demo, load_demo
 from draftheads.bench.margins import Scorer
 from draftheads.bench.table import SPEED_COLUMNS, Row
 from draftheads.bench.timing import PLAIN, STOCK, Timings, take_turns
-from draftheads.cli.progress_display import ProgressDisplay
-from draftheads.cli.show import DRAFTED, quiet_transformers, show_stream
+from draftheads.cli.options.demo import DemoOptions
+from draftheads.cli.progress_display import ProgressDisplay, error_console
+from draftheads.cli.show import DRAFTED, check_json_path, quiet_transformers, show_stream, write_json
 from draftheads.cli.show_comparison import (
     copies_sentence,
     explain_texts,
@@ -25,11 +24,10 @@ from draftheads.cli.show_comparison import (
     slower_sentences,
     tree_sentence,
 )
+from draftheads.counts import counted
 from draftheads.data.records import TextPrompt, own_prompts, prompts_in
 from draftheads.decode.engine import Engine
-from draftheads.errors import DataError, InvalidSettings, StorageError
-from draftheads.files import user_path, write_atomic
-from draftheads.loading import Precision
+from draftheads.errors import DataError, InvalidSettings
 from draftheads.progress import counted_stage
 from draftheads.provenance import provenance
 
@@ -40,40 +38,6 @@ _FIELDS = (
 )
 
 
-@dataclass(frozen=True)
-class DemoOptions:
-    """Answer prompts in several ways: transformers, our plain decoding, and draft heads; compare speed and text."""
-
-    model: str = "smollm2-135m"
-    """A model: a name, a folder or a Hugging Face id."""
-    chat_template: str | None = None
-    """Chat template in place of the heads' or the tokenizer's own: a Jinja file, or chatml, llama-2 or vicuna."""
-    heads: tuple[str, ...] = ("hydra", "medusa")
-    """Draft heads to compare, the best one first: bundled ones' names, folders or Hugging Face ids."""
-    prompts: Path | None = None
-    """A JSONL file of prompts ("prompt", "messages" or "turns" in each line) instead of six built-in ones."""
-    limit: int | None = None
-    """Use only the first LIMIT prompts."""
-    max_new_tokens: int = 128
-    """Stop an answer after this many tokens."""
-    seconds: float = 100.0
-    """Time for all answers together. On a slow machine, answers get shorter (at least 32 tokens), then fewer; inf: no
-    limit."""
-    precision: Precision = "auto"
-    """Number format of the model; auto is bf16 if the machine supports it, else fp32. int8 is for CPUs; transformers
-    then uses the format of auto."""
-    copy: bool = True
-    """Also draft copies from the text so far: what followed an earlier occurrence of its last tokens."""
-    exact_bits: bool = False
-    """On a CPU: text with heads is bit-identical to plain decoding, also in bf16; steps are padded, so slower."""
-    transformers: bool = True
-    """Measure transformers' own generate, too."""
-    stream: bool = True
-    """Show one answer as it is decoded."""
-    json: str | None = None
-    """Write everything that was measured as one JSON object to this file; - writes it to standard output."""
-
-
 def run(options: DemoOptions) -> None:
     """Measures and prints."""
     _check(options)
@@ -82,30 +46,31 @@ def run(options: DemoOptions) -> None:
     if not prompts:
         raise DataError("holds no prompt", path=options.prompts)
     quiet_transformers()
-    demo = load_demo(
-        options.model,
-        options.heads,
-        chat_template=options.chat_template,
-        precision=options.precision,
-        copy=options.copy,
-        exact_bits=options.exact_bits,
-    )
+    with ProgressDisplay(error_console(), transient=True) as progress:
+        progress.stage(f"loading {options.model} and {', '.join(options.heads) or 'no head'}")
+        demo = load_demo(
+            options.model,
+            options.heads,
+            **options.load.given(),
+            copy=options.copy,
+            exact_bits=options.exact_bits,
+        )
     encoded = [demo.plain.encode(prompt) for prompt in prompts]
     start = time.perf_counter()
     if options.stream and demo.heads:
         _show_one(prompts[0], *next(iter(demo.heads.items())), options.max_new_tokens, console)
     timings = _timed(demo, encoded, options, max_seconds=options.seconds - (time.perf_counter() - start))
-    rows = demo.rows(timings, encoded, None if options.precision == "int8" else Scorer(demo.stock))
-    scored = options.precision != "int8"
+    rows = demo.rows(timings, encoded, None if options.load.precision == "int8" else Scorer(demo.stock))
+    scored = options.load.precision != "int8"
     print_table(rows, SPEED_COLUMNS if scored else SPEED_COLUMNS[:-1], console)
-    count = f"{timings.num_groups} prompt" + "s" * (timings.num_groups != 1)
-    words = f"{count}, answers of at most {timings.max_new_tokens} tokens, {timings.seconds:.0f} s in all\n"
+    longest = counted(timings.max_new_tokens, "token")
+    words = f"{counted(timings.num_groups, 'prompt')}, answers of at most {longest}, {timings.seconds:.0f} s in all\n"
     console.print(words)
     if not options.exact_bits:
         explain_texts(rows, console, precision=demo.plain.model.precision, stock_precision=demo.stock.precision)
     shown, sentences = _details(rows, demo)
     print_parts(shown, console)
-    sentences += slower_sentences(rows, precision=options.precision, copy=options.copy, model=options.model)
+    sentences += slower_sentences(rows, precision=options.load.precision, copy=options.copy, model=options.model)
     for sentence in sentences:
         console.print(sentence, markup=False)
     _save(options, demo, timings, rows, shown=shown, sentences=sentences)
@@ -115,8 +80,7 @@ def _check(options: DemoOptions) -> None:
     """Raises now what would fail after minutes."""
     if not options.seconds > 0:
         raise InvalidSettings(f"--seconds is {options.seconds:g}; it must be above 0")
-    if options.json not in (None, "-") and not user_path(options.json).parent.is_dir():
-        raise StorageError(f"--json {options.json}: there is no folder {user_path(options.json).parent}")
+    check_json_path(options.json)
     names_of(options.heads, taken=(PLAIN, STOCK))
 
 
@@ -130,9 +94,7 @@ def _show_one(prompt: TextPrompt, name: str, engine: Engine, max_new_tokens: int
 
 def _timed(demo: Demo, prompts: Sequence[list[int]], options: DemoOptions, *, max_seconds: float) -> Timings:
     ways = demo.ways(transformers=options.transformers)
-    console = Console(stderr=True)
-    console.quiet = not console.is_terminal
-    with ProgressDisplay(console, transient=True) as progress:
+    with ProgressDisplay(error_console(), transient=True) as progress:
         advance = counted_stage(progress, "answering", len(ways) * len(prompts))
         return take_turns(
             ways,
@@ -165,7 +127,7 @@ def _save(
     """Writes the JSON object, where it was asked for."""
     if options.json is None:
         return
-    int8 = options.precision == "int8"
+    int8 = options.load.precision == "int8"
     record = {
         "model": options.model,
         "precision": "int8" if int8 else demo.stock.precision,
@@ -180,10 +142,7 @@ def _save(
         "sentences": sentences,
         "provenance": provenance(),
     }
-    if options.json == "-":
-        print(json.dumps(record))
-    else:
-        write_atomic(user_path(options.json), f"{json.dumps(record)}\n".encode())
+    write_json(options.json, record)
 
 
 def _row(row: Row) -> dict[str, object]:

@@ -38,6 +38,8 @@ def _source(options: DistillOptions, progress: Progress) -> Source:
         chat_template=options.chat_template,
         tree=None if options.chain is None else Tree.chain(options.chain),
         precision=options.precision,
+        device=options.device,
+        four_bit=options.four_bit,
         max_batch_size=options.batch_size,
     )
     return EngineSource(engine, options)

@@ -5,42 +5,25 @@ Reads configurations and headers only; no model is loaded.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 
-import tyro
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Table
 from rich.text import Text
 
 from draftheads.acceptance_profile import DEFAULT_NODES, KINDS, AcceptanceProfile, read_profile
-from draftheads.checkpoint import SavedHead, read_head
+from draftheads.cli.options.generate import read_tree
+from draftheads.cli.options.info import InfoOptions
+from draftheads.counts import byte_size, counted
 from draftheads.drafters.copy_odds import DEFAULT_ODDS
-from draftheads.errors import InvalidSettings, InvalidTree
-from draftheads.files import user_path
+from draftheads.head_files import HeadFiles, read_head_files
 from draftheads.heads import head_methods
 from draftheads.models.embedded import SMOLLM2_135M
-from draftheads.profiles import cached_profile, find_profile
+from draftheads.profiles import cached_profile
 from draftheads.tree import Tree
 from draftheads.zoo.registry import DATA_PACKAGE, DATA_PACKAGE_HEADS, ZooHead, find_head, zoo_heads
 
 _SIZES = (2, 4, 8, 16, 32, 64)  # of the trees whose tokens per step are shown
-
-
-@dataclass(frozen=True)
-class InfoOptions:
-    """Show a draft head, the bundled heads, or a tree."""
-
-    head: tyro.conf.Positional[str | None] = None
-    """A bundled head (medusa, hydra, …), a folder, or a Hugging Face Hub id; all bundled heads when left out."""
-    model: str = "smollm2-135m"
-    """Which base model's bundled head."""
-    tree: str | None = None
-    """Draw this tree instead: a JSON list of rank paths such as '[[0],[1],[0,0]]', or a file that has one."""
-
-    def __post_init__(self) -> None:
-        if self.head is not None and self.tree is not None:
-            raise InvalidSettings(f"head is {self.head!r} and tree is {self.tree!r}: give one of them")
 
 
 def run(options: InfoOptions) -> None:
@@ -55,29 +38,9 @@ def run(options: InfoOptions) -> None:
     if options.tree is not None:
         _print_tree(console, read_tree(options.tree))
     elif options.head is not None:
-        _print_head(console, read_head(find_head(options.head, options.model)))
+        _print_head(console, read_head_files(find_head(options.head, options.model)))
     else:
         _print_zoo(console)
-
-
-def read_tree(text_or_path: str) -> Tree:
-    """From the JSON itself, a file of it, or a head's ``acceptance.json``.
-
-    Raises:
-        InvalidTree: not a tree, or there is no such file.
-    """
-    if text_or_path.lstrip().startswith("["):
-        return Tree.from_json(text_or_path)
-    path = user_path(text_or_path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidTree(
-            f"{text_or_path} cannot be read: give a JSON list of rank paths or a file with one ({error})"
-        ) from None
-    if text.lstrip().startswith("{"):
-        return read_profile(path).tree(DEFAULT_NODES)
-    return Tree.from_json(text)
 
 
 def _print_zoo(console: Console) -> None:
@@ -87,33 +50,38 @@ def _print_zoo(console: Console) -> None:
     else:
         console.print(_zoo_table(heads))
     if not {head.method for head in heads if head.base_name == SMOLLM2_135M.name}.issuperset(DATA_PACKAGE_HEADS):
-        console.print(f"More heads for {SMOLLM2_135M.name}: pip install {DATA_PACKAGE}", markup=False)
+        console.print(
+            f"More heads for {SMOLLM2_135M.name}: pip install {DATA_PACKAGE} (in a checkout: pip install ./zoo)",
+            markup=False,
+        )
     console.print(f"Methods that can be trained: {', '.join(head_methods())}", markup=False, soft_wrap=True)
 
 
 def _zoo_table(heads: Sequence[ZooHead]) -> Table:
     table = Table("base", "method", "heads", "parameters", "size", "tokens/step")
     for base_name, method, folder in heads:
-        saved = read_head(folder)
+        saved = read_head_files(folder)
         gain = max(_at(saved.profile, DEFAULT_NODES).values())
-        sizes = (saved.config.num_heads, f"{saved.num_parameters:,}", _megabytes(saved.num_bytes), f"{gain:.2f}")
+        sizes = (saved.options["num_heads"], f"{saved.num_parameters:,}", byte_size(saved.num_bytes), f"{gain:.2f}")
         table.add_row(base_name, method, *map(str, sizes))
     return table
 
 
-def _print_head(console: Console, saved: SavedHead) -> None:
+def _print_head(console: Console, saved: HeadFiles) -> None:
     facts = {
         "method": saved.method,
         "folder": str(saved.folder),
-        **asdict(saved.config),
+        **saved.options,
         "parameters": f"{saved.num_parameters:,}",
-        "size": _megabytes(saved.num_bytes),
+        "size": byte_size(saved.num_bytes),
         "base": saved.model_id,
         **({"chat template": saved.chat_template} if saved.chat_template else {}),
     }
     _print_section(console, "Head", facts)
     _print_section(
-        console, "Fingerprints of the base", {name: digits[:16] for name, digits in asdict(saved.fingerprints).items()}
+        console,
+        "Fingerprints of the base",
+        {name: digits[:16] for name, digits in saved.base_prints.items() if digits},
     )
     _print_section(console, "Made by", saved.provenance)
     if figures := _figures(saved.card):
@@ -121,7 +89,7 @@ def _print_head(console: Console, saved: SavedHead) -> None:
         console.print(Markdown(figures))
     _print_section(console, "Acceptance profile", _described(saved.profile))
     if (cached := cached_profile(saved)) is not None:
-        tuned = find_profile(saved.folder, saved.model_id, profile=cached)
+        tuned = read_profile(cached)
         _print_section(console, "Acceptance profile by `draftheads tune`", {"file": str(cached), **_described(tuned)})
     console.print(Text("\nTree", style="bold"))
     _print_tree(console, saved.profile.tree(DEFAULT_NODES))
@@ -131,15 +99,15 @@ def _described(profile: AcceptanceProfile) -> dict[str, object]:
     """What the profile was measured on, and tokens per step by tree size."""
     if not profile.num_tokens:
         return {"measured on": "nothing: assumed"}
-    where = f"{profile.num_texts} texts, " if profile.num_texts else ""
+    where = f"{counted(profile.num_texts, 'text')}, " if profile.num_texts else ""
     shown: dict[str, object] = {
-        "measured on": f"{where}{profile.num_tokens:,} tokens at temperature {profile.temperature:g}"
+        "measured on": f"{where}{counted(profile.num_tokens, 'token')} at temperature {profile.temperature:g}"
     }
     for nodes in _SIZES:
         gains = _at(profile, nodes)
         if any(nodes <= len(profile.tokens(kind)) for kind in KINDS):
             words = ", ".join(f"{kind} {tokens:.2f}" for kind, tokens in gains.items())
-            shown[f"tokens/step, {nodes} nodes"] = words
+            shown[f"tokens/step, {counted(nodes, 'node')}"] = words
     odds = profile.copies or DEFAULT_ODDS
     lengths = sorted({1, 1 + len(odds) // 2, len(odds)})
     shares = ", ".join(f"{length}: {odds[length - 1][0]:.0%}" for length in lengths)
@@ -170,7 +138,7 @@ def _as_text(value: object) -> str:
 
 
 def _print_tree(console: Console, tree: Tree) -> None:
-    console.print(Text(f"{tree.num_nodes} nodes, root included; depth {tree.max_depth}"))
+    console.print(Text(f"{counted(tree.num_nodes, 'node')}, root included; depth {tree.max_depth}"))
     console.print(Text(tree.draw()), soft_wrap=True)
 
 
@@ -191,12 +159,3 @@ def _figures(card: str) -> str:
                 heading = ""
             lines.append(line)
     return "\n".join(lines)
-
-
-def _megabytes(num_bytes: int) -> str:
-    """A size in MB or KB.
-
-    >>> _megabytes(18_590_208)
-    '18.6 MB'
-    """
-    return f"{num_bytes / 1e6:.1f} MB"

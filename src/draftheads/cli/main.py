@@ -1,5 +1,6 @@
 """The command line: finds the command, reads its options with tyro, runs it, and prints an error in one line."""
 
+import gc
 import importlib
 import logging
 import os
@@ -7,23 +8,33 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from draftheads.errors import CacheWarning, ChatTemplateWarning, DraftHeadsError
+from draftheads.errors import BaseModelWarning, CacheWarning, ChatTemplateWarning, DraftHeadsError
 
-# Each command has a module of its name with a function ``run(options)``; it is imported only if the command is called.
+
+class Command(NamedTuple):
+    """A command: draftheads.cli.NAME has its function ``run(options)``, which is imported only when it is called."""
+
+    summary: str
+    options: str  # module and class; next to the class may be a function ``defaults(arguments)``
+
+
 COMMANDS = {
-    "bench": "compare draft heads, and drafters without a head",
-    "demo": "answer prompts with and without draft heads, and compare",
-    "distill": "let a model answer prompts, to get training data",
-    "generate": "answer prompts",
-    "info": "describe a head, list the bundled ones, or draw a tree",
-    "merge": "merge a model and its tuned adapter into one model",
-    "report": "write the pages of a train, tune or bench folder again",
-    "show-batch": "show which tokens of a batch are learned",
-    "train": "train draft heads for a model",
-    "tune": "measure a head's acceptance profile on your prompts",
-    "train-joint": "tune a model and its draft heads together",
+    "bench": Command("compare draft heads, and drafters without a head", "cli.options.bench.BenchOptions"),
+    "cache": Command("show what is in the cache, or clear it", "cli.options.cache.CacheOptions"),
+    "completion": Command("print a script for shell completion", "cli.options.completion.CompletionOptions"),
+    "demo": Command("answer prompts with and without draft heads, and compare", "cli.options.demo.DemoOptions"),
+    "distill": Command("let a model answer prompts, to get training data", "distill.options.DistillOptions"),
+    "doctor": Command("show what was found on this machine, with advice", "cli.options.doctor.DoctorOptions"),
+    "generate": Command("answer prompts", "cli.options.generate.GenerateOptions"),
+    "info": Command("describe a head, list the installed ones, or draw a tree", "cli.options.info.InfoOptions"),
+    "merge": Command("merge a model and its adapter into one model", "train.joint.options.MergeOptions"),
+    "report": Command("write the pages of a train, tune or bench folder again", "cli.options.report.ReportOptions"),
+    "show-batch": Command("show which tokens of a batch are learned", "cli.options.show_batch.ShowBatchOptions"),
+    "train": Command("train draft heads for a model", "cli.options.train.TrainOptions"),
+    "tune": Command("measure a head's acceptance profile on your prompts", "cli.options.tune.TuneOptions"),
+    "train-joint": Command("tune a model and its draft heads together", "cli.options.train_joint.JointOptions"),
 }
 
 
@@ -48,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _show_warning(others: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any) -> None:
     """Prints our own warnings as one line, without the line of code that Python adds; others as usual."""
-    if issubclass(category, CacheWarning | ChatTemplateWarning):
+    if issubclass(category, BaseModelWarning | CacheWarning | ChatTemplateWarning):
         print(f"warning: {message}", file=sys.stderr)
     else:
         others(message, category, *where)
@@ -73,16 +84,43 @@ def _command(arguments: list[str]) -> int:
 def _run(name: str, arguments: Sequence[str]) -> None:
     import tyro  # noqa: PLC0415 - slow to import; the list of commands does not need it
 
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it logs missing libraries on import
-    module: Any = importlib.import_module(f"draftheads.cli.{name.replace('-', '_')}")
+    kind, defaults = options_of(name)
+    given = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    if asked := {"-h", "--help", "--help-all"}.intersection(given):
+        from rich.console import Console  # noqa: PLC0415
+
+        from draftheads.cli.help import print_help  # noqa: PLC0415
+
+        default = None if defaults is None else defaults(arguments)
+        print_help(Console(highlight=False), name, kind, default, whole="--help-all" in asked)
+        return
     # some commands have defaults that depend on other options, such as --recipe
-    default = {"default": module.defaults(arguments)} if hasattr(module, "defaults") else {}
-    options_class = module.run.__annotations__["options"]
-    module.run(tyro.cli(options_class, args=arguments, prog=f"draftheads {name}", **default))
+    default = {} if defaults is None else {"default": defaults(arguments)}
+    marks = (tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName)
+    options = tyro.cli(kind, args=arguments, prog=f"draftheads {name}", config=marks, **default)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it logs missing libraries on import
+    _import_quickly(name).run(options)
+
+
+def _import_quickly(name: str) -> Any:
+    """The module of a command. Its imports make 600,000 objects that stay; to search them for garbage takes seconds."""
+    gc.disable()
+    try:
+        return importlib.import_module(f"draftheads.cli.{name.replace('-', '_')}")
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def options_of(name: str) -> tuple[type, Callable[[Sequence[str]], Any] | None]:
+    """The class of a command's options, and the function that gives their defaults, if it has one."""
+    module_name, _, class_name = COMMANDS[name].options.rpartition(".")
+    module: Any = importlib.import_module(f"draftheads.{module_name}")
+    return getattr(module, class_name), getattr(module, "defaults", None)
 
 
 def _usage() -> str:
-    lines = [f"  {name:<12} {summary}" for name, summary in COMMANDS.items()]
+    lines = [f"  {name:<12} {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
             "usage: draftheads COMMAND [options]",

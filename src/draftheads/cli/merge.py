@@ -1,10 +1,13 @@
 """``draftheads merge``: one ordinary model folder with its head in it."""
 
-from draftheads.train.joint.merge import MergeOptions, merge
-from draftheads.train.joint.run import HEAD_FOLDER
+from draftheads.head_files import HEAD_FOLDER
+from draftheads.train.joint.merge import merge
+from draftheads.train.joint.options import MergeOptions
 
 
 def run(options: MergeOptions) -> None:
     """Merges, then prints the command that decodes with it."""
     merge(options)
-    print(f"saved in {options.out}; draftheads generate --model {options.out} --head {options.out / HEAD_FOLDER}")
+    head = options.out / HEAD_FOLDER
+    given = f" --head {head}" if head.is_dir() else ""
+    print(f"saved in {options.out}; draftheads generate --model {options.out}{given}")

@@ -1,4 +1,4 @@
-"""The display of all long commands: a progress bar on a terminal, a line now and then elsewhere."""
+"""The display of all long commands: a progress bar on a terminal or in a notebook, a line now and then elsewhere."""
 
 import time
 from types import TracebackType
@@ -22,6 +22,13 @@ SECONDS_BETWEEN_LINES = 30.0  # where the output is not a terminal
 _SECONDS_OF_SPEED = 600.0  # over which the bar averages the speed: some work ends in bursts
 
 
+def error_console() -> Console:
+    """A console on standard error that is silent where that is not a terminal."""
+    console = Console(stderr=True)
+    console.quiet = not console.is_terminal
+    return console
+
+
 class ProgressDisplay:
     """Shows a :class:`draftheads.progress.Progress` on a console; a context manager.
 
@@ -34,6 +41,7 @@ class ProgressDisplay:
 
     def __init__(self, console: Console, *, transient: bool = False) -> None:
         self.console = console
+        self._has_bars = console.is_terminal or console.is_jupyter
         self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -44,7 +52,7 @@ class ProgressDisplay:
             console=console,
             transient=transient,
             speed_estimate_period=_SECONDS_OF_SPEED,
-            disable=not console.is_terminal,
+            disable=not self._has_bars,
         )
         self._transient = transient
         self._bar: TaskID | None = None
@@ -65,7 +73,7 @@ class ProgressDisplay:
     def stage(self, what: str) -> None:
         """Starts the bar again, or prints a line."""
         now = time.monotonic()
-        if not self.console.is_terminal:
+        if not self._has_bars:
             self._print(what)
         elif self._bar is None:
             self._bar = self._bars.add_task(what, total=None)

@@ -1,21 +1,12 @@
 """``draftheads report``: writes the pages of finished work again; and the same for commands that have just finished."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 
+from draftheads.cli.options.report import ReportOptions
 from draftheads.errors import MissingDependency
 from draftheads.reports.write import PageKind, write_report
-
-
-@dataclass(frozen=True)
-class ReportOptions:
-    """Write the pages of a folder again: report.html of a training run, tune.html of `tune`, bench.html of `bench`."""
-
-    folder: tyro.conf.Positional[Path]
-    """The output folder."""
 
 
 def run(options: ReportOptions) -> None:

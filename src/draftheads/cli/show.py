@@ -1,18 +1,25 @@
 """Answers on a terminal while they are generated, with draft tokens in colour."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
-from draftheads.decode.engine import Engine
-from draftheads.decode.request import Request, StreamEvent
 from draftheads.decode.text import TextStream
+from draftheads.files import check_writable, user_path, write_atomic
+
+if TYPE_CHECKING:  # `doctor` writes JSON, too, and must not wait for models
+    from draftheads.decode.engine import Engine
+    from draftheads.decode.request import GenerationResult, Request, StreamEvent
 
 DRAFTED = "bold green"
 
 
-def show_stream(engine: Engine, requests: Sequence[Request], console: Console, *, colour: bool = True) -> None:
+def show_stream(engine: "Engine", requests: "Sequence[Request]", console: Console, *, colour: bool = True) -> None:
     """Decodes one request and prints its text as it grows; accepted draft tokens are green.
 
     Without colours the text is written unchanged.
@@ -29,7 +36,27 @@ def show_stream(engine: Engine, requests: Sequence[Request], console: Console, *
     console.print()
 
 
-def _print_coloured(console: Console, event: StreamEvent, pieces: TextStream) -> None:
+def drafted_text(result: "GenerationResult", *, colour: bool = True) -> Text:
+    """A finished answer; accepted draft tokens are green."""
+    if not colour:
+        return Text(result.text)
+    pairs = zip(result.pieces, result.drafted, strict=True)
+    return Text.assemble(*((piece, DRAFTED if drafted else "") for piece, drafted in pairs))
+
+
+def print_logprobs(result: "GenerationResult", tokenizer: Any, console: Console) -> None:
+    """A line for each token with its log-probability and the most likely tokens there, if they were asked for."""
+    if result.logprobs is None:
+        return
+    most = result.top_logprobs or ((),) * len(result.logprobs)
+    table = Table("token", "log-probability", *(["most likely there"] if result.top_logprobs else []), box=SIMPLE_HEAD)
+    for token, value, likely in zip(result.token_ids, result.logprobs, most, strict=True):
+        others = ", ".join(f"{tokenizer.decode([other])!r} {number:.2f}" for other, number in likely)
+        table.add_row(*map(Text, (repr(tokenizer.decode([token])), f"{value:.3f}", others)[: len(table.columns)]))
+    console.print(table)
+
+
+def _print_coloured(console: Console, event: "StreamEvent", pieces: TextStream) -> None:
     ended = event.finish_reason == "stop"  # by its last token, which is not text
     for place, token in enumerate(event.token_ids[:-1] if ended else event.token_ids):
         _print(console, pieces.push([token]), DRAFTED if place < event.num_drafted else "")
@@ -40,6 +67,20 @@ def _print_coloured(console: Console, event: StreamEvent, pieces: TextStream) ->
 def _print(console: Console, text: str, style: str) -> None:
     if text:
         console.print(Text(text, style=style), end="", soft_wrap=True)
+
+
+def check_json_path(path: str | None) -> None:
+    """Raises StorageError if ``--json`` names a file that cannot be written."""
+    if path not in (None, "-"):
+        check_writable(path)
+
+
+def write_json(path: str | None, record: Mapping[str, Any]) -> None:
+    """Writes one JSON object to the file of ``--json``, or to standard output for ``-``."""
+    if path == "-":
+        print(json.dumps(record))
+    elif path is not None:
+        write_atomic(user_path(path), f"{json.dumps(record)}\n".encode())
 
 
 def quiet_transformers() -> None:

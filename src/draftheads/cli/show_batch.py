@@ -4,8 +4,6 @@ Loads the model's tokenizer only.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -14,16 +12,17 @@ from rich.table import Table
 from rich.text import Text
 
 from draftheads.chat_template import ChatReader, read_template
+from draftheads.cli.options.show_batch import ShowBatchOptions
 from draftheads.cli.show import quiet_transformers
 from draftheads.data.batches import choose_texts, plan_batches
 from draftheads.data.extract import load_and_count
 from draftheads.errors import InvalidSettings
 from draftheads.files import write_atomic
 from draftheads.models.pretrained import load_tokenizer
+from draftheads.provenance import provenance
 from draftheads.reports.batch_page import PlannedBatch, batch_page
 from draftheads.reports.page import render
 from draftheads.reports.spans import KINDS, Span, spans
-from draftheads.train.options import ChatOptions, RunOptions, ScheduleOptions
 
 _STYLES = {  # by Span.is_learned, Span.is_special
     (False, False): "dim",
@@ -32,47 +31,6 @@ _STYLES = {  # by Span.is_learned, Span.is_special
     (True, True): "bold bright_white on green",
 }
 _LEARNED, _SPECIAL = "⟦⟧", "‹›"  # without colours
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShowBatchOptions:
-    """Show a batch of `draftheads train` with the learned tokens in colour, to check the chat template."""
-
-    data: tuple[Path, ...]
-    """Chat files (.jsonl, .jsonl.gz), one {"messages": [...]} a line."""
-    model: str = RunOptions.model
-    """The model whose tokenizer and chat template are used: a name, a folder or a Hugging Face id."""
-    chat_template: str | None = RunOptions.chat_template
-    """Chat template in place of the tokenizer's own: a Jinja file, or chatml, llama-2 or vicuna."""
-    index: int = 0
-    """Which batch: a training run with the same settings takes batch 0 in its first step."""
-    max_texts: int = 3
-    """Number of texts of the batch to show; 0 for all."""
-    html: Path | None = None
-    """Write the same as a page of HTML into this file."""
-    plain_text: bool = False
-    """Mark learned tokens with brackets instead of colours; the default where the terminal has no colours."""
-    batch_tokens: int = ScheduleOptions.batch_tokens
-    """Tokens in a batch, padding included."""
-    max_length: int = ChatOptions.max_length
-    """Cut texts after this number of tokens."""
-    max_tokens: int | None = ChatOptions.max_tokens
-    """Stop reading data after this number of tokens."""
-    epochs: int = ScheduleOptions.epochs
-    """Passes over the training text."""
-    held_out: float = ChatOptions.held_out
-    """Share of held-out texts, at most 200 texts."""
-    seed: int = ScheduleOptions.seed
-    """Seed of the batches and their order."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("batch_tokens", 1), ("max_length", 1), ("epochs", 1), ("index", 0), ("max_texts", 0)):
-            if getattr(self, name) < least:
-                raise InvalidSettings(f"--{name.replace('_', '-')} is {getattr(self, name)}: must be at least {least}")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InvalidSettings(f"--max-tokens is {self.max_tokens}: must be at least 1")
-        if not 0 <= self.held_out < 1:
-            raise InvalidSettings(f"--held-out is {self.held_out}: must be at least 0 and below 1")
 
 
 def run(options: ShowBatchOptions) -> None:
@@ -93,7 +51,8 @@ def run(options: ShowBatchOptions) -> None:
     has_colours = console.color_system is not None and not console.no_color and not options.plain_text
     _print_all(console, model, batch, max_texts, has_colours=has_colours)
     if options.html is not None:
-        write_atomic(options.html, render(batch_page(batch, model.tokenizer, max_texts=max_texts)).encode())
+        page = batch_page(batch, model.tokenizer, max_texts=max_texts, settings=vars(options), provenance=provenance())
+        write_atomic(options.html, render(page).encode())
         console.print(Text(f"wrote {options.html}"), soft_wrap=True)
 
 

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from draftheads.bench.table import PARTS, Column, Row
 from draftheads.bench.timing import PLAIN, STOCK
+from draftheads.counts import counted
 from draftheads.decode.engine import Engine
 from draftheads.decode.size_policy import SizePolicySession
 from draftheads.drafters.copying import CopyingSession
@@ -101,15 +102,16 @@ def tree_sentence(name: str, engine: Engine) -> str:
     kind = "a fixed tree" if isinstance(shape, Tree) else "growing trees"
     cost = (1 + gain) / rate / policy.cost.verify(1, 1)
     return (
-        f"With one request {name} drafts {kind} of {shape.num_nodes} nodes: a step then costs {cost:.1f} plain steps "
-        f"and gives about {1 + gain:.1f} tokens."
+        f"With one request {name} drafts {kind} of {counted(shape.num_nodes, 'node')}: a step then costs "
+        f"{cost:.1f} plain steps and gives about {1 + gain:.1f} tokens."
     )
 
 
 def copies_sentence(row: Row) -> str:
     """How many accepted draft tokens were copied."""
     were = "was" if row.num_copied == 1 else "were"
-    return f"Of its {row.num_drafted} accepted draft tokens, {row.num_copied} {were} copied from the text so far."
+    accepted = counted(row.num_drafted, "accepted draft token")
+    return f"Of its {accepted}, {row.num_copied} {were} copied from the text so far."
 
 
 def slower_sentences(table: Sequence[Row], *, precision: str, copy: bool, model: str) -> list[str]:

@@ -1,46 +1,22 @@
 """``draftheads train`` and what ``train-joint`` shares with it: defaults, and tables of the results."""
 
-import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.report import write_pages
 from draftheads.cli.show import quiet_transformers
+from draftheads.counts import counted
 from draftheads.progress import Progress
 from draftheads.train import processes
 from draftheads.train.options import RunOptions, TrainOptions
-from draftheads.train.recipes import defaults_from, recipe
-from draftheads.train.report import Report
+from draftheads.train.recipes import recipe
+from draftheads.train.report import Report, mean_loss
 from draftheads.train.run import train
-
-
-def defaults(arguments: Sequence[str], options: type[RunOptions] = TrainOptions) -> RunOptions:
-    """Default values of the options, which depend on a recipe and on a head to start from.
-
-    Args:
-        arguments: of the command line; other options are ignored.
-        options: of ``train`` or of ``train-joint``.
-
-    Raises:
-        DraftHeadsError: there is no such recipe, or no such head to start from.
-
-    >>> defaults(["--recipe=hydra", "--epochs", "3"]).heads.method
-    'hydra'
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("recipe", "start-from", "method", "model"):
-        parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", nargs="?")
-    parser.add_argument("--resume", action="store_true")
-    given = parser.parse_known_args(arguments)[0]
-    model = given.model or options.model
-    settings = defaults_from({**vars(given), "model": model}, tunes_model=options is not TrainOptions)
-    required = {} if options is not TrainOptions else {"method": tyro.MISSING}
-    return options.of(**{"out": tyro.MISSING, **required, **settings})
+from draftheads.train.verdict import training_verdict
 
 
 def run(options: TrainOptions) -> None:
@@ -72,30 +48,34 @@ def run_and_print(
 
 
 def print_results(console: Console, report: Report) -> None:
-    """Accuracy, expected tokens per step, and speed of the training."""
-    title = f"{report.method} for {report.model_id}: accuracy on held-out text"
-    table = Table("head", "loss", "top-1", "top-3", "top-10", title=title)
+    """Loss, accuracy and expected tokens per step on held-out text, speed of the training, and what to make of it."""
+    title = f"{report.method} for {report.model_id}: held-out text"
+    table = Table("head", "held-out loss", "top-1", "top-3", "top-10", title=title)
     rows = zip(report.losses, report.top1, report.top3, report.top10, strict=True)
     for i, (loss, *accuracies) in enumerate(rows):
         table.add_row(str(i + 1), f"{loss:.3f}", *(f"{accuracy:.1%}" for accuracy in accuracies))
+    if len(report.losses) > 1:
+        table.add_section()
+        table.add_row("mean", f"{mean_loss(report.losses):.3f}", "", "", "")
     console.print(table)
     console.print(
         f"expected tokens per step on held-out text: chain {report.tokens_per_step_chain:.2f}, "
-        f"tree of {len(report.tree) + 1} nodes {report.tokens_per_step_tree:.2f}"
+        f"tree of {counted(len(report.tree) + 1, 'node')} {report.tokens_per_step_tree:.2f}"
     )
     console.print(
-        f"{report.num_steps:,} steps; {report.tokens_per_second:,.0f} tokens of text per second, "
+        f"{counted(report.num_steps, 'step')}; {report.tokens_per_second:,.0f} tokens of text per second, "
         f"{report.training_seconds:,.0f} s in this run"
     )
+    console.print(training_verdict(report.tokens_per_step_tree, num_steps=report.num_steps), soft_wrap=True)
 
 
 def recipe_table(options: RunOptions) -> Table:
-    """All settings of the recipe, and the values that replace them."""
+    """All settings of the recipe with their sources, and the values that replace them."""
     assert options.recipe is not None
     chosen = recipe(options.recipe, tunes_model=not isinstance(options, TrainOptions))
-    table = Table("option", "value", title=f"recipe {options.recipe}: {chosen.source}")
+    table = Table("option", "value", "source", title=f"recipe {options.recipe}: {chosen.source}")
     values = options.flat()
     for name, value in chosen.settings.items():
         now = values[name]
-        table.add_row(name, str(value) if now == value else f"{now} (the recipe has {value})")
+        table.add_row(name, str(value) if now == value else f"{now} (the recipe has {value})", chosen.sources[name])
     return table

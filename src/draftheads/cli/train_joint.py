@@ -1,16 +1,12 @@
 """``draftheads train-joint``: tunes a model and its heads together and shows the results."""
 
-from functools import partial
-
 from rich.table import Table
 
-from draftheads.cli.train import defaults as defaults_of
 from draftheads.cli.train import run_and_print
+from draftheads.counts import counted
 from draftheads.train.joint.movement import Movement
 from draftheads.train.joint.options import JointOptions
 from draftheads.train.joint.run import train_jointly
-
-defaults = partial(defaults_of, options=JointOptions)
 
 
 def run(options: JointOptions) -> None:
@@ -22,7 +18,7 @@ def run(options: JointOptions) -> None:
 
 def movement_table(movement: Movement) -> Table:
     """How far the tuned model is from the original."""
-    title = f"how far the model moved, on {movement.num_tokens:,} held-out tokens"
+    title = f"how far the model moved, on {counted(movement.num_tokens, 'held-out token')}"
     table = Table("", "original", "tuned", title=title)
     table.add_row("perplexity", f"{movement.original_perplexity:.3f}", f"{movement.tuned_perplexity:.3f}")
     table.add_row("KL(original || tuned) per token", "", f"{movement.kl:.4f}")

@@ -1,49 +1,21 @@
 """``draftheads tune``: measures how many tokens a head's trees gain on the user's prompts, and shows it."""
 
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import tyro
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from draftheads.acceptance_profile import PROFILE_FILE, AcceptanceProfile
+from draftheads.cli.options.tune import TuneOptions
 from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.report import write_pages
 from draftheads.cli.show import quiet_transformers
 from draftheads.data.records import prompts_in
-from draftheads.loading import Precision
-from draftheads.search.replay import ReplaySettings
 from draftheads.search.tune import tune_head
 from draftheads.zoo.registry import find_head
 
 _SHOWN = (1, 2, 4, 8, 10, 16, 32, 64)
-
-
-@dataclass(frozen=True)
-class TuneOptions:
-    """Measure how many tokens per step a head gains on your prompts and at your temperature.
-
-    Optional: every head already has such a profile. Writes acceptance.json, which is used when the head is loaded, and
-    tune.html, which shows it. An interrupted run continues with the same command. To check the predicted speeds,
-    run `draftheads bench MODEL --heads HEAD --prompts FILE` with other prompts.
-    """
-
-    model: tyro.conf.Positional[str]
-    """A model: a name, a folder or a Hugging Face id."""
-    head: tyro.conf.Positional[str]
-    """Its draft head: a bundled one's name, a folder or a Hugging Face id."""
-    chat_template: str | None = None
-    """Chat template in place of the head's or the tokenizer's own: a Jinja file, or chatml, llama-2 or vicuna."""
-    out: Path | None = None
-    """Folder to write to. Default: the head's own folder; for a bundled or downloaded head, the user's cache."""
-    prompts: Path | None = None
-    """A JSONL file of prompts like those that you will use. Default: 64 built-in ones."""
-    settings: tyro.conf.OmitArgPrefixes[ReplaySettings] = field(default_factory=ReplaySettings)
-    precision: Precision = "auto"
-    """Number format of the model; auto is bf16 if the machine supports it, else fp32."""
 
 
 def run(options: TuneOptions) -> None:
@@ -58,10 +30,9 @@ def run(options: TuneOptions) -> None:
                 options.model,
                 options.head,
                 prompts,
-                chat_template=options.chat_template,
                 out=options.out,
                 settings=options.settings,
-                precision=options.precision,
+                **options.load.given(),
                 progress=progress,
             )
         except KeyboardInterrupt:

@@ -29,6 +29,7 @@ class Batch:
     hidden: Tensor  # (B, T, D)
     token_ids: Tensor  # (B, T) int64
     loss_mask: Tensor  # (B, T) bool, False on padding
+    lengths: Tensor  # (B,) int64: tokens of each text, without padding, with what is left out of its prompt
 
 
 def collate(documents: Sequence[Document], *, skip_prompts: bool) -> Batch:
@@ -39,12 +40,14 @@ def collate(documents: Sequence[Document], *, skip_prompts: bool) -> Batch:
         skip_prompts: leave out the tokens before the first position that a head reads. Only for heads that read no
             earlier positions: for them it makes no difference.
     """
+    lengths = torch.tensor([len(document.token_ids) for document in documents])
     if skip_prompts:
         documents = [_without_prompt(document) for document in documents]
     return Batch(
         pad_sequence([document.hidden for document in documents], batch_first=True),
         pad_sequence([document.token_ids for document in documents], batch_first=True),
         pad_sequence([document.loss_mask for document in documents], batch_first=True),
+        lengths,
     )
 
 
@@ -178,6 +181,7 @@ class PlannedTexts(Dataset[dict[str, Any]]):
         return {
             "token_ids": pad_sequence([self.store.token_ids[i] for i in documents], batch_first=True),  # (B, T)
             "loss_mask": pad_sequence([self.store.loss_masks[i] for i in documents], batch_first=True),  # (B, T)
+            "lengths": torch.tensor([len(self.store.token_ids[i]) for i in documents]),
             "documents": torch.tensor(documents),
         }
 

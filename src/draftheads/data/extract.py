@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from draftheads.chat_template import ChatReader
+from draftheads.counts import counted
 from draftheads.data.chat import EncodedChat, encode_chat
 from draftheads.data.features import (
     DOCUMENTS_PER_SHARD,
@@ -61,8 +62,10 @@ def load_and_count(
             num_left_out += 1
         if max_tokens is not None and num_tokens >= max_tokens:
             break
+    if not texts and not num_left_out:
+        raise DataError(f"no chat in {', '.join(map(str, paths))}")
     if not texts:
-        raise DataError(f"no answer within the first {max_length} tokens in {', '.join(map(str, paths))}")
+        raise DataError(f"no answer within the first {counted(max_length, 'token')} in {', '.join(map(str, paths))}")
     return texts, num_left_out
 
 
@@ -97,9 +100,9 @@ def claim(target: TargetModel, texts: Sequence[EncodedChat], folder: Path) -> No
         write_meta(folder, meta)
     elif there != meta:
         raise DataError(
-            f"{folder} holds features of {there.num_documents} texts ({there.num_tokens} tokens, "
+            f"{folder} holds features of {counted(there.num_documents, 'text')} ({counted(there.num_tokens, 'token')}, "
             f"{there.model_id}, fingerprint {there.fingerprint}) but the data and settings give "
-            f"{meta.num_documents} texts ({meta.num_tokens} tokens, {meta.model_id}, fingerprint "
+            f"{counted(meta.num_documents, 'text')} ({counted(meta.num_tokens, 'token')}, {meta.model_id}, fingerprint "
             f"{meta.fingerprint}): name another folder or delete this one"
         )
 

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from draftheads.counts import counted
 from draftheads.errors import CheckpointError, DataError
 from draftheads.files import write_atomic
 from draftheads.strict_json import read_dataclass, read_object
@@ -133,7 +134,9 @@ class FeatureStore(Documents):
         for index in range(meta.num_shards):
             self._open(index)
         if len(self) != meta.num_documents:
-            raise DataError(f"{folder}: {len(self)} texts in the shards but meta.json says {meta.num_documents}")
+            raise DataError(
+                f"{folder}: {counted(len(self), 'text')} in the shards but meta.json says {meta.num_documents}"
+            )
 
     def __getitem__(self, index: int) -> Document:
         shard, start = self._starts[index]

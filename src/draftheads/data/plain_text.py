@@ -24,7 +24,10 @@ def read_texts(path: Path) -> Iterator[tuple[str, str]]:
     if path.suffix == ".txt":
         try:
             yield path.read_text(encoding="utf-8"), f"{path}:1"
-        except (OSError, UnicodeDecodeError) as error:
+        except UnicodeDecodeError as error:
+            found = f"0x{error.object[error.start]:02x}"
+            raise DataError(f"not UTF-8 text: byte {found}", path=path, line_number=1) from None
+        except OSError as error:
             raise DataError(f"cannot be read: {error}", path=path, line_number=1) from None
         return
     for line_number, record in read_json_lines(path):

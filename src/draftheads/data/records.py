@@ -12,8 +12,8 @@ Other keys, of records and of messages, are ignored. Every error names the file 
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -22,6 +22,7 @@ from draftheads.messages import Message, message_problem, short
 
 TextPrompt = str | list[Message]  # a user's text, or a conversation
 _PROMPT_FORMS = ("prompt", "messages", "turns")  # the first one of them that is there counts
+_LABELS = ("id", "question_id", "category")  # kept beside the answer
 _NEEDED = (
     'needs "prompt" (text), "messages" (a list of objects with "role" and "content") or "turns" (a list of texts), '
     "with something that the user says"
@@ -38,6 +39,7 @@ class Record:
     path: Path
     line_number: int  # counted from 1
     is_text: bool = False  # the line has texts of the user, not messages
+    labels: Mapping[str, Any] = field(default_factory=dict)  # id, question_id and category, where the line has them
     finished: bool = True  # False where the last assistant turn was cut off: it has no end-of-turn token
 
     @property
@@ -82,7 +84,9 @@ def read_chats(*paths: Path) -> Iterator[Record]:
         for line_number, value in read_json_lines(path):
             record = _record(value, ("messages",), path, line_number)
             if record is None:
-                raise DataError(_NO_CHAT, path=path, line_number=line_number)
+                is_prompt = isinstance(value, dict) and ("prompt" in value or "turns" in value)
+                fix = "; `draftheads distill` answers prompts" if is_prompt else ""
+                raise DataError(f"{_NO_CHAT}, not {short(repr(value))}{fix}", path=path, line_number=line_number)
             if not isinstance(record.finished, bool):
                 problem = f"finished is {record.finished!r}; it must be true or false"
                 raise DataError(problem, path=path, line_number=line_number)
@@ -117,7 +121,10 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
             for line_number, line in enumerate(file, start=1):
                 if line.strip():
                     yield line_number, _value(line, path, line_number)
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+    except UnicodeDecodeError as error:
+        problem = f"not UTF-8 text: byte 0x{error.object[error.start]:02x}; give a .jsonl or .jsonl.gz file"
+        raise DataError(problem, path=path, line_number=line_number + 1) from None
+    except (OSError, EOFError, zlib.error) as error:
         place = line_number + 1 if line_number else None
         raise DataError(f"cannot be read: {error}", path=path, line_number=place) from None
 
@@ -126,14 +133,16 @@ def check_readable(paths: Iterable[Path]) -> None:
     """Opens all files, to fail before long work.
 
     Raises:
-        DataError: one cannot be read.
+        DataError: one cannot be read, or is empty.
     """
     for path in paths:
         try:
-            with path.open("rb"):
-                pass
+            with path.open("rb") as file:
+                is_empty = not file.read(1)
         except OSError as error:
             raise DataError(f"cannot be read: {error.strerror}", path=path) from None
+        if is_empty:
+            raise DataError("the file is empty", path=path)
 
 
 def _record(value: Any, forms: Sequence[str], path: Path, line_number: int) -> Record | None:
@@ -156,7 +165,8 @@ def _record(value: Any, forms: Sequence[str], path: Path, line_number: int) -> R
         if problem := message_problem(message):
             raise DataError(f"message {number}{problem}", path=path, line_number=line_number)
     kept = tuple({"role": message["role"], "content": message["content"]} for message in messages)
-    return Record(kept, path, line_number, is_text, finished)
+    labels = {name: given[name] for name in _LABELS if name in given}
+    return Record(kept, path, line_number, is_text, labels, finished)
 
 
 def _open_text(path: Path) -> IO[str]:
@@ -168,6 +178,9 @@ def _open_text(path: Path) -> IO[str]:
 def _value(line: str, path: Path, line_number: int) -> Any:
     try:
         return json.loads(line)
+    except json.JSONDecodeError as error:
+        problem = f"not JSON: {error.msg} at character {error.pos + 1}; each line must be one JSON object"
+        raise DataError(problem, path=path, line_number=line_number) from None
     except ValueError as error:
         raise DataError(f"not JSON: {error}", path=path, line_number=line_number) from None
     except RecursionError:

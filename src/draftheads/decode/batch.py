@@ -2,20 +2,20 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from draftheads.accept import accept, num_rejection_uniforms
-from draftheads.decode.request import Request, StreamEvent
+from draftheads.decode.request import Request, StreamEvent, TopLogprobs
 from draftheads.decode.size_policy import SizePolicySession
 from draftheads.draft import Context, Draft, Drafter, Verdict, Watcher
 from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
 from draftheads.models.transfer import to_device
-from draftheads.sampling import RowSettings, choose
+from draftheads.sampling import RowSettings, choose, token_logprobs
 from draftheads.shapes import ROOT_ONLY, Shape
 
 
@@ -57,7 +57,12 @@ class Batch:
         uniforms = self._uniforms(requests, 1)
         roots = choose(logits, rows, seen, uniforms[:, 0])
         context = self._prompt_context(requests, hidden, roots)
-        events = [request.append([root], num_drafted=0) for request, root in zip(requests, roots.tolist(), strict=True)]
+        new_ids = roots[:, None].tolist()
+        logprobs = _logprobs(requests, logits[:, None], torch.zeros_like(roots)[:, None], new_ids, [1] * len(requests))
+        events = [
+            request.append(ids, num_drafted=0, **own)
+            for request, ids, own in zip(requests, new_ids, logprobs, strict=True)
+        ]
         going = [row for row, request in enumerate(requests) if request.finish_reason is None]
         if len(going) < len(requests):  # ended by their first token: the drafter does not get them
             old = len(self.requests)
@@ -91,10 +96,11 @@ class Batch:
         new_ids, counts, copied = _tokens_of(draft, verdict)  # the step's one transfer to the host
         self.target.commit(verdict, counts)
         self._context = _advanced(draft, verdict, hidden)
+        logprobs = _logprobs(self.requests, logits, verdict.path, new_ids, counts)
         events = []
-        for request, ids, count, num_copied in zip(self.requests, new_ids, counts, copied, strict=True):
+        for request, ids, count, num_copied, own in zip(self.requests, new_ids, counts, copied, logprobs, strict=True):
             request.num_steps += 1
-            events.append(request.append(ids[:count], num_drafted=count - 1, num_copied=num_copied))
+            events.append(request.append(ids[:count], num_drafted=count - 1, num_copied=num_copied, **own))
         self._note_seen(new_ids, counts)
         if isinstance(self.session, SizePolicySession):
             self.session.note([count - 1 for count in counts])
@@ -190,6 +196,34 @@ def _tokens_of(draft: Draft, verdict: Verdict) -> tuple[list[list[int]], list[in
     ids = ids.scatter(1, last, verdict.next_ids[:, None])
     packed = torch.cat([ids, verdict.num_accepted[:, None], _num_copied(draft, verdict)[:, None]], 1).tolist()
     return [row[:-2] for row in packed], [row[-2] for row in packed], [row[-1] for row in packed]
+
+
+def _logprobs(
+    requests: Sequence[Request], logits: Tensor, path: Tensor, new_ids: list[list[int]], counts: Sequence[int]
+) -> list[dict[str, Any]]:
+    """For each row the log-probabilities of its new tokens, as arguments of :meth:`Request.append`; empty unless asked.
+
+    Args:
+        requests: of the B rows.
+        logits: (B, N, V) the target's, at each node.
+        path: (B, P) the nodes at which the new tokens were chosen.
+        new_ids: at most P tokens of each row.
+        counts: how many of them are new.
+    """
+    found: list[dict[str, Any]] = [{} for _ in requests]
+    num_top = [request.settings.logprobs for request in requests]
+    asked = {row: k for row, k in enumerate(num_top) if k is not None}
+    if not asked:
+        return found
+    rows = to_device(list(asked), logits.device)
+    width = max(counts[row] for row in asked)
+    tokens = to_device([new_ids[row][:width] for row in asked], logits.device)
+    at = logits[rows[:, None], path[rows, :width]]  # (b, width, V)
+    parts = (part.tolist() for part in token_logprobs(at, tokens, max(asked.values())))
+    for (row, k), own, top, top_ids in zip(asked.items(), *parts, strict=True):
+        pairs: list[TopLogprobs] = [tuple(zip(*place, strict=True))[:k] for place in zip(top_ids, top, strict=True)]
+        found[row] = {"logprobs": own, "top_logprobs": pairs}
+    return found
 
 
 def _num_copied(draft: Draft, verdict: Verdict) -> Tensor:

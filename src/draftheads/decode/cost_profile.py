@@ -18,12 +18,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from draftheads.cache import cache_folder
 from draftheads.decode.step_timer import TEXT_TOKENS, StepTimer
 from draftheads.errors import CacheWarning, CheckpointError, InvalidSettings, StorageError
 from draftheads.files import write_atomic
 from draftheads.heads.base import DraftHead
 from draftheads.kernels import PackedLinear
-from draftheads.models.embedded import cache_folder
 from draftheads.models.fast import kernels_of
 from draftheads.models.model import TargetModel
 from draftheads.provenance import provenance
@@ -327,7 +327,7 @@ def cost_key(target: TargetModel, drafter: DraftHead, extra_nodes: int = 0) -> s
         "layer_sizes": target.layer_sizes,
         "experts": getattr(target.config, "num_local_experts", None),
     }
-    head = {"method": drafter.config.method, **asdict(drafter.config)}
+    head = {"method": drafter.config.method, **drafter.config.options()}
     products = [_products(target.model), _products(drafter), extra_nodes]
     whole = {"version": _VERSION, "machine": machine_of(target), "sizes": sizes, "head": head, "products": products}
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:24]

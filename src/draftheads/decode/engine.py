@@ -4,24 +4,45 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from html import escape
+from numbers import Integral
 from threading import Lock
 from typing import Any, cast
 
 from draftheads.acceptance_profile import AcceptanceProfile
 from draftheads.chat_template import BUILT_IN, render, template_of
+from draftheads.counts import counted
 from draftheads.decode.batch import Batch
 from draftheads.decode.cost_profile import CostProfile
 from draftheads.decode.plain import NoDraft
 from draftheads.decode.request import GenerationResult, Request, StreamEvent
 from draftheads.decode.size_policy import SizePolicy
 from draftheads.draft import Drafter
-from draftheads.errors import ChatTemplateWarning, InvalidPrompt, InvalidSettings, PromptTooLong, require_at_least
-from draftheads.messages import Message, half_character, message_problem
+from draftheads.drafters.copying import Copying
+from draftheads.drafters.draft_model import DraftModel
+from draftheads.errors import (
+    ChatTemplateWarning,
+    InvalidPrompt,
+    InvalidSettings,
+    PromptTooLong,
+    no_such,
+    require_at_least,
+)
+from draftheads.heads.base import DraftHead
+from draftheads.messages import Message, half_character, message_problem, short
 from draftheads.models.model import TargetModel
-from draftheads.sampling import SamplingSettings
-from draftheads.shapes import Shape
+from draftheads.progress import Progress, counted_stage, shown
+from draftheads.settings import SamplingSettings
+from draftheads.shapes import Shape, as_shape, in_words
 
 Prompt = str | Sequence[Message] | Sequence[int]  # a user's text, a list of messages, or token ids as they are
+# names of other libraries, where they are not close to ours
+_OTHER_NAMES = {
+    "do_sample": "temperature",
+    "eos_token_id": "stop_token_ids",
+    "max_length": "max_new_tokens",
+    "stop_strings": "stop",
+}
 
 
 class Engine:
@@ -37,7 +58,7 @@ class Engine:
         drafter: Drafter | None = None,
         *,
         max_batch_size: int = 16,
-        shape: Shape | None = None,
+        shape: Shape | Sequence[Sequence[int]] | str | None = None,
         profile: AcceptanceProfile | None = None,
         cost: CostProfile | None = None,
     ) -> None:
@@ -47,14 +68,24 @@ class Engine:
             model: the target.
             drafter: what drafts; None decodes plainly.
             max_batch_size: requests that are decoded together.
-            shape: what is drafted at each step; the drafter's default where left out.
+            shape: what is drafted at each step; the drafter's default where left out. A static tree may be given as a
+                list of rank paths, or as the JSON text of one.
             profile: what the drafter's trees gain. With ``cost`` it decides how much is drafted at each step.
             cost: what steps cost on this machine.
 
         Raises:
-            InvalidSettings: an impossible ``max_batch_size``, only one of the profiles, a shape besides them, or a
-                shape or profiles for a drafter that makes trees of its own.
+            InvalidSettings: a model or drafter that is none, an impossible ``max_batch_size``, only one of the
+                profiles, a shape besides them, or a shape or profiles for a drafter that makes trees of its own.
+            InvalidTree: the shape is not one, or the drafter cannot fill it.
         """
+        if not isinstance(model, TargetModel):
+            raise InvalidSettings(
+                f"model is of type {type(model).__name__}; an Engine takes a TargetModel: use draftheads.load(…)"
+            )
+        if not (drafter is None or (hasattr(drafter, "start") and hasattr(drafter, "default_shape"))):
+            raise InvalidSettings(
+                f"drafter is of type {type(drafter).__name__}; give a Drafter, such as the result of load_head"
+            )
         require_at_least(1, max_batch_size=max_batch_size)
         if (profile is None) != (cost is None):
             raise InvalidSettings("an acceptance profile and a cost profile go together: give both or none")
@@ -65,6 +96,10 @@ class Engine:
             raise InvalidSettings("profiles are for a drafter that fills trees, such as a draft head")
         if shape is not None and not fills_shapes:
             raise InvalidSettings("a shape is for a drafter that fills trees, such as a draft head")
+        shape = None if shape is None else as_shape(shape)
+        check = getattr(drafter, "check_shape", None)
+        if shape is not None and check is not None:
+            check(shape)
         self.model = model
         self.drafter: Drafter = NoDraft() if drafter is None else drafter
         self.max_batch_size = max_batch_size
@@ -77,6 +112,8 @@ class Engine:
         self,
         prompts: Sequence[Prompt],
         settings: SamplingSettings | Sequence[SamplingSettings] | None = None,
+        *,
+        progress: Progress | bool = False,
         **overrides: Any,
     ) -> list[GenerationResult]:
         """Answers to all prompts, in their order.
@@ -84,17 +121,18 @@ class Engine:
         Args:
             prompts: texts (put to the model as a user's turn), message lists, or token id lists.
             settings: for all prompts, or one per prompt; greedy when left out.
+            progress: True shows a bar of the answers in a notebook or on a terminal.
             **overrides: single fields of :class:`SamplingSettings`, such as ``max_new_tokens=128``.
 
         Raises:
             InvalidPrompt: an empty prompt, or one longer than the model allows.
             InvalidSettings: an unknown or impossible setting.
         """
-        if isinstance(prompts, str | bytes | Mapping):
-            raise InvalidPrompt("generate() takes a list of prompts: write [prompt] for a single one")
         requests = self.requests(prompts, settings, **overrides)
-        for _ in self.run(requests):
-            pass
+        advance = counted_stage(shown(progress), f"answering {counted(len(requests), 'prompt')}", len(requests))
+        for event in self.run(requests):
+            if event.finish_reason is not None:
+                advance()
         return [request.result() for request in requests]
 
     def stream(
@@ -109,10 +147,16 @@ class Engine:
         settings: SamplingSettings | Sequence[SamplingSettings] | None = None,
         **overrides: Any,
     ) -> list[Request]:
-        """Checked requests, ready for :meth:`run`."""
-        each = list(settings) if isinstance(settings, Sequence) else [settings or SamplingSettings()] * len(prompts)
+        """Checked requests, ready for :meth:`run`. Arguments and errors as for :meth:`generate`."""
+        prompts = prompt_list(prompts)
+        if isinstance(settings, Sequence) and not isinstance(settings, str):
+            each = list(settings)
+        else:
+            each = [SamplingSettings() if settings is None else settings] * len(prompts)
         if len(each) != len(prompts):
-            raise InvalidSettings(f"{len(each)} settings for {len(prompts)} prompts: give one for all, or one for each")
+            raise InvalidSettings(
+                f"{len(each)} settings for {counted(len(prompts), 'prompt')}: give one for all, or one for each"
+            )
         return [
             self.request(prompt, _overridden(own, overrides), index=index)
             for index, (prompt, own) in enumerate(zip(prompts, each, strict=True))
@@ -172,18 +216,74 @@ class Engine:
             raise InvalidPrompt("the prompt is empty: there is nothing to go on from")
         limit = self.model.max_positions
         if limit is not None and len(ids) >= limit:
-            raise PromptTooLong(f"the prompt has {len(ids)} tokens; {self.model.model_id} takes at most {limit - 1}")
-        if max(ids) >= self.model.vocab_size or min(ids) < 0:
-            raise InvalidPrompt(f"token ids must lie in 0 … {self.model.vocab_size - 1}")
+            raise PromptTooLong(
+                f"the prompt has {counted(len(ids), 'token')}; {self.model.model_id} takes at most {limit - 1}"
+            )
+        vocab_size = self.model.vocab_size
+        if outside := [token for token in ids if not 0 <= token < vocab_size]:
+            raise InvalidPrompt(f"the prompt has token id {outside[0]}; token ids must lie in 0 … {vocab_size - 1}")
         return ids
+
+    def __repr__(self) -> str:
+        return f"Engine({', '.join(self._parts().values())})"
+
+    def _repr_html_(self) -> str:
+        """A table of the parts, for notebooks."""
+        rows = (f"<tr><th>{name}</th><td>{escape(part)}</td></tr>" for name, part in self._parts().items())
+        return f"<table>{''.join(rows)}</table>"
+
+    def _parts(self) -> dict[str, str]:
+        shape = self.shape or self.drafter.default_shape
+        if self.profile is not None:
+            tree = "trees by profile"
+        else:
+            tree = "trees of its own" if shape is None else f"tree: {in_words(shape)}"
+        parts = {
+            "model": self.model.model_id,
+            "precision": self.model.precision,
+            "device": str(self.model.device),
+            "drafter": _name_of(self.drafter),
+            "drafts": tree,
+        }
+        if isinstance(self.drafter, NoDraft):
+            del parts["drafts"]
+        return parts
+
+
+def _name_of(drafter: Drafter) -> str:
+    if isinstance(drafter, NoDraft):
+        return "plain decoding"
+    if isinstance(drafter, Copying):
+        return f"{_name_of(drafter.drafter)} with copies"
+    if isinstance(drafter, DraftHead):
+        return drafter.config.method
+    if isinstance(drafter, DraftModel):
+        return drafter.model.model_id
+    return type(drafter).__name__
+
+
+def prompt_list(prompts: Any) -> list[Prompt]:
+    """The prompts of any iterable but a single prompt.
+
+    Raises:
+        InvalidPrompt: it is a single prompt, or not iterable.
+    """
+    try:
+        if not isinstance(prompts, str | bytes | Mapping):
+            return list(prompts)
+    except TypeError:
+        pass
+    raise InvalidPrompt(f"give a list of prompts: write [prompt] for a single one; found {_described(prompts)}")
+
+
+def _described(value: object) -> str:
+    return f"{type(value).__name__}: {short(' '.join(repr(value).split()))}"
 
 
 def _encode(model: TargetModel, prompt: Prompt) -> list[int]:
     if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
-        raise InvalidPrompt(
-            f"a prompt is a text, a list of messages or a list of token ids, not {type(prompt).__name__}: {prompt!r}"
-        )
-    ids = [item for item in prompt if isinstance(item, int)]
+        raise InvalidPrompt(f"a prompt is a text, a list of messages or a list of token ids, not {_described(prompt)}")
+    ids = [int(item) for item in prompt if isinstance(item, Integral) and not isinstance(item, bool)]
     if len(ids) == len(prompt):
         return ids
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt)
@@ -219,8 +319,9 @@ def _messages(values: Sequence[object]) -> list[dict[str, str]]:
 
 def _overridden(settings: SamplingSettings, overrides: dict[str, Any]) -> SamplingSettings:
     if not isinstance(settings, SamplingSettings):
-        raise InvalidSettings(f"settings are SamplingSettings, not {type(settings).__name__}: {settings!r}")
+        raise InvalidSettings(f"settings are SamplingSettings, not {_described(settings)}")
     known = {field.name for field in fields(SamplingSettings)}
-    if unknown := sorted(set(overrides) - known):
-        raise InvalidSettings(f"unknown setting {unknown[0]!r}; choose among {', '.join(sorted(known))}")
-    return replace(settings, **overrides)
+    for name in overrides:
+        if name not in known:
+            raise no_such("setting", name, known, other_names=_OTHER_NAMES)
+    return replace(settings, **overrides) if overrides else settings

@@ -1,15 +1,21 @@
 """One request: its text so far, its settings, its stop rules and its counts. Knows nothing of tensors of other rows."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
+from functools import cached_property
+from html import escape
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
 
-from draftheads.decode.text import StopText, TextStream
-from draftheads.sampling import SamplingSettings
+from draftheads.counts import counted
+from draftheads.decode.text import StopText, TextStream, pieces_of
+from draftheads.settings import SamplingSettings
 
 FinishReason = Literal["stop", "length"]
+TopLogprobs = tuple[tuple[int, float], ...]  # (id, log-probability) of the most likely tokens, best first
+_DRAFTED_STYLE = "background: rgba(46, 160, 67, 0.25)"  # readable on light and dark pages
 _STREAMS = {"rejection": 0x9E3779B97F4A7C15, "drafts": 0xBF58476D1CE4E5B9}  # far from each other and from 0
 
 
@@ -23,11 +29,13 @@ class StreamEvent:
     num_drafted: int  # how many of them, counted from the left, are accepted draft tokens
     finish_reason: FinishReason | None = None  # set on the last event of an answer
     num_copied: int = 0  # how many of the drafted ones, the last of them, only a copy from the text so far brought
+    logprobs: tuple[float, ...] | None = None  # of the new tokens, as in GenerationResult
+    top_logprobs: tuple[TopLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """A finished answer."""
+    """A finished answer. In a notebook it is shown with its accepted draft tokens in colour."""
 
     text: str
     token_ids: tuple[int, ...]  # of the answer, the token that ended it included
@@ -35,11 +43,54 @@ class GenerationResult:
     num_steps: int  # passes of the target after the prompt was read
     finish_reason: FinishReason
     num_copied: int = 0  # accepted draft tokens that only a copy from the text so far brought
+    drafted: tuple[bool, ...] = ()  # whether each token is an accepted draft token
+    logprobs: tuple[float, ...] | None = None  # of each token; None unless settings.logprobs asks for it
+    top_logprobs: tuple[TopLogprobs, ...] | None = None  # at each place; None unless settings.logprobs is above 0
+    tokenizer: InitVar[Any] = None  # for pieces; no field, so it is neither compared nor pickled
+
+    def __post_init__(self, tokenizer: Any) -> None:
+        object.__setattr__(self, "tokenizer", tokenizer)
 
     @property
     def tokens_per_step(self) -> float:
         """New tokens per pass of the target, 1 for plain decoding, without the first token, from the prompt's pass."""
         return (len(self.token_ids) - 1) / self.num_steps if self.num_steps else 1.0
+
+    @cached_property
+    def pieces(self) -> tuple[str, ...]:
+        """The part of the text that each token added, whole characters only; together they are the text.
+
+        A token adds nothing if it ends the answer, or if its character ends in a later token.
+        """
+        tokenizer = vars(self)["tokenizer"]
+        if tokenizer is None:  # made by hand
+            return (self.text, *[""] * (len(self.token_ids) - 1))
+        return pieces_of(self.text, self.token_ids, tokenizer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "pieces": self.pieces, "tokenizer": None}
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= 60 else f"{self.text[:57]}…"
+        return f"GenerationResult({text!r}, {self._counts()})"
+
+    def _counts(self) -> str:
+        counts = f"{counted(len(self.token_ids), 'token')}, {self.tokens_per_step:.2f} tokens/step"
+        counts += f", {counted(self.num_steps, 'step')}"
+        return f"{counts}, ended by {self.finish_reason}"
+
+    def _repr_html_(self) -> str:
+        """The text with its accepted draft tokens in colour, and the counts."""
+        drafted = self.drafted or (False,) * len(self.pieces)
+        runs = groupby(zip(drafted, self.pieces, strict=True), lambda pair: pair[0])
+        text = "".join(_coloured("".join(piece for _, piece in run), drafted=flag) for flag, run in runs)
+        num_drafted = sum(self.drafted)
+        legend = f" ({_coloured(counted(num_drafted, 'accepted draft token'), drafted=True)})" if num_drafted else ""
+        # dollar signs are no formulas
+        return (
+            f'<div class="tex2jax_ignore mathjax_ignore"><div style="white-space: pre-wrap">{text}</div>'
+            f'<div style="opacity: 0.7; margin-top: 0.5em">{escape(self._counts())}{legend}</div></div>'
+        )
 
 
 class Request:
@@ -62,10 +113,14 @@ class Request:
         self.text = ""
         self.num_steps = 0
         self.num_copied = 0
+        self.drafted: list[bool] = []  # for each token
+        self.logprobs: list[float] = []
+        self.top_logprobs: list[TopLogprobs] = []
         self.finish_reason: FinishReason | None = None
         self._stop_ids = frozenset(settings.stop_token_ids) | (frozenset() if settings.ignore_eos else eos_ids)
         room = settings.max_new_tokens if max_length is None else max_length - len(self.prompt_ids)
         self._max_new_tokens = min(settings.max_new_tokens, room)
+        self._tokenizer = tokenizer
         self._stream = TextStream(tokenizer)
         self._stop_text = StopText(settings.stop)
         self._generator = torch.Generator()
@@ -91,8 +146,19 @@ class Request:
         numbers: list[float] = torch.rand(count, generator=self._streams[stream], dtype=torch.float64).tolist()
         return numbers
 
-    def append(self, token_ids: Sequence[int], *, num_drafted: int, num_copied: int = 0) -> StreamEvent:
-        """Adds a step's tokens up to the first stop; what comes after it in the accepted run is dropped."""
+    def append(
+        self,
+        token_ids: Sequence[int],
+        *,
+        num_drafted: int,
+        num_copied: int = 0,
+        logprobs: Sequence[float] = (),
+        top_logprobs: Sequence[TopLogprobs] = (),
+    ) -> StreamEvent:
+        """Adds a step's tokens up to the first stop; what comes after it in the accepted run is dropped.
+
+        The log-probabilities are those of the tokens, and more of them are ignored; empty if the settings ask for none.
+        """
         kept: list[int] = []
         text = ""
         # a stop string can end inside a run, so with stop strings tokens are looked at one by one
@@ -113,7 +179,18 @@ class Request:
         kept_drafted = min(num_drafted, len(kept))
         kept_copied = max(0, num_copied - (num_drafted - kept_drafted))  # copied ones are the last of those drafted
         self.num_copied += kept_copied
-        return StreamEvent(self.index, text, tuple(kept), kept_drafted, self.finish_reason, kept_copied)
+        self.drafted += [place < kept_drafted for place in range(len(kept))]
+        self.logprobs += logprobs[: len(kept)]
+        self.top_logprobs += top_logprobs[: len(kept)]
+        return StreamEvent(
+            self.index,
+            text,
+            tuple(kept),
+            kept_drafted,
+            self.finish_reason,
+            kept_copied,
+            *self._asked(logprobs[: len(kept)], top_logprobs[: len(kept)]),
+        )
 
     def result(self) -> GenerationResult:
         """The finished answer."""
@@ -125,9 +202,24 @@ class Request:
             self.num_steps,
             self.finish_reason,
             self.num_copied,
+            tuple(self.drafted),
+            *self._asked(self.logprobs, self.top_logprobs),
+            tokenizer=self._tokenizer,
         )
+
+    def _asked(
+        self, logprobs: Sequence[float], top_logprobs: Sequence[TopLogprobs]
+    ) -> tuple[tuple[float, ...] | None, tuple[TopLogprobs, ...] | None]:
+        """None in place of what the settings do not ask for."""
+        asked = self.settings.logprobs
+        return (None if asked is None else tuple(logprobs)), (tuple(top_logprobs) if asked else None)
 
     def _until_stop_id(self, token_ids: Sequence[int]) -> list[int]:
         room = self._max_new_tokens - len(self.token_ids)
         end = next((i + 1 for i, token in enumerate(token_ids) if token in self._stop_ids), len(token_ids))
         return list(token_ids[: min(end, room)])
+
+
+def _coloured(text: str, *, drafted: bool) -> str:
+    text = escape(text)
+    return f'<span style="{_DRAFTED_STYLE}">{text}</span>' if drafted and text else text

@@ -11,7 +11,8 @@ from draftheads.draft import Context, Draft
 from draftheads.heads.base import DraftHead, HeadSession
 from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
-from draftheads.sampling import RowSettings, SamplingSettings, most_likely
+from draftheads.sampling import RowSettings, most_likely
+from draftheads.settings import SamplingSettings
 from draftheads.shapes import BestFirst, Shape
 from draftheads.tree import Tree
 

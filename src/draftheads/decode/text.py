@@ -1,5 +1,6 @@
 """Token ids to text, a piece at a time, without ever showing half a character; knows nothing of models."""
 
+from collections.abc import Sequence
 from typing import Any
 
 _UNFINISHED = "\ufffd"  # what a tokenizer shows for bytes that are not a whole character yet
@@ -34,6 +35,19 @@ class TextStream:
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
+
+
+def pieces_of(text: str, token_ids: Sequence[int], tokenizer: Any) -> tuple[str, ...]:
+    """What each token added to ``text``, which is their text or its beginning.
+
+    A character of several tokens belongs to the last of them.
+    """
+    stream, pieces, start = TextStream(tokenizer), [], 0
+    for token in token_ids:
+        end = start + len(stream.push([token]))
+        pieces.append(text[start:end])
+        start = min(end, len(text))
+    return (*pieces[:-1], pieces[-1] + text[start:]) if pieces else ()
 
 
 class StopText:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from draftheads.counts import counted
 from draftheads.distill.dialogue import Dialogue, OnProgress
 from draftheads.distill.options import DistillOptions
 from draftheads.errors import EndpointError, InvalidSettings, MissingDependency, PromptTooLong
@@ -115,8 +116,8 @@ class EndpointSource:
             if attempt < self.options.request_retries:
                 await asyncio.sleep(_wait_seconds(attempt, response, request["seed"]))
         raise EndpointError(
-            f"{self.url} did not answer in {self.options.request_retries + 1} attempts; the last problem: {problem}; "
-            "check the server; the same command continues"
+            f"{self.url} did not answer in {counted(self.options.request_retries + 1, 'attempt')}; "
+            f"the last problem: {problem}; check the server; the same command continues"
         )
 
     async def _try(self, client: "AsyncClient", request: dict[str, Any]) -> tuple["Response | None", str]:

@@ -15,7 +15,7 @@ from draftheads.distill.options import DistillOptions
 from draftheads.distill.template import TurnEnd, user_turn_end, user_turn_opening
 from draftheads.errors import DataError, InvalidPrompt, PromptTooLong, UnsupportedModel
 from draftheads.models.fingerprint import Fingerprints
-from draftheads.sampling import SamplingSettings
+from draftheads.settings import SamplingSettings
 
 
 class EngineSource:

@@ -2,30 +2,47 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from draftheads.errors import InvalidSettings
 
 _CHUNK_BATCHES = 8  # at the end of a chunk the batch is not full: this costs a tenth of the speed at this size
-_NOT_WITH_ENDPOINT = {"head": None, "num_self_talk": 0, "chat_template": None}  # with the only value that is allowed
+_NOT_WITH_ENDPOINT = {
+    "head": None,
+    "num_self_talk": 0,
+    "chat_template": None,
+    "device": None,
+    "four_bit": False,
+}  # with the only value that is allowed
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillOptions:
     """Let a model answer prompts and write its answers as training data."""
 
+    BASIC: ClassVar = (
+        "prompts",
+        "out",
+        "model",
+        "head",
+        "temperature",
+        "max_new_tokens",
+        "batch_size",
+        "num_self_talk",
+    )
+
     out: Path
-    """The file to write: one {"messages": [...]} a line, as draftheads train --data reads them."""
+    """The file to write. One {"messages": [...]} a line, as draftheads train --data reads them."""
     prompts: tuple[Path, ...] = ()
-    """Prompt files (.jsonl, .jsonl.gz) with "prompt", "messages" or "turns" in each line; their answers are ignored."""
+    """Prompt files (.jsonl, .jsonl.gz). "prompt", "messages" or "turns" in each line; their answers are ignored."""
     num_self_talk: int = 0
-    """Conversations in which the model also writes the questions (self-talk); they come after the prompts."""
+    """Conversations in which the model also asks (self-talk). They come after the prompts."""
     model: str = "smollm2-135m"
-    """The model that answers: a name, a folder or a Hugging Face id."""
+    """The model that answers. A name, a folder or a Hugging Face id."""
     chat_template: str | None = None
-    """Chat template in place of the head's or the tokenizer's own: a Jinja file, or chatml, llama-2 or vicuna."""
+    """Chat template in place of the head's or the tokenizer's. A Jinja file, or chatml, llama-2 or vicuna."""
     head: str | None = None
-    """A draft head that makes it faster: a bundled one's name, a folder or a Hugging Face id."""
+    """A draft head that makes it faster. A name, a folder or a Hugging Face id."""
     chain: int | None = None
     """Draft a chain of this many tokens in place of a tree. In a large batch only short drafts are faster. On two CPU
     cores, 2 tokens are best at a batch size of 8, and no draft from 32 on."""
@@ -35,13 +52,13 @@ class DistillOptions:
     top_k: int | None = None
     """Sample among the k most likely tokens only."""
     top_p: float = 1.0
-    """Sample among the most likely tokens that together reach this probability."""
+    """Sample among the most likely tokens of this probability. That is, that together reach it."""
     max_new_tokens: int = 256
     """An answer is cut off after this many tokens. The conversation then ends."""
     self_talk_turns: int = 1
     """Questions in a self-talk conversation."""
     self_talk_temperature: float = 1.0
-    """Temperature of self-talk questions; their answers have --temperature."""
+    """Temperature of self-talk questions. Their answers have --temperature."""
     max_question_tokens: int = 256
     """A self-talk question that is longer is dropped."""
     seed: int = 0
@@ -49,20 +66,23 @@ class DistillOptions:
     batch_size: int = 64
     """Conversations that are answered together."""
     chunk_size: int | None = None
-    """Conversations that are answered and then saved together; default: eight batches. A kill loses at most this much
-    work."""
+    """Conversations that are saved together. Default: eight batches. A kill loses at most this much work."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
-    """Number format of the model; auto is bf16 if the machine supports it, else fp32."""
+    """Number format of the model. auto is bf16 if the machine supports it, else fp32."""
+    device: str | None = None
+    """Where the model runs: cpu, cuda or cuda:1. Default: CUDA if there is one."""
+    four_bit: bool = False
+    """Hold the linear layers in 4 bits (needs bitsandbytes). Less memory; it changes the model a little."""
     endpoint: str | None = None
-    """Ask this OpenAI-compatible server (http://host:port/v1) in place of a local model."""
+    """Ask this OpenAI-compatible server, not a local model. http://host:port/v1"""
     endpoint_model: str | None = None
     """The model's name on that server."""
     api_key_env: str | None = None
-    """The environment variable that holds the server's key."""
+    """The environment variable with the server's key."""
     request_timeout: float = 600.0
     """Seconds to wait for an answer of the server."""
     request_retries: int = 6
-    """How often a request is repeated when the server is busy, fails or cannot be reached."""
+    """How often a request is repeated. When the server is busy, fails or cannot be reached."""
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "self_talk_turns", "max_question_tokens", "batch_size"):

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import chain, islice, repeat
 from typing import Any
 
+from draftheads.counts import counted
 from draftheads.distill.dialogue import Dialogue, Source
 from draftheads.distill.journal import Counts, Journal
 from draftheads.distill.options import DistillOptions
@@ -26,6 +27,8 @@ _MAY_CHANGE = frozenset(  # the answers do not depend on these (batch_size only 
         "prompts",  # their content counts, not their place
         "model",  # its fingerprint counts, not its name
         "precision",
+        "device",
+        "four_bit",  # the fingerprint is of the quantised weights
         "head",
         "chat_template",  # its text counts, as part of the model's fingerprint
         "chain",
@@ -68,12 +71,13 @@ def distill(options: DistillOptions, load_source: Callable[[], Source], progress
     with Journal.locked(options.out, identity_of(options, source, found), details_of(options)) as journal:
         was_complete = journal.manifest.is_complete
         if not was_complete:
-            progress.stage(f"answering {total - journal.counts.num_done:,} of {total:,} conversations")
+            progress.stage(f"answering {total - journal.counts.num_done:,} of {counted(total, 'conversation')}")
             try:
                 _answer(options, source, journal, _Tally(progress, journal.counts.num_done, total))
             except KeyboardInterrupt:
                 raise DistillationInterrupted(
-                    f"stopped after {journal.counts.num_done:,} of {total:,} conversations: the same command continues"
+                    f"stopped after {journal.counts.num_done:,} of {counted(total, 'conversation')}: "
+                    "the same command continues"
                 ) from None
         journal.finish()
     return Outcome(found, journal.counts, was_complete)

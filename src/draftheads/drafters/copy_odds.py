@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from draftheads.drafters.text_index import TextIndex
 from draftheads.errors import InvalidSettings
 
 Odds = Sequence[Sequence[float]]
@@ -44,6 +43,8 @@ def copy_odds(
         max_match: longer matches count as matches of this length.
         prior: odds of as many tokens and matches, measured on other texts.
     """
+    from draftheads.drafters.text_index import TextIndex  # noqa: PLC0415 - slow to import; `info` needs the odds only
+
     right = [[0] * (num_tokens + 1) for _ in range(max_match)]  # the first d tokens are; all of them are known
     tried = [[0] * (num_tokens + 1) for _ in range(max_match)]  # the first d-1 are, and the next one is known
     for prompt, answer in texts:

@@ -67,6 +67,16 @@ class Copying:
         """The drafter's."""
         return self.drafter.default_shape
 
+    def check_shape(self, shape: Shape) -> None:
+        """Can the drafter fill it?
+
+        Raises:
+            InvalidTree: as of the drafter.
+        """
+        check = getattr(self.drafter, "check_shape", None)
+        if check is not None:
+            check(shape)
+
     def start(self) -> "CopyingSession":
         """A session without texts."""
         return CopyingSession(self)

@@ -33,7 +33,7 @@ class AmphistaConfig(LayerConfig, EmbeddingConfig):
     """Amphista: staged adaptation layers, MLPs, and attention across heads; the switches of its table 4."""
 
     num_adaptation_layers: int = 2
-    """2: the first half of the heads reads stage one, the second half stage two; 1: all read one; 0: all read h_t."""
+    """2: the first ⌊K/2⌋ heads read stage one, the others stage two; 1: all read one; 0: all read h_t."""
     num_auto_embedding_blocks: int = 1
     """Encoder layers across heads; 2 is Amphista-α, 0 leaves the heads apart."""
     head_positions: bool = True
@@ -49,11 +49,6 @@ class AmphistaConfig(LayerConfig, EmbeddingConfig):
             raise InvalidSettings(f"num_adaptation_layers is {self.num_adaptation_layers}; choose 0, 1 or 2")
         if self.num_auto_embedding_blocks < 0:
             raise InvalidSettings(f"num_auto_embedding_blocks is {self.num_auto_embedding_blocks}; give 0 for none")
-        if self.num_adaptation_layers == 2 and self.num_heads % 2:
-            raise InvalidSettings(
-                f"num_heads is {self.num_heads}: each of the two stages of Amphista serves half of the heads; "
-                "give an even number, or num_adaptation_layers 1"
-            )
 
 
 class AmphistaHead(StatefulHead):
@@ -110,7 +105,10 @@ class AmphistaHead(StatefulHead):
         return fused
 
     def _heads(self, stages: list[Tensor]) -> Tensor:
-        """[h_t, stage one, stage two as far as there are], each (…, D), to features (K, …, D)."""
+        """[h_t, stage one, stage two as far as there are], each (…, D), to features (K, …, D).
+
+        Equation 2: heads 1 … ⌊K/2⌋ read stage one, and ⌊K/2⌋ + 1 … K stage two.
+        """
         count = len(self.blocks)
         inputs = [stages[-1] if i >= count // 2 else stages[min(1, len(stages) - 1)] for i in range(count)]
         heads = torch.stack([block(x) for block, x in zip(self.blocks, inputs, strict=True)], -2)  # (…, K, D)

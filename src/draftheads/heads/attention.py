@@ -5,11 +5,14 @@ d their size, D hidden size.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from draftheads.counts import counted
 from draftheads.errors import InvalidSettings, require_at_least
 from draftheads.heads.base import HeadConfig
 from draftheads.heads.history import History, KeysValues
@@ -30,8 +33,15 @@ class LayerConfig(HeadConfig):
     """Numbers in the middle of a transformer layer's feed-forward part."""
     rope_theta: float = 10000.0
     """Base of the rotary positions."""
+    rope_frequencies: list[float] | None = None
+    """Radians per position of each pair of numbers, d/2 of them, of a target with scaled rotary positions. By default
+    they follow from rope_theta."""
+    rope_scale: float = 1.0
+    """Factor of turned queries and keys, of a target with scaled rotary positions."""
     norm_epsilon: float = 1e-5
     """Added to mean squares by RMS norms."""
+
+    optional: ClassVar[frozenset[str]] = frozenset({"rope_frequencies", "rope_scale"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,9 +59,36 @@ class LayerConfig(HeadConfig):
             )
         if self.head_size % 2:
             raise InvalidSettings(f"head_size is {self.head_size}; rotary positions need an even number")
-        for name in ("rope_theta", "norm_epsilon"):
+        if self.rope_frequencies is not None and len(self.rope_frequencies) != self.head_size // 2:
+            raise InvalidSettings(
+                f"rope_frequencies has {counted(len(self.rope_frequencies), 'number')}; "
+                f"head_size {self.head_size} needs {self.head_size // 2}"
+            )
+        for name in ("rope_theta", "rope_scale", "norm_epsilon"):
             if not getattr(self, name) > 0:
                 raise InvalidSettings(f"{name} is {getattr(self, name)}; it must be above 0")
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How rotary positions turn queries and keys."""
+
+    theta: float
+    frequencies: tuple[float, ...] | None  # in place of those of theta
+    scale: float
+
+    @classmethod
+    def of(cls, config: LayerConfig) -> "Turns":
+        """Those of the target."""
+        given = config.rope_frequencies
+        return cls(config.rope_theta, None if given is None else tuple(given), config.rope_scale)
+
+    def speeds(self, size: int, device: torch.device) -> Tensor:
+        """Radians per position, (size / 2,) float32."""
+        if self.frequencies is not None:
+            return _on_device(self.frequencies, device)
+        speeds: Tensor = self.theta ** (-torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
+        return speeds
 
 
 class RmsNorm(nn.Module):
@@ -106,8 +143,8 @@ class TransformerLayer(nn.Module):
         super().__init__()
         size, heads, groups = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
         self.heads, self.groups = heads, groups
-        self.head_size, self.theta = config.head_size, config.rope_theta
-        self.rotary = rotary
+        self.head_size = config.head_size
+        self.turns = Turns.of(config) if rotary else None
         self.input_norm = RmsNorm(size, config.norm_epsilon) if input_norm else nn.Identity()
         self.q_proj = nn.Linear(size, heads * config.head_size, bias=False)
         self.k_proj = nn.Linear(size, groups * config.head_size, bias=False)
@@ -132,8 +169,8 @@ class TransformerLayer(nn.Module):
             every = self.qkv(normed)
         heads = every.view(*x.shape[:2], -1, self.head_size)
         q, k, v = heads.split([self.heads, self.groups, self.groups], 2)
-        if self.rotary:
-            q, k = _rotated(q, positions, self.theta), _rotated(k, positions, self.theta)
+        if self.turns is not None:
+            q, k = _rotated(q, positions, self.turns), _rotated(k, positions, self.turns)
         return q, KeysValues(k, v)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
@@ -199,11 +236,17 @@ def attend_with_path(queries: Tensor, seen: KeysValues, mask: Tensor, path: Keys
     return found.flatten(2, 3)
 
 
-def _rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+def _rotated(x: Tensor, positions: Tensor, turns: Turns) -> Tensor:
     """(B, S, heads, d) with rotary positions (1 or B, S), computed in fp32."""
-    size = x.shape[-1]
-    speeds = theta ** (-torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size)
-    angles = positions[..., None, None].float() * speeds  # (1 or B, S, 1, d/2)
+    angles = positions[..., None, None].float() * turns.speeds(x.shape[-1], positions.device)  # (1 or B, S, 1, d/2)
     cos, sin = angles.cos(), angles.sin()
+    if turns.scale != 1.0:
+        cos, sin = cos * turns.scale, sin * turns.scale
     a, b = x.float().chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+@lru_cache(maxsize=64)
+def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(mode=False):  # so that training can use the cached tensor
+        return torch.tensor(numbers, device=device)

@@ -5,14 +5,15 @@ K heads; head i (0-based) reads position t and predicts x_{t+2+i}; V' is the dra
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
+from draftheads.counts import counted
 from draftheads.draft import Context, Draft, TargetWeights
 from draftheads.errors import InvalidSettings, InvalidTree, require_at_least
 from draftheads.filling import fill
@@ -20,10 +21,9 @@ from draftheads.heads.history import History
 from draftheads.heads.layers import Fusable, LmHeads
 from draftheads.kernel_choice import pack
 from draftheads.kernels import replace_linears
+from draftheads.settings import LmHeadKind
 from draftheads.shapes import BestFirst, BestPaths, Shape, check_ranks, depth_of
 from draftheads.tree import Tree
-
-LmHeadKind = Literal["shared", "own", "low_rank"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class HeadConfig:
     """V': only that many frequent tokens can be predicted; all of them when left out."""
 
     method: ClassVar[str]
+    optional: ClassVar[frozenset[str]] = frozenset()  # options that are saved only where they are not the default
 
     def __post_init__(self) -> None:
         require_at_least(
@@ -62,6 +63,16 @@ class HeadConfig:
             raise InvalidSettings(
                 f"draft_vocab_size is {self.draft_vocab_size}; it must lie in 1 … vocab_size ({self.vocab_size})"
             )
+
+    def options(self) -> dict[str, Any]:
+        """All options by name, as they are saved."""
+        defaults = self.optional_defaults()
+        return {name: value for name, value in asdict(self).items() if name not in defaults or value != defaults[name]}
+
+    @classmethod
+    def optional_defaults(cls) -> dict[str, Any]:
+        """Values of the options that a saved head may not have."""
+        return {field.name: field.default for field in fields(cls) if field.name in cls.optional}
 
     @property
     def num_lm_heads(self) -> int:
@@ -190,10 +201,11 @@ class DraftHead(nn.Module, ABC):
         depth, heads = depth_of(shape), self.config.num_heads
         if depth is not None and depth > heads:
             raise InvalidTree(
-                f"the tree is {depth} deep but the head has {heads} heads: cut the tree or train more heads"
+                f"the tree is {depth} deep but the head has {counted(heads, 'head')}: cut the tree or train more heads"
             )
         if isinstance(shape, BestFirst | BestPaths) and 0 < len(shape.confidence) < (depth or heads):
-            raise InvalidTree(f"confidence has {len(shape.confidence)} numbers but the head has {heads} heads")
+            numbers = counted(len(shape.confidence), "number")
+            raise InvalidTree(f"confidence has {numbers} but the head has {counted(heads, 'head')}")
         check_ranks(shape, self.config.num_draft_tokens)
 
     def bind(self, weights: TargetWeights) -> None:
@@ -242,7 +254,8 @@ class DraftHead(nn.Module, ABC):
         if draft_vocab is not None:
             if draft_vocab.shape != self.draft_vocab.shape:
                 raise InvalidSettings(
-                    f"the draft vocabulary has {len(draft_vocab)} tokens; draft_vocab_size is {len(self.draft_vocab)}"
+                    f"the draft vocabulary has {counted(len(draft_vocab), 'token')}; "
+                    f"draft_vocab_size is {len(self.draft_vocab)}"
                 )
             self.draft_vocab.copy_(draft_vocab)
         self.bind(weights)

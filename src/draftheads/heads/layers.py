@@ -64,6 +64,7 @@ class LmHeads(nn.Module):
     ) -> None:
         super().__init__()
         self.kind, self.rank = kind, rank
+        self.dropout = 0.0  # part of the inputs that is set to zero; training sets it, for heads that have blocks
         self.register_buffer("shared", None, persistent=False)  # (V', D)
         self.register_buffer("shared_bias", None, persistent=False)  # (V',)
         self.logit_scale = 1.0
@@ -121,6 +122,8 @@ class LmHeads(nn.Module):
 
     def forward(self, features: Tensor, head_index: int) -> Tensor:
         """(…, D) -> (…, V') for one head."""
+        if self.dropout:
+            features = F.dropout(features, self.dropout, self.training)
         if self.kind == "shared":
             logits = self._shared_logits(features)
             return logits if self.logit_scale == 1.0 else logits * self.logit_scale

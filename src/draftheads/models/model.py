@@ -7,18 +7,22 @@ import copy
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftheads.draft import TargetWeights
-from draftheads.errors import UnsupportedModel
+from draftheads.errors import InvalidSettings, UnsupportedModel
 from draftheads.kernels import PackedLinear
 from draftheads.models.attention import EXACT_ATTENTION
 from draftheads.models.fast import speed_up
-from draftheads.models.pretrained import eos_ids_of, load_pretrained
+from draftheads.models.fingerprint import sampled_layers
+from draftheads.models.model_names import model_id_of
+from draftheads.models.pretrained import ATTENTION, LoadOptions, eos_ids_of, load_pretrained
 from draftheads.models.torchao_int8 import quantise
 
 # varied text, on which int8 finds the layers' large inputs
@@ -32,6 +36,18 @@ WHERE city = 'Oslo' ORDER BY age DESC; Der Zug nach Bern fährt um 7 Uhr. La mai
 Wash the rice. 2. Boil 400 ml of water."""
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 _SLOT_BOUND_TYPES = {"bloom", "gpt_neo", "mpt"}  # they use ALiBi, or their own causal mask
+
+
+def name_of_loaded(model: Any) -> str:
+    """The name by which a ``transformers`` model was loaded; its class if it was made otherwise."""
+    name = getattr(model.config, "_name_or_path", None)
+    return model_id_of(name) if isinstance(name, str) and name else type(model).__name__
+
+
+def _sharing_weights(model: Any) -> Any:
+    """A copy of a model's modules with the same weights."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, memo={id(tensor): tensor for tensor in tensors})
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,30 +78,68 @@ class TargetModel:
                 f"{self.model_id} ({self.config.model_type}) derives positions from cache slots: "
                 "trees need attention that depends on positions and masks only"
             )
+        attention = str(self.config._attn_implementation)  # noqa: SLF001 - no public name
+        if any(kind in attention for kind in ("flash", "flex", "paged")):
+            raise UnsupportedModel(
+                f"{self.model_id} was loaded with attn_implementation={attention!r}; trees need a mask of four "
+                f"dimensions, which {' and '.join(ATTENTION)} take: model.set_attn_implementation('sdpa')"
+            )
+        if (places := self.places) != {str(self.device)} or self.device.type == "meta":
+            raise UnsupportedModel(
+                f"{self.model_id} has weights on {', '.join(sorted(places))}; drafts are verified on one device: "
+                "load it with device=…, and with four_bit=True if it is too large"
+            )
         self._check_logits()
 
     @classmethod
     def load(
         cls,
-        name: str,
+        name: str | PathLike[str],
         *,
-        dtype: torch.dtype | None = None,
-        device: str | torch.device | None = None,
-        four_bit: bool = False,
+        tokenizer: Any = None,
+        dtype: torch.dtype | str | None = None,
+        device: str | int | torch.device | None = None,
         chat_template: str | None = None,
+        **options: Unpack[LoadOptions],
     ) -> Self:
         """Loads a model by its name, folder or Hub id; see :func:`draftheads.models.pretrained.load_pretrained`."""
-        return cls(*load_pretrained(name, dtype=dtype, device=device, four_bit=four_bit), chat_template=chat_template)
+        parts = load_pretrained(name, tokenizer=tokenizer, dtype=dtype, device=device, **options)
+        return cls(*parts, chat_template=chat_template)
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any, *, chat_template: str | None = None) -> Self:
+        """A loaded ``transformers`` model, whose weights are shared. The given model, its mode and flags do not change.
+
+        Args:
+            model: a causal language model, in any mode.
+            tokenizer: its tokenizer.
+            chat_template: replaces the tokenizer's own.
+
+        Raises:
+            InvalidSettings: there is no tokenizer, or the model has an adapter in it.
+            UnsupportedModel: it has no lm_head, or as for the class.
+        """
+        if tokenizer is None:
+            raise InvalidSettings(
+                "a loaded model needs its tokenizer: give tokenizer=AutoTokenizer.from_pretrained(…), or its name"
+            )
+        kind = type(model).__name__
+        if getattr(model, "peft_config", None):
+            raise InvalidSettings(
+                f"the loaded {kind} has an adapter in it: give peft's model.merge_and_unload(), or the adapter's folder"
+            )
+        if model.get_output_embeddings() is None:
+            raise UnsupportedModel(f"the loaded {kind} has no lm_head: load it with AutoModelForCausalLM")
+        return cls(_sharing_weights(model).eval(), tokenizer, name_of_loaded(model), chat_template)
 
     def twin(self) -> Self:
         """A copy of the modules that shares all weights: changes to its modules do not affect this model."""
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        model = copy.deepcopy(self.model, memo={id(tensor): tensor for tensor in tensors})
+        model = _sharing_weights(self.model)
         return type(self)(model, self.tokenizer, self.model_id, self.chat_template, self.graphs)
 
     def speed_up(self, *, exact_bits: bool = False, int8: bool = False, folder: Path | None = None) -> None:
         """Uses faster kernels on a CPU, or 8 bits on a GPU; in place. See :func:`draftheads.models.fast.speed_up`."""
-        _ = self.weights_print, self.dtype  # cached before packing, which changes both
+        _ = self.weights_print, self.layers_print, self.dtype  # cached before packing, which changes them
         if int8 and self.device.type == "cuda":
             self.__dict__["precision"] = quantise(self.model)
             return
@@ -110,6 +164,16 @@ class TargetModel:
     def device(self) -> torch.device:
         """Where the weights are."""
         return self._embedding.device
+
+    @property
+    def places(self) -> set[str]:
+        """The devices of all weights."""
+        return {str(weight.device) for weight in self.model.parameters()}
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether ``transformers`` loaded it with quantised weights."""
+        return getattr(self.model.config, "quantization_config", None) is not None
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -159,6 +223,19 @@ class TargetModel:
             digest.update(name.encode() + weight.detach().reshape(-1)[places].double().cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
 
+    @cached_property
+    def layers_print(self) -> str | None:
+        """A sample of the layers' matrices, see :class:`draftheads.models.fingerprint.Fingerprints`."""
+        if any(isinstance(module, PackedLinear) for module in self.decoder.modules()):
+            return None  # modules that another model packed
+        return sampled_layers(self.layer_matrices())
+
+    def layer_matrices(self) -> list[Tensor]:
+        """The matrices between embedding and lm_head."""
+        own = [module for name, module in self.decoder.named_modules() if "lora_" not in name]  # not an adapter's
+        modules = [module for module in own if not isinstance(module, nn.Embedding)]
+        return [weight for module in modules for weight in module.parameters(recurse=False) if weight.dim() > 1]
+
     @property
     def lm_head(self) -> nn.Linear:
         """The output embedding."""
@@ -205,23 +282,9 @@ class TargetModel:
         return weight
 
     @cached_property
-    def layer_sizes(self) -> dict[str, float]:
-        """Sizes of the model's layers, for heads with layers of these sizes; usual values where a size is missing."""
-        config = self.config
-        heads = int(config.num_attention_heads)
-        rope = getattr(config, "rope_parameters", None) or {}
-        rope = rope.get("full_attention", rope)  # by kind of layer
-        theta = rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
-        epsilons = (getattr(config, name, None) for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"))
-        inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
-        return {
-            "num_attention_heads": heads,
-            "num_key_value_heads": int(getattr(config, "num_key_value_heads", None) or heads),
-            "head_size": int(getattr(config, "head_dim", None) or self.hidden_size // heads),
-            "intermediate_size": int(inner or 4 * self.hidden_size),
-            "rope_theta": float(theta),
-            "norm_epsilon": float(next((value for value in epsilons if value), 1e-5)),
-        }
+    def layer_sizes(self) -> dict[str, Any]:
+        """:func:`layer_sizes` of this model."""
+        return layer_sizes(self.config, self.hidden_size)
 
     @torch.inference_mode()
     def hidden_states(self, token_ids: Tensor) -> Tensor:
@@ -259,3 +322,45 @@ class TargetModel:
                 f"{self.model_id}: its logits differ by {error:.3g} from lm_head(last hidden state); "
                 "this model computes its logits in an unsupported way"
             )
+
+
+def layer_sizes(config: Any, hidden_size: int) -> dict[str, Any]:
+    """Sizes of a model's layers, for heads with layers of these sizes; usual values where a size is missing.
+
+    Rotary positions are the model's own, with its scaling. Of kinds that change with the length of the text (dynamic,
+    longrope) they are those of short texts.
+
+    Args:
+        config: of the text model.
+        hidden_size: D.
+    """
+    heads = int(config.num_attention_heads)
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)  # by kind of layer
+    theta = rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
+    epsilons = (getattr(config, name, None) for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"))
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(getattr(config, "num_key_value_heads", None) or heads),
+        "head_size": int(getattr(config, "head_dim", None) or hidden_size // heads),
+        "intermediate_size": int(inner or 4 * hidden_size),
+        "rope_theta": float(theta),
+        "norm_epsilon": float(next((value for value in epsilons if value), 1e-5)),
+        **_scaled_rope(config),
+    }
+
+
+def _scaled_rope(config: Any) -> dict[str, Any]:
+    """The frequencies and the factor of scaled rotary positions; empty if they are not scaled.
+
+    Also empty where a part of each query is not turned, which the layers of heads do not have.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = "full_attention" if "full_attention" in rope else None
+    rope = rope[kind] if kind else rope
+    scaling = ROPE_INIT_FUNCTIONS.get(rope.get("rope_type", "default"))
+    if scaling is None or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return {}
+    frequencies, scale = scaling(config, torch.device("cpu"), layer_type=kind)
+    return {"rope_frequencies": frequencies.tolist(), "rope_scale": float(scale)}

@@ -1,68 +1,78 @@
 """Loads a frozen model and its tokenizer by name. An error names the fix.
 
-A name is ``smollm2-135m``, a folder, or an id on the Hugging Face Hub. Knows nothing of caches or trees.
+Knows ``transformers`` and its options; an adapter of peft is merged into its base model. Knows nothing of caches or
+trees.
 """
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from os import PathLike
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
 
-from draftheads.errors import DraftHeadsError, MissingDependency, ModelNotFound, UnsupportedModel
-from draftheads.files import user_path
+from draftheads.counts import counted
+from draftheads.errors import (
+    DraftHeadsError,
+    InvalidSettings,
+    MissingDependency,
+    ModelNotFound,
+    UnsupportedModel,
+    first_line,
+)
 from draftheads.kernels import native_bf16
-from draftheads.models.embedded import SMOLLM2_135M, converted_folder
+from draftheads.models.adapter import Adapter, require_peft
+from draftheads.models.model_names import ADAPTER_CONFIG, base_of, find_adapter, model_id_of, model_name, resolve_model
 
-if TYPE_CHECKING:  # its import takes three seconds, and resolve_model does not need it
+if TYPE_CHECKING:  # its import takes three seconds
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_HUB_TIMEOUT_SECONDS = 10.0
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ATTENTION = ("sdpa", "eager")  # kinds that take a mask of four dimensions, which trees need
+_SPREADS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
-def resolve_model(name: str) -> Path | str:
-    """The folder or Hub id from which to load the model ``name``.
+class LoadOptions(TypedDict, total=False):
+    """How ``transformers`` loads a model; for their meaning see :func:`load_pretrained`."""
 
-    ``smollm2-135m`` is the embedded model (write ``./smollm2-135m`` for a folder of that name). If its package is
-    installed, the model is converted into the user's cache at the first call. Otherwise its Hub id is used. A Hub model
-    that was downloaded before needs no network.
-
-    Returns:
-        A folder on this machine, or the id of a model that exists on the Hub.
-
-    Raises:
-        ModelNotFound: none of these; the message lists what was tried and the fix.
-        InvalidSettings: a path in an unknown home folder.
-        StorageError: the embedded model cannot be written to the cache.
-        MissingDependency: the embedded model cannot be converted without gguf.
-    """
-    if name == SMOLLM2_135M.name:
-        return converted_folder(SMOLLM2_135M) or _resolve_embedded_on_hub()
-    folder = user_path(name)
-    if folder.exists():
-        if not (folder / "config.json").is_file():
-            raise ModelNotFound(f"{name} is here, but it is not a model folder: it has no config.json")
-        return folder
-    return _resolve_on_hub(name)
+    four_bit: bool
+    quantization_config: Any
+    device_map: Any
+    attn_implementation: str | None
+    trust_remote_code: bool
+    check: "Callable[[Any], None] | None"
 
 
 def load_pretrained(
-    name: str,
+    name: str | PathLike[str],
     *,
-    dtype: torch.dtype | None = None,
-    device: str | torch.device | None = None,
+    tokenizer: Any = None,
+    dtype: torch.dtype | str | None = None,
+    device: str | int | torch.device | None = None,
     four_bit: bool = False,
+    quantization_config: Any = None,
+    device_map: Any = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    check: "Callable[[Any], None] | None" = None,
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase, str]":
     """The causal language model ``name``, frozen and in eval mode, and its tokenizer.
 
     Args:
-        name: ``smollm2-135m``, a folder, or an id on the Hugging Face Hub.
+        name: ``smollm2-135m``, a folder, or an id on the Hugging Face Hub; also of an adapter of peft, which is merged
+            into its base model in fp32.
+        tokenizer: used in place of the model's own.
         dtype: the type in which the model computes; by default :func:`default_dtype` of the device.
         device: by default :func:`default_device`.
         four_bit: quantise the linear layers, except the lm_head, to 4 bits (NF4).
+        quantization_config: another quantisation of ``transformers``.
+        device_map: where ``transformers`` puts the weights, in place of ``device``; they must come to one device.
+        attn_implementation: ``sdpa`` or ``eager``.
+        trust_remote_code: whether code that comes with the model may run.
+        check: is called with the model's configuration before its weights are read, and may raise an error.
 
     Returns:
         The model, its tokenizer, and its id: the Hub id, or the full path of its folder.
@@ -70,24 +80,70 @@ def load_pretrained(
     Raises:
         ModelNotFound: no such model, or its files are missing or damaged.
         UnsupportedModel: it is not a causal language model, or weights are missing in its files.
-        MissingDependency: its tokenizer or code, or ``four_bit``, needs a package that is not installed.
+        InvalidSettings: an impossible value, or arguments that contradict each other.
+        CheckpointCorrupt: an adapter that does not fit its base model.
+        MissingDependency: its tokenizer or code, ``four_bit`` or an adapter needs a package that is not installed.
         StorageError: the embedded model cannot be written to the cache.
     """
+    name = model_name(name)
+    _check_options(device, device_map, attn_implementation, quantization_config, four_bit=four_bit)
+    place = device_named(device)
+    compute = dtype_named(dtype) or default_dtype(place)
     source = resolve_model(name)
-    place = default_device() if device is None else torch.device(device)
-    with _as_our_errors(name), _quiet(embedded=name == SMOLLM2_135M.name):
-        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+    adapter = find_adapter(source) if isinstance(source, Path) else None
+    if check is not None:
+        check(_config(_base_and_tokenizer(name)[0], name, trust_remote_code=trust_remote_code))
+    model: PreTrainedModel
+    if adapter is not None:
+        whole = {"four_bit": four_bit or None, "quantization_config": quantization_config, "device_map": device_map}
+        if given := [key for key, value in whole.items() if value is not None]:
+            raise InvalidSettings(
+                f"{name} is an adapter, which is merged into its base model, and {given[0]} is for whole models: "
+                f"write the merged model with `draftheads merge --adapter {name} --out …` and load that"
+            )
+        model, own = _load_adapted(
+            adapter, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+        )
+        cast_weights(model, compute)
+        tokenizer = own if tokenizer is None else tokenizer
+    else:
+        options: dict[str, Any] = {
+            "quantization_config": _four_bit_config(compute) if four_bit else quantization_config,
+            "device_map": device_map,
+            "attn_implementation": attn_implementation,
+            "trust_remote_code": trust_remote_code,  # if left out, transformers asks on the terminal
+        }
+        if options["quantization_config"] is not None and device_map is None:
+            options["device_map"] = {"": str(place)}  # quantised weights are loaded onto the device
+        with _as_our_errors(name), without_bars():
+            from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
 
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
-        compute = dtype or default_dtype(place)
-        options = _four_bit_options(compute, place) if four_bit else {}
-        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=compute, output_loading_info=True, **options)
-        model: PreTrainedModel = loaded[0]
+            if tokenizer is None:
+                tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+            given_options = {key: value for key, value in options.items() if value is not None}
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source, dtype=compute, output_loading_info=True, **given_options
+            )
+        model = loaded[0]
         _keep_differentiable(model)
         _check_complete(name, loaded[1]["missing_keys"])
-        if not four_bit:  # 4-bit weights are loaded onto the device
-            model.to(place)  # type: ignore[arg-type]  # its stub mistakes the device for self
-    return model.eval().requires_grad_(requires_grad=False), tokenizer, _model_id(name)
+    if getattr(model, "hf_quantizer", None) is None and device_map is None:
+        model.to(place)  # type: ignore[arg-type]  # its stub mistakes the device for self
+    return model.eval().requires_grad_(requires_grad=False), tokenizer, model_id_of(name)
+
+
+def _config(source: Path | str, name: str, *, trust_remote_code: bool) -> Any:
+    """The configuration of a model that is no adapter."""
+    with _as_our_errors(name):
+        from transformers import AutoConfig  # noqa: PLC0415
+
+        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+
+
+def cast_weights(model: Any, dtype: torch.dtype) -> None:
+    """Converts a model's weights, in place; not its rotary frequencies, which ``model.to`` would round, too."""
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)
 
 
 class ModelTokenizer(NamedTuple):
@@ -98,14 +154,14 @@ class ModelTokenizer(NamedTuple):
     chat_template: str | None = None  # used in place of the tokenizer's own
 
 
-def load_tokenizer(name: str, *, chat_template: str | None = None) -> ModelTokenizer:
+def load_tokenizer(name: str, *, chat_template: str | None = None, trust_remote_code: bool = False) -> ModelTokenizer:
     """The tokenizer of the model ``name``; its weights are not read. Errors as of :func:`load_pretrained`."""
-    source = resolve_model(name)
+    source, own = _base_and_tokenizer(name)
     with _as_our_errors(name):
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig  # noqa: PLC0415
 
-        tokenizer: Any = AutoTokenizer.from_pretrained(source)
-        config = AutoConfig.from_pretrained(source)
+        tokenizer: Any = AutoTokenizer.from_pretrained(own, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         try:
             generation = GenerationConfig.from_pretrained(source)
         except OSError:  # no such file: transformers derives it from the configuration, too
@@ -124,7 +180,7 @@ def eos_ids_of(*sources: Any) -> frozenset[int]:
 
 def stored_dtype(name: str) -> torch.dtype:
     """The type of the weights in a model's files; fp32 if it is not given. Errors as of :func:`load_pretrained`."""
-    source = resolve_model(name)
+    source, _ = _base_and_tokenizer(name)
     with _as_our_errors(name):
         from transformers import AutoConfig  # noqa: PLC0415
 
@@ -132,16 +188,129 @@ def stored_dtype(name: str) -> torch.dtype:
     return found if isinstance(found, torch.dtype) else torch.float32
 
 
-def _four_bit_options(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` for QLoRA's NF4 (Dettmers et al. 2023)."""
+def with_adapter(model: Any, tokenizer: Any, adapter: Path, *, trust_remote_code: bool = False) -> tuple[Any, Any]:
+    """A base model with an adapter merged into it, and its tokenizer: the adapter's own if it has one.
+
+    The model is changed. Errors as of :class:`draftheads.models.adapter.Adapter`.
+    """
+    if (adapter / "tokenizer_config.json").is_file():
+        from transformers import AutoTokenizer  # noqa: PLC0415
+
+        with _as_our_errors(str(adapter)):
+            tokenizer = AutoTokenizer.from_pretrained(adapter, trust_remote_code=trust_remote_code)
+        if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # tokens were added
+            model.resize_token_embeddings(len(tokenizer))
+    return Adapter.load(model, adapter).merge(), tokenizer
+
+
+def _load_adapted(adapter: Path, **options: Any) -> tuple[Any, Any]:
+    """The base model of an adapter with the adapter merged into it, in fp32 on the CPU, and its tokenizer."""
+    base = base_of(str(adapter))
+    require_peft(f"the adapter {adapter}")
+    try:
+        model, tokenizer, _ = load_pretrained(base, dtype=torch.float32, device="cpu", **options)
+    except ModelNotFound as error:
+        raise ModelNotFound(
+            f"{adapter} is an adapter for {base}, which cannot be loaded: {error}; correct base_model_name_or_path in "
+            f"its {ADAPTER_CONFIG}, or use `draftheads merge --model BASE --adapter {adapter} --out …`"
+        ) from error
+    return with_adapter(model, tokenizer, adapter, trust_remote_code=options["trust_remote_code"])
+
+
+def _base_and_tokenizer(name: str) -> tuple[Path | str, Path | str]:
+    """From where to load a model's configuration, and its tokenizer."""
+    source = resolve_model(name)
+    adapter = find_adapter(source) if isinstance(source, Path) else None
+    if adapter is None:
+        return source, source
+    base = resolve_model(base_of(str(adapter)))
+    return base, adapter if (adapter / "tokenizer_config.json").is_file() else base
+
+
+def dtype_named(dtype: object) -> torch.dtype | None:
+    """The type that is meant by a type or a name such as ``fp32`` or ``float32``; None for None and ``auto``.
+
+    Raises:
+        InvalidSettings: there is no such floating-point type.
+
+    >>> dtype_named("bf16"), dtype_named("torch.float16"), dtype_named("auto")
+    (torch.bfloat16, torch.float16, None)
+    """
+    if dtype is None or dtype == "auto":
+        return None
+    found = DTYPES.get(dtype) or getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if isinstance(found, torch.dtype) and found.is_floating_point:
+        return found
+    also = "; int8 is a precision of draftheads.load" if dtype == "int8" else ""
+    raise InvalidSettings(f"dtype is {dtype!r}; choose auto, {', '.join(DTYPES)} or a floating-point torch.dtype{also}")
+
+
+def device_named(device: object) -> torch.device:
+    """A device that this machine has; :func:`default_device` for None.
+
+    Raises:
+        InvalidSettings: no such device.
+    """
+    if device is None:
+        return default_device()
+    try:
+        if not isinstance(device, str | int | torch.device) or isinstance(device, bool):
+            raise TypeError  # noqa: TRY301
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise InvalidSettings(f"device is {device!r}; give cpu, cuda, cuda:0 or another device of PyTorch") from None
+    if found.type == "meta":
+        raise InvalidSettings("device is 'meta', which holds no weights; give cpu or cuda")
+    if found.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count <= (found.index or 0):
+            fix = f"give cuda:0 … cuda:{count - 1}" if count else "leave device out, or install PyTorch with CUDA"
+            raise InvalidSettings(
+                f"device is '{found}', and PyTorch {torch.__version__} finds {count or 'no'} CUDA devices: {fix}"
+            )
+    elif found.type != "cpu":
+        try:
+            torch.empty(0, device=found)
+        except (RuntimeError, AssertionError, ImportError, TypeError) as error:
+            raise InvalidSettings(f"device is '{found}', which this PyTorch cannot use: {first_line(error)}") from None
+    return found
+
+
+def _check_options(
+    device: Any, device_map: Any, attn_implementation: Any, quantization_config: Any, *, four_bit: bool
+) -> None:
+    """Do the arguments of :func:`load_pretrained` go together?"""
+    if four_bit and quantization_config is not None:
+        kind = type(quantization_config).__name__
+        raise InvalidSettings(f"four_bit is True and quantization_config is a {kind}: give one of them")
+    if quantization_config is not None and not (
+        "quant_method" in quantization_config
+        if isinstance(quantization_config, dict)
+        else hasattr(quantization_config, "quant_method")
+    ):
+        raise InvalidSettings(
+            f"quantization_config is {quantization_config!r}; give one of transformers, such as BitsAndBytesConfig(…)"
+        )
+    if device is not None and device_map is not None:
+        raise InvalidSettings(f"device is {str(device)!r} and device_map is {device_map!r}: give one of them")
+    if isinstance(device_map, str) and device_map not in _SPREADS:
+        device_named(device_map)
+    if attn_implementation is not None and attn_implementation not in ATTENTION:
+        raise InvalidSettings(
+            f"attn_implementation is {attn_implementation!r}; trees need a mask of four dimensions, which only "
+            f"{' and '.join(ATTENTION)} take"
+        )
+
+
+def _four_bit_config(dtype: torch.dtype) -> Any:
+    """QLoRA's NF4 (Dettmers et al. 2023)."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise MissingDependency("4-bit weights need bitsandbytes", pip_install="'draftheads[quantised]'")
     from transformers import BitsAndBytesConfig  # noqa: PLC0415
 
-    quantization = BitsAndBytesConfig(
+    return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
-    return {"quantization_config": quantization, "device_map": {"": str(device)}}
 
 
 def _keep_differentiable(model: Any) -> None:
@@ -162,56 +331,6 @@ def default_dtype(device: str | torch.device) -> torch.dtype:
     return torch.bfloat16 if kind == "cuda" or (kind == "cpu" and native_bf16()) else torch.float32
 
 
-def _model_id(name: str) -> str:
-    if name == SMOLLM2_135M.name:
-        return SMOLLM2_135M.hub_id
-    folder = user_path(name)
-    return str(folder.resolve()) if folder.exists() else name
-
-
-def _resolve_embedded_on_hub() -> Path | str:
-    try:
-        return _resolve_on_hub(SMOLLM2_135M.hub_id)
-    except ModelNotFound as error:
-        raise ModelNotFound(
-            f"{SMOLLM2_135M.name} was found neither in its package nor on the Hugging Face Hub. Install the package: "
-            f"{SMOLLM2_135M.pip_install}. The Hub was tried with {SMOLLM2_135M.hub_id}: {error}."
-        ) from error
-
-
-def _resolve_on_hub(model_id: str) -> Path | str:
-    """Finds a Hub model with one short request. Offline, the Hub's own client would retry for 23 s per file."""
-    from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415
-    from huggingface_hub.errors import (  # noqa: PLC0415
-        GatedRepoError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
-
-    try:
-        HfApi().model_info(model_id, timeout=_HUB_TIMEOUT_SECONDS)
-    except HFValidationError:
-        raise ModelNotFound(
-            f"{model_id} is not a folder here, and cannot be an id on the Hugging Face Hub (owner/name)"
-        ) from None
-    except GatedRepoError as error:
-        raise ModelNotFound(f"{model_id} is gated: accept its terms on the Hub, then log in") from error
-    except RepositoryNotFoundError as error:
-        raise ModelNotFound(
-            f"{model_id} is not a folder here, and the Hugging Face Hub has no such model; if it is private, log in"
-        ) from error
-    except Exception as error:  # noqa: BLE001 - network errors; their classes depend on the Hub's client
-        try:
-            return Path(snapshot_download(model_id, local_files_only=True))
-        except LocalEntryNotFoundError:
-            raise ModelNotFound(
-                f"{model_id} is not a folder here, was not downloaded before, "
-                f"and the Hugging Face Hub cannot be reached ({_first_line(error)})"
-            ) from error
-    return model_id
-
-
 @contextlib.contextmanager
 def _as_our_errors(name: str) -> Iterator[None]:
     """Converts the errors of ``transformers`` while loading into our own."""
@@ -223,21 +342,26 @@ def _as_our_errors(name: str) -> Iterator[None]:
     except DraftHeadsError:
         raise
     except (OSError, SafetensorError) as error:
-        raise ModelNotFound(f"{name} cannot be loaded: {_first_line(error)}") from error
+        raise ModelNotFound(f"{name} cannot be loaded: {first_line(error)}") from error
     except ImportError as error:
-        raise MissingDependency(f"{name} needs another package: {_first_line(error)}") from error
+        raise MissingDependency(f"{name} needs another package: {first_line(error)}") from error
     except (ValueError, KeyError) as error:
-        raise UnsupportedModel(f"{name} is not a known causal language model: {_first_line(error)}") from error
+        if "trust_remote_code" in str(error):
+            raise UnsupportedModel(
+                f"{name} has code of its own, which would run on this machine: read it, and if you trust it give "
+                "trust_remote_code=True (--trust-remote-code)"
+            ) from error
+        raise UnsupportedModel(f"{name} is not a known causal language model: {first_line(error)}") from error
     except (RuntimeError, TypeError, AttributeError, UnpicklingError, StrictDataclassError) as error:
-        raise UnsupportedModel(f"{name} cannot be read, its files are damaged: {_first_line(error)}") from error
+        raise UnsupportedModel(f"{name} cannot be read, its files are damaged: {first_line(error)}") from error
 
 
 @contextlib.contextmanager
-def _quiet(*, embedded: bool) -> Iterator[None]:
-    """Hides the bar "Loading weights" for the embedded model, which loads in under a second."""
+def without_bars() -> Iterator[None]:
+    """Hides the bars of ``transformers``, such as "Loading weights": progress is shown by the caller."""
     from transformers.utils import logging  # noqa: PLC0415
 
-    silence = embedded and logging.is_progress_bar_enabled()
+    silence = logging.is_progress_bar_enabled()
     if silence:
         logging.disable_progress_bar()
     try:
@@ -250,8 +374,4 @@ def _quiet(*, embedded: bool) -> Iterator[None]:
 def _check_complete(name: str, missing: "set[str] | list[str]") -> None:
     """Raises if weights are missing: ``transformers`` only warns and fills them with random numbers."""
     if missing:
-        raise UnsupportedModel(f"{name} lacks {len(missing)} weights, for example {min(missing)}")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UnsupportedModel(f"{name} lacks {counted(len(missing), 'weight')}, for example {min(missing)}")

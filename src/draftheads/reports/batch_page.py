@@ -3,11 +3,13 @@
 Knows encoded texts and the plan of batches; knows nothing of models and terminals.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from draftheads.counts import counted
 from draftheads.data.chat import EncodedChat
+from draftheads.identity import as_json_values
 from draftheads.reports.page import Page, Piece, Table, Text
 from draftheads.reports.spans import KINDS, Span, spans
 
@@ -65,21 +67,48 @@ class PlannedBatch:
         """The line above a text."""
         text = self.texts[text_index]
         cut = f", cut off at {self.max_length}" if text.is_cut else ""
-        return f"text {text_index}: {len(text.token_ids)} tokens, {sum(text.loss_mask)} learned{cut}"
+        return f"text {text_index}: {counted(len(text.token_ids), 'token')}, {sum(text.loss_mask)} learned{cut}"
 
 
-def batch_page(batch: PlannedBatch, tokenizer: Any, *, max_texts: int | None) -> Page:
-    """The page of a batch with the first ``max_texts`` of its texts, or with all of them."""
+def batch_page(
+    batch: PlannedBatch,
+    tokenizer: Any,
+    *,
+    max_texts: int | None,
+    settings: Mapping[str, Any],
+    provenance: Mapping[str, Any],
+) -> Page:
+    """The page of a batch with the first ``max_texts`` of its texts, or with all of them.
+
+    Args:
+        batch: to show.
+        tokenizer: of the model.
+        max_texts: all texts if None.
+        settings: of the command: ``model``, ``data`` (files) and others.
+        provenance: of the page.
+    """
     shown = batch.text_indices[:max_texts]
     chats = [batch.texts[i] for i in batch.text_indices]
     texts = [Text(batch.title(i), _pieces(spans(tokenizer, batch.texts[i]))) for i in shown]
     legend = [part for kind in KINDS for part in (*_pieces([kind]), Piece("   "))]
+    num_learned, num_tokens = _num_learned(chats), _num_tokens(chats)
     return Page(
-        title=f"Training batch {batch.index}",
-        answer=f"The heads learn {learned_share(chats)} of the {_num_tokens(chats):,} tokens in this batch.",
-        note=f"This page shows {len(shown)} of the batch's {len(chats)} texts.",
-        texts=[*texts, Text("Legend", legend)],
+        title=f"Training batch {batch.index} of {', '.join(str(path) for path in settings['data'])}",
+        verdict=(
+            f"The heads learn {num_learned:,} of the {counted(num_tokens, 'token')} in this batch "
+            f"({num_learned / num_tokens:.1%})."
+        ),
+        note=(
+            f"As {settings['model']} reads it. The page shows {len(shown)} of {counted(len(chats), 'text')} in this "
+            "batch. Learned tokens must be the assistant's answers and the token that ends each; if not, the chat "
+            "template is wrong."
+        ),
+        texts=[Text("Legend", legend), *texts],
         tables=[Table("Counts", batch.columns, batch.rows())],
+        facts=[
+            ("Model, data and settings", as_json_values(settings).items()),
+            ("Command and machine", provenance.items()),
+        ],
     )
 
 
@@ -95,7 +124,7 @@ def learned_share(texts: Sequence[EncodedChat]) -> str:
     >>> learned_share([EncodedChat((7, 8, 9, 10), (False, False, False, True))])
     '1 (25.0%)'
     """
-    num_learned = sum(sum(text.loss_mask) for text in texts)
+    num_learned = _num_learned(texts)
     return f"{num_learned:,} ({num_learned / _num_tokens(texts):.1%})"
 
 
@@ -119,6 +148,10 @@ def num_read(text: EncodedChat) -> int:
 
 def _num_tokens(texts: Sequence[EncodedChat]) -> int:
     return sum(len(text.token_ids) for text in texts)
+
+
+def _num_learned(texts: Sequence[EncodedChat]) -> int:
+    return sum(sum(text.loss_mask) for text in texts)
 
 
 def _lengths(texts: Sequence[EncodedChat]) -> str:

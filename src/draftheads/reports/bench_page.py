@@ -1,47 +1,83 @@
 """The page of a comparison of drafters. Knows the names in ``bench.json``; knows nothing of models."""
 
+import re
 from functools import partial
 from typing import Any
 
 from draftheads.bench.settings import BenchSettings
-from draftheads.bench.table import SAMPLED_FIELDS, Row, columns, prompts_in_words
+from draftheads.bench.table import SAMPLED_FIELDS, Column, Row, columns, prompts_in_words
+from draftheads.bench.verdict import remarks, verdict
 from draftheads.reports.page import Figure, Page, Table
 from draftheads.reports.plots import as_svg, draw_bars
 
+_LEADING = ("× plain", "tokens/s", "tokens/step")  # columns that a narrow screen shows without scrolling
 _NO_BREAK = "\N{NO-BREAK SPACE}"
+_ERROR = f"±{_NO_BREAK}is one standard error."
 
 
 def bench_page(record: dict[str, Any]) -> Page:
-    """The page of a record."""
+    """The page of a record; the fastest drafter comes first."""
     settings = BenchSettings(**record["settings"])
-    rows = [Row(**row) for row in record["rows"]]
-    shown = columns(settings, first=rows[0].name)
-    table = [[column.cell(row).replace(" ± ", f"{_NO_BREAK}±{_NO_BREAK}") for column in shown] for row in rows]
+    first = record["rows"][0]["name"]
+    rows = sorted((Row(**row) for row in record["rows"]), key=lambda row: -row.speedup)
     made_with = {
-        "model": f"{record['model']}, {record['precision']}, {record['threads']} threads",
-        "prompts": f"{record['num_prompts']} of {record['prompts'] or 'our own'}",
-        "answers": f"up to {settings.max_new_tokens} tokens",
-        "trees": f"{settings.num_nodes} nodes",
-        **record["provenance"],
+        "model": record["model"],
+        "precision": record["precision"],
+        "threads": record["threads"],
+        "prompts": f"{record['num_prompts']} of {record['prompts'] or 'the built-in ones'}",
+        **record["settings"],
     }
     return Page(
-        title=f"Drafters for {record['model']}",
-        answer=_answer(rows),
-        note=prompts_in_words(record["num_prompts"], settings),
-        tables=[Table("Comparison", [column.heading for column in shown], table, "± is one standard error.")],
+        title=f"Draft heads for {record['model']}, compared",
+        verdict=_speed_unbroken(verdict(rows, record["num_prompts"])),
+        note=" ".join([prompts_in_words(record["num_prompts"], settings), *remarks(rows, settings)]),
+        numbers=[
+            (f"{rows[0].tokens_per_step:.2f}", f"tokens per step, {rows[0].name}"),
+            (f"{rows[0].tokens_per_second:.1f}", f"tokens per second, {rows[0].name}"),
+            (f"{record['num_prompts']:,}", "prompts"),
+        ],
         figures=[_speed(rows), _tokens_per_step(rows, settings)],
-        facts=[("Provenance", made_with.items())],
+        tables=_tables(rows, settings, first, record["num_prompts"]),
+        facts=[
+            ("Model, prompts and settings", made_with.items()),
+            ("Command and machine", record["provenance"].items()),
+        ],
     )
 
 
-def _answer(rows: list[Row]) -> str:
-    best = max(rows, key=lambda row: row.speedup)
-    if best.speedup <= 1:
-        return "No drafter is faster than plain decoding."
-    return (
-        f"{best.name} is fastest: {best.speedup:.2f} ± {best.speedup_error:.2f} times as fast as plain decoding, with "
-        f"{best.tokens_per_step:.2f} tokens per step."
-    )
+def _tables(rows: list[Row], settings: BenchSettings, first: str, num_prompts: int) -> list[Table]:
+    """Greedy answers and speeds; and in a second table what is measured at a temperature."""
+    name, *others = columns(settings, first=first)
+    same_text = Column("same text", lambda row: f"{num_prompts - row.num_different} of {num_prompts}")
+
+    def table(title: str, shown: list[Column], note: str) -> Table:
+        cells = [[name.cell(row), *(_unbroken(column.cell(row)) for column in shown)] for row in rows]
+        return Table(title, [name.heading, *(column.heading for column in shown)], cells, note, best=0, is_wide=True)
+
+    greedy = [column for column in others if column.kind != "sampled"]
+    greedy.sort(key=lambda column: (*_LEADING, column.heading).index(column.heading))
+    sampled = [column for column in others if column.kind == "sampled"]
+    found = [
+        table(
+            "Speed, and tokens per step of greedy answers",
+            [*greedy[: len(_LEADING)], same_text, *greedy[len(_LEADING) :]],
+            f"{_ERROR} Same text: as plain decoding, token by token.",
+        )
+    ]
+    if sampled:
+        title = f"Tokens per step at temperature {settings.temperature:g}, by acceptance rule"
+        found.append(table(title, sampled, _ERROR))
+    return found
+
+
+def _speed_unbroken(sentence: str) -> str:
+    """The sentence without a line break inside its speed."""
+    return re.sub(r"[\d.]+ ± [\d.]+ ×", lambda found: _unbroken(found[0]), sentence)
+
+
+def _unbroken(words: str) -> str:
+    """The words on one line."""
+    return words.replace(" ", _NO_BREAK)
 
 
 def _speed(rows: list[Row]) -> Figure:
@@ -49,8 +85,10 @@ def _speed(rows: list[Row]) -> Figure:
     return _bars(
         rows,
         series,
-        "times the speed of plain decoding",
-        "Speed with one prompt at a time, with one standard error. The line is plain decoding.",
+        name="speed",
+        label="× plain decoding",
+        title="Speed over plain decoding",
+        caption=f"One prompt at a time. The line is plain decoding; grey is slower. {_ERROR}",
     )
 
 
@@ -61,10 +99,23 @@ def _tokens_per_step(rows: list[Row], settings: BenchSettings) -> Figure:
     series = [
         (label, *([getattr(row, name) or 0.0 for row in rows] for name in names)) for label, names in ways.items()
     ]
-    return _bars(rows, series, "tokens per step", "Tokens per step, with one standard error. Plain decoding has 1.")
+    return _bars(
+        rows,
+        series,
+        name="tokens",
+        label="tokens per step",
+        title="Tokens per step",
+        caption="Plain decoding has 1 (the line). Unlike speed, this does not depend on the machine.",
+    )
 
 
-def _bars(rows: list[Row], series: list[Any], label: str, caption: str) -> Figure:
+def _bars(rows: list[Row], series: list[Any], *, name: str, label: str, title: str, caption: str) -> Figure:
     names = [row.name for row in rows]
     draw = partial(draw_bars, names=names, series=series, label=label)
-    return Figure(as_svg(draw, height=1.0 + (0.3 + 0.12 * len(series)) * len(rows)), caption)
+    greedy = zip(names, series[0][1], strict=True)
+    return Figure(
+        title,
+        as_svg(draw, name=name, height=1.0 + (0.3 + 0.12 * len(series)) * len(rows)),
+        caption,
+        alt=f"Bars, {series[0][0]}: {', '.join(f'{name} {value:.2f}' for name, value in greedy)}.",
+    )

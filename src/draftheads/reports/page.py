@@ -22,14 +22,18 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
     note: str = ""
+    best: int | None = None  # index of the row in bold
+    is_wide: bool = False  # whether it needs the whole width of a large screen
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot as SVG with the sentence below it."""
+    """A plot as SVG, with a title, a sentence on how to read it, and the same facts for people who cannot see it."""
 
+    title: str
     svg: str
     caption: str
+    alt: str
 
 
 @dataclass(frozen=True)
@@ -48,17 +52,22 @@ class Text:
     pieces: Sequence[Piece]
 
 
+Facts = Iterable[tuple[str, Any]]  # names and values
+
+
 @dataclass(frozen=True)
 class Page:
-    """What a page shows, from top to bottom."""
+    """What a page shows, from top to bottom. In sentences, `backquotes` mark commands."""
 
     title: str
-    answer: str  # the result in one sentence
-    note: str = ""  # a paragraph below the answer
+    verdict: str  # the result in one sentence with numbers
+    note: str = ""  # a paragraph below it
+    numbers: Sequence[tuple[str, str]] = ()  # the most important ones in large type: values and names
     texts: Sequence[Text] = ()
-    tables: Sequence[Table] = ()
     figures: Sequence[Figure] = ()
-    facts: Sequence[tuple[str, Iterable[tuple[str, Any]]]] = ()  # titles, each with names and values; shown folded
+    tables: Sequence[Table] = ()
+    settings: Sequence[tuple[str, Any]] = ()  # that differ from the defaults
+    facts: Sequence[tuple[str, Facts]] = ()  # titles, each with names and values; shown folded
 
 
 def render(page: Page) -> str:
@@ -72,8 +81,24 @@ def render(page: Page) -> str:
     except ImportError as error:
         raise missing(error) from error
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["plain"] = _plain
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     return template.render(page=page) + "\n"
+
+
+def _plain(value: Any) -> str:
+    """A value from a record as text.
+
+    >>> _plain(["a.jsonl", "b.jsonl"]), _plain(None), _plain(True), _plain(0.001)
+    ('a.jsonl, b.jsonl', 'none', 'yes', '0.001')
+    """
+    if value is None or value == []:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list) and not any(isinstance(one, list | dict) for one in value):
+        return ", ".join(map(_plain, value))
+    return str(value)
 
 
 def missing(error: ImportError) -> MissingDependency:

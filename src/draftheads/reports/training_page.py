@@ -8,44 +8,90 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from draftheads.counts import counted
 from draftheads.reports.page import Figure, Page, Table
-from draftheads.reports.plots import as_svg, draw_acceptance, draw_losses, draw_tokens_per_step
+from draftheads.reports.plots import (
+    as_svg,
+    draw_acceptance,
+    draw_losses,
+    draw_tokens_per_step,
+    loss_limit,
+    smoothing,
+)
+from draftheads.train.verdict import training_verdict
+
+Lines = list[dict[str, Any]]
 
 
 def training_page(metrics: dict[str, Any], folder: Path) -> Page:
     """The page of a run, from ``metrics.json`` and the other files in its folder."""
     log, validation = _lines(folder / "log.jsonl"), _lines(folder / "validation.jsonl")
-    count = metrics["num_held_out_texts"]
-    held_out = f"{count:,} held-out text" + "s" * (count != 1)
-    dots = " and loss on held-out text (dots)" if validation else ""
-    figures = {
-        f"Training loss of each head (lines, moving mean){dots}. Lower is better.": as_svg(
-            partial(draw_losses, log=log, validation=validation)
-        )
-    }
+    held_out = counted(metrics["num_held_out_texts"], "held-out text")
+    figures = [_losses(log, validation)]
     if validation:  # --eval-steps 0 measures nothing during training
-        figures |= {
-            "How often the best draft token of each head is the token that follows, on held-out text.": as_svg(
-                partial(draw_acceptance, validation=validation)
-            ),
-            "Expected tokens per step on held-out text. Plain decoding has 1.": as_svg(
-                partial(draw_tokens_per_step, validation=validation)
-            ),
-        }
+        figures = [_tokens_per_step(validation), *figures, _acceptance(validation)]
+    options = metrics["options"]
+    changed = metrics.get("changed_options", [])  # runs of earlier versions did not record them
+    others = [(name, value) for name, value in options.items() if name not in changed]
     return Page(
         title=f"{metrics['method']} heads for {metrics['model_id']}",
-        answer=(
-            f"A tree of {len(metrics['tree']) + 1} nodes gives {metrics['tokens_per_step_tree']:.2f} tokens per step "
-            f"on {held_out}; plain decoding gives 1."
-        ),
+        verdict=training_verdict(metrics["tokens_per_step_tree"], num_steps=metrics["num_steps"]),
         note=(
-            f"A chain gives {metrics['tokens_per_step_chain']:.2f} tokens per step. The heads were trained on "
-            f"{metrics['num_training_texts']:,} texts in {metrics['num_steps']:,} steps. The last run took "
+            f"Measured on {held_out} with a tree of {counted(len(metrics['tree']) + 1, 'node')}. The last run took "
             f"{metrics['training_seconds']:,.0f} seconds at {metrics['tokens_per_second']:,.0f} tokens per second."
         ),
+        numbers=[
+            (f"{metrics['num_training_texts']:,}", "training texts"),
+            (f"{metrics['num_steps']:,}", "steps"),
+            (f"{metrics['tokens_per_step_chain']:.2f}", "tokens per step, chain"),
+            (f"{metrics['top1'][0]:.0%}", "top-1 accuracy of head 1"),
+        ],
+        figures=figures,
         tables=[_heads(metrics, held_out), *_movement(metrics)],
-        figures=[Figure(svg, caption) for caption, svg in figures.items()],
-        facts=[("Settings", metrics["options"].items()), ("Provenance", metrics["provenance"].items())],
+        settings=[(name, value) for name, value in options.items() if name in changed],
+        facts=[
+            ("Settings at their defaults" if changed else "Settings", others),
+            ("Command and machine", metrics["provenance"].items()),
+        ],
+    )
+
+
+def _losses(log: Lines, validation: Lines) -> Figure:
+    window = smoothing(len(log))
+    parts = ["Lower is better."]
+    if window > 1:
+        parts.append(f"Training: the mean of the last {window} lines of the log.")
+    if limit := loss_limit(log, validation):
+        parts.append(f"Early losses above {limit:.3g} are cut off.")
+    ends = ", ".join(f"head {head} {loss:.2f}" for head, loss in enumerate(log[-1]["head_losses"] if log else [], 1))
+    return Figure(
+        "Loss",
+        as_svg(partial(draw_losses, log=log, validation=validation), name="losses"),
+        " ".join(parts),
+        alt=f"Curves of the loss by step. Training loss at the end: {ends or 'none'}.",
+    )
+
+
+def _acceptance(validation: Lines) -> Figure:
+    ends = ", ".join(f"head {head} {share:.1%}" for head, share in enumerate(validation[-1]["top1"], 1))
+    return Figure(
+        "Top-1 accuracy on held-out text",
+        as_svg(partial(draw_acceptance, validation=validation), name="accuracy"),
+        "How often the best draft token of a head is the token that follows.",
+        alt=f"Curves by step. At the end: {ends}.",
+    )
+
+
+def _tokens_per_step(validation: Lines) -> Figure:
+    last = validation[-1]
+    return Figure(
+        "Tokens per step on held-out text",
+        as_svg(partial(draw_tokens_per_step, validation=validation), name="tokens"),
+        "Expected during training, on a part of the held-out texts.",
+        alt=(
+            f"Curves by step. At the end: tree {last['tokens_per_step_tree']:.2f}, "
+            f"chain {last['tokens_per_step_chain']:.2f}."
+        ),
     )
 
 
@@ -55,7 +101,7 @@ def _heads(metrics: dict[str, Any], held_out: str) -> Table:
         [number, f"{loss:.3f}", *(f"{share:.1%}" for share in row)]
         for number, (loss, row) in enumerate(zip(metrics["losses"], shares, strict=True), 1)
     ]
-    note = f"Measured on {held_out}. Top-3: how often the true token is among the head's 3 best draft tokens."
+    note = f"Measured on {held_out}. Top-3: the true token is among the head's 3 best draft tokens."
     return Table("Accuracy of the heads", ["head", "loss", "top-1", "top-3", "top-10"], rows, note)
 
 
@@ -69,11 +115,11 @@ def _movement(metrics: dict[str, Any]) -> list[Table]:
         ["KL(original || tuned) per token", "", f"{moved['kl']:.4f}"],
         ["same greedy token", "", f"{moved['agreement']:.1%}"],
     ]
-    note = f"Measured on {moved['num_tokens']:,} held-out tokens."
+    note = f"Measured on {counted(moved['num_tokens'], 'held-out token')}."
     return [Table("Change of the model", ["", "original", "tuned"], rows, note)]
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _lines(path: Path) -> Lines:
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

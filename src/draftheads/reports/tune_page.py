@@ -4,13 +4,15 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
+from draftheads.counts import counted
 from draftheads.reports.page import Figure, Page, Table
-from draftheads.reports.plots import as_svg, draw_calibration, draw_tree_sizes
+from draftheads.reports.plots import as_svg, draw_calibration, draw_speedups, draw_tree_sizes
 
 _FORMAT_VERSION = 2
 _SETTINGS = ("method", "model_id", "head", "dtype", "temperature", "num_texts", "num_tokens", "format_version")
 _KINDS = {"static": "static tree", "dynamic": "growing tree", "none": "plain decoding"}
 _STAGES = {"before": "before calibration", "after": "after calibration"}
+_MIN_COUNT = 30  # draft tokens; with fewer, the error of a share can be more than 9 points
 
 Record = dict[str, Any]
 
@@ -23,36 +25,63 @@ def tune_page(record: Record) -> Page:
     """
     if record["format_version"] != _FORMAT_VERSION:
         raise ValueError(f"its format version is {record['format_version']}; this release reads {_FORMAT_VERSION}")
+    answers = counted(record["num_texts"], "answer")
     temperatures = ", ".join(f"{value:.2f}" for value in record["confidence"]["temperatures"])
     settings = [*((name, record[name]) for name in _SETTINGS), ("confidence temperatures", temperatures)]
     return Page(
-        title=f"Trees for {record['head']} ({record['method']}) on {record['model_id']}",
-        answer=_answer(record),
+        title=f"Trees for {record['head']} on {record['model_id']}",
+        verdict=_verdict(_winners(record)[0]),
         note=(
-            "Each level of a tree holds the draft tokens of one head, and the model verifies all nodes in one pass. "
-            "A static tree has the same shape in every step. A growing tree is chosen anew in every step, where the "
-            "heads are most confident."
+            f"{_limit(record)}Predicted means: the tokens per step of the head on {answers}, divided by the time of a "
+            "step on this machine; `draftheads bench` measures the speed."
         ),
+        numbers=_numbers(record),
+        figures=[_speedups(record), _tree_sizes(record), _calibration(record)],
         tables=[_speeds(record), _accuracy(record)],
-        figures=[_tree_sizes(record), _calibration(record)],
-        facts=[("Settings", settings), ("Provenance", record["provenance"].items())],
+        facts=[("Model, data and settings", settings), ("Command and machine", record["provenance"].items())],
     )
 
 
 def _winners(record: Record) -> list[Record]:
-    """The fastest way for each batch size, smallest batch first."""
+    """The fastest way for each number of requests, smallest first."""
     return sorted(record["batches"], key=lambda winner: int(winner["batch_size"]))
 
 
-def _answer(record: Record) -> str:
-    first = _winners(record)[0]
-    requests = "one request" if first["batch_size"] == 1 else f"{first['batch_size']} requests together"
+def _verdict(first: Record) -> str:
+    requests = _requests(first["batch_size"])
     if first["kind"] == "none":
-        return f"No tree is predicted to be faster than plain decoding on this machine, for {requests}."
+        return f"With {requests}, plain decoding is fastest on this machine: no tree of this head is predicted to help."
+    trees = f"{_KINDS[first['kind']]}s of {counted(first['num_nodes'], 'node')}"
     return (
-        f"On this machine, a {_KINDS[first['kind']]} of {first['num_nodes']} nodes is predicted to be fastest for "
-        f"{requests}: {first['speedup']:.2f} times as fast as plain decoding."
+        f"With {requests}, {trees} are fastest on this machine: predicted "
+        f"{first['speedup']:.2f}\N{NO-BREAK SPACE}× plain decoding."
     )
+
+
+def _limit(record: Record) -> str:
+    """From how many requests on drafting does not help, if it helps at all."""
+    winners = _winners(record)
+    plain = [winner["batch_size"] for winner in winners if winner["kind"] == "none"]
+    if not plain or winners[0]["kind"] == "none":
+        return ""
+    return f"From {plain[0]} requests at a time, plain decoding is predicted to be fastest. "
+
+
+def _requests(batch_size: int) -> str:
+    return "one request" if batch_size == 1 else f"{batch_size} requests at a time"
+
+
+def _numbers(record: Record) -> list[tuple[str, str]]:
+    first = _winners(record)[0]
+    found = [(f"{record['accuracy'][0][0]:.0%}", "top-1 accuracy of head 1")]
+    if first["kind"] != "none":
+        tokens = record[first["kind"]]["expected"][first["num_nodes"] - 1]
+        found = [
+            (f"{tokens:.2f}", f"tokens per step, {counted(first['num_nodes'], 'node')}"),
+            (f"{first['tokens_per_second']:,.1f}", "tokens per second, predicted"),
+            *found,
+        ]
+    return found
 
 
 def _speeds(record: Record) -> Table:
@@ -61,14 +90,14 @@ def _speeds(record: Record) -> Table:
             winner["batch_size"],
             _KINDS[winner["kind"]].removesuffix(" tree").removesuffix(" decoding"),
             winner["num_nodes"],
+            f"{winner['speedup']:.2f}",
             f"{winner['tokens_per_second']:,.1f}",
             f"{winner['plain_tokens_per_second']:,.1f}",
-            f"{winner['speedup']:.2f}×",
         ]
         for winner in _winners(record)
     ]
-    columns = ["batch size", "tree", "nodes", "tokens/s", "plain tokens/s", "speed-up"]
-    note = "Predicted from the tokens per step below and the measured time of a step on this machine."
+    columns = ["requests", "fastest tree", "nodes", "× plain", "tokens/s", "plain tokens/s"]
+    note = "A static tree is the same in every step. A growing tree has more nodes where the head is more confident."
     return Table("Predicted speed", columns, rows, note)
 
 
@@ -77,8 +106,32 @@ def _accuracy(record: Record) -> Table:
     shown = [rank for rank in (1, 3, 10) if rank <= len(record["accuracy"][0])]
     sums = [list(accumulate(shares)) for shares in record["accuracy"]]
     rows = [[head, *(f"{row[rank - 1]:.1%}" for rank in shown)] for head, row in enumerate(sums, 1)]
-    note = f"Measured on {record['num_tokens']:,} tokens of {record['num_texts']:,} answers."
+    note = (
+        f"Measured on {counted(record['num_tokens'], 'token')}. Top-3: the true token is among the 3 best draft tokens."
+    )
     return Table("Accuracy of the heads", ["head", *(f"top-{rank}" for rank in shown)], rows, note)
+
+
+def _speedups(record: Record) -> Figure:
+    curves, chosen = [], []
+    for winner in _winners(record):
+        best = {1: 1.0}  # by the number of nodes
+        for rate in record["rates"]:
+            if rate["batch_size"] == winner["batch_size"]:
+                for nodes, speed in zip(rate["num_nodes"], rate["tokens_per_second"], strict=True):
+                    best[nodes] = max(best.get(nodes, 0.0), speed / winner["plain_tokens_per_second"])
+        number = winner["batch_size"]
+        curves.append((counted(number, "request"), [best[nodes] for nodes in sorted(best)]))
+        chosen.append((winner["num_nodes"], winner["speedup"]))
+    fastest = ", ".join(
+        f"{label} {speed:.2f} with {counted(n, 'node')}" for (label, _), (n, speed) in zip(curves, chosen, strict=True)
+    )
+    return Figure(
+        "Predicted speed by tree size",
+        as_svg(partial(draw_speedups, curves=curves, chosen=chosen), name="speedups"),
+        "More nodes gain tokens, but verifying them takes time. Dots: the fastest tree.",
+        alt=f"Curves of the speed over plain decoding. Fastest: {fastest}.",
+    )
 
 
 def _tree_sizes(record: Record) -> Figure:
@@ -87,24 +140,28 @@ def _tree_sizes(record: Record) -> Figure:
         for kind in ("static", "dynamic")
         if record[kind] is not None
     ]
-    caption = (
-        "Expected tokens per step by the number of nodes in the tree, with bands of one standard error. Each further "
-        "node gains less than the one before, and verifying it takes time."
+    largest = ", ".join(f"{label} {tokens[-1]:.2f} with {counted(len(tokens), 'node')}" for label, tokens, _ in trees)
+    return Figure(
+        "Tokens per step by tree size",
+        as_svg(partial(draw_tree_sizes, trees=trees), name="sizes"),
+        "Measured on the model's answers. Bands: one standard error.",
+        alt=f"Curves of the tokens per step. Largest trees: {largest}.",
     )
-    return Figure(as_svg(partial(draw_tree_sizes, trees=trees)), caption)
 
 
 def _calibration(record: Record) -> Figure:
-    stages = []
-    gaps = []
+    stages, gaps, num_small = [], [], 0
     for name, label in _STAGES.items():
         bins = [tuple(one) for one in record["confidence"][name] if one[2] > 0]
         total = sum(count for *_, count in bins)
         gap = sum(abs(confidence - accepted) * count for confidence, accepted, count in bins) / max(total, 1)
         stages.append((label, bins))
         gaps.append(f"{100 * gap:.1f} points {label}")
-    caption = (
-        "How often draft tokens are accepted, by the head's confidence. Larger dots stand for more draft tokens. On "
-        f"the dashed line, confidence equals the accepted share. The mean difference is {' and '.join(gaps)}."
+        num_small += sum(count < _MIN_COUNT for *_, count in bins)
+    small = f" Grey bars: fewer than {_MIN_COUNT} draft tokens, too few for a dot." if num_small else ""
+    return Figure(
+        "Confidence against acceptance",
+        as_svg(partial(draw_calibration, stages=stages, min_count=_MIN_COUNT), name="calibration", height=3.8),
+        f"On the dashed line, the head's confidence is right. Mean difference: {', '.join(gaps)}.{small}",
+        alt=f"Dots of the accepted share by confidence. Mean difference: {', '.join(gaps)}.",
     )
-    return Figure(as_svg(partial(draw_calibration, stages=stages)), caption)

@@ -47,9 +47,11 @@ def write_report(folder: Path, *kinds: PageKind) -> list[Path]:
     """
     wanted = [_KINDS[kind] for kind in kinds or _KINDS]
     found = [files for files in wanted if (folder / files.record).is_file()]
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder; give the output folder of train, tune or bench")
     if not found:
         names = " or ".join(f"{files.record} ({files.what})" for files in wanted)
-        raise DataError(f"{folder} holds nothing to report: there is no {names}")
+        raise DataError(f"{folder}: not an output folder of train, tune or bench: it has no {names}")
     return [_write(folder, files) for files in found]
 
 

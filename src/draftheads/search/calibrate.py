@@ -14,7 +14,8 @@ from torch import Tensor
 from draftheads.draft import Context
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
-from draftheads.sampling import RowSettings, SamplingSettings, probabilities
+from draftheads.sampling import RowSettings, probabilities
+from draftheads.settings import SamplingSettings
 from draftheads.shapes import BestFirst
 
 # candidates for the number that a head's logits are divided by, in steps of 6 %

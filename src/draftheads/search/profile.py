@@ -12,7 +12,8 @@ from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.progress import Progress
 from draftheads.search.calibrate import Answer
-from draftheads.search.replay import Replay, ReplaySettings
+from draftheads.search.replay import Replay
+from draftheads.search.settings import ReplaySettings
 from draftheads.tree import Path as RankPath
 from draftheads.tree import Tree
 from draftheads.tree_search import expected_tokens, joint_order, path_counts

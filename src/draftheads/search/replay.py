@@ -5,7 +5,7 @@ answers give the same trees on every machine.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,44 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftheads.counts import counted
 from draftheads.decode.engine import Engine, Prompt
-from draftheads.errors import DataError, InvalidSettings
+from draftheads.errors import DataError
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.progress import Progress, counted_stage
-from draftheads.sampling import SamplingSettings
 from draftheads.saved import identity_digest, saved_json
 from draftheads.search.calibrate import Answer, Observation, draft_along, fit_confidence, observe, reliability
+from draftheads.search.settings import ReplaySettings
+from draftheads.settings import SamplingSettings
 from draftheads.shapes import BestFirst
 from draftheads.tree import Path as RankPath
 from draftheads.tree_search import entries, joint_order, path_counts, path_shares, simulate
 
 _ANSWERS_AT_ONCE = 16
 _ROWS_AT_ONCE = 64  # answers along which growing trees are drafted together
-
-
-@dataclass(frozen=True)
-class ReplaySettings:
-    """Which answers are recorded, and which trees are measured on them."""
-
-    num_prompts: int = 64
-    """Number of prompts that the model answers."""
-    max_new_tokens: int = 128
-    """Tokens of each answer."""
-    temperature: float = 0.0
-    """The temperature of the answers. Above 0 the model's probabilities of draft tokens count, not only its choice."""
-    max_nodes: int = 64
-    """Nodes of the largest tree, root included."""
-    num_ranks: int = 10
-    """Draft tokens of each head, the best ones, that trees can contain."""
-    beam: int = 6
-    """In growing trees: nodes of a depth that get children, for heads that read the draft tokens above them."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_prompts", "max_new_tokens", "max_nodes", "num_ranks", "beam"):
-            least = 2 if name in ("num_prompts", "max_nodes", "max_new_tokens") else 1
-            if getattr(self, name) < least:
-                raise InvalidSettings(f"{name} is {getattr(self, name)}; it must be at least {least}")
 
 
 def encoded(target: TargetModel, prompts: Sequence[Prompt], settings: ReplaySettings) -> list[list[int]]:
@@ -62,7 +40,7 @@ def encoded(target: TargetModel, prompts: Sequence[Prompt], settings: ReplaySett
     engine = Engine(target)
     found = [engine.encode(prompt) for prompt in prompts[: settings.num_prompts]]
     if len(found) < 2:
-        raise DataError(f"{len(found)} prompts to calibrate on: give at least 2, better 50")
+        raise DataError(f"{counted(len(found), 'prompt')} to calibrate on: give at least 2, better 50")
     return found
 
 
@@ -95,7 +73,7 @@ def own_answers(
     folder = folder / identity_digest(identity)
     engine = Engine(target, max_batch_size=_ANSWERS_AT_ONCE)
     chunks = [prompts[i : i + _ANSWERS_AT_ONCE] for i in range(0, len(prompts), _ANSWERS_AT_ONCE)]
-    advance = counted_stage(progress, f"answering {len(prompts)} prompts", len(chunks))
+    advance = counted_stage(progress, f"answering {counted(len(prompts), 'prompt')}", len(chunks))
     answers = []
     for number, chunk in enumerate(chunks):
         each = samplings(settings, len(chunk), number * _ANSWERS_AT_ONCE)

@@ -3,25 +3,28 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from draftheads.acceptance_profile import KINDS, PROFILE_FILE, AcceptanceProfile
+from draftheads.cache import cache_folder
 from draftheads.checkpoint import read_head
 from draftheads.data.records import own_prompts, prompts_in
 from draftheads.decode.cost_profile import CostProfile, cost_of
-from draftheads.decode.engine import Prompt
+from draftheads.decode.engine import Prompt, prompt_list
 from draftheads.errors import InvalidSettings
 from draftheads.files import locked, user_path, write_atomic
-from draftheads.loading import Precision, find_template, load_drafter, load_target
-from draftheads.models.embedded import cache_folder
+from draftheads.loading import find_template, load_drafter, load_target
+from draftheads.models.model_names import model_name
 from draftheads.profiles import folder_to_write
-from draftheads.progress import NoProgress, Progress
+from draftheads.progress import Progress, shown
 from draftheads.provenance import provenance
 from draftheads.search.profile import measured_profile
-from draftheads.search.replay import ReplaySettings, encoded, own_answers
-from draftheads.zoo.registry import find_head
+from draftheads.search.replay import encoded, own_answers
+from draftheads.search.settings import ReplaySettings
+from draftheads.settings import Precision
+from draftheads.zoo.registry import find_head, head_name
 
 RECORD = "tune.json"
 BATCH_SIZES = (1, 2, 4, 8, 16)  # for which speeds are predicted
@@ -47,7 +50,8 @@ def tune_head(
     out: str | PathLike[str] | None = None,
     settings: ReplaySettings | None = None,
     precision: Precision = "auto",
-    progress: Progress | None = None,
+    progress: Progress | bool = True,
+    **load_options: Any,
 ) -> Tuning:
     """Measures how many tokens a step gains with a head, on the user's prompts; what ``draftheads tune`` does.
 
@@ -63,19 +67,21 @@ def tune_head(
             in the user's cache.
         settings: of the answers and the trees.
         precision: as for :func:`draftheads.load`.
-        progress: receives each stage.
+        progress: True shows bars in a notebook or on a terminal; or receives each stage.
+        load_options: other arguments of :func:`draftheads.load` for the model, such as ``device`` or ``four_bit``.
 
     Raises:
         ModelNotFound, CheckpointError: the model or the head cannot be loaded.
         DataError: fewer than two prompts, or fewer than two answers.
         StorageError: the folder cannot be written, or another process writes into it.
     """
-    settings, progress = settings or ReplaySettings(), progress or NoProgress()
-    prompts = prompts_in(own_prompts("calibration")) if prompts is None else prompts
-    saved = read_head(find_head(fspath(head), fspath(model)), ignore_profile=True)
-    template = find_template(chat_template, (fspath(head),), model)
-    target = load_target(model, chat_template=template, precision=precision)
-    drafter = load_drafter(head, model, target, ignore_profile=True)
+    settings, progress = settings or ReplaySettings(), shown(progress)
+    prompts = prompts_in(own_prompts("calibration")) if prompts is None else prompt_list(prompts)
+    model, head = model_name(model), head_name(head)
+    saved = read_head(find_head(head, model), ignore_profile=True)
+    template = find_template(chat_template, (head,), model)
+    target = load_target(model, chat_template=template, precision=precision, **load_options)
+    drafter = load_drafter(head, model, target, fast=load_options.get("fast", True), ignore_profile=True)
     folder = user_path(out) if out else folder_to_write(saved)
     with locked(folder, "give --out"):
         answers = own_answers(
@@ -87,7 +93,7 @@ def tune_head(
             "format_version": 2,
             "method": drafter.config.method,
             "model_id": target.model_id,
-            "head": fspath(head),
+            "head": head,
             "dtype": str(target.dtype).removeprefix("torch."),
             "temperature": settings.temperature,
             "num_texts": len(answers),

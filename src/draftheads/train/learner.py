@@ -69,8 +69,9 @@ class Learner(nn.Module):
         self.head = head
         for module in head.modules():
             if isinstance(module, Block):
-                module.dropout = dropout
+                module.dropout = head.lm_heads.dropout = dropout
         self.objective = objective
+        self.depth_decay = depth_decay
         self.noise_alpha = noise_alpha
         self.feature_weight = feature_weight
         self.logit_scale = weights.logit_scale
@@ -100,7 +101,13 @@ class Learner(nn.Module):
         return weights
 
     def forward(
-        self, hidden: Tensor, token_ids: Tensor, loss_mask: Tensor, update: LowRankUpdate | None = None
+        self,
+        hidden: Tensor,
+        token_ids: Tensor,
+        loss_mask: Tensor,
+        update: LowRankUpdate | None = None,
+        *,
+        lengths: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Losses of a batch.
 
@@ -109,6 +116,7 @@ class Learner(nn.Module):
             token_ids: (B, T) int64.
             loss_mask: (B, T) bool.
             update: what an adapter adds to the target's lm_head, for V' outputs; it is trained, too.
+            lengths: (B,) tokens of each text, which scale its noise; T when left out.
 
         Returns:
             ``loss``, to differentiate, and ``head_losses`` without gradients: (K,), or (1,) for a head that is trained
@@ -120,7 +128,7 @@ class Learner(nn.Module):
         """
         hidden = hidden.to(self.teacher.dtype)
         predictions, labels = self.task(hidden.detach(), token_ids, loss_mask, update)
-        seen = with_noise(hidden, self.noise_alpha) if self.training else hidden
+        seen = with_noise(hidden, self.noise_alpha, lengths) if self.training else hidden
         features = self.head(seen, token_ids).flatten(1, 2)  # (K, S, F)
         added = update if self.head.config.lm_head == "shared" else None
 
@@ -193,16 +201,24 @@ class Learner(nn.Module):
         return logits.softmax(-1)
 
 
-def with_noise(hidden: Tensor, alpha: float) -> Tensor:
-    """Hidden states (B, T, D) with uniform noise of ±α / √(T·D) on every number (NEFTune; Hydra appendix A.1).
+def with_noise(hidden: Tensor, alpha: float, lengths: Tensor | None = None) -> Tensor:
+    """Hidden states with uniform noise of ±α / √(L·D) on every number (NEFTune; Hydra, appendix A.1).
+
+    Args:
+        hidden: (B, T, D).
+        alpha: α; 0 for no noise.
+        lengths: (B,) L, tokens of each text; T when left out.
 
     >>> torch.equal(with_noise(torch.ones(1, 2, 2), 0.0), torch.ones(1, 2, 2))
     True
     """
     if alpha == 0:
         return hidden
-    _, length, size = hidden.shape
-    noise: Tensor = torch.empty_like(hidden).uniform_(-1, 1) * (alpha / (length * size) ** 0.5)
+    batch, width, size = hidden.shape
+    if lengths is None:
+        lengths = torch.full((batch,), width, device=hidden.device)
+    bounds = (alpha / (lengths * size).sqrt()).to(hidden.dtype)  # (B,)
+    noise: Tensor = torch.empty_like(hidden).uniform_(-1, 1) * bounds[:, None, None]
     return hidden + noise
 
 

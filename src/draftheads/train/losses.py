@@ -7,13 +7,12 @@ z logits of a head, p = softmax(z), q the target's distribution over V', y the t
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-LossKind = Literal["teacher", "hard", "kl", "tv", "nla", "lk", "amphista"]
-LK_ETA = 3.0  # η of the hybrid LK loss, as published
+from draftheads.settings import LK_ETA, LossKind
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from draftheads.checkpoint import TENSORS_FILE, SavedHead, read_head
+from draftheads.checkpoint import SavedHead, read_head
+from draftheads.counts import counted
 from draftheads.data.features import Documents
 from draftheads.draft import TargetWeights
 from draftheads.errors import CheckpointMismatch, DraftHeadsError, InvalidSettings, ModelNotFound
-from draftheads.heads import head_classes, parse_head_options
+from draftheads.head_files import TENSORS_FILE
+from draftheads.heads import head_classes
 from draftheads.heads.attention import LayerConfig
 from draftheads.heads.base import DraftHead, EmbeddingConfig, HeadConfig
+from draftheads.heads.head_options import parse_head_options
 from draftheads.models.fingerprint import Fingerprints
 from draftheads.models.model import TargetModel
 from draftheads.train.options import HeadOptions
@@ -81,7 +84,7 @@ class Start:
         if own != wanted:
             raise InvalidSettings(
                 f"--draft-vocab-size is {size}, but --start-from {self.name} predicts "
-                f"{own or 'all'} tokens: give --draft-vocab-size {own}"
+                f"{counted(own, 'token') if own else 'all tokens'}: give --draft-vocab-size {own}"
             )
         return self.tensors[_VOCAB] if own else None
 
@@ -104,7 +107,7 @@ class Start:
         before_layers, layers = self.saved.config.num_layers, head.config.num_layers
         if layers < before_layers:  # the first layers of a deeper head mean something else
             raise InvalidSettings(
-                f"--start-from {self.name} has {before_layers} layers in each head, the new head {layers}: "
+                f"--start-from {self.name} has {counted(before_layers, 'layer')} in each head, the new head {layers}: "
                 f"give --num-layers {before_layers} or more"
             )
         if theirs == ours:
@@ -142,7 +145,7 @@ def new_head(
     eos_ids: frozenset[int],
     *,
     seed: int = 0,
-    layer_sizes: Mapping[str, float] = MappingProxyType({}),
+    layer_sizes: Mapping[str, Any] = MappingProxyType({}),
     start: Start | None = None,
 ) -> DraftHead:
     """An untrained head with its initial values, on the weights' device; the same for the same seed.
@@ -168,7 +171,7 @@ def new_head(
     if issubclass(config_class, EmbeddingConfig):
         known = None if start is None else start.embedding_scale
         scale = embedding_scale(weights, store, documents) if known is None else known
-    config = _head_config(
+    config = head_config(
         options,
         hidden_size=weights.lm_head.shape[1],
         vocab_size=vocab_size,
@@ -190,7 +193,7 @@ def part_from_start(options: HeadOptions, start: Start, target: TargetModel) -> 
         InvalidSettings: the new head cannot start from it.
     """
     vocab = start.vocab(options.draft_vocab_size)
-    config = _head_config(
+    config = head_config(
         options,
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
@@ -203,15 +206,16 @@ def part_from_start(options: HeadOptions, start: Start, target: TargetModel) -> 
         return start.part_of(head_class(config))
 
 
-def _head_config(
+def head_config(
     options: HeadOptions,
     *,
     hidden_size: int,
     vocab_size: int,
     draft_vocab_size: int | None,
     embedding_scale: float,
-    layer_sizes: Mapping[str, float],
+    layer_sizes: Mapping[str, Any],
 ) -> HeadConfig:
+    """The configuration of a new head with these options for a model of these sizes."""
     config_class, _ = head_classes(options.method)
     measured: dict[str, Any] = {}
     if issubclass(config_class, LayerConfig):
@@ -304,7 +308,7 @@ def digest_of(name: str, model_id: str) -> str | None:
 
 def _as_options(config: HeadConfig) -> dict[str, str]:
     """Its settings as ``--head-options`` takes them."""
-    return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in asdict(config).items()}
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in asdict(config).items()}
 
 
 def _folder(name: str, model_id: str) -> Path:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Literal, get_args, get_origin
 
 from draftheads.errors import InvalidSettings
@@ -21,6 +22,11 @@ FROM_1 = Range("must be at least 1", lambda value: value >= 1)
 FRACTION = Range("must be at least 0 and below 1", lambda value: 0 <= value < 1)
 
 
+def up_to(most: int) -> Range:
+    """From 1 to ``most``: larger values would only take long to fail."""
+    return Range(f"must lie in 1 … {most}", lambda value: 1 <= value <= most)
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptionGroup:
     """Settings that belong together. Their ranges and choices are checked when a group is made."""
@@ -32,7 +38,14 @@ class OptionGroup:
                 choices = get_args(field.type)
                 self._require(field.name, fine=value in choices, fix=f"choose among {', '.join(choices)}")
             for limit in getattr(field.type, "__metadata__", ()):  # of Annotated
-                self._require(field.name, fine=value is None or limit.has(value), fix=limit.fix)
+                if value is None:
+                    continue
+                kind = Integral if get_args(field.type)[0] in (int, int | None) else Real
+                is_number = isinstance(value, kind) and not isinstance(value, bool)
+                self._require(
+                    field.name, fine=is_number, fix=f"must be {'a whole' if kind is Integral else 'a'} number"
+                )
+                self._require(field.name, fine=limit.has(value), fix=limit.fix)
 
     def _require(self, name: str, *, fine: bool, fix: str) -> None:
         """Raises InvalidSettings with the option's name, its value and how to fix it, unless the value is ``fine``."""

@@ -7,19 +7,23 @@ The command line, recipes, ``run.json`` and ``metrics.json`` name settings witho
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import tyro
 
 from draftheads.errors import InvalidSettings
-from draftheads.heads import has_blocks, head_classes, parse_head_options
-from draftheads.heads.base import LmHeadKind
+from draftheads.heads import check_method, head_classes
 from draftheads.identity import as_json_values
-from draftheads.train.losses import LK_ETA, LossKind
-from draftheads.train.option_group import ABOVE_0, FRACTION, FROM_0, FROM_1, OptionGroup, Range
+from draftheads.settings import LK_ETA, LmHeadKind, LossKind
+from draftheads.train.option_group import ABOVE_0, FRACTION, FROM_0, FROM_1, OptionGroup, Range, up_to
 
 _SEED = Range("must be at least 0 and below 2**32", lambda value: 0 <= value < 2**32)  # NumPy's limit
+_MANY = 1 << 20  # tokens
 _SIZE = Range("give 0 for the whole vocabulary", FROM_0.has)
+_WARMUP = Range(
+    "give a part of the steps, at least 0 and below 1, or a whole number of steps",
+    lambda value: 0 <= value < 1 or (value >= 1 and float(value).is_integer()),
+)
 _INTERVAL = Range("give 0 for none", FROM_0.has)
 
 
@@ -28,24 +32,25 @@ class HeadOptions(OptionGroup):
     """Architecture of the draft heads."""
 
     method: str
-    """Architecture of the heads: medusa, hydra, hydra++, amphista, mlp-speculator, eagle, markov-medusa, or
+    """Architecture of the heads. medusa, hydra, hydra++, amphista, mlp-speculator, eagle, markov-medusa, or
     small-llama, a small model that reads only the text."""
     head_options: tuple[str, ...] = ()
-    """Further options of the architecture, NAME=VALUE, such as num_auto_embedding_blocks=2. A wrong name lists them."""
-    num_heads: Annotated[int, FROM_1] = 4
-    """Number of draft tokens on a path: tokens beyond the next one that are predicted."""
-    num_layers: Annotated[int, FROM_1] = 1
+    """Further options of the architecture, NAME=VALUE. Such as num_auto_embedding_blocks=2. A wrong name lists them."""
+    num_heads: Annotated[int, up_to(64)] = 4
+    """Draft tokens on a path. That is how many tokens beyond the next one are predicted."""
+    num_layers: Annotated[int, up_to(64)] = 1
     """Blocks in each head."""
     lm_head: LmHeadKind = "shared"
-    """How heads reach the vocabulary: by the model's lm_head, or each by its own, or by a low-rank one."""
-    lm_head_rank: int = 64
+    """How heads reach the vocabulary. shared: by the model's lm_head; own: each by its own; low_rank: each by a small
+    one."""
+    lm_head_rank: Annotated[int, FROM_1] = 64
     """Rank of a low_rank lm_head."""
     draft_vocab_size: Annotated[int, _SIZE] = 8192
-    """Number of most frequent tokens that heads predict; 0 for the whole vocabulary."""
+    """Most frequent tokens that heads predict; 0: all."""
     start_from: str | None = None
-    """A trained head to start from (a bundled method, a folder or a Hugging Face id). Layers of the same name and size
-    are copied. Use it for other data, for a model tuned since, or to start hydra++ from hydra. Defaults of num-heads,
-    num-layers and draft-vocab-size are then those of that head; of the same method, also the other settings here."""
+    """A trained head to start from. A name, a folder or a Hugging Face id. Layers of the same name and size are copied.
+    Use it for other data, for a model tuned since, or to start hydra++ from hydra. Defaults of num-heads, num-layers
+    and draft-vocab-size are then those of that head; of the same method, also the other settings here."""
 
     def check_method(self) -> None:
         """Builds a config of the method, whose sizes of the target are not known yet.
@@ -53,6 +58,9 @@ class HeadOptions(OptionGroup):
         Raises:
             DraftHeadsError: no such method, or the method does not accept these settings.
         """
+        check_method(self.method)
+        from draftheads.heads.head_options import parse_head_options  # noqa: PLC0415 - slow to import
+
         config_class, _ = head_classes(self.method)
         config_class(
             hidden_size=64,
@@ -70,13 +78,13 @@ class ChatOptions(OptionGroup):
     """Chats to train on."""
 
     data: tuple[Path, ...] = ()
-    """Chat files (.jsonl, .jsonl.gz), one {"messages": [...]} a line."""
-    max_length: Annotated[int, FROM_1] = 2048
+    """Chat files (.jsonl, .jsonl.gz). One {"messages": [...]} a line."""
+    max_length: Annotated[int, up_to(_MANY)] = 2048
     """Texts are cut after that many tokens."""
     max_tokens: Annotated[int | None, FROM_1] = None
-    """Stop reading data, or finished --features, after that many tokens."""
+    """Stop reading data after that many tokens. Also of finished --features."""
     held_out: Annotated[float, FRACTION] = 0.05
-    """Part of the texts that is held out for measuring, at most 200 texts."""
+    """Part of the texts that is held out for measuring. At most 200 texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +92,12 @@ class PlainTextOptions(OptionGroup):
     """A first stage on plain text."""
 
     text: tuple[Path, ...] = ()
-    """Plain text files (.txt, or .jsonl with {"text": ...} a line), trained on in a first stage before the chats.
-    --max-tokens counts for them and for the chats, each."""
+    """Plain text files for a first stage, before the chats. .txt, or .jsonl with {"text": ...} a line. --max-tokens
+    counts for them and for the chats, each."""
     text_part: Annotated[float, FRACTION] = 0.714
     """Part of the steps on plain text if there are chats, too. The text is repeated or cut as needed."""
     second_stage_rate: Annotated[float, ABOVE_0] = 0.1
-    """After a first stage on plain text, the learning rate on chats is multiplied by this."""
+    """Factor of the learning rate in the second stage. That is on chats, after a first stage on plain text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,15 +105,16 @@ class FeatureOptions(OptionGroup):
     """Hidden states of the frozen model."""
 
     features: Path | None = None
-    """Folder of the model's hidden states, made if they are not there; OUT/features when left out."""
+    """Folder of the model's hidden states. Made if they are not there; OUT/features when left out."""
     features_budget: Annotated[float, FROM_0] = 50.0
-    """Gigabytes that hidden states may take on the disk. If they need more, they are computed for each batch."""
+    """Gigabytes of disk for hidden states. If they need more, they are computed for each batch."""
     keep_features: bool = False
     """Keep OUT/features after a successful end."""
     feature_weight: Annotated[float, FROM_0] = 0.0
-    """Weight of a second loss (smooth L1) between heads' features and the model's next hidden states; 10 for EAGLE."""
+    """Weight of a loss on predicted hidden states; 10 for EAGLE. Smooth L1 between heads' features and the model's next
+    hidden states."""
     shard_model: bool = False
-    """With several processes, shard the model over them (FSDP) while it reads the texts. For a model too large for one
+    """With several processes: shard the model over them (FSDP). While it reads the texts, for a model too large for one
     device. Each process still loads it whole into memory first."""
 
 
@@ -114,8 +123,8 @@ class ObjectiveOptions(OptionGroup):
     """Loss and regularisation."""
 
     loss: LossKind = "teacher"
-    """Train on the model's distribution (teacher by cross-entropy; kl, tv, nla, lk by another measure), on the text's
-    tokens (hard), or on both (amphista)."""
+    """What heads learn. The model's distribution (teacher by cross-entropy; kl, tv, nla, lk by another measure), the
+    text's tokens (hard), or both (amphista)."""
     alignment_weight: Annotated[float, FROM_0] = 1.0
     """Weight of the model's distribution in the amphista loss."""
     lm_weight: Annotated[float, FROM_0] = 1.0
@@ -123,30 +132,32 @@ class ObjectiveOptions(OptionGroup):
     lk_eta: Annotated[float, FROM_0] = LK_ETA
     """How fast the lk loss moves from divergence to acceptance."""
     noise_alpha: Annotated[float, FROM_0] = 0.0
-    """Strength of uniform noise on the hidden states that heads read in training; 75 in Hydra's experiment."""
+    """Noise on the hidden states in training; 75 in Hydra's paper. It is uniform; heads that read no hidden states have
+    none."""
     dropout: Annotated[float, FRACTION] = 0.0
-    """Part of the inputs of each layer of a head's MLP that is set to zero in training; 0.2 for Hydra++."""
+    """Dropout of a head's MLP in training; 0.2 for Hydra++. The part of the inputs of each layer, and of its lm_head,
+    that is set to zero."""
     depth_decay: Annotated[float, ABOVE_0] = 0.8
-    """The loss of each head has this weight relative to the head before it. small-llama, which is the same at every
-    depth, trains on the first depth only."""
+    """Weight of each head's loss relative to the head before it. small-llama, which is the same at every depth, trains
+    on the first depth only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions(OptionGroup):
     """Steps and learning rate."""
 
-    epochs: Annotated[int, FROM_1] = 2
+    epochs: Annotated[int, up_to(10_000)] = 2
     """Passes over the training text."""
-    batch_tokens: Annotated[int, FROM_1] = 1024
+    batch_tokens: Annotated[int, up_to(_MANY)] = 1024
     """Tokens in a batch, padding included."""
-    accumulate: Annotated[int, FROM_1] = 1
-    """Batches whose gradients are averaged for one step, in every process."""
+    accumulate: Annotated[int, up_to(10_000)] = 1
+    """Batches whose gradients are averaged for one step. In every process."""
     learning_rate: Annotated[float, ABOVE_0] = 1e-3
     """Highest learning rate. It rises during warm-up and falls along a cosine. In train-joint: of the model."""
     final_learning_rate: Annotated[float, FRACTION] = 0.0
-    """Where the cosine ends, as a part of the highest learning rate."""
-    warmup: Annotated[float, FRACTION] = 0.05
-    """Part of the steps in which the learning rate rises."""
+    """End of the cosine, as a part of the highest learning rate."""
+    warmup: Annotated[float, _WARMUP] = 0.05
+    """Steps in which the learning rate rises. Below 1 a part of the steps, else their number, such as 40."""
     seed: Annotated[int, _SEED] = 0
     """Seed of batches, their order and random initial values."""
 
@@ -156,7 +167,7 @@ class OptimizerOptions(OptionGroup):
     """AdamW."""
 
     optimizer: Literal["adamw", "adamw-8bit"] = "adamw"
-    """adamw-8bit keeps its moments in 8 bits: a quarter of the memory; needs bitsandbytes."""
+    """The optimizer. adamw-8bit keeps its moments in 8 bits: a quarter of the memory; needs bitsandbytes."""
     betas: tuple[float, float] = (0.9, 0.999)
     """β1 and β2 of AdamW."""
     weight_decay: Annotated[float, FROM_0] = 0.0
@@ -175,9 +186,9 @@ class HardwareOptions(OptionGroup):
     """Precision."""
 
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Type of the heads' products in training (weights and losses stay fp32); auto is bf16 where it is native."""
+    """Type of the heads' products. Weights and losses stay fp32; auto is bf16 where it is native."""
     four_bit: bool = False
-    """Hold the model's linear layers in 4 bits (in train-joint: QLoRA); needs bitsandbytes."""
+    """Hold the model's linear layers in 4 bits. In train-joint: QLoRA. Needs bitsandbytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,34 +198,40 @@ class ReportOptions(OptionGroup):
     save_steps: Annotated[int, FROM_1] = 200
     """Steps between checkpoints."""
     log_steps: Annotated[int, FROM_1] = 10
-    """Steps between lines of OUT/log.jsonl; a checkpoint adds one, too."""
+    """Steps between lines of OUT/log.jsonl. A checkpoint adds one, too."""
     eval_steps: Annotated[int, _INTERVAL] = 500
-    """Steps between measurements on held-out text (OUT/validation.jsonl), also before the first step; 0 for none."""
+    """Steps between measurements on held-out text; 0: none. In OUT/validation.jsonl; also before the first step."""
     eval_texts: Annotated[int, FROM_1] = 32
     """Held-out texts that are measured during training. At the end all of them are."""
-    tree_nodes: Annotated[int, FROM_1] = 16
+    tree_nodes: Annotated[int, up_to(1024)] = 16
     """Nodes of the reported tree, root included. The tree is chosen from the ranks on held-out text."""
     chain: bool = False
     """Draft chains of the best draft tokens only, not trees."""
     tensorboard: bool = False
-    """Write the losses to OUT/tensorboard, too; needs tensorboard."""
+    """Write the losses to OUT/tensorboard, too. Needs tensorboard."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """What every training run has."""
 
+    BASIC: ClassVar = (
+        *("recipe", "method", "num_heads", "model", "data", "out", "resume", "start_from"),
+        *("epochs", "learning_rate", "max_tokens", "seed"),
+    )
+
     model: str = "smollm2-135m"
-    """The model to train heads for: a name, a folder or a Hugging Face id."""
+    """The model: a name, a folder or a Hugging Face id."""
     chat_template: str | None = None
-    """Chat template in place of the tokenizer's own: a Jinja file, or chatml, llama-2 or vicuna."""
+    """Chat template in place of the tokenizer's own. A Jinja file, or chatml, llama-2 or vicuna."""
     out: Path
-    """Folder for the result, its metrics and the checkpoints on the way."""
+    """Folder for the result, metrics and checkpoints."""
     resume: bool = False
     """Resume from the last checkpoint in OUT. Starts from the beginning if there is none, so that the same command is
     always right."""
     recipe: str | None = None
-    """Settings of a paper as defaults; options on the command line replace them."""
+    """Settings of a paper as defaults. medusa-1, hydra, hydra-teacher, hydra++, prefix-mlp, amphista, amphista-alpha,
+    mlp-speculator, eagle, blockwise, small. Options on the command line replace them."""
     heads: HeadOptions
     chats: ChatOptions = ChatOptions()
     objective: ObjectiveOptions = ObjectiveOptions()
@@ -239,6 +256,8 @@ class RunOptions:
             DraftHeadsError: they do not fit together, or something is missing.
         """
         self.heads.check_method()
+        from draftheads.heads.head_options import has_blocks  # noqa: PLC0415 - slow to import
+
         _, head_class = head_classes(self.heads.method)
         for name, value, fine, fix in (
             ("dropout", self.objective.dropout, has_blocks(self.heads.method), "have no MLP to drop inputs of"),
@@ -315,8 +334,8 @@ class TrainOptions(RunOptions):
     """Train draft heads for a frozen model on chats."""
 
     recipe: str | None = None
-    """Settings of a paper as defaults (medusa-1, hydra, hydra-teacher, hydra++, prefix-mlp, amphista, amphista-alpha,
-    mlp-speculator, eagle, blockwise, small); options on the command line replace them."""
+    """Settings of a paper as defaults. medusa-1, hydra, hydra-teacher, hydra++, prefix-mlp, amphista, amphista-alpha,
+    mlp-speculator, eagle, blockwise, small. Options on the command line replace them."""
     plain_text: PlainTextOptions = PlainTextOptions()
     hidden_states: FeatureOptions = FeatureOptions()
 

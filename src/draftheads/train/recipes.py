@@ -9,145 +9,167 @@ from types import MappingProxyType
 from typing import Any
 
 from draftheads.errors import InvalidSettings, ModelNotFound
-from draftheads.train.new_head import settings_of
+
+OURS = "ours"
+_Parts = Mapping[str, Mapping[str, Any]]  # settings by where they are from: a place in the paper, its code, or ours
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings and their source."""
+    """Settings and their sources."""
 
     source: str
-    settings: Mapping[str, Any]
+    parts: _Parts
     tunes_model: bool = False  # for train-joint
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All settings."""
+        return {name: value for part in self.parts.values() for name, value in part.items()}
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Where each setting is from."""
+        return {name: place for place, part in self.parts.items() for name in part}
 
 
 # As in the papers, each head has its own lm_head. Batches are smaller than in the papers, which use 64 and more texts:
-# --batch-tokens and --accumulate change that. AdamW keeps its moments in full: --optimizer changes that.
-_MEDUSA_HEADS = {
-    "method": "medusa",
-    "num_heads": 5,
-    "num_layers": 1,
-    "lm_head": "own",
-    "draft_vocab_size": 0,
-    "loss": "hard",
-    "depth_decay": 0.8,
-    "epochs": 2,
+# --batch-tokens and --accumulate change that. AdamW keeps its moments in full, in place of 8 bits as in Medusa:
+# --optimizer changes that.
+_OWN_LM_HEADS: Mapping[str, Any] = {"lm_head": "own", "draft_vocab_size": 0}
+_MEDUSA_HEADS: Mapping[str, Any] = {"method": "medusa", **_OWN_LM_HEADS}
+_MEDUSA: _Parts = {
+    "section 3.1.1": _MEDUSA_HEADS,
+    "equation 1": {"loss": "hard"},
+    "section 4": {"num_heads": 5, "num_layers": 1, "depth_decay": 0.8},
 }
-_MEDUSA = {**_MEDUSA_HEADS, "learning_rate": 1e-3, "warmup": 0.1}
-_MEDUSA_2 = {
-    **_MEDUSA_HEADS,
-    "head_rate_factor": 4.0,
-    "lora_rank": 32,
-    "lora_alpha": 16,
-    "lora_dropout": 0.05,
+_MEDUSA_2: _Parts = {
+    **_MEDUSA,
+    "section 4": {
+        **_MEDUSA["section 4"],
+        "head_rate_factor": 4.0,
+        "lora_rank": 32,
+        "lora_alpha": 16,
+        "lora_dropout": 0.05,
+    },
 }
-_HYDRA = {
-    "method": "hydra",
-    "num_heads": 4,
-    "num_layers": 1,
-    "lm_head": "own",
-    "draft_vocab_size": 0,
-    "learning_rate": 1e-3,
-    "epochs": 1,
-    "depth_decay": 1.0,
+_HYDRA: _Parts = {
+    "section 3": {**_OWN_LM_HEADS, "num_layers": 1},
+    "section 5": {"learning_rate": 1e-3, "betas": (0.9, 0.999), "epochs": 1},
+    "its code": {"num_heads": 4, "depth_decay": 1.0},
 }
-_HYDRA_PLUS_PLUS = {
-    **_HYDRA,
-    "method": "hydra++",
-    "loss": "teacher",
-    "learning_rate": 5e-4,
-    "final_learning_rate": 0.33,
-    "weight_decay": 0.1,
-    "dropout": 0.2,
-    "epochs": 10,
-}
-_AMPHISTA = {
-    "method": "amphista",
-    "num_heads": 4,
-    "lm_head": "own",
-    "draft_vocab_size": 0,
-    "loss": "amphista",
-    "depth_decay": 1.0,
-    "learning_rate": 1e-3,
-    "epochs": 4,
+_AMPHISTA: _Parts = {
+    "section 3": {"method": "amphista", **_OWN_LM_HEADS, "loss": "amphista", "depth_decay": 1.0},
+    "section 4.1": {"num_heads": 4, "learning_rate": 1e-3, "betas": (0.9, 0.999), "epochs": 4},
+    OURS: {"alignment_weight": 1.0, "lm_weight": 1.0},  # λ1 and λ2, which the paper does not give
 }
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
         "medusa-1": Recipe(
-            "Medusa, appendix B: five heads of one layer on a frozen model",
-            _MEDUSA,
+            "Medusa: five heads of one layer on a frozen model",
+            {**_MEDUSA, "section 4.1": {"learning_rate": 2e-3, "warmup": 40, "epochs": 2}},
         ),
         "medusa-2": Recipe(
-            "Medusa, section 4.1 and appendix B: heads first, then heads and model together, on the text",
-            {**_MEDUSA_2, "learning_rate": 5e-4, "backbone_loss": "text", "head_weight": 0.2, "heads_first": 0.5},
+            "Medusa: heads first, then heads and model together, on the text",
+            {
+                **_MEDUSA_2,
+                "section 3.2.2": {"backbone_loss": "text"},
+                "section 4.1": {"learning_rate": 5e-4, "warmup": 40, "epochs": 2, "head_weight": 0.2},
+                OURS: {"heads_first": 0.5},
+            },
             tunes_model=True,
         ),
         "medusa-2-self": Recipe(
-            "Medusa, section 4.2: self-distillation of the model, the weight of the heads rises along a sine",
+            "Medusa: self-distillation of the model, the weight of the heads rises along a sine",
             {
                 **_MEDUSA_2,
-                "learning_rate": 1e-4,
-                "backbone_loss": "original",
-                "head_weight": 0.01,
-                "head_weight_rise": "sine",
-                "heads_first": 0.0,
+                "section 3.3.2": {"backbone_loss": "original"},
+                "section 4.2": {
+                    "learning_rate": 1e-4,
+                    "warmup": 20,
+                    "max_length": 2048,
+                    "head_weight": 0.01,
+                    "head_weight_rise": "sine",
+                    "heads_first": 0.0,
+                },
+                OURS: {"epochs": 2},
             },
             tunes_model=True,
         ),
-        "hydra": Recipe("Hydra, section 5: four grounded heads, one epoch on the text", {**_HYDRA, "loss": "hard"}),
+        "hydra": Recipe(
+            "Hydra: four grounded heads, one epoch on the text",
+            {**_HYDRA, "equation 2": {"method": "hydra", "loss": "hard"}},
+        ),
         "hydra-teacher": Recipe(
-            "Hydra, appendix A: the same with the model's own distribution as the label", {**_HYDRA, "loss": "teacher"}
+            "Hydra: the same with the model's own distribution as the label",
+            {**_HYDRA, "equation 2": {"method": "hydra"}, "appendix A": {"loss": "teacher"}},
         ),
         "prefix-mlp": Recipe(
-            "Hydra, appendix A.2: as hydra-teacher, with a prefix attention layer",
-            {**_HYDRA, "method": "hydra++", "loss": "teacher"},
+            "Hydra: as hydra-teacher, with a prefix attention layer",
+            {**_HYDRA, "appendix A": {"loss": "teacher"}, "appendix A.2": {"method": "hydra++"}},
         ),
         "hydra++": Recipe(
-            "Hydra, section 3.1, with the rates, dropout and epochs of its code: a prefix layer, four layers per head",
-            {**_HYDRA_PLUS_PLUS, "num_layers": 4},
+            "Hydra: a prefix layer, four layers per head; rates, decay and dropout of its code",
+            {
+                "section 3.1": {"method": "hydra++", **_OWN_LM_HEADS, "num_layers": 4, "loss": "teacher"},
+                "section 5": {"betas": (0.9, 0.999), "epochs": 10},
+                "its code": {  # section 5 has a learning rate of 1e-3
+                    "num_heads": 4,
+                    "depth_decay": 1.0,
+                    "learning_rate": 5e-4,
+                    "final_learning_rate": 0.33,
+                    "warmup": 100,
+                    "weight_decay": 0.1,
+                    "dropout": 0.2,
+                },
+            },
         ),
-        "amphista": Recipe("Amphista, section 4.1 and equation 7: four heads, four epochs", _AMPHISTA),
+        "amphista": Recipe("Amphista: four heads, four epochs", _AMPHISTA),
         "amphista-alpha": Recipe(
-            "Amphista, A.2.3: the same with two auto-embedding blocks",
-            {**_AMPHISTA, "head_options": ("num_auto_embedding_blocks=2",)},
+            "Amphista-alpha: the same with two auto-embedding blocks",
+            {**_AMPHISTA, "appendix A.2.3": {"head_options": ("num_auto_embedding_blocks=2",)}},
         ),
         "mlp-speculator": Recipe(
-            "MLP Speculator, section 4: own embeddings and lm_heads, first on plain text (--text), then on the model's "
-            "own answers",
+            "MLP Speculator: own embeddings and lm_heads, first on plain text (--text), then on the model's answers",
             {
-                "method": "mlp-speculator",
-                "num_heads": 3,
-                "lm_head": "own",
-                "draft_vocab_size": 0,
-                "head_options": ('embeddings="own"',),
-                "loss": "hard",
-                "depth_decay": 1.0,
-                "learning_rate": 1e-3,
-                "final_learning_rate": 0.1,
-                "betas": (0.9, 0.95),
-                "weight_decay": 0.1,
+                "section 3.1": {"method": "mlp-speculator", **_OWN_LM_HEADS, "head_options": ('embeddings="own"',)},
+                "section 3.2": {"loss": "hard", "text_part": 0.714},
+                "section 4": {
+                    "num_heads": 3,
+                    "learning_rate": 1e-3,
+                    "warmup": 0.05,
+                    "final_learning_rate": 0.1,
+                    "second_stage_rate": 0.1,
+                },
+                "its code": {"depth_decay": 1.0, "betas": (0.9, 0.95), "weight_decay": 0.1},
             },
         ),
         "eagle": Recipe(
-            "EAGLE's loss at every depth: smooth L1 on features, a tenth of its weight on tokens; the rest is ours",
+            "EAGLE's loss at every depth: smooth L1 on features, a tenth of its weight on tokens",
             {
-                "method": "eagle",
-                "draft_vocab_size": 0,
-                "loss": "teacher",
-                "feature_weight": 10.0,
-                "learning_rate": 3e-4,
-                "betas": (0.9, 0.95),
-                "max_grad_norm": 5.0,
-                "epochs": 20,
+                "the paper": {"method": "eagle", "draft_vocab_size": 0, "loss": "teacher", "feature_weight": 10.0},
+                "its code": {"betas": (0.9, 0.95), "epochs": 20},
+                OURS: {"learning_rate": 3e-4, "max_grad_norm": 5.0},
             },
         ),
         "blockwise": Recipe(
             "Blockwise parallel decoding (Stern et al. 2018): Medusa's heads, chains of draft tokens, on the text",
-            {**_MEDUSA, "depth_decay": 1.0, "chain": True},
+            {
+                "the paper": {**_MEDUSA_HEADS, "loss": "hard", "depth_decay": 1.0, "chain": True},
+                OURS: {"num_heads": 5, "num_layers": 1, "learning_rate": 1e-3, "warmup": 0.1, "epochs": 2},
+            },
         ),
         "small": Recipe(
             "for a small model on a CPU: small batches, a low rate, a small draft vocabulary; needs --method",
-            {"learning_rate": 5e-4, "batch_tokens": 1024, "draft_vocab_size": 6144, "epochs": 4, "loss": "teacher"},
+            {
+                OURS: {
+                    "learning_rate": 5e-4,
+                    "batch_tokens": 1024,
+                    "draft_vocab_size": 6144,
+                    "epochs": 4,
+                    "loss": "teacher",
+                }
+            },
         ),
     }
 )
@@ -181,9 +203,11 @@ def defaults_from(given: Mapping[str, Any], *, tunes_model: bool = False) -> dic
         DraftHeadsError: no such recipe, or no such head.
     """
     name, start = given.get("recipe"), given.get("start_from")
-    settings = {} if name is None else dict(recipe(name, tunes_model=tunes_model).settings)
+    settings = {} if name is None else recipe(name, tunes_model=tunes_model).settings
     method = given.get("method") or settings.get("method")
     if start is not None and method:
+        from draftheads.train.new_head import settings_of  # noqa: PLC0415 - slow to import; few runs start from a head
+
         try:
             settings |= settings_of(start, given["model"], method)
         except ModelNotFound:

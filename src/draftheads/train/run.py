@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from torch import nn
 
 from draftheads.acceptance_profile import AcceptanceProfile
 from draftheads.checkpoint import copy_for, save_head
+from draftheads.counts import counted
 from draftheads.data.batches import PlannedBatches, PlannedTexts
-from draftheads.data.features import FeatureStore
+from draftheads.data.features import FeatureStore, read_meta
 from draftheads.data.live import LiveStore
-from draftheads.data.records import check_readable
+from draftheads.data.plain_text import read_texts as plain_texts
+from draftheads.data.records import check_readable, read_chats
 from draftheads.errors import DataError, InvalidSettings, MissingDependency
 from draftheads.files import write_atomic
 from draftheads.heads.base import DraftHead
@@ -29,9 +32,10 @@ from draftheads.models.pretrained import default_dtype
 from draftheads.models.shard import shard_layers
 from draftheads.progress import NoProgress, Progress
 from draftheads.search.profile import NUM_TEXTS, measured_profile, recorded, static_profile
-from draftheads.search.replay import ReplaySettings
+from draftheads.search.settings import ReplaySettings
 from draftheads.train import processes
 from draftheads.train.learner import Learner, head_learner
+from draftheads.train.memory import check_sizes
 from draftheads.train.new_head import Start, in_float32, new_head, part_from_start
 from draftheads.train.options import RunOptions, TrainOptions
 from draftheads.train.report import NUM_RANKS, Measurement, Report, measure, model_card
@@ -92,7 +96,7 @@ class Run:
                 if processes.is_first():
                     self.tidy_up()
                 return self.report_class.of(metrics)
-            check_readable(self.text_files())
+            self.check_files()
             processes.wait()  # no process writes before all have checked
             if self.options.resume:
                 checkpoint = self.folder.checkpoint()
@@ -131,6 +135,16 @@ class Run:
     def text_files(self) -> tuple[Path, ...]:
         """All text files to read."""
         return self.options.chats.data
+
+    def check_files(self) -> None:
+        """Reads the start of all text files, before the model is loaded.
+
+        Raises:
+            DataError: a file cannot be read, is empty, or is of another kind.
+        """
+        check_readable(self.text_files())
+        for path in self.options.chats.data:
+            next(read_chats(path), None)
 
     def load_target(self) -> TargetModel:
         """The model of ``--model``."""
@@ -175,7 +189,7 @@ class Run:
 
     def train(self) -> dict[str, Any]:
         """Trains the head in place. Returns the time and the speed for the report."""
-        self.progress.stage(f"training {self.head.config.method} on {len(self.data.training)} texts")
+        self.progress.stage(f"training {self.head.config.method} on {counted(len(self.data.training), 'text')}")
         started = time.monotonic()
         first_step = fit(
             self.module(),
@@ -227,7 +241,7 @@ class Run:
 
     def measure_and_save(self, speed: dict[str, Any]) -> Report:
         """Measures the trained head on all held-out texts, and saves all results."""
-        self.progress.stage(f"measuring on {len(self.data.held_out)} held-out texts")
+        self.progress.stage(f"measuring on {counted(len(self.data.held_out), 'held-out text')}")
         found = self.measure(self.data.held_out)
         tree = self.reported_tree(found)
         report = Report(
@@ -250,7 +264,7 @@ class Run:
         answers = recorded([(store.token_ids[i], store.loss_masks[i]) for i in texts])
         if len(answers) < 2 or chain:
             return static_profile(found.joint_ranks, num_ranks=NUM_RANKS, only_chain=chain)
-        self.progress.stage(f"acceptance profile from {len(answers)} held-out texts")
+        self.progress.stage(f"acceptance profile from {counted(len(answers), 'held-out text')}")
         head = copy_for(self.head, self.decoding_model)
         return measured_profile(self.decoding_model, head, answers, ReplaySettings(), progress=NoProgress())[0]
 
@@ -277,18 +291,34 @@ class HeadRun(Run):
         """Chats and plain text."""
         return (*self.options.chats.data, *self.options.plain_text.text)
 
+    def check_files(self) -> None:
+        """Also of plain text; without text there must be hidden states."""
+        super().check_files()
+        for path in self.options.plain_text.text:
+            next(plain_texts(path), None)
+        folder = self.options.hidden_states.features
+        if folder is not None and not self.text_files() and read_meta(folder) is None:
+            raise DataError(f"--features {folder} has no hidden states: give --data FILE… or --text FILE… to make them")
+
     def load_target(self) -> TargetModel:
         """The model; with ``--shard-model`` sharded over all processes."""
         options, template = self.options, chat_template_text(self.options)
         if not options.hidden_states.shard_model:
-            return TargetModel.load(options.model, four_bit=options.hardware.four_bit, chat_template=template)
+            return TargetModel.load(
+                options.model,
+                four_bit=options.hardware.four_bit,
+                chat_template=template,
+                check=partial(check_sizes, options),
+            )
         if processes.count() == 1:
             raise InvalidSettings(
                 "--shard-model is for several processes: start them with accelerate launch or torchrun"
             )
         dtype = default_dtype(processes.device())
-        target = TargetModel.load(options.model, dtype=dtype, device="cpu", chat_template=template)
-        assert target.weights_print  # computed while the model is whole
+        target = TargetModel.load(
+            options.model, dtype=dtype, device="cpu", chat_template=template, check=partial(check_sizes, options)
+        )
+        _ = target.weights_print, target.layers_print  # computed while the model is whole
         shard_layers(target, processes.device())
         return target
 
@@ -302,7 +332,7 @@ class HeadRun(Run):
             self.progress.stage("reading data")
             texts = read_texts(self.target, options)
             data = self.claim(plan_training(LiveStore(self.target, texts), options, options.plain_text))
-            self.progress.stage(f"hidden states of {len(texts)} texts")
+            self.progress.stage(f"hidden states of {counted(len(texts), 'text')}")
             return replace(data, store=with_hidden_states(self.target, texts, options, self.progress))
         except KeyboardInterrupt:
             raise TrainingInterrupted(

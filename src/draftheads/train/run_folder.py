@@ -16,6 +16,7 @@ from draftheads.errors import DataError, InvalidSettings, ModelNotFound
 from draftheads.files import locked, remove_leftovers, write_atomic
 from draftheads.identity import as_json_values, changes, require_same
 from draftheads.loading import find_template
+from draftheads.models.model_names import kind_of_folder
 from draftheads.provenance import provenance
 from draftheads.train import processes
 from draftheads.train.new_head import Start, digest_of
@@ -76,6 +77,9 @@ class RunFolder:
         """
         if self.path.exists() and not self.path.is_dir():
             raise InvalidSettings(f"--out is {self.path}, which is a file: name a folder")
+        kind = kind_of_folder(self.head) if self.head.is_dir() else None
+        if kind not in (None, "draft head"):
+            raise InvalidSettings(f"--out is {self.path}, which holds a {kind}: name another --out")
         return locked(self.path, "name another --out") if processes.is_first() else contextlib.nullcontext()
 
     def checkpoint(self) -> str | None:
@@ -141,8 +145,12 @@ class RunFolder:
 
     def made_from(self, start: Start | None) -> dict[str, Any]:
         """How the result was made, JSON values for ``metrics.json``."""
+        settings, defaults = self._settings(), self.options.defaults()
         return {
-            "options": self._settings(),
+            "options": settings,
+            "changed_options": [
+                name for name, value in settings.items() if name not in defaults or value != defaults[name]
+            ],
             "start_digest": start and start.saved.digest,
             "provenance": dict(provenance()),
         }

@@ -20,7 +20,7 @@ def staged_rate(step: int, stages: Sequence[Stage], *, warmup: float, final: flo
     Args:
         step: counted through all stages.
         stages: in their order.
-        warmup: part of a stage's steps in which the rate rises.
+        warmup: steps of a stage in which the rate rises: below 1 a part of them, else their number.
         final: where a stage's cosine ends, as a part of its peak.
 
     >>> stages = [Stage(4), Stage(2, peak=0.1)]
@@ -39,8 +39,10 @@ def rise_and_cosine(step: int, num_steps: int, *, warmup: float, final: float = 
 
     >>> [round(rise_and_cosine(step, 6, warmup=0.4), 3) for step in range(7)]
     [0.0, 0.5, 1.0, 0.854, 0.5, 0.146, 0.0]
+    >>> rise_and_cosine(1, 6, warmup=2)  # below 1 it is a part of the steps, else their number
+    0.5
     """
-    num_warmup_steps = int(warmup * num_steps)
+    num_warmup_steps = int(warmup * num_steps if warmup < 1 else warmup)
     if step < num_warmup_steps:
         return step / num_warmup_steps
     part = (step - num_warmup_steps) / max(1, num_steps - num_warmup_steps)
@@ -55,7 +57,7 @@ class JointSchedule:
     num_head_steps: int
     peak: float  # λ0
     rise: Literal["constant", "sine"]
-    warmup: float  # part of a stage's steps in which a learning rate rises
+    warmup: float  # steps of a stage in which a learning rate rises: below 1 a part of them, else their number
     final: float = 0.0  # where a learning rate ends, as a part of its highest
 
     def only_heads(self, step: int) -> bool:

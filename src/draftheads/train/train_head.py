@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from draftheads.errors import InvalidSettings
-from draftheads.progress import NoProgress, Progress
+from draftheads.models.model_names import model_name
+from draftheads.progress import Progress, shown
+from draftheads.train import processes
 from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import defaults_from
 from draftheads.train.report import Report
@@ -16,7 +18,7 @@ def train_head(
     *,
     out: str | Path,
     data: str | Path | Sequence[str | Path] = (),
-    progress: Progress | None = None,
+    progress: Progress | bool = True,
     **settings: Any,
 ) -> Report | None:
     """Trains a draft head for a frozen model, as ``draftheads train`` does.
@@ -29,7 +31,7 @@ def train_head(
     Args:
         out: folder for the head, its metrics and the checkpoints on the way.
         data: chat files, one ``{"messages": [...]}`` per line.
-        progress: receives the stages and steps; nothing by default.
+        progress: True shows bars in a notebook or on a terminal; or receives the stages and steps.
         settings: all other options of ``draftheads train`` by name, such as ``model``, ``method``, ``recipe``,
             ``start_from``, ``epochs`` and ``resume``. See ``draftheads train --help``.
 
@@ -42,8 +44,16 @@ def train_head(
             continues).
     """
     defaults = defaults_from({"model": TrainOptions.model, **settings})
-    files = [data] if isinstance(data, str | Path) else data
-    given = {**defaults, **settings, "out": Path(out), "data": tuple(map(Path, files))}
+    files = data if isinstance(data, Sequence) and not isinstance(data, str) else [data]
+    given = {**defaults, **settings, "out": _path(out, "out"), "data": tuple(_path(file, "data") for file in files)}
+    if "model" in given:
+        given["model"] = model_name(given["model"])
     if "method" not in given:
         raise InvalidSettings("give method=…, or a recipe that has one")
-    return train(TrainOptions.of(**given), progress or NoProgress())
+    return train(TrainOptions.of(**given), shown(False if progress is True and not processes.is_first() else progress))
+
+
+def _path(value: object, what: str) -> Path:
+    if isinstance(value, str | Path) and str(value).strip():
+        return Path(value)
+    raise InvalidSettings(f"{what} is {value!r}; give a path")

@@ -29,6 +29,7 @@ from draftheads.models.pretrained import default_device, default_dtype
 from draftheads.progress import Progress
 from draftheads.train import processes
 from draftheads.train.options import HardwareOptions, RunOptions
+from draftheads.train.report import mean_loss
 from draftheads.train.run_folder import RunFolder
 from draftheads.train.schedule import Stage, staged_rate
 
@@ -169,10 +170,13 @@ class _Validation:
     validate: Validate
     eval_steps: int  # 0 for never
 
-    def at(self, step: int, last_step: int) -> None:
-        """Measures and logs if this step is one of them."""
-        if processes.is_first() and self.eval_steps and (step % self.eval_steps == 0 or step == last_step):
-            self.log.add({"step": step, **self.validate()})
+    def at(self, step: int, last_step: int) -> float | None:
+        """Measures and logs if this step is one of them. Returns the mean loss of the heads, if measured."""
+        if not (processes.is_first() and self.eval_steps and (step % self.eval_steps == 0 or step == last_step)):
+            return None
+        found = self.validate()
+        self.log.add({"step": step, **found})
+        return mean_loss(found["losses"])
 
 
 class HeadTrainer(Trainer):
@@ -236,17 +240,19 @@ class _Callback(TrainerCallback):
         self.interrupted = interrupted
         self.validation = validation
         self.take_means = take_means
-        self.loss = ""  # the last one that was logged
+        # the last ones, each the mean of the heads
+        self.losses: dict[str, float | None] = {"loss": None, "held-out loss": None}
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         # a checkpoint has the --save-steps and --log-steps of the run that wrote it; this run may have others
         state.compute_steps(args, state.max_steps)
         if state.global_step == 0:
-            self.validation.at(0, state.max_steps)
+            self._validate(state)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.progress.progress(state.global_step, state.max_steps, self.loss)
-        self.validation.at(state.global_step, state.max_steps)
+        self._validate(state)
+        note = ", ".join(f"{name} {loss:.3f}" for name, loss in self.losses.items() if loss is not None)
+        self.progress.progress(state.global_step, state.max_steps, note)
         if processes.any_of(self.interrupted.is_set()):
             self.interrupted.set()
             control.should_save = control.should_training_stop = True
@@ -262,9 +268,14 @@ class _Callback(TrainerCallback):
         **_: Any,
     ) -> None:
         if logs and "loss" in logs:
-            self.loss = f"loss {logs['loss']:.3f}"
             record = {name: logs[name] for name in ("loss", "learning_rate", "grad_norm")}
-            self.log.add({"step": state.global_step, **record, **self.take_means()})
+            means = self.take_means()
+            self.losses["loss"] = mean_loss(means["head_losses"])
+            self.log.add({"step": state.global_step, **record, **means})
+
+    def _validate(self, state: TrainerState) -> None:
+        if (loss := self.validation.at(state.global_step, state.max_steps)) is not None:
+            self.losses["held-out loss"] = loss
 
 
 def _arguments(options: RunOptions, output: Path) -> TrainingArguments:

@@ -6,13 +6,15 @@ Knows names and places. :mod:`draftheads.checkpoint` knows what is in a head's f
 import re
 from importlib import resources
 from importlib.util import find_spec
+from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
 
-from draftheads.checkpoint import CONFIG_FILE, HEAD_FILES
-from draftheads.errors import ModelNotFound
+from draftheads.errors import ModelNotFound, first_line
 from draftheads.files import user_path
+from draftheads.head_files import CONFIG_FILE, HEAD_FILES
 from draftheads.models.embedded import SMOLLM2_135M
+from draftheads.models.model_names import base_of, model_name
 
 DATA_PACKAGE = "draftheads-zoo"
 # heads for smollm2-135m that the wheel of draftheads leaves out: zoo/pyproject.toml lists the same
@@ -51,29 +53,39 @@ def zoo_heads() -> list[ZooHead]:
     return [found[key] for key in sorted(found)]
 
 
-def find_head(name: str, base_name: str) -> Path:
+def head_name(name: object) -> str:
+    """The name of a head as a text.
+
+    Raises:
+        InvalidSettings: it is not a name.
+    """
+    return model_name(name, "head", fix="give a bundled head's name, a folder or a Hugging Face id")
+
+
+def find_head(name: str | PathLike[str], base_name: str) -> Path:
     """The folder of a head. A head on the Hub is downloaded.
 
     Args:
         name: a method that is installed for the base (``medusa``; write ``./medusa`` for a folder of that name), a
             folder, or a Hub repository (``owner/name``, or ``owner/name/subfolder``). They are tried in this order.
-        base_name: the model that the head drafts for, such as ``smollm2-135m`` or its Hub id.
+        base_name: the model that the head drafts for, such as ``smollm2-135m`` or its Hub id. For the folder of an
+            adapter it is the adapter's base model.
 
     Raises:
         ModelNotFound: the name is none of these, or the download fails. The message lists the installed heads, and
             names the package to install where that has the head.
     """
-    if base_name == SMOLLM2_135M.hub_id:
-        base_name = SMOLLM2_135M.name
+    name, base_name = head_name(name), base_of(base_name)
     for head in zoo_heads():
         if (head.base_name, head.method) == (base_name, name):
             return head.folder
     folder = user_path(name)
-    if name and folder.is_dir():  # "" is a path, too: the working directory
+    if folder.is_dir():
         return folder
     if base_name == SMOLLM2_135M.name and name in DATA_PACKAGE_HEADS:
         raise ModelNotFound(
-            f"the head {name!r} for {base_name} is in another package; install it with: pip install {DATA_PACKAGE}"
+            f"the head {name!r} for {base_name} is in another package; install it with: pip install {DATA_PACKAGE} "
+            "(in a checkout: pip install ./zoo)"
         )
     if match := _HUB_ID.fullmatch(name):
         return _download(match["repo"], match["subfolder"], base_name)
@@ -90,10 +102,9 @@ def _download(repo: str, subfolder: str | None, base_name: str) -> Path:
     try:
         folder = Path(snapshot_download(repo, allow_patterns=files, etag_timeout=_HUB_TIMEOUT_SECONDS))
     except Exception as error:  # the errors of its network client are not documented
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelNotFound(
             f"no head {repo!r}: there is no such folder here, and the download from the Hugging Face Hub failed "
-            f"({reason}); {_installed_for(base_name)}"
+            f"({first_line(error)}); {_installed_for(base_name)}"
         ) from error
     if subfolder and not (folder / subfolder).is_dir():
         raise ModelNotFound(f"the repository {repo} on the Hugging Face Hub has no head in a folder {subfolder}")

@@ -59,11 +59,24 @@ def test_losses_and_gradients_are_those_of_the_definition(
     assert found["backbone_loss"].item() == pytest.approx(expected_backbone.item(), rel=1e-4)
     means = [mean.item() for mean in expected_heads]
     assert found["head_losses"].tolist() == pytest.approx(means, rel=1e-4)
-    expected = expected_backbone + 0.3 * sum(0.5**i * mean for i, mean in enumerate(expected_heads))
+    expected = expected_backbone + 0.3 * sum(0.5**k * mean for k, mean in enumerate(expected_heads, start=1))
     assert found["loss"].item() == pytest.approx(expected.item(), rel=1e-4)
     for one, other in zip(gradients, torch.autograd.grad(expected, parameters), strict=True):
         # fp32 sums in another order
         torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-5)
+
+
+def test_the_heads_of_equation_2_weigh_0_8_and_0_64_and_0_512(data: Path) -> None:
+    """Medusa, equation 2 with λ0 = 0.2 and λ_k = 0.8^k of section 4, where the first head is k = 1."""
+    joint, batch = harness(chat_model(), data, loss="hard", depth_decay=0.8)
+    found = joint(**batch, head_weight=0.2)
+    first, second, third = found["head_losses"].tolist()
+    heads = 0.16 * first + 0.128 * second + 0.1024 * third  # 0.2 · 0.8, 0.2 · 0.64, 0.2 · 0.512
+    assert found["loss"].item() == pytest.approx(found["backbone_loss"].item() + heads, rel=1e-6)
+    # heads alone, on the frozen model, have the same weights
+    frozen = joint(**batch, only_heads=True, head_weight=0.2)
+    first, second, third = frozen["head_losses"].tolist()
+    assert frozen["loss"].item() == pytest.approx(0.16 * first + 0.128 * second + 0.1024 * third, rel=1e-6)
 
 
 def slow_twin(joint: JointLearner, original: TargetModel, batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -104,7 +117,7 @@ def test_at_the_start_the_tuned_model_is_the_original(data: Path) -> None:
     frozen = joint(**batch, only_heads=True, head_weight=0.5)
     assert torch.equal(frozen["head_losses"], found["head_losses"])
     assert frozen["loss"].item() == pytest.approx(
-        0.5 * sum(0.5**i * x for i, x in enumerate(found["head_losses"].tolist()))
+        0.5 * sum(0.5**k * x for k, x in enumerate(found["head_losses"].tolist(), start=1))
     )
 
 

@@ -7,8 +7,9 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from draftheads.errors import InvalidSettings
+from draftheads.models.adapter import Adapter, linear_layers
 from draftheads.models.model import TargetModel
-from draftheads.train.joint.lora import Adapter, TunedModel, linear_layers, update_of
+from draftheads.train.joint.lora import TunedModel, update_of
 from draftheads.train.learner import head_learner
 from draftheads.train.new_head import in_float32
 from joint_world import harness, joint_options

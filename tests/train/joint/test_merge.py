@@ -19,10 +19,11 @@ from draftheads.errors import (
     ModelNotFound,
     StorageError,
 )
-from draftheads.models.fingerprint import Fingerprints
+from draftheads.models.adapter import Adapter
+from draftheads.models.fingerprint import Fingerprints, difference
 from draftheads.models.model import TargetModel
-from draftheads.train.joint.lora import Adapter
-from draftheads.train.joint.merge import MergeOptions, merge, merged_model
+from draftheads.train.joint.merge import merge, merged_model
+from draftheads.train.joint.options import MergeOptions
 from draftheads.train.joint.run import train_jointly, train_jointly_for
 from fake_progress import FakeProgress
 from families import fitting
@@ -54,7 +55,13 @@ def test_merging_gives_the_weights_of_the_definition(data: Path, tmp_path: Path,
     with torch.no_grad():
         logits = target.model(input_ids=batch["token_ids"]).logits
     assert torch.allclose(joint.tuned.weights.lm_head, expected["lm_head.weight"], atol=1e-6)
+    prints = joint.tuned.layers_print
+    assert prints != chat_model(tie_word_embeddings=tied).layers_print
     model = joint.adapter.merge()
+    merged = TargetModel(model, target.tokenizer, "merged").layers_print
+    assert prints is not None
+    assert merged is not None
+    assert difference(prints, merged) < 1e-3
     found = model.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
@@ -71,13 +78,17 @@ def test_merging_gives_the_weights_of_the_definition(data: Path, tmp_path: Path,
         *[("hydra", True), ("eagle", False)],
     ),
 )
-def test_the_merged_model_decodes_losslessly_with_its_head(data: Path, tmp_path: Path, method: str, tied: bool) -> None:
+def test_the_merged_model_decodes_losslessly_with_its_head(
+    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], method: str, tied: bool
+) -> None:
     model = on_disk(tmp_path / "base", tie_word_embeddings=tied)
     out, merged = tmp_path / "out", tmp_path / "merged"
     heads = fitting(method, num_heads=3)
     settings = joint_options(out, data, method=method, model=model, epochs=6, learning_rate=0.01, **heads)
     train_jointly(settings, FakeProgress())
+    capfd.readouterr()
     merge(MergeOptions(model=model, adapter=out, out=merged))
+    assert capfd.readouterr() == ("", "")  # no bar of transformers
     tuned = TargetModel.load(str(merged), dtype=torch.float32)
     assert not tuned.config.tie_word_embeddings
     assert tuned.model.generation_config.temperature == 0.7
@@ -97,6 +108,11 @@ def test_the_merged_model_decodes_losslessly_with_its_head(data: Path, tmp_path:
     headed = engine.generate(prompts, max_new_tokens=24)
     assert [result.token_ids for result in headed] == [result.token_ids for result in plain]
     assert max(result.tokens_per_step for result in headed) > 1.2  # an untrained head makes 1.0
+    # the run itself is loaded as the same model
+    assert (
+        draftheads.load(out, precision="fp32").generate(prompts, max_new_tokens=24)[0].token_ids == plain[0].token_ids
+    )
+    assert draftheads.load(out, head=out / "head", tree=[[0]], precision="fp32").model.model_id == str(out)
     saved = json.loads((merged / "head" / "config.json").read_text())["base"]
     assert saved["model_id"] == str(merged)
     assert saved["fingerprints"] == vars(Fingerprints.of(tuned))

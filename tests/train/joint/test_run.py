@@ -27,8 +27,8 @@ from draftheads.errors import (
     NonFiniteLoss,
 )
 from draftheads.train import run
-from draftheads.train.joint.merge import MergeOptions
 from draftheads.train.joint.movement import Movement, compare
+from draftheads.train.joint.options import MergeOptions
 from draftheads.train.joint.run import train_jointly, train_jointly_for
 from draftheads.train.learner import Learner
 from draftheads.train.losses import objective
@@ -299,7 +299,14 @@ def test_train_joint_and_merge_print_their_results(
     command.run(joint_options(tmp_path / "out", data, model=model, epochs=1))
     merge_command.run(MergeOptions(model=model, adapter=tmp_path / "out", out=tmp_path / "merged"))
     printed = capfd.readouterr().out
-    for word in ("top-10", "perplexity", "KL(original || tuned)", "same greedy token", "draftheads merge --model"):
+    for word in (
+        "top-10",
+        "perplexity",
+        "KL(original || tuned)",
+        "same greedy token",
+        "draftheads merge --model",
+        "(plain decoding: 1)",
+    ):
         assert word in printed
     assert "draftheads generate --model" in printed
     assert f"wrote {tmp_path / 'out' / 'report.html'}\n" in printed

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from draftheads.errors import CheckpointCorrupt
-from draftheads.train.joint.lora import Adapter, TunedModel
+from draftheads.models.adapter import Adapter
+from draftheads.train.joint.lora import TunedModel
 from draftheads.train.learner import Learner
 from draftheads.train.losses import Labels, objective
 from draftheads.train.objectives import Predictions, head_losses
@@ -20,9 +21,9 @@ BackboneLoss = Literal["text", "original"]
 
 
 class JointLearner(nn.Module):
-    """L = L_LM + λ0 L_heads (Medusa, equation 2). The heads read the backbone's live hidden states.
+    """L = L_LM + λ0 Σ λ_k L_k with λ_k = decay^k, k from 1 (Medusa, equations 1 and 2).
 
-    The state dict has only what is trained: the head and the adapter.
+    The heads read the backbone's live hidden states. The state dict has only what is trained: the head and the adapter.
     """
 
     def __init__(self, learner: Learner, tuned: TunedModel, adapter: Adapter, *, backbone_loss: BackboneLoss) -> None:
@@ -36,13 +37,20 @@ class JointLearner(nn.Module):
         self.vocab = learner.head.to_target_ids(torch.arange(config.num_draft_tokens, device=tuned.device))  # (V',)
 
     def forward(
-        self, token_ids: Tensor, loss_mask: Tensor, *, head_weight: float = 1.0, only_heads: bool = False
+        self,
+        token_ids: Tensor,
+        loss_mask: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        head_weight: float = 1.0,
+        only_heads: bool = False,
     ) -> dict[str, Tensor]:
         """Losses of a batch.
 
         Args:
             token_ids: (B, T) int64.
             loss_mask: (B, T) bool, False on padding.
+            lengths: (B,) tokens of each text, for noise; T when left out.
             head_weight: λ0.
             only_heads: the backbone is the original model and is not trained.
 
@@ -53,15 +61,17 @@ class JointLearner(nn.Module):
         Raises:
             DataError: the batch has no token to predict.
         """
+        head_weight = head_weight * self.learner.depth_decay  # λ0 λ_1: the learner's first head weighs 1
         if only_heads:
             with torch.no_grad(), self.adapter.off():
                 hidden = self._read(token_ids)
-            found = self.learner(hidden, token_ids, loss_mask)
+            found = self.learner(hidden, token_ids, loss_mask, lengths=lengths)
             return {**found, "loss": head_weight * found["loss"]}
         hidden = self._read(token_ids)  # (B, T, D)
         backbone_loss = self._backbone(hidden, token_ids, loss_mask)
         update = self.tuned.update
-        found = self.learner(hidden, token_ids, loss_mask, update.rows(self.vocab) if update else None)
+        rows = update.rows(self.vocab) if update else None
+        found = self.learner(hidden, token_ids, loss_mask, rows, lengths=lengths)
         return {**found, "loss": backbone_loss + head_weight * found["loss"], "backbone_loss": backbone_loss.detach()}
 
     def train(self, mode: bool = True) -> Self:  # noqa: FBT001, FBT002 - torch's own signature

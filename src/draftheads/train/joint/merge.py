@@ -1,65 +1,59 @@
-"""Merges a model and its adapter into one ordinary model folder, with the head that was tuned with it.
+"""Merges a model and its adapter into one ordinary model folder, with the head that was tuned with it, if there is one.
 
 If embedding and lm_head are one matrix and the lm_head was adapted, the merged model has two matrices: the adapter
 changed the lm_head, but not the embedding.
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from draftheads.checkpoint import load_head, read_head, save_head
-from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, InvalidSettings, ModelNotFound
+from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, ModelNotFound
 from draftheads.files import atomic_directory, user_path
+from draftheads.head_files import HEAD_FOLDER
 from draftheads.models.fingerprint import MAX_DIFFERENCE, Fingerprints, difference
 from draftheads.models.model import TargetModel
-from draftheads.models.pretrained import stored_dtype
-from draftheads.train.joint.lora import Adapter
-from draftheads.train.joint.run import ADAPTER_FOLDER, BASE_FILE, FORMAT_VERSION, HEAD_FOLDER
-
-
-@dataclass(frozen=True, kw_only=True)
-class MergeOptions:
-    """Merge a model and its tuned adapter into one model folder; OUT/head is its head."""
-
-    model: str
-    """The model that was tuned: a name, a folder or a Hugging Face id."""
-    adapter: Path
-    """Folder of a `draftheads train-joint` run."""
-    out: Path
-    """Folder to make."""
-    dtype: Literal["bf16", "fp16", "fp32"] | None = None
-    """Type of the saved weights; the type of the model's files when left out."""
-
-    def __post_init__(self) -> None:
-        if self.dtype not in (None, *_DTYPES):
-            raise InvalidSettings(f"--dtype is {self.dtype!r}: choose {', '.join(_DTYPES)}")
-
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+from draftheads.models.model_names import (
+    ADAPTER_CONFIG,
+    ADAPTER_FOLDER,
+    BASE_FILE,
+    base_of,
+    find_adapter,
+    kind_of_folder,
+)
+from draftheads.models.pretrained import DTYPES, cast_weights, stored_dtype, with_adapter, without_bars
+from draftheads.train.joint.options import MergeOptions
+from draftheads.train.joint.run import FORMAT_VERSION
 
 
 def merge(options: MergeOptions) -> None:
     """Merges in fp32 on the CPU, and writes the folder whole or not at all.
 
+    The adapter is that of a joint run, with its head, or any other adapter of peft that can be merged.
+
     Raises:
         ModelNotFound: no such model, or no adapter.
         CheckpointMismatch: the adapter was tuned for another model.
+        UnsupportedModel: an adapter of this kind cannot be merged.
         CheckpointCorrupt: files of the run are damaged.
         StorageError: the folder exists, or cannot be written.
         InvalidSettings: a path in an unknown home folder.
     """
-    out = user_path(options.out)
-    dtype = _DTYPES[options.dtype] if options.dtype else stored_dtype(options.model)
-    base = TargetModel.load(options.model, dtype=torch.float32, device="cpu")
-    merged = merged_model(base, options.adapter, dtype=dtype, model_id=str(out.resolve()))
-    with atomic_directory(out) as staged:
+    out, run = user_path(options.out), user_path(options.adapter)
+    name = options.model or base_of(str(_adapter_in(run)))
+    dtype = DTYPES[options.dtype] if options.dtype else stored_dtype(name)
+    base = TargetModel.load(name, dtype=torch.float32, device="cpu")
+    merged = merged_model(base, run, dtype=dtype, model_id=str(out.resolve()))
+    with atomic_directory(out) as staged, without_bars():
         merged.model.save_pretrained(staged)
         merged.tokenizer.save_pretrained(staged)
-        saved = read_head(options.adapter / HEAD_FOLDER)
+        if not (run / ADAPTER_FOLDER).is_dir() and not (run / HEAD_FOLDER).is_dir():
+            return  # no joint run, whose head comes with it
+        saved = read_head(run / HEAD_FOLDER)
         head = load_head(saved.folder, merged, dtype=torch.float32)
         base = replace(merged, chat_template=saved.chat_template)
         save_head(head, staged / HEAD_FOLDER, base=base, card=saved.card, profile=saved.profile)
@@ -67,10 +61,21 @@ def merge(options: MergeOptions) -> None:
 
 def merged_model(base: TargetModel, run: Path, *, dtype: torch.dtype, model_id: str) -> TargetModel:
     """The tuned model of a run as an ordinary one; it takes over the modules of the base."""
-    folder = run / ADAPTER_FOLDER
-    check_adapter_base(folder, base)
-    model = Adapter.load(base.model, folder).merge()
-    return TargetModel(model.to(dtype).eval().requires_grad_(requires_grad=False), base.tokenizer, model_id)
+    adapter = _adapter_in(run)
+    if adapter != run or (adapter / BASE_FILE).exists():
+        check_adapter_base(adapter, base)
+    model, tokenizer = with_adapter(base.model, base.tokenizer, adapter)
+    cast_weights(model, dtype)
+    return TargetModel(model.eval().requires_grad_(requires_grad=False), tokenizer, model_id)
+
+
+def _adapter_in(run: Path) -> Path:
+    """The folder of the adapter."""
+    if (found := find_adapter(run)) is not None:
+        return found
+    kind = kind_of_folder(run)
+    what = f"{run} is a {kind}" if kind else f"no {ADAPTER_CONFIG} in {run}"
+    raise ModelNotFound(f"no adapter at {run}: {what}; give the folder of a PEFT adapter, or of a joint run")
 
 
 def check_adapter_base(folder: Path, base: TargetModel) -> None:
@@ -101,8 +106,6 @@ def _differ(one: str, other: str) -> bool:
 
 def _read_base(path: Path) -> tuple[str, Fingerprints]:
     """Model id and fingerprints of ``base.json``."""
-    if not path.parent.is_dir():
-        raise ModelNotFound(f"no adapter at {path.parent}: give the folder of a `draftheads train-joint` run")
     try:
         raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if raw["format_version"] != FORMAT_VERSION:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftheads.counts import counted
 from draftheads.data.features import Documents
 from draftheads.errors import DataError
+from draftheads.models.adapter import Adapter
 from draftheads.train.joint.learner import precedes_answer
-from draftheads.train.joint.lora import Adapter, TunedModel
+from draftheads.train.joint.lora import TunedModel
 from draftheads.train.objectives import CHUNK_SIZE
 
 
@@ -46,7 +48,7 @@ def measure_movement(tuned: TunedModel, adapter: Adapter, store: Documents, docu
             sums += compare(original, tuned.logits(after[chunk]), token_ids[chunk + 1])
         num_tokens += len(positions)
     if num_tokens == 0:
-        raise DataError(f"the {len(documents)} held-out texts have no assistant token: give more data")
+        raise DataError(f"no assistant token in {counted(len(documents), 'held-out text')}: give more data")
     kl, loss_before, loss_after, agreed = (sums / num_tokens).tolist()
     return Movement(num_tokens, kl, math.exp(loss_before), math.exp(loss_after), agreed)
 

@@ -20,13 +20,13 @@ class TuningOptions(OptionGroup):
     head: Path | None = None
     """Continue with this trained head. Its own architecture and sizes are used, and --heads-first 0 is enough."""
     backbone_loss: Literal["text", "original"] = "text"
-    """What the model is trained on: the tokens of the text, or its own original distribution (self-distillation)."""
+    """What the model learns. text: the tokens of the text; original: its own distribution (self-distillation)."""
     head_weight: Annotated[float | None, ABOVE_0] = None
-    """λ0, weight of the heads' loss relative to the model's; when left out 0.2 with text and 0.01 with original."""
+    """λ0, weight of the heads' loss relative to the model's. When left out 0.2 with text and 0.01 with original."""
     head_weight_rise: Literal["constant", "sine"] = "constant"
-    """While both are trained λ0 is constant, or rises along a quarter sine and reaches its value at the end."""
+    """How λ0 changes while both are trained. sine: it rises along a quarter sine and reaches its value at the end."""
     heads_first: Annotated[float, FRACTION] = 0.25
-    """Part of the steps in which only the heads are trained and the model is frozen."""
+    """Part of the steps in which only the heads are trained."""
     head_rate_factor: Annotated[float, ABOVE_0] = 4.0
     """The heads' learning rate as a multiple of the model's."""
 
@@ -43,11 +43,11 @@ class AdapterOptions(OptionGroup):
     lora_rank: Annotated[int, FROM_1] = 32
     """Rank of the adapter."""
     lora_alpha: Annotated[int, ABOVE_0] = 16
-    """The adapter's product is multiplied by this over the rank."""
+    """Factor of the adapter's product, over the rank."""
     lora_dropout: Annotated[float, FRACTION] = 0.05
     """Dropout before the adapter's layers."""
     lora_targets: tuple[str, ...] = ()
-    """Ends of the names of layers to adapt; all linear layers and the lm_head when left out."""
+    """Ends of the names of layers to adapt. All linear layers and the lm_head when left out."""
 
 
 _HEADS = HeadOptions(method="medusa")
@@ -60,7 +60,7 @@ class JointOptions(RunOptions):
     """Tune a model and its draft heads together (Medusa-2); `draftheads merge` then makes one model folder."""
 
     recipe: str | None = None
-    """Settings of a paper as defaults (medusa-2, medusa-2-self); options on the command line replace them."""
+    """Settings of a paper as defaults. medusa-2, medusa-2-self. Options on the command line replace them."""
     heads: HeadOptions = _HEADS
     schedule: ScheduleOptions = _SCHEDULE
     tuning: TuningOptions = TuningOptions()
@@ -81,3 +81,21 @@ class JointOptions(RunOptions):
                 f"--head is {self.tuning.head} and --start-from {self.heads.start_from}: give one; "
                 "--head continues with that head as it is, --start-from copies its weights into a new head"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions:
+    """Merge a model and its adapter into one model folder. OUT/head is the head of a train-joint run."""
+
+    model: str | None = None
+    """The model that was tuned. A name, a folder or a Hugging Face id; the one that the adapter names when left out."""
+    adapter: Path
+    """Folder of a PEFT adapter, or of a run of train-joint."""
+    out: Path
+    """Folder to make."""
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    """Type of the saved weights. The type of the model's files when left out."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (None, "bf16", "fp16", "fp32"):
+            raise InvalidSettings(f"--dtype is {self.dtype!r}: choose bf16, fp16 or fp32")

@@ -5,6 +5,7 @@ the model that it is for), ``head/`` (see ``checkpoint``), ``movement.json``, ``
 the run is not complete it also holds ``run.json`` and ``checkpoints/``.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,16 +19,21 @@ from draftheads.checkpoint import load_head
 from draftheads.data.batches import PlannedTexts
 from draftheads.data.extract import load_texts
 from draftheads.data.live import LiveStore
+from draftheads.errors import BaseModelWarning
 from draftheads.files import atomic_directory, write_atomic
+from draftheads.head_files import HEAD_FOLDER
 from draftheads.heads.base import DraftHead
+from draftheads.models.adapter import Adapter, require_peft
 from draftheads.models.fingerprint import Fingerprints
 from draftheads.models.model import TargetModel
+from draftheads.models.model_names import ADAPTER_FOLDER, BASE_FILE
 from draftheads.progress import Progress
 from draftheads.train.joint.learner import JointLearner
-from draftheads.train.joint.lora import Adapter, TunedModel, require_peft
+from draftheads.train.joint.lora import TunedModel
 from draftheads.train.joint.movement import Movement, measure_movement
 from draftheads.train.joint.options import JointOptions
 from draftheads.train.learner import Learner, head_learner
+from draftheads.train.memory import check_sizes
 from draftheads.train.new_head import in_float32
 from draftheads.train.report import Report
 from draftheads.train.run import Run
@@ -36,7 +42,6 @@ from draftheads.train.schedule import JointSchedule
 from draftheads.train.trainer import HeadTrainer, computes_in_bf16
 from draftheads.train.training_data import TrainingData, plan_training
 
-ADAPTER_FOLDER, HEAD_FOLDER, BASE_FILE = "adapter", "head", "base.json"
 FORMAT_VERSION = 1
 
 
@@ -93,7 +98,13 @@ class JointRun(Run):
         hardware = self.options.hardware
         dtype = torch.bfloat16 if computes_in_bf16(hardware) else torch.float32
         template = chat_template_text(self.options)
-        return TargetModel.load(self.options.model, dtype=dtype, four_bit=hardware.four_bit, chat_template=template)
+        return TargetModel.load(
+            self.options.model,
+            dtype=dtype,
+            four_bit=hardware.four_bit,
+            chat_template=template,
+            check=None if self.options.tuning.head else partial(check_sizes, self.options),
+        )
 
     def run_for(self, target: TargetModel) -> Any:
         """As of every run; the model gets its own layers back."""
@@ -116,7 +127,9 @@ class JointRun(Run):
         path = self.options.tuning.head
         if path is None:
             return super().make_head()
-        return load_head(path, self.target, dtype=torch.float32).requires_grad_(requires_grad=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BaseModelWarning)  # it advises to train the head further, as this run does
+            return load_head(path, self.target, dtype=torch.float32).requires_grad_(requires_grad=True)
 
     def module(self) -> JointLearner:
         """Heads and adapter."""

@@ -1,0 +1,69 @@
+"""``draftheads doctor``: prints what :mod:`draftheads.diagnosis` finds on this machine."""
+
+import textwrap
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.text import Text
+
+from draftheads.cli.options.doctor import DoctorOptions
+from draftheads.cli.show import check_json_path, write_json
+from draftheads.counts import counted
+from draftheads.diagnosis import Finding, examine
+from draftheads.errors import MissingDependency
+
+_MARKS = {  # where there is UTF-8, elsewhere, and the style
+    "ok": ("✓", "+", "green"),
+    "optional": ("-", "-", "dim"),
+    "advice": ("!", "!", "bold yellow"),
+    "unusable": ("!", "!", "bold red"),
+}
+_WIDTH = 100  # where the terminal is wider
+_NAMES = 14  # characters of the longest usual name
+_INDENT = _NAMES + 4
+
+
+def run(options: DoctorOptions) -> None:
+    """Prints each group as soon as it is found.
+
+    Raises:
+        StorageError: the file of ``--json`` cannot be written.
+        MissingDependency: draftheads cannot work here.
+    """
+    check_json_path(options.json)
+    console = Console(highlight=False, quiet=options.json == "-")
+    groups: dict[str, list[Finding]] = {}
+    found = examine()
+    while True:
+        with console.status("checking"):
+            group = next(found, None)
+        if group is None:
+            break
+        groups[group[0]] = group[1]
+        _print_group(console, *group)
+    findings = [finding for group in groups.values() for finding in group]
+    advised = [finding for finding in findings if finding.level in ("advice", "unusable")]
+    console.print()
+    console.print(f"{counted(len(advised), 'thing')} to do, marked with !" if advised else "Nothing to do.")
+    record = {title: [asdict(finding) for finding in group] for title, group in groups.items()}
+    write_json(options.json, {"format_version": 1, "findings": record})
+    if unusable := [finding for finding in findings if finding.level == "unusable"]:
+        problems = "; ".join(f"{finding.name} {finding.text}" for finding in unusable)
+        raise MissingDependency(f"draftheads cannot work here: {problems}. Run: {unusable[0].advice}")
+
+
+def _print_group(console: Console, title: str, findings: list[Finding]) -> None:
+    console.print(Text(f"\n{title}", style="bold"))
+    is_plain = not console.encoding.lower().startswith("utf")
+    width = min(console.width, _WIDTH) - _INDENT
+    for finding in findings:
+        mark, plain, style = _MARKS[finding.level]
+        lines = textwrap.wrap(finding.text, width, break_on_hyphens=False)
+        start = Text.assemble((f" {plain if is_plain else mark} ", style), f"{finding.name:<{_NAMES}} ", lines[0])
+        console.print(start, soft_wrap=True)
+        advice = f"{'->' if is_plain else '→'} {finding.advice}" if finding.advice else ""
+        style = "" if finding.level == "optional" else style
+        for line in lines[1:]:
+            console.print(Text(" " * _INDENT + line), soft_wrap=True)
+        for line in textwrap.wrap(advice, width, break_on_hyphens=False):
+            console.print(Text(" " * _INDENT + line, style=style), soft_wrap=True)

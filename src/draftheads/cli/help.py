@@ -1,0 +1,189 @@
+"""``--help`` of a command: its options, one line each, basic ones first. ``--help-all``: all sentences about them."""
+
+import ast
+import inspect
+import itertools
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import tyro
+from rich.console import Console
+from rich.text import Text
+
+_POSITIONAL = typing.get_args(tyro.conf.Positional[int])[1]
+_NUMBERS = {int: "N", float: "X"}
+_WIDTH = 100  # of the text, where the terminal is wider
+_NAMES = 29  # the widest first column
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a command."""
+
+    name: str  # as in Python
+    group: str  # heading; "" for a command's own options
+    is_positional: bool
+    values: str  # what to give, such as N or PATH
+    choices: tuple[str, ...]  # the only values, if there are such
+    text: str  # its documentation
+    default: Any  # tyro.MISSING if it must be given
+    hint: Any  # its type, with all annotations
+
+    @property
+    def flag(self) -> str:
+        """How it is written on a command line."""
+        if self.is_positional:
+            return self.values if self.default is tyro.MISSING else f"[{self.values}]"
+        name = self.name.replace("_", "-")
+        return f"--{'[no-]' * (self.default is True)}{name}" + f" {self.values}" * bool(self.values)
+
+    def line(self, *, whole: bool) -> str:
+        """Its first sentence, or all of them, and its default."""
+        text = self.text if whole else self.text.partition(". ")[0].rstrip(".")
+        if self.choices:
+            text += f": {', '.join(self.choices)}"
+        if self.default is tyro.MISSING:
+            return f"{text} (required)"
+        if self.default is None or self.default is False or self.default == ():
+            return text
+        words = " ".join(map(str, self.default)) if isinstance(self.default, tuple) else str(self.default)
+        return f"{text} [{'on' if self.default is True else words}]"
+
+
+def options_of(kind: Any, default: Any = None) -> Iterator[Option]:
+    """The options of a command, those of its groups included.
+
+    Args:
+        kind: the dataclass of the options.
+        default: an instance with the defaults; the dataclass's own when left out.
+    """
+    hints = typing.get_type_hints(kind, include_extras=True)
+    documentation = documented(kind)
+    for field in fields(kind):
+        hint, marks = _bare(hints[field.name])
+        value = _default(field) if default is None else getattr(default, field.name)
+        if is_dataclass(hint):
+            title = (hint.__doc__ or "").partition("\n")[0].rstrip(".")
+            inner = options_of(hint, None if value is tyro.MISSING else value)
+            yield from (Option(**{**vars(option), "group": option.group or title}) for option in inner)
+        else:
+            positional = _POSITIONAL in marks
+            shown = _values(hint, field.name, positional=positional)
+            text = documentation.get(field.name, "")
+            yield Option(field.name, "", positional, shown, _choices(hint), text, value, hints[field.name])
+
+
+@cache
+def documented(kind: type) -> dict[str, str]:
+    """The text under each field of a dataclass, its base classes' included, in one line."""
+    found: dict[str, str] = {}
+    for one in reversed(kind.__mro__[:-1]):
+        try:
+            (definition,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+        except OSError:  # no source
+            continue
+        body = definition.body if isinstance(definition, ast.ClassDef) else []
+        for before, after in itertools.pairwise(body):
+            if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name):
+                match after:
+                    case ast.Expr(ast.Constant(str() as text)):
+                        found[before.target.id] = " ".join(text.split())
+    return found
+
+
+def print_help(console: Console, command: str, kind: Any, default: Any = None, *, whole: bool) -> None:
+    """Usage, what the command does, and its options in groups.
+
+    Args:
+        console: to print to.
+        command: its name.
+        kind: as of :func:`options_of`.
+        default: likewise.
+        whole: all sentences about each option, not the first one only.
+    """
+    options = list(options_of(kind, default))
+    places = " ".join(option.flag for option in options if option.is_positional)
+    console.print(f"usage: draftheads {command} {places + ' ' if places else ''}[options]\n", markup=False)
+    width = min(console.width, _WIDTH)
+    description = inspect.cleandoc(kind.__doc__ or "")
+    console.print(description if whole else description.partition("\n\n")[0], markup=False, width=width)
+    basic = getattr(kind, "BASIC", None)
+    groups: dict[str, list[Option]] = {"Arguments": [], "Options": []}
+    for option in options:
+        is_basic = not option.group if basic is None else option.name in basic
+        title = "Options" if is_basic else f"Advanced: {option.group.lower()}" if option.group else "Advanced"
+        groups.setdefault("Arguments" if option.is_positional else title, []).append(option)
+    if basic is not None:
+        groups["Options"].sort(key=lambda option: basic.index(option.name))
+    column = min(_NAMES, max(len(option.flag) for option in options) if options else 0)
+    for title, group in groups.items():
+        rows = [(option.flag, option.line(whole=whole)) for option in group]
+        if title == "Options":  # there is always one
+            rows += [("--help, --help-all", "This list; with all that is known about each option")]
+        _print_group(console, title, rows, column=column, width=width)
+
+
+def _print_group(console: Console, title: str, rows: Sequence[tuple[str, str]], *, column: int, width: int) -> None:
+    if not rows:
+        return
+    console.print(Text(f"\n{title}", style="bold"))
+    indent = column + 4
+    for flag, line in rows:
+        first, *others = textwrap.wrap(
+            line, max(20, width - indent), break_on_hyphens=False, break_long_words=False
+        ) or [""]
+        start = Text(f"  {flag:<{column}}  ", style="cyan")
+        if len(flag) > column:  # it has a line of its own
+            console.print(start, soft_wrap=True)
+            start = Text(" " * indent)
+        console.print(start.append(first, style="default"), soft_wrap=True)
+        for other in others:
+            console.print(Text(" " * indent + other), soft_wrap=True)
+
+
+def _bare(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A type without ``Annotated``, and what it was annotated with."""
+    if typing.get_origin(hint) is typing.Annotated:
+        inner, *marks = typing.get_args(hint)
+        bare, more = _bare(inner)
+        return bare, (*marks, *more)
+    return hint, ()
+
+
+def _default(field: Any) -> Any:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return tyro.MISSING if field.default is MISSING else field.default
+
+
+def _choices(hint: Any) -> tuple[str, ...]:
+    """The words that an option of that type accepts; none if it accepts others, too."""
+    if typing.get_origin(hint) is typing.Literal:
+        return tuple(map(str, typing.get_args(hint)))
+    return tuple(word for one in typing.get_args(hint) for word in _choices(one))
+
+
+def _values(hint: Any, name: str, *, positional: bool) -> str:
+    """What to give for an option of that type.
+
+    >>> _values(int | None, "top_k", positional=False), _values(tuple[str, ...], "prompt", positional=True)
+    ('N', 'PROMPT …')
+    """
+    kind = typing.get_origin(hint)
+    if kind in (typing.Union, types.UnionType):
+        return _values(next(one for one in typing.get_args(hint) if one is not type(None)), name, positional=positional)
+    if kind is tuple:
+        first, second = typing.get_args(hint)
+        one = _values(first, name, positional=positional)
+        return f"{one} …" if second is Ellipsis else f"{one} {one}"
+    if kind is typing.Literal and not positional:
+        return "NAME"
+    if positional or hint is str:
+        return name.upper() if positional else name.rpartition("_")[2].upper()
+    return "" if hint is bool else "PATH" if hint is Path else _NUMBERS[hint]

@@ -1,0 +1,117 @@
+"""Options of ``draftheads generate``."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import tyro
+
+from draftheads.acceptance_profile import DEFAULT_NODES, read_profile
+from draftheads.errors import InvalidSettings, InvalidTree
+from draftheads.files import user_path
+from draftheads.settings import LoadSettings, SamplingSettings
+from draftheads.shapes import BestFirst, BestPaths, Sampled
+from draftheads.tree import Tree
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """What is drafted."""
+
+    draft_model: str | None = None
+    """A smaller model drafts in place of a head. With the same tokenizer: a folder or a Hugging Face id."""
+    tree: str | None = None
+    """Always draft on this tree. A JSON list of rank paths such as '[[0],[1],[0,0]]', or a file that has one."""
+    grow: int | None = None
+    """Draft on growing trees of this many nodes. Each step chooses them by the head's confidence."""
+    threshold: float = 0.0
+    """With --grow: least probability of a draft token. Others are left out."""
+    draw: int | None = None
+    """Draft chains of this many sampled tokens. For --acceptance rejection or block."""
+    paths: int | None = None
+    """Draft on this many best paths of a full tree. As the MLP Speculator does."""
+    widths: tuple[int, ...] = BestPaths().widths
+    """With --paths: children of each node, depth by depth."""
+    profile: str = "auto"
+    """Acceptance profile that decides the size of drafts. auto: the one of `draftheads tune` if there is one, else the
+    head's own; none: always a fixed tree of 10 nodes; or an acceptance.json."""
+    copy: bool = True
+    """Also draft copies from the text so far. That is what followed an earlier occurrence of its last tokens."""
+
+    def __post_init__(self) -> None:
+        ways = {name: getattr(self, name) for name in ("tree", "grow", "draw", "paths")}
+        given = [f"--{name} {value}" for name, value in ways.items() if value is not None]
+        if len(given) > 1:
+            raise InvalidSettings(f"{' and '.join(given)}: give one of them")
+        if self.threshold and self.grow is None:
+            raise InvalidSettings(f"--threshold {self.threshold} is for growing trees: give --grow, too")
+        if self.widths != BestPaths().widths and self.paths is None:
+            raise InvalidSettings(f"--widths {' '.join(map(str, self.widths))} is for paths: give --paths, too")
+        if self.draw is not None and self.draw < 1:
+            raise InvalidSettings(f"--draw is {self.draw}; it must be at least 1")
+
+    def shape(self) -> Tree | BestFirst | BestPaths | Sampled | None:
+        """The rule for trees; None if the profile decides.
+
+        Raises:
+            InvalidTree, InvalidSettings: there is no such tree.
+        """
+        if self.draw is not None:
+            return Sampled(Tree.chain(self.draw))
+        if self.paths is not None:
+            return BestPaths(self.widths, self.paths)
+        if self.grow is not None:
+            return BestFirst(self.grow, threshold=self.threshold)
+        return None if self.tree is None else read_tree(self.tree)
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Answer prompts with a model and an optional draft head."""
+
+    BASIC: ClassVar = ("model", "head", "prompts", "out", "max_new_tokens", "temperature", "seed", "precision")
+
+    prompt: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Prompts to answer. Several are decoded together. Without one, standard input is the prompt."""
+    model: str = "smollm2-135m"
+    """The model: a name, a folder or a Hugging Face id."""
+    head: str | None = None
+    """The draft head: a name, a folder or a Hugging Face id. `draftheads info` lists the installed ones. prompt-lookup
+    copies from the text so far; lookahead refines draft tokens of the model itself. Plain decoding when left out."""
+    prompts: Path | None = None
+    """A JSONL file of prompts in place of PROMPT. "prompt", "messages" or "turns" in each line; .gz, too."""
+    out: Path | None = None
+    """Write the answers to this file. One JSON object per line."""
+    settings: tyro.conf.OmitArgPrefixes[SamplingSettings] = field(default_factory=SamplingSettings)
+    draft: tyro.conf.OmitArgPrefixes[DraftOptions] = field(default_factory=DraftOptions)
+    load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
+    batch_size: int = 16
+    """Prompts that are decoded together."""
+    exact_bits: bool = False
+    """On a CPU: drafted answers equal plain ones to the bit. Also in bf16."""
+    plain_text: bool = False
+    """Do not colour draft tokens."""
+
+    def __post_init__(self) -> None:
+        if self.prompts is not None and self.prompt:
+            raise InvalidSettings(f"a prompt on the command line and --prompts {self.prompts}: give one of them")
+
+
+def read_tree(text_or_path: str) -> Tree:
+    """From the JSON itself, a file of it, or a head's ``acceptance.json``.
+
+    Raises:
+        InvalidTree: not a tree, or there is no such file.
+    """
+    if text_or_path.lstrip().startswith(("[", "{")):
+        return Tree.from_json(text_or_path)
+    path = user_path(text_or_path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidTree(
+            f"{text_or_path} cannot be read: give a JSON list of rank paths or a file with one ({error})"
+        ) from None
+    if text.lstrip().startswith("{"):
+        return read_profile(path).tree(DEFAULT_NODES)
+    return Tree.from_json(text)

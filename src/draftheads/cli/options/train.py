@@ -1,0 +1,33 @@
+"""Options of ``draftheads train``: :mod:`draftheads.train.options`, with defaults that depend on other options."""
+
+import argparse
+from collections.abc import Sequence
+
+import tyro
+
+from draftheads.train.options import RunOptions, TrainOptions
+from draftheads.train.recipes import defaults_from
+
+
+def defaults(arguments: Sequence[str], options: type[RunOptions] = TrainOptions) -> RunOptions:
+    """Default values of the options, which depend on a recipe and on a head to start from.
+
+    Args:
+        arguments: of the command line; other options are ignored.
+        options: of ``train`` or of ``train-joint``.
+
+    Raises:
+        DraftHeadsError: there is no such recipe, or no such head to start from.
+
+    >>> defaults(["--recipe=hydra", "--epochs", "3"]).heads.method
+    'hydra'
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("recipe", "start-from", "method", "model"):
+        parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", nargs="?")
+    parser.add_argument("--resume", action="store_true")
+    given = parser.parse_known_args(arguments)[0]
+    model = given.model or options.model
+    settings = defaults_from({**vars(given), "model": model}, tunes_model=options is not TrainOptions)
+    required = {} if options is not TrainOptions else {"method": tyro.MISSING}
+    return options.of(**{"out": tyro.MISSING, **required, **settings})

@@ -1,0 +1,189 @@
+"""An adapter inside a model: attached, switched off, saved, merged. The only file that knows ``peft``.
+
+LoRA (Hu et al. 2021) adds to a frozen matrix W a product of two thin ones: W + (α/r) B A, with A at random and
+B = 0 at the start, so that the tuned model starts as the original. In training, dropout comes before A.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from safetensors import SafetensorError
+from torch import nn
+
+from draftheads.errors import (
+    CheckpointCorrupt,
+    InvalidSettings,
+    MissingDependency,
+    ModelNotFound,
+    UnsupportedModel,
+    first_line,
+)
+from draftheads.models.model_names import ADAPTER_CONFIG
+
+_TASKS = (None, "CAUSAL_LM")
+
+
+class Adapter:
+    """LoRA layers, or another adapter of peft, inside a model; the model object stays the same."""
+
+    def __init__(self, peft_model: Any) -> None:
+        self._peft = peft_model
+        self.set_dropout(on=False)
+
+    @classmethod
+    def attach(cls, model: Any, *, rank: int, alpha: int, dropout: float, targets: tuple[str, ...] = ()) -> Self:
+        """Puts untrained LoRA layers, drawn from torch's global generator, in place of linear layers.
+
+        Args:
+            model: a transformers causal LM; its own weights are frozen.
+            rank: r.
+            alpha: α.
+            dropout: probability, in training.
+            targets: ends of the names of layers; all linear layers and the lm_head when left out.
+
+        Raises:
+            MissingDependency: no peft.
+            InvalidSettings: no layer of the model has such a name.
+        """
+        peft = require_peft()
+        names = list(targets) or linear_layers(model)
+        config = peft.LoraConfig(
+            r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, bias="none", task_type="CAUSAL_LM"
+        )
+        with _quiet():
+            try:
+                return cls(peft.get_peft_model(model, config))
+            except ValueError as error:
+                raise InvalidSettings(f"--lora-targets {' '.join(names)}: {error}") from error
+
+    @classmethod
+    def load(cls, model: Any, folder: Path) -> Self:
+        """Puts a saved adapter into its base model.
+
+        Raises:
+            MissingDependency: no peft.
+            ModelNotFound: no adapter in that folder.
+            UnsupportedModel: it is not for a causal language model, or of a kind that cannot be merged.
+            CheckpointCorrupt: the adapter does not fit the model's layers.
+        """
+        peft = require_peft(f"the adapter {folder}")
+        if not (folder / ADAPTER_CONFIG).is_file():
+            raise ModelNotFound(f"no adapter at {folder}: it has no {ADAPTER_CONFIG}")
+        with _quiet():
+            try:
+                config = peft.PeftConfig.from_pretrained(str(folder))
+                if config.task_type not in _TASKS:
+                    raise UnsupportedModel(f"{folder} is an adapter for {config.task_type}; it must be for CAUSAL_LM")
+                if config.is_prompt_learning:
+                    raise _not_mergeable(config.peft_type)
+                return cls(peft.PeftModel.from_pretrained(model, str(folder)))
+            except (OSError, ValueError, TypeError, KeyError, RuntimeError, UserWarning, SafetensorError) as error:
+                raise CheckpointCorrupt(f"{folder} does not fit the model: {first_line(error)}") from error
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The A and B of all layers."""
+        return [parameter for name, parameter in self._peft.named_parameters() if "lora_" in name]
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """A ``with`` block in which the model is the original one."""
+        layers = self._peft.base_model  # peft's own disable_adapter() does the same after a slow look at every module
+        layers.disable_adapter_layers()
+        try:
+            yield
+        finally:
+            layers.enable_adapter_layers()
+
+    def set_dropout(self, *, on: bool) -> None:
+        """Dropout before A as in training, or none."""
+        for name, module in self._peft.named_modules():
+            if "lora_dropout" in name:
+                module.train(on)
+
+    def save(self, folder: Path) -> None:
+        """Writes the adapter in peft's format, without any of the model's own weights."""
+        with _quiet():  # peft would add the embeddings as soon as it sees that the lm_head is adapted
+            self._peft.save_pretrained(str(folder), save_embedding_layers=False)
+        (folder / "README.md").unlink(missing_ok=True)  # an empty template
+
+    def merge(self) -> Any:
+        """An ordinary model, for LoRA with the weights W + (α/r) B A.
+
+        If only one of lm_head and embedding is adapted, the two are no longer tied.
+
+        Raises:
+            UnsupportedModel: an adapter of this kind cannot be merged.
+            CheckpointCorrupt: merged weights are not finite.
+        """
+        _untie(self._peft.get_base_model())
+        with _quiet():
+            try:
+                merged = self._peft.merge_and_unload(safe_merge=True)
+            except (AttributeError, NotImplementedError, TypeError) as error:
+                raise _not_mergeable(self._peft.active_peft_config.peft_type) from error
+            except ValueError as error:
+                raise CheckpointCorrupt(f"the adapter cannot be merged: {first_line(error)}") from error
+        if merged.get_output_embeddings().weight is not merged.get_input_embeddings().weight:
+            _declare_untied(merged)
+        return merged
+
+    def remove(self) -> None:
+        """Gives the model its own layers back."""
+        self._peft.unload()
+
+
+def _untie(model: Any) -> None:
+    """Gives lm_head and embedding a matrix each if one of them is adapted: the adapter does not change the other."""
+    layers = model.get_output_embeddings(), model.get_input_embeddings()
+    lm_head, embedding = (_original(layer) for layer in layers)
+    if lm_head.weight is embedding.weight and (lm_head, embedding) != layers:
+        lm_head.weight = nn.Parameter(lm_head.weight.detach().clone(), requires_grad=False)
+
+
+def _original(layer: Any) -> Any:
+    """The model's own layer under an adapter."""
+    if hasattr(layer, "get_base_layer"):  # of LoRA and its like
+        return layer.get_base_layer()
+    return getattr(layer, "original_module", layer)  # of a layer that was trained as a whole
+
+
+def _declare_untied(model: Any) -> None:
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+    model.all_tied_weights_keys = {}  # transformers would tie them again
+
+
+def _not_mergeable(kind: Any) -> UnsupportedModel:
+    name = getattr(kind, "value", kind)
+    return UnsupportedModel(f"an adapter of kind {name} cannot be merged into the weights of its base; LoRA can")
+
+
+def linear_layers(model: Any) -> list[str]:
+    """Last parts of the names of all linear layers with the lm_head; the whole name if the last part is a number."""
+    from transformers.pytorch_utils import Conv1D  # noqa: PLC0415 - two seconds that --help need not pay
+
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    return sorted({name if name.rpartition(".")[2].isdigit() else name.rpartition(".")[2] for name in names})
+
+
+def require_peft(what: str = "joint training") -> Any:
+    """The package, or MissingDependency with its pip line."""
+    try:
+        import peft  # noqa: PLC0415 - an extra
+    except ImportError:
+        raise MissingDependency(f"{what} needs peft", pip_install="'draftheads[lora]'") from None
+    return peft
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Ignores peft's warnings of tied or transposed matrices, which are handled here; missing tensors are errors."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning)  # peft 0.21 uses names that transformers 6 drops
+        warnings.filterwarnings("error", message="(?s).*missing adapter keys", category=UserWarning)
+        yield

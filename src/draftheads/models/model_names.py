@@ -1,0 +1,181 @@
+"""What a model's name means: a folder on this machine, or an id on the Hugging Face Hub.
+
+Knows names, folders and the Hub. Knows nothing of weights, and imports nothing slow.
+"""
+
+import contextlib
+import json
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, Literal
+
+from draftheads.errors import CheckpointCorrupt, InvalidSettings, ModelNotFound, first_line
+from draftheads.files import user_path
+from draftheads.messages import short
+from draftheads.models.embedded import SMOLLM2_135M, converted_folder, place_in_cache
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FOLDER, BASE_FILE = "adapter", "base.json"  # of a `draftheads train-joint` run
+_HUB_TIMEOUT_SECONDS = 10.0
+_MODEL_FIX = f"give {SMOLLM2_135M.name}, a folder, a Hugging Face id, or a loaded transformers model"
+_LONGEST_NAME = 255  # of a folder on usual file systems; paths of several folders may be longer
+_ADAPTER_FILES = ("*.json", "adapter_model.*", "*.jinja", "*.model", "*.txt")
+
+
+def resolve_model(name: str) -> Path | str:
+    """The folder or Hub id from which to load the model ``name``.
+
+    ``smollm2-135m`` is the embedded model (write ``./smollm2-135m`` for a folder of that name). If its package is
+    installed, the model is converted into the user's cache at the first call. Otherwise its Hub id is used. A Hub model
+    that was downloaded before needs no network.
+
+    Returns:
+        A folder on this machine, or the id of a model that exists on the Hub.
+
+    Raises:
+        ModelNotFound: none of these; the message lists what was tried and the fix.
+        InvalidSettings: a path in an unknown home folder.
+        StorageError: the embedded model cannot be written to the cache.
+        MissingDependency: the embedded model cannot be converted without gguf.
+    """
+    if name == SMOLLM2_135M.name:
+        return converted_folder(SMOLLM2_135M) or _resolve_embedded_on_hub()
+    folder = user_path(model_name(name))
+    if folder.exists():
+        adapter = find_adapter(folder)
+        if adapter is None:
+            _check_is_model(name, folder)
+        return adapter or folder
+    return _resolve_on_hub(name)
+
+
+def model_name(name: object, what: str = "model", *, fix: str = _MODEL_FIX) -> str:
+    """The name of a model, or of ``what`` else, as a text.
+
+    Raises:
+        InvalidSettings: it is not a name.
+    """
+    path: Any = fspath(name) if isinstance(name, str | PathLike) else None
+    text = path if isinstance(path, str) else ""
+    if text.strip() and max(map(len, Path(text).parts)) <= _LONGEST_NAME and min(text) >= " ":  # no line break, no NUL
+        return text
+    found = short(repr(name)) if isinstance(name, str | int | float | None) else f"of type {type(name).__name__}"
+    raise InvalidSettings(f"{what} is {found}; {fix}")
+
+
+def base_of(name: str) -> str:
+    """The name of the model that an adapter in a folder is for; for any other model its own name.
+
+    The Hub id of the embedded model, and its folder in the cache, become its name.
+
+    Raises:
+        CheckpointCorrupt: the adapter names no base model.
+    """
+    folder = user_path(name)
+    adapter = find_adapter(folder) if folder.is_dir() else None
+    if adapter is None:
+        return SMOLLM2_135M.name if _is_embedded(name) else name
+    found: Any = _json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not (isinstance(found, str) and user_path(found).is_dir()):
+        recorded = _json(adapter / BASE_FILE).get("base")  # of train-joint, with the Hub id
+        found = recorded.get("model_id", found) if isinstance(recorded, dict) else found
+    if not isinstance(found, str) or not found:
+        raise CheckpointCorrupt(
+            f"{adapter / ADAPTER_CONFIG}: base_model_name_or_path is {found!r}; it must be the name of the base model"
+        )
+    return SMOLLM2_135M.name if _is_embedded(found) else found
+
+
+def _is_embedded(name: str) -> bool:
+    with contextlib.suppress(InvalidSettings):  # the user has no cache folder
+        return name == SMOLLM2_135M.hub_id or user_path(name) == place_in_cache(SMOLLM2_135M)
+    return False
+
+
+def find_adapter(folder: Path) -> Path | None:
+    """The folder of the adapter in this folder: the folder itself, or ``adapter/`` of a train-joint run."""
+    places = (folder, folder / ADAPTER_FOLDER)
+    return next((place for place in places if (place / ADAPTER_CONFIG).is_file()), None)
+
+
+def kind_of_folder(folder: Path) -> Literal["adapter", "draft head", "model"] | None:
+    """What a folder holds, by its configuration files; None if it is none of these."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        return "adapter"
+    config = _json(folder / "config.json")
+    if {"format_version", "method", "base"} <= set(config):
+        return "draft head"
+    return "model" if {"model_type", "architectures"} & set(config) else None
+
+
+def _check_is_model(name: str, folder: Path) -> None:
+    if kind_of_folder(folder) == "draft head":
+        config = _json(folder / "config.json")
+        base = config["base"].get("model_id") if isinstance(config["base"], dict) else None
+        raise ModelNotFound(
+            f"{name} is a draft head ({config['method']} for {base}), not a model: load({str(base)!r}, head={name!r})"
+        )
+    if not (folder / "config.json").is_file():
+        raise ModelNotFound(f"{name} is here, but it is not a model folder: it has no config.json")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty if there is none that can be read."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def model_id_of(name: str) -> str:
+    """What a head records as its base model: the Hub id, or the full path of a folder."""
+    if name == SMOLLM2_135M.name:
+        return SMOLLM2_135M.hub_id
+    folder = user_path(name)
+    return str(folder.resolve()) if folder.exists() else name
+
+
+def _resolve_embedded_on_hub() -> Path | str:
+    try:
+        return _resolve_on_hub(SMOLLM2_135M.hub_id)
+    except ModelNotFound as error:
+        raise ModelNotFound(
+            f"{SMOLLM2_135M.name} was found neither in its package nor on the Hugging Face Hub. Install the package: "
+            f"{SMOLLM2_135M.pip_install}. The Hub was tried with {SMOLLM2_135M.hub_id}: {error}."
+        ) from error
+
+
+def _resolve_on_hub(model_id: str) -> Path | str:
+    """Finds a Hub model with one short request. Offline, the Hub's own client would retry for 23 s per file."""
+    from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415
+    from huggingface_hub.errors import (  # noqa: PLC0415
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        info = HfApi().model_info(model_id, timeout=_HUB_TIMEOUT_SECONDS)
+        if any(file.rfilename == ADAPTER_CONFIG for file in info.siblings or ()):
+            return Path(snapshot_download(model_id, allow_patterns=list(_ADAPTER_FILES)))
+    except HFValidationError:
+        raise ModelNotFound(
+            f"{model_id} is not a folder here, and cannot be an id on the Hugging Face Hub (owner/name)"
+        ) from None
+    except GatedRepoError as error:
+        raise ModelNotFound(f"{model_id} is gated: accept its terms on the Hub, then log in") from error
+    except RepositoryNotFoundError as error:
+        raise ModelNotFound(
+            f"{model_id} is not a folder here, and the Hugging Face Hub has no such model; if it is private, log in"
+        ) from error
+    except Exception as error:  # noqa: BLE001 - network errors; their classes depend on the Hub's client
+        try:
+            return Path(snapshot_download(model_id, local_files_only=True))
+        except LocalEntryNotFoundError:
+            raise ModelNotFound(
+                f"{model_id} is not a folder here, was not downloaded before, "
+                f"and the Hugging Face Hub cannot be reached ({first_line(error)})"
+            ) from error
+    return model_id

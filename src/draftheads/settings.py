@@ -1,0 +1,185 @@
+"""Settings that more than one part of the package has. Nothing slow is imported here: every ``--help`` needs it."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from reprlib import repr as short_repr
+from typing import Any, Literal, NamedTuple, get_args
+
+from draftheads.errors import InvalidSettings
+
+Precision = Literal["auto", "fp32", "bf16", "fp16", "int8"]
+LmHeadKind = Literal["shared", "own", "low_rank"]
+LossKind = Literal["teacher", "hard", "kl", "tv", "nla", "lk", "amphista"]
+LK_ETA = 3.0  # η of the hybrid LK loss, as published
+LOWEST_TEMPERATURE = 1e-6  # a lower one overflows, and would choose the same tokens as greedy
+MOST_LOGPROBS = 20  # as in the APIs of OpenAI and vLLM
+AcceptanceRule = Literal["exact", "rejection", "block", "typical", "typical-sampled"]
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How one request is decoded.
+
+    Values are checked and converted: one string for ``stop``, lists, and the numbers of NumPy are valid, too.
+
+    Raises:
+        InvalidSettings: a value of another type or out of its range.
+    """
+
+    max_new_tokens: int = 256
+    """Stop after this many new tokens."""
+    temperature: float = 0.0
+    """0 takes the most likely token (greedy); above 0 samples."""
+    top_k: int | None = None
+    """Sample among the k most likely tokens only."""
+    top_p: float = 1.0
+    """Sample among the top tokens up to this probability. They are the fewest tokens that together reach it."""
+    repetition_penalty: float = 1.0
+    """Above 1 makes tokens already in the text less likely. The prompt counts, too."""
+    seed: int | None = None
+    """Makes sampling repeatable; drawn at random if left out."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer. They are not part of it."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the answer. The model's own end of text ends it, too."""
+    ignore_eos: bool = False
+    """Go on after the model's own end of text."""
+    logprobs: int | None = None
+    """Log-probabilities of the answer's and the k top tokens. 0 gives those of the answer's tokens only; k, at most 20,
+    also those of the k most likely tokens at each place. They are the log-softmax of the model's logits in float32,
+    before repetition penalty, temperature, top-k and top-p."""
+    acceptance: AcceptanceRule = "exact"
+    """Acceptance. exact keeps the model's distribution (greedy: its text). So do rejection and block
+    (chains only), which are for drafts of sampled tokens. typical is faster but changes the distribution: it
+    accepts draft tokens that are likely enough, and the token after them is the most likely one, whatever the seed.
+    typical-sampled draws that token."""
+    typical_epsilon: float = 0.09
+    """ε of typical acceptance. A draft token of at least this probability is always typical."""
+    typical_delta: float | None = None
+    """δ of typical acceptance; √ε if left out."""
+
+    def __post_init__(self) -> None:
+        for name, rule in _RULES.items():
+            value = getattr(self, name)
+            try:
+                converted = rule.convert(value)
+                valid = rule.holds(converted)
+            except (TypeError, ValueError, OverflowError):
+                valid = False
+            if not valid:
+                found = " ".join(short_repr(value).split())  # one line
+                raise InvalidSettings(f"{name} is {found}; it must be {rule.words}")
+            object.__setattr__(self, name, converted)
+
+
+class _Rule(NamedTuple):
+    """What a setting must be."""
+
+    convert: Callable[[Any], Any]  # to its type; raises TypeError, ValueError or OverflowError
+    holds: Callable[[Any], bool]  # whether the converted value is in its range
+    words: str
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError
+    return int(value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError
+    return float(value)
+
+
+def _flag(value: Any) -> bool:
+    if value not in (True, False):
+        raise TypeError
+    return bool(value)
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return str(value)  # NumPy has a type of its own
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else _several(value, _name)
+
+
+def _integers(value: Any) -> tuple[int, ...]:
+    return _several(value, _integer)
+
+
+def _several(value: Any, convert: Callable[[Any], Any]) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise TypeError
+    return tuple(map(convert, value))
+
+
+def _or_none(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else convert(value)
+
+
+_RULES = {
+    "max_new_tokens": _Rule(_integer, lambda n: n >= 1, "an integer of at least 1"),
+    "temperature": _Rule(
+        _number,
+        lambda t: t == 0.0 or LOWEST_TEMPERATURE <= t < float("inf"),
+        f"0 (greedy) or a number of at least {LOWEST_TEMPERATURE}",
+    ),
+    "top_k": _Rule(
+        _or_none(_integer), lambda k: k is None or k >= 1, "an integer of at least 1, or None for all tokens"
+    ),
+    "top_p": _Rule(_number, lambda p: 0.0 < p <= 1.0, "a number above 0 and at most 1"),
+    "repetition_penalty": _Rule(_number, lambda penalty: 0.0 < penalty < float("inf"), "a positive number"),
+    "seed": _Rule(
+        _or_none(_integer),
+        lambda seed: seed is None or -(2**63) <= seed < 2**64,
+        "an integer of at least -2**63 and below 2**64, or None",
+    ),
+    "stop": _Rule(_strings, all, "a string or a list of strings, none of them empty"),
+    "stop_token_ids": _Rule(_integers, lambda ids: min(ids, default=0) >= 0, "a list of token ids, such as [7]"),
+    "ignore_eos": _Rule(_flag, lambda _: True, "True or False"),
+    "logprobs": _Rule(
+        _or_none(_integer),
+        lambda k: k is None or 0 <= k <= MOST_LOGPROBS,
+        f"an integer from 0 to {MOST_LOGPROBS}, or None for no log-probabilities",
+    ),
+    "acceptance": _Rule(
+        _name,
+        lambda rule: rule in get_args(AcceptanceRule),
+        " or ".join(map(repr, get_args(AcceptanceRule))),
+    ),
+    "typical_epsilon": _Rule(_number, lambda epsilon: 0.0 < epsilon <= 1.0, "a number above 0 and at most 1"),
+    "typical_delta": _Rule(_or_none(_number), lambda delta: delta is None or delta > 0.0, "a positive number, or None"),
+}
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """How the model is loaded."""
+
+    chat_template: str | None = None
+    """Chat template in place of the head's or the tokenizer's. A Jinja file, or chatml, llama-2 or vicuna."""
+    precision: Precision = "auto"
+    """Number format. auto is bf16 if the machine supports it, else fp32. int8 is faster on CPUs and changes the model a
+    little."""
+    device: str | None = None
+    """Where the model runs: cpu, cuda or cuda:1. Default: CUDA if there is one."""
+    four_bit: bool = False
+    """Hold the linear layers in 4 bits (needs bitsandbytes). Less memory; it changes the model a little."""
+    fast: bool = True
+    """Use faster kernels (packed weights, CUDA graphs). Off: the stock model of transformers."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for models that you trust."""
+    attn_implementation: Literal["sdpa", "eager"] | None = None
+    """Attention of the model. Default: the choice of transformers."""
+
+    def given(self) -> dict[str, Any]:
+        """The settings that differ from the defaults, as arguments of :func:`draftheads.load`."""
+        return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}

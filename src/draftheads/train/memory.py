@@ -1,0 +1,91 @@
+"""Whether heads fit the model and the memory of this machine, before the model's weights are read."""
+
+from typing import Any
+
+import torch
+
+from draftheads.counts import byte_size, short_count
+from draftheads.errors import InvalidSettings
+from draftheads.heads import head_classes
+from draftheads.machine import find_memory
+from draftheads.models.model import layer_sizes
+from draftheads.train import processes
+from draftheads.train.new_head import head_config
+from draftheads.train.options import HeadOptions, RunOptions
+from draftheads.train.recipes import RECIPES
+
+# weights, gradients and Adam's two moments: fp32 each, or moments of 8 bits
+BYTES_PER_PARAMETER = {"adamw": 16, "adamw-8bit": 10}
+
+
+def check_sizes(options: RunOptions, config: Any) -> None:
+    """Checks the sizes of new heads against a model and the memory of this machine.
+
+    Args:
+        options: of the run.
+        config: the model's configuration.
+
+    Raises:
+        InvalidSettings: the heads cannot be trained here, or a size is larger than the model's own.
+    """
+    config, heads = config.get_text_config(), options.heads
+    if any(getattr(config, name, None) is None for name in ("hidden_size", "vocab_size", "num_attention_heads")):
+        return  # not a model that can be loaded; loading it raises the error
+    hidden_size, vocab_size = int(config.hidden_size), int(config.vocab_size)
+    if heads.draft_vocab_size > vocab_size and heads.draft_vocab_size not in _usual_vocab_sizes(options):
+        raise InvalidSettings(
+            f"--draft-vocab-size is {heads.draft_vocab_size}, but {options.model} has {vocab_size} tokens: give a "
+            "smaller size, or 0 for the whole vocabulary"
+        )
+    if heads.lm_head == "low_rank" and heads.lm_head_rank > max(hidden_size, HeadOptions.lm_head_rank):
+        raise InvalidSettings(
+            f"--lm-head-rank is {heads.lm_head_rank}, but the hidden size of {options.model} is {hidden_size}: give a "
+            "lower rank, or --lm-head own"
+        )
+    count = num_parameters(heads, config)
+    optimizer = options.optimizer.optimizer
+    needed, memory = count * BYTES_PER_PARAMETER[optimizer], memory_bytes()
+    if memory is not None and needed > memory:
+        place = "GPU" if processes.device().type == "cuda" else "machine"
+        smaller = ", or give --optimizer adamw-8bit" if optimizer == "adamw" else ""
+        raise InvalidSettings(
+            f"heads of {short_count(count)} parameters need about {byte_size(needed)} of memory to train, but this "
+            f"{place} has {byte_size(memory)}: "
+            f"lower --num-heads, --num-layers, --draft-vocab-size or --head-options{smaller}"
+        )
+
+
+def num_parameters(options: HeadOptions, config: Any) -> int:
+    """The number of parameters of new heads for a model; takes no memory for them.
+
+    Args:
+        options: architecture and sizes.
+        config: the configuration of the text model.
+    """
+    vocab_size, hidden_size = int(config.vocab_size), int(config.hidden_size)
+    sizes = head_config(
+        options,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        draft_vocab_size=options.draft_vocab_size if 0 < options.draft_vocab_size < vocab_size else None,
+        embedding_scale=1.0,  # no shape depends on it
+        layer_sizes=layer_sizes(config, hidden_size),
+    )
+    with torch.device("meta"):
+        head = head_classes(options.method)[1](sizes)
+    return sum(parameter.numel() for parameter in head.parameters())
+
+
+def memory_bytes() -> int | None:
+    """Of the GPU, or of this machine or container where there is none; None if it is not known."""
+    device = processes.device()
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    found = find_memory()
+    return found.total if found.limit is None else found.limit
+
+
+def _usual_vocab_sizes(options: RunOptions) -> set[Any]:
+    """Sizes that were not chosen for this model: a smaller vocabulary is then used as a whole."""
+    settings = {} if options.recipe is None else RECIPES[options.recipe].settings
+    return {HeadOptions.draft_vocab_size, settings.get("draft_vocab_size")}

@@ -1,0 +1,141 @@
+"""``draftheads cache`` shows and clears the parts of the cache."""
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftheads.cli.main import main
+from draftheads.files import locked
+
+COST = "costs/04d6347cd77c26e13234ed0c.json"
+BENCH = "bench/0123456789abcdef/found/0.json"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache with two parts, 1.5 kB."""
+    folder = tmp_path / "cache"
+    for name, size in ((COST, 500), (BENCH, 1000)):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_bytes(b"x" * size)
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(folder))
+    monkeypatch.setenv("COLUMNS", "80")
+    return folder
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def at_a_terminal(monkeypatch: pytest.MonkeyPatch, typed: str) -> _Terminal:
+    """Both ends are a terminal, and that is typed. Returns what is shown."""
+    shown = _Terminal()
+    monkeypatch.setattr(sys, "stdin", _Terminal(typed))
+    monkeypatch.setattr(sys, "stdout", shown)
+    return shown
+
+
+def test_show_lists_the_parts_in_80_columns(cache: Path, capsys: pytest.CaptureFixture[str]):
+    (cache / "notes.txt").touch()
+    assert main(["cache"]) == 0
+    out = capsys.readouterr().out
+    first, *lines = out.splitlines()
+    assert first == f"{cache}: 1.5 kB in 2 files"
+    assert max(map(len, lines)) <= 80
+    rows = [line.split(maxsplit=4)[:4] for line in lines if " B " in line or " kB " in line]
+    assert rows == [["costs", "1", "500", "B"], ["bench", "1", "1.0", "kB"]]
+    assert "measured again in 5 s for each head" in out
+    assert "never deleted: notes.txt" in out
+
+
+def test_show_of_one_part_and_of_an_empty_cache(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    assert main(["cache", "show", "costs"]) == 0
+    out = capsys.readouterr().out
+    assert "500 B in 1 file\n" in out
+    assert "bench" not in out.replace(str(cache), "")
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(cache / "none"))
+    assert main(["cache"]) == 0
+    assert capsys.readouterr().out.startswith(f"{cache / 'none'}: empty\n")
+
+
+def test_show_imports_nothing_slow(cache: Path):
+    code = """
+import sys
+from draftheads.cli.main import main
+assert main(["cache", "show"]) == main(["cache", "clear", "--yes"]) == 0
+print(sorted({"numpy", "torch", "transformers"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\n[]\n")
+
+
+def test_clear_needs_yes_where_there_is_no_terminal(cache: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["cache", "clear"]) == 1
+    err = capsys.readouterr().err
+    assert err == (
+        f"error: {cache}: nothing was deleted, because there is no terminal to ask on; "
+        "add --yes to delete 1.5 kB in 2 files\n"
+    )
+    assert (cache / COST).exists()
+    assert main(["cache", "clear", "--yes"]) == 0
+    assert capsys.readouterr().out == "deleted 1.5 kB in 2 files\n"
+    assert not (cache / COST).exists()
+    assert main(["cache", "clear", "--yes"]) == 0
+    assert capsys.readouterr().out == f"{cache}: nothing to delete\n"
+
+
+def test_clear_of_one_part_leaves_the_others(cache: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["cache", "clear", "bench", "--yes"]) == 0
+    assert capsys.readouterr().out == "deleted 1.0 kB in 1 file\n"
+    assert (cache / COST).exists()
+    assert not (cache / BENCH).exists()
+
+
+@pytest.mark.parametrize("typed", ["n\n", "\n", "", "all\n"])
+def test_a_declined_question_deletes_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch, typed: str):
+    shown = at_a_terminal(monkeypatch, typed)
+    assert main(["cache", "clear"]) == 0
+    assert "Delete 2 parts, 1.5 kB in 2 files? [y/N]" in shown.getvalue()
+    assert "nothing was deleted" in shown.getvalue()
+    assert (cache / COST).exists()
+    assert (cache / BENCH).exists()
+
+
+@pytest.mark.parametrize("typed", ["y\n", "Yes\n"])
+def test_an_agreed_question_deletes(cache: Path, monkeypatch: pytest.MonkeyPatch, typed: str):
+    shown = at_a_terminal(monkeypatch, typed)
+    assert main(["cache", "clear", "costs"]) == 0
+    assert "Delete 1 part, 500 B in 1 file? [y/N]" in shown.getvalue()
+    assert "deleted 500 B in 1 file" in shown.getvalue()
+    assert not (cache / COST).exists()
+    assert (cache / BENCH).exists()
+
+
+def test_an_unknown_part_names_the_parts(cache: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["cache", "clear", "cost", "--yes"]) == 1
+    err = capsys.readouterr().err
+    assert "no part 'cost'; its parts are smollm2-135m, kernels, costs, profiles, answers, bench" in err
+    assert (cache / COST).exists()
+
+
+def test_what_another_process_uses_is_named(cache: Path, capsys: pytest.CaptureFixture[str]):
+    with locked(cache / "bench" / "0123456789abcdef", ""):
+        assert main(["cache", "clear", "--yes"]) == 0
+    out = capsys.readouterr().out
+    assert out == "deleted 500 B in 1 file\nkept bench/0123456789abcdef: another process is using it\n"
+    assert (cache / BENCH).exists()
+
+
+def test_the_home_folder_is_not_cleared(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("HOME", str(cache))
+    assert main(["cache", "clear", "--yes"]) == 1
+    assert "which is your home folder" in capsys.readouterr().err
+    assert (cache / COST).exists()

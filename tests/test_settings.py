@@ -1,0 +1,143 @@
+"""Sampling settings: what is valid, what is converted, and errors that name the setting and its value."""
+
+import ast
+import inspect
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from draftheads.errors import DraftHeadsError, InvalidSettings
+from draftheads.settings import SamplingSettings
+
+NAN, INFINITY = math.nan, math.inf
+BAD_VALUES: dict[str, tuple[Any, ...]] = {
+    "max_new_tokens": (0, -1, "3", 3.5, 3.0, True, None, np.float32(3), np.int64(0), [3], NAN),
+    "temperature": (-0.1, NAN, INFINITY, "0.7", None, True, 1j, [0.7], 10**400, 1e-7),
+    "top_k": (0, -3, 2.5, "2", True, NAN),
+    "top_p": (0.0, -0.5, 1.01, NAN, "0.9", None, False),
+    "repetition_penalty": (0.0, -1.0, NAN, INFINITY, "1.1", None, True),
+    "seed": (2**64, -(2**63) - 1, 1e23, 10**23, 1.5, "7", True),  # PyTorch's generators take no such
+    "stop": ("", ("",), ("a", ""), [3], 3, b"x", ["a", None], {"a": 1}, True),
+    "stop_token_ids": (7, ["a"], "7", [2.5], [True], (-1,), {7: 1}, [[7]]),
+    "ignore_eos": ("no", "yes", None, 2, [], NAN, np.ones(2)),
+    "logprobs": (-1, 21, 2.5, "2", True, NAN),
+    "acceptance": ("greedy", "", None, 3, ["exact"]),
+    "typical_epsilon": (0.0, -0.1, 1.1, NAN, "0.09", None),
+    "typical_delta": (0.0, -0.1, NAN, "0.3", True),
+}
+WORDS = {
+    "max_new_tokens": "an integer of at least 1",
+    "temperature": "0 (greedy) or a number of at least 1e-06",
+    "stop": "a string or a list of strings, none of them empty",
+    "stop_token_ids": "a list of token ids, such as [7]",
+    "ignore_eos": "True or False",
+    "logprobs": "an integer from 0 to 20, or None for no log-probabilities",
+    "acceptance": "'exact' or 'rejection' or 'block' or 'typical' or 'typical-sampled'",
+}
+
+
+def bad_inputs() -> Iterator[tuple[str, Callable[[], object], type[DraftHeadsError], str]]:
+    """For each: what it is, how it is given, the error, and what the message must contain."""
+    for name, values in BAD_VALUES.items():
+        for value in values:
+            shown = repr(value) if len(repr(value)) < 30 else ""
+            words = f"{name} is {shown}; it must be {WORDS.get(name, '')}" if shown else f"{name} is "
+            yield (
+                f"{name} {value!r:.20}",
+                lambda name=name, value=value: SamplingSettings(**{name: value}),
+                (InvalidSettings),
+                words,
+            )
+
+
+@pytest.mark.parametrize(("name", "give", "error", "words"), list(bad_inputs()))
+def test_a_bad_value_is_named_with_what_is_expected(
+    name: str, give: Callable[[], object], error: type[DraftHeadsError], words: str
+):
+    with pytest.raises(error) as caught:
+        give()
+    assert words in str(caught.value), name
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 160
+
+
+def test_a_long_value_is_shortened():
+    with pytest.raises(InvalidSettings, match=r"^stop is \[3, 3, 3, 3, 3, 3, \.\.\.\]; it must be a string"):
+        SamplingSettings(stop=[3] * 10_000)  # type: ignore[arg-type]
+    with pytest.raises(InvalidSettings, match=r"^top_p is tensor.*; it must be a number"):
+        SamplingSettings(top_p=torch.ones(9, 9))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_new_tokens", 1),
+        ("temperature", 0.0),
+        ("temperature", 1e-6),
+        ("top_k", 1),
+        ("top_p", 1.0),
+        ("top_p", 1e-9),
+        ("repetition_penalty", 0.1),
+        ("acceptance", "typical"),
+        ("acceptance", "typical-sampled"),
+        ("typical_epsilon", 1.0),
+        ("typical_delta", 1e-9),
+        ("stop", ("a",)),
+        ("seed", -1),
+        ("seed", -(2**63)),
+        ("seed", 2**64 - 1),
+        ("logprobs", 0),
+        ("logprobs", 20),
+    ],
+)
+def test_the_edges_of_what_is_allowed(name: str, value: Any):
+    assert getattr(SamplingSettings(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("stop", "END", ("END",)),
+        ("stop", ["a", "b"], ("a", "b")),
+        ("stop", {"a"}, ("a",)),
+        ("stop", None, ()),
+        ("stop", np.array(["a", "b"]), ("a", "b")),
+        ("stop_token_ids", [7, np.int32(8)], (7, 8)),
+        ("stop_token_ids", {7}, (7,)),
+        ("stop_token_ids", None, ()),
+        ("max_new_tokens", np.int64(3), 3),
+        ("seed", np.uint64(2**64 - 1), 2**64 - 1),
+        ("logprobs", np.int8(2), 2),
+        ("temperature", 1, 1.0),
+        ("temperature", np.float32(0.5), 0.5),
+        ("top_p", Fraction(1, 2), 0.5),
+        ("ignore_eos", np.True_, True),
+    ],
+)
+def test_what_is_converted(name: str, given: Any, expected: Any):
+    settings = SamplingSettings(**{name: given})
+    found = getattr(settings, name)
+    assert found == expected
+    assert type(found) is type(expected)
+    if isinstance(found, tuple):
+        assert [type(item) in (int, str) for item in found] == [True] * len(found)
+    assert settings == replace(settings) == pickle.loads(pickle.dumps(settings))  # noqa: S301 - our own
+    assert hash(settings) == hash(SamplingSettings(**{name: expected}))
+
+
+def test_the_first_sentence_about_each_setting_is_one_line_of_help():
+    tree = ast.parse(inspect.getsource(SamplingSettings)).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    docs = [ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Expr)][1:]
+    assert len(docs) == len(fields(SamplingSettings))
+    for doc in docs:
+        first = doc.split(". ")[0]
+        assert len(first) < 60, first
+        assert "\n" not in first

@@ -1,0 +1,100 @@
+"""Sizes of heads are checked against the model and the memory before the model's weights are read."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftheads.errors import InvalidSettings
+from draftheads.heads import HEADS
+from draftheads.heads.base import DraftHead
+from draftheads.machine import Memory
+from draftheads.models.model import TargetModel
+from draftheads.train import memory
+from draftheads.train.joint.run import train_jointly
+from draftheads.train.memory import check_sizes, memory_bytes, num_parameters
+from draftheads.train.new_head import new_head
+from draftheads.train.options import HeadOptions
+from draftheads.train.run import train
+from fake_progress import FakeProgress
+from families import fitting
+from joint_world import joint_options, on_disk
+from training_world import chat_model, chat_options, counting_chats, train_options, write_chats
+
+
+def head_of(options: HeadOptions, target: TargetModel) -> DraftHead:
+    """An untrained head whose draft vocabulary needs no texts."""
+    return new_head(options, target.weights, [], [], target.eos_ids, layer_sizes=target.layer_sizes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lm_head", ["shared", "own", "low_rank"])
+@pytest.mark.parametrize("method", HEADS)
+def test_parameters_are_counted_without_the_head(method: str, lm_head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftheads.train.new_head.embedding_scale", lambda *_: 1.0)
+    target = chat_model()
+    sizes = fitting(method, num_heads=3, num_layers=2)
+    options = HeadOptions(method=method, lm_head=lm_head, lm_head_rank=5, draft_vocab_size=0, **sizes)
+    head = head_of(options, target)
+    assert num_parameters(options, target.config) == sum(parameter.numel() for parameter in head.parameters())
+
+
+def test_a_trimmed_vocabulary_needs_fewer_parameters() -> None:
+    config = chat_model().config
+    rows = [
+        num_parameters(HeadOptions(method="medusa", lm_head="own", draft_vocab_size=size), config)
+        for size in (10, 11, 64, 8192, 0)
+    ]
+    assert rows[1] - rows[0] == 4 * 32  # a row of each head
+    assert rows[2] == rows[3] == rows[4]
+
+
+@pytest.mark.parametrize(("optimizer", "each"), [("adamw", 16), ("adamw-8bit", 10)])
+def test_too_little_memory_is_an_error_with_both_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, each: int
+) -> None:
+    config = chat_model().config
+    options = train_options(tmp_path / "out", tmp_path, optimizer=optimizer, draft_vocab_size=0)
+    needed = 3 * (32 * 32 + 32) * each
+    monkeypatch.setattr(memory, "memory_bytes", lambda: needed)
+    check_sizes(options, config)
+    monkeypatch.setattr(memory, "memory_bytes", lambda: None)
+    check_sizes(options, config)
+    monkeypatch.setattr(memory, "memory_bytes", lambda: needed - 1)
+    words = rf"heads of 3\.2 k parameters need about {needed / 1e3:.1f} kB of memory to train, but this machine has "
+    with pytest.raises(InvalidSettings, match=words) as caught:
+        check_sizes(options, config)
+    assert ("--optimizer adamw-8bit" in str(caught.value)) == (optimizer == "adamw")
+    assert "--num-heads" in str(caught.value)
+
+
+def test_sizes_beyond_the_model_are_named(tmp_path: Path) -> None:
+    config = chat_model().config
+    check_sizes(train_options(tmp_path, tmp_path, draft_vocab_size=64), config)
+    check_sizes(train_options(tmp_path, tmp_path, draft_vocab_size=8192), config)  # the default
+    check_sizes(train_options(tmp_path, tmp_path, draft_vocab_size=6144, recipe="small"), config)  # the recipe's
+    with pytest.raises(InvalidSettings, match="--draft-vocab-size is 65, but tiny-chat has 64 tokens"):
+        check_sizes(train_options(tmp_path, tmp_path, draft_vocab_size=65), config)
+    check_sizes(train_options(tmp_path, tmp_path, lm_head_rank=65), config)  # without a low_rank lm_head it is not used
+    with pytest.raises(InvalidSettings, match="--lm-head-rank is 65, but the hidden size of tiny-chat is 32"):
+        check_sizes(train_options(tmp_path, tmp_path, lm_head="low_rank", lm_head_rank=65), config)
+
+
+def test_both_commands_check_before_the_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = on_disk(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    data = write_chats(tmp_path / "chats.jsonl", counting_chats(9))
+    monkeypatch.setattr(memory, "memory_bytes", lambda: 1000)
+    with pytest.raises(InvalidSettings, match=r"this machine has 1\.0 kB"):
+        train(chat_options(tmp_path / "out", model=model, data=(data,)), FakeProgress())
+    with pytest.raises(InvalidSettings, match=r"this machine has 1\.0 kB"):
+        train_jointly(joint_options(tmp_path / "joint", data, model=model), FakeProgress())
+
+
+def test_this_machine_has_memory() -> None:
+    found = memory_bytes()
+    assert found is None or found > 1 << 28
+
+
+def test_the_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "find_memory", lambda: Memory(total=1 << 40, available=None, limit=1 << 30))
+    assert memory_bytes() == 1 << 30
