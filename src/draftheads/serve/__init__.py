@@ -1,0 +1,1 @@
+"""A server for many users at once, with OpenAI's interface."""
