@@ -149,8 +149,6 @@ def load(
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
     )
-    if head in UNTRAINED:
-        return Engine(target, UNTRAINED[str(head)](), max_batch_size=max_batch_size)
     if draft_model is not None:
         is_named = isinstance(draft_model, str | PathLike)
         small = load_target(
@@ -165,11 +163,34 @@ def load(
         if tree is not None:
             draft.check_shape(tree)
         return Engine(target, Copying(draft) if copy else draft, shape=tree, max_batch_size=max_batch_size)
+    return engine_on(
+        target, head, model=name, tree=tree, profile=profile, copy=copy, max_batch_size=max_batch_size, fast=fast
+    )
+
+
+def engine_on(
+    target: TargetModel,
+    head: str | PathLike[str] | None,
+    *,
+    model: str | PathLike[str],
+    tree: Shape | None = None,
+    profile: str | PathLike[str] | None = "auto",
+    copy: bool = True,
+    max_batch_size: int = 16,
+    fast: bool = True,
+) -> Engine:
+    """An engine on a loaded target, which several engines can share; ``head`` is loaded, None decodes plainly.
+
+    ``model`` is the target's name; the other arguments and the errors are those of :func:`load`. The chat template stays
+    the target's: :func:`find_template` finds the one of a head.
+    """
     if head is None:
         return Engine(target, max_batch_size=max_batch_size)
-    drafter = load_drafter(head, name, target, fast=fast)
+    if head in UNTRAINED:
+        return Engine(target, UNTRAINED[str(head)](), max_batch_size=max_batch_size)
+    drafter = load_drafter(head, model, target, fast=fast)
     return head_engine(
-        target, drafter, head=head, model=name, tree=tree, profile=profile, copy=copy, max_batch_size=max_batch_size
+        target, drafter, head=head, model=model, tree=tree, profile=profile, copy=copy, max_batch_size=max_batch_size
     )
 
 
