@@ -181,9 +181,10 @@ def engine_on(
 ) -> Engine:
     """An engine on a loaded target, which several engines can share; ``head`` is loaded, None decodes plainly.
 
-    ``model`` is the target's name; the other arguments and the errors are those of :func:`load`. The chat template stays
-    the target's: :func:`find_template` finds the one of a head.
+    ``model`` is the target's name; the other arguments and the errors are those of :func:`load`. The chat template
+    stays the target's: :func:`find_template` finds the one of a head.
     """
+    _check_what_drafts(head, None, tree, profile)
     if head is None:
         return Engine(target, max_batch_size=max_batch_size)
     if head in UNTRAINED:
