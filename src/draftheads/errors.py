@@ -17,6 +17,9 @@
     ├── TrainingError           training cannot continue
     │   └── NonFiniteLoss       the loss became NaN or infinite
     ├── EndpointError           a server returned no answer
+    ├── QueueFull               too many requests wait; the error has the seconds after which to retry
+    ├── TooLarge                a request needs more memory than the server may use
+    ├── ShuttingDown            the server takes no more requests
     ├── DistillationInterrupted Ctrl-C stopped a distillation; it can be resumed
     ├── StorageError            a file could not be written; nothing is left half-written
     └── MissingDependency       an optional package is not installed; the message has its pip line
@@ -104,6 +107,24 @@ class NonFiniteLoss(TrainingError):
 
 class EndpointError(DraftHeadsError):
     """A server cannot be reached, refuses the request, or returns an invalid response."""
+
+
+class QueueFull(DraftHeadsError):
+    """Too many requests wait for a place."""
+
+    retry_after: float  # seconds
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        self.retry_after = retry_after
+        super().__init__(message)
+
+
+class TooLarge(DraftHeadsError):
+    """A request does not fit into the memory for keys and values, even alone."""
+
+
+class ShuttingDown(DraftHeadsError):
+    """The server is shutting down and takes no more requests."""
 
 
 class DistillationInterrupted(DraftHeadsError):

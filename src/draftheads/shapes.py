@@ -146,6 +146,13 @@ def depth_of(shape: Shape) -> int | None:
     return shape.max_depth if isinstance(shape, Tree) else shape.depth
 
 
+def most_nodes_of(shape: Shape) -> int:
+    """The most nodes that a tree of the shape has, root included."""
+    if isinstance(shape, BestPaths):
+        return shape.most_nodes
+    return shape.tree.num_nodes if isinstance(shape, Sampled) else shape.num_nodes
+
+
 def calibrated(shape: Shape, confidence: Sequence[float]) -> Shape:
     """The same shape with these divisors where it uses probabilities and has no divisors of its own."""
     if isinstance(shape, BestFirst | BestPaths) and not shape.confidence:

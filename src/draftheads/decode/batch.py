@@ -1,6 +1,6 @@
 """The decoding loop: rows that join, step together and leave. Plain and speculative decoding are the same loop."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -47,6 +47,7 @@ class Batch:
         self._context: Context | None = None
         self._rows: RowSettings | None = None
         self._seen: Tensor | None = None  # (B, V) bool; only where a row has a repetition penalty
+        self._stepped_rows = 0  # rows that the session has seen; they come first
 
     @torch.inference_mode()
     def join(self, requests: Sequence[Request]) -> list[StreamEvent]:
@@ -82,6 +83,7 @@ class Batch:
         text_tokens = max(self.target.lengths)
         context = replace(self._context, rows=self._rows, draws=self._draws, text_tokens=text_tokens)
         draft = self.session.propose(context, self.shape)
+        self._stepped_rows = len(self.requests)
         self.lap("draft")
         logits, hidden = self.target.verify(draft)
         self.lap("verify")
@@ -93,33 +95,50 @@ class Batch:
         if draft.sampled and self._rows.any_rejection:
             rejection_uniforms = self._numbers(num_rejection_uniforms(draft), "rejection")
         verdict = accept(draft, logits, self._rows, uniforms, self._seen, rejection_uniforms=rejection_uniforms)
-        new_ids, counts, copied = _tokens_of(draft, verdict)  # the step's one transfer to the host
+        new_ids, counts, copied, by_depth = _tokens_of(draft, verdict)  # the step's one transfer to the host
         self.target.commit(verdict, counts)
         self._context = _advanced(draft, verdict, hidden)
         logprobs = _logprobs(self.requests, logits, verdict.path, new_ids, counts)
         events = []
-        for request, ids, count, num_copied, own in zip(self.requests, new_ids, counts, copied, logprobs, strict=True):
+        for row, request in enumerate(self.requests):
             request.num_steps += 1
-            events.append(request.append(ids[:count], num_drafted=count - 1, num_copied=num_copied, **own))
+            count = counts[row]
+            events.append(
+                request.append(
+                    new_ids[row][:count],
+                    num_drafted=count - 1,
+                    num_copied=copied[row],
+                    drafted_by_depth=by_depth[row],
+                    **logprobs[row],
+                )
+            )
         self._note_seen(new_ids, counts)
         if isinstance(self.session, SizePolicySession):
             self.session.note([count - 1 for count in counts])
-        self._drop_finished()
+        self._keep([row for row, request in enumerate(self.requests) if request.finish_reason is None])
         self.lap("rest")
         return events
 
-    def _drop_finished(self) -> None:
-        """Finished rows leave; the last ones take their places."""
-        going = [row for row, request in enumerate(self.requests) if request.finish_reason is None]
+    @torch.inference_mode()
+    def drop(self, requests: Collection[Request]) -> None:
+        """These requests leave unfinished, between two steps; others than the rows' are ignored."""
+        self._keep([row for row, request in enumerate(self.requests) if request not in requests])
+
+    def _keep(self, going: Sequence[int]) -> None:
+        """The other rows leave; the last ones take their places."""
         if len(going) == len(self.requests):
             return
-        kept = without_holes(going)
+        # the session has not seen rows that joined after the last step: they stay behind those that it knows
+        known = without_holes([row for row in going if row < self._stepped_rows])
+        kept = [*known, *(row for row in going if row >= self._stepped_rows)]
         self.requests = [self.requests[row] for row in kept]
-        rows = torch.tensor(kept, dtype=torch.long, device=self.target.model.device)
+        device = self.target.model.device
         assert self._context is not None
-        self._context = self._context.keep(rows)
+        self._context = self._context.keep(torch.tensor(kept, dtype=torch.long, device=device))
         self.target.keep(kept)
-        self.session.keep(rows)
+        if len(known) < self._stepped_rows:
+            self.session.keep(torch.tensor(known, dtype=torch.long, device=device))
+            self._stepped_rows = len(known)
         self._read_settings()
 
     def _read_settings(self) -> None:
@@ -185,17 +204,34 @@ def without_holes(rows: Sequence[int]) -> list[int]:
     return [row if row in staying else next(movers) for row in range(len(rows))]
 
 
-def _tokens_of(draft: Draft, verdict: Verdict) -> tuple[list[list[int]], list[int], list[int]]:
-    """Per row the accepted draft tokens and then the next token, their number, and the number of copied ones.
+def _tokens_of(draft: Draft, verdict: Verdict) -> tuple[list[list[int]], list[int], list[int], list[list[int]]]:
+    """What a step did, for each row.
 
-    Entries beyond the number of tokens are not used.
+    Returns:
+        The accepted draft tokens and then the next token (entries beyond their number are not used), their number,
+        the number of copied ones, and the number of draft tokens at each depth.
     """
     accepted = draft.token_ids.gather(1, verdict.path)[:, 1:]  # (B, P-1)
     ids = torch.cat([accepted, verdict.next_ids[:, None]], 1)  # (B, P)
     last = (verdict.num_accepted - 1)[:, None]
     ids = ids.scatter(1, last, verdict.next_ids[:, None])
-    packed = torch.cat([ids, verdict.num_accepted[:, None], _num_copied(draft, verdict)[:, None]], 1).tolist()
-    return [row[:-2] for row in packed], [row[-2] for row in packed], [row[-1] for row in packed]
+    depths = torch.arange(1, draft.max_depth + 1, device=ids.device)
+    by_depth = (draft.depths[:, :, None] == depths).sum(1).expand(len(ids), -1)  # (B, depths)
+    packed = torch.cat([verdict.num_accepted[:, None], _num_copied(draft, verdict)[:, None], by_depth, ids], 1).tolist()
+    first = 2 + draft.max_depth
+    return (
+        [row[first:] for row in packed],
+        [row[0] for row in packed],
+        [row[1] for row in packed],
+        [_without_zeros(row[2:first]) for row in packed],
+    )
+
+
+def _without_zeros(counts: list[int]) -> list[int]:
+    """The counts up to the last one above 0: a tree may be less deep than its shape allows."""
+    while counts and not counts[-1]:
+        counts.pop()
+    return counts
 
 
 def _logprobs(

@@ -9,7 +9,7 @@ from numbers import Integral
 from threading import Lock
 from typing import Any, cast
 
-from draftheads.acceptance_profile import AcceptanceProfile
+from draftheads.acceptance_profile import MAX_NODES, AcceptanceProfile
 from draftheads.chat_template import BUILT_IN, render, template_of
 from draftheads.counts import counted
 from draftheads.decode.batch import Batch
@@ -33,7 +33,7 @@ from draftheads.messages import Message, half_character, message_problem, short
 from draftheads.models.model import TargetModel
 from draftheads.progress import Progress, counted_stage, shown
 from draftheads.settings import SamplingSettings
-from draftheads.shapes import Shape, as_shape, in_words
+from draftheads.shapes import BestFirst, Shape, as_shape, calibrated, in_words, most_nodes_of
 
 Prompt = str | Sequence[Message] | Sequence[int]  # a user's text, a list of messages, or token ids as they are
 # names of other libraries, where they are not close to ours
@@ -197,12 +197,51 @@ class Engine:
                     events = batch.step()
                 yield from events
 
-    def batch(self, *, lap: Callable[[str], object] = str) -> Batch:
-        """A batch without rows; with profiles, a size policy decides how much is drafted at each step."""
+    def batch(self, *, draft_nodes: int | None = None, lap: Callable[[str], object] = str) -> Batch:
+        """A batch without rows; with profiles, a size policy decides how much is drafted at each step.
+
+        Args:
+            draft_nodes: 0 decodes plainly, and n drafts on growing trees of n nodes, whatever the engine's own rule.
+            lap: as for :class:`Batch`.
+
+        Raises:
+            InvalidSettings: as for :meth:`check_draft_nodes`.
+        """
+        self.check_draft_nodes(draft_nodes)
+        if draft_nodes == 0:
+            return Batch(self.model, NoDraft(), lap=lap)
+        if draft_nodes is not None:
+            confidence = () if self.profile is None else self.profile.confidence
+            shape = calibrated(BestFirst(draft_nodes), confidence or getattr(self.shape, "confidence", ()))
+            return Batch(self.model, self.drafter, shape=shape, lap=lap)
         drafter = self.drafter
         if self.profile is not None and self.cost is not None:
             drafter = SizePolicy(drafter, self.profile, self.cost)
         return Batch(self.model, drafter, shape=self.shape, lap=lap)
+
+    def check_draft_nodes(self, draft_nodes: int | None) -> None:
+        """Can trees have so many nodes? None and 0 are always possible.
+
+        Raises:
+            InvalidSettings: no integer from 0 to 64, or above 0 without a drafter that fills trees.
+        """
+        require_at_least(0, draft_nodes=draft_nodes)
+        if draft_nodes is not None and draft_nodes > MAX_NODES:
+            raise InvalidSettings(f"draft_nodes is {draft_nodes}; it must be at most {MAX_NODES}")
+        if draft_nodes and self.drafter.default_shape is None:
+            raise InvalidSettings(
+                f"draft_nodes is {draft_nodes}, which is for drafters that fill trees, such as draft heads; "
+                f"{_name_of(self.drafter)} does not: leave draft_nodes out"
+            )
+
+    def most_nodes(self, draft_nodes: int | None = None) -> int:
+        """The most nodes that a step of :meth:`batch` verifies for a row, root included."""
+        if draft_nodes is not None:
+            return max(1, draft_nodes)
+        if self.profile is not None:
+            return MAX_NODES + (self.drafter.num_tokens if isinstance(self.drafter, Copying) else 0)
+        shape = self.shape or self.drafter.default_shape
+        return int(getattr(self.drafter, "most_nodes", 1)) if shape is None else most_nodes_of(shape)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, with the model's chat template where it has one.

@@ -31,6 +31,7 @@ class StreamEvent:
     num_copied: int = 0  # how many of the drafted ones, the last of them, only a copy from the text so far brought
     logprobs: tuple[float, ...] | None = None  # of the new tokens, as in GenerationResult
     top_logprobs: tuple[TopLogprobs, ...] | None = None
+    drafted_by_depth: tuple[int, ...] = ()  # draft tokens of this step at depth 1, 2, …, accepted or not
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class GenerationResult:
     drafted: tuple[bool, ...] = ()  # whether each token is an accepted draft token
     logprobs: tuple[float, ...] | None = None  # of each token; None unless settings.logprobs asks for it
     top_logprobs: tuple[TopLogprobs, ...] | None = None  # at each place; None unless settings.logprobs is above 0
+    drafted_by_depth: tuple[int, ...] = ()  # draft tokens of all steps at depth 1, 2, …
+    accepted_by_depth: tuple[int, ...] = ()  # how many of them were accepted
     tokenizer: InitVar[Any] = None  # for pieces; no field, so it is neither compared nor pickled
 
     def __post_init__(self, tokenizer: Any) -> None:
@@ -114,6 +117,8 @@ class Request:
         self.num_steps = 0
         self.num_copied = 0
         self.drafted: list[bool] = []  # for each token
+        self.drafted_by_depth: list[int] = []  # draft tokens of all steps at depth 1, 2, …
+        self.accepted_by_depth: list[int] = []  # the same of accepted ones
         self.logprobs: list[float] = []
         self.top_logprobs: list[TopLogprobs] = []
         self.finish_reason: FinishReason | None = None
@@ -130,6 +135,16 @@ class Request:
             self._generator.manual_seed(settings.seed)
         self._uniforms: list[float] = []
         self._streams: dict[str, torch.Generator] = {}
+
+    @property
+    def most_new_tokens(self) -> int:
+        """Tokens of the longest possible answer."""
+        return self._max_new_tokens
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the prompt and of the longest possible answer."""
+        return len(self.prompt_ids) + self._max_new_tokens
 
     def uniforms(self, count: int) -> list[float]:
         """Random numbers in [0, 1) for the next ``count`` tokens; a place in the answer always gets the same one."""
@@ -154,10 +169,12 @@ class Request:
         num_copied: int = 0,
         logprobs: Sequence[float] = (),
         top_logprobs: Sequence[TopLogprobs] = (),
+        drafted_by_depth: Sequence[int] = (),
     ) -> StreamEvent:
         """Adds a step's tokens up to the first stop; what comes after it in the accepted run is dropped.
 
         The log-probabilities are those of the tokens, and more of them are ignored; empty if the settings ask for none.
+        ``drafted_by_depth`` counts the step's draft tokens at depth 1, 2, …
         """
         kept: list[int] = []
         text = ""
@@ -182,6 +199,7 @@ class Request:
         self.drafted += [place < kept_drafted for place in range(len(kept))]
         self.logprobs += logprobs[: len(kept)]
         self.top_logprobs += top_logprobs[: len(kept)]
+        self._count_depths(drafted_by_depth, kept_drafted)
         return StreamEvent(
             self.index,
             text,
@@ -190,6 +208,7 @@ class Request:
             self.finish_reason,
             kept_copied,
             *self._asked(logprobs[: len(kept)], top_logprobs[: len(kept)]),
+            tuple(drafted_by_depth),
         )
 
     def result(self) -> GenerationResult:
@@ -204,6 +223,8 @@ class Request:
             self.num_copied,
             tuple(self.drafted),
             *self._asked(self.logprobs, self.top_logprobs),
+            tuple(self.drafted_by_depth),
+            tuple(self.accepted_by_depth),
             tokenizer=self._tokenizer,
         )
 
@@ -213,6 +234,14 @@ class Request:
         """None in place of what the settings do not ask for."""
         asked = self.settings.logprobs
         return (None if asked is None else tuple(logprobs)), (tuple(top_logprobs) if asked else None)
+
+    def _count_depths(self, drafted: Sequence[int], num_accepted: int) -> None:
+        new_depths = [0] * (len(drafted) - len(self.drafted_by_depth))
+        self.drafted_by_depth += new_depths
+        self.accepted_by_depth += new_depths
+        for place, count in enumerate(drafted):
+            self.drafted_by_depth[place] += count
+            self.accepted_by_depth[place] += place < num_accepted
 
     def _until_stop_id(self, token_ids: Sequence[int]) -> list[int]:
         room = self._max_new_tokens - len(self.token_ids)

@@ -227,6 +227,13 @@ class Target:
         return masks if len(masks) > 1 else masks[kinds[0]]
 
 
+def bytes_per_slot(model: TargetModel) -> int:
+    """Memory of the keys and values of one token, from those of a text of one token."""
+    target = Target(model)
+    target.prefill([[0]])
+    return target.cache.num_bytes // target.cache.capacity
+
+
 def padded_nodes(num_nodes: int) -> int:
     """The number of nodes of a static step for a tree of that size. Few sizes need few captures.
 

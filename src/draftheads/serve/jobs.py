@@ -1,0 +1,88 @@
+"""What the scheduler takes and tells: jobs, lanes, limits and counts. Knows nothing of threads."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from draftheads.decode.request import Request, StreamEvent
+from draftheads.errors import require_at_least
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Requests that are decoded in one batch: they have the same drafter, adapter and rule for trees."""
+
+    model: str
+    """The served name of the engine."""
+    draft_nodes: int | None = None
+    """0 decodes plainly; n drafts on growing trees of n nodes; None leaves it to the engine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a scheduler may use.
+
+    Raises:
+        InvalidSettings: a number below 1.
+    """
+
+    max_rows: int = 16
+    """Requests that are read or decoded at the same time."""
+    max_waiting: int = 128
+    """Requests that wait. One more is refused."""
+    kv_bytes: int
+    """Memory for keys and values, of running requests and cached prefixes together."""
+    chunk_tokens: int = 256
+    """Prompt tokens that are read between two steps."""
+
+    def __post_init__(self) -> None:
+        require_at_least(
+            1,
+            max_rows=self.max_rows,
+            max_waiting=self.max_waiting,
+            kv_bytes=self.kv_bytes,
+            chunk_tokens=self.chunk_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class JobFailed:
+    """The last event of a job without an answer."""
+
+    reason: Literal["error", "deadline", "shutdown"]
+    message: str
+
+
+@dataclass(eq=False)
+class Job:
+    """One answer that is wanted. The last event has a ``finish_reason``, or it is a :class:`JobFailed`."""
+
+    request: Request
+    lane: Lane
+    client: str
+    """Clients take turns: an API key or an address."""
+    on_event: Callable[[StreamEvent | JobFailed], None]
+    """Called on the model thread, and must not block."""
+    deadline: float | None = None
+    """On the scheduler's clock, ``time.monotonic``."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Counts of a scheduler. Those of the second group only grow."""
+
+    waiting: int = 0
+    reading: int = 0  # requests whose prompts are being read
+    running: int = 0  # requests that are decoded
+    lanes: int = 0
+    kv_bytes: int = 0  # keys and values of the requests that are read or decoded
+    prefix_bytes: int = 0  # the same of cached prefixes, with their hidden states
+    prefix_entries: int = 0
+
+    steps: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    prompt_tokens_read: int = 0
+    prefix_hits: int = 0
+    prefix_tokens_reused: int = 0
