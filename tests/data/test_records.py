@@ -65,6 +65,21 @@ def test_line_separators_other_than_line_feed_belong_to_the_text(tmp_path: Path)
     assert prompts_in(path) == ["dead\u2028cab\u0085"]
 
 
+def test_a_prompt_and_its_completion_are_texts_or_messages(tmp_path: Path):
+    path = tmp_path / "chats.jsonl"
+    user, assistant = {"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}
+    lines = [
+        {"prompt": "w1", "completion": "w2", "finished": False},
+        {"prompt": [user], "completion": [assistant]},
+        {"messages": [user, assistant], "completion": "ignored"},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = list(read_chats(path))
+    assert [record.messages for record in found] == [(user, assistant)] * 3
+    assert [record.is_completion for record in found] == [True, False, False]
+    assert [record.finished for record in found] == [False, True, True]
+
+
 BOTH = [
     ("hello", "not JSON"),
     ("[" * 100_000, r"nested too deeply to be read: '\[{57}…'"),
@@ -86,6 +101,10 @@ BOTH = [
         ('{"messages": []}', "a chat is an object"),
         ('{"messages": [{"role": "user", "content": "w1"}]}', "no message of role 'assistant'"),
         ('{"messages": [{"role": "assistant", "content": "w1"}], "finished": 1}', "finished is 1"),
+        ('{"prompt": "w1", "completion": 3}', "prompt and completion must be two texts or two lists of messages, not"),
+        ('{"completion": "w1"}', "prompt and completion must be two texts"),
+        ('{"prompt": [], "completion": []}', "a chat is an object"),
+        ('{"prompt": "w1", "completion": "w2 \\ud800"}', "message 1: content holds half a character"),
     ],
 )
 def test_a_malformed_chat_is_named(tmp_path: Path, line: str, message: str):

@@ -60,6 +60,7 @@ def test_a_recipe_sets_its_settings_and_no_others(name: str, joined: bool) -> No
         ("mlp-speculator", {"loss": "hard", "depth_decay": 1.0, "warmup": 0.05, "final_learning_rate": 0.1}),
         # section 4: 15k and 6k steps, 1e-3 to 1e-4 and 1e-4 to 1e-5
         ("mlp-speculator", {"text_part": 0.714, "second_stage_rate": 0.1}),
+        ("mlp-speculator", {"text_length": 4096, "max_length": 256}),  # section 3.2
         ("eagle", {"feature_weight": 10.0, "loss": "teacher", "betas": (0.9, 0.95), "epochs": 20}),
         ("blockwise", {"method": "medusa", "chain": True}),
     ],

@@ -148,6 +148,15 @@ def test_plain_text_is_cut_into_blocks_of_equal_length(target: TargetModel, book
     assert block.token_ids == (*tokenizer("w1 w2 w3")["input_ids"], EOS)
 
 
+def test_blocks_of_plain_text_may_be_longer_than_chats(
+    target: TargetModel, chats: Path, book: Path, tmp_path: Path
+) -> None:
+    settings = chat_options(tmp_path / "out", data=(chats,), text=(book,), text_length=50, max_length=16)
+    texts = read_texts(target, settings)
+    assert {len(text.token_ids) for text in texts if text.loss_mask[0]} >= {50}
+    assert max(len(text.token_ids) for text in texts if not text.loss_mask[0]) == 16
+
+
 def read_zipped(path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in gzip.decompress(path.read_bytes()).decode().splitlines()]
 

@@ -49,6 +49,21 @@ def encode_chat(reader: ChatReader, messages: Sequence[Message], *, finished: bo
     return EncodedChat(tuple(token_ids[:max_length]), tuple(loss_mask[:max_length]), is_cut=is_cut)
 
 
+def encode_completion(
+    reader: ChatReader, prompt: str, completion: str, *, finished: bool, max_length: int
+) -> EncodedChat:
+    """A text and its completion, without a chat template; the loss covers the completion and the end of the text.
+
+    The arguments are those of :func:`encode_chat`.
+    """
+    before = list(reader.tokenizer(prompt)["input_ids"]) if prompt else []
+    after = continuing_ids(reader.tokenizer, completion)
+    if finished and reader.eos_ids:
+        after.append(min(reader.eos_ids))
+    token_ids, loss_mask = (*before, *after), (False,) * len(before) + (True,) * len(after)
+    return EncodedChat(token_ids[:max_length], loss_mask[:max_length], is_cut=len(token_ids) > max_length)
+
+
 def _segments(reader: ChatReader, messages: Sequence[Message], *, finished: bool) -> Iterator[tuple[list[int], bool]]:
     """Token ids piece by piece, and whether the assistant said them."""
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]

@@ -13,7 +13,7 @@ import torch
 
 from draftheads.chat_template import ChatReader
 from draftheads.counts import counted
-from draftheads.data.chat import EncodedChat, encode_chat
+from draftheads.data.chat import EncodedChat, encode_chat, encode_completion
 from draftheads.data.features import (
     DOCUMENTS_PER_SHARD,
     Document,
@@ -25,7 +25,7 @@ from draftheads.data.features import (
     write_shard,
 )
 from draftheads.data.live import fingerprint_of, read_alone
-from draftheads.data.records import read_chats
+from draftheads.data.records import Record, read_chats
 from draftheads.errors import DataError, StorageError
 from draftheads.models.model import TargetModel
 from draftheads.progress import Progress
@@ -52,7 +52,7 @@ def load_and_count(
     num_tokens = num_left_out = 0
     for chat in read_chats(*paths):
         try:
-            text = encode_chat(model, chat.messages, finished=chat.finished, max_length=max_length)
+            text = _encoded(model, chat, max_length)
         except DataError as error:
             raise DataError(str(error), path=chat.path, line_number=chat.line_number) from error
         if any(text.loss_mask):
@@ -67,6 +67,13 @@ def load_and_count(
     if not texts:
         raise DataError(f"no answer within the first {counted(max_length, 'token')} in {', '.join(map(str, paths))}")
     return texts, num_left_out
+
+
+def _encoded(model: ChatReader, chat: Record, max_length: int) -> EncodedChat:
+    if not chat.is_completion:
+        return encode_chat(model, chat.messages, finished=chat.finished, max_length=max_length)
+    prompt, completion = (message["content"] for message in chat.messages)
+    return encode_completion(model, prompt, completion, finished=chat.finished, max_length=max_length)
 
 
 def needed_bytes(target: TargetModel, texts: Sequence[EncodedChat]) -> int:

@@ -6,14 +6,17 @@ Knows files and the three forms of a record; knows nothing of templates or token
 * ``"messages"``: a list of ``{"role": …, "content": …}``, or
 * ``"turns"``: what a user says, turn by turn.
 
-Other keys, of records and of messages, are ignored. Every error names the file and the line.
+A line to learn from is a chat with ``"messages"``, or it has ``"prompt"`` and ``"completion"``: two texts that follow
+each other without a chat template, or two lists of messages. Other keys, of records and of messages, are ignored.
+Every error names the file and the line.
 """
 
 import gzip
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -41,6 +44,7 @@ class Record:
     is_text: bool = False  # the line has texts of the user, not messages
     labels: Mapping[str, Any] = field(default_factory=dict)  # id, question_id and category, where the line has them
     finished: bool = True  # False where the last assistant turn was cut off: it has no end-of-turn token
+    is_completion: bool = False  # a text of the user and its completion, without a chat template
 
     @property
     def prompt(self) -> TextPrompt:
@@ -73,16 +77,19 @@ def read_prompts(*paths: Path) -> Iterator[Record]:
 
 
 def read_chats(*paths: Path) -> Iterator[Record]:
-    """The chats of all files: records with messages, at least one of them the assistant's; empty lines are skipped.
+    """What can be learned from in all files: chats with a message of the assistant, or prompts with completions.
 
-    ``"finished": false`` in a record says that its last assistant turn was cut off.
+    ``"finished": false`` in a record says that its last assistant turn, or its completion, was cut off. Empty lines are
+    skipped.
 
     Raises:
         DataError: a file cannot be read, or a line is not a chat.
     """
     for path in paths:
         for line_number, value in read_json_lines(path):
-            record = _record(value, ("messages",), path, line_number)
+            has_completion = isinstance(value, dict) and "completion" in value and value.get("messages") is None
+            read = _completion if has_completion else partial(_record, forms=("messages",))
+            record = read(value, path=path, line_number=line_number)
             if record is None:
                 is_prompt = isinstance(value, dict) and ("prompt" in value or "turns" in value)
                 fix = "; `draftheads distill` answers prompts" if is_prompt else ""
@@ -167,6 +174,24 @@ def _record(value: Any, forms: Sequence[str], path: Path, line_number: int) -> R
     kept = tuple({"role": message["role"], "content": message["content"]} for message in messages)
     labels = {name: given[name] for name in _LABELS if name in given}
     return Record(kept, path, line_number, is_text, labels, finished)
+
+
+def _completion(value: Mapping[str, Any], path: Path, line_number: int) -> Record | None:
+    """The record of a prompt and its completion.
+
+    Raises:
+        DataError: one of them is missing, or they are neither two texts nor two lists of messages.
+    """
+    prompt, completion = value.get("prompt"), value["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    elif isinstance(prompt, list) and isinstance(completion, list):
+        messages = [*prompt, *completion]
+    else:
+        problem = f"prompt and completion must be two texts or two lists of messages, not {short(repr(value))}"
+        raise DataError(problem, path=path, line_number=line_number)
+    record = _record({**value, "messages": messages}, ("messages",), path, line_number)
+    return record and replace(record, is_completion=isinstance(prompt, str))
 
 
 def _open_text(path: Path) -> IO[str]:

@@ -73,6 +73,10 @@ class Dialogue:
         """Adds a question."""
         self.messages.append({"role": "user", "content": question})
 
+    def cut_document(self, beginning: str) -> None:
+        """Only this beginning of the document is read."""
+        self.messages[0]["content"] = beginning
+
     def answer(self, text: str, *, is_finished: bool) -> None:
         """Adds an answer."""
         self.messages.append({"role": "assistant", "content": text})
@@ -95,8 +99,12 @@ class Dialogue:
         """The line to write; None where there is no answer."""
         if not self.num_answers:
             return None
+        if self.prompt.is_document:
+            words: dict[str, Any] = {"prompt": self.messages[0]["content"], "completion": self.messages[1]["content"]}
+        else:
+            words = {"messages": self.messages}
         return {
-            "messages": self.messages,
+            **words,
             "finished": self.is_finished,
             "temperature": self.temperature,
             "seed": self.seed,

@@ -18,6 +18,9 @@ from draftheads.models.fingerprint import Fingerprints
 from draftheads.settings import SamplingSettings
 
 
+_TOKEN_CHARACTERS = 64  # hardly any token is longer
+
+
 class EngineSource:
     """Continues conversations with an engine's model.
 
@@ -28,7 +31,7 @@ class EngineSource:
     def __init__(self, engine: Engine, options: DistillOptions) -> None:
         self.engine = engine
         self.options = options
-        if template_of(engine.model) is None:
+        if template_of(engine.model) is None and (options.prompts or options.num_self_talk):
             raise UnsupportedModel(
                 f"{engine.model.model_id} has no chat template, so its answers cannot be used as chats: "
                 f"choose a chat model, or give --chat-template, a file or {', '.join(BUILT_IN)}"
@@ -79,7 +82,8 @@ class EngineSource:
 
     def _request(self, dialogue: Dialogue) -> tuple[Prompt, SamplingSettings]:
         if dialogue.ask_next():
-            return dialogue.messages, SamplingSettings(
+            prompt = self._beginning(dialogue) if dialogue.prompt.is_document else dialogue.messages
+            return prompt, SamplingSettings(
                 max_new_tokens=self.options.max_new_tokens,
                 temperature=dialogue.temperature,
                 top_k=self.options.top_k,
@@ -95,6 +99,15 @@ class EngineSource:
             stop=self._question_end.texts,
             stop_token_ids=self._question_end.token_ids,
         )
+
+    def _beginning(self, dialogue: Dialogue) -> list[int]:
+        """Token ids of the beginning of a document, after cutting the dialogue's text to whole characters of it."""
+        tokenizer, count = self.engine.model.tokenizer, self.options.document_tokens
+        text = dialogue.prompt.turns[0][: _TOKEN_CHARACTERS * count]  # a whole book takes long
+        ids = tokenizer(text)["input_ids"][:count]
+        beginning = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        dialogue.cut_document(beginning.rstrip("\ufffd"))
+        return list(tokenizer(dialogue.messages[0]["content"])["input_ids"])
 
     @cached_property
     def _question_end(self) -> TurnEnd:

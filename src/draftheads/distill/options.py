@@ -10,6 +10,7 @@ _CHUNK_BATCHES = 8  # at the end of a chunk the batch is not full: this costs a 
 _NOT_WITH_ENDPOINT = {
     "head": None,
     "num_self_talk": 0,
+    "documents": (),
     "chat_template": None,
     "device": None,
     "four_bit": False,
@@ -22,6 +23,7 @@ class DistillOptions:
 
     BASIC: ClassVar = (
         "prompts",
+        "documents",
         "out",
         "model",
         "head",
@@ -32,9 +34,15 @@ class DistillOptions:
     )
 
     out: Path
-    """The file to write. One {"messages": [...]} a line, as draftheads train --data reads them."""
+    """The file to write. One {"messages": [...]} a line, of documents {"prompt": ..., "completion": ...}, as draftheads
+    train --data reads them."""
     prompts: tuple[Path, ...] = ()
     """Prompt files (.jsonl, .jsonl.gz). "prompt", "messages" or "turns" in each line; their answers are ignored."""
+    documents: tuple[Path, ...] = ()
+    """Text files (.txt, or .jsonl with "text" in each line) that the model continues. From the beginning of each text,
+    without a chat template; they come after the prompts."""
+    document_tokens: int = 64
+    """With --documents: how many tokens of each text the model reads. Shorter texts are read whole."""
     num_self_talk: int = 0
     """Conversations in which the model also asks (self-talk). They come after the prompts."""
     model: str = "smollm2-135m"
@@ -85,7 +93,7 @@ class DistillOptions:
     """How often a request is repeated. When the server is busy, fails or cannot be reached."""
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "self_talk_turns", "max_question_tokens", "batch_size"):
+        for name in ("max_new_tokens", "self_talk_turns", "max_question_tokens", "batch_size", "document_tokens"):
             self._require(name, getattr(self, name) >= 1, "must be at least 1")
         for name in ("num_self_talk", "request_retries"):
             self._require(name, getattr(self, name) >= 0, "must be at least 0")
@@ -104,8 +112,8 @@ class DistillOptions:
         self._require("top_k", self.top_k is None or self.top_k >= 1, "must be at least 1")
         self._require("request_timeout", self.request_timeout > 0, "must be above 0")
         self._require("out", self.out.suffix != ".gz", "compress the file when it is complete")
-        if not self.prompts and not self.num_self_talk:
-            raise InvalidSettings("nothing to answer: give --prompts FILE… or --num-self-talk N")
+        if not (self.prompts or self.documents or self.num_self_talk):
+            raise InvalidSettings("nothing to answer: give --prompts FILE…, --documents FILE… or --num-self-talk N")
         self._check_endpoint()
 
     @property

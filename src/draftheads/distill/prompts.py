@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftheads.data.plain_text import read_texts
 from draftheads.data.records import Record, read_prompts
 from draftheads.errors import DataError
 from draftheads.messages import short
@@ -25,6 +26,7 @@ class Prompt:
     turns: tuple[str, ...]  # what the user says, turn by turn; empty in self-talk
     system: str | None  # the system message, if there is one
     source: str  # file and line, or SELF_TALK
+    is_document: bool = False  # the one turn is a text whose beginning is continued, without a chat template
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -61,17 +63,20 @@ class Seen:
         return is_new
 
 
-def unique_prompts(paths: Sequence[Path]) -> Iterator[Prompt]:
-    """The prompts of all files in order, each once. The model answers anew: answers in the files are ignored.
+def unique_prompts(paths: Sequence[Path], documents: Sequence[Path] = ()) -> Iterator[Prompt]:
+    """The prompts of all files in order, each once, and then the documents, each once.
+
+    The model answers anew: answers in the files are ignored.
 
     Raises:
-        DataError: as :func:`draftheads.data.records.read_prompts`; or a role or an empty turn that cannot be asked.
+        DataError: as :func:`draftheads.data.records.read_prompts`; or a role or an empty turn that cannot be asked. For
+            documents as :func:`draftheads.data.plain_text.read_texts`.
     """
     seen = Seen()
-    return (prompt for prompt in _read_all(paths) if seen.add(prompt.texts))
+    return (prompt for prompt in _read_all(paths, documents) if seen.add(prompt.texts))
 
 
-def survey(paths: Sequence[Path]) -> Survey:
+def survey(paths: Sequence[Path], documents: Sequence[Path] = ()) -> Survey:
     """Reads all files once.
 
     Raises:
@@ -79,23 +84,28 @@ def survey(paths: Sequence[Path]) -> Survey:
     """
     seen, digest = Seen(), hashlib.sha256()
     num_prompts = num_duplicates = 0
-    for prompt in _read_all(paths):
+    for prompt in _read_all(paths, documents):
         if seen.add(prompt.texts):
             num_prompts += 1
             digest.update(json.dumps([prompt.turns, prompt.system, prompt.source]).encode())
         else:
             num_duplicates += 1
-    if paths and not num_prompts:
-        raise DataError(f"no prompts in {', '.join(map(str, paths))}")
+    files = (*paths, *documents)
+    if files and not num_prompts:
+        raise DataError(f"no prompts in {', '.join(map(str, files))}")
     return Survey(num_prompts, num_duplicates, digest.hexdigest()[:16])
 
 
-def _read_all(paths: Sequence[Path]) -> Iterator[Prompt]:
+def _read_all(paths: Sequence[Path], documents: Sequence[Path]) -> Iterator[Prompt]:
     for record in read_prompts(*paths):
         if problem := _problem(record):
             raise DataError(problem, path=record.path, line_number=record.line_number)
         system = "\n\n".join(message["content"] for message in record.messages if message["role"] == "system") or None
         yield Prompt(record.user_turns, system, f"{record.path.name}:{record.line_number}")
+    for path in documents:
+        for text, place in read_texts(path):
+            if text.strip():
+                yield Prompt((text,), None, f"{path.name}{place.removeprefix(str(path))}", is_document=True)
 
 
 def _problem(record: Record) -> str | None:

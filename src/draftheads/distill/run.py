@@ -7,7 +7,7 @@ the same to the byte even where kernels round by batch size.
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice, repeat
 from typing import Any
@@ -25,6 +25,7 @@ _MAY_CHANGE = frozenset(  # the answers do not depend on these (batch_size only 
     {
         "out",
         "prompts",  # their content counts, not their place
+        "documents",
         "model",  # its fingerprint counts, not its name
         "precision",
         "device",
@@ -65,7 +66,7 @@ def distill(options: DistillOptions, load_source: Callable[[], Source], progress
             Saved conversations stay, and the same call continues after them.
     """
     progress.stage("reading prompts")
-    found = survey(options.prompts)
+    found = survey(options.prompts, options.documents)
     source = load_source()
     total = found.num_prompts + options.num_self_talk
     with Journal.locked(options.out, identity_of(options, source, found), details_of(options)) as journal:
@@ -123,19 +124,23 @@ def _answer(options: DistillOptions, source: Source, journal: Journal, tally: _T
 
 
 def _all_prompts(options: DistillOptions) -> Iterator[Prompt]:
-    return chain(unique_prompts(options.prompts), repeat(Prompt((), None, SELF_TALK), options.num_self_talk))
+    return chain(
+        unique_prompts(options.prompts, options.documents), repeat(Prompt((), None, SELF_TALK), options.num_self_talk)
+    )
 
 
 def _seen_in(lines: Iterable[bytes]) -> Seen:
     """The questions of the lines that an earlier process wrote."""
     seen = Seen()
     for line in lines:
-        seen.add(_questions(json.loads(line)["messages"]))
+        seen.add(_questions(json.loads(line)))
     return seen
 
 
-def _questions(messages: Sequence[dict[str, str]]) -> list[str]:
-    return [message["content"] for message in messages if message["role"] != "assistant"]
+def _questions(record: Mapping[str, Any]) -> list[str]:
+    if "completion" in record:
+        return [record["prompt"]]
+    return [message["content"] for message in record["messages"] if message["role"] != "assistant"]
 
 
 def _lines(dialogues: Sequence[Dialogue], seen: Seen) -> tuple[bytes, Counts]:
@@ -144,7 +149,7 @@ def _lines(dialogues: Sequence[Dialogue], seen: Seen) -> tuple[bytes, Counts]:
     counts = Counts()
     for dialogue in dialogues:
         record = dialogue.record()
-        is_new = record is not None and (seen.add(_questions(record["messages"])) or not dialogue.is_self_talk)
+        is_new = record is not None and (seen.add(_questions(record)) or not dialogue.is_self_talk)
         if is_new:
             lines.append(json.dumps(record, ensure_ascii=False) + "\n")
         counts += _counts_of(dialogue, is_new=is_new)

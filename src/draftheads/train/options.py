@@ -78,7 +78,7 @@ class ChatOptions(OptionGroup):
     """Chats to train on."""
 
     data: tuple[Path, ...] = ()
-    """Chat files (.jsonl, .jsonl.gz). One {"messages": [...]} a line."""
+    """Chat files (.jsonl, .jsonl.gz). One {"messages": [...]} a line, or {"prompt": ..., "completion": ...}."""
     max_length: Annotated[int, up_to(_MANY)] = 2048
     """Texts are cut after that many tokens."""
     max_tokens: Annotated[int | None, FROM_1] = None
@@ -94,6 +94,8 @@ class PlainTextOptions(OptionGroup):
     text: tuple[Path, ...] = ()
     """Plain text files for a first stage, before the chats. .txt, or .jsonl with {"text": ...} a line. --max-tokens
     counts for them and for the chats, each."""
+    text_length: Annotated[int | None, up_to(_MANY)] = None
+    """Tokens in each block of plain text. Default: --max-length."""
     text_part: Annotated[float, FRACTION] = 0.714
     """Part of the steps on plain text if there are chats, too. The text is repeated or cut as needed."""
     second_stage_rate: Annotated[float, ABOVE_0] = 0.1

@@ -133,7 +133,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             "MLP Speculator: own embeddings and lm_heads, first on plain text (--text), then on the model's answers",
             {
                 "section 3.1": {"method": "mlp-speculator", **_OWN_LM_HEADS, "head_options": ('embeddings="own"',)},
-                "section 3.2": {"loss": "hard", "text_part": 0.714},
+                "section 3.2": {"loss": "hard", "text_part": 0.714, "text_length": 4096, "max_length": 256},
                 "section 4": {
                     "num_heads": 3,
                     "learning_rate": 1e-3,

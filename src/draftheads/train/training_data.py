@@ -60,7 +60,7 @@ def read_texts(target: TargetModel, options: TrainOptions) -> list[EncodedChat]:
             target.tokenizer,
             options.plain_text.text,
             eos_ids=target.eos_ids,
-            length=chats.max_length,
+            length=options.plain_text.text_length or chats.max_length,
             max_tokens=chats.max_tokens,
         )
     if chats.data:

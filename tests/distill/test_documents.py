@@ -1,0 +1,111 @@
+"""Documents that the model continues: their beginnings, the completions, and what training reads of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import draftheads.distill.run as distill_run
+from distill_world import manifest, options, records, run
+from draftheads.data.extract import load_texts
+from draftheads.decode.engine import Engine
+from draftheads.errors import InvalidSettings
+from draftheads.models.model import TargetModel
+from draftheads.settings import SamplingSettings
+from training_world import EOS, chat_model
+
+TEXTS = [" ".join(f"w{(3 * i + j) % 57}" for j in range(3 + i)) for i in range(9)]  # of 3 to 11 tokens
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return chat_model(seed=3)
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    path = tmp_path / "book.jsonl"
+    lines = [*TEXTS, TEXTS[2], "  "]  # one of them twice, and nothing
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in lines))
+    return path
+
+
+def test_the_model_continues_the_beginning_of_each_text(target: TargetModel, book: Path, tmp_path: Path) -> None:
+    chosen = options(tmp_path, prompts=(), documents=(book,), document_tokens=5, temperature=(0.0,))
+    run(target, chosen)
+    found = records(chosen)
+    assert [record["prompt"] for record in found] == [" ".join(text.split()[:5]) for text in TEXTS]
+    assert [record["source"] for record in found] == [f"book.jsonl:{i + 1}" for i in range(9)]
+    settings = SamplingSettings(max_new_tokens=12)
+    for record in found:
+        ids = target.tokenizer(record["prompt"])["input_ids"]  # without a chat template
+        result = Engine(target).generate([ids], settings)[0]
+        assert record["completion"] == result.text
+        assert record["finished"] == (result.finish_reason == "stop")
+    assert manifest(chosen)["counts"]["num_records"] == len(TEXTS)
+
+
+def test_documents_follow_the_prompts_and_a_stopped_run_goes_on(
+    target: TargetModel, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = options(tmp_path, documents=(book,))
+    run(target, whole)
+    kinds = ["messages" in record for record in records(whole)]
+    assert kinds == sorted(kinds, reverse=True)
+    assert kinds.count(False) == len(TEXTS)
+    stopped = options(tmp_path, documents=(book,), out=tmp_path / "again.jsonl")
+    chunks = 0
+
+    def stop_in_the_last_chunk(*_: object) -> object:
+        nonlocal chunks
+        chunks += 1
+        if chunks > len(kinds) // stopped.chunk:
+            raise KeyboardInterrupt
+        return real(*_)
+
+    real = distill_run._lines
+    with monkeypatch.context() as patch:
+        patch.setattr(distill_run, "_lines", stop_in_the_last_chunk)
+        with pytest.raises(Exception, match="the same command continues"):
+            run(target, stopped)
+    run(target, stopped)
+    assert stopped.out.read_bytes() == whole.out.read_bytes()
+
+
+def test_other_documents_are_another_run(target: TargetModel, book: Path, tmp_path: Path) -> None:
+    chosen = options(tmp_path, prompts=(), documents=(book,))
+    run(target, chosen)
+    book.write_text(json.dumps({"text": "w1 w2"}) + "\n")
+    with pytest.raises(InvalidSettings, match="belongs to another run"):
+        run(target, chosen)
+
+
+def test_training_learns_the_completions_only(target: TargetModel, book: Path, tmp_path: Path) -> None:
+    chosen = options(tmp_path, prompts=(), documents=(book,), document_tokens=4, temperature=(0.0,))
+    run(target, chosen)
+    texts = load_texts(target, [chosen.out], max_length=100)
+    assert len(texts) == len(TEXTS)
+    for text, record in zip(texts, records(chosen), strict=True):
+        prompt = target.tokenizer(record["prompt"])["input_ids"]
+        answer = target.tokenizer(record["completion"])["input_ids"] + [EOS] * record["finished"]
+        assert list(text.token_ids) == prompt + answer
+        assert list(text.loss_mask) == [False] * len(prompt) + [True] * len(answer)
+    cut = load_texts(target, [chosen.out], max_length=6)
+    assert [(text.token_ids, text.is_cut) for text in cut] == [
+        (text.token_ids[:6], len(text.token_ids) > 6) for text in texts
+    ]
+
+
+def test_a_model_without_a_chat_template_continues_documents(book: Path, tmp_path: Path) -> None:
+    bare = chat_model(seed=3)
+    bare.tokenizer.chat_template = None
+    chosen = options(tmp_path, prompts=(), documents=(book,))
+    run(bare, chosen)
+    assert len(records(chosen)) == len(TEXTS)
+
+
+def test_a_server_cannot_continue_documents(book: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidSettings, match=r"--documents is .*book\.jsonl.* not used with --endpoint"):
+        options(tmp_path, prompts=(), documents=(book,), endpoint="http://localhost:1/v1", endpoint_model="m")
+    with pytest.raises(InvalidSettings, match="--document-tokens is 0: must be at least 1"):
+        options(tmp_path, prompts=(), documents=(book,), document_tokens=0)
