@@ -17,7 +17,6 @@ from draftheads.errors import DataError, InvalidPrompt, PromptTooLong, Unsupport
 from draftheads.models.fingerprint import Fingerprints
 from draftheads.settings import SamplingSettings
 
-
 _TOKEN_CHARACTERS = 64  # hardly any token is longer
 
 
