@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from html import escape
 from numbers import Integral
+from os import PathLike
 from threading import Lock
 from typing import Any, cast
 
@@ -196,6 +197,29 @@ class Engine:
                 with self._lock:
                     events = batch.step()
                 yield from events
+
+    def with_adapter(self, folder: str | PathLike[str]) -> "Engine":
+        """An engine of the same model with a LoRA adapter (peft) on top, and of the same drafter.
+
+        The weights are shared, and this engine does not change: one base model can have many adapters at once. The
+        result equals ``load(folder)``, where the adapter is merged, up to rounding.
+
+        Args:
+            folder: of the adapter. Its own tokenizer and chat template are used, if it has them.
+
+        Raises:
+            DraftHeadsError: as :meth:`draftheads.models.model.TargetModel.with_adapter`.
+        """
+        adapted = Engine(
+            self.model.with_adapter(folder),
+            self.drafter,
+            max_batch_size=self.max_batch_size,
+            shape=self.shape,
+            profile=self.profile,
+            cost=self.cost,
+        )
+        adapted._lock = self._lock
+        return adapted
 
     def batch(self, *, draft_nodes: int | None = None, lap: Callable[[str], object] = str) -> Batch:
         """A batch without rows; with profiles, a size policy decides how much is drafted at each step.

@@ -4,14 +4,18 @@ LoRA (Hu et al. 2021) adds to a frozen matrix W a product of two thin ones: W + 
 B = 0 at the start, so that the tuned model starts as the original. In training, dropout comes before A.
 """
 
+import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from safetensors import SafetensorError
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from draftheads.errors import (
     CheckpointCorrupt,
@@ -24,6 +28,15 @@ from draftheads.errors import (
 from draftheads.models.model_names import ADAPTER_CONFIG
 
 _TASKS = (None, "CAUSAL_LM")
+_WEIGHTS_FILE = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What LoRA adds to a matrix W: B A."""
+
+    a: Tensor  # (r, in)
+    b: Tensor  # (out, r), with the factor α/r
 
 
 class Adapter:
@@ -134,6 +147,73 @@ class Adapter:
     def remove(self) -> None:
         """Gives the model its own layers back."""
         self._peft.unload()
+
+
+def read_lora(model: Any, folder: Path) -> dict[str, LowRank]:
+    """The matrices of a saved LoRA adapter by the names of the linear layers of its base model, in fp32 on the CPU.
+
+    Args:
+        model: the base model; it does not change, and its layers may be replaced by faster ones.
+        folder: of the adapter, with its weights as safetensors.
+
+    Raises:
+        MissingDependency: no peft.
+        ModelNotFound: no adapter in that folder.
+        UnsupportedModel: it changes more than linear layers, or is not LoRA.
+        CheckpointCorrupt: it does not fit the model's layers.
+    """
+    layers = _lora_layers(model, folder)
+    path = folder / _WEIGHTS_FILE
+    try:
+        tensors = load_file(path)
+    except FileNotFoundError:
+        raise ModelNotFound(
+            f"{folder} has no {_WEIGHTS_FILE}: save the adapter as safetensors with peft's save_pretrained"
+        ) from None
+    except (OSError, SafetensorError) as error:
+        raise CheckpointCorrupt(f"{path} cannot be read: {first_line(error)}") from None
+    found = {}
+    for name, layer in layers.items():
+        pair = []
+        for part, expected in zip("AB", (layer.lora_A, layer.lora_B), strict=True):
+            key = f"base_model.model.{name}.lora_{part}.weight"
+            tensor, shape = tensors.pop(key, None), tuple(next(iter(expected.values())).weight.shape)
+            if tensor is None or tuple(tensor.shape) != shape:
+                has = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)}"
+                raise CheckpointCorrupt(f"{path} does not fit the model: {key} {has}; the model needs {shape}")
+            pair.append(tensor.float())
+        found[name] = LowRank(pair[0], pair[1] * next(iter(layer.scaling.values())))
+    if tensors:
+        raise _not_beside_base(folder, f"has {next(iter(tensors))!r}, which does not belong to a linear layer")
+    return found
+
+
+def _lora_layers(model: Any, folder: Path) -> dict[str, Any]:
+    """The LoRA layers that peft makes for this adapter, by name and without weights."""
+    peft = require_peft(f"the adapter {folder}")
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise ModelNotFound(f"no adapter at {folder}: it has no {ADAPTER_CONFIG}")
+    settings = copy.deepcopy(model.config)
+    settings._attn_implementation = "eager"  # noqa: SLF001 - nothing is computed; ours are not known to all models
+    with _quiet():
+        try:
+            config = peft.PeftConfig.from_pretrained(str(folder))
+            if config.task_type not in _TASKS:
+                raise UnsupportedModel(f"{folder} is an adapter for {config.task_type}; it must be for CAUSAL_LM")
+            if config.peft_type != "LORA" or config.use_dora:
+                raise _not_beside_base(folder, f"is {'DoRA' if config.peft_type == 'LORA' else config.peft_type.value}")
+            with torch.device("meta"):
+                tuned = peft.PeftModel(type(model)(settings), config).get_base_model()
+        except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+            raise CheckpointCorrupt(f"{folder} does not fit the model: {first_line(error)}") from error
+    return {name: module for name, module in tuned.named_modules() if hasattr(module, "lora_A") and module.lora_A}
+
+
+def _not_beside_base(folder: Path, what: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{folder} {what}; only LoRA of linear layers can be used beside its base model. "
+        f"Merge it: `draftheads merge --adapter {folder} --out …`"
+    )
 
 
 def _untie(model: Any) -> None:

@@ -17,12 +17,16 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftheads.draft import TargetWeights
 from draftheads.errors import InvalidSettings, UnsupportedModel
+from draftheads.files import user_path
 from draftheads.kernels import PackedLinear
+from draftheads.models.adapter import read_lora
+from draftheads.models.adapter_base import check_base
 from draftheads.models.attention import EXACT_ATTENTION
 from draftheads.models.fast import speed_up
 from draftheads.models.fingerprint import sampled_layers
-from draftheads.models.model_names import model_id_of
-from draftheads.models.pretrained import ATTENTION, LoadOptions, eos_ids_of, load_pretrained
+from draftheads.models.lora import add_lora
+from draftheads.models.model_names import find_adapter, model_id_of
+from draftheads.models.pretrained import ATTENTION, LoadOptions, adapter_tokenizer, eos_ids_of, load_pretrained
 from draftheads.models.torchao_int8 import quantise
 
 # varied text, on which int8 finds the layers' large inputs
@@ -45,9 +49,10 @@ def name_of_loaded(model: Any) -> str:
 
 
 def _sharing_weights(model: Any) -> Any:
-    """A copy of a model's modules with the same weights."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, memo={id(tensor): tensor for tensor in tensors})
+    """A copy of a model's modules with the same weights, packed ones included."""
+    products = [module.product for module in model.modules() if isinstance(module, PackedLinear)]
+    shared: list[Any] = [*model.parameters(), *model.buffers(), *products]
+    return copy.deepcopy(model, memo={id(item): item for item in shared})
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,8 +139,45 @@ class TargetModel:
 
     def twin(self) -> Self:
         """A copy of the modules that shares all weights: changes to its modules do not affect this model."""
+        return self._like(_sharing_weights(self.model), self.tokenizer, self.model_id)
+
+    def with_adapter(self, folder: str | PathLike[str]) -> Self:
+        """This model with a LoRA adapter (peft) on top. It shares all weights with this model, which does not change.
+
+        Args:
+            folder: of the adapter. Its own tokenizer is used, if it has one.
+
+        Raises:
+            ModelNotFound: no adapter there.
+            CheckpointMismatch: it was tuned for another model.
+            CheckpointCorrupt: it does not fit the layers, or is damaged.
+            UnsupportedModel: it changes more than linear layers, or adds tokens: merge it.
+            MissingDependency: no peft.
+        """
+        place = user_path(folder)
+        place = find_adapter(place) or place
+        matrices = read_lora(self.model, place)
+        check_base(place, self)
+        tokenizer = adapter_tokenizer(place) or self.tokenizer
+        if hasattr(tokenizer, "__len__") and len(tokenizer) > self._embedding.shape[0]:
+            raise UnsupportedModel(
+                f"{place} adds tokens: its tokenizer has {len(tokenizer)} and {self.model_id} has embeddings for "
+                f"{self._embedding.shape[0]}. Merge it: `draftheads merge --adapter {place} --out …`"
+            )
         model = _sharing_weights(self.model)
-        return type(self)(model, self.tokenizer, self.model_id, self.chat_template, self.graphs)
+        add_lora(model, matrices, exact_bits=self.exact_bits)
+        adapted = self._like(model, tokenizer, str(place.resolve()))
+        digest = hashlib.sha256(self.weights_print.encode())
+        for name, pair in sorted(matrices.items()):
+            digest.update(name.encode() + pair.a.numpy().tobytes() + pair.b.numpy().tobytes())
+        adapted.__dict__["weights_print"] = digest.hexdigest()[:16]
+        return adapted
+
+    def _like(self, model: Any, tokenizer: Any, model_id: str) -> Self:
+        """Another model that computes like this one; faster modules do not show these facts."""
+        other = type(self)(model, tokenizer, model_id, self.chat_template, self.graphs)
+        other.__dict__.update(dtype=self.dtype, precision=self.precision, layers_print=self.layers_print)
+        return other
 
     def speed_up(self, *, exact_bits: bool = False, int8: bool = False, folder: Path | None = None) -> None:
         """Uses faster kernels on a CPU, or 8 bits on a GPU; in place. See :func:`draftheads.models.fast.speed_up`."""

@@ -71,6 +71,7 @@ class FusedMlp(nn.Module):
         self.act_fn = original.act_fn
         self.gate_up_proj = stacked([original.gate_proj, original.up_proj])
         self.down_proj = stacked([original.down_proj])
+        self.fused_parts = {"gate_up_proj": {"gate_proj": self.size, "up_proj": self.size}}  # their outputs
         act = F.silu if type(original.act_fn).__name__ in _SILU else original.act_fn
         self.steps = (self.gate_up_proj.rows, act, self.down_proj.rows)
 
@@ -97,6 +98,8 @@ class FusedAttention(nn.Module):
         self.q_norm, self.k_norm = getattr(original, "q_norm", None), getattr(original, "k_norm", None)
         self.qkv_proj = stacked(layers)
         self.o_proj = stacked([original.o_proj])
+        names = ("q_proj", "k_proj", "v_proj")
+        self.fused_parts = {"qkv_proj": {n: layer.out_features for n, layer in zip(names, layers, strict=True)}}
         self.steps = (self.qkv_proj.rows, self.o_proj.rows)
         self.sizes = [self.num_heads + self.num_groups, self.num_groups]
         self.query_sizes = [self.num_heads, self.num_groups]

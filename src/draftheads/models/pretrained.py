@@ -193,14 +193,21 @@ def with_adapter(model: Any, tokenizer: Any, adapter: Path, *, trust_remote_code
 
     The model is changed. Errors as of :class:`draftheads.models.adapter.Adapter`.
     """
-    if (adapter / "tokenizer_config.json").is_file():
-        from transformers import AutoTokenizer  # noqa: PLC0415
-
-        with _as_our_errors(str(adapter)):
-            tokenizer = AutoTokenizer.from_pretrained(adapter, trust_remote_code=trust_remote_code)
+    if (own := adapter_tokenizer(adapter, trust_remote_code=trust_remote_code)) is not None:
+        tokenizer = own
         if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # tokens were added
             model.resize_token_embeddings(len(tokenizer))
     return Adapter.load(model, adapter).merge(), tokenizer
+
+
+def adapter_tokenizer(adapter: Path, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer in an adapter's folder; None if it has none."""
+    if not (adapter / "tokenizer_config.json").is_file():
+        return None
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    with _as_our_errors(str(adapter)):
+        return AutoTokenizer.from_pretrained(adapter, trust_remote_code=trust_remote_code)
 
 
 def _load_adapted(adapter: Path, **options: Any) -> tuple[Any, Any]:

@@ -4,18 +4,16 @@ If embedding and lm_head are one matrix and the lm_head was adapted, the merged 
 changed the lm_head, but not the embedding.
 """
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from draftheads.checkpoint import load_head, read_head, save_head
-from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, ModelNotFound
+from draftheads.errors import ModelNotFound
 from draftheads.files import atomic_directory, user_path
 from draftheads.head_files import HEAD_FOLDER
-from draftheads.models.fingerprint import MAX_DIFFERENCE, Fingerprints, difference
+from draftheads.models.adapter_base import check_adapter_base
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import (
     ADAPTER_CONFIG,
@@ -27,7 +25,6 @@ from draftheads.models.model_names import (
 )
 from draftheads.models.pretrained import DTYPES, cast_weights, stored_dtype, with_adapter, without_bars
 from draftheads.train.joint.options import MergeOptions
-from draftheads.train.joint.run import FORMAT_VERSION
 
 
 def merge(options: MergeOptions) -> None:
@@ -76,43 +73,3 @@ def _adapter_in(run: Path) -> Path:
     kind = kind_of_folder(run)
     what = f"{run} is a {kind}" if kind else f"no {ADAPTER_CONFIG} in {run}"
     raise ModelNotFound(f"no adapter at {run}: {what}; give the folder of a PEFT adapter, or of a joint run")
-
-
-def check_adapter_base(folder: Path, base: TargetModel) -> None:
-    """Checks that this is the model that the adapter was tuned for.
-
-    Raises:
-        ModelNotFound: no adapter there.
-        CheckpointMismatch: another tokenizer, or other weights.
-        CheckpointCorrupt: the folder has no valid record of its base.
-    """
-    model_id, theirs = _read_base(folder / BASE_FILE)
-    ours = Fingerprints.of(base)
-    if theirs.tokenizer != ours.tokenizer:
-        what = f"tokenizer is {ours.tokenizer}, not {theirs.tokenizer}"
-    elif apart := [name for name in ("embedding", "lm_head") if _differ(getattr(theirs, name), getattr(ours, name))]:
-        what = f"{' and '.join(apart)} are those of another model"
-    else:
-        return
-    raise CheckpointMismatch(
-        f"{folder} was tuned for {model_id}; this model is {base.model_id}, whose {what}: "
-        f"merge it with --model {model_id}"
-    )
-
-
-def _differ(one: str, other: str) -> bool:
-    return not difference(one, other) <= MAX_DIFFERENCE
-
-
-def _read_base(path: Path) -> tuple[str, Fingerprints]:
-    """Model id and fingerprints of ``base.json``."""
-    try:
-        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if raw["format_version"] != FORMAT_VERSION:
-            raise CheckpointMismatch(
-                f"{path}: format_version is {raw['format_version']} and this package reads {FORMAT_VERSION}: "
-                "upgrade it with `pip install --upgrade draftheads`"
-            )
-        return str(raw["base"]["model_id"]), Fingerprints(**raw["base"]["fingerprints"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointCorrupt(f"{path} has no valid record of the model that the adapter is for: {error}") from None

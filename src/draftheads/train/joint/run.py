@@ -24,6 +24,7 @@ from draftheads.files import atomic_directory, write_atomic
 from draftheads.head_files import HEAD_FOLDER
 from draftheads.heads.base import DraftHead
 from draftheads.models.adapter import Adapter, require_peft
+from draftheads.models.adapter_base import FORMAT_VERSION
 from draftheads.models.fingerprint import Fingerprints
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import ADAPTER_FOLDER, BASE_FILE
@@ -41,8 +42,6 @@ from draftheads.train.run_folder import as_json, chat_template_text
 from draftheads.train.schedule import JointSchedule
 from draftheads.train.trainer import HeadTrainer, computes_in_bf16
 from draftheads.train.training_data import TrainingData, plan_training
-
-FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True)
