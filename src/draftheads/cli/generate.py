@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
+from draftheads.cli.options.chat import ChatOptions
 from draftheads.cli.options.generate import GenerateOptions
 from draftheads.cli.progress_display import ProgressDisplay, error_console
-from draftheads.cli.show import drafted_text, print_logprobs, quiet_transformers, show_stream
+from draftheads.cli.show import drafted_text, print_logprobs, quiet_transformers, show_stream, speed_words
 from draftheads.counts import counted
 from draftheads.data.records import read_prompts
 from draftheads.decode.engine import Engine, Prompt
@@ -41,7 +42,7 @@ def run(options: GenerateOptions) -> None:
         check_writable(options.out)
     quiet_transformers()
     with ProgressDisplay(error_console(), transient=True) as progress:
-        engine = _engine(options, progress)
+        engine = load_engine(options, progress, max_batch_size=options.batch_size)
         requests = engine.requests([question.prompt for question in questions], options.settings)
     console = Console(highlight=False)
     start = time.perf_counter()
@@ -57,7 +58,8 @@ def run(options: GenerateOptions) -> None:
         print(sentence, file=sys.stderr)
 
 
-def _engine(options: GenerateOptions, progress: Progress) -> Engine:
+def load_engine(options: GenerateOptions | ChatOptions, progress: Progress, *, max_batch_size: int) -> Engine:
+    """The engine that the options ask for; errors as of :func:`draftheads.load`."""
     progress.stage(f"loading {options.model}" + (f" and {options.head}" if options.head else ""))
     draft = options.draft
     return load(
@@ -67,7 +69,7 @@ def _engine(options: GenerateOptions, progress: Progress) -> Engine:
         tree=draft.shape(),
         profile=None if draft.profile == "none" else draft.profile,
         copy=draft.copy,
-        max_batch_size=options.batch_size,
+        max_batch_size=max_batch_size,
         exact_bits=options.exact_bits,
         **options.load.given(),
     )
@@ -147,18 +149,16 @@ def _record(question: _Question, result: GenerationResult) -> dict[str, Any]:
 
 def _print_count(results: Sequence[GenerationResult], seconds: float) -> None:
     """Tokens and speed, on standard error."""
-    tokens = sum(len(result.token_ids) for result in results)
-    words = f"{counted(tokens, 'token')} in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s"
     if len(results) == 1:
-        (result,) = results
-        copied = f", {result.num_copied} copied" if result.num_copied else ""
-        words += f", {result.tokens_per_step:.2f} tokens/step{copied}, ended by {result.finish_reason}"
+        words = speed_words(results[0], seconds)
     else:
-        words = f"{counted(len(results), 'answer')}, {words}"
+        tokens = sum(len(result.token_ids) for result in results)
+        words = f"{counted(len(results), 'answer')}, {counted(tokens, 'token')} in {seconds:.1f} s"
+        words += f", {tokens / seconds:.1f} tokens/s"
     print(words, file=sys.stderr)
 
 
-def no_draft_sentence(engine: Engine, options: GenerateOptions) -> str | None:
+def no_draft_sentence(engine: Engine, options: GenerateOptions | ChatOptions) -> str | None:
     """What to try where the head drafts nothing, because that would be slower than plain decoding."""
     policy = engine.batch().session
     if not isinstance(policy, SizePolicySession) or policy.choose(np.ones(1))[0] is not None:

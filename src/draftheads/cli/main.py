@@ -23,6 +23,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "bench": Command("compare draft heads, and drafters without a head", "cli.options.bench.BenchOptions"),
     "cache": Command("show what is in the cache, or clear it", "cli.options.cache.CacheOptions"),
+    "chat": Command("chat with a model on the terminal", "cli.options.chat.ChatOptions"),
     "completion": Command("print a script for shell completion", "cli.options.completion.CompletionOptions"),
     "demo": Command("answer prompts with and without draft heads, and compare", "cli.options.demo.DemoOptions"),
     "distill": Command("let a model answer prompts, to get training data", "distill.options.DistillOptions"),

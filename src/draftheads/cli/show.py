@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from draftheads.counts import counted
 from draftheads.decode.text import TextStream
 from draftheads.files import check_writable, user_path, write_atomic
 
@@ -42,6 +43,18 @@ def drafted_text(result: "GenerationResult", *, colour: bool = True) -> Text:
         return Text(result.text)
     pairs = zip(result.pieces, result.drafted, strict=True)
     return Text.assemble(*((piece, DRAFTED if drafted else "") for piece, drafted in pairs))
+
+
+def speed_words(answer: "GenerationResult | Request", seconds: float) -> str:
+    """Tokens, speed and end of one answer; a request without an end was stopped."""
+    tokens = len(answer.token_ids)
+    per_step = (tokens - 1) / answer.num_steps if answer.num_steps else 1.0  # the first token is from the prompt's pass
+    copied = f", {answer.num_copied} copied" if answer.num_copied else ""
+    end = f"ended by {answer.finish_reason}" if answer.finish_reason else "stopped"
+    return (
+        f"{counted(tokens, 'token')} in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s, "
+        f"{per_step:.2f} tokens/step{copied}, {end}"
+    )
 
 
 def print_logprobs(result: "GenerationResult", tokenizer: Any, console: Console) -> None:

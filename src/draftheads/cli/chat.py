@@ -1,0 +1,253 @@
+"""``draftheads chat``: a conversation on the terminal, or line by line from a pipe.
+
+Standard output gets the answers only. Everything else is written to standard error.
+"""
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+from rich.console import Console
+from rich.text import Text
+
+from draftheads.cli.conversation import Conversation
+from draftheads.cli.generate import load_engine, no_draft_sentence
+from draftheads.cli.options.chat import ChatOptions
+from draftheads.cli.progress_display import ProgressDisplay, error_console
+from draftheads.cli.show import DRAFTED, quiet_transformers, show_stream, speed_words
+from draftheads.counts import counted
+from draftheads.decode.engine import Engine
+from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings, no_such
+from draftheads.files import check_writable, write_atomic
+from draftheads.loading import UNTRAINED, engine_on, find_template, name_of
+
+NO_HEAD = "none"  # in place of a head's name
+HELP = {
+    "/head NAME": "draft with this head; none: decode plainly",
+    "/plain": "switch drafting off, or on again",
+    "/retry": "answer the last question again",
+    "/system TEXT": "set the system prompt; without TEXT: remove it",
+    "/clear": "forget the conversation, but not the system prompt",
+    "/save FILE": "write the conversation to a file, as one JSON line",
+    "/help": "list these commands",
+    "/quit": "end the chat",
+}
+
+
+def run(options: ChatOptions) -> None:
+    """Answers what is typed, until the end of the input."""
+    quiet_transformers()
+    with ProgressDisplay(error_console(), transient=True) as progress:
+        engine = load_engine(options, progress, max_batch_size=1)
+    chat = Chat(options, engine, is_terminal=sys.stdin.isatty() and sys.stdout.isatty())
+    chat.greet()
+    for line in _typed_lines() if chat.is_terminal else _piped_lines():
+        if not chat.take(line):
+            break
+
+
+def _typed_lines() -> Iterator[str]:
+    """Lines from a terminal, with line editing where Python has it. Ctrl-C drops a line, Ctrl-D is the end."""
+    with suppress(ImportError):  # not on Windows
+        import readline  # noqa: F401, PLC0415 - input() uses it from now on
+    while True:
+        try:
+            yield input("> ")
+        except KeyboardInterrupt:
+            print("\nCtrl-D ends the chat", file=sys.stderr)
+        except EOFError:
+            print()
+            return
+
+
+def _piped_lines() -> Iterator[str]:
+    try:
+        yield from sys.stdin
+    except UnicodeDecodeError as error:
+        raise InvalidPrompt(f"standard input is not text: {error}") from None
+
+
+class Chat:
+    """A conversation and the engine that goes on with it.
+
+    Args:
+        options: of the command.
+        engine: answers; it may draft.
+        is_terminal: whether a person types. Then an error or Ctrl-C ends an answer, and not the chat.
+    """
+
+    def __init__(self, options: ChatOptions, engine: Engine, *, is_terminal: bool) -> None:
+        self.is_terminal = is_terminal
+        self.conversation = Conversation(options.system or "")
+        self._options = options
+        self._console = Console(highlight=False)
+        self._notes = Console(stderr=True, highlight=False, style="dim")
+        self._plain = Engine(engine.model, max_batch_size=1)
+        self._engine = engine
+        self._head = options.head or options.draft.draft_model  # what drafts; None: nothing
+        self._is_plain = False  # whether the user has switched drafting off
+        self._commands: dict[str, Callable[[str], None]] = {
+            "head": self._change_head,
+            "plain": self._switch,
+            "retry": self._retry,
+            "system": self._set_system,
+            "clear": self._clear,
+            "save": self._save,
+            "help": self._show_help,
+        }
+
+    def greet(self) -> None:
+        """On a terminal: what answers, and how to go on."""
+        if not self.is_terminal:
+            return
+        colour = not self._options.plain_text and self._console.color_system is not None and self._head
+        legend = Text.assemble("; draft tokens are ", ("green", f"not dim {DRAFTED}")) if colour else ""
+        self._note(Text.assemble(f"{self._options.model}, {self._mode()}", legend, ". /help lists the commands."))
+        if sentence := no_draft_sentence(self._engine, self._options):
+            self._note(sentence)
+
+    def take(self, line: str) -> bool:
+        """Runs a command or answers a message; returns whether the chat goes on.
+
+        Raises:
+            DraftHeadsError: it cannot; on a terminal the error is printed, and the chat goes on.
+            KeyboardInterrupt: Ctrl-C, where no person types.
+        """
+        # a path, as in "/etc/fstab is gone", is no command
+        command = re.fullmatch(r"/(\w*)(?:\s+(.*?))?\s*", line, re.DOTALL)
+        if command and command[1] in ("quit", "exit"):
+            return False
+        try:
+            if command:
+                self._run(command[1], command[2] or "")
+            elif line.strip():
+                self._ask(line.strip())
+        except DraftHeadsError as error:
+            if not self.is_terminal:
+                raise
+            print(f"error: {error}", file=sys.stderr)
+        except KeyboardInterrupt:
+            if not self.is_terminal:
+                raise
+            self._note("\nstopped")
+        return True
+
+    def _run(self, name: str, argument: str) -> None:
+        if name not in self._commands:
+            raise no_such("command", f"/{name}", [word.split()[0] for word in HELP], other_names={})
+        self._commands[name](argument)
+
+    def _ask(self, text: str) -> None:
+        """Answers a message; it is taken back if there is no answer."""
+        conversation = self.conversation
+        num_turns = len(conversation.turns)
+        conversation.ask(text)
+        try:
+            self._answer()
+        finally:
+            if len(conversation.turns) == num_turns + 1:
+                conversation.take_back()
+
+    def _answer(self) -> None:
+        engine = self._plain if self._is_plain else self._engine
+        requests = engine.requests([self.conversation.messages], self._options.settings)
+        (request,) = requests
+        start = time.perf_counter()
+        try:
+            show_stream(engine, requests, self._console, colour=not self._options.plain_text)
+        except KeyboardInterrupt:
+            if not self.is_terminal or not request.text:
+                raise
+            self._console.print()
+        self.conversation.answer(request.text, finished=request.finish_reason == "stop")
+        self._note(speed_words(request, time.perf_counter() - start))
+
+    def _change_head(self, name: str) -> None:
+        if not name:
+            self._note(self._mode())
+            return
+        options, target = self._options, self._engine.model
+        if name == NO_HEAD:
+            self._engine, self._head = self._plain, None
+        else:
+            template = find_template(options.load.chat_template, (name,), options.model)
+            if name not in UNTRAINED and template != target.chat_template:
+                raise InvalidSettings(
+                    f"{name} was trained with another chat template: start a new chat with --head {name}"
+                )
+            with ProgressDisplay(error_console(), transient=True) as progress:
+                progress.stage(f"loading {name}")
+                self._engine = engine_on(
+                    target,
+                    name,
+                    model=name_of(options.model),
+                    tree=options.draft.shape(),
+                    profile=None if options.draft.profile == "none" else options.draft.profile,
+                    copy=options.draft.copy,
+                    max_batch_size=1,
+                    fast=options.load.fast,
+                )
+            self._head = name
+        self._is_plain = False
+        self._note(self._mode())
+
+    def _switch(self, argument: str) -> None:
+        _refuse(argument, "/plain")
+        if self._head is None:
+            raise InvalidSettings("nothing drafts: /head NAME loads a draft head")
+        self._is_plain = not self._is_plain
+        self._note(self._mode())
+
+    def _retry(self, argument: str) -> None:
+        _refuse(argument, "/retry")
+        before, finished = list(self.conversation.turns), self.conversation.finished
+        question = self.conversation.take_back()
+        if question is None:
+            raise InvalidPrompt("there is no question to answer again")
+        try:
+            self._ask(question)
+        finally:
+            if len(self.conversation.turns) < len(before):
+                self.conversation.turns, self.conversation.finished = before, finished
+
+    def _set_system(self, text: str) -> None:
+        self.conversation.system = text
+        self._note("system prompt set" if text else "no system prompt")
+
+    def _clear(self, argument: str) -> None:
+        _refuse(argument, "/clear")
+        self.conversation = Conversation(self.conversation.system)
+        self._note("conversation cleared")
+
+    def _save(self, name: str) -> None:
+        if not name:
+            raise InvalidSettings("/save needs the name of a file, such as /save chat.jsonl")
+        if not self.conversation.turns:
+            raise InvalidPrompt("there is nothing to save yet")
+        path = check_writable(name)
+        line = json.dumps(self.conversation.record(), ensure_ascii=False)
+        write_atomic(path, f"{line}\n".encode())
+        self._note(f"saved {counted(len(self.conversation.messages), 'message')} to {path}")
+
+    def _show_help(self, argument: str) -> None:
+        _refuse(argument, "/help")
+        self._note("\n".join(f"{words:<14} {text}" for words, text in HELP.items()))
+        if self.is_terminal:
+            self._note("Ctrl-C stops an answer, Ctrl-D ends the chat.")
+
+    def _mode(self) -> str:
+        if self._head is None:
+            return "plain decoding"
+        return f"plain decoding ({self._head} is off)" if self._is_plain else f"drafting with {self._head}"
+
+    def _note(self, text: str | Text) -> None:
+        self._notes.print(text, soft_wrap=True, markup=False)
+
+
+def _refuse(argument: str, command: str) -> None:
+    """Raises where a command that takes nothing is given something."""
+    if argument:
+        raise InvalidSettings(f"{command} takes nothing after it, and {argument!r} was given")

@@ -1,0 +1,38 @@
+"""Options of ``draftheads chat``."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
+
+import tyro
+
+from draftheads.cli.options.generate import DraftOptions
+from draftheads.errors import InvalidSettings
+from draftheads.settings import LoadSettings, SamplingSettings
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """Chat with a model on the terminal."""
+
+    BASIC: ClassVar = ("model", "head", "system", "max_new_tokens", "temperature", "seed", "precision")
+
+    model: Annotated[str, tyro.conf.Positional] = "smollm2-135m"
+    """The model: a name, a folder or a Hugging Face id."""
+    head: str | None = None
+    """The draft head: a name, a folder or a Hugging Face id. `draftheads info` lists the installed ones. prompt-lookup
+    copies from the text so far; lookahead refines draft tokens of the model itself. Plain decoding when left out."""
+    system: str | None = None
+    """System prompt: what the model is told before the conversation."""
+    settings: tyro.conf.OmitArgPrefixes[SamplingSettings] = field(
+        default_factory=lambda: SamplingSettings(max_new_tokens=512)
+    )
+    draft: tyro.conf.OmitArgPrefixes[DraftOptions] = field(default_factory=DraftOptions)
+    load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
+    exact_bits: bool = False
+    """On a CPU: drafted answers equal plain ones to the bit. Also in bf16."""
+    plain_text: bool = False
+    """Do not colour draft tokens."""
+
+    def __post_init__(self) -> None:
+        if self.settings.logprobs is not None:
+            raise InvalidSettings(f"--logprobs {self.settings.logprobs}: a chat shows none; use `draftheads generate`")

@@ -1,0 +1,265 @@
+"""``draftheads chat``: in a pipe, and on a terminal with a person who types."""
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from draftheads import loading
+from draftheads.cli.main import main
+from draftheads.data.records import read_chats
+from draftheads.decode.engine import Engine
+
+BASE = ["chat", "model", "--precision", "fp32", "--max-new-tokens", "12"]
+GREEN = "\x1b[1;32m"
+
+
+@pytest.fixture
+def typed(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs a chat on the given lines."""
+
+    def run(*lines: str, arguments: tuple[str, ...] = ("--head", "medusa")) -> int:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        return main([*BASE, *arguments])
+
+    return run
+
+
+def offline(engine: Engine, *questions: str, system: str = "") -> list[str]:
+    """Plain answers, each after all turns before it."""
+    messages = [{"role": "system", "content": system}] if system else []
+    answers = []
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        answers.append(engine.generate([messages], max_new_tokens=12)[0].text)
+        messages.append({"role": "assistant", "content": answers[-1]})
+    return answers
+
+
+def printed(*answers: str) -> str:
+    return "".join(f"{answer}\n" for answer in answers)
+
+
+def test_each_answer_follows_all_turns_before_it(
+    typed: Callable[..., int], engine: Engine, capsys: pytest.CaptureFixture[str]
+):
+    assert typed("dead cab", "", "  a dog ", "hello") == 0
+    out, err = capsys.readouterr()
+    answers = offline(engine, "dead cab", "a dog", "hello")
+    assert out == printed(*answers)
+    assert answers[1:] != [offline(engine, question)[0] for question in ("a dog", "hello")], "history must matter here"
+    counts = err.splitlines()
+    assert len(counts) == 3
+    assert all(re.fullmatch(r"12 tokens in .* s, .* tokens/s, .* tokens/step.*, ended by length", c) for c in counts)
+
+
+def test_system_clear_and_retry(typed: Callable[..., int], engine: Engine, capsys: pytest.CaptureFixture[str]):
+    lines = ("dead cab", "/clear", "a dog", "/retry", "/system hello", "/retry", "/system", "/retry")
+    assert typed(*lines, arguments=("--system", "fog")) == 0
+    first, second = offline(engine, "dead cab", system="fog") + offline(engine, "a dog", system="fog")
+    third, fourth = offline(engine, "a dog", system="hello") + offline(engine, "a dog")
+    assert len({second, third, fourth}) == 3
+    assert capsys.readouterr().out == printed(first, second, second, third, fourth)
+
+
+def test_heads_change_and_drafting_is_switched_off_and_on(
+    typed: Callable[..., int], engine: Engine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    loads = []
+    whole = loading.load_target
+    monkeypatch.setattr(loading, "load_target", lambda *names, **how: loads.append(names) or whole(*names, **how))
+    lines = ["a dog", "/plain", "/retry", "/plain", "/retry", "/head ./hydra", "/retry", "/head none", "/retry"]
+    assert typed(*lines, "/head prompt-lookup", "/retry", "/head") == 0
+    out, err = capsys.readouterr()
+    assert out == printed(*offline(engine, "a dog") * 6)
+    assert len(loads) == 1, "the model is loaded once"
+    notes = err.splitlines()
+    modes = [note for note in notes if "tokens/s" not in note]
+    assert modes == [
+        "plain decoding (medusa is off)",
+        "drafting with medusa",
+        "drafting with ./hydra",
+        "plain decoding",
+        *["drafting with prompt-lookup"] * 2,
+    ]
+    speeds = [float(found) for found in re.findall(r"([\d.]+) tokens/step", err)]
+    assert speeds[1] == speeds[4] == 1.0
+    assert min(speeds[0], speeds[2], speeds[3]) > 1.0, "the heads were not used"
+    assert speeds[0] == speeds[2]
+
+
+def test_save_writes_a_chat_that_can_be_read(
+    typed: Callable[..., int], engine: Engine, here: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert typed("dead cab", "é", "/save new/chat.jsonl", arguments=("--system", "fog")) == 0
+    [record] = read_chats(here / "new" / "chat.jsonl")
+    first, second = offline(engine, "dead cab", "é", system="fog")
+    assert [(message["role"], message["content"]) for message in record.messages] == [
+        ("system", "fog"),
+        ("user", "dead cab"),
+        ("assistant", first),
+        ("user", "é"),
+        ("assistant", second),
+    ]
+    assert not record.finished, "12 tokens are no whole answer"
+    assert "saved 5 messages to new/chat.jsonl\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (["/sav x"], r"no command '/sav'; did you mean /save\?"),
+        (["/save x"], "there is nothing to save yet"),
+        (["/retry"], "there is no question to answer again"),
+        (["/head nowhere"], "nowhere"),
+        (["/head none", "/plain"], "nothing drafts: /head NAME loads a draft head"),
+        (["/clear all"], "/clear takes nothing after it, and 'all' was given"),
+        (["ab" * 400], r"the prompt has \d+ tokens"),
+        (["a", "/save ."], "cannot save .: it is a folder"),
+    ],
+)
+def test_errors_end_a_chat_in_a_pipe(
+    lines: list[str], words: str, typed: Callable[..., int], capsys: pytest.CaptureFixture[str]
+):
+    assert typed(*lines, "dead cab") == 1
+    out, err = capsys.readouterr()
+    assert re.match(rf"error: .*{words}", err.splitlines()[-1])
+    assert len(out.splitlines()) == (lines[0] == "a")
+
+
+def test_quit_help_and_lines_that_only_look_like_commands(
+    typed: Callable[..., int], engine: Engine, capsys: pytest.CaptureFixture[str]
+):
+    assert typed("/help", "/abc/def", " /head", "/quit", "dead cab") == 0
+    out, err = capsys.readouterr()
+    assert out == printed(*offline(engine, "/abc/def", "/head"))
+    assert all(command in err for command in ("/head NAME", "/plain", "/save FILE", "/quit"))
+
+
+def test_a_head_with_a_template_of_its_own_is_refused_later(
+    typed: Callable[..., int], here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    head = tmp_path / "head"
+    head.mkdir()
+    for file in (here / "medusa").iterdir():
+        (head / file.name).write_bytes(file.read_bytes())
+    config = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps({**config, "chat_template": "{{ messages[0]['content'] }}"}))
+    assert typed(f"/head {head}") == 1
+    assert f"start a new chat with --head {head}" in capsys.readouterr().err
+    assert typed("a dog", "/head prompt-lookup", "a dog", arguments=("--head", str(head))) == 0
+
+
+def test_options_that_a_chat_cannot_use(here: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([*BASE, "--logprobs", "1"]) == 1
+    assert "draftheads generate" in capsys.readouterr().err
+
+
+def test_input_that_is_not_text_is_an_error(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
+    assert main(BASE) == 1
+    assert capsys.readouterr().err.startswith("error: standard input is not text")
+
+
+class Terminal:
+    """A chat on a terminal of its own."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.keys, end = pty.openpty()
+        environment = {**os.environ, "COLUMNS": "100", "TERM": "xterm", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "draftheads", *arguments]
+        self.process = subprocess.Popen(
+            command, cwd=folder, stdin=end, stdout=end, stderr=end, env=environment, start_new_session=True
+        )
+        os.close(end)
+        self.seen = ""
+
+    def until(self, words: str, *, seconds: float = 120.0) -> str:
+        """Reads until the words come; returns what came before them since the last time."""
+        end = time.monotonic() + seconds
+        while words not in self.seen:
+            ready, _, _ = select.select([self.keys], [], [], max(0.0, end - time.monotonic()))
+            assert ready, f"no {words!r} in {self.seen!r}"
+            self.seen += os.read(self.keys, 1 << 16).decode()
+        found, _, self.seen = self.seen.partition(words)
+        return found
+
+    def write(self, text: str) -> None:
+        os.write(self.keys, text.encode())
+
+    def stop(self) -> None:
+        """What the terminal does at Ctrl-C."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+
+@pytest.fixture
+def terminal(folder: Path) -> Iterator[Callable[..., Terminal]]:
+    started = []
+
+    def start(*arguments: str) -> Terminal:
+        started.append(Terminal(folder, *arguments))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.kill()
+        each.process.wait()
+        os.close(each.keys)
+
+
+def without_colours(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text).replace("\r\n", "\n")
+
+
+def test_a_chat_on_a_terminal(terminal: Callable[..., Terminal], engine: Engine):
+    """Colours, line editing, an error that does not end the chat, and Ctrl-D."""
+    chat = terminal(*BASE, "--head", "hydra", "--tree", "chain.json")
+    assert "/help lists the commands" in chat.until("> ")
+    chat.write("dead cax\x7fb\r")
+    chat.until("\n")
+    answer = chat.until("\n\x1b[2m")  # the count is dim
+    [first] = offline(engine, "dead cab")
+    assert without_colours(answer).split() == first.split()  # a terminal shows spaces in place of a tab
+    assert GREEN in answer
+    chat.until("> ")
+    chat.write("/retyr\r")
+    chat.until("error: no command '/retyr'; did you mean /retry?")
+    chat.until("> ")
+    chat.stop()
+    chat.until("Ctrl-D ends the chat")
+    chat.until("> ")
+    chat.write("\x04")
+    assert chat.process.wait(60) == 0
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(terminal: Callable[..., Terminal], folder: Path):
+    chat = terminal("chat", "model", "--precision", "fp32", "--max-new-tokens", "400", "--head", "hydra")
+    chat.until("> ")
+    chat.write("a\r")
+    chat.until("\r\n")
+    while len(chat.seen) < 20:  # the answer runs
+        chat.seen += os.read(chat.keys, 1 << 16).decode()
+    chat.stop()
+    chat.until("tokens/step")
+    chat.until("stopped")
+    chat.until("> ")
+    chat.write("/save stopped.jsonl\r")
+    chat.until("saved 2 messages")
+    [record] = read_chats(folder / "stopped.jsonl")
+    assert 1 <= len(record.messages[1]["content"]) < 400
+    assert not record.finished
+    chat.until("> ")
+    chat.write("/quit\r")
+    assert chat.process.wait(60) == 0
