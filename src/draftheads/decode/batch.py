@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from draftheads.accept import accept, num_rejection_uniforms
+from draftheads.decode.prompt_reader import PromptReader, ReadText
 from draftheads.decode.request import Request, StreamEvent, TopLogprobs
 from draftheads.decode.size_policy import SizePolicySession
 from draftheads.draft import Context, Draft, Drafter, Verdict, Watcher
@@ -28,7 +29,16 @@ class Batch:
         shape: what it fills at each step; its default where left out.
         lap: called with "prompt" after prompts are read, and after each part of a step with its name: "draft",
             "verify", "watch" (for drafters that learn from the target's logits) and "rest".
+
+    Attributes:
+        on_leave: if set, called before a row leaves with its request and with what was read of it, in memory of the
+            batch. The batch then keeps the hidden states of all tokens.
+        isolates_failures: whether an error in the text or stop rules of one request becomes its ``failure`` and removes
+            its row; else the error is raised.
     """
+
+    on_leave: Callable[[Request, ReadText], None] | None = None
+    isolates_failures = False
 
     def __init__(
         self,
@@ -48,11 +58,25 @@ class Batch:
         self._rows: RowSettings | None = None
         self._seen: Tensor | None = None  # (B, V) bool; only where a row has a repetition penalty
         self._stepped_rows = 0  # rows that the session has seen; they come first
+        self._hidden: list[list[Tensor]] = []  # with on_leave, for each row: parts (t, D) of the tokens in the cache
 
     @torch.inference_mode()
     def join(self, requests: Sequence[Request]) -> list[StreamEvent]:
         """Reads the prompts of new rows and gives each its first token."""
         logits, hidden = self.target.prefill([request.prompt_ids for request in requests])
+        return self._enter(requests, logits, hidden)
+
+    @torch.inference_mode()
+    def adopt(self, readers: Sequence[PromptReader]) -> list[StreamEvent]:
+        """New rows with prompts that were read elsewhere; each gets its first token. They are copied."""
+        texts = [reader.text for reader in readers]
+        self.target.adopt([text.entries for text in texts])
+        logits = torch.stack([reader.logits for reader in readers])
+        hidden = pad_sequence([text.hidden for text in texts], batch_first=True)
+        return self._enter([reader.request for reader in readers], logits, hidden)
+
+    def _enter(self, requests: Sequence[Request], logits: Tensor, hidden: Tensor) -> list[StreamEvent]:
+        """Gives rows whose prompts are in the cache their first token: logits (b, V), hidden states (b, T, D)."""
         rows = self._settings(requests)
         seen = self._seen_of(requests, rows)
         uniforms = self._uniforms(requests, 1)
@@ -61,19 +85,19 @@ class Batch:
         new_ids = roots[:, None].tolist()
         logprobs = _logprobs(requests, logits[:, None], torch.zeros_like(roots)[:, None], new_ids, [1] * len(requests))
         events = [
-            request.append(ids, num_drafted=0, **own)
+            self._append(request, ids, num_drafted=0, **own)
             for request, ids, own in zip(requests, new_ids, logprobs, strict=True)
         ]
-        going = [row for row, request in enumerate(requests) if request.finish_reason is None]
-        if len(going) < len(requests):  # ended by their first token: the drafter does not get them
-            old = len(self.requests)
-            self.target.keep([*range(old), *(old + row for row in going)])
-            context = context.keep(torch.tensor(going, dtype=torch.long, device=hidden.device))
         self._context = _merged(self._context, context)
-        self.requests += [requests[row] for row in going]
-        self._read_settings()
+        self.requests += requests
+        if self.on_leave is not None:
+            self._hidden += [
+                [states[: len(request.prompt_ids)]] for request, states in zip(requests, hidden, strict=True)
+            ]
+        if not self._drop_ended():
+            self._read_settings()
         self.lap("prompt")
-        return events
+        return [event for event in events if event is not None]
 
     @torch.inference_mode()
     def step(self) -> list[StreamEvent]:
@@ -99,35 +123,57 @@ class Batch:
         self.target.commit(verdict, counts)
         self._context = _advanced(draft, verdict, hidden)
         logprobs = _logprobs(self.requests, logits, verdict.path, new_ids, counts)
+        self._note_hidden(counts)
         events = []
         for row, request in enumerate(self.requests):
             request.num_steps += 1
             count = counts[row]
-            events.append(
-                request.append(
-                    new_ids[row][:count],
-                    num_drafted=count - 1,
-                    num_copied=copied[row],
-                    drafted_by_depth=by_depth[row],
-                    **logprobs[row],
-                )
+            event = self._append(
+                request,
+                new_ids[row][:count],
+                num_drafted=count - 1,
+                num_copied=copied[row],
+                drafted_by_depth=by_depth[row],
+                **logprobs[row],
             )
+            events += [] if event is None else [event]
         self._note_seen(new_ids, counts)
         if isinstance(self.session, SizePolicySession):
             self.session.note([count - 1 for count in counts])
-        self._keep([row for row, request in enumerate(self.requests) if request.finish_reason is None])
+        self._drop_ended()
         self.lap("rest")
         return events
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of keys and values, and of the hidden states that are kept for :attr:`on_leave`."""
+        return self.target.cache.num_bytes + sum(part.nbytes for parts in self._hidden for part in parts)
 
     @torch.inference_mode()
     def drop(self, requests: Collection[Request]) -> None:
         """These requests leave unfinished, between two steps; others than the rows' are ignored."""
         self._keep([row for row, request in enumerate(self.requests) if request not in requests])
 
-    def _keep(self, going: Sequence[int]) -> None:
-        """The other rows leave; the last ones take their places."""
+    def _append(self, request: Request, token_ids: Sequence[int], **what: Any) -> StreamEvent | None:
+        """:meth:`Request.append`; None if it fails and failures are isolated."""
+        try:
+            return request.append(token_ids, **what)
+        except Exception as error:
+            if not self.isolates_failures:
+                raise
+            request.failure = error
+            return None
+
+    def _drop_ended(self) -> bool:
+        """Finished and failed rows leave; whether there were any."""
+        ended = (request.finish_reason is not None or request.failure is not None for request in self.requests)
+        return self._keep([row for row, is_ended in enumerate(ended) if not is_ended])
+
+    def _keep(self, going: Sequence[int]) -> bool:
+        """The other rows leave, and the last ones take their places; whether any row left."""
         if len(going) == len(self.requests):
-            return
+            return False
+        self._report_leaving(set(range(len(self.requests))) - set(going))
         # the session has not seen rows that joined after the last step: they stay behind those that it knows
         known = without_holes([row for row in going if row < self._stepped_rows])
         kept = [*known, *(row for row in going if row >= self._stepped_rows)]
@@ -135,11 +181,29 @@ class Batch:
         device = self.target.model.device
         assert self._context is not None
         self._context = self._context.keep(torch.tensor(kept, dtype=torch.long, device=device))
+        self._hidden = [self._hidden[row] for row in kept] if self.on_leave is not None else []
         self.target.keep(kept)
         if len(known) < self._stepped_rows:
             self.session.keep(torch.tensor(known, dtype=torch.long, device=device))
             self._stepped_rows = len(known)
         self._read_settings()
+        return True
+
+    def _note_hidden(self, counts: Sequence[int]) -> None:
+        """Keeps the hidden states of the tokens that the step accepted."""
+        if self.on_leave is not None:
+            assert self._context is not None
+            for parts, states, count in zip(self._hidden, self._context.hidden, counts, strict=True):
+                parts.append(states[:count].clone())
+
+    def _report_leaving(self, rows: Collection[int]) -> None:
+        """Tells what was read of rows that leave: the cache may go on beyond the end of an answer."""
+        if self.on_leave is not None:
+            for row in rows:
+                request = self.requests[row]
+                token_ids = [*request.prompt_ids, *request.token_ids][: self.target.lengths[row]]
+                entries = self.target.cache.entries(row, len(token_ids))
+                self.on_leave(request, ReadText(token_ids, entries, torch.cat(self._hidden[row])[: len(token_ids)]))
 
     def _read_settings(self) -> None:
         """Rows came or went."""

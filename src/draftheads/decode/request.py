@@ -122,6 +122,7 @@ class Request:
         self.logprobs: list[float] = []
         self.top_logprobs: list[TopLogprobs] = []
         self.finish_reason: FinishReason | None = None
+        self.failure: Exception | None = None  # of this request alone, see Batch
         self._stop_ids = frozenset(settings.stop_token_ids) | (frozenset() if settings.ignore_eos else eos_ids)
         room = settings.max_new_tokens if max_length is None else max_length - len(self.prompt_ids)
         self._max_new_tokens = min(settings.max_new_tokens, room)

@@ -26,6 +26,35 @@ class Window:
     span: int = 0  # slots 0 … span-1 are read
 
 
+@dataclass(frozen=True)
+class RowEntries:
+    """Keys and values of the first T tokens of one row: for each layer two tensors (kv heads, T, head size)."""
+
+    layers: tuple[tuple[Tensor, Tensor], ...]
+
+    @property
+    def num_slots(self) -> int:
+        """T."""
+        return self.layers[0][0].shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that these tensors hold, also of slots that they do not show."""
+        return sum(part.untyped_storage().nbytes() for layer in self.layers for part in layer)
+
+    def first(self, num_slots: int) -> "RowEntries":
+        """Those of the first tokens; shares the memory."""
+        return RowEntries(tuple((keys[:, :num_slots], values[:, :num_slots]) for keys, values in self.layers))
+
+    def copied(self) -> "RowEntries":
+        """The same in memory of its own."""
+        return RowEntries(tuple((_copied(keys), _copied(values)) for keys, values in self.layers))
+
+
+def _copied(part: Tensor) -> Tensor:
+    return torch.empty(part.shape, dtype=part.dtype, device=part.device).copy_(part)
+
+
 class SlotLayer(CacheLayerMixin):
     """Keys and values of one layer: (rows, kv heads, capacity, head size); some rows may be unused."""
 
@@ -72,6 +101,13 @@ class SlotLayer(CacheLayerMixin):
         if self.is_initialized:
             for buffer in (self.keys, self.values):
                 buffer[rows, :, target] = buffer[rows, :, source]
+
+    def write_row(self, row: int, keys: Tensor, values: Tensor) -> None:
+        """Writes (heads, T, size) to the first slots of a row."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys[None], values[None])
+        self.keys[row, :, : keys.shape[1]] = keys
+        self.values[row, :, : values.shape[1]] = values
 
     def take(self, source: Tensor, target: Tensor) -> None:
         """Copies whole rows ``source`` (n,) to the rows ``target`` (n,)."""
@@ -135,6 +171,23 @@ class SlotCache(Cache):
         rows = torch.arange(self.num_rows, device=source.device)[:, None]
         for layer in self.layers:
             layer.move(rows, source, target)
+
+    def entries(self, row: int, num_slots: int) -> RowEntries:
+        """What the first slots of a row hold; shares the memory."""
+        return RowEntries(
+            tuple((layer.keys[row, :, :num_slots], layer.values[row, :, :num_slots]) for layer in self.layers)
+        )
+
+    def write_row(self, row: int, entries: RowEntries) -> None:
+        """Writes to the first slots of a row, which :meth:`reserve` has made."""
+        for layer, (keys, values) in zip(self.layers, entries.layers, strict=True):
+            layer.write_row(row, keys, values)
+
+    def trim(self, num_slots: int) -> None:
+        """Frees the rows that are not in use, and the slots beyond ``num_slots``."""
+        capacity = min(self.capacity, whole_blocks(num_slots))
+        if (self.num_rows, capacity) != (self.held_rows, self.capacity):
+            self._resize(capacity)
 
     def keep(self, rows: Tensor, num_slots: int) -> None:
         """Keeps the given rows (n,), in that order, and at least ``num_slots`` slots of each."""

@@ -14,7 +14,7 @@ from draftheads.draft import Draft, Verdict
 from draftheads.errors import UnsupportedModel
 from draftheads.models.attention import by_products
 from draftheads.models.graphs import StepGraphs, capture_for
-from draftheads.models.kv_cache import SlotCache, whole_blocks
+from draftheads.models.kv_cache import RowEntries, SlotCache, whole_blocks
 from draftheads.models.masks import as_float_mask, tree_visibility, within_window
 from draftheads.models.model import TargetModel
 from draftheads.models.transfer import to_device
@@ -62,19 +62,34 @@ class Target:
         longest = max(lengths)
         tokens = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True).to(device)
         self.cache.reserve(old + len(prompts), longest)
-        hidden = []
-        for start in range(0, longest, PREFILL_CHUNK):
-            chunk = tokens[:, start : start + PREFILL_CHUNK]
-            steps = torch.arange(chunk.shape[1], device=device)
-            # a text is a tree, too: a chain, in which every token attends to those before it
-            chain = (steps[:, None] >= steps)[None]
-            hidden.append(
-                self._forward(slice(old, old + len(prompts)), [start] * len(prompts), chunk, steps[None], chain)
-            )
+        every = self._read(slice(old, old + len(prompts)), tokens, start=0)
         self.lengths += lengths
-        every = torch.cat(hidden, 1)  # (b, T, D)
         last = every[torch.arange(len(prompts), device=device), torch.tensor(lengths, device=device) - 1]
         return self.model.logits(last), every
+
+    @torch.inference_mode()
+    def read(self, token_ids: Sequence[int]) -> Tensor:
+        """Reads the next tokens of the only row: last hidden states (T, D)."""
+        tokens = torch.tensor([token_ids], device=self.model.device)
+        self.cache.reserve(1, self.lengths[0] + len(token_ids))
+        hidden = self._read(slice(0, 1), tokens, start=self.lengths[0])
+        self.lengths[0] += len(token_ids)
+        return hidden[0]
+
+    @torch.inference_mode()
+    def adopt(self, rows: Sequence[RowEntries]) -> None:
+        """Adds a row for each, with a copy of these keys and values."""
+        old = self.num_rows
+        self.cache.reserve(old + len(rows), max(row.num_slots for row in rows))
+        for place, row in enumerate(rows):
+            self.cache.write_row(old + place, row)
+        self.lengths += [row.num_slots for row in rows]
+
+    def slots_for(self, num_tokens: int, num_nodes: int) -> int:
+        """Slots of a row whose longest text has ``num_tokens``, and after which ``num_nodes`` are verified."""
+        if self.model.has_static_steps:
+            return _rounded_up(num_tokens + padded_nodes(num_nodes), STATIC_SLOTS)
+        return whole_blocks(num_tokens + num_nodes)
 
     @torch.inference_mode()
     def verify(self, draft: Draft) -> tuple[Tensor, Tensor]:
@@ -168,6 +183,17 @@ class Target:
                 longest = len(prompt)
             groups[-1].append(prompt)
         return list(groups)
+
+    def _read(self, rows: slice, tokens: Tensor, *, start: int) -> Tensor:
+        """Hidden states (b, T, D) of the next tokens (b, T) of rows that have ``start`` tokens, read in chunks."""
+        hidden = []
+        for first in range(0, tokens.shape[1], PREFILL_CHUNK):
+            chunk = tokens[:, first : first + PREFILL_CHUNK]
+            steps = torch.arange(chunk.shape[1], device=tokens.device)
+            # a text is a tree, too: a chain, in which every token attends to those before it
+            chain = (steps[:, None] >= steps)[None]
+            hidden.append(self._forward(rows, [start + first] * len(tokens), chunk, steps[None], chain))
+        return torch.cat(hidden, 1)
 
     def _forward(self, rows: slice, starts: Sequence[int], tokens: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor:
         """Hidden states (b, N, D) of tokens (b, N) at positions ``starts`` + ``depths``."""

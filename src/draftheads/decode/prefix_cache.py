@@ -1,0 +1,83 @@
+"""Texts that the target has read, kept so that prompts with the same beginning are read from there on."""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+
+from draftheads.decode.prompt_reader import ReadText
+
+
+class PrefixCache:
+    """Read texts within a number of bytes; those used last are kept.
+
+    Keys and values depend on the weights, so each text belongs to a space, such as the name of an adapter, and is found
+    there only.
+
+    Args:
+        max_bytes: memory of all texts.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self.hits = 0
+        self.tokens_reused = 0
+        self._texts: OrderedDict[tuple[Hashable, tuple[int, ...]], ReadText] = OrderedDict()  # used last comes last
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def find(self, space: Hashable, token_ids: Sequence[int]) -> ReadText | None:
+        """The longest shared beginning of a prompt and a text; without the prompt's last token, which is read anew.
+
+        The result shares the memory of the cache: copy it before the next call.
+        """
+        wanted = token_ids[:-1]
+        shared = {key: _num_shared(key[1], wanted) for key in self._texts if key[0] == space}
+        best = max(shared, key=shared.__getitem__, default=None)
+        if best is None or not shared[best]:
+            return None
+        self._texts.move_to_end(best)
+        self.hits += 1
+        self.tokens_reused += shared[best]
+        return self._texts[best].first(shared[best])
+
+    def add(self, space: Hashable, text: ReadText) -> None:
+        """Keeps a text, whose memory is the cache's from now on, in place of those that it extends.
+
+        A text that is the beginning of a kept one, or larger than the whole cache, is not kept.
+        """
+        ids = tuple(text.token_ids)
+        for key in [key for key in self._texts if key[0] == space]:
+            shared = _num_shared(key[1], ids)
+            if shared == len(ids):
+                self._texts.move_to_end(key)
+                return
+            if shared == len(key[1]):
+                self._remove(key)
+        if text.num_bytes <= self.max_bytes:
+            self._shrink(self.max_bytes - text.num_bytes)
+            self._texts[space, ids] = text
+            self.num_bytes += text.num_bytes
+
+    def limit(self, max_bytes: int) -> None:
+        """Sets the memory of all texts, and removes those used longest ago that do not fit any more."""
+        self.max_bytes = max_bytes
+        self._shrink(max_bytes)
+
+    def _shrink(self, num_bytes: int) -> None:
+        while self.num_bytes > num_bytes:
+            self._remove(next(iter(self._texts)))
+
+    def _remove(self, key: tuple[Hashable, tuple[int, ...]]) -> None:
+        self.num_bytes -= self._texts.pop(key).num_bytes
+
+
+def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens that both begin with.
+
+    >>> _num_shared([1, 2, 3], [1, 2, 4, 5]), _num_shared([1], [1, 2])
+    (2, 1)
+    """
+    return next(
+        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )

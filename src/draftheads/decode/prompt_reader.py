@@ -1,0 +1,92 @@
+"""Reads a prompt in chunks on a cache of its own, from a text on that was read before."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from draftheads.decode.request import Request
+from draftheads.models.kv_cache import RowEntries
+from draftheads.models.kv_target import Target
+from draftheads.models.model import TargetModel
+
+
+@dataclass(frozen=True)
+class ReadText:
+    """T tokens that the target has read, and what it computed for them."""
+
+    token_ids: list[int]
+    entries: RowEntries  # keys and values
+    hidden: Tensor  # (T, D) last hidden states, which drafters with a history read
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of keys, values and hidden states."""
+        return self.entries.num_bytes + self.hidden.untyped_storage().nbytes()
+
+    def first(self, num_tokens: int) -> "ReadText":
+        """The beginning of the text; shares the memory."""
+        return ReadText(self.token_ids[:num_tokens], self.entries.first(num_tokens), self.hidden[:num_tokens])
+
+    def copied(self) -> "ReadText":
+        """The same in memory of its own."""
+        return ReadText(self.token_ids, self.entries.copied(), self.hidden.clone())
+
+
+class PromptReader:
+    """Reads the prompt of one request; a batch then adopts it.
+
+    Args:
+        model: the target.
+        request: whose prompt is read.
+        known: the beginning of the prompt, read before; it is copied. The last token of the prompt is read in any
+            case, because its logits are needed.
+    """
+
+    def __init__(self, model: TargetModel, request: Request, known: ReadText | None = None) -> None:
+        self.request = request
+        self._target = Target(model)
+        self._target.cache.reserve(1, len(request.prompt_ids))
+        self._hidden: list[Tensor] = []  # (t, D) parts
+        if known is None:
+            self._target.lengths = [0]
+        else:
+            known = known.first(len(request.prompt_ids) - 1)
+            assert known.token_ids == request.prompt_ids[: len(known.token_ids)], "the prompt begins with that text"
+            self._target.adopt([known.entries])
+            self._hidden.append(known.hidden.clone())
+
+    @property
+    def num_left(self) -> int:
+        """Prompt tokens that are not read yet."""
+        return len(self.request.prompt_ids) - self._target.lengths[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of keys, values and hidden states."""
+        return self._target.cache.num_bytes + sum(part.nbytes for part in self._hidden)
+
+    def read(self, most: int) -> int:
+        """Reads the next tokens of the prompt, at most so many; returns how many it read."""
+        done = self._target.lengths[0]
+        tokens = self.request.prompt_ids[done : done + most]
+        self._hidden.append(self._target.read(tokens))
+        return len(tokens)
+
+    def read_all(self) -> Self:
+        """Reads what is left."""
+        self.read(self.num_left)
+        return self
+
+    @property
+    def text(self) -> ReadText:
+        """What is read so far, with the memory of this reader: read no further with it."""
+        num_tokens = self._target.lengths[0]
+        entries = self._target.cache.entries(0, num_tokens)
+        return ReadText(self.request.prompt_ids[:num_tokens], entries, torch.cat(self._hidden))
+
+    @property
+    def logits(self) -> Tensor:
+        """(V,) after the last token read."""
+        return self._target.model.logits(self._hidden[-1][-1:])[0]
