@@ -71,7 +71,7 @@ class Batch:
         """New rows with prompts that were read elsewhere; each gets its first token. They are copied."""
         texts = [reader.text for reader in readers]
         self.target.adopt([text.entries for text in texts])
-        logits = torch.stack([reader.logits for reader in readers])
+        logits = torch.stack([reader.logits for reader in readers if reader.logits is not None])
         hidden = pad_sequence([text.hidden for text in texts], batch_first=True)
         return self._enter([reader.request for reader in readers], logits, hidden)
 
@@ -147,7 +147,9 @@ class Batch:
     @property
     def num_bytes(self) -> int:
         """Memory of keys and values, and of the hidden states that are kept for :attr:`on_leave`."""
-        return self.target.cache.num_bytes + sum(part.nbytes for parts in self._hidden for part in parts)
+        model = self.target.model
+        hidden = sum(self.target.lengths) * model.hidden_size * model.dtype.itemsize
+        return self.target.cache.num_bytes + (hidden if self.on_leave is not None else 0)
 
     @torch.inference_mode()
     def drop(self, requests: Collection[Request]) -> None:

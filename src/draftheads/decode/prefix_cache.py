@@ -41,10 +41,15 @@ class PrefixCache:
         self.tokens_reused += shared[best]
         return self._texts[best].first(shared[best])
 
-    def add(self, space: Hashable, text: ReadText) -> None:
-        """Keeps a text, whose memory is the cache's from now on, in place of those that it extends.
+    def add(self, space: Hashable, text: ReadText, *, copy: bool = True) -> None:
+        """Keeps a text in place of those that it extends.
 
         A text that is the beginning of a kept one, or larger than the whole cache, is not kept.
+
+        Args:
+            space: the text belongs to.
+            text: that was read.
+            copy: or the memory of the text is the cache's from now on.
         """
         ids = tuple(text.token_ids)
         for key in [key for key in self._texts if key[0] == space]:
@@ -54,10 +59,11 @@ class PrefixCache:
                 return
             if shared == len(key[1]):
                 self._remove(key)
-        if text.num_bytes <= self.max_bytes:
-            self._shrink(self.max_bytes - text.num_bytes)
-            self._texts[space, ids] = text
-            self.num_bytes += text.num_bytes
+        size = text.visible_bytes if copy else text.num_bytes
+        if size <= self.max_bytes:
+            self._shrink(self.max_bytes - size)
+            self._texts[space, ids] = text.copied() if copy else text
+            self.num_bytes += size
 
     def limit(self, max_bytes: int) -> None:
         """Sets the memory of all texts, and removes those used longest ago that do not fit any more."""
@@ -78,6 +84,5 @@ def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
     >>> _num_shared([1, 2, 3], [1, 2, 4, 5]), _num_shared([1], [1, 2])
     (2, 1)
     """
-    return next(
-        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-    )
+    places = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in places if a != b), min(len(one), len(other)))

@@ -1,7 +1,7 @@
 """Reads a prompt in chunks on a cache of its own, from a text on that was read before."""
 
 from dataclasses import dataclass
-from typing import Self
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,8 +22,13 @@ class ReadText:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of keys, values and hidden states."""
+        """Memory that keys, values and hidden states hold, also of slots that they do not show."""
         return self.entries.num_bytes + self.hidden.untyped_storage().nbytes()
+
+    @property
+    def visible_bytes(self) -> int:
+        """Memory of a copy."""
+        return sum(part.nbytes for layer in self.entries.layers for part in layer) + self.hidden.nbytes
 
     def first(self, num_tokens: int) -> "ReadText":
         """The beginning of the text; shares the memory."""
@@ -49,6 +54,7 @@ class PromptReader:
         self._target = Target(model)
         self._target.cache.reserve(1, len(request.prompt_ids))
         self._hidden: list[Tensor] = []  # (t, D) parts
+        self.logits: Tensor | None = None  # (V,) after the prompt, once it is read
         if known is None:
             self._target.lengths = [0]
         else:
@@ -67,26 +73,20 @@ class PromptReader:
         """Memory of keys, values and hidden states."""
         return self._target.cache.num_bytes + sum(part.nbytes for part in self._hidden)
 
+    @torch.inference_mode()
     def read(self, most: int) -> int:
         """Reads the next tokens of the prompt, at most so many; returns how many it read."""
         done = self._target.lengths[0]
         tokens = self.request.prompt_ids[done : done + most]
         self._hidden.append(self._target.read(tokens))
+        if not self.num_left:
+            self.logits = self._target.model.logits(self._hidden[-1][-1:])[0]
         return len(tokens)
 
-    def read_all(self) -> Self:
-        """Reads what is left."""
-        self.read(self.num_left)
-        return self
-
-    @property
+    @cached_property
     def text(self) -> ReadText:
-        """What is read so far, with the memory of this reader: read no further with it."""
-        num_tokens = self._target.lengths[0]
-        entries = self._target.cache.entries(0, num_tokens)
-        return ReadText(self.request.prompt_ids[:num_tokens], entries, torch.cat(self._hidden))
-
-    @property
-    def logits(self) -> Tensor:
-        """(V,) after the last token read."""
-        return self._target.model.logits(self._hidden[-1][-1:])[0]
+        """The prompt, once it is read; shares the memory of this reader."""
+        assert not self.num_left, "the whole prompt is read"
+        hidden = torch.cat(self._hidden)
+        self._hidden = [hidden]
+        return ReadText(self.request.prompt_ids, self._target.cache.entries(0, len(hidden)), hidden)

@@ -85,11 +85,9 @@ class Target:
             self.cache.write_row(old + place, row)
         self.lengths += [row.num_slots for row in rows]
 
-    def slots_for(self, num_tokens: int, num_nodes: int) -> int:
-        """Slots of a row whose longest text has ``num_tokens``, and after which ``num_nodes`` are verified."""
-        if self.model.has_static_steps:
-            return _rounded_up(num_tokens + padded_nodes(num_nodes), STATIC_SLOTS)
-        return whole_blocks(num_tokens + num_nodes)
+    def trim(self) -> None:
+        """Frees the slots and rows that are not in use."""
+        self.cache.trim(max(self.lengths, default=0))
 
     @torch.inference_mode()
     def verify(self, draft: Draft) -> tuple[Tensor, Tensor]:
@@ -251,6 +249,13 @@ class Target:
             seen = visible if window is None else visible & within_window(lengths, depths, span, window)
             masks[kind] = as_float_mask(seen, self.model.dtype)
         return masks if len(masks) > 1 else masks[kinds[0]]
+
+
+def slots_for(model: TargetModel, num_tokens: int, num_nodes: int = 0) -> int:
+    """Slots of a cache whose longest text has ``num_tokens``, after which ``num_nodes`` are verified."""
+    if num_nodes and model.has_static_steps:
+        return _rounded_up(num_tokens + padded_nodes(num_nodes), STATIC_SLOTS)
+    return whole_blocks(num_tokens + num_nodes)
 
 
 def bytes_per_slot(model: TargetModel) -> int:

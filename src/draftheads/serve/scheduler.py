@@ -6,21 +6,26 @@ Other threads submit and cancel jobs. They never touch tensors.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
-from itertools import pairwise
 from threading import Condition, Thread, current_thread
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from draftheads.counts import counted
-from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
-from draftheads.decode.request import Request, StreamEvent
-from draftheads.errors import InvalidSettings, QueueFull, ShuttingDown, TooLarge, first_line, no_such
+from draftheads.decode.request import StreamEvent
+from draftheads.errors import (
+    DraftHeadsError,
+    InvalidSettings,
+    QueueFull,
+    ShuttingDown,
+    TooLarge,
+    first_line,
+    no_such,
+)
 from draftheads.models.fast import return_freed_memory
-from draftheads.models.kv_target import bytes_per_slot
+from draftheads.serve.decoder import Decoder, SlotBytes
 from draftheads.serve.fair_queue import FairQueue
 from draftheads.serve.jobs import Job, JobFailed, Lane, Limits, Snapshot
 
@@ -31,37 +36,30 @@ _FINISHES = 32  # last ones, from which the rate of finishing is measured
 T = TypeVar("T")
 
 
-class _RunningLane:
-    """A batch and the jobs of its rows."""
-
-    def __init__(self, lane: Lane, engine: Engine, batch: Batch) -> None:
-        self.lane, self.engine, self.batch = lane, engine, batch
-        self.jobs: dict[Request, Job] = {}
-
-
 class Scheduler:
     """Decodes jobs on a thread of its own.
 
     Args:
-        engines: served name to engine. They share one model. An entry may be replaced in a function that
-            :meth:`call` runs: running requests keep the old engine.
+        engines: served name to engine. They share one model, or are its adapters. An entry may be replaced in a
+            function that :meth:`call` runs: running requests keep the old engine.
         limits: rows, memory and waiting jobs.
         clock: seconds, for deadlines and rates.
 
     Raises:
-        InvalidSettings: no engine, or engines of several models.
+        InvalidSettings: no engine.
     """
 
     def __init__(
         self, engines: Mapping[str, Engine], limits: Limits, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        if len({id(engine.model) for engine in engines.values()}) != 1:
-            names = ", ".join(engines) or "no engine"
-            raise InvalidSettings(f"engines of a scheduler share one loaded model; found {names}")
+        if not engines:
+            raise InvalidSettings("a scheduler needs at least one engine")
         self.engines = dict(engines)
         self.limits = limits
         self._clock = clock
-        self._bytes_per_slot = bytes_per_slot(next(iter(engines.values())).model)
+        self._sizes = SlotBytes()
+        for engine in engines.values():
+            self._sizes.per_slot(engine.model)  # measured now: the other threads compute nothing
         # an RLock: events are delivered while it is held, so that none comes after cancel() returned
         self._changed = Condition()
         self._queue = FairQueue()
@@ -71,7 +69,7 @@ class Scheduler:
         self._finishes: deque[float] = deque(maxlen=_FINISHES)
         self._drain_until: float | None = None  # set when closing
         self._thread: Thread | None = None
-        self._lanes: list[_RunningLane] = []  # the model thread's own
+        self._decoder = Decoder(limits, self._sizes, self._deliver)  # the model thread's own
 
     # --- other threads ---
 
@@ -90,9 +88,7 @@ class Scheduler:
             QueueFull: too many jobs wait.
             ShuttingDown: after :meth:`close`.
         """
-        engine = self.engines.get(job.lane.model)
-        if engine is None:
-            raise no_such("model", job.lane.model, self.engines, other_names={})
+        engine = self._engine_of(job)
         engine.check_draft_nodes(job.lane.draft_nodes)
         self._check_size(job, engine)
         with self._changed:
@@ -145,9 +141,14 @@ class Scheduler:
         elif self._thread is not current_thread():
             self._thread.join()
 
+    def _engine_of(self, job: Job) -> Engine:
+        engine = self.engines.get(job.lane.model)
+        if engine is None:
+            raise no_such("model", job.lane.model, self.engines, other_names={})
+        return engine
+
     def _check_size(self, job: Job, engine: Engine) -> None:
-        slots = job.request.most_tokens + engine.most_nodes(job.lane.draft_nodes)
-        needed = slots * self._bytes_per_slot
+        needed = self._sizes.alone(engine, job.lane.draft_nodes, job.request)
         if needed > self.limits.kv_bytes:
             raise TooLarge(
                 f"the prompt and {counted(job.request.most_new_tokens, 'new token')} need {needed >> 20} MiB for keys "
@@ -155,11 +156,10 @@ class Scheduler:
             )
 
     def _retry_after(self) -> float:
-        """Seconds in which a job ends, at the rate of the last ones; at least 1."""
-        if len(self._finishes) < 2:
-            return 1.0
-        gaps = [after - before for before, after in pairwise(self._finishes)]
-        return max(1.0, min(60.0, sum(gaps) / len(gaps)))
+        """Seconds in which a job is finished, at the rate of the last minute; at least 1."""
+        now = self._clock()
+        recent = [when for when in self._finishes if when > now - 60.0]
+        return max(1.0, (now - recent[0]) / len(recent)) if recent else 1.0
 
     # --- the model thread ---
 
@@ -169,8 +169,8 @@ class Scheduler:
                 self._iterate()
             except Exception as error:  # our own fault; the server goes on
                 logger.exception("the scheduler failed")
-                self._lanes = []
-                self._fail(list(self._live), error)
+                self._decoder.clear()
+                self._fail_all("error", f"the answer could not be computed: {first_line(error)}")
         self._end()
 
     def _wait_for_work(self) -> bool:
@@ -183,23 +183,15 @@ class Scheduler:
             return self._drain_until is None or (self._has_work() and self._clock() < self._drain_until)
 
     def _has_work(self) -> bool:
-        return bool(self._live or self._calls or self._lanes)
+        return bool(self._live or self._calls or self._decoder.lanes)
 
     def _iterate(self) -> None:
         """Everything between two steps, and one step of every lane."""
         self._run_calls()
         self._end_late_jobs()
         self._admit()
-        for lane in list(self._lanes):
-            self._step(lane)
-        self._lanes = [lane for lane in self._lanes if lane.jobs]
-        with self._changed:
-            self._counts = replace(
-                self._counts,
-                running=sum(len(lane.jobs) for lane in self._lanes),
-                lanes=len(self._lanes),
-                kv_bytes=sum(lane.batch.target.cache.num_bytes for lane in self._lanes),
-            )
+        self._decoder.work()
+        self._publish()
 
     def _run_calls(self) -> None:
         while self._calls:
@@ -214,66 +206,22 @@ class Scheduler:
         """Jobs beyond their deadline fail, and rows of jobs that have ended leave."""
         now = self._clock()
         with self._changed:
-            late = [job for job in self._live if job.deadline is not None and job.deadline <= now]
-            for job in late:
+            for job in [job for job in self._live if job.deadline is not None and job.deadline <= now]:
                 self._queue.remove(job)
                 self._deliver(job, JobFailed("deadline", "the deadline passed before the answer was finished"))
-            for lane in self._lanes:
-                self._drop(lane, [request for request, job in lane.jobs.items() if job not in self._live])
-        self._lanes = [lane for lane in self._lanes if lane.jobs]
-
-    def _drop(self, lane: _RunningLane, requests: list[Request]) -> None:
-        if requests:
-            lane.batch.drop(requests)
-            for request in requests:
-                del lane.jobs[request]
+            self._decoder.drop(lambda job: job not in self._live)
 
     def _admit(self) -> None:
-        """Waiting jobs whose turn it is join their lanes."""
-        room = self.limits.max_rows - sum(len(lane.jobs) for lane in self._lanes)
-        joining: dict[int, tuple[_RunningLane, list[Job]]] = {}
+        """Waiting jobs whose turn it is join, as long as there are rows and memory."""
         with self._changed:
-            for _ in range(min(room, len(self._queue))):
-                job = self._queue.pop()
-                lane = self._lane_of(job)
-                lane.jobs[job.request] = job
-                joining.setdefault(id(lane), (lane, []))[1].append(job)
-        for lane, jobs in joining.values():
-            requests = sorted((job.request for job in jobs), key=lambda request: len(request.prompt_ids))
-            self._deliver_all(lane, requests, partial(lane.batch.join, requests))
-
-    def _lane_of(self, job: Job) -> _RunningLane:
-        engine = self.engines[job.lane.model]
-        for lane in self._lanes:
-            if lane.lane == job.lane and lane.engine is engine:
-                return lane
-        lane = _RunningLane(job.lane, engine, engine.batch(draft_nodes=job.lane.draft_nodes))
-        self._lanes.append(lane)
-        return lane
-
-    def _step(self, lane: _RunningLane) -> None:
-        if lane.batch.requests:
-            self._deliver_all(lane, list(lane.batch.requests), lane.batch.step)
-            self._count(steps=1)
-
-    def _deliver_all(self, lane: _RunningLane, requests: list[Request], work: Callable[[], list[StreamEvent]]) -> None:
-        """Delivers the events of a join or step, one for each request. If it fails, all jobs of the lane fail."""
-        try:
-            events = work()
-        except Exception as error:
-            logger.exception("a step of %s failed", lane.lane.model)
-            self._fail(lane.jobs.values(), error)
-            lane.jobs.clear()
-            self._lanes.remove(lane)
-            return
-        for request, event in zip(requests, events, strict=True):
-            self._deliver(lane.jobs[request], event)
-            if event.finish_reason is not None:
-                del lane.jobs[request]
-
-    def _fail(self, jobs: Iterable[Job], error: Exception) -> None:
-        for job in jobs:
-            self._deliver(job, JobFailed("error", f"the answer could not be computed: {first_line(error)}"))
+            while (job := self._queue.first()) and self._decoder.num_jobs < self.limits.max_rows:
+                try:
+                    if not self._decoder.admit(job, self._engine_of(job)):
+                        break
+                    self._queue.pop()
+                except DraftHeadsError as error:  # the engine was replaced by one that cannot take it
+                    self._queue.pop()
+                    self._deliver(job, JobFailed("error", str(error)))
 
     def _deliver(self, job: Job, event: StreamEvent | JobFailed) -> None:
         """Hands an event over, unless the job has ended."""
@@ -293,20 +241,44 @@ class Scheduler:
                 logger.exception("an event could not be delivered; its job is cancelled")
                 self.cancel(job)
 
-    def _count(self, **more: int) -> None:
+    def _count(self, *, finished: int = 0, failed: int = 0, cancelled: int = 0) -> None:
+        counts = self._counts
+        self._counts = replace(
+            counts,
+            finished=counts.finished + finished,
+            failed=counts.failed + failed,
+            cancelled=counts.cancelled + cancelled,
+        )
+
+    def _publish(self) -> None:
+        decoder = self._decoder
         with self._changed:
             self._counts = replace(
-                self._counts, **{name: getattr(self._counts, name) + value for name, value in more.items()}
+                self._counts,
+                reading=decoder.num_reading,
+                running=decoder.num_jobs - decoder.num_reading,
+                lanes=len(decoder.lanes),
+                kv_bytes=decoder.kv_bytes,
+                prefix_bytes=decoder.prefixes.num_bytes,
+                prefix_entries=len(decoder.prefixes),
+                steps=decoder.steps,
+                prompt_tokens_read=decoder.tokens_read,
+                prefix_hits=decoder.prefixes.hits,
+                prefix_tokens_reused=decoder.prefixes.tokens_reused,
             )
 
-    def _end(self) -> None:
+    def _fail_all(self, reason: Literal["error", "shutdown"], message: str) -> None:
         with self._changed:
             for job in list(self._live):
                 self._queue.remove(job)
-                self._deliver(job, JobFailed("shutdown", "the server shut down before the answer was finished"))
+                self._deliver(job, JobFailed(reason, message))
+
+    def _end(self) -> None:
+        with self._changed:
+            self._fail_all("shutdown", "the server shut down before the answer was finished")
             for _, future in self._calls:
                 if future.set_running_or_notify_cancel():
                     future.set_exception(ShuttingDown("the scheduler is closed"))
             self._calls.clear()
-        self._lanes = []
-        self._counts = replace(self._counts, running=0, lanes=0, kv_bytes=0)
+            self._decoder.clear()
+            self._publish()
