@@ -5,8 +5,9 @@ stopped continues where it was.
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -25,8 +26,9 @@ from draftheads.data.features import (
     write_shard,
 )
 from draftheads.data.live import fingerprint_of, read_alone
-from draftheads.data.records import Record, read_chats
+from draftheads.data.records import Record, RecordedTokens, read_chats
 from draftheads.errors import DataError, StorageError
+from draftheads.models.fingerprint import tokenizer_print
 from draftheads.models.model import TargetModel
 from draftheads.progress import Progress
 
@@ -50,9 +52,10 @@ def load_and_count(
     """The result of :func:`load_texts`, and the number of texts left out."""
     texts: list[EncodedChat] = []
     num_tokens = num_left_out = 0
+    own_print = cache(lambda: tokenizer_print(model.tokenizer))
     for chat in read_chats(*paths):
         try:
-            text = _encoded(model, chat, max_length)
+            text = _encoded(model, chat, max_length, own_print)
         except DataError as error:
             raise DataError(str(error), path=chat.path, line_number=chat.line_number) from error
         if any(text.loss_mask):
@@ -69,11 +72,29 @@ def load_and_count(
     return texts, num_left_out
 
 
-def _encoded(model: ChatReader, chat: Record, max_length: int) -> EncodedChat:
+def _encoded(model: ChatReader, chat: Record, max_length: int, own_print: Callable[[], str]) -> EncodedChat:
+    if chat.tokens is not None:
+        return _as_recorded(chat.tokens, max_length, own_print())
     if not chat.is_completion:
         return encode_chat(model, chat.messages, finished=chat.finished, max_length=max_length)
     prompt, completion = (message["content"] for message in chat.messages)
     return encode_completion(model, prompt, completion, finished=chat.finished, max_length=max_length)
+
+
+def _as_recorded(tokens: RecordedTokens, max_length: int, own_print: str) -> EncodedChat:
+    """Tokens that a server recorded; the loss covers the answer.
+
+    Raises:
+        DataError: another tokenizer made them.
+    """
+    if tokens.tokenizer != own_print:
+        raise DataError(
+            f"recorded with a tokenizer of fingerprint {tokens.tokenizer}; that of this model is {own_print}: "
+            "give the model that was served"
+        )
+    token_ids = tokens.prompt_ids + tokens.answer_ids
+    loss_mask = (False,) * len(tokens.prompt_ids) + (True,) * len(tokens.answer_ids)
+    return EncodedChat(token_ids[:max_length], loss_mask[:max_length], is_cut=len(token_ids) > max_length)
 
 
 def needed_bytes(target: TargetModel, texts: Sequence[EncodedChat]) -> int:

@@ -7,8 +7,9 @@ Knows files and the three forms of a record; knows nothing of templates or token
 * ``"turns"``: what a user says, turn by turn.
 
 A line to learn from is a chat with ``"messages"``, or it has ``"prompt"`` and ``"completion"``: two texts that follow
-each other without a chat template, or two lists of messages. Other keys, of records and of messages, are ignored.
-Every error names the file and the line.
+each other without a chat template, or two lists of messages. Or it was recorded by ``draftheads serve`` and has
+``"prompt_ids"``, ``"answer_ids"`` and ``"tokenizer"``, the fingerprint of the tokenizer; then these count. Other keys,
+of records and of messages, are ignored. Every error names the file and the line.
 """
 
 import gzip
@@ -17,8 +18,9 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, NamedTuple
 
 from draftheads.errors import DataError
 from draftheads.messages import Message, message_problem, short
@@ -34,6 +36,14 @@ _NO_CHAT = 'a chat is an object such as {"messages": [{"role": "user", "content"
 NO_ANSWER = "no message of role 'assistant', so there is nothing to learn from"
 
 
+class RecordedTokens(NamedTuple):
+    """What a model read and wrote."""
+
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+    tokenizer: str  # its fingerprint
+
+
 @dataclass(frozen=True)
 class Record:
     """One line of a file."""
@@ -45,6 +55,7 @@ class Record:
     labels: Mapping[str, Any] = field(default_factory=dict)  # id, question_id and category, where the line has them
     finished: bool = True  # False where the last assistant turn was cut off: it has no end-of-turn token
     is_completion: bool = False  # a text of the user and its completion, without a chat template
+    tokens: RecordedTokens | None = None  # there are no messages if they are given
 
     @property
     def prompt(self) -> TextPrompt:
@@ -80,26 +91,32 @@ def read_chats(*paths: Path) -> Iterator[Record]:
     """What can be learned from in all files: chats with a message of the assistant, or prompts with completions.
 
     ``"finished": false`` in a record says that its last assistant turn, or its completion, was cut off. Empty lines are
-    skipped.
+    skipped. A folder stands for its files, where an incomplete last line is skipped, too: a server may be writing it.
 
     Raises:
         DataError: a file cannot be read, or a line is not a chat.
     """
-    for path in paths:
-        for line_number, value in read_json_lines(path):
-            has_completion = isinstance(value, dict) and "completion" in value and value.get("messages") is None
-            read = _completion if has_completion else partial(_record, forms=("messages",))
-            record = read(value, path=path, line_number=line_number)
-            if record is None:
-                is_prompt = isinstance(value, dict) and ("prompt" in value or "turns" in value)
-                fix = "; `draftheads distill` answers prompts" if is_prompt else ""
-                raise DataError(f"{_NO_CHAT}, not {short(repr(value))}{fix}", path=path, line_number=line_number)
-            if not isinstance(record.finished, bool):
-                problem = f"finished is {record.finished!r}; it must be true or false"
-                raise DataError(problem, path=path, line_number=line_number)
-            if not any(message["role"] == "assistant" for message in record.messages):
-                raise DataError(NO_ANSWER, path=path, line_number=line_number)
-            yield record
+    for path, line_number, value in _lines_of(paths):
+        yield _chat(value, path, line_number)
+
+
+def _chat(value: Any, path: Path, line_number: int) -> Record:
+    """What can be learned from in one line."""
+    given = value if isinstance(value, dict) else {}
+    if "prompt_ids" in given and "answer_ids" in given:
+        return _recorded(given, path, line_number)
+    has_completion = "completion" in given and given.get("messages") is None
+    read = _completion if has_completion else partial(_record, forms=("messages",))
+    record = read(value, path=path, line_number=line_number)
+    if record is None:
+        fix = "; `draftheads distill` answers prompts" if "prompt" in given or "turns" in given else ""
+        raise DataError(f"{_NO_CHAT}, not {short(repr(value))}{fix}", path=path, line_number=line_number)
+    if not isinstance(record.finished, bool):
+        problem = f"finished is {record.finished!r}; it must be true or false"
+        raise DataError(problem, path=path, line_number=line_number)
+    if not any(message["role"] == "assistant" for message in record.messages):
+        raise DataError(NO_ANSWER, path=path, line_number=line_number)
+    return record
 
 
 def prompts_in(path: Path) -> list[TextPrompt]:
@@ -116,8 +133,35 @@ def own_prompts(name: Literal["calibration", "demo"]) -> Path:
     return Path(__file__).parent.parent / "assets" / "prompts" / f"{name}.jsonl"
 
 
-def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+def _lines_of(paths: Iterable[Path]) -> Iterator[tuple[Path, int, Any]]:
+    """File, line number and value of each line of the files, or of the files in a folder."""
+    for path in paths:
+        for file in files_in(path):
+            for line_number, value in read_json_lines(file, may_be_torn=path.is_dir()):
+                yield file, line_number, value
+
+
+def files_in(path: Path) -> list[Path]:
+    """The chat files in a folder, by name; a file stands for itself.
+
+    Raises:
+        DataError: there is none.
+    """
+    if not path.is_dir():
+        return [path]
+    if found := sorted([*path.glob("*.jsonl"), *path.glob("*.jsonl.gz")]):
+        return found
+    inside = sorted({file.parent.name for file in path.glob("*/*.jsonl*")})
+    fix = f"; give a folder in it: {', '.join(inside)}" if inside else ""
+    raise DataError(f"cannot be read: the folder has no .jsonl file{fix}", path=path)
+
+
+def read_json_lines(path: Path, *, may_be_torn: bool = False) -> Iterator[tuple[int, Any]]:
     """Line number (from 1) and value of each line; empty lines are skipped.
+
+    Args:
+        path: of the file.
+        may_be_torn: skip a last line without a line break: it may be incomplete.
 
     Raises:
         DataError: the file cannot be read, or a line is not JSON or nested too deeply.
@@ -126,7 +170,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         with _open_text(path) as file:
             for line_number, line in enumerate(file, start=1):
-                if line.strip():
+                if line.strip() and not (may_be_torn and not line.endswith("\n")):
                     yield line_number, _value(line, path, line_number)
     except UnicodeDecodeError as error:
         problem = f"not UTF-8 text: byte 0x{error.object[error.start]:02x}; give a .jsonl or .jsonl.gz file"
@@ -142,7 +186,7 @@ def check_readable(paths: Iterable[Path]) -> None:
     Raises:
         DataError: one cannot be read, or is empty.
     """
-    for path in paths:
+    for path in chain.from_iterable(map(files_in, paths)):
         try:
             with path.open("rb") as file:
                 is_empty = not file.read(1)
@@ -150,6 +194,23 @@ def check_readable(paths: Iterable[Path]) -> None:
             raise DataError(f"cannot be read: {error.strerror}", path=path) from None
         if is_empty:
             raise DataError("the file is empty", path=path)
+
+
+def _recorded(value: Mapping[str, Any], path: Path, line_number: int) -> Record:
+    """The record of an answer that a server gave.
+
+    Raises:
+        DataError: no token ids, or no fingerprint of the tokenizer.
+    """
+    ids = [value["prompt_ids"], value["answer_ids"]]
+    if not all(isinstance(one, list) and one and all(type(i) is int and i >= 0 for i in one) for one in ids):
+        problem = f"prompt_ids and answer_ids must be lists of token ids, not {short(repr(ids))}"
+        raise DataError(problem, path=path, line_number=line_number)
+    if not isinstance(value.get("tokenizer"), str):
+        problem = f"tokenizer is {value.get('tokenizer')!r}; beside token ids it must be a tokenizer's fingerprint"
+        raise DataError(problem, path=path, line_number=line_number)
+    prompt_ids, answer_ids = map(tuple, ids)
+    return Record((), path, line_number, tokens=RecordedTokens(prompt_ids, answer_ids, value["tokenizer"]))
 
 
 def _record(value: Any, forms: Sequence[str], path: Path, line_number: int) -> Record | None:

@@ -42,7 +42,7 @@ class Fingerprints:
     def of(cls, base: "TargetModel") -> Self:
         """The fingerprints of a loaded model; equal in fp32 and bf16, and on all devices."""
         weights = base.weights
-        tokenizer = _split(base.tokenizer)
+        tokenizer = tokenizer_print(base.tokenizer)
         return cls(_sampled(weights.embedding), _sampled(weights.lm_head), tokenizer, base.layers_print)
 
 
@@ -92,8 +92,11 @@ def _numbers(fingerprint: str) -> Tensor:
     return torch.tensor(bits, dtype=torch.int64).to(torch.uint32).view(torch.float32)
 
 
-def _split(tokenizer: Any) -> str:
-    """A digest of the vocabulary and of some token ids. Padding, truncation and chat template do not count."""
+def tokenizer_print(tokenizer: Any) -> str:
+    """A digest of the vocabulary and of some token ids, 16 hexadecimal digits.
+
+    Padding, truncation and chat template do not count.
+    """
     vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
     probes = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in _PROBE_TEXTS]
     # the tokens differ: sorting by them alone gives the same order, ten times as fast

@@ -78,7 +78,8 @@ class ChatOptions(OptionGroup):
     """Chats to train on."""
 
     data: tuple[Path, ...] = ()
-    """Chat files (.jsonl, .jsonl.gz). One {"messages": [...]} a line, or {"prompt": ..., "completion": ...}."""
+    """Chat files (.jsonl, .jsonl.gz), or folders of them. One {"messages": [...]} a line, or {"prompt": ...,
+    "completion": ...}, or what `draftheads serve --record` wrote."""
     max_length: Annotated[int, up_to(_MANY)] = 2048
     """Texts are cut after that many tokens."""
     max_tokens: Annotated[int | None, FROM_1] = None

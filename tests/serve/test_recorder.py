@@ -1,0 +1,202 @@
+"""Recorded traffic: whole lines within the budget, also after a kill, which training reads token by token."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from draftheads.data.extract import load_texts
+from draftheads.data.records import check_readable
+from draftheads.errors import DataError, InvalidSettings, StorageError
+from draftheads.models.fingerprint import tokenizer_print
+from draftheads.serve import recorder as module
+from draftheads.serve.recorder import Exchange, Recorder
+from training_world import chat_model
+
+MB = 1 << 20
+
+
+def exchange(number: int = 0, **changes: object) -> Exchange:
+    return replace(
+        Exchange(
+            "m",
+            tokenizer_print(chat_model().tokenizer),
+            prompt_ids=[1, 5, 3, 7 + number % 50],
+            answer_ids=[8, 9, 2],
+            text="w1 w2",
+            finished=True,
+            messages=[{"role": "user", "content": f"w{number % 50}"}],
+        ),
+        **changes,
+    )
+
+
+@pytest.fixture
+def small_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Files of 2 kB in a budget of 16 kB."""
+    monkeypatch.setattr(module, "_SMALLEST_BUDGET", 1)
+    return 16_000
+
+
+def lines_in(folder: Path) -> list[dict]:
+    paths = sorted(folder.glob("*/traffic-*.jsonl"), key=lambda path: path.name)
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def test_training_reads_the_very_tokens(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "out", max_bytes=MB)
+    recorder.add(exchange(3))
+    # a prompt of token ids, and a call of a tool: no chat template could give these tokens
+    recorder.add(exchange(4, messages=None, prompt_ids=[9, 9], answer_ids=[3, 3, 3]))
+    recorder.add(exchange(5, messages=[{"role": "user", "content": None, "tool_calls": []}], finished=False))
+    recorder.add(exchange(6, model="org/other model"))
+    recorder.close()
+    texts = load_texts(chat_model(), [recorder.folder_of("m")], max_length=64)
+    assert [text.token_ids for text in texts] == [
+        (1, 5, 3, 10, 8, 9, 2),
+        (9, 9, 3, 3, 3),
+        (1, 5, 3, 12, 8, 9, 2),
+    ]
+    assert texts[1].loss_mask == (False, False, True, True, True)
+    assert texts[0].source.endswith("traffic-000001.jsonl:1")
+    assert load_texts(chat_model(), [recorder.folder_of("m")], max_length=6)[0].is_cut
+    first = lines_in(tmp_path / "out")[0]
+    assert first["messages"] == [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w1 w2"}]
+    assert (first["model"], first["finished"]) == ("m", True)
+    assert recorder.folder_of("org/other model").name == "org_other_model"
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o700
+    with pytest.raises(DataError, match=r"has no \.jsonl file; give a folder in it: m, org_other_model"):
+        check_readable([tmp_path / "out"])
+
+
+def test_records_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, max_bytes=MB)
+    recorder.add(exchange(tokenizer="0123456789abcdef"))
+    recorder.close()
+    with pytest.raises(DataError, match="line 1: recorded with a tokenizer of fingerprint 0123456789abcdef"):
+        load_texts(chat_model(), [recorder.folder_of("m")], max_length=64)
+
+
+@pytest.mark.parametrize("change", [{"prompt_ids": [1, "2"]}, {"answer_ids": []}, {"tokenizer": None}])
+def test_bad_token_ids_are_errors_with_their_line(tmp_path: Path, change: dict) -> None:
+    file = tmp_path / "bad.jsonl"
+    line = json.loads(exchange().line())
+    file.write_text(json.dumps(line) + "\n" + json.dumps(line | change) + "\n")
+    with pytest.raises(DataError, match=r"bad\.jsonl, line 2: "):
+        load_texts(chat_model(), [file], max_length=64)
+
+
+def test_the_oldest_file_goes_when_the_budget_is_full(tmp_path: Path, small_files: int) -> None:
+    recorder = Recorder(tmp_path, max_bytes=small_files)
+    for number in range(300):
+        recorder.add(exchange(number, text=str(number), model="ab"[number % 2]))
+        assert sum(path.stat().st_size for path in tmp_path.glob("*/*.jsonl")) <= small_files
+    recorder.add(exchange(text="x" * 5000))  # larger than a file
+    recorder.close()
+    kept = [int(line["messages"][-1]["content"]) for line in lines_in(tmp_path)]
+    assert max(kept) == 299
+    assert min(kept) > 200
+    assert len(kept) > 30
+    size = sum(path.stat().st_size for path in tmp_path.glob("*/*.jsonl"))
+    assert recorder.counts == module.RecorderCounts(recorded=300, dropped=1, num_bytes=size)
+    again = Recorder(tmp_path, max_bytes=small_files)  # goes on in the same files
+    again.add(exchange(text="301", model="a"))
+    again.close()
+    assert "301" in [line["messages"][-1]["content"] for line in lines_in(tmp_path)]
+
+
+def test_a_torn_line_is_skipped_by_readers_and_removed_at_the_next_start(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, max_bytes=MB)
+    recorder.add(exchange(1))
+    recorder.close()
+    file = next(tmp_path.glob("m/*.jsonl"))
+    whole = file.read_bytes()
+    for torn in (exchange(2).line()[:-1], exchange(2, text="ä").line()[:120], exchange(2).line()[:1]):
+        file.write_bytes(whole + torn)
+        assert len(load_texts(chat_model(), [tmp_path / "m"], max_length=64)) == 1
+        again = Recorder(tmp_path, max_bytes=MB)
+        again.add(exchange(3))
+        again.close()
+        assert file.read_bytes().startswith(whole)
+        assert [text.token_ids[3] for text in load_texts(chat_model(), [tmp_path / "m"], max_length=64)] == [8, 10]
+    file.write_bytes(b"{")
+    Recorder(tmp_path, max_bytes=MB).close()
+    assert not file.exists()
+
+
+def test_after_a_kill_all_lines_are_whole(tmp_path: Path) -> None:
+    program = f"""
+import sys; sys.path[:0] = {sys.path!r}
+from pathlib import Path
+from serve.test_recorder import exchange
+from draftheads.serve.recorder import Recorder
+recorder = Recorder(Path({str(tmp_path)!r}), max_bytes=1 << 24)
+one = exchange(text="x" * 20000)
+print("ready", flush=True)
+while True:
+    recorder.add(one)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        wait_until(lambda: len(list(tmp_path.glob("m/*.jsonl"))) > 1)
+        process.send_signal(signal.SIGKILL)
+    assert len(load_texts(chat_model(), [tmp_path / "m"], max_length=64)) > 10
+    recorder = Recorder(tmp_path, max_bytes=1 << 24)  # the lock of the dead process is free
+    recorder.add(exchange())
+    recorder.close()
+    assert lines_in(tmp_path)[-1]["messages"][-1]["content"] == "w1 w2"
+
+
+def test_a_full_disk_or_a_deleted_file_costs_answers_and_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder(tmp_path, max_bytes=MB)
+    recorder.add(exchange(1))
+    wait_until(lambda: recorder.counts.recorded == 1)
+    next(tmp_path.glob("m/*.jsonl")).unlink()
+    recorder.add(exchange(2))
+    wait_until(lambda: recorder.counts.recorded == 2)
+    assert len(lines_in(tmp_path)) == 1
+
+    def full(*_: object, **__: object) -> None:
+        raise StorageError("no space left on the disk")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "append_synced", full)
+        recorder.add(exchange(3))
+        recorder.add(exchange(4))
+        wait_until(lambda: recorder.counts.dropped == 2)
+    assert sum("no space left" in message for message in caplog.messages) == 1
+    recorder.add(exchange(5))
+    recorder.close()
+    assert len(lines_in(tmp_path)) == 2
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_impossible_settings(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSettings, match="--record-bytes is 5"):
+        Recorder(tmp_path, max_bytes=5)
+    first = Recorder(tmp_path / "one", max_bytes=MB)
+    with pytest.raises(StorageError, match="another process is writing"):
+        Recorder(tmp_path / "one", max_bytes=MB)
+    first.close()
+    Recorder(tmp_path / "one", max_bytes=MB).close()
+    if os.geteuid():
+        (tmp_path / "no").mkdir(mode=0o500)
+        with pytest.raises(StorageError):
+            Recorder(tmp_path / "no" / "sub", max_bytes=MB)
