@@ -5,7 +5,7 @@ built-in one (``assets/chat_templates``) or as a file, and takes the place of th
 the tokenizer, which other models may share.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Protocol
@@ -58,15 +58,29 @@ def template_of(reader: ChatReader) -> Any:
     return reader.chat_template or getattr(reader.tokenizer, "chat_template", None) or None
 
 
-def render(reader: ChatReader, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+def render(
+    reader: ChatReader,
+    messages: Sequence[Message | Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
     """A chat as text.
+
+    Args:
+        reader: the model.
+        messages: may have more than a role and a content, where the template reads more.
+        add_generation_prompt: end with the beginning of an answer.
+        tools: functions that the model may call, as JSON schemas; templates may ignore them.
 
     Raises:
         Exception: anything, since a template is a program of the model's author.
     """
     given = {} if reader.chat_template is None else {"chat_template": reader.chat_template}
     chat = [dict(message) for message in messages]
-    options = {"add_generation_prompt": add_generation_prompt, "tokenize": False, **given}
+    options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "tokenize": False, **given}
+    if tools:
+        options["tools"] = [dict(tool) for tool in tools]
     return str(reader.tokenizer.apply_chat_template(chat, **options))
 
 

@@ -32,6 +32,7 @@ COMMANDS = {
     "info": Command("describe a head, list the installed ones, or draw a tree", "cli.options.info.InfoOptions"),
     "merge": Command("merge a model and its adapter into one model", "train.joint.options.MergeOptions"),
     "report": Command("write the pages of a train, tune or bench folder again", "cli.options.report.ReportOptions"),
+    "serve": Command("serve a model to many users, with OpenAI's HTTP interface", "cli.options.serve.ServeOptions"),
     "show-batch": Command("show which tokens of a batch are learned", "cli.options.show_batch.ShowBatchOptions"),
     "train": Command("train draft heads for a model", "cli.options.train.TrainOptions"),
     "tune": Command("measure a head's acceptance profile on your prompts", "cli.options.tune.TuneOptions"),

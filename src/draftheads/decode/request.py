@@ -147,6 +147,10 @@ class Request:
         """Tokens of the prompt and of the longest possible answer."""
         return len(self.prompt_ids) + self._max_new_tokens
 
+    def is_stop_id(self, token_id: int) -> bool:
+        """Does this token end the answer, without being part of its text?"""
+        return token_id in self._stop_ids
+
     def uniforms(self, count: int) -> list[float]:
         """Random numbers in [0, 1) for the next ``count`` tokens; a place in the answer always gets the same one."""
         start = len(self.token_ids)

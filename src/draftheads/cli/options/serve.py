@@ -1,0 +1,79 @@
+"""Options of ``draftheads serve``."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import tyro
+
+from draftheads.errors import InvalidSettings, require_at_least
+from draftheads.settings import LoadSettings
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Serve a model to many users, with OpenAI's HTTP interface.
+
+    A chat page is at the server's address. The routes are /v1/chat/completions, /v1/completions, /v1/models, /health,
+    /ready and /metrics.
+    """
+
+    BASIC: ClassVar = ("model", "head", "host", "port", "api_key_file", "max_rows", "kv_gib", "precision")
+
+    model: Annotated[str, tyro.conf.Positional] = "smollm2-135m"
+    """The model: a name, a folder or a Hugging Face id."""
+    head: tuple[str, ...] = ()
+    """Draft heads, the default one first. Names, folders or Hugging Face ids. Requests choose a further one by the
+    model name NAME:HEAD. Plain decoding when left out."""
+    host: str = "127.0.0.1"
+    """Address to listen on. 0.0.0.0 is reachable from other machines: use API keys then."""
+    port: int = 8000
+    """Port to listen on. 0 takes a free one."""
+    name: str | None = None
+    """Name of the model in requests. Default: its own name."""
+    api_key_file: Path | None = None
+    """A file of API keys, one in each line. DRAFTHEADS_API_KEY can have one, too. Without keys everyone may ask."""
+    api_key: tuple[str, ...] = ()
+    """API keys. Other users of this machine can see them in the list of processes: a file or DRAFTHEADS_API_KEY is
+    better."""
+    allow_host: tuple[str, ...] = ()
+    """Further names of this server in the Host header. On 127.0.0.1 only local names are allowed; a proxy may send
+    others."""
+    max_rows: int = 16
+    """Answers that are decoded together."""
+    max_waiting: int = 128
+    """Answers that may wait. Beyond, clients get status 429."""
+    kv_gib: float | None = None
+    """Memory for keys and values in GiB. Default: half of the free memory, and no more than the rows can use."""
+    chunk_tokens: int = 256
+    """Prompt tokens that are read between two steps. More read long prompts faster and delay streams longer."""
+    default_tokens: int = 2048
+    """Longest answer of a chat, where the request names none."""
+    request_seconds: float = 600.0
+    """Time for a request. Then it ends with an error."""
+    drain_seconds: float = 30.0
+    """Time to finish answers after SIGTERM or Ctrl-C. A second signal ends at once."""
+    log_requests: bool = True
+    """Write a line for each request: address, path, status, time. Prompts and answers are never written."""
+    load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
+    copy: bool = True
+    """Also draft copies from the text so far. That is what followed an earlier occurrence of its last tokens."""
+    exact_bits: bool = False
+    """On a CPU: drafted answers equal plain ones to the bit. Also in bf16."""
+
+    def __post_init__(self) -> None:
+        require_at_least(
+            1,
+            max_rows=self.max_rows,
+            max_waiting=self.max_waiting,
+            chunk_tokens=self.chunk_tokens,
+            default_tokens=self.default_tokens,
+        )
+        if not 0 <= self.port < 65536:
+            raise InvalidSettings(f"--port is {self.port}; it must be from 0 to 65535")
+        if self.kv_gib is not None and not 0 < self.kv_gib < float("inf"):
+            raise InvalidSettings(f"--kv-gib is {self.kv_gib}; it must be above 0")
+        if not self.request_seconds > 0:
+            raise InvalidSettings(f"--request-seconds is {self.request_seconds}; it must be above 0")
+        if not 0 <= self.drain_seconds < float("inf"):
+            raise InvalidSettings(f"--drain-seconds is {self.drain_seconds}; it must be at least 0")

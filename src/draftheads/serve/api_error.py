@@ -1,0 +1,98 @@
+"""Errors in the form of OpenAI's API: a status and ``{"error": {"message", "type", "param", "code"}}``."""
+
+import math
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from draftheads.errors import (
+    DraftHeadsError,
+    InvalidPrompt,
+    InvalidSettings,
+    PromptTooLong,
+    QueueFull,
+    ShuttingDown,
+    TooLarge,
+)
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(Exception):
+    """A request that gets no answer.
+
+    Args:
+        status: of the HTTP response.
+        message: what is wrong and how to fix it.
+        param: the field of the request that is wrong.
+        code: for programs, such as ``model_not_found``.
+        retry_after: seconds after which to try again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the response."""
+        headers = {}
+        if self.retry_after is not None:
+            headers["retry-after"] = str(math.ceil(self.retry_after))
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        if self.status == 408:
+            headers["connection"] = "close"
+        return headers
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object of the response.
+
+        >>> ApiError(400, "n is 0; it must be at least 1", param="n").body()["error"]["type"]
+        'invalid_request_error'
+        """
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The whole HTTP response."""
+        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+
+
+def api_error_of(error: DraftHeadsError, *, param: str | None = None) -> ApiError:
+    """The response to one of our errors.
+
+    Args:
+        error: raised while a request was read or submitted.
+        param: the field that it is about, if that is known.
+    """
+    match error:
+        case QueueFull():
+            return ApiError(429, str(error), code="queue_full", retry_after=error.retry_after)
+        case ShuttingDown():
+            return ApiError(503, str(error), code="shutting_down", retry_after=1)
+        case TooLarge() | PromptTooLong():
+            return ApiError(400, str(error), param=param, code="context_length_exceeded")
+        case InvalidPrompt() | InvalidSettings():
+            return ApiError(400, str(error), param=param)
+        case _:
+            return ApiError(500, "the server could not answer this request")

@@ -1,0 +1,109 @@
+"""Reads a request's body: at most so many bytes, in so many seconds, and JSON of limited depth."""
+
+import asyncio
+import json
+import re
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from draftheads.serve.api_error import ApiError
+from draftheads.serve.http_limits import HttpLimits
+
+# possessive, and without a need for the closing quote: so no text takes quadratic time
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+async def read_body(request: Request, limits: HttpLimits) -> bytes:
+    """The body's bytes.
+
+    Raises:
+        ApiError: 413 if it is too large, 408 if it comes too slowly, 415 if it is said not to be JSON.
+        ClientDisconnect: the client has gone.
+    """
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, f"Content-Type is {kind[:60]!r}; it must be application/json")
+    try:
+        announced = int(request.headers.get("content-length", "0"))
+    except ValueError:
+        announced = 0
+    too_large = ApiError(
+        413, f"the body is larger than {limits.body_bytes} bytes: send a shorter request", code="body_too_large"
+    )
+    if announced > limits.body_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            more = True
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                body += message.get("body", b"")
+                more = message.get("more_body", False)
+                if len(body) > limits.body_bytes:  # chunked bodies announce no length
+                    raise too_large
+    except TimeoutError:
+        raise ApiError(
+            408, f"the body did not arrive within {limits.body_seconds:g} seconds", code="body_timeout"
+        ) from None
+    return bytes(body)
+
+
+def read_json(body: bytes, limits: HttpLimits) -> dict[str, Any]:
+    """The JSON object of a body.
+
+    Raises:
+        ApiError: not UTF-8, not JSON, nested too deeply, or no object.
+    """
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not UTF-8: byte {error.start} is wrong", code="invalid_utf8") from None
+    if too_deep(body, limits.json_depth):
+        raise ApiError(
+            400,
+            f"the body is nested deeper than {limits.json_depth} levels, or its brackets do not match",
+            code="invalid_json",
+        )
+    try:
+        value = json.loads(text, parse_constant=_no_number)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    return value
+
+
+def too_deep(body: bytes, most: int) -> bool:
+    """Is JSON text nested more than ``most`` levels deep, or are its brackets unbalanced? Does not parse it.
+
+    >>> too_deep(b'{"a": [[1], "]]]"]}', 3), too_deep(b'{"a": [[1]]}', 2), too_deep(b"[" * 10**6, 64)
+    (False, True, True)
+    """
+    brackets = _STRING.sub(b"", body).translate(None, _NO_BRACKETS)
+    for _ in range(most):
+        if not brackets:
+            return False
+        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
+    return bool(brackets)
+
+
+def depth_of(value: Any) -> int:
+    """Levels of lists and objects of a JSON value.
+
+    >>> depth_of({"a": [1, {}]}), depth_of("x")
+    (3, 0)
+    """
+    depth, level = 0, [value]
+    while level := [one for one in level if isinstance(one, dict | list)]:
+        depth += 1
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+    return depth
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is not a number of JSON")

@@ -1,0 +1,128 @@
+"""A connection of the server: uvicorn's, with time limits for its headers, its readers and the number of all.
+
+The only file that knows uvicorn's protocol class.
+"""
+
+import asyncio
+import json
+from contextlib import suppress
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from draftheads.serve.api_error import ApiError
+from draftheads.serve.http_limits import HttpLimits
+
+
+class Connection(H11Protocol):
+    """One client's connection. :func:`connections_with` binds the limits."""
+
+    limits: HttpLimits
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Refuses connections beyond the limit, and waits for the first request."""
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.max_connections:
+            self._refused = True
+            busy = ApiError(503, "the server has too many connections: retry later", code="too_many_connections")
+            self._answer_at_once(busy, "Service Unavailable")
+        else:
+            self._expect_headers()
+
+    def data_received(self, data: bytes) -> None:
+        """Headers must be complete in time; what a client sends a byte at a time does not extend it."""
+        if self._refused:
+            return
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self._expect_headers()
+        else:
+            self._stop(self._header_timer)
+            self._header_timer = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Also drops the timers."""
+        self._stop(self._header_timer, self._write_timer)
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+
+    def pause_writing(self) -> None:
+        """The client reads too slowly: it has some seconds to go on."""
+        super().pause_writing()
+        self._expect_reader()
+
+    def resume_writing(self) -> None:
+        """The client has read something."""
+        super().resume_writing()
+        self._stop(self._write_timer)
+        self._write_timer = None
+
+    def on_response_complete(self) -> None:
+        """What is still to be read must be read in time, if the connection closes."""
+        super().on_response_complete()
+        self._expect_reader_of_last_bytes()
+
+    def shutdown(self) -> None:
+        """The server shuts down."""
+        super().shutdown()
+        self._expect_reader_of_last_bytes()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """No further request came."""
+        super().timeout_keep_alive_handler()
+        self._expect_reader_of_last_bytes()
+
+    def send_400_response(self, msg: str) -> None:
+        """The request is not HTTP."""
+        self._answer_at_once(ApiError(400, msg, code="invalid_http"), "Bad Request")
+
+    def _expect_headers(self) -> None:
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(self._header_seconds, self._no_headers)
+
+    @property
+    def _header_seconds(self) -> float:
+        """Once a request was answered, the client may also wait before the next one."""
+        waits = 0.0 if self.cycle is None else self.limits.keep_alive_seconds
+        return self.limits.header_seconds + waits
+
+    def _no_headers(self) -> None:
+        self._header_timer = None
+        self.transport.abort()
+
+    def _expect_reader(self) -> None:
+        self._stop(self._write_timer)
+        self._write_timer = self.loop.call_later(self.limits.write_seconds, self.transport.abort)
+
+    def _expect_reader_of_last_bytes(self) -> None:
+        if self.transport.is_closing() and self.transport.get_write_buffer_size():
+            self._expect_reader()
+
+    def _answer_at_once(self, error: ApiError, reason: str) -> None:
+        """Writes a response outside of the application and closes the connection."""
+        body = json.dumps(error.body()).encode()
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        with suppress(h11.LocalProtocolError):  # in the middle of a response there is no room for another one
+            head = h11.Response(status_code=error.status, headers=headers, reason=reason)
+            parts = [self.conn.send(head), self.conn.send(h11.Data(data=body)), self.conn.send(h11.EndOfMessage())]
+            self.transport.write(b"".join(part for part in parts if part))
+        self.transport.close()
+        self._expect_reader_of_last_bytes()
+
+    @staticmethod
+    def _stop(*timers: asyncio.TimerHandle | None) -> None:
+        for timer in timers:
+            if timer is not None:
+                timer.cancel()
+
+
+def connections_with(limits: HttpLimits) -> type[Connection]:
+    """The class of connections with these limits."""
+    return type("LimitedConnection", (Connection,), {"limits": limits})

@@ -1,0 +1,164 @@
+"""Before every request: who asks, and from which page. After it: headers, counts, a line in the log.
+
+An ASGI middleware. Prompts are never logged, nor are query strings.
+"""
+
+import hmac
+import logging
+import time
+from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from draftheads.serve.api_error import ApiError
+
+_ACCESS = logging.getLogger("draftheads.access")
+_LOG = logging.getLogger(__name__)
+_PROTECTED = ("/v1/", "/admin/", "/metrics")  # need an API key, if there are keys
+LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+# the page runs its own script and style only, and talks to this server only
+_CONTENT_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-frame-options", b"DENY"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"content-security-policy", _CONTENT_POLICY.encode()),
+)
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may send requests.
+
+    Args:
+        api_keys: any of them opens the API; none: no key is needed.
+        hosts: names in the Host header under which the server is reached; None: any name.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    hosts: frozenset[str] | None = LOCAL_NAMES
+
+    def client_of(self, scope: Scope) -> str:
+        """Names the client for the fair queue: its key's number, or its address.
+
+        Raises:
+            ApiError: 403 for a foreign page, 401 for a missing or wrong key.
+        """
+        headers = _headers(scope)
+        self._check_host(headers)
+        _check_origin(headers)
+        path = scope["path"]
+        if self.api_keys and path.startswith(_PROTECTED):
+            return f"key {self._key_number(headers)}"
+        return str((scope.get("client") or ("unknown",))[0])
+
+    def _check_host(self, headers: dict[bytes, bytes]) -> None:
+        """A page whose name was bound to this machine's address after it was loaded sends its own name here."""
+        host = _name_of(headers.get(b"host", b"").decode("latin-1"))
+        if self.hosts is not None and host not in self.hosts:
+            raise ApiError(
+                403, f"Host is {host[:60]!r}, which is not a name of this server: use --allow-host", code="unknown_host"
+            )
+
+    def _key_number(self, headers: dict[bytes, bytes]) -> int:
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not given.strip():
+            raise ApiError(
+                401, "this server needs an API key: send the header Authorization: Bearer KEY", code="missing_api_key"
+            )
+        # all keys are compared, and each in constant time: the time tells nothing
+        matches = [hmac.compare_digest(given.strip(), key.encode()) for key in self.api_keys]
+        if not any(matches):
+            raise ApiError(401, "the API key is wrong", code="invalid_api_key")
+        return matches.index(True)
+
+
+class Guard:
+    """Wraps the application.
+
+    Args:
+        app: the application.
+        access: who may send requests.
+        count: called after each request with its path and status.
+        log_requests: write a line for each.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, access: Access, count: Callable[[str, int], object], log_requests: bool
+    ) -> None:
+        self.app = app
+        self.access = access
+        self.count = count
+        self.log_requests = log_requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        start, status = time.monotonic(), 0
+
+        async def send_safely(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), *_missing(message.get("headers", ()))]
+            await send(message)
+
+        try:
+            try:
+                scope.setdefault("state", {})["client"] = self.access.client_of(scope)
+                await self.app(scope, receive, send_safely)
+            except Exception as error:
+                if not isinstance(error, ApiError):
+                    _LOG.exception("a request failed")
+                    error = ApiError(500, "the server could not answer this request")
+                if status:  # too late for another answer: uvicorn closes the connection
+                    raise
+                await error.response()(scope, receive, send_safely)
+        finally:
+            self.count(scope["path"], status)
+            if self.log_requests:
+                path = ascii(scope["path"][:200])[1:-1]
+                address = (scope.get("client") or ("-",))[0]
+                seconds = time.monotonic() - start
+                _ACCESS.info("%s %s %s %s %.3f s", address, scope["method"], path, status or "gone", seconds)
+
+
+def _missing(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    names = {name for name, _ in headers}
+    cache = () if b"cache-control" in names else ((b"cache-control", b"no-store"),)
+    return [header for header in (*_HEADERS, *cache) if header[0] not in names]
+
+
+def _headers(scope: MutableMapping[str, Any]) -> dict[bytes, bytes]:
+    return dict(scope["headers"])
+
+
+def _check_origin(headers: dict[bytes, bytes]) -> None:
+    """Browsers name the page that sends a request; only this server's own page may."""
+    origin = headers.get(b"origin")
+    if origin is None:
+        return
+    host = headers.get(b"host", b"").decode("latin-1").lower()
+    if not host or origin.decode("latin-1").lower().partition("://")[2] != host:
+        raise ApiError(403, "requests from pages of other servers are not allowed", code="foreign_origin")
+
+
+def _name_of(host: str) -> str:
+    """The name in a Host header, without the port.
+
+    >>> _name_of("LOCALHOST:8000"), _name_of("[::1]:8000"), _name_of("[bad")
+    ('localhost', '::1', '')
+    """
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""

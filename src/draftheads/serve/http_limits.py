@@ -1,0 +1,28 @@
+"""What a client may ask of the server, and how long it may take. Knows nothing of models."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class HttpLimits:
+    """Limits of connections, bodies and fields. Beyond them a client gets an error, or its connection is closed."""
+
+    max_connections: int = 1024
+    header_seconds: float = 10.0  # from the first byte of a request, or the connection, to the end of its headers
+    body_seconds: float = 30.0  # to send the whole body
+    write_seconds: float = 30.0  # in which a client must read something
+    keep_alive_seconds: float = 30.0  # between two requests of a connection
+
+    body_bytes: int = 4 << 20
+    json_depth: int = 64
+    choices: int = 128  # prompts of a request times n
+    stop_strings: int = 16
+    stop_characters: int = 256  # of one stop string
+    logit_biases: int = 1024
+    messages: int = 2048
+    tools: int = 64
+    schema_bytes: int = 64 << 10  # of all JSON schemas of a request
+    schema_depth: int = 32
+
+    default_tokens: int = 2048  # of a chat's answer, where the request names no limit
+    request_seconds: float | None = 600.0  # from the request to the end of its answer

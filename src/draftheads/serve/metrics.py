@@ -1,0 +1,103 @@
+"""Counts for Prometheus, in a registry of our own. The only file that knows prometheus_client."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from draftheads.decode.request import StreamEvent
+from draftheads.serve.scheduler import Snapshot
+
+ROUTES = frozenset(
+    {"/", "/health", "/ready", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions", "/admin/head"}
+)
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_NODES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+# fields of Snapshot: name of the metric and its text
+_GAUGES = {
+    "waiting": ("requests_waiting", "Answers that wait for a row"),
+    "reading": ("requests_reading", "Answers whose prompts are being read"),
+    "running": ("requests_running", "Answers that are decoded"),
+    "kv_bytes": ("kv_bytes", "Bytes of keys and values of answers"),
+    "prefix_bytes": ("prefix_bytes", "Bytes of keys and values of cached prefixes"),
+}
+_COUNTS = {
+    "steps": ("steps", "Steps of the model"),
+    "finished": ("answers_finished", "Answers that were finished"),
+    "failed": ("answers_failed", "Answers that failed"),
+    "cancelled": ("answers_cancelled", "Answers that were cancelled"),
+    "prompt_tokens_read": ("prompt_tokens_read", "Prompt tokens that the model read"),
+    "prefix_hits": ("prefix_hits", "Prompts that began with a cached prefix"),
+    "prefix_tokens_reused": ("prefix_tokens_reused", "Prompt tokens that came from cached prefixes"),
+}
+
+
+class Metrics:
+    """All metrics of a server; their names begin with ``draftheads_``.
+
+    Args:
+        snapshot: gives the scheduler's counts; None while there is no scheduler.
+    """
+
+    def __init__(self, snapshot: Callable[[], Snapshot | None]) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_SchedulerCounts(snapshot))
+        self._requests = self._counter("requests", "HTTP requests", "route", "status")
+        self._tokens = self._counter("tokens", "Tokens of prompts and answers", "kind")
+        self._drafted = self._counter("draft_tokens", "Draft tokens that were verified", "depth")
+        self._accepted = self._counter("accepted_tokens", "Draft tokens that were accepted", "depth")
+        self._nodes = self._histogram("tree_nodes", "Draft tokens in a step of an answer", _NODES)
+        self._first = self._histogram("first_token_seconds", "From the request to its first token", _SECONDS)
+        self._between = self._histogram("between_tokens_seconds", "Time of a step by its new tokens", _SECONDS)
+
+    def request(self, path: str, status: int) -> None:
+        """An HTTP request has ended; 0 is the status of one whose client went."""
+        route = path if path in ROUTES else "/v1/models" if path.startswith("/v1/models/") else "other"
+        self._requests.labels(route, str(status)).inc()
+
+    def prompt(self, num_tokens: int) -> None:
+        """A prompt was accepted."""
+        self._tokens.labels("prompt").inc(num_tokens)
+
+    def first_token(self, event: StreamEvent, seconds: float) -> None:
+        """The first event of an answer, after so many seconds."""
+        self._first.observe(seconds)
+        self._tokens.labels("answer").inc(len(event.token_ids))
+
+    def step(self, event: StreamEvent, seconds: float) -> None:
+        """A further event of an answer, so many seconds after the last one."""
+        self._tokens.labels("answer").inc(len(event.token_ids))
+        if event.token_ids:
+            self._between.observe(seconds / len(event.token_ids))
+        self._nodes.observe(sum(event.drafted_by_depth))
+        for depth, count in enumerate(event.drafted_by_depth, 1):
+            self._drafted.labels(str(depth)).inc(count)
+            if depth <= event.num_drafted:
+                self._accepted.labels(str(depth)).inc()
+
+    def text(self) -> bytes:
+        """In the format that Prometheus reads."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"draftheads_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(f"draftheads_{name}", text, buckets=buckets, registry=self.registry)
+
+
+class _SchedulerCounts(Collector):
+    """Reads the scheduler's counts when Prometheus asks for them."""
+
+    def __init__(self, snapshot: Callable[[], Snapshot | None]) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterator[Metric]:
+        """One value of each."""
+        snapshot = self._snapshot()
+        if snapshot is not None:
+            for field, (name, text) in _GAUGES.items():
+                yield GaugeMetricFamily(f"draftheads_{name}", text, value=getattr(snapshot, field))
+            for field, (name, text) in _COUNTS.items():
+                yield CounterMetricFamily(f"draftheads_{name}", text, value=getattr(snapshot, field))

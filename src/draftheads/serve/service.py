@@ -1,0 +1,119 @@
+"""What the routes share: the served models, the scheduler once they are loaded, the limits and the counts."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from draftheads.decode.engine import Engine
+from draftheads.serve.api_error import ApiError
+from draftheads.serve.guard import Access
+from draftheads.serve.http_limits import HttpLimits
+from draftheads.serve.metrics import Metrics
+from draftheads.serve.scheduler import Job, Scheduler, Snapshot
+
+Phase = Literal["loading", "ready", "draining"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A name that requests may choose."""
+
+    name: str
+    base: str  # the model's id
+    head: str | None  # None: plain decoding
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+class Service:
+    """One server's state.
+
+    Args:
+        limits: of requests.
+        access: who may send them.
+        log_requests: write a line for each to the log.
+    """
+
+    def __init__(
+        self, limits: HttpLimits | None = None, access: Access | None = None, *, log_requests: bool = False
+    ) -> None:
+        self.limits = limits or HttpLimits()
+        self.access = access or Access()
+        self.log_requests = log_requests
+        self.models: dict[str, ServedModel] = {}
+        self.phase: Phase = "loading"
+        self._scheduler: Scheduler | None = None
+        self.metrics = Metrics(self.snapshot)
+        self.scoring = asyncio.Semaphore(1)  # prompts are scored one at a time, as each has a cache of its own
+        # one thread reads requests (JSON, templates, tokens, grammars), so that a long one holds up no stream
+        self._reader = ThreadPoolExecutor(1, "draftheads-reader")
+
+    def open(self, models: Iterable[ServedModel], scheduler: Scheduler) -> None:
+        """The models are loaded: requests are accepted from now on. The scheduler must have been started."""
+        self.models = {model.name: model for model in models}
+        assert self.models.keys() == scheduler.engines.keys(), "every served name has an engine"
+        self._scheduler = scheduler
+        if self.phase == "loading":
+            self.phase = "ready"
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler.
+
+        Raises:
+            ApiError: 503 while models are loaded or the server shuts down.
+        """
+        if self.phase == "draining":
+            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=1)
+        if self._scheduler is None:
+            raise ApiError(503, "the server is loading its model: retry later", code="loading", retry_after=1)
+        return self._scheduler
+
+    def model(self, name: str) -> ServedModel:
+        """A served model.
+
+        Raises:
+            ApiError: 404 if there is none of that name, 503 if the models are not loaded.
+        """
+        engines = self.scheduler.engines
+        if name not in self.models or name not in engines:
+            known = ", ".join(self.models)
+            raise ApiError(
+                404, f"there is no model {name[:80]!r} here; models: {known}", param="model", code="model_not_found"
+            )
+        return self.models[name]
+
+    def engine(self, name: str) -> Engine:
+        """The engine of a served model as it is now; a head may be replaced at run time."""
+        self.model(name)
+        return self.scheduler.engines[name]
+
+    def cancel(self, job: Job) -> None:
+        """Ends a job, also while the server shuts down."""
+        if self._scheduler is not None:
+            self._scheduler.cancel(job)
+
+    def snapshot(self) -> Snapshot | None:
+        """The scheduler's counts; None while there is no scheduler."""
+        return None if self._scheduler is None else self._scheduler.snapshot()
+
+    async def read(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Runs a function on the thread that reads requests."""
+        return await asyncio.get_running_loop().run_in_executor(self._reader, function, *arguments)
+
+    async def drain(self, seconds: float) -> None:
+        """Takes no further requests, and finishes the answers that are under way within so many seconds."""
+        self.phase = "draining"
+        if self._scheduler is not None:
+            scheduler = self._scheduler
+            await asyncio.to_thread(lambda: scheduler.close(drain_seconds=seconds))
+
+    def close(self) -> None:
+        """Stops the threads at once; unfinished answers fail."""
+        self.phase = "draining"
+        if self._scheduler is not None:
+            self._scheduler.close(drain_seconds=0)
+        self._reader.shutdown(cancel_futures=True)
