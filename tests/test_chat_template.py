@@ -26,7 +26,7 @@ def rendered(name: str, *messages: dict[str, str], prompt: bool = False) -> str:
 
 
 def test_the_built_in_templates_are_found_by_name():
-    assert BUILT_IN == ("chatml", "llama-2", "vicuna")
+    assert BUILT_IN == ("chatml", "hermes", "llama-2", "vicuna")
 
 
 def test_vicuna():
@@ -48,6 +48,29 @@ def test_chatml():
     assert rendered("chatml", SYSTEM, USER, prompt=True) == turns + "<|im_start|>assistant\n"
 
 
+def test_hermes_is_chatml_with_tools():
+    assert rendered("hermes", SYSTEM, USER, prompt=True) == rendered("chatml", SYSTEM, USER, prompt=True)
+    reader = ModelTokenizer(spaced_tokenizer(), frozenset({2}), read_template("hermes"))
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    chat = [
+        SYSTEM,
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [call, call]},
+        {"role": "tool", "content": "2"},
+    ]
+    shown = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    assert render(reader, chat, tools=[tool]) == (
+        "<|im_start|>system\nBe brief.\n\nYou can call these functions:\n<tools>\n"
+        '{"name": "add", "parameters": {"type": "object"}}\n</tools>\n'
+        "To call a function, answer with its name and arguments:\n<tool_call>\n"
+        '{"name": "FUNCTION", "arguments": {"ARGUMENT": "VALUE"}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\nHi<|im_end|>\n"
+        f"<|im_start|>assistant\n{shown}\n{shown}<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n"
+    )
+
+
 @pytest.mark.parametrize("name", ["vicuna", "llama-2"])
 def test_turns_in_the_wrong_order_are_refused(name: str):
     with pytest.raises(Exception, match="must take turns"):
@@ -62,7 +85,9 @@ def test_a_template_can_be_a_file(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["vicunna", "."])
 def test_an_unknown_template_is_an_error_that_names_the_choices(name: str):
-    with pytest.raises(InvalidSettings, match=f"chat template '{name}' cannot be read .* chatml, llama-2, vicuna"):
+    with pytest.raises(
+        InvalidSettings, match=f"chat template '{name}' cannot be read .* chatml, hermes, llama-2, vicuna"
+    ):
         read_template(name)
 
 

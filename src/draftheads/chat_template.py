@@ -15,7 +15,7 @@ from draftheads.files import user_path
 from draftheads.messages import Message
 
 _FOLDER = Path(__file__).parent / "assets" / "chat_templates"
-BUILT_IN = tuple(sorted(path.stem for path in _FOLDER.glob("*.jinja")))  # chatml, llama-2, vicuna
+BUILT_IN = tuple(sorted(path.stem for path in _FOLDER.glob("*.jinja")))  # chatml, hermes, llama-2, vicuna
 _ANCHORS = ("\n", ":")  # texts before a continuation; a tokenizer may merge one of them with what follows
 
 
@@ -36,7 +36,7 @@ class ChatReader(Protocol):
 
 
 def read_template(name_or_file: str | PathLike[str] | None) -> str | None:
-    """The text of a built-in template (``chatml``, ``llama-2``, ``vicuna``) or of a file; None for None.
+    """The text of a built-in template (``chatml``, ``hermes``, ``llama-2``, ``vicuna``) or of a file; None for None.
 
     Raises:
         InvalidSettings: it is neither a built-in name nor a file that can be read.

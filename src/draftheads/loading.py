@@ -90,8 +90,8 @@ def load(
             decodes plainly.
         tokenizer: of a loaded model, or used in place of the model's own; a tokenizer, or the name of its model.
         draft_model: a smaller model of the same tokenizer drafts in place of a head; a name, or a loaded model.
-        chat_template: used in place of the tokenizer's own: ``chatml``, ``llama-2``, ``vicuna``, or a Jinja file. When
-            left out, a head's own template is used, if it was trained with one.
+        chat_template: used in place of the tokenizer's own: ``chatml``, ``hermes``, ``llama-2``, ``vicuna``, or a Jinja
+            file. When left out, a head's own template is used, if it was trained with one.
         tree: always draft on this tree, or by this rule (:class:`BestFirst`, :class:`BestPaths`, :class:`Sampled`),
             whatever the profile. A static tree may be a list of rank paths, or its JSON text.
         profile: the head's acceptance profile, from which and from the costs on this machine the size of each draft

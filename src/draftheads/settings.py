@@ -165,7 +165,7 @@ class LoadSettings:
     """How the model is loaded."""
 
     chat_template: str | None = None
-    """Chat template in place of the head's or the tokenizer's. A Jinja file, or chatml, llama-2 or vicuna."""
+    """Chat template in place of the head's or the tokenizer's. A Jinja file, or chatml, hermes, llama-2 or vicuna."""
     precision: Precision = "auto"
     """Number format. auto is bf16 if the machine supports it, else fp32. int8 is faster on CPUs and changes the model a
     little."""

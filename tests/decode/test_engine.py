@@ -474,7 +474,7 @@ def test_without_a_template_the_words_stand_as_they_are(model: TargetModel):
 
 def test_a_chat_prompt_without_a_template_warns_and_token_ids_do_not(model: TargetModel):
     engine = without_template(model)
-    words = r"tiny-.* has no chat template: .* --chat-template .* chatml, llama-2, vicuna"
+    words = r"tiny-.* has no chat template: .* --chat-template .* chatml, hermes, llama-2, vicuna"
     for prompt in ("hi", [{"role": "user", "content": "hi"}]):
         with pytest.warns(ChatTemplateWarning, match=words):
             engine.encode(prompt)  # type: ignore[arg-type]

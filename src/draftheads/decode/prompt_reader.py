@@ -62,6 +62,7 @@ class PromptReader:
             assert known.token_ids == request.prompt_ids[: len(known.token_ids)], "the prompt begins with that text"
             self._target.adopt([known.entries])
             self._hidden.append(known.hidden.clone())
+            request.num_cached = len(known.token_ids)
 
     @property
     def num_left(self) -> int:

@@ -115,6 +115,7 @@ class Request:
         self.token_ids: list[int] = []
         self.text = ""
         self.num_steps = 0
+        self.num_cached = 0  # prompt tokens whose keys and values came from a cached prefix
         self.num_copied = 0
         self.drafted: list[bool] = []  # for each token
         self.drafted_by_depth: list[int] = []  # draft tokens of all steps at depth 1, 2, …

@@ -48,7 +48,7 @@ class DistillOptions:
     model: str = "smollm2-135m"
     """The model that answers. A name, a folder or a Hugging Face id."""
     chat_template: str | None = None
-    """Chat template in place of the head's or the tokenizer's. A Jinja file, or chatml, llama-2 or vicuna."""
+    """Chat template in place of the head's or the tokenizer's. A Jinja file, or chatml, hermes, llama-2 or vicuna."""
     head: str | None = None
     """A draft head that makes it faster. A name, a folder or a Hugging Face id."""
     chain: int | None = None

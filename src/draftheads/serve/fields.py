@@ -68,7 +68,9 @@ class Fields:
 
     def without(self, field: str) -> "Fields":
         """The same fields but one."""
-        return Fields({name: value for name, value in self._values.items() if name != field}, self._place)
+        others = Fields({name: value for name, value in self._values.items() if name != field}, self._place)
+        others._read = self._read
+        return others
 
     def any(self, field: str, default: Any = None) -> Any:
         """A value of any type."""

@@ -44,7 +44,8 @@ class _Scorer:
         self._engine = engine
         self._ids = list(token_ids)
         self._num_top = num_top
-        self._target: Any = Target(engine.model)
+        self._target = Target(engine.model)
+        self._target.lengths = [0]
         self._done = 0
         self._found: list[tuple[list[float], Any, Any]] = []
 

@@ -19,7 +19,7 @@ def usage_of(requests: Sequence[Request], *, n: int = 1, prompt_tokens: int | No
     prompts = requests[::n]
     read = sum(len(request.prompt_ids) for request in prompts) if prompt_tokens is None else prompt_tokens
     answered = sum(len(request.token_ids) for request in requests)
-    cached = sum(getattr(request, "num_cached", 0) for request in prompts)
+    cached = sum(request.num_cached for request in prompts)
     steps = sum(request.num_steps for request in requests)
     # the first token of an answer comes from the prompt's pass
     of_steps = sum(max(0, len(request.token_ids) - 1) for request in requests)

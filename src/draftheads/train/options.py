@@ -226,7 +226,7 @@ class RunOptions:
     model: str = "smollm2-135m"
     """The model: a name, a folder or a Hugging Face id."""
     chat_template: str | None = None
-    """Chat template in place of the tokenizer's own. A Jinja file, or chatml, llama-2 or vicuna."""
+    """Chat template in place of the tokenizer's own. A Jinja file, or chatml, hermes, llama-2 or vicuna."""
     out: Path
     """Folder for the result, metrics and checkpoints."""
     resume: bool = False

@@ -19,7 +19,7 @@ class ShowBatchOptions:
     model: str = RunOptions.model
     """The model: a name, a folder or a Hugging Face id. Its tokenizer and chat template are used."""
     chat_template: str | None = RunOptions.chat_template
-    """Chat template in place of the tokenizer's own. A Jinja file, or chatml, llama-2 or vicuna."""
+    """Chat template in place of the tokenizer's own. A Jinja file, or chatml, hermes, llama-2 or vicuna."""
     index: int = 0
     """Which batch. A training run with the same settings takes batch 0 in its first step."""
     max_texts: int = 3

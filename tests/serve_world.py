@@ -1,0 +1,109 @@
+"""A server in a thread, on loopback, with a tiny model that reads any text."""
+
+import asyncio
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Thread
+from typing import Any
+
+import httpx2
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from byte_tokenizers import byte_level
+from draftheads.chat_template import read_template
+from draftheads.decode.engine import Engine
+from draftheads.decode.request import GenerationResult
+from draftheads.models.model import TargetModel
+from draftheads.serve.guard import Access
+from draftheads.serve.http_limits import HttpLimits
+from draftheads.serve.scheduler import Limits, Scheduler
+from draftheads.serve.server import HttpServer, http_server, listen
+from draftheads.serve.service import ServedModel, Service
+from draftheads.shapes import BestFirst
+from families import SMALL, tiny_head
+
+NAME = "tiny"
+USER = {"role": "user", "content": "the cat sat on"}
+
+
+def tiny_engines(template: str | None = "hermes") -> dict[str, Engine]:
+    """A random model that can write all bytes, with a head and plain; it never ends its text by itself."""
+    tokenizer = byte_level()
+    torch.manual_seed(5)
+    sizes = {**SMALL, "vocab_size": len(tokenizer), "max_position_embeddings": 512, "eos_token_id": 0}
+    model = LlamaForCausalLM(LlamaConfig(**sizes)).eval().requires_grad_(requires_grad=False)
+    target = TargetModel(model, tokenizer, "org/tiny", chat_template=read_template(template))
+    plain = Engine(target)
+    drafting = Engine(target, tiny_head("medusa", target), shape=BestFirst(12))
+    return {NAME: drafting, f"{NAME}:plain": plain}
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that runs."""
+
+    url: str
+    service: Service
+    server: HttpServer
+    engines: Mapping[str, Engine]
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.url.removeprefix("http://").partition(":")
+        return host, int(port)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.service.scheduler
+
+    def post(self, route: str, body: Any, **options: Any) -> httpx2.Response:
+        return httpx2.post(f"{self.url}/v1/{route}", json=body, timeout=60, **options)
+
+    def chat(self, **fields: Any) -> httpx2.Response:
+        body = {"model": NAME, "messages": [USER], "max_tokens": 12, "temperature": 0, **fields}
+        return self.post("chat/completions", body)
+
+    def complete(self, **fields: Any) -> httpx2.Response:
+        return self.post("completions", {"model": NAME, "prompt": "the cat", "max_tokens": 12, **fields})
+
+    def plain_answer(self, prompt: Any, **settings: Any) -> GenerationResult:
+        """What the offline engine says without drafts."""
+        return self.engines[f"{NAME}:plain"].generate([prompt], **settings)[0]
+
+
+@contextmanager
+def running(
+    engines: Mapping[str, Engine],
+    limits: HttpLimits | None = None,
+    access: Access | None = None,
+    **scheduler_limits: int,
+) -> Iterator[Running]:
+    """Serves the engines until the block ends."""
+    service = Service(limits, access)
+    scheduler = Scheduler(engines, Limits(**{"kv_bytes": 1 << 26, **scheduler_limits}))
+    scheduler.start()
+    models = [ServedModel(name, NAME, None if name.endswith("plain") else "medusa") for name in engines]
+    service.open(models, scheduler)
+    server = http_server(service)
+    with listen("127.0.0.1", 0) as listening:
+        port = listening.getsockname()[1]
+        thread = Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
+        thread.start()
+        try:
+            wait_until_open("127.0.0.1", port)
+            yield Running(f"http://127.0.0.1:{port}", service, server, engines)
+        finally:
+            service.close()
+            server.should_exit = True
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+def wait_until_open(host: str, port: int) -> None:
+    """The socket listens already, so a connection waits until it is accepted."""
+    with socket.create_connection((host, port), timeout=30) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert b"200 OK" in connection.recv(1000)
