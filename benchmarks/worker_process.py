@@ -49,7 +49,7 @@ class WorkerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
-                env=_environment(python, num_threads, cache=log.parent / "cache"),
+                env=environment(python, num_threads, cache=log.parent / "cache"),
             )
 
     def versions(self) -> dict[str, str]:
@@ -108,7 +108,7 @@ class WorkerProcess:
         return f"ended with status {code}: {lines[-1].strip() if lines else 'nothing printed'}"
 
 
-def _environment(python: Path, num_threads: int, *, cache: Path) -> dict[str, str]:
+def environment(python: Path, num_threads: int, *, cache: Path) -> dict[str, str]:
     """The environment variables of a worker: its own threads and programs, and no downloads."""
     cores = sorted(os.sched_getaffinity(0))[:num_threads]
     inherited = dict(os.environ)

@@ -1,0 +1,291 @@
+"""Servers under load: latency and tokens per second for concurrent users, plain, with draft heads, and other programs.
+
+Starts our server and, if environments.sh installed them, those of llama-cpp-python and vLLM's CPU build. They
+answer the same prompts in turns over HTTP, as streams and greedily. Examples::
+
+    python benchmarks/load.py --json load.json --plots .
+    python benchmarks/load.py --servers draftheads --heads hydra medusa --users 1 8 --rates 0.5 2
+    python benchmarks/load.py --quick
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from load_client import Messages, RequestFailed, Sample, ask, client, closed_loop, poisson
+from load_joining import Joining, joining
+from load_plots import draw_throughput, draw_users
+from load_rows import Load, LoadRow, summary
+from load_servers import (
+    Command,
+    ServerFailed,
+    ServerProcess,
+    draftheads_command,
+    llama_cpp_command,
+    vllm_command,
+)
+from load_tables import joining_table, load_table
+from machine import machine
+from rich.console import Console
+
+from draftheads.data.records import prompts_in
+from draftheads.models.embedded import SMOLLM2_135M, converted_folder, find_gguf
+from draftheads.models.pretrained import default_dtype
+
+HERE = Path(__file__).parent
+PLAIN = "plain"
+_PAUSE_SECONDS = 0.5  # the server before ends cancelled requests, and its threads stop spinning
+_WARM_UP_TOKENS = 16
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is compared, and on how much."""
+
+    servers: tuple[str, ...] = ("draftheads", "llama-cpp", "vllm")
+    """Servers: draftheads, llama-cpp, vllm."""
+    model: str = SMOLLM2_135M.name
+    """The model of our server; the others serve smollm2-135m."""
+    heads: tuple[str, ...] = ("hydra",)
+    """Draft heads of our server, which also answers without drafts."""
+    fixed_nodes: tuple[int, ...] = ()
+    """Also draft trees of so many nodes at every load, with the first head."""
+    precision: str = "auto"
+    """bf16 or fp32 for ours and vLLM; auto is bf16 on CPUs that have it; int8 is ours only."""
+    users: tuple[int, ...] = (1, 2, 4, 8, 16)
+    """Concurrent users, each of which sends its next request when the last one ended."""
+    rates: tuple[float, ...] = ()
+    """Requests per second of Poisson arrivals."""
+    prompts: Path = HERE / "tasks.jsonl"
+    """Prompts, JSON lines."""
+    requests: int = 4
+    """Requests of each user in a round; at least eight in all. Poisson arrivals: 16 times as many."""
+    max_tokens: int = 100
+    """Most tokens of an answer."""
+    rounds: int = 3
+    """How often everything is measured."""
+    joining_tokens: int = 2000
+    """Length of a prompt that joins eight running streams; 0 leaves this part out."""
+    threads: int = torch.get_num_threads()
+    """Threads of each server."""
+    environments: Path = HERE / ".peers"
+    """Folder that environments.sh filled."""
+    json: Path | None = None
+    """Also write all samples to this file, again after each round."""
+    plots: Path | None = None
+    """Also write users.png and throughput.png to this folder."""
+    timeout: float = 600.0
+    """Seconds until a server is ready, or a request is answered."""
+    quick: bool = False
+    """One round with one and two users, three requests and eight tokens, to see that everything works."""
+
+    def reduced(self) -> "Options":
+        """What is measured with ``quick``."""
+        small = {"users": (1, 2), "requests": 1, "max_tokens": 8, "rounds": 1, "joining_tokens": 0}
+        return replace(self, **small) if self.quick else self
+
+
+@dataclass(frozen=True)
+class Way:
+    """A row of the tables: requests to one server with the same fields."""
+
+    name: str
+    server: str
+    body: dict[str, Any]
+
+
+def ways_of(server: str, models: Sequence[dict[str, Any]], fixed_nodes: Sequence[int]) -> list[Way]:
+    """The rows of a server: of ours plain decoding, each head, and fixed sizes; of others the model."""
+    first = models[0]["id"]
+    if server != "draftheads":
+        return [Way(server, server, {"model": first})]
+    named = [(model["draftheads"]["head"], model["id"]) for model in models]
+    plain = Way(PLAIN, server, {"model": first, "draft_nodes": 0})
+    fixed = [(f"{named[0][0]}, {nodes} nodes", nodes) for nodes in fixed_nodes]
+    return [
+        plain,
+        *(Way(head, server, {"model": name}) for head, name in named),
+        *(Way(name, server, {"model": first, "draft_nodes": nodes}) for name, nodes in fixed),
+    ]
+
+
+def commands(options: Options) -> list[Command]:
+    """How the chosen servers are started."""
+    precision = options.precision
+    if precision == "auto":
+        precision = "bf16" if default_dtype("cpu") == torch.bfloat16 else "fp32"
+    folder, gguf = converted_folder(SMOLLM2_135M), find_gguf(SMOLLM2_135M)
+    most = max(options.users, default=16)
+    known: dict[str, Callable[[], Command]] = {
+        "draftheads": lambda: draftheads_command(options.model, options.heads, precision),
+        "llama-cpp": lambda: llama_cpp_command(_found(gguf), options.environments, options.threads),
+        "vllm": lambda: vllm_command(_found(folder), _DTYPES.get(precision, "auto"), options.environments, most),
+    }
+    unknown = set(options.servers) - set(known)
+    if unknown:
+        sys.exit(f"error: no server {unknown.pop()!r}; choose among {', '.join(known)}")
+    return [known[name]() for name in options.servers]
+
+
+def _found(path: Path | None) -> Path:
+    if path is None:
+        sys.exit(f"error: {SMOLLM2_135M.name} is not installed: {SMOLLM2_135M.pip_install}")
+    return path
+
+
+class Measurement:
+    """Starts the servers, measures round by round, and keeps the rows."""
+
+    def __init__(self, options: Options, prompts: Sequence[Messages]) -> None:
+        self.options, self.prompts = options, prompts
+        self.facts = machine(options.threads)
+        self.versions: list[str] = []
+        self.rows: dict[tuple[str, Load], LoadRow] = {}
+        self.joinings: list[Joining] = []
+        self.problems: dict[str, str] = {}
+        self._urls: dict[str, str] = {}
+        self._all_ways: list[Way] = []
+
+    @property
+    def loads(self) -> list[Load]:
+        """In the order of the tables."""
+        return [Load(users=one) for one in self.options.users] + [Load(rate=one) for one in self.options.rates]
+
+    def run(self) -> None:
+        """Everything; a server that fails leaves its error."""
+        with ExitStack() as stack:
+            for command in commands(self.options):
+                self._start(command, stack)
+            asyncio.run(self._measure())
+
+    def _start(self, command: Command, stack: ExitStack) -> None:
+        _say(f"starting {command.name}")
+        options = self.options
+        log = options.environments / "logs" / f"{command.name}-server.log"
+        try:
+            server = ServerProcess(command, threads=options.threads, log=log, timeout=options.timeout)
+        except ServerFailed as error:
+            self.problems[command.name] = str(error)
+            return
+        stack.callback(server.stop)
+        self._urls[command.name] = server.url
+        self._all_ways += ways_of(command.name, server.models, options.fixed_nodes)
+        self.versions.append(command.version())
+
+    def _ways(self) -> list[Way]:
+        return [way for way in self._all_ways if way.name not in self.problems]
+
+    async def _measure(self) -> None:
+        options = self.options
+        async with client(options.timeout) as http:
+            for way in self._ways():
+                warm = partial(closed_loop, self._ask(http, way, _WARM_UP_TOKENS))
+                await self._tried(way, warm(self._part(Load(users=2)), max(options.users, default=1)))
+            for way in self._ways() if options.joining_tokens else ():
+                _say(f"{way.name}: a long prompt joins running streams")
+                long, stream = self._ask(http, way, _WARM_UP_TOKENS), self._ask(http, way, 4 * options.max_tokens)
+                joined = joining(way.name, long, stream, self.prompts, streams=8, tokens=options.joining_tokens)
+                found = await self._tried(way, joined)
+                self.joinings += [found] if found else []
+            for turn in range(options.rounds):
+                for number, load in enumerate(self.loads):
+                    ways = self._ways()
+                    shift = (turn + number) % max(1, len(ways))
+                    for way in ways[shift:] + ways[:shift]:
+                        await asyncio.sleep(_PAUSE_SECONDS)
+                        await self._round(http, way, load, turn)
+                self.write()
+
+    async def _round(self, http: Any, way: Way, load: Load, turn: int) -> None:
+        _say(f"round {turn + 1} of {self.options.rounds}, {load}: {way.name}")
+        asked, prompts = self._ask(http, way, self.options.max_tokens), self._part(load)
+        if load.users is not None:
+            samples = await self._tried(way, closed_loop(asked, prompts, load.users))
+        else:
+            samples = await self._tried(way, poisson(asked, prompts, load.rate or 1.0, seed=turn))
+        if samples:
+            self.rows.setdefault((way.name, load), LoadRow(way.name, load)).rounds.append(samples)
+
+    def _part(self, load: Load) -> list[Messages]:
+        """The prompts of a load, spread evenly over the file, so that all ways and rounds have the same."""
+        count = max(8, self.options.requests * (load.users or 16)) if not self.options.quick else 3
+        return [self.prompts[number * len(self.prompts) // count % len(self.prompts)] for number in range(count)]
+
+    def _ask(self, http: Any, way: Way, tokens: int) -> Callable[[Messages], Coroutine[Any, Any, Sample]]:
+        return partial(ask, http, self._urls[way.server], {**way.body, "max_tokens": tokens})
+
+    async def _tried(self, way: Way, work: Coroutine[Any, Any, Any]) -> Any:
+        """The result; None if a request failed, and then nothing more is sent this way."""
+        try:
+            return await work
+        except RequestFailed as error:
+            self.problems[way.name] = str(error)
+            _say(f"{way.name}: {error}")
+            return None
+
+    def under(self, load: Load) -> Iterator[LoadRow]:
+        """The rows of a load."""
+        return (row for (_, own), row in self.rows.items() if own == load)
+
+    def write(self) -> None:
+        """The JSON file and the plots, if there are to be any."""
+        options = self.options
+        rows = list(self.rows.values())
+        if options.json is not None:
+            kept = ("model", "heads", "precision", "requests", "max_tokens", "rounds", "joining_tokens", "threads")
+            record = {
+                "machine": self.facts,
+                "versions": self.versions,
+                "settings": {name: getattr(options, name) for name in kept} | {"prompts": options.prompts.name},
+                "problems": self.problems,
+                "rows": [summary(row, self.rows.get((PLAIN, row.load))) for row in rows],
+                "joining": [asdict(one) for one in self.joinings],
+            }
+            options.json.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
+        if options.plots is not None and any(row.load.users for row in rows):
+            options.plots.mkdir(parents=True, exist_ok=True)
+            title = f"{options.model}, {options.max_tokens} tokens, {self.facts['cpu']}, {options.threads} threads"
+            draw_users(rows, title, options.plots / "users.png")
+            draw_throughput(rows, title, options.plots / "throughput.png")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(options: Options) -> None:
+    """Measure, and print the tables."""
+    options = options.reduced()
+    prompts = [
+        [{"role": "user", "content": one}] if isinstance(one, str) else [dict(message) for message in one]
+        for one in prompts_in(options.prompts)
+    ]
+    measurement = Measurement(options, prompts)
+    measurement.run()
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    facts = measurement.facts
+    console.print(f"{facts['cpu']} ({' '.join(facts['cpu_flags'])}), {options.threads} threads")
+    console.print(", ".join(measurement.versions))
+    console.print(f"{options.prompts.name}, at most {options.max_tokens} tokens, {options.rounds} rounds")
+    for load in measurement.loads:
+        rows = list(measurement.under(load))
+        console.print(load_table(str(load), rows, measurement.rows.get((PLAIN, load))))
+    if measurement.joinings:
+        console.print(joining_table(measurement.joinings))
+    for name, problem in measurement.problems.items():
+        console.print(f"{name}: {problem}", markup=False)
+    if PLAIN in measurement.problems or not measurement.rows:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

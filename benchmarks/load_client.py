@@ -1,0 +1,192 @@
+"""Users of a server: streaming requests over HTTP, in a closed loop or by Poisson arrivals, and what each user saw."""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from random import Random
+from typing import Any
+
+from httpx2 import AsyncClient, HTTPError, Limits, Timeout
+
+Messages = list[dict[str, str]]
+
+
+class RequestFailed(Exception):
+    """A server did not answer a request; the message is for the table."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One request as its user saw it. ``times`` and ``latency`` are in seconds since it was sent."""
+
+    times: tuple[float, ...]  # of each event with text
+    latency: float  # until the end of the stream
+    num_tokens: int
+    num_prompt_tokens: int | None  # None if the server's stream has no usage
+    num_steps: int | None  # passes of the model; None if the server does not count them
+    text: str
+    sent: float = 0.0  # time.perf_counter() at that moment
+
+    @property
+    def first_token(self) -> float:
+        """Until the first text."""
+        return self.times[0] if self.times else self.latency
+
+    @property
+    def per_token(self) -> float | None:
+        """Seconds for each token after the first event; None for an answer of one token."""
+        return (self.latency - self.first_token) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+
+
+Ask = Callable[[Messages], Awaitable[Sample]]
+
+
+def client(timeout: float) -> AsyncClient:
+    """An HTTP client without a limit on connections."""
+    return AsyncClient(timeout=Timeout(timeout), limits=Limits(max_connections=None))
+
+
+async def ask(http: AsyncClient, url: str, body: dict[str, Any], messages: Messages) -> Sample:
+    """Sends one chat request and reads its stream.
+
+    Raises:
+        RequestFailed: no connection, an error status, or a stream that is not one of chat completion chunks.
+    """
+    fields = {"messages": messages, "stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
+    parts: list[tuple[float, bytes]] = []
+    start = time.perf_counter()
+    try:
+        async with http.stream("POST", f"{url}/v1/chat/completions", json={**fields, **body}) as response:
+            if response.status_code != 200:
+                text = (await response.aread()).decode(errors="replace")
+                raise RequestFailed(f"status {response.status_code}: {text[:200]}")
+            # parsed when the stream has ended: here it would take the processor from the server
+            parts.extend([(time.perf_counter() - start, part) async for part in response.aiter_raw()])
+    except HTTPError as error:
+        raise RequestFailed(f"{type(error).__name__}: {error}") from error
+    return parsed(parts, time.perf_counter() - start, sent=start)
+
+
+def parsed(parts: Sequence[tuple[float, bytes]], latency: float, *, sent: float = 0.0) -> Sample:
+    r"""The sample of a stream of server-sent events, given as pieces of bytes with their times.
+
+    A server without usage in its stream counts as one token for each event with text.
+
+    >>> chunk = b'data: {"choices": [{"delta": {"content": "Hi"}}]}\n\ndata: [DO'
+    >>> parsed([(0.25, chunk), (0.5, b"NE]\n\n")], 0.5).times
+    (0.25,)
+
+    Raises:
+        RequestFailed: an event with an error, or one that is not JSON.
+    """
+    times: list[float] = []
+    texts: list[str] = []
+    usage: dict[str, Any] = {}
+    for moment, data in _events(parts):
+        try:
+            event = json.loads(data)
+        except ValueError:
+            raise RequestFailed(f"not JSON: {data[:200]!r}") from None
+        if "error" in event:
+            raise RequestFailed(str(event["error"])[:200])
+        usage = event.get("usage") or usage
+        text = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+        if text:
+            times.append(moment)
+            texts.append(text)
+    return Sample(
+        tuple(times),
+        latency,
+        usage.get("completion_tokens", len(times)),
+        usage.get("prompt_tokens"),
+        usage.get("draft", {}).get("steps"),
+        "".join(texts),
+        sent,
+    )
+
+
+def _events(parts: Sequence[tuple[float, bytes]]) -> list[tuple[float, bytes]]:
+    """The data of each event but the last ("[DONE]"), with the time at which the event was complete."""
+    found, rest = [], b""
+    for moment, part in parts:
+        *lines, rest = (rest + part).replace(b"\r\n", b"\n").split(b"\n")
+        data = [line[5:].strip() for line in lines if line.startswith(b"data:")]
+        found += [(moment, one) for one in data if one != b"[DONE]"]
+    return found
+
+
+async def closed_loop(asked: Ask, prompts: Sequence[Messages], users: int) -> list[Sample]:
+    """Each user sends the next prompt as soon as its last answer ended.
+
+    The load stays the same until all prompts are answered: users without a prompt go on with the first ones again,
+    which are not counted.
+
+    Returns:
+        A sample for each prompt.
+    """
+    numbers = count()
+    samples: dict[int, Sample] = {}
+    done = asyncio.Event()
+
+    async def user() -> None:
+        for number in numbers:
+            sample = await asked(prompts[number % len(prompts)])
+            if number < len(prompts):
+                samples[number] = sample
+            if len(samples) == len(prompts):
+                done.set()
+
+    tasks = [asyncio.create_task(user()) for _ in range(users)]
+    end = asyncio.create_task(done.wait())
+    try:
+        await asyncio.wait([end, *tasks], return_when=asyncio.FIRST_COMPLETED)  # a user ends only by an error
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        await cancelled(end, *tasks)
+    return [samples[number] for number in range(len(prompts))]
+
+
+async def poisson(asked: Ask, prompts: Sequence[Messages], rate: float, seed: int) -> list[Sample]:
+    """Prompts are sent at random times, ``rate`` per second on average, whether or not earlier ones are answered.
+
+    Returns:
+        A sample for each prompt.
+    """
+    random = Random(seed)  # noqa: S311 - arrival times, no secrets
+    gaps = [random.expovariate(rate) for _ in prompts]
+    start = time.perf_counter()
+
+    async def arrive(moment: float, messages: Messages) -> Sample:
+        await asyncio.sleep(moment - (time.perf_counter() - start))
+        return await asked(messages)
+
+    moments = [sum(gaps[: number + 1]) for number in range(len(gaps))]
+    tasks = [asyncio.create_task(arrive(*one)) for one in zip(moments, prompts, strict=True)]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancelled(*tasks)
+
+
+async def cancelled(*tasks: asyncio.Task[Any]) -> None:
+    """Cancels tasks and waits for their end; the server sees closed connections."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def throughput(samples: Sequence[Sample], users: int | None) -> float:
+    """Tokens per second of all users together.
+
+    In a closed loop without pauses that is users × tokens / latency. With Poisson arrivals (``users`` is None) it is
+    tokens over the time from the first request to the end of the last.
+    """
+    tokens = sum(sample.num_tokens for sample in samples)
+    if users is not None:
+        return users * tokens / sum(sample.latency for sample in samples)
+    return tokens / (max(one.sent + one.latency for one in samples) - min(one.sent for one in samples))

@@ -1,0 +1,117 @@
+"""What a load measurement comes to: percentiles of all requests, and ratios to plain decoding round by round."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from load_client import Sample, throughput
+
+from draftheads.estimates import quartiles
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Users in a closed loop, or requests per second with Poisson arrivals."""
+
+    users: int | None = None
+    rate: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.rate:g} requests/s" if self.users is None else f"{self.users} user{'s' * (self.users > 1)}"
+
+
+@dataclass
+class LoadRow:
+    """One way of answering under one load."""
+
+    name: str
+    load: Load
+    error: str | None = None
+    rounds: list[list[Sample]] = field(default_factory=list)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it has samples, and no round failed."""
+        return self.error is None and bool(self.rounds)
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Of all rounds."""
+        return [sample for one in self.rounds for sample in one]
+
+    @property
+    def speeds(self) -> list[float]:
+        """Tokens per second of all users together, of each round."""
+        return [throughput(samples, self.load.users) for samples in self.rounds]
+
+    @property
+    def medians(self) -> list[float]:
+        """Median latency of each round, in seconds."""
+        return [float(np.median([sample.latency for sample in samples])) for samples in self.rounds]
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """New tokens per pass of the model; None if the server does not count passes."""
+        steps = [sample.num_steps for sample in self.samples]
+        counted = [one for one in steps if one is not None]
+        tokens = sum(sample.num_tokens for sample in self.samples)
+        return tokens / sum(counted) if len(counted) == len(steps) and sum(counted) else None
+
+    def latencies(self) -> list[float]:
+        """Percentiles of the time until an answer ended, in seconds."""
+        return _percentiles([sample.latency for sample in self.samples])
+
+    def first_tokens(self) -> list[float]:
+        """Percentiles of the time until the first text, in milliseconds."""
+        return _percentiles([1e3 * sample.first_token for sample in self.samples])
+
+    def between_tokens(self) -> list[float]:
+        """Percentiles of the time for each token after the first, in milliseconds."""
+        values = [sample.per_token for sample in self.samples]
+        return _percentiles([1e3 * one for one in values if one is not None] or [0.0])
+
+    def whole_per_token(self) -> list[float]:
+        """Percentiles of latency / tokens, in milliseconds: waiting and the prompt count."""
+        return _percentiles([1e3 * sample.latency / max(1, sample.num_tokens) for sample in self.samples])
+
+    def speed_ratios(self, other: "LoadRow") -> list[float]:
+        """Tokens per second over another way's in the same round."""
+        return [own / others for own, others in zip(self.speeds, other.speeds, strict=False)]
+
+    def latency_ratios(self, other: "LoadRow") -> list[float]:
+        """Median latency over another way's in the same round."""
+        return [own / others for own, others in zip(self.medians, other.medians, strict=False)]
+
+    def same_texts(self, other: "LoadRow") -> float:
+        """Share of answers with the same text as another way's to the same prompt."""
+        pairs = list(zip(self.samples, other.samples, strict=False))
+        return sum(own.text == others.text for own, others in pairs) / len(pairs)
+
+
+def _percentiles(values: Sequence[float]) -> list[float]:
+    return [float(one) for one in np.percentile(values, PERCENTILES)]
+
+
+def summary(row: LoadRow, base: LoadRow | None) -> dict[str, Any]:
+    """A row for the JSON file: its numbers, and every sample."""
+    found: dict[str, Any] = {"name": row.name, "load": asdict(row.load)}
+    if not row.is_measured:
+        return {**found, "error": row.error}
+    compared = base is not None and base.is_measured
+    return {
+        **found,
+        "percentiles": PERCENTILES,
+        "latency_seconds": row.latencies(),
+        "first_token_milliseconds": row.first_tokens(),
+        "between_tokens_milliseconds": row.between_tokens(),
+        "whole_per_token_milliseconds": row.whole_per_token(),
+        "tokens_per_second": quartiles(row.speeds),
+        "tokens_per_step": row.tokens_per_step,
+        "speed_ratios": row.speed_ratios(base) if compared and base else None,
+        "latency_ratios": row.latency_ratios(base) if compared and base else None,
+        "same_texts": row.same_texts(base) if compared and base else None,
+        "rounds": [[asdict(sample) for sample in samples] for samples in row.rounds],
+    }
