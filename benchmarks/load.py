@@ -233,8 +233,8 @@ class Measurement:
             return None
 
     def under(self, load: Load) -> Iterator[LoadRow]:
-        """The rows of a load."""
-        return (row for (_, own), row in self.rows.items() if own == load)
+        """The rows of a load, in the order of the servers."""
+        return (self.rows[way.name, load] for way in self._all_ways if (way.name, load) in self.rows)
 
     def write(self) -> None:
         """The JSON file and the plots, if there are to be any."""
@@ -271,7 +271,7 @@ def main(options: Options) -> None:
     ]
     measurement = Measurement(options, prompts)
     measurement.run()
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = Console(width=None if sys.stdout.isatty() else 130)
     facts = measurement.facts
     console.print(f"{facts['cpu']} ({' '.join(facts['cpu_flags'])}), {options.threads} threads")
     console.print(", ".join(measurement.versions))

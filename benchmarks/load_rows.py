@@ -54,10 +54,10 @@ class LoadRow:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """New tokens per pass of the model; None if the server does not count passes."""
+        """Tokens after the first of each answer per pass of the model; None if the server does not count passes."""
         steps = [sample.num_steps for sample in self.samples]
         counted = [one for one in steps if one is not None]
-        tokens = sum(sample.num_tokens for sample in self.samples)
+        tokens = sum(max(0, sample.num_tokens - 1) for sample in self.samples)
         return tokens / sum(counted) if len(counted) == len(steps) and sum(counted) else None
 
     def latencies(self) -> list[float]:

@@ -14,23 +14,10 @@ CHUNK_TOKENS = 256  # of a prompt that our server reads between two steps
 
 def load_table(title: str, rows: Sequence[LoadRow], base: LoadRow | None) -> Table:
     """All ways under one load. Ratios are medians over rounds, with the lowest and highest in brackets."""
-    table = Table(
-        "",
-        "tokens/s",
-        "× plain",
-        "latency, s: p50",
-        "p90",
-        "p99",
-        "× plain",
-        "first text, ms: p50",
-        "p99",
-        "ms/token",
-        "tokens/step",
-        "same text",
-        title=title,
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        show_edge=False,
+    table = _table(
+        title,
+        *("", "tokens/s", "× plain", "p50, s", "p90", "p99", "× plain", "first, ms", "p99"),
+        *("ms/token", "per step", "same"),
     )
     for row in rows:
         compared = base is not None and base is not row
@@ -53,18 +40,10 @@ def load_table(title: str, rows: Sequence[LoadRow], base: LoadRow | None) -> Tab
 def joining_table(joinings: Sequence[Joining]) -> Table:
     """How long running streams wait when a long prompt joins them."""
     tokens = joinings[0].prompt_tokens
-    table = Table(
-        "",
-        "step, ms",
-        "longest wait, ms",
-        "in steps",
-        "two steps and a chunk, ms",
-        "first text of the long prompt, s",
-        "on an idle server, s",
-        title=f"A prompt of {tokens} tokens joins {len(joinings[0].longest)} streams",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        show_edge=False,
+    table = _table(
+        f"A prompt of {tokens} tokens joins {len(joinings[0].longest)} streams",
+        *("", "step, ms", "longest wait, ms", "in steps", "two steps and a chunk, ms"),
+        *("first text of the prompt, s", "on an idle server, s"),
     )
     for one in joinings:
         table.add_row(
@@ -76,6 +55,13 @@ def joining_table(joinings: Sequence[Joining]) -> Table:
             f"{one.first_token / 1e3:.2f}",
             f"{one.alone / 1e3:.2f}",
         )
+    return table
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=(0, 1))
+    for heading in headings:
+        table.add_column(heading, no_wrap=True, justify="right" if heading else "left")
     return table
 
 

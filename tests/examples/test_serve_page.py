@@ -1,0 +1,104 @@
+"""The commands of docs/serve.md, and the client in examples/, run against a server on the loopback address."""
+
+import json
+import re
+import runpy
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.real
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The page's server, on a free port."""
+    folder = tmp_path_factory.mktemp("serve")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    (command,) = re.findall(r"^\$ draftheads (serve smollm2-135m --head hydra)$", PAGE, re.MULTILINE)
+    arguments = [sys.executable, "-m", "draftheads", *command.split(), "--port", str(port)]
+    log = folder / "log"
+    with log.open("w") as file, subprocess.Popen(arguments, cwd=folder, stdout=file, stderr=file) as process:
+        address = f"http://127.0.0.1:{port}"
+        try:
+            while not is_ready(address):
+                assert process.poll() is None, log.read_text()
+                time.sleep(0.2)
+            yield address
+        finally:
+            process.terminate()
+    assert process.returncode == 0, log.read_text()
+
+
+def is_ready(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/ready", timeout=5) as response:  # noqa: S310 - our own server
+            return bool(response.status == 200)
+    except (urllib.error.URLError, ConnectionError):
+        return False
+
+
+def run(block: str, server: str) -> str:
+    """What a block of commands prints, at the test's server."""
+    assert "http://127.0.0.1:8000" in block
+    script = block.replace("http://127.0.0.1:8000", server).replace("curl ", "curl --silent --show-error --fail ")
+    done = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_each_block_of_the_page_succeeds(number: int, server: str) -> None:
+    assert run(BLOCKS[number], server).strip()
+
+
+def test_the_first_answer_has_text_and_counts_drafts(server: str) -> None:
+    (block,) = [block for block in BLOCKS if "Why is the sky blue?" in block]
+    answer = json.loads(run(block, server))
+    assert answer["choices"][0]["message"]["content"]
+    assert sum(answer["usage"]["draft"]["drafted_by_depth"]) > 0
+
+
+def test_the_stream_ends_with_usage(server: str) -> None:
+    (block,) = [block for block in BLOCKS if '"stream": true' in block]
+    events = [line.removeprefix("data: ") for line in run(block, server).splitlines() if line]
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[-2])["usage"]["completion_tokens"] > 0
+
+
+def test_the_structured_answer_is_of_the_schema(server: str) -> None:
+    (block,) = [block for block in BLOCKS if "json_schema" in block]
+    choice = json.loads(run(block, server))["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert set(json.loads(choice["message"]["content"])) == {"city", "people"}
+
+
+def test_the_client_prints_an_answer_and_its_draft_tokens(
+    server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["serve_client.py", "--url", f"{server}/v1", "--max-tokens", "24"])
+    runpy.run_path(str(ROOT / "examples" / "serve_client.py"), run_name="__main__")
+    answer, counts, stream, _ = capsys.readouterr().out.rsplit("\n", 3)
+    assert "accepted_by_depth" in counts
+    assert "[" in stream
+    assert re.sub(r"\[(.*?)\]", r"\1", stream, flags=re.DOTALL).splitlines()[-1] in answer
+
+
+def test_the_metrics_that_the_page_names_are_there(server: str) -> None:
+    text = run("curl http://127.0.0.1:8000/metrics\n", server)
+    named = re.findall(r"`(draftheads_\w+)`", PAGE)
+    assert len(named) >= 5
+    assert [name for name in named if f"# TYPE {name} " not in text] == []
