@@ -11,13 +11,13 @@ import tyro
 def main(model: str = "smollm2-135m", url: str = "http://127.0.0.1:8000/v1", max_tokens: int = 64) -> None:
     client = openai.OpenAI(base_url=url, api_key="unused")
     question = [{"role": "user", "content": "Why is the sky blue?"}]
-    answer = client.chat.completions.create(model=model, messages=question, max_tokens=max_tokens)
+    answer = client.chat.completions.create(model=model, messages=question, max_tokens=max_tokens, temperature=0)
     print(answer.choices[0].message.content)
     print(answer.usage.model_extra["draft"])
 
     options = {"include_usage": True, "include_draft": True}
     stream = client.chat.completions.create(
-        model=model, messages=question, max_tokens=max_tokens, stream=True, stream_options=options
+        model=model, messages=question, max_tokens=max_tokens, temperature=0, stream=True, stream_options=options
     )
     for chunk in stream:
         for choice in chunk.choices:

@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import load
 import load_client
 from load_client import Messages, RequestFailed, Sample, closed_loop, parsed, poisson, throughput
 from load_joining import joining
@@ -172,6 +173,38 @@ def test_streams_that_end_before_the_long_prompt_comes_are_an_error(monkeypatch:
 
     with pytest.raises(RequestFailed, match="ask for longer answers"):
         asyncio.run(joining("plain", long, stream, prompts(4), streams=2, tokens=450))
+
+
+def test_a_run_starts_our_server_and_names_the_servers_that_are_missing(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
+    options = load.Options(
+        servers=("draftheads", "llama-cpp"),
+        model=str(world / "model"),
+        heads=(str(world / "medusa"), str(world / "hydra")),
+        fixed_nodes=(4,),
+        precision="fp32",
+        prompts=world / "prompts.jsonl",
+        rates=(50.0,),
+        threads=1,
+        environments=tmp_path,
+        json=tmp_path / "load.json",
+        plots=tmp_path / "plots",
+        quick=True,
+    )
+    load.main(options)
+    printed = capsys.readouterr().out
+    assert "llama-cpp: skipped: no environment; run benchmarks/environments.sh llama-cpp" in printed
+    found = json.loads((tmp_path / "load.json").read_text(encoding="utf-8"))
+    names = ["plain", "medusa", "hydra", "medusa, 4 nodes"]
+    loads = [{"users": 1, "rate": None}, {"users": 2, "rate": None}, {"users": None, "rate": 50.0}]
+    assert {(row["name"], str(row["load"])) for row in found["rows"]} == {(n, str(one)) for n in names for one in loads}
+    for row in found["rows"]:
+        assert [sample["num_tokens"] for sample in row["rounds"][0]] == [8, 8, 8]
+        assert row["same_texts"] == 1.0, "in fp32 drafts do not change an answer"
+        assert row["name"] != "plain" or row["tokens_per_step"] == 1.0
+    assert (tmp_path / "plots" / "users.png").is_file()
 
 
 def test_the_examples_in_docstrings_hold():

@@ -74,5 +74,5 @@ def test_compare_heads_prints_a_line_per_drafter(run: Script) -> None:
 
 
 def test_every_script_has_a_test() -> None:
-    tests = Path(__file__).read_text(encoding="utf-8")
+    tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
     assert all(f'"{path.name}"' in tests for path in EXAMPLES.glob("*.py"))

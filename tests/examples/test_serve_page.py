@@ -54,9 +54,11 @@ def is_ready(address: str) -> bool:
 def run(block: str, server: str) -> str:
     """What a block of commands prints, at the test's server."""
     assert "http://127.0.0.1:8000" in block
-    script = block.replace("http://127.0.0.1:8000", server).replace("curl ", "curl --silent --show-error --fail ")
+    script = block.replace("http://127.0.0.1:8000", server).replace(
+        "curl ", "curl --silent --show-error --fail-with-body "
+    )
     done = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
@@ -101,4 +103,4 @@ def test_the_metrics_that_the_page_names_are_there(server: str) -> None:
     text = run("curl http://127.0.0.1:8000/metrics\n", server)
     named = re.findall(r"`(draftheads_\w+)`", PAGE)
     assert len(named) >= 5
-    assert [name for name in named if f"# TYPE {name} " not in text] == []
+    assert [name for name in named if f"\n{name}" not in text] == []
