@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from draftheads.errors import DraftHeadsError, InvalidSettings
-from draftheads.settings import SamplingSettings
+from draftheads.settings import SamplingOptions, SamplingSettings
 
 NAN, INFINITY = math.nan, math.inf
 BAD_VALUES: dict[str, tuple[Any, ...]] = {
@@ -133,10 +133,10 @@ def test_what_is_converted(name: str, given: Any, expected: Any):
 
 
 def test_the_first_sentence_about_each_setting_is_one_line_of_help():
-    tree = ast.parse(inspect.getsource(SamplingSettings)).body[0]
+    tree = ast.parse(inspect.getsource(SamplingOptions)).body[0]
     assert isinstance(tree, ast.ClassDef)
     docs = [ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Expr)][1:]
-    assert len(docs) == len(fields(SamplingSettings))
+    assert len(docs) == len(fields(SamplingOptions))
     for doc in docs:
         first = doc.split(". ")[0]
         assert len(first) < 60, first

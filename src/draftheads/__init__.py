@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # `draftheads --help` must not wait two seconds for torch
     from draftheads.loading import load
     from draftheads.models.model import TargetModel
     from draftheads.search.tune import tune_head
-    from draftheads.settings import SamplingSettings
+    from draftheads.settings import Grammar, SamplingSettings
     from draftheads.shapes import BestFirst, BestPaths, Sampled
     from draftheads.train.train_head import train_head
     from draftheads.tree import Tree
@@ -35,6 +35,7 @@ __all__ = [
     "Drafter",
     "Engine",
     "GenerationResult",
+    "Grammar",
     "HeadConfig",
     "Sampled",
     "SamplingSettings",
@@ -59,6 +60,7 @@ _HOMES = {
     "Drafter": "draftheads.draft",
     "Engine": "draftheads.decode.engine",
     "GenerationResult": "draftheads.decode.request",
+    "Grammar": "draftheads.settings",
     "HeadConfig": "draftheads.heads.base",
     "Sampled": "draftheads.shapes",
     "SamplingSettings": "draftheads.settings",

@@ -4,7 +4,7 @@ Alphabet: B rows, N nodes of a tree (root included), P tokens accepted in a step
 Trees may be shared by all rows (leading dimension 1) or differ by row (leading dimension B).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol, Self, runtime_checkable
@@ -36,6 +36,7 @@ class Draft:
     probs: Tensor | None = None  # (B, N, V) float32, of sampled drafts: what a node's children were drawn from
     max_siblings: int = 0  # of sampled drafts: the most children that a node has
     copied: Tensor | None = None  # (B, N) bool: nodes that only a copy from the text so far brought
+    reads_all_nodes: bool = False  # whether the drafter reads the target's logits at all nodes, accepted or not
 
     @property
     def sampled(self) -> bool:
@@ -114,6 +115,30 @@ class Verdict:
     next_ids: Tensor  # (B,) int64: the next step's root
 
 
+Places = list[list[int]]  # (B, W): points of the rows' texts, as :class:`TokenRules` numbers them; the root's is 0
+FORBIDDEN = -1  # the place after a token that the rules forbid, or after another such place
+AFTER_END = -2  # the place after the token that ends an answer
+
+
+class TokenRules(Protocol):
+    """The tokens that rows with a grammar allow at each place below their roots, and logit biases."""
+
+    def roots(self) -> Places:
+        """(B, 1) the places of the roots."""
+
+    def below(self, places: Places, parents: Tensor, token_ids: Tensor) -> Places:
+        """The places (B, W') of children, from the indices (B, W') of their parents' places and their tokens."""
+
+    def num_allowed(self, row: int, token_ids: Sequence[int]) -> int:
+        """How many tokens of a chain below the root are allowed."""
+
+    def drafted(self, logits: Tensor, places: Places, target_ids: Tensor | None = None) -> Tensor:
+        """A drafter's logits at places, (B, W or 1, V') -> (B, W, V'): minus infinity for forbidden tokens.
+
+        ``target_ids`` are the tokens (V',) of a draft vocabulary; None if they are the first tokens of the vocabulary.
+        """
+
+
 @dataclass(frozen=True)
 class Context:
     """What a drafter sees: the tokens that entered the target's cache since it was last asked, and the new root.
@@ -128,6 +153,7 @@ class Context:
     rows: RowSettings | None = None  # how the next tokens of the B rows are chosen
     draws: Callable[[int], Tensor] | None = None  # n -> (B, n) float64 random numbers in [0, 1), new ones at each call
     text_tokens: int = 0  # tokens in the target's cache of the row that has most
+    rules: TokenRules | None = None  # where a row has a grammar or logit biases
 
     @property
     def last_hidden(self) -> Tensor:

@@ -8,6 +8,7 @@
     ├── InvalidPrompt           the prompt is empty or of the wrong form
     │   └── PromptTooLong       longer than the model allows
     ├── InvalidSettings         an option or sampling setting out of its range
+    ├── GrammarFailed           the grammar of a request exceeds a limit in the middle of the answer
     ├── UnknownMethod           no draft-head architecture of that name
     ├── InvalidTree             not a tree, or deeper than the head has draft positions
     ├── CheckpointError         a saved head cannot be used
@@ -55,6 +56,10 @@ class PromptTooLong(InvalidPrompt):
 
 class InvalidSettings(DraftHeadsError):
     """An option or sampling setting is out of its range, or two of them contradict each other."""
+
+
+class GrammarFailed(DraftHeadsError):
+    """The grammar of a request exceeds a limit in the middle of the answer."""
 
 
 class UnknownMethod(DraftHeadsError):

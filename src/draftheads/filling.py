@@ -8,34 +8,17 @@ the path, ``predict`` gives one set of logits (W = 1) for all nodes of a depth.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftheads.candidates import Candidates, best_nodes
 from draftheads.draft import Context, Draft, tree_tensors
+from draftheads.masking import MaskedPredictor, Predictor
 from draftheads.sampling import RowSettings, draw, probabilities
 from draftheads.shapes import BestFirst, BestPaths, Sampled, Shape
 from draftheads.tree import Tree
-
-
-class Predictor(Protocol):
-    """What filling a tree needs of a draft head or draft model."""
-
-    @property
-    def reads_path(self) -> bool:
-        """Whether the logits at a node depend on the draft tokens above it."""
-
-    def predict(self, state: Any, depth: int) -> Tensor:
-        """Logits (B, W, V') of the children, at depth+1, of the W nodes at hand."""
-
-    def descend(self, state: Any, depth: int, parents: Tensor, token_ids: Tensor) -> Any:
-        """The state at children (B, W'): places (B, W') of their parents among the nodes at hand, and their tokens."""
-
-    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Draft vocabulary indices as the target's token ids."""
-
 
 Begin = Callable[[int], Any]  # the state at the roots, for a tree of that depth
 
@@ -96,6 +79,9 @@ def fill(head: Predictor, shape: Shape, context: Context, *, begin: Begin, max_d
     Raises:
         ValueError: the context has no settings or random numbers, but the shape is :class:`Sampled`.
     """
+    if context.rules is not None:
+        masked, unmasked = MaskedPredictor(head, context.rules), begin
+        head, begin = masked, lambda depth: masked.state(unmasked(depth))
     if isinstance(shape, Tree):
         return _fill_static(head, shape, context, begin)
     if isinstance(shape, Sampled):
@@ -140,6 +126,8 @@ def _sample(head: Predictor, shape: Sampled, context: Context, begin: Begin) -> 
         parents = _on_device(level.parents, root.device)
         count = len(at)
         drawn = _distributions(head.predict(state, level.depth), context.rows, count)  # (B, W, V') float32
+        if context.rules is not None:
+            drawn = drawn.nan_to_num(0.0)  # not a number where no token is allowed
         whole = _over_vocabulary(head, drawn, context.rows)
         if probs is None:
             probs = whole.new_zeros(len(root), tree.num_nodes, whole.shape[-1])
@@ -289,8 +277,9 @@ def _likeliest(
         parts = [logits / divisors[depth] for logits, depth in zip(parts, depths, strict=True)]
     logits = torch.stack(parts)
     top = logits.topk(min(num_ranks, logits.shape[-1]), dim=-1)
-    # rounding must not make a child likelier than its parent
-    log_probs = (top.values - logits.logsumexp(-1, keepdim=True)).clamp_max(0.0)
+    # rounding must not make a child likelier than its parent; where no token is allowed, all have probability 0
+    total = logits.logsumexp(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)
+    log_probs = (top.values - total).clamp_max(0.0)
     return log_probs, head.to_target_ids(top.indices)
 
 

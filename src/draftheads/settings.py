@@ -1,10 +1,11 @@
 """Settings that more than one part of the package has. Nothing slow is imported here: every ``--help`` needs it."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from reprlib import repr as short_repr
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 from draftheads.errors import InvalidSettings
 
@@ -14,12 +15,93 @@ LossKind = Literal["teacher", "hard", "kl", "tv", "nla", "lk", "amphista"]
 LK_ETA = 3.0  # η of the hybrid LK loss, as published
 LOWEST_TEMPERATURE = 1e-6  # a lower one overflows, and would choose the same tokens as greedy
 MOST_LOGPROBS = 20  # as in the APIs of OpenAI and vLLM
+MOST_GRAMMAR_CHARACTERS = 65_536
+DEEPEST_SCHEMA = 64  # objects and arrays inside each other, in the text of a JSON schema
+MOST_BIAS = 100.0  # as in OpenAI's API
 AcceptanceRule = Literal["exact", "rejection", "block", "typical", "typical-sampled"]
+GrammarKind = Literal["json_schema", "regex", "lark"]
 
 
 @dataclass(frozen=True)
-class SamplingSettings:
-    """How one request is decoded.
+class Grammar:
+    """What an answer may be: JSON of a schema, or a text of a regular expression or of a Lark grammar.
+
+    The answer ends where the grammar does. A schema's JSON is on one line, with ``", "`` and ``": "`` between values.
+
+    Raises:
+        InvalidSettings: longer or nested deeper than the limits, or not JSON. What the grammar means is checked when a
+            request is made.
+    """
+
+    kind: GrammarKind
+    """The language of the text."""
+    text: str
+    """The JSON schema, regular expression or Lark grammar."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            raise InvalidSettings(f"kind is {self.kind!r}; it must be {' or '.join(map(repr, get_args(GrammarKind)))}")
+        if not isinstance(self.text, str):
+            raise InvalidSettings(f"a grammar is a text, not {type(self.text).__name__}")
+        if len(self.text) > MOST_GRAMMAR_CHARACTERS:
+            raise InvalidSettings(
+                f"the grammar has {len(self.text):,} characters; {MOST_GRAMMAR_CHARACTERS:,} are allowed"
+            )
+        if self.kind == "json_schema":
+            _check_schema(self.text)
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | str) -> Self:
+        """JSON that a schema describes; the schema as a dictionary or as its text."""
+        return cls("json_schema", schema if isinstance(schema, str) else _json_text(schema))
+
+    @classmethod
+    def json_object(cls) -> Self:
+        """Any JSON object."""
+        return cls("json_schema", '{"type": "object"}')
+
+    @classmethod
+    def regex(cls, pattern: str) -> Self:
+        """Text that a regular expression matches as a whole. Without look-around and references."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def lark(cls, grammar: str) -> Self:
+        """Text of a context-free grammar in the notation of Lark, as llguidance reads it."""
+        return cls("lark", grammar)
+
+
+def _json_text(schema: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(dict(schema), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidSettings(f"the JSON schema cannot be written as JSON: {error}") from None
+
+
+def _check_schema(text: str) -> None:
+    nesting = deepest = 0
+    in_string = escaped = False
+    for letter in text:
+        if in_string:
+            in_string = escaped or letter != '"'
+            escaped = letter == "\\" and not escaped
+            continue
+        in_string = letter == '"'
+        nesting += (letter in "[{") - (letter in "]}")
+        deepest = max(deepest, nesting)
+    if deepest > DEEPEST_SCHEMA:
+        raise InvalidSettings(f"the JSON schema is nested {deepest} deep; {DEEPEST_SCHEMA} is allowed")
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise InvalidSettings(f"the JSON schema is not JSON: {error}") from None
+    if not isinstance(schema, dict | bool):
+        raise InvalidSettings(f"a JSON schema is an object, not {short_repr(schema)}")
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """The settings of a request that are options of a command, too.
 
     Values are checked and converted: one string for ``stop``, lists, and the numbers of NumPy are valid, too.
 
@@ -60,8 +142,8 @@ class SamplingSettings:
     """δ of typical acceptance; √ε if left out."""
 
     def __post_init__(self) -> None:
-        for name, rule in _RULES.items():
-            value = getattr(self, name)
+        for name in (field.name for field in fields(self)):
+            value, rule = getattr(self, name), _RULES[name]
             try:
                 converted = rule.convert(value)
                 valid = rule.holds(converted)
@@ -71,6 +153,29 @@ class SamplingSettings:
                 found = " ".join(short_repr(value).split())  # one line
                 raise InvalidSettings(f"{name} is {found}; it must be {rule.words}")
             object.__setattr__(self, name, converted)
+
+
+@dataclass(frozen=True)
+class SamplingSettings(SamplingOptions):
+    """How one request is decoded.
+
+    Values are checked and converted: one string for ``stop``, lists, a dictionary for ``logit_bias`` or as the JSON
+    schema of ``grammar``, and the numbers of NumPy are valid, too.
+
+    Raises:
+        InvalidSettings: a value of another type or out of its range, or a grammar with ``ignore_eos``.
+    """
+
+    grammar: Grammar | None = None
+    """The answer is a text of this grammar. A dictionary is a JSON schema."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Numbers from -100 to 100 that are added to the logits of tokens: {token id: bias}. -100 in effect bans a token.
+    They are added before the repetition penalty and temperature."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.grammar is not None and self.ignore_eos:
+            raise InvalidSettings("ignore_eos is True, but an answer with a grammar ends where the grammar ends")
 
 
 class _Rule(NamedTuple):
@@ -121,6 +226,19 @@ def _several(value: Any, convert: Callable[[Any], Any]) -> tuple[Any, ...]:
     return tuple(map(convert, value))
 
 
+def _grammar(value: Any) -> Grammar | None:
+    if value is None or isinstance(value, Grammar):
+        return value
+    if not isinstance(value, Mapping):
+        raise TypeError
+    return Grammar.json_schema(value)
+
+
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    pairs = value.items() if isinstance(value, Mapping) else _several(value, tuple)
+    return tuple(sorted((_integer(token), _number(bias)) for token, bias in pairs))
+
+
 def _or_none(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: None if value is None else convert(value)
 
@@ -157,6 +275,12 @@ _RULES = {
     ),
     "typical_epsilon": _Rule(_number, lambda epsilon: 0.0 < epsilon <= 1.0, "a number above 0 and at most 1"),
     "typical_delta": _Rule(_or_none(_number), lambda delta: delta is None or delta > 0.0, "a positive number, or None"),
+    "grammar": _Rule(_grammar, lambda _: True, "a Grammar, a dictionary with a JSON schema, or None"),
+    "logit_bias": _Rule(
+        _biases,
+        lambda pairs: all(token >= 0 and abs(bias) <= MOST_BIAS for token, bias in pairs),
+        f"token ids with numbers from {-MOST_BIAS:g} to {MOST_BIAS:g}, such as {{7: -100}}",
+    ),
 }
 
 

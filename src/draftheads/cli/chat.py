@@ -153,7 +153,7 @@ class Chat:
 
     def _answer(self) -> None:
         engine = self._plain if self._is_plain else self._engine
-        requests = engine.requests([self.conversation.messages], self._options.settings)
+        requests = engine.requests([self.conversation.messages], SamplingSettings(**vars(self._options.settings)))
         (request,) = requests
         start = time.perf_counter()
         try:

@@ -37,13 +37,13 @@ class _Question:
 
 def run(options: GenerateOptions) -> None:
     """Decodes and shows or writes the answers."""
-    questions = _questions(options)
+    questions, settings = _questions(options), options.settings()
     if options.out is not None:
         check_writable(options.out)
     quiet_transformers()
     with ProgressDisplay(error_console(), transient=True) as progress:
         engine = load_engine(options, progress, max_batch_size=options.batch_size)
-        requests = engine.requests([question.prompt for question in questions], options.settings)
+        requests = engine.requests([question.prompt for question in questions], settings)
     console = Console(highlight=False)
     start = time.perf_counter()
     if len(questions) == 1 and options.out is None:

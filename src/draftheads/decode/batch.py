@@ -12,7 +12,8 @@ from draftheads.accept import accept, num_rejection_uniforms
 from draftheads.decode.prompt_reader import PromptReader, ReadText
 from draftheads.decode.request import Request, StreamEvent, TopLogprobs
 from draftheads.decode.size_policy import SizePolicySession
-from draftheads.draft import Context, Draft, Drafter, Verdict, Watcher
+from draftheads.decode.token_rules import BatchRules
+from draftheads.draft import Context, Draft, Drafter, Places, Verdict, Watcher
 from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
 from draftheads.models.transfer import to_device
@@ -33,7 +34,7 @@ class Batch:
     Attributes:
         on_leave: if set, called before a row leaves with its request and with what was read of it, in memory of the
             batch. The batch then keeps the hidden states of all tokens.
-        isolates_failures: whether an error in the text or stop rules of one request becomes its ``failure`` and removes
+        isolates_failures: whether an error in the text, grammar or stop rules of one request becomes its ``failure`` and removes
             its row; else the error is raised.
     """
 
@@ -57,6 +58,7 @@ class Batch:
         self._context: Context | None = None
         self._rows: RowSettings | None = None
         self._seen: Tensor | None = None  # (B, V) bool; only where a row has a repetition penalty
+        self._rules: BatchRules | None = None  # only where a row has a grammar or logit biases
         self._stepped_rows = 0  # rows that the session has seen; they come first
         self._hidden: list[list[Tensor]] = []  # with on_leave, for each row: parts (t, D) of the tokens in the cache
 
@@ -80,7 +82,9 @@ class Batch:
         rows = self._settings(requests)
         seen = self._seen_of(requests, rows)
         uniforms = self._uniforms(requests, 1)
-        roots = choose(logits, rows, seen, uniforms[:, 0])
+        rules = self._rules_of(requests)
+        scores = logits if rules is None else rules.verified(logits[:, None], rules.roots())[:, 0]
+        roots = choose(scores, rows, seen, uniforms[:, 0])
         context = self._prompt_context(requests, hidden, roots)
         new_ids = roots[:, None].tolist()
         logprobs = _logprobs(requests, logits[:, None], torch.zeros_like(roots)[:, None], new_ids, [1] * len(requests))
@@ -104,9 +108,17 @@ class Batch:
         """Draft, verify, accept, commit: at least one new token for every row."""
         assert self._context is not None, "a step needs rows"
         assert self._rows is not None
-        text_tokens = max(self.target.lengths)
-        context = replace(self._context, rows=self._rows, draws=self._draws, text_tokens=text_tokens)
+        context = replace(
+            self._context,
+            rows=self._rows,
+            draws=self._draws,
+            text_tokens=max(self.target.lengths),
+            rules=self._rules,
+        )
         draft = self.session.propose(context, self.shape)
+        places: Places = []
+        if self._rules is not None:
+            draft, places = self._rules.pruned(draft)
         self._stepped_rows = len(self.requests)
         self.lap("draft")
         logits, hidden = self.target.verify(draft)
@@ -118,7 +130,8 @@ class Batch:
         rejection_uniforms = None
         if draft.sampled and self._rows.any_rejection:
             rejection_uniforms = self._numbers(num_rejection_uniforms(draft), "rejection")
-        verdict = accept(draft, logits, self._rows, uniforms, self._seen, rejection_uniforms=rejection_uniforms)
+        scores = logits if self._rules is None else self._rules.verified(logits, places)
+        verdict = accept(draft, scores, self._rows, uniforms, self._seen, rejection_uniforms=rejection_uniforms)
         new_ids, counts, copied, by_depth = _tokens_of(draft, verdict)  # the step's one transfer to the host
         self.target.commit(verdict, counts)
         self._context = _advanced(draft, verdict, hidden)
@@ -211,6 +224,11 @@ class Batch:
         """Rows came or went."""
         self._rows = self._settings(self.requests)
         self._seen = self._seen_of(self.requests, self._rows)
+        self._rules = self._rules_of(self.requests)
+
+    def _rules_of(self, requests: Sequence[Request]) -> BatchRules | None:
+        model = self.target.model
+        return BatchRules.of(requests, vocab_size=model.vocab_size, device=model.device)
 
     def _settings(self, requests: Sequence[Request]) -> RowSettings:
         model = self.target.model

@@ -15,6 +15,7 @@ from draftheads.chat_template import BUILT_IN, render, template_of
 from draftheads.counts import counted
 from draftheads.decode.batch import Batch
 from draftheads.decode.cost_profile import CostProfile
+from draftheads.decode.grammar import compiler_for
 from draftheads.decode.plain import NoDraft
 from draftheads.decode.request import GenerationResult, Request, StreamEvent
 from draftheads.decode.size_policy import SizePolicy
@@ -165,13 +166,21 @@ class Engine:
 
     def request(self, prompt: Prompt, settings: SamplingSettings, *, index: int = 0) -> Request:
         """One checked request; its events carry ``index``."""
+        prompt_ids, vocab_size, eos_ids = self.encode(prompt), self.model.vocab_size, self.model.eos_ids
+        if unknown := [token for token, _ in settings.logit_bias if token >= vocab_size]:
+            raise InvalidSettings(f"logit_bias has token {unknown[0]}; the model has {vocab_size:,} tokens")
+        grammar_state = None
+        if settings.grammar is not None:
+            compiler = compiler_for(self.model.tokenizer, vocab_size=vocab_size, eos_ids=eos_ids)
+            grammar_state = compiler.start(settings.grammar)
         return Request(
-            self.encode(prompt),
+            prompt_ids,
             settings,
             tokenizer=self.model.tokenizer,
-            eos_ids=self.model.eos_ids,
+            eos_ids=eos_ids,
             max_length=self.model.max_positions,
             index=index,
+            grammar_state=grammar_state,
         )
 
     def run(self, requests: Sequence[Request], *, lap: Callable[[str], object] = str) -> Iterator[StreamEvent]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from draftheads.counts import counted
+from draftheads.decode.grammar import GrammarState
 from draftheads.decode.text import StopText, TextStream, pieces_of
 from draftheads.settings import SamplingSettings
 
@@ -108,8 +109,10 @@ class Request:
         eos_ids: frozenset[int],
         max_length: int | None,
         index: int = 0,
+        grammar_state: GrammarState | None = None,
     ) -> None:
         self.index = index
+        self.grammar_state = grammar_state  # after the tokens so far; None without a grammar
         self.prompt_ids = list(prompt_ids)
         self.settings = settings
         self.token_ids: list[int] = []
@@ -199,6 +202,8 @@ class Request:
                 text += self._stop_text.push(self._stream.flush()) + self._stop_text.flush()
                 break
         self.text += text
+        if self.grammar_state is not None and self.finish_reason is None:
+            self.grammar_state.read(kept)
         kept_drafted = min(num_drafted, len(kept))
         kept_copied = max(0, num_copied - (num_drafted - kept_drafted))  # copied ones are the last of those drafted
         self.num_copied += kept_copied

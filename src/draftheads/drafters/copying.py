@@ -120,6 +120,9 @@ class CopyingSession:
         device = context.root_ids.device
         tokens = to_device([copied or [0] * self.num_tokens for copied, _ in matches], device)
         odds = [self._log_odds[min(length, len(self.odds))] for _, length in matches]
+        if context.rules is not None:  # a copy ends before the first token that is forbidden
+            ends = [context.rules.num_allowed(row, copied) for row, (copied, _) in enumerate(matches)]
+            odds = [[*own[:end], *[-math.inf] * (self.num_tokens - end)] for own, end in zip(odds, ends, strict=True)]
         log_probs = to_device(odds, device, torch.float32)
         if isinstance(shape, Tree):
             return merged(self._valued(draft, shape), tokens, log_probs, num_nodes)

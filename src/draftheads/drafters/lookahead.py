@@ -160,7 +160,7 @@ class LookaheadSession:
         depths = torch.tensor([trie.depths for trie in tries], device=device)
         token_ids = torch.tensor([trie.token_ids for trie in tries], device=device)
         deepest = max(max(trie.depths) for trie in tries)
-        return Draft(token_ids, parents, depths, ancestors_of(parents, deepest), deepest)
+        return Draft(token_ids, parents, depths, ancestors_of(parents, deepest), deepest, reads_all_nodes=True)
 
     def watch(self, draft: Draft, logits: Tensor) -> None:
         """The target's logits at every node, (B, N, V)."""

@@ -7,7 +7,7 @@ import tyro
 
 from draftheads.cli.options.generate import DraftOptions
 from draftheads.errors import InvalidSettings
-from draftheads.settings import LoadSettings, SamplingSettings
+from draftheads.settings import LoadSettings, SamplingOptions
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class ChatOptions:
     copies from the text so far; lookahead refines draft tokens of the model itself. Plain decoding when left out."""
     system: str | None = None
     """System prompt: what the model is told before the conversation."""
-    settings: tyro.conf.OmitArgPrefixes[SamplingSettings] = field(
-        default_factory=lambda: SamplingSettings(max_new_tokens=512)
+    settings: tyro.conf.OmitArgPrefixes[SamplingOptions] = field(
+        default_factory=lambda: SamplingOptions(max_new_tokens=512)
     )
     draft: tyro.conf.OmitArgPrefixes[DraftOptions] = field(default_factory=DraftOptions)
     load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)

@@ -9,7 +9,7 @@ import tyro
 from draftheads.acceptance_profile import DEFAULT_NODES, read_profile
 from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.files import user_path
-from draftheads.settings import LoadSettings, SamplingSettings
+from draftheads.settings import Grammar, LoadSettings, SamplingOptions, SamplingSettings
 from draftheads.shapes import BestFirst, BestPaths, Sampled
 from draftheads.tree import Tree
 
@@ -66,6 +66,36 @@ class DraftOptions:
 
 
 @dataclass(frozen=True)
+class GrammarOptions:
+    """What an answer may be."""
+
+    json_schema: str | None = None
+    """Answer with JSON of this schema. A file, or the schema itself."""
+    json: bool = False
+    """Answer with a JSON object."""
+    regex: str | None = None
+    """Answer with a text that this regular expression matches."""
+
+    def __post_init__(self) -> None:
+        names = {"json_schema": "--json-schema", "json": "--json", "regex": "--regex"}
+        given = [option for name, option in names.items() if getattr(self, name)]
+        if len(given) > 1:
+            raise InvalidSettings(f"{' and '.join(given)}: give one of them")
+
+    def grammar(self) -> Grammar | None:
+        """The grammar; None if answers are free.
+
+        Raises:
+            InvalidSettings: the schema cannot be read, or is not JSON.
+        """
+        if self.regex is not None:
+            return Grammar.regex(self.regex)
+        if self.json:
+            return Grammar.json_object()
+        return None if self.json_schema is None else Grammar.json_schema(_schema_text(self.json_schema))
+
+
+@dataclass(frozen=True)
 class GenerateOptions:
     """Answer prompts with a model and an optional draft head."""
 
@@ -82,7 +112,8 @@ class GenerateOptions:
     """A JSONL file of prompts in place of PROMPT. "prompt", "messages" or "turns" in each line; .gz, too."""
     out: Path | None = None
     """Write the answers to this file. One JSON object per line."""
-    settings: tyro.conf.OmitArgPrefixes[SamplingSettings] = field(default_factory=SamplingSettings)
+    sampling: tyro.conf.OmitArgPrefixes[SamplingOptions] = field(default_factory=SamplingOptions)
+    grammar: tyro.conf.OmitArgPrefixes[GrammarOptions] = field(default_factory=GrammarOptions)
     draft: tyro.conf.OmitArgPrefixes[DraftOptions] = field(default_factory=DraftOptions)
     load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
     batch_size: int = 16
@@ -95,6 +126,25 @@ class GenerateOptions:
     def __post_init__(self) -> None:
         if self.prompts is not None and self.prompt:
             raise InvalidSettings(f"a prompt on the command line and --prompts {self.prompts}: give one of them")
+
+    def settings(self) -> SamplingSettings:
+        """The settings of each request.
+
+        Raises:
+            InvalidSettings: as of :meth:`GrammarOptions.grammar`.
+        """
+        return SamplingSettings(**vars(self.sampling), grammar=self.grammar.grammar())
+
+
+def _schema_text(text_or_path: str) -> str:
+    if text_or_path.lstrip().startswith("{"):
+        return text_or_path
+    try:
+        return user_path(text_or_path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidSettings(
+            f"--json-schema {text_or_path} cannot be read: give a JSON schema or a file with one ({error})"
+        ) from None
 
 
 def read_tree(text_or_path: str) -> Tree:

@@ -1,0 +1,209 @@
+"""Grammars as masks: which tokens may come next in an answer. The only file that imports llguidance.
+
+A place is an index of a point of one answer in this step: 0 is after the accepted tokens, and each allowed draft token
+leads to a place of its own. Knows nothing of tensors and of other rows.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from draftheads.draft import AFTER_END, FORBIDDEN
+from draftheads.errors import GrammarFailed, InvalidSettings, MissingDependency
+from draftheads.settings import Grammar
+
+try:
+    import llguidance
+    import llguidance.hf
+except ImportError:
+    llguidance = None  # type: ignore[assignment]
+
+Mask = npt.NDArray[np.int32]  # one bit per token, the lowest first
+
+# What a grammar may cost; other limits are llguidance's. Beyond one a grammar is refused, or its request fails.
+_LIMITS = {
+    "step_lexer_fuel": 100_000,  # about 10 ms for a mask
+    "step_max_items": 10_000,
+    "max_lexer_states": 50_000,  # about 100 MB
+    "verbose_errors": False,
+}
+_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_COMPILED = 64  # grammars of a tokenizer that stay compiled, those used last
+
+
+class GrammarState:
+    """How far one answer has come in its grammar, and the draft tokens that are tried below it."""
+
+    def __init__(self, matcher: Any, *, num_words: int, eos_ids: frozenset[int]) -> None:
+        self._matcher = matcher  # after the accepted tokens
+        self._num_words, self._eos_ids = num_words, eos_ids
+        self._restart()
+
+    def read(self, token_ids: Sequence[int]) -> None:
+        """Adds accepted tokens, which the grammar allows, and forgets all draft tokens.
+
+        Raises:
+            GrammarFailed: the grammar exceeds a limit here.
+        """
+        self._matcher.consume_tokens(list(token_ids))
+        self._restart()
+
+    def _restart(self) -> None:
+        self._probe = self._matcher.deep_copy()
+        self._at: tuple[int, ...] = ()  # draft tokens that the probe has read
+        self._paths: list[tuple[int, ...]] = [()]
+        self._places: dict[tuple[int, int], int] = {}
+        root = self._probe_mask()
+        if root is None:
+            raise GrammarFailed(f"the grammar of the answer is too complex: {_first_line(self._probe.get_error())}")
+        self.masks: list[Mask] = [root]  # of each place
+
+    def place_below(self, place: int, token: int) -> int:
+        """The place after a token, or what else it leads to: ``FORBIDDEN`` or ``AFTER_END``."""
+        if place < 0 or not self.masks[place][token >> 5] >> (token & 31) & 1:
+            return FORBIDDEN
+        if token in self._eos_ids:
+            return AFTER_END
+        known = self._places.get((place, token))
+        if known is None:
+            known = self._places[place, token] = self._new_place((*self._paths[place], token))
+        return known
+
+    def num_allowed(self, token_ids: Iterable[int]) -> int:
+        """How many of these tokens may follow one after the other below place 0."""
+        place = count = 0
+        for token in token_ids:
+            place = self.place_below(place, token)
+            if place == FORBIDDEN:
+                break
+            count += 1
+        return count
+
+    def _new_place(self, path: tuple[int, ...]) -> int:
+        """``FORBIDDEN`` where a limit is exceeded: if the answer gets there, its next step fails."""
+        common = next((i for i, pair in enumerate(zip(path, self._at, strict=False)) if pair[0] != pair[1]), None)
+        common = min(len(path), len(self._at)) if common is None else common
+        if len(self._at) > common:
+            self._probe.rollback(len(self._at) - common)
+        self._probe.consume_tokens(list(path[common:]))
+        self._at = path
+        mask = self._probe_mask()
+        if mask is None:
+            self._probe, self._at = self._matcher.deep_copy(), ()
+            return FORBIDDEN
+        self._paths.append(path)
+        self.masks.append(mask)
+        return len(self.masks) - 1
+
+    def _probe_mask(self) -> Mask | None:
+        """Where the probe is; None after an error, from which a matcher does not recover."""
+        mask = np.zeros(self._num_words, np.int32)
+        if not self._probe.is_error():
+            self._probe.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        return None if self._probe.is_error() else mask
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer.
+
+    Args:
+        tokenizer: a fast tokenizer of transformers.
+        vocab_size: V of the model; the tokenizer may have fewer tokens.
+        eos_ids: tokens that end a text.
+
+    Raises:
+        InvalidSettings: another kind of tokenizer, or no token that ends a text.
+        MissingDependency: llguidance is not installed.
+    """
+
+    def __init__(self, tokenizer: Any, *, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        if llguidance is None:
+            raise MissingDependency("grammars need llguidance", pip_install="llguidance")
+        if not eos_ids:
+            raise InvalidSettings("the model has no token that ends a text: an answer with a grammar needs one")
+        self._eos_ids, self._num_words = eos_ids, -(-vocab_size // 32)
+        try:
+            self._table = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=sorted(eos_ids))
+        except ValueError as error:
+            raise InvalidSettings(f"grammars cannot be used with the model's tokenizer: {error}") from None
+        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+        self._lock = Lock()
+
+    def start(self, grammar: Grammar) -> GrammarState:
+        """The state of an answer without tokens.
+
+        Raises:
+            InvalidSettings: the grammar is wrong, allows no text, or exceeds a limit.
+        """
+        with self._lock:
+            matcher = self._compiled.get(grammar)
+            if matcher is None:
+                matcher = self._compiled[grammar] = self._checked(grammar)
+                if len(self._compiled) > _COMPILED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(grammar)
+            return self._state(matcher.deep_copy())  # copies share what the lexer has learned
+
+    def _state(self, matcher: Any) -> GrammarState:
+        return GrammarState(matcher, num_words=self._num_words, eos_ids=self._eos_ids)
+
+    def _checked(self, grammar: Grammar) -> Any:
+        """A matcher that has computed its first masks without an error."""
+        try:
+            text = _in_llguidance(grammar)
+            matcher = llguidance.LLMatcher(
+                self._table,
+                text,
+                log_level=0,
+                limits=llguidance.LLParserLimits(**_LIMITS),  # type: ignore[arg-type]
+            )
+        except ValueError as error:
+            raise InvalidSettings(f"the grammar cannot be used: {_first_line(error)}") from None
+        if matcher.is_error():
+            raise InvalidSettings(f"the grammar cannot be used: {_first_line(matcher.get_error())}")
+        try:
+            trial = self._state(matcher.deep_copy())
+            allowed = [token for token in tokens_of(trial.masks[0]) if token not in self._eos_ids]
+            if not allowed:
+                raise InvalidSettings("the grammar allows no text")
+            trial.read(allowed[:1])
+        except GrammarFailed as error:
+            raise InvalidSettings(str(error)) from None
+        return matcher
+
+
+def tokens_of(mask: Mask) -> list[int]:
+    """The tokens of a mask."""
+    tokens: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+    return tokens
+
+
+_COMPILERS: WeakKeyDictionary[Any, dict[tuple[int, frozenset[int]], GrammarCompiler]] = WeakKeyDictionary()
+_ONE_AT_A_TIME = Lock()
+
+
+def compiler_for(tokenizer: Any, *, vocab_size: int, eos_ids: frozenset[int]) -> GrammarCompiler:
+    """The compiler of a tokenizer, made once: it takes a second. Arguments and errors as for the class."""
+    with _ONE_AT_A_TIME:
+        known = _COMPILERS.setdefault(tokenizer, {})
+        key = (vocab_size, eos_ids)
+        if key not in known:
+            known[key] = GrammarCompiler(tokenizer, vocab_size=vocab_size, eos_ids=eos_ids)
+        return known[key]
+
+
+def _in_llguidance(grammar: Grammar) -> str:
+    if grammar.kind == "json_schema":
+        return llguidance.LLMatcher.grammar_from_json_schema(grammar.text, defaults=_ONE_LINE)  # type: ignore[arg-type]
+    if grammar.kind == "regex":
+        return llguidance.LLMatcher.grammar_from_regex(grammar.text)
+    return llguidance.LLMatcher.grammar_from_lark(grammar.text)
+
+
+def _first_line(message: object) -> str:
+    return " ".join(str(message).split("<state>")[0].split())[:300]

@@ -1,0 +1,147 @@
+"""The grammars and logit biases of a batch, as logits of forbidden tokens that are minus infinity.
+
+B rows, W or N places in each, V vocabulary, V' draft vocabulary.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftheads.decode.grammar import GrammarState
+from draftheads.decode.request import Request
+from draftheads.draft import FORBIDDEN, Draft, Places
+from draftheads.masking import with_nodes
+from draftheads.models.transfer import to_device
+
+
+class BatchRules:
+    """The rules of B rows; see :class:`draftheads.draft.TokenRules`.
+
+    Args:
+        requests: of the rows.
+        vocab_size: V.
+        device: of the logits.
+    """
+
+    def __init__(self, requests: Sequence[Request], *, vocab_size: int, device: torch.device) -> None:
+        self._states = [request.grammar_state for request in requests]
+        self._ruled_rows = [row for row, state in enumerate(self._states) if state is not None]
+        self._num_words = -(-vocab_size // 32)
+        self._bias: Tensor | None = None  # (B, V) float32
+        if any(request.settings.logit_bias for request in requests):
+            bias = torch.zeros(len(requests), vocab_size)
+            for row, request in enumerate(requests):
+                for token, value in request.settings.logit_bias:
+                    bias[row, token] = value
+            self._bias = bias.to(device)
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], *, vocab_size: int, device: torch.device) -> Self | None:
+        """The rules of these requests; None if none has any."""
+        if any(request.grammar_state is not None or request.settings.logit_bias for request in requests):
+            return cls(requests, vocab_size=vocab_size, device=device)
+        return None
+
+    def roots(self) -> Places:
+        """(B, 1) the places of the roots."""
+        return [[0] for _ in self._states]
+
+    def below(self, places: Places, parents: Tensor, token_ids: Tensor) -> Places:
+        """The places (B, W') of children, from the indices (B, W') of their parents' places and their tokens."""
+        found: Places = [[0] * token_ids.shape[1] for _ in self._states]
+        if not self._ruled_rows:
+            return found
+        packed = torch.stack([parents, token_ids], 2).tolist()
+        for row, state in enumerate(self._states):
+            if state is not None:
+                found[row] = [state.place_below(places[row][parent], token) for parent, token in packed[row]]
+        return found
+
+    def num_allowed(self, row: int, token_ids: Sequence[int]) -> int:
+        """How many tokens of a chain below the root are allowed."""
+        state = self._states[row]
+        return len(token_ids) if state is None else state.num_allowed(token_ids)
+
+    def drafted(self, logits: Tensor, places: Places, target_ids: Tensor | None = None) -> Tensor:
+        """Logits of a drafter at places, (B, W or 1, V') -> (B, W, V'). Nothing follows the end of a grammar.
+
+        Args:
+            logits: of the children.
+            places: (B, W).
+            target_ids: (V',) the tokens of a draft vocabulary; None if they are the first tokens of the vocabulary.
+        """
+        return self._applied(logits, places, target_ids, beyond=0)
+
+    def verified(self, logits: Tensor, places: Places) -> Tensor:
+        """The target's logits at places, (B, N, V) -> (B, N, V); unchanged where an answer cannot get to."""
+        return self._applied(logits, places, None, beyond=-1)
+
+    def pruned(self, draft: Draft) -> tuple[Draft, Places]:
+        """The draft without forbidden tokens and what is below them, and the places of its nodes."""
+        places: Places = [[0] * draft.num_nodes for _ in self._states]
+        if not self._ruled_rows:
+            return draft, places
+        parts = (draft.parents, draft.depths, draft.token_ids)
+        packed = torch.stack([part.expand_as(draft.token_ids) for part in parts], 2).tolist()
+        kept = [list(range(draft.num_nodes)) for _ in self._states]
+        for row, state in enumerate(self._states):
+            if state is not None:
+                places[row] = _places_of(state, packed[row])
+                kept[row] = [node for node, place in enumerate(places[row]) if place != FORBIDDEN]
+        if draft.reads_all_nodes or all(len(nodes) == draft.num_nodes for nodes in kept):
+            return draft, places
+        width = max(map(len, kept))
+        deepest = max(packed[row][node][1] for row, nodes in enumerate(kept) for node in nodes)
+        places = [
+            [*(places[row][node] for node in nodes), *[FORBIDDEN] * (width - len(nodes))]
+            for row, nodes in enumerate(kept)
+        ]
+        return with_nodes(draft, kept, max_depth=deepest), places
+
+    def _applied(self, logits: Tensor, places: Places, target_ids: Tensor | None, *, beyond: int) -> Tensor:
+        if self._bias is not None:
+            bias = self._bias[:, : logits.shape[-1]] if target_ids is None else self._bias[:, target_ids]
+            logits = (logits.float() + bias[:, None]).to(logits.dtype)
+        rows = self._ruled_rows
+        if not rows:
+            return logits
+        words = np.full((len(rows), len(places[0]), self._num_words), beyond, np.int32)
+        for i, row in enumerate(rows):
+            state = self._states[row]
+            assert state is not None
+            for j, place in enumerate(places[row]):
+                if place >= 0:
+                    words[i, j] = state.masks[place]
+        allowed = _bits(torch.from_numpy(words).to(logits.device))
+        allowed = allowed[..., : logits.shape[-1]] if target_ids is None else allowed[..., target_ids]
+        if len(rows) == len(places):
+            return torch.where(allowed, logits, -torch.inf)
+        at = to_device(rows, logits.device)
+        logits = logits.repeat(1, len(places[0]) // logits.shape[1], 1)
+        logits[at] = torch.where(allowed, logits[at], -torch.inf)
+        return logits
+
+
+def _places_of(state: GrammarState, nodes: Sequence[tuple[int, int, int]]) -> list[int]:
+    """The places of a row's nodes: (parent, depth, token) of each."""
+    places = [0]
+    for parent, depth, token in nodes[1:]:
+        places.append(state.place_below(places[parent], token) if depth else FORBIDDEN)
+    return places
+
+
+def _bits(words: Tensor) -> Tensor:
+    """(…, n) int32 -> (…, 32 n) bool, the lowest bit first."""
+    return _eights(words.device)[words.view(torch.uint8).long()].view(torch.bool)
+
+
+@lru_cache(maxsize=8)
+def _eights(device: torch.device) -> Tensor:
+    """(256,) int64: the eight bits of each byte as eight booleans."""
+    numbers = np.arange(256, dtype=np.uint8)[:, None]
+    with torch.inference_mode(mode=False):
+        return torch.from_numpy(np.unpackbits(numbers, axis=1, bitorder="little").view(np.int64)[:, 0]).to(device)
