@@ -23,6 +23,7 @@ from draftheads.decode.engine import Engine
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings, no_such
 from draftheads.files import check_writable, write_atomic
 from draftheads.loading import UNTRAINED, engine_on, find_template, name_of
+from draftheads.settings import SamplingSettings
 
 NO_HEAD = "none"  # in place of a head's name
 HELP = {

@@ -34,8 +34,8 @@ class Batch:
     Attributes:
         on_leave: if set, called before a row leaves with its request and with what was read of it, in memory of the
             batch. The batch then keeps the hidden states of all tokens.
-        isolates_failures: whether an error in the text, grammar or stop rules of one request becomes its ``failure`` and removes
-            its row; else the error is raised.
+        isolates_failures: whether an error in the text, grammar or stop rules of one request becomes its ``failure``
+            and removes its row; else the error is raised.
     """
 
     on_leave: Callable[[Request, ReadText], None] | None = None
