@@ -5,6 +5,7 @@ import pty
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -25,9 +26,9 @@ PROMPTS = ["a dog", "hello", "fog and ice", "black ice on a hill", "mom", "a bad
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
-def letters_tokenizer() -> PreTrainedTokenizerFast:
+def letters_tokenizer(letters: Sequence[str] = LETTERS) -> PreTrainedTokenizerFast:
     """A token for each of a few letters, with the ids that the tiny models' configurations speak of."""
-    vocab = {token: number for number, token in enumerate([*SPECIAL, *LETTERS])}
+    vocab = {token: number for number, token in enumerate([*SPECIAL, *letters])}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(

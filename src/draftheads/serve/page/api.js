@@ -19,13 +19,17 @@ export async function listModels(key) {
 export async function* streamChat(body, { key, signal }) {
   const headers = { ...headersWith(key), 'Content-Type': 'application/json' };
   const response = await send('v1/chat/completions', { method: 'POST', headers, body: JSON.stringify(body), signal });
+  let ended = false; // after it the connection is still read to its end: then the server has finished, too
   for await (const data of events(response.body, signal)) {
-    if (data === '[DONE]') return;
+    if (data === '[DONE]') {
+      ended = true;
+      continue;
+    }
     const chunk = JSON.parse(data);
     if (chunk.error) throw new Problem(sentenceOf(chunk.error.message));
     yield chunk;
   }
-  throw new Problem('The connection ended before the answer did. Is the server still running? Then try again.');
+  if (!ended) throw new Problem('The connection ended before the answer did. Is the server still running? Then try again.');
 }
 
 function headersWith(key) {
