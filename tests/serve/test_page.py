@@ -208,9 +208,7 @@ def test_text_of_the_model_is_never_run(world: World, visit: Callable[..., Any])
     ("head", "tree", "model"),
     [("tiny", "", "tiny"), ("tiny", "10", "tiny"), ("tiny:hydra", "4", "tiny:hydra"), ("tuned", None, "tuned")],
 )
-def test_head_and_tree_are_chosen(
-    head: str, tree: str | None, model: str, world: World, visit: Callable[..., Any]
-):
+def test_head_and_tree_are_chosen(head: str, tree: str | None, model: str, world: World, visit: Callable[..., Any]):
     page = visit(world.url)
     bodies = sent_by(page)
     page.select_option("#head", head)
