@@ -19,6 +19,7 @@ from draftheads import loading
 from draftheads.cli.main import main
 from draftheads.data.records import read_chats
 from draftheads.decode.engine import Engine
+from draftheads.decode.prompt_reader import PromptReader
 
 BASE = ["chat", "model", "--precision", "fp32", "--max-new-tokens", "12"]
 GREEN = "\x1b[1;32m"
@@ -61,6 +62,19 @@ def test_each_answer_follows_all_turns_before_it(
     counts = err.splitlines()
     assert len(counts) == 3
     assert all(re.fullmatch(r"12 tokens in .* s, .* tokens/s, .* tokens/step.*, ended by length", c) for c in counts)
+
+
+def test_earlier_turns_are_not_read_again(
+    typed: Callable[..., int], engine: Engine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    read: list[int] = []
+    whole = PromptReader.read
+    monkeypatch.setattr(PromptReader, "read", lambda reader, most: read.append(most) or whole(reader, most))
+    assert typed("dead cab", "a dog", "/plain", "/retry", "/head ./hydra", "hello") == 0
+    first, second, third = offline(engine, "dead cab", "a dog", "hello")
+    assert capsys.readouterr().out == printed(first, second, second, third)
+    # the model has not read the last token of an answer, and the end of its turn is new
+    assert read == [len("dead cab\n"), len("x\na dog\n"), 1, len("x\nhello\n")]
 
 
 def test_system_clear_and_retry(typed: Callable[..., int], engine: Engine, capsys: pytest.CaptureFixture[str]):

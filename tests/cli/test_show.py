@@ -24,7 +24,7 @@ def shown_on(console: Console, engine: Engine, **settings: Any) -> tuple[str, st
     engine.drafter.generator.manual_seed(0)
     engine.drafter.texts = []
     requests = engine.requests([[5, 6, 7]], **{"max_new_tokens": 30, "ignore_eos": True, **settings})
-    show_stream(engine, requests, console)
+    show_stream(engine.run(requests), requests[0], engine.model.tokenizer, console)
     file = console.file
     assert isinstance(file, io.StringIO)
     return file.getvalue(), requests[0].result().text

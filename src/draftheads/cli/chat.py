@@ -20,12 +20,16 @@ from draftheads.cli.progress_display import ProgressDisplay, error_console
 from draftheads.cli.show import DRAFTED, quiet_transformers, show_stream, speed_words
 from draftheads.counts import counted
 from draftheads.decode.engine import Engine
+from draftheads.decode.prefix_cache import PrefixCache
+from draftheads.decode.prompt_reader import PromptReader
+from draftheads.decode.request import Request, StreamEvent
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings, no_such
 from draftheads.files import check_writable, write_atomic
 from draftheads.loading import UNTRAINED, engine_on, find_template, name_of
 from draftheads.settings import SamplingSettings
 
 NO_HEAD = "none"  # in place of a head's name
+KEPT_BYTES = 1 << 30  # of what the model has read for earlier answers
 HELP = {
     "/head NAME": "draft with this head; none: decode plainly",
     "/plain": "switch drafting off, or on again",
@@ -90,6 +94,7 @@ class Chat:
         self._engine = engine
         self._head = options.head or options.draft.draft_model  # what drafts; None: nothing
         self._is_plain = False  # whether the user has switched drafting off
+        self._read = PrefixCache(KEPT_BYTES)
         self._commands: dict[str, Callable[[str], None]] = {
             "head": self._change_head,
             "plain": self._switch,
@@ -154,17 +159,34 @@ class Chat:
 
     def _answer(self) -> None:
         engine = self._plain if self._is_plain else self._engine
-        requests = engine.requests([self.conversation.messages], SamplingSettings(**vars(self._options.settings)))
-        (request,) = requests
+        settings = SamplingSettings(**vars(self._options.settings))
+        request = engine.request(self.conversation.messages, settings)
         start = time.perf_counter()
         try:
-            show_stream(engine, requests, self._console, colour=not self._options.plain_text)
+            show_stream(
+                self._events(engine, request),
+                request,
+                engine.model.tokenizer,
+                self._console,
+                colour=not self._options.plain_text,
+            )
         except KeyboardInterrupt:
             if not self.is_terminal or not request.text:
                 raise
             self._console.print()
         self.conversation.answer(request.text, finished=request.finish_reason == "stop")
         self._note(speed_words(request, time.perf_counter() - start))
+
+    def _events(self, engine: Engine, request: Request) -> Iterator[StreamEvent]:
+        """Decodes a request. What was read for earlier answers, with any head, is not read again."""
+        batch = engine.batch()
+        batch.on_leave = lambda _, text: self._read.add(None, text)
+        reader = PromptReader(engine.model, request, self._read.find(None, request.prompt_ids))
+        reader.read(reader.num_left)
+        self._read.add(None, reader.text, copy=False)
+        yield from batch.adopt([reader])
+        while batch.requests:
+            yield from batch.step()
 
     def _change_head(self, name: str) -> None:
         if not name:

@@ -88,7 +88,8 @@ def _show_one(prompt: TextPrompt, name: str, engine: Engine, max_new_tokens: int
     text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     colours = Text.assemble("; draft tokens are ", ("green", DRAFTED)) if console.color_system else ""
     console.print(Text.assemble((text, "bold"), f"   ({name}", colours, ")\n"), soft_wrap=True)
-    show_stream(engine, engine.requests([prompt], max_new_tokens=max_new_tokens), console)
+    (request,) = engine.requests([prompt], max_new_tokens=max_new_tokens)
+    show_stream(engine.run([request]), request, engine.model.tokenizer, console)
     console.print()
 
 

@@ -47,8 +47,9 @@ def run(options: GenerateOptions) -> None:
     console = Console(highlight=False)
     start = time.perf_counter()
     if len(questions) == 1 and options.out is None:
-        show_stream(engine, requests, console, colour=not options.plain_text)
-        results = [requests[0].result()]
+        (request,) = requests
+        show_stream(engine.run(requests), request, engine.model.tokenizer, console, colour=not options.plain_text)
+        results = [request.result()]
         print_logprobs(results[0], engine.model.tokenizer, console)
     else:
         results = _answered(engine, requests)

@@ -1,7 +1,7 @@
 """Answers on a terminal while they are generated, with draft tokens in colour."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -14,24 +14,25 @@ from draftheads.decode.text import TextStream
 from draftheads.files import check_writable, user_path, write_atomic
 
 if TYPE_CHECKING:  # `doctor` writes JSON, too, and must not wait for models
-    from draftheads.decode.engine import Engine
     from draftheads.decode.request import GenerationResult, Request, StreamEvent
 
 DRAFTED = "bold green"
 
 
-def show_stream(engine: "Engine", requests: "Sequence[Request]", console: Console, *, colour: bool = True) -> None:
-    """Decodes one request and prints its text as it grows; accepted draft tokens are green.
+def show_stream(
+    events: "Iterable[StreamEvent]", request: "Request", tokenizer: Any, console: Console, *, colour: bool = True
+) -> None:
+    """Prints the text of one request as it grows; accepted draft tokens are green.
 
     Without colours the text is written unchanged.
     """
     # a stop string cuts the text, not the tokens: then letters cannot be assigned to draft tokens
-    if colour and console.color_system is not None and not requests[0].settings.stop:
-        pieces = TextStream(engine.model.tokenizer)
-        for event in engine.run(requests):
+    if colour and console.color_system is not None and not request.settings.stop:
+        pieces = TextStream(tokenizer)
+        for event in events:
             _print_coloured(console, event, pieces)
     else:
-        for event in engine.run(requests):
+        for event in events:
             console.file.write(event.text)
             console.file.flush()
     console.print()
