@@ -178,11 +178,12 @@ def engine_on(
     copy: bool = True,
     max_batch_size: int = 16,
     fast: bool = True,
+    keep_cost: bool = True,
 ) -> Engine:
     """An engine on a loaded target, which several engines can share; ``head`` is loaded, None decodes plainly.
 
     ``model`` is the target's name; the other arguments and the errors are those of :func:`load`. The chat template
-    stays the target's: :func:`find_template` finds the one of a head.
+    stays the target's: :func:`find_template` finds the one of a head. For ``keep_cost`` see :func:`head_engine`.
     """
     _check_what_drafts(head, None, tree, profile)
     if head is None:
@@ -191,7 +192,15 @@ def engine_on(
         return Engine(target, UNTRAINED[str(head)](), max_batch_size=max_batch_size)
     drafter = load_drafter(head, model, target, fast=fast)
     return head_engine(
-        target, drafter, head=head, model=model, tree=tree, profile=profile, copy=copy, max_batch_size=max_batch_size
+        target,
+        drafter,
+        head=head,
+        model=model,
+        tree=tree,
+        profile=profile,
+        copy=copy,
+        max_batch_size=max_batch_size,
+        keep_cost=keep_cost,
     )
 
 
@@ -205,8 +214,12 @@ def head_engine(
     profile: str | PathLike[str] | None = "auto",
     copy: bool = True,
     max_batch_size: int = 16,
+    keep_cost: bool = True,
 ) -> Engine:
-    """An engine of loaded parts; the other arguments as for :func:`load`."""
+    """An engine of loaded parts; the other arguments as for :func:`load`.
+
+    Without ``keep_cost`` costs that have to be measured now are not cached: other work may slow them down.
+    """
     found = None if profile is None else find_profile(head, model, profile=profile)
     whole = copying(drafter, found) if copy else drafter
     if tree is not None:
@@ -219,7 +232,7 @@ def head_engine(
     with warnings.catch_warnings():
         if kernels_folder() is None:  # the user has been warned
             warnings.simplefilter("ignore", CacheWarning)
-        cost = cost_of(target, drafter, extra_nodes=extra_nodes)
+        cost = cost_of(target, drafter, extra_nodes=extra_nodes, keep=keep_cost)
     return_freed_memory()
     return Engine(target, whole, max_batch_size=max_batch_size, profile=found, cost=cost)
 

@@ -13,10 +13,13 @@ from draftheads.cli.options.serve import ServeOptions
 from draftheads.cli.show import quiet_transformers
 from draftheads.counts import counted
 from draftheads.errors import InvalidSettings, MissingDependency
+from draftheads.files import user_path
 
 try:
     from draftheads.serve.guard import LOCAL_NAMES, Access
+    from draftheads.serve.head_replacement import HeadReplacement
     from draftheads.serve.http_limits import HttpLimits
+    from draftheads.serve.recorder import Recorder
     from draftheads.serve.scheduler import Limits, Scheduler
     from draftheads.serve.served import Served, default_kv_bytes, load_served, read_key_file
     from draftheads.serve.server import listen, serve
@@ -26,7 +29,7 @@ except ModuleNotFoundError as error:
         raise
     raise MissingDependency("draftheads serve needs a web server", pip_install="'draftheads[serve]'") from None
 
-_KEY_VARIABLE = "DRAFTHEADS_API_KEY"
+_KEY_VARIABLE, _ADMIN_VARIABLE = "DRAFTHEADS_API_KEY", "DRAFTHEADS_ADMIN_KEY"
 
 
 def run(options: ServeOptions) -> None:
@@ -37,7 +40,8 @@ def run(options: ServeOptions) -> None:
     local = _is_local(options.host)
     hosts = frozenset(options.allow_host) | (LOCAL_NAMES | {options.host} if local else frozenset())
     limits = HttpLimits(default_tokens=options.default_tokens, request_seconds=_finite(options.request_seconds))
-    service = Service(limits, Access(keys, hosts or None), log_requests=options.log_requests)
+    access = Access(keys, hosts or None, _admin_keys(options))
+    service = Service(limits, access, log_requests=options.log_requests, recorder=_recorder(options))
     listening = listen(options.host, options.port)
     address = _address(listening)
     if not local and not keys:
@@ -51,13 +55,27 @@ def run(options: ServeOptions) -> None:
     def load() -> tuple[Iterable[ServedModel], Scheduler]:
         served, scheduler_limits = _load(options)
         loaded.append((served, scheduler_limits))
-        return served.models, Scheduler(served.engines, scheduler_limits)
+        scheduler = Scheduler(served.engines, scheduler_limits)
+        service.heads = HeadReplacement(
+            scheduler,
+            options.model,
+            head_folder=None if options.head_folder is None else user_path(options.head_folder),
+            recorder=service.recorder,
+            copy=options.copy,
+            fast=options.load.fast,
+        )
+        return served.models, scheduler
 
     def on_ready() -> None:
         print(_welcome(address, *loaded[0], has_keys=bool(keys)), flush=True)
 
     serving = serve(service, listening, load, drain_seconds=options.drain_seconds, on_ready=on_ready)
-    if not asyncio.run(serving):
+    try:
+        is_idle = asyncio.run(serving)
+    finally:
+        if service.recorder is not None:
+            service.recorder.close()
+    if not is_idle:
         sys.stdout.flush()
         os._exit(0)  # Python would end under a thread that is inside of PyTorch, which aborts the process
 
@@ -67,6 +85,7 @@ def _load(options: ServeOptions) -> tuple[Served, Limits]:
         options.model,
         options.head,
         options.load,
+        adapters=options.adapters,
         name=options.name,
         copy=options.copy,
         exact_bits=options.exact_bits,
@@ -84,7 +103,10 @@ def _load(options: ServeOptions) -> tuple[Served, Limits]:
 def _welcome(address: str, served: Served, limits: Limits, *, has_keys: bool) -> str:
     """What is served, and a command to try."""
     target = served.target
-    names = [f"  {model.name:<24} {model.head or 'plain decoding'}" for model in served.models]
+    names = [
+        f"  {model.name:<24} {model.head or 'plain decoding'}{', with an adapter' if model.adapter else ''}"
+        for model in served.models
+    ]
     body = json.dumps(
         {"model": served.models[0].name, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
     )
@@ -99,11 +121,34 @@ def _welcome(address: str, served: Served, limits: Limits, *, has_keys: bool) ->
     )
 
 
+def _recorder(options: ServeOptions) -> Recorder | None:
+    """Records answers, if that is wanted."""
+    if options.record is None:
+        return None
+    recorder = Recorder(user_path(options.record), max_bytes=round(options.record_gib * 2**30))
+    print(
+        f"recording prompts and answers in {recorder.folder}, at most {options.record_gib:g} GiB; "
+        'clients opt out with "store": false',
+        file=sys.stderr,
+    )
+    return recorder
+
+
 def _api_keys(options: ServeOptions) -> tuple[str, ...]:
     keys = list(options.api_key)
     if options.api_key_file is not None:
         keys += read_key_file(options.api_key_file)
-    if variable := os.environ.get(_KEY_VARIABLE):
+    return _checked_keys(keys, _KEY_VARIABLE)
+
+
+def _admin_keys(options: ServeOptions) -> tuple[str, ...]:
+    path = options.admin_key_file
+    return _checked_keys([] if path is None else [*read_key_file(path, "--admin-key-file")], _ADMIN_VARIABLE)
+
+
+def _checked_keys(keys: list[str], variable_name: str) -> tuple[str, ...]:
+    """The keys and that of an environment variable."""
+    if variable := os.environ.get(variable_name):
         keys.append(variable)
     for key in keys:
         if not key.isascii() or not key.isprintable() or not key or " " in key:

@@ -333,10 +333,11 @@ def cost_key(target: TargetModel, drafter: DraftHead, extra_nodes: int = 0) -> s
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def cost_of(target: TargetModel, drafter: DraftHead, *, extra_nodes: int = 0) -> CostProfile:
+def cost_of(target: TargetModel, drafter: DraftHead, *, extra_nodes: int = 0, keep: bool = True) -> CostProfile:
     """The cost profile in the user's cache; measured now, and kept, where there is none.
 
-    With ``extra_nodes`` a step may have as many tokens beyond the head's: copies.
+    With ``extra_nodes`` a step may have as many tokens beyond the head's: copies. Without ``keep`` nothing is written,
+    as other work on this machine may slow the measurement down.
 
     Warns:
         CacheWarning: the cache is damaged or cannot be written. Then it is measured anew.
@@ -352,6 +353,8 @@ def cost_of(target: TargetModel, drafter: DraftHead, *, extra_nodes: int = 0) ->
         warnings.warn(f"the cost profile is not kept: {error}", CacheWarning, stacklevel=2)
         return measure_cost(target, drafter, extra_nodes=extra_nodes)
     found = measure_cost(target, drafter, extra_nodes=extra_nodes)
+    if not keep:
+        return found
     try:
         write_atomic(path, found.to_json().encode())
     except StorageError as error:

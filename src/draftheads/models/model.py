@@ -170,7 +170,7 @@ class TargetModel:
         digest = hashlib.sha256(self.weights_print.encode())
         for name, pair in sorted(matrices.items()):
             digest.update(name.encode() + pair.a.numpy().tobytes() + pair.b.numpy().tobytes())
-        adapted.__dict__["weights_print"] = digest.hexdigest()[:16]
+        adapted.__dict__.update(weights_print=digest.hexdigest()[:16], layers_print=None)  # not the base's
         return adapted
 
     def _like(self, model: Any, tokenizer: Any, model_id: str) -> Self:

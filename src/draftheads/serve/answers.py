@@ -27,11 +27,20 @@ class Answers:
         requests: one for each answer.
         lane: of all of them.
         client: for the fair queue.
+        on_finish: called with each request when its answer is complete.
     """
 
-    def __init__(self, service: Service, requests: Sequence[Request], lane: Lane, client: str) -> None:
+    def __init__(
+        self,
+        service: Service,
+        requests: Sequence[Request],
+        lane: Lane,
+        client: str,
+        on_finish: Callable[[Request], object] = id,
+    ) -> None:
         self._service = service
         self._loop = asyncio.get_running_loop()
+        self._on_finish = on_finish
         self._start = time.monotonic()
         # bounded by the lengths of the answers: the model thread never waits for a client
         self._events: asyncio.Queue[tuple[int, StreamEvent | JobFailed]] = asyncio.Queue()
@@ -87,6 +96,7 @@ class Answers:
             self._note(index, event)
             if event.finish_reason is not None:
                 self._unfinished.discard(index)
+                self._on_finish(self._jobs[index].request)
             yield index, event
 
     async def finish(self) -> list[Request]:

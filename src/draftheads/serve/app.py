@@ -1,5 +1,6 @@
 """The routes. Each reads its request on a thread, and waits for events of the model thread."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.staticfiles import StaticFiles
 
+from draftheads.serve.admin import add_admin_routes
 from draftheads.serve.answers import Answers, unless_gone
 from draftheads.serve.api_error import ApiError
 from draftheads.serve.body import read_body
@@ -32,6 +34,7 @@ def create_app(service: Service) -> FastAPI:
     _add_state_routes(app, service)
     _add_model_routes(app, service)
     _add_answer_routes(app, service)
+    add_admin_routes(app, service)
     if _PAGE.is_dir():
         app.mount("/", StaticFiles(directory=_PAGE, html=True))
     return app
@@ -67,8 +70,7 @@ def _add_answer_routes(app: FastAPI, service: Service) -> None:
     async def chat(request: Request) -> Response:
         _ = service.scheduler
         call = await service.read(read_chat, await read_body(request, service.limits), service)
-        answers = Answers(service, call.requests, call.asked.lane, request.state.client)
-        return await _answered(request, call, answers)
+        return await _answered(request, call, _answers(request, service, call, call.messages))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -76,8 +78,18 @@ def _add_answer_routes(app: FastAPI, service: Service) -> None:
         call = await service.read(read_completion, await read_body(request, service.limits), service)
         if call.num_scored is not None:
             return await unless_gone(request.receive, _scored(request, service, call))
-        answers = Answers(service, call.requests, call.asked.lane, request.state.client)
-        return await _answered(request, call, answers)
+        return await _answered(request, call, _answers(request, service, call))
+
+
+def _answers(
+    request: Request, service: Service, call: ChatCall | CompletionCall, messages: list[dict[str, Any]] | None = None
+) -> Answers:
+    """The answers to a request that was read; complete ones are recorded, if the client and the server want it."""
+    lane, client = call.asked.lane, request.state.client
+    if not call.asked.store:
+        return Answers(service, call.requests, lane, client)
+    keep = partial(service.record, lane.model, messages=messages)
+    return Answers(service, call.requests, lane, client, on_finish=keep)
 
 
 async def _answered(request: Request, call: ChatCall | CompletionCall, answers: Answers) -> Response:
@@ -97,7 +109,7 @@ async def _scored(request: Request, service: Service, call: CompletionCall) -> R
     for prompt in call.prompts:
         async with service.scoring:
             scores.append(await score(service.scheduler, call.asked.engine, prompt.token_ids, call.num_scored))
-    answers = Answers(service, call.requests, call.asked.lane, request.state.client)
+    answers = _answers(request, service, call)
     await answers.submit()
     async with answers:
         await answers.finish()
@@ -107,6 +119,7 @@ async def _scored(request: Request, service: Service, call: CompletionCall) -> R
 def _described(service: Service, model: ServedModel) -> dict[str, Any]:
     engine = service.engine(model.name)
     own = {"head": model.head, "base": model.base, "context": engine.model.max_positions}
+    own |= {"adapter": model.adapter} if model.adapter else {}
     return {"id": model.name, "object": "model", "created": model.created, "owned_by": "draftheads", "draftheads": own}
 
 

@@ -27,6 +27,7 @@ class Asked:
     stream: bool
     include_usage: bool  # a last chunk with the counts
     include_draft: bool  # which text of a chunk was drafted
+    store: bool  # the answers may be recorded
 
     def requests(self, prompt_ids: list[int], *, param: str) -> list[Request]:
         """The n requests of one prompt. Those of a seed have this seed and the ones after it.
@@ -88,7 +89,8 @@ def read_asked(fields: Fields, service: Service, *, default_tokens: int, **setti
     except InvalidSettings as error:
         raise api_error_of(error, param=_field_of(error)) from None
     n = fields.integer("n", 1, least=1, most=limits.choices)
-    return Asked(engine, lane, sampling, n, stream, include_usage, include_draft)
+    store = fields.flag("store", default=True)
+    return Asked(engine, lane, sampling, n, stream, include_usage, include_draft, store)
 
 
 def _defaults_of(engine: Engine) -> dict[str, Any]:

@@ -28,6 +28,7 @@ class ChatCall:
     asked: Asked
     requests: list[Request]
     tools: ToolUse | None
+    messages: list[dict[str, Any]]
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -172,7 +173,7 @@ def read_chat(body: bytes, service: Service) -> ChatCall:
     )
     fields.finish()
     ids = prompt_ids_of(asked.engine, messages, tools)
-    return ChatCall(asked, asked.requests(ids, param="messages"), tools)
+    return ChatCall(asked, asked.requests(ids, param="messages"), tools, messages)
 
 
 def _num_logprobs(fields: Fields) -> int | None:

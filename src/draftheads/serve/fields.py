@@ -18,7 +18,6 @@ _WITHOUT_EFFECT = frozenset(
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
-        "store",
         "user",
     ]
 )

@@ -17,7 +17,8 @@ from draftheads.serve.api_error import ApiError
 
 _ACCESS = logging.getLogger("draftheads.access")
 _LOG = logging.getLogger(__name__)
-_PROTECTED = ("/v1/", "/admin/", "/metrics")  # need an API key, if there are keys
+_PROTECTED = ("/v1/", "/metrics")  # need an API key, if there are keys
+_ADMIN = "/admin/"
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 # the page runs its own script and style only, and talks to this server only
 _CONTENT_POLICY = (
@@ -40,10 +41,12 @@ class Access:
     Args:
         api_keys: any of them opens the API; none: no key is needed.
         hosts: names in the Host header under which the server is reached; None: any name.
+        admin_keys: any of them opens the routes below /admin; none: nobody may use these.
     """
 
     api_keys: tuple[str, ...] = ()
     hosts: frozenset[str] | None = LOCAL_NAMES
+    admin_keys: tuple[str, ...] = ()
 
     def client_of(self, scope: Scope) -> str:
         """Names the client for the fair queue: its key's number, or its address.
@@ -55,8 +58,12 @@ class Access:
         self._check_host(headers)
         _check_origin(headers)
         path = scope["path"]
+        if path.startswith(_ADMIN):
+            if not self.admin_keys:
+                raise ApiError(403, f"{_ADMIN} needs a server with --admin-key-file", code="no_admin_key")
+            return f"admin {_key_number(headers, self.admin_keys)}"
         if self.api_keys and path.startswith(_PROTECTED):
-            return f"key {self._key_number(headers)}"
+            return f"key {_key_number(headers, self.api_keys)}"
         return str((scope.get("client") or ("unknown",))[0])
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
@@ -66,18 +73,6 @@ class Access:
             raise ApiError(
                 403, f"Host is {host[:60]!r}, which is not a name of this server: use --allow-host", code="unknown_host"
             )
-
-    def _key_number(self, headers: dict[bytes, bytes]) -> int:
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not given.strip():
-            raise ApiError(
-                401, "this server needs an API key: send the header Authorization: Bearer KEY", code="missing_api_key"
-            )
-        # all keys are compared, and each in constant time: the time tells nothing
-        matches = [hmac.compare_digest(given.strip(), key.encode()) for key in self.api_keys]
-        if not any(matches):
-            raise ApiError(401, "the API key is wrong", code="invalid_api_key")
-        return matches.index(True)
 
 
 class Guard:
@@ -130,6 +125,24 @@ class Guard:
                 address = (scope.get("client") or ("-",))[0]
                 seconds = time.monotonic() - start
                 _ACCESS.info("%s %s %s %s %.3f s", address, scope["method"], path, status or "gone", seconds)
+
+
+def _key_number(headers: dict[bytes, bytes], keys: tuple[str, ...]) -> int:
+    """Which of the keys the request has.
+
+    Raises:
+        ApiError: 401 for a missing or wrong key.
+    """
+    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() != b"bearer" or not given.strip():
+        raise ApiError(
+            401, "this server needs an API key: send the header Authorization: Bearer KEY", code="missing_api_key"
+        )
+    # all keys are compared, and each in constant time: the time tells nothing
+    matches = [hmac.compare_digest(given.strip(), key.encode()) for key in keys]
+    if not any(matches):
+        raise ApiError(401, "the API key is wrong", code="invalid_api_key")
+    return matches.index(True)
 
 
 def _missing(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -1,7 +1,7 @@
 """From names to what is served: one loaded model, an engine for each head, and the memory that they may use."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -38,6 +38,7 @@ def load_served(
     heads: Sequence[str],
     load: LoadSettings,
     *,
+    adapters: Mapping[str, Path] | None = None,
     name: str | None = None,
     copy: bool = True,
     exact_bits: bool = False,
@@ -49,13 +50,14 @@ def load_served(
         model: a name, a folder or a Hub id.
         heads: the first is used by the model's own name, each further one by NAME:HEAD; none decodes plainly.
         load: how the model is loaded.
+        adapters: folders of LoRA adapters by the names under which they are served; the first head drafts for them.
         name: under which it is served; the model's own name when left out.
         copy: drafts hold copies from the text, too.
         exact_bits: drafted answers equal plain ones to the bit.
         max_rows: answers that are decoded together.
 
     Raises:
-        DraftHeadsError: as :func:`draftheads.load`; or two heads have the same name.
+        DraftHeadsError: as :func:`draftheads.load`, or an adapter does not fit; or two names are the same.
     """
     template = find_template(load.chat_template, heads, name_of(model))
     given = {key: value for key, value in load.given().items() if key not in ("chat_template", "fast")}
@@ -69,6 +71,11 @@ def load_served(
             raise InvalidSettings(f"--head {head}: there are two heads of this name; rename the folder of one")
         engines[served] = engine_on(target, head, model=model, copy=copy, max_batch_size=max_rows, fast=load.fast)
         models.append(ServedModel(served, own, None if head is None else _short_name(head)))
+    for adapter, folder in (adapters or {}).items():
+        if adapter in engines:
+            raise InvalidSettings(f"--adapter {adapter}={folder}: {adapter} is served already; give another name")
+        engines[adapter] = engines[own].with_adapter(folder)
+        models.append(replace(models[0], name=adapter, adapter=adapter))
     return Served(tuple(models), engines)
 
 
@@ -92,7 +99,7 @@ def _free_bytes(target: TargetModel) -> int:
     return min(known, default=2 * _UNKNOWN_MEMORY)
 
 
-def read_key_file(path: Path) -> tuple[str, ...]:
+def read_key_file(path: Path, option: str = "--api-key-file") -> tuple[str, ...]:
     """API keys of a file, one in each line; lines that begin with # are comments.
 
     Raises:
@@ -101,8 +108,8 @@ def read_key_file(path: Path) -> tuple[str, ...]:
     try:
         lines = [line.strip() for line in user_path(path).read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidSettings(f"--api-key-file {path} cannot be read: {error}") from None
+        raise InvalidSettings(f"{option} {path} cannot be read: {error}") from None
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
-        raise InvalidSettings(f"--api-key-file {path} has no key; write one in each line")
+        raise InvalidSettings(f"{option} {path} has no key; write one in each line")
     return keys

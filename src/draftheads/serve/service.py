@@ -2,16 +2,20 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from draftheads.decode.engine import Engine
+from draftheads.decode.request import Request
+from draftheads.models.fingerprint import tokenizer_print
 from draftheads.serve.api_error import ApiError
 from draftheads.serve.guard import Access
+from draftheads.serve.head_replacement import HeadReplacement
 from draftheads.serve.http_limits import HttpLimits
 from draftheads.serve.metrics import Metrics
+from draftheads.serve.recorder import Exchange, Recorder
 from draftheads.serve.scheduler import Job, Scheduler, Snapshot
 
 Phase = Literal["loading", "ready", "draining"]
@@ -25,7 +29,13 @@ class ServedModel:
     name: str
     base: str  # the model's id
     head: str | None  # None: plain decoding
+    adapter: str | None = None  # its name; None: the model itself
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def weights(self) -> str:
+        """The same for all names with the same answers."""
+        return self.adapter or self.base
 
 
 class Service:
@@ -35,14 +45,23 @@ class Service:
         limits: of requests.
         access: who may send them.
         log_requests: write a line for each to the log.
+        recorder: of answers; None records nothing.
     """
 
     def __init__(
-        self, limits: HttpLimits | None = None, access: Access | None = None, *, log_requests: bool = False
+        self,
+        limits: HttpLimits | None = None,
+        access: Access | None = None,
+        *,
+        log_requests: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
         self.limits = limits or HttpLimits()
         self.access = access or Access()
         self.log_requests = log_requests
+        self.recorder = recorder
+        self.heads: HeadReplacement | None = None  # what /admin/head uses
+        self._tokenizer_prints: dict[str, str] = {}  # by served name
         self.models: dict[str, ServedModel] = {}
         self.phase: Phase = "loading"
         self._scheduler: Scheduler | None = None
@@ -55,6 +74,10 @@ class Service:
         """The models are loaded: requests are accepted from now on. The scheduler must have been started."""
         self.models = {model.name: model for model in models}
         assert self.models.keys() == scheduler.engines.keys(), "every served name has an engine"
+        if self.recorder is not None:
+            self._tokenizer_prints = {
+                name: tokenizer_print(engine.model.tokenizer) for name, engine in scheduler.engines.items()
+            }
         self._scheduler = scheduler
         if self.phase == "loading":
             self.phase = "ready"
@@ -90,6 +113,30 @@ class Service:
         """The engine of a served model as it is now; a head may be replaced at run time."""
         self.model(name)
         return self.scheduler.engines[name]
+
+    def record(self, name: str, request: Request, messages: Sequence[Mapping[str, Any]] | None) -> None:
+        """Records a finished answer, if answers are recorded.
+
+        Args:
+            name: of the served model.
+            request: that is finished.
+            messages: the prompt, of a chat.
+        """
+        if self.recorder is not None and request.token_ids:
+            exchange = Exchange(
+                self.models[name].weights,
+                self._tokenizer_prints[name],
+                request.prompt_ids,
+                request.token_ids,
+                request.text,
+                finished=request.finish_reason == "stop",
+                messages=messages,
+            )
+            self.recorder.add(exchange)
+
+    def set_head(self, name: str, head: str) -> None:
+        """Notes that a model has another head."""
+        self.models[name] = replace(self.models[name], head=head)
 
     def cancel(self, job: Job) -> None:
         """Ends a job, also while the server shuts down."""

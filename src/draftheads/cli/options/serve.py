@@ -1,5 +1,6 @@
 """Options of ``draftheads serve``."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -7,7 +8,10 @@ from typing import Annotated, ClassVar
 import tyro
 
 from draftheads.errors import InvalidSettings, require_at_least
+from draftheads.files import user_path
 from draftheads.settings import LoadSettings
+
+_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,8 @@ class ServeOptions:
     head: tuple[str, ...] = ()
     """Draft heads, the default one first. Names, folders or Hugging Face ids. Requests choose a further one by the
     model name NAME:HEAD. Plain decoding when left out."""
+    adapter: tuple[str, ...] = ()
+    """LoRA adapters of the model (peft folders), as NAME=FOLDER. Requests choose them by the model name NAME."""
     host: str = "127.0.0.1"
     """Address to listen on. 0.0.0.0 is reachable from other machines: use API keys then."""
     port: int = 8000
@@ -55,6 +61,16 @@ class ServeOptions:
     """Time to finish answers after SIGTERM or Ctrl-C. A second signal ends at once."""
     log_requests: bool = True
     """Write a line for each request: address, path, status, time. Prompts and answers are never written."""
+    record: Path | None = None
+    """Record prompts and answers in this folder, to train heads on them. Clients opt out with "store": false. Nothing
+    is recorded when left out."""
+    record_gib: float = 2.0
+    """Disk for --record in GiB. The oldest records are deleted."""
+    head_folder: Path | None = None
+    """Folder of draft heads that POST /admin/head may load, besides the installed ones."""
+    admin_key_file: Path | None = None
+    """A file with the key for POST /admin/head. DRAFTHEADS_ADMIN_KEY can have it, too. Without a key nobody may use
+    it."""
     load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
     copy: bool = True
     """Also draft copies from the text so far. That is what followed an earlier occurrence of its last tokens."""
@@ -73,7 +89,31 @@ class ServeOptions:
             raise InvalidSettings(f"--port is {self.port}; it must be from 0 to 65535")
         if self.kv_gib is not None and not 0 < self.kv_gib < float("inf"):
             raise InvalidSettings(f"--kv-gib is {self.kv_gib}; it must be above 0")
+        if not 0 < self.record_gib < float("inf"):
+            raise InvalidSettings(f"--record-gib is {self.record_gib}; it must be above 0")
+        if self.head_folder is not None and not self.head_folder.is_dir():
+            raise InvalidSettings(f"--head-folder {self.head_folder} is no folder; give the folder that heads are in")
+        _ = self.adapters
         if not self.request_seconds > 0:
             raise InvalidSettings(f"--request-seconds is {self.request_seconds}; it must be above 0")
         if not 0 <= self.drain_seconds < float("inf"):
             raise InvalidSettings(f"--drain-seconds is {self.drain_seconds}; it must be at least 0")
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """The folders of ``adapter`` by name.
+
+        Raises:
+            InvalidSettings: not of the form NAME=FOLDER, or two of the same name.
+        """
+        found: dict[str, Path] = {}
+        for given in self.adapter:
+            name, _, folder = given.partition("=")
+            if not _NAME.fullmatch(name) or not folder:
+                raise InvalidSettings(
+                    f"--adapter {given}: write NAME=FOLDER, with a name of ASCII letters, digits, dots and dashes"
+                )
+            if name in found:
+                raise InvalidSettings(f"--adapter {given}: {name} is {found[name]} already; give another name")
+            found[name] = user_path(folder)
+        return found

@@ -1,0 +1,241 @@
+"""Replaces the draft head of a served model at run time, after a comparison with the head that it has.
+
+Both heads answer the same held-out prompts as ordinary jobs, a few at a time, so that other streams go on. Draft trees
+are of the same size, so the tokens per step do not depend on the load. Requests that are running keep the old head;
+their text does not depend on it.
+"""
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from queue import Queue
+from threading import Lock
+from typing import Literal
+
+import torch
+
+from draftheads.acceptance_profile import DEFAULT_NODES
+from draftheads.data.batches import split_held_out
+from draftheads.data.records import RecordedTokens, own_prompts, prompts_in, read_json_lines
+from draftheads.decode.engine import Engine
+from draftheads.decode.request import GenerationResult, Request, StreamEvent
+from draftheads.errors import DataError, DraftHeadsError, ModelNotFound, QueueFull
+from draftheads.loading import engine_on
+from draftheads.models.fingerprint import tokenizer_print
+from draftheads.models.model_names import base_of
+from draftheads.serve.jobs import Job, JobFailed, Lane
+from draftheads.serve.recorder import Recorder
+from draftheads.serve.scheduler import Scheduler
+from draftheads.settings import SamplingSettings
+from draftheads.zoo.registry import zoo_heads
+
+_NUM_PROMPTS, _NUM_TOKENS = 16, 64  # answers are at most that long
+_FEWEST_RECORDS = 8  # held-out ones; if there are fewer, the bundled prompts are better
+_MOST_RECORDS = 2000  # the newest; 5 % of them are held out
+_HELD_OUT, _SEED = 0.05, 0  # the defaults of `draftheads train`
+_AT_ONCE = 4
+_NAME = re.compile(r"\w[\w.+-]{0,99}(/\w[\w.+-]{0,99}){0,4}", re.ASCII)  # a head's own, or folders and names
+
+
+class Busy(DraftHeadsError):
+    """Another head is being compared."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Tokens per step of two heads."""
+
+    old: float
+    new: float
+    num_prompts: int
+    measured_on: Literal["recorded", "bundled"]
+    replaced: bool
+
+
+class HeadReplacement:
+    """Finds, compares and replaces heads.
+
+    Args:
+        scheduler: whose engines are replaced.
+        model: by which the base model was loaded.
+        head_folder: heads in it may be used, besides those that are installed with a package.
+        recorder: of answers to compare on.
+        copy: drafts hold copies, too.
+        fast: the head gets fast kernels.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        model: str,
+        *,
+        head_folder: Path | None = None,
+        recorder: Recorder | None = None,
+        copy: bool = True,
+        fast: bool = True,
+    ) -> None:
+        self._scheduler, self._model = scheduler, model
+        self._head_folder, self._recorder = head_folder, recorder
+        self._copy, self._fast = copy, fast
+        self._lock = Lock()
+
+    def replace(self, served: str, head: str, *, weights: str, force: bool = False) -> Comparison:
+        """Replaces the head of a served model, if the new one is not worse. Takes seconds to minutes.
+
+        Args:
+            served: the name of the model.
+            head: a name, see :meth:`find`.
+            weights: the name under which answers of the model are recorded.
+            force: replace it also if it is worse.
+
+        Raises:
+            Busy: another call is not finished.
+            ModelNotFound, CheckpointError: the head.
+            InvalidSettings: the head cannot draft on growing trees.
+            ShuttingDown: the scheduler is closed.
+            DraftHeadsError: an answer failed.
+        """
+        folder = self.find(head)
+        if not self._lock.acquire(blocking=False):
+            raise Busy("another head is being compared: retry later")
+        try:
+            return self._replace(served, folder, weights=weights, force=force)
+        finally:
+            self._lock.release()
+
+    def find(self, head: str) -> Path:
+        """The folder of a head: installed with a package, or below the folder of heads. No other folder is looked at.
+
+        Raises:
+            ModelNotFound: there is none, or the name is not a plain path.
+        """
+        base = base_of(self._model)
+        installed = {found.method: found.folder for found in zoo_heads() if found.base_name == base}
+        if head in installed:
+            return installed[head]
+        if self._head_folder is not None and _NAME.fullmatch(head):
+            root = self._head_folder.resolve()
+            folder = (root / head).resolve()  # a link may lead elsewhere
+            if folder.is_relative_to(root) and (folder / "config.json").is_file():
+                return folder
+        where = "start the server with --head-folder" if self._head_folder is None else "it is not in --head-folder"
+        names = ", ".join(installed) or "none"
+        raise ModelNotFound(f"there is no head {head[:80]!r}: {where}; installed for this model: {names}")
+
+    def _replace(self, served: str, folder: Path, *, weights: str, force: bool) -> Comparison:
+        old = self._scheduler.engines[served]
+        new = engine_on(
+            old.model,
+            str(folder),
+            model=self._model,
+            copy=self._copy,
+            max_batch_size=old.max_batch_size,
+            fast=self._fast,
+            keep_cost=False,
+        )
+        new.check_draft_nodes(DEFAULT_NODES)
+        prompts, source = self._prompts(old, weights)
+        candidate = f"{served} (candidate)"  # no served name: requests cannot choose it
+        self._set_engine(candidate, new)
+        try:
+            nodes = DEFAULT_NODES if old.drafter.default_shape is not None else None
+            before = self._tokens_per_step(Lane(served, nodes), old, prompts)
+            after = self._tokens_per_step(Lane(candidate, DEFAULT_NODES), new, prompts)
+        finally:
+            self._set_engine(candidate, None)
+        is_replaced = force or after >= before
+        if is_replaced:
+            self._set_engine(served, new)
+        return Comparison(before, after, len(prompts), source, is_replaced)
+
+    def _set_engine(self, name: str, engine: Engine | None) -> None:
+        """Adds, replaces or removes an engine between two steps."""
+
+        def change() -> None:
+            # a new dictionary: other threads may be looking at the old one
+            engines = {**self._scheduler.engines}
+            if engine is None:
+                del engines[name]
+            else:
+                engines[name] = engine
+            self._scheduler.engines = engines
+
+        self._scheduler.call(change).result()
+
+    def _prompts(self, engine: Engine, weights: str) -> tuple[list[list[int]], Literal["recorded", "bundled"]]:
+        """Token ids of held-out prompts."""
+        recorded = self._recorded(engine, weights)
+        if len(recorded) >= _FEWEST_RECORDS:
+            return recorded[:_NUM_PROMPTS], "recorded"
+        return [engine.encode(prompt) for prompt in prompts_in(own_prompts("calibration"))[:_NUM_PROMPTS]], "bundled"
+
+    def _recorded(self, engine: Engine, weights: str) -> list[list[int]]:
+        """The recorded prompts that training holds out."""
+        if self._recorder is None:
+            return []
+        print_ = tokenizer_print(engine.model.tokenizer)
+        room = (engine.model.max_positions or 1 << 30) - _NUM_TOKENS
+        texts = [
+            tokens
+            for tokens in islice(_newest_records(self._recorder.folder_of(weights)), _MOST_RECORDS)
+            if tokens.tokenizer == print_ and len(tokens.prompt_ids) < room
+        ]
+        if len(texts) < _FEWEST_RECORDS:
+            return []
+        ids = [torch.tensor(text.prompt_ids + text.answer_ids) for text in texts]
+        masks = [torch.arange(len(one)) >= len(text.prompt_ids) for one, text in zip(ids, texts, strict=True)]
+        _, held_out = split_held_out(ids, masks, fraction=_HELD_OUT, at_most=len(texts), seed=_SEED)
+        return [list(texts[index].prompt_ids) for index in held_out]
+
+    def _tokens_per_step(self, lane: Lane, engine: Engine, prompts: Sequence[Sequence[int]]) -> float:
+        """Of greedy answers to the prompts, which are the same with every head."""
+        settings = SamplingSettings(max_new_tokens=_NUM_TOKENS)
+        waiting = [engine.request(prompt, settings) for prompt in reversed(prompts)]
+        ends: Queue[Request | JobFailed] = Queue()
+        running: list[Job] = []
+        results: list[GenerationResult] = []
+        try:
+            while waiting or len(results) < len(prompts):
+                while waiting and len(running) - len(results) < _AT_ONCE:
+                    running.append(self._submitted(waiting.pop(), lane, ends))
+                end = ends.get()
+                if isinstance(end, JobFailed):
+                    raise DraftHeadsError(f"the heads could not be compared: {end.message}")
+                results.append(end.result())
+        finally:
+            for job in running:
+                self._scheduler.cancel(job)  # ignored if it has ended
+        # the first token of an answer comes from its prompt, without a step
+        tokens = sum(len(result.token_ids) - 1 for result in results)
+        return tokens / max(1, sum(result.num_steps for result in results))
+
+    def _submitted(self, request: Request, lane: Lane, ends: "Queue[Request | JobFailed]") -> Job:
+        """A job that was accepted; waits while the queue is full."""
+        job = Job(request, lane, "comparison of heads", partial(_note_end, request, ends))
+        while True:
+            try:
+                self._scheduler.submit(job)
+            except QueueFull as full:
+                time.sleep(full.retry_after)
+            else:
+                return job
+
+
+def _newest_records(folder: Path) -> Iterator[RecordedTokens]:
+    """What was recorded, the newest file first."""
+    for path in sorted(folder.glob("traffic-*.jsonl"), reverse=True):
+        with suppress(DataError):  # it was deleted to make room
+            for _, value in read_json_lines(path, may_be_torn=True):
+                yield RecordedTokens(tuple(value["prompt_ids"]), tuple(value["answer_ids"]), value["tokenizer"])
+
+
+def _note_end(request: Request, ends: "Queue[Request | JobFailed]", event: StreamEvent | JobFailed) -> None:
+    if isinstance(event, JobFailed):
+        ends.put(event)
+    elif event.finish_reason is not None:
+        ends.put(request)

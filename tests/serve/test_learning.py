@@ -1,0 +1,184 @@
+"""A server with adapters that records, a head that is trained on the records, and its replacement while streams run."""
+
+import json
+import signal
+import stat
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx2
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import draftheads
+from adapter_world import saved_adapter
+from draftheads.checkpoint import save_head
+from draftheads.cli.main import main
+from draftheads.models.model import TargetModel
+from families import tiny_head
+from joint_world import on_disk
+from serve_process import ServerProcess
+from training_world import chat_model
+
+LONG = {"max_tokens": 400, "ignore_eos": True}
+SHORT = {"max_tokens": 24, "ignore_eos": True}
+PROMPTS = [f"w{n % 57} w{(7 * n) % 53}" for n in range(200)]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, an adapter, and two heads without training."""
+    folder = tmp_path_factory.mktemp("served")
+    name = on_disk(folder / "model")
+    base = TargetModel.load(name, dtype=torch.float32)
+    saved_adapter(chat_model(), folder / "tuned", base_model_name_or_path=name)
+    for method in ("medusa", "hydra"):
+        save_head(tiny_head(method, base), folder / "heads" / method, base=base, dtype=torch.float32)
+    save_head(tiny_head("medusa", other_model(folder)), folder / "heads" / "other", base=other_model(folder))
+    (folder / "secret").symlink_to(folder / "heads" / "medusa")
+    (folder / "heads" / "leads-out").symlink_to(folder / "tuned")
+    return folder
+
+
+def other_model(folder: Path) -> TargetModel:
+    return chat_model(seed=5)
+
+
+@pytest.fixture(scope="module")
+def server(world: Path) -> Iterator[ServerProcess]:
+    with started(world) as server:
+        yield server
+
+
+def started(world: Path) -> ServerProcess:
+    arguments = ["--head", str(world / "heads" / "medusa"), "--adapter", f"tuned={world / 'tuned'}"]
+    arguments += ["--record", str(world / "traffic"), "--head-folder", str(world / "heads")]
+    return ServerProcess(world, str(world / "model"), *arguments, "--precision", "fp32", "--no-copy")
+
+
+def plain(path: Path, text: str, **options: object) -> str:
+    engine = draftheads.load(path, precision="fp32", fast=False)
+    return str(engine.generate([text], max_new_tokens=options["max_tokens"], ignore_eos=True)[0].text)
+
+
+def records(world: Path, model: str) -> list[dict]:
+    paths = sorted((world / "traffic" / model).glob("*.jsonl"))
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def test_adapters_are_served_by_name_beside_each_other(server: ServerProcess, world: Path) -> None:
+    found = {model["id"]: model["draftheads"] for model in server.client.get("/v1/models").json()["data"]}
+    assert found["tuned"] == {**found["model"], "adapter": "tuned"}
+    folders = {"model": world / "model", "tuned": world / "tuned"}
+    expected = {(name, text): plain(folder, text, **SHORT) for name, folder in folders.items() for text in PROMPTS[:6]}
+    assert len(set(expected.values())) > 8
+    with ThreadPoolExecutor(12) as pool:
+        answers = pool.map(lambda key: server.text(key[1], model=key[0], **SHORT), expected)
+        assert list(answers) == list(expected.values())
+
+
+def test_clients_that_opt_out_are_not_recorded(server: ServerProcess, world: Path) -> None:
+    server.text("w50 w51 w52", store=False, **SHORT)
+    server.text("w50 w51 w53", store=True, **SHORT)
+    server.client.post("/v1/completions", json={"model": "model", "prompt": "w50 w55", "store": False})
+    server.client.post("/v1/completions", json={"model": "model", "prompt": [20, 21, 22], "temperature": 0})
+    answer = server.text("w50 w51 w54", model="tuned", **SHORT)
+    left = server.stream("w49 w48", **LONG)
+    next(left)
+    left.close()  # the client disconnects
+    server.text("w1", **SHORT)
+    tuned = records(world, "tuned")[-1]
+    assert tuned["messages"][-1] == {"role": "assistant", "content": answer}
+    texts = [json.dumps(record.get("messages")) for record in records(world, "model")]
+    assert not any("w50 w51 w52" in text or "w49 w48" in text for text in texts)
+    assert any("w50 w51 w53" in text for text in texts)
+    assert [20, 21, 22] in [record["prompt_ids"] for record in records(world, "model")]
+    assert 50 + 7 not in [record["prompt_ids"][0] for record in records(world, "model")]  # the word w50
+    assert stat.S_IMODE((world / "traffic").stat().st_mode) == 0o700
+    assert any("recording prompts and answers" in line for line in server.errors)
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        ("no-such-head", 404),
+        ("../secret", 404),
+        ("/etc", 404),
+        ("heads/../../secret", 404),
+        (".", 404),
+        ("leads-out", 404),  # a link out of the folder
+        ("x" * 5000, 404),
+        ("owner/name", 404),  # never from the Hub
+        ("other", 400),  # for another model
+        (7, 400),
+        ("", 400),
+    ],
+)
+def test_only_heads_of_the_folder_can_be_named(server: ServerProcess, head: object, status: int) -> None:
+    response = server.replace_head(head)
+    assert response.status_code == status, response.text
+    assert "Traceback" not in response.text
+
+
+def test_only_the_admin_key_opens_it(server: ServerProcess, world: Path) -> None:
+    assert server.replace_head("hydra", None).status_code == 401
+    assert server.replace_head("hydra", "wrong").status_code == 401
+    assert server.replace_head("hydra", model="nobody").status_code == 404
+    assert server.replace_head("hydra", speed=1).status_code == 400
+    assert server.client.get("/admin/head").status_code == 401
+
+
+def test_a_head_learns_from_traffic_and_replaces_the_old_one_under_a_stream(
+    server: ServerProcess, world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for prompt in PROMPTS:
+        server.text(prompt, **SHORT)
+    monkeypatch.chdir(world)
+    medusa, learned = world / "heads" / "medusa", world / "heads" / "learned"
+    options = ["--method", "medusa", "--model", str(world / "model"), "--start-from", str(medusa)]
+    options += ["--data", str(world / "traffic" / "model"), "--out", str(learned), "--epochs", "24"]
+    options += ["--learning-rate", "0.03", "--batch-tokens", "256", "--num-heads", "3", "--precision", "fp32"]
+    assert main(["train", *options]) == 0
+    assert not torch.equal(*(next(iter(load_file(p / "model.safetensors").values())) for p in (medusa, learned)))
+
+    expected = plain(world / "model", "w3 w4", **LONG)
+    stream = server.stream("w3 w4", **LONG)
+    pieces = [next(stream), next(stream)]
+    response = server.replace_head("learned")
+    assert response.status_code == 200, response.text
+    found = response.json()
+    assert found["measured_on"] == "recorded"
+    assert found["num_prompts"] >= 8
+    assert found["tokens_per_step"]["new"] > 0.05 + found["tokens_per_step"]["old"]
+    assert found["replaced"]
+    assert "".join([*pieces, *stream]) == expected
+    assert server.client.get("/v1/models/model").json()["draftheads"]["head"] == "learned"
+    again = server.chat("w3 w4", draft_nodes=10, **LONG)
+    assert again["choices"][0]["message"]["content"] == expected
+    assert again["usage"]["draft"]["tokens_per_step"] > 1
+
+    # back: the old head is worse
+    refused = server.replace_head("medusa").json()
+    assert not refused["replaced"]
+    assert refused["tokens_per_step"] == dict(zip(("new", "old"), found["tokens_per_step"].values(), strict=True))
+    assert server.client.get("/v1/models/model").json()["draftheads"]["head"] == "learned"
+    forced = server.replace_head("medusa", force=True).json()
+    assert forced["replaced"]
+    assert server.text("w3 w4", **LONG) == expected
+    assert server.text("w3 w4", model="tuned", **SHORT) == plain(world / "tuned", "w3 w4", **SHORT)
+
+
+def test_after_a_kill_the_next_server_records_on(server: ServerProcess, world: Path) -> None:
+    before = len(records(world, "model"))
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(server.text, text, **LONG) for text in PROMPTS[:8]]
+        answers[0].result()
+        server.process.send_signal(signal.SIGKILL)
+        assert any(isinstance(answer.exception(), httpx2.TransportError) for answer in answers)
+    server.process.wait(timeout=60)
+    with started(world) as again:
+        again.text("w7 w8 w9", **SHORT)
+    assert len(records(world, "model")) > before
+    assert "w7 w8 w9" in json.dumps(records(world, "model")[-1])
