@@ -207,7 +207,7 @@ class Measurement:
 
     async def _round(self, http: Any, way: Way, load: Load, turn: int) -> None:
         _say(f"round {turn + 1} of {self.options.rounds}, {load}: {way.name}")
-        asked, prompts = self._ask(http, way, self.options.max_tokens), self._part(load)
+        asked, prompts = self._ask(http, way, self.options.max_tokens, salt=f"{load}, {turn}"), self._part(load)
         if load.users is not None:
             samples = await self._tried(way, closed_loop(asked, prompts, load.users))
         else:
@@ -220,8 +220,12 @@ class Measurement:
         count = max(8, self.options.requests * (load.users or 16)) if not self.options.quick else 3
         return [self.prompts[number * len(self.prompts) // count % len(self.prompts)] for number in range(count)]
 
-    def _ask(self, http: Any, way: Way, tokens: int) -> Callable[[Messages], Coroutine[Any, Any, Sample]]:
-        return partial(ask, http, self._urls[way.server], {**way.body, "max_tokens": tokens})
+    def _ask(
+        self, http: Any, way: Way, tokens: int, *, salt: str = ""
+    ) -> Callable[[Messages], Coroutine[Any, Any, Sample]]:
+        """Requests of a way. With the salt, a server reads prompts again that it read in another round or way."""
+        body = {**way.body, "max_tokens": tokens, "cache_salt": f"{way.name}, {salt}"}
+        return partial(ask, http, self._urls[way.server], body)
 
     async def _tried(self, way: Way, work: Coroutine[Any, Any, Any]) -> Any:
         """The result; None if a request failed, and then nothing more is sent this way."""

@@ -26,6 +26,7 @@ class Sample:
     latency: float  # until the end of the stream
     num_tokens: int
     num_prompt_tokens: int | None  # None if the server's stream has no usage
+    num_cached: int | None  # prompt tokens that the server had read before
     num_steps: int | None  # passes of the model; None if the server does not count them
     text: str
     sent: float = 0.0  # time.perf_counter() at that moment
@@ -102,6 +103,7 @@ def parsed(parts: Sequence[tuple[float, bytes]], latency: float, *, sent: float 
         latency,
         usage.get("completion_tokens", len(times)),
         usage.get("prompt_tokens"),
+        (usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
         usage.get("draft", {}).get("steps"),
         "".join(texts),
         sent,

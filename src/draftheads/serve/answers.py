@@ -12,7 +12,8 @@ from starlette.types import Receive
 from draftheads.decode.request import Request, StreamEvent
 from draftheads.errors import DraftHeadsError
 from draftheads.serve.api_error import ApiError, api_error_of
-from draftheads.serve.scheduler import Job, JobFailed, Lane
+from draftheads.serve.asked import Asked
+from draftheads.serve.scheduler import Job, JobFailed
 from draftheads.serve.service import Service
 
 _STATUS = {"error": 500, "deadline": 504, "shutdown": 503}
@@ -25,7 +26,7 @@ class Answers:
     Args:
         service: the server's state.
         requests: one for each answer.
-        lane: of all of them.
+        asked: with the lane of all of them.
         client: for the fair queue.
         on_finish: called with each request when its answer is complete.
     """
@@ -34,7 +35,7 @@ class Answers:
         self,
         service: Service,
         requests: Sequence[Request],
-        lane: Lane,
+        asked: Asked,
         client: str,
         on_finish: Callable[[Request], object] = id,
     ) -> None:
@@ -47,7 +48,8 @@ class Answers:
         seconds = service.limits.request_seconds
         deadline = None if seconds is None else self._start + seconds
         self._jobs = [
-            Job(request, lane, client, self._deliver_to(index), deadline) for index, request in enumerate(requests)
+            Job(request, asked.lane, client, self._deliver_to(index), deadline, asked.cache_salt)
+            for index, request in enumerate(requests)
         ]
         self._unfinished = set(range(len(self._jobs)))
         self._last = dict.fromkeys(self._unfinished, 0.0)  # when the last event of each came; 0: none came

@@ -85,11 +85,11 @@ def _answers(
     request: Request, service: Service, call: ChatCall | CompletionCall, messages: list[dict[str, Any]] | None = None
 ) -> Answers:
     """The answers to a request that was read; complete ones are recorded, if the client and the server want it."""
-    lane, client = call.asked.lane, request.state.client
-    if not call.asked.store:
-        return Answers(service, call.requests, lane, client)
-    keep = partial(service.record, lane.model, messages=messages)
-    return Answers(service, call.requests, lane, client, on_finish=keep)
+    asked, client = call.asked, request.state.client
+    if not asked.store:
+        return Answers(service, call.requests, asked, client)
+    keep = partial(service.record, asked.lane.model, messages=messages)
+    return Answers(service, call.requests, asked, client, on_finish=keep)
 
 
 async def _answered(request: Request, call: ChatCall | CompletionCall, answers: Answers) -> Response:

@@ -28,6 +28,7 @@ class Asked:
     include_usage: bool  # a last chunk with the counts
     include_draft: bool  # which text of a chunk was drafted
     store: bool  # the answers may be recorded
+    cache_salt: str  # what was read of prompts is shared among requests with the same one
 
     def requests(self, prompt_ids: list[int], *, param: str) -> list[Request]:
         """The n requests of one prompt. Those of a seed have this seed and the ones after it.
@@ -78,6 +79,9 @@ def read_asked(fields: Fields, service: Service, *, default_tokens: int, **setti
     if options is not None:
         options.any("include_obfuscation")
         options.finish()
+    cache_salt = fields.text("cache_salt", "")
+    if len(cache_salt) > limits.salt_characters:
+        raise fields.wrong("cache_salt", f"has {len(cache_salt)} characters; at most {limits.salt_characters} may be")
     settings = {key: value for key, value in settings.items() if value is not None}
     try:
         engine.check_draft_nodes(lane.draft_nodes)
@@ -90,7 +94,7 @@ def read_asked(fields: Fields, service: Service, *, default_tokens: int, **setti
         raise api_error_of(error, param=_field_of(error)) from None
     n = fields.integer("n", 1, least=1, most=limits.choices)
     store = fields.flag("store", default=True)
-    return Asked(engine, lane, sampling, n, stream, include_usage, include_draft, store)
+    return Asked(engine, lane, sampling, n, stream, include_usage, include_draft, store, cache_salt)
 
 
 def _defaults_of(engine: Engine) -> dict[str, Any]:

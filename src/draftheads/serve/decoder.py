@@ -1,7 +1,7 @@
 """Reads prompts in chunks and steps the lanes, within a budget of memory. All of it runs on one thread."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -45,13 +45,17 @@ class SlotBytes:
 class RunningLane:
     """A batch, and the jobs of its rows and of prompts that are being read for it."""
 
-    def __init__(self, lane: Lane, engine: Engine, on_leave: Callable[[Request, ReadText], None]) -> None:
+    def __init__(self, lane: Lane, engine: Engine, on_leave: "OnLeave") -> None:
         self.lane, self.engine = lane, engine
         self.batch: Batch = engine.batch(draft_nodes=lane.draft_nodes)
-        self.batch.on_leave = on_leave
+        self.batch.on_leave = partial(on_leave, self)
         self.batch.isolates_failures = True
         self.jobs: dict[Request, Job] = {}
         self._most_nodes = engine.most_nodes(lane.draft_nodes)
+
+    def space(self, request: Request) -> Hashable:
+        """The space of a request's text in the cache of prefixes."""
+        return self.engine.model, self.jobs[request].cache_salt
 
     def slots(self, *more: Request, trimmed: bool = False) -> int:
         """Slots of the batch's cache, a rectangle, at the end of the longest possible answer.
@@ -67,6 +71,9 @@ class RunningLane:
         if trimmed:
             return len(requests) * slots
         return max(len(requests), cache.held_rows) * max(slots, cache.capacity)
+
+
+OnLeave = Callable[[RunningLane, Request, ReadText], None]
 
 
 @dataclass(eq=False)
@@ -153,7 +160,7 @@ class Decoder:
         for lane in self.lanes:
             if lane.lane == job.lane and lane.engine is engine:
                 return lane
-        lane = RunningLane(job.lane, engine, partial(self._remember, engine.model))
+        lane = RunningLane(job.lane, engine, self._remember)
         self.lanes.append(lane)
         return lane
 
@@ -177,9 +184,9 @@ class Decoder:
     def _limit_prefixes(self) -> None:
         self.prefixes.limit(max(0, self.limits.kv_bytes - self._reserved()))
 
-    def _remember(self, model: TargetModel, request: Request, text: ReadText) -> None:
+    def _remember(self, lane: RunningLane, request: Request, text: ReadText) -> None:
         """Keeps what was read of a row that leaves."""
-        self.prefixes.add(model, text)
+        self.prefixes.add(lane.space(request), text)
 
     # --- passes of the model ---
 
@@ -201,7 +208,7 @@ class Decoder:
             left -= count
             self.tokens_read += count
             if not reader.num_left:
-                self.prefixes.add(reading.lane.engine.model, reader.text, copy=False)
+                self.prefixes.add(reading.lane.space(reading.request), reader.text, copy=False)
                 done.setdefault(reading.lane, []).append(reader)
         for lane, readers in done.items():
             requests = [reader.request for reader in readers]
@@ -209,8 +216,8 @@ class Decoder:
             self._reading = [reading for reading in self._reading if reading.request not in requests]
 
     def _reader(self, reading: _Reading) -> PromptReader:
-        model, request = reading.lane.engine.model, reading.request
-        return PromptReader(model, request, self.prefixes.find(model, request.prompt_ids))
+        lane, request = reading.lane, reading.request
+        return PromptReader(lane.engine.model, request, self.prefixes.find(lane.space(request), request.prompt_ids))
 
     def _advance(self, lane: RunningLane, requests: list[Request], work: Callable[[], list[StreamEvent]]) -> None:
         """Delivers the events of new rows or of a step. If it fails, all jobs of the lane fail."""

@@ -19,6 +19,7 @@ class HttpLimits:
     stop_strings: int = 16
     stop_characters: int = 256  # of one stop string
     logit_biases: int = 1024
+    salt_characters: int = 256
     messages: int = 2048
     tools: int = 64
     schema_bytes: int = 64 << 10  # of all JSON schemas of a request

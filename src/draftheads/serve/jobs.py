@@ -65,6 +65,8 @@ class Job:
     """Called on the model thread, and must not block."""
     deadline: float | None = None
     """On the scheduler's clock, ``time.monotonic``."""
+    cache_salt: str = ""
+    """Prompts with the same salt share what was read of a common beginning."""
 
 
 @dataclass(frozen=True)
