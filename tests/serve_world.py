@@ -1,6 +1,7 @@
 """A server in a thread, on loopback, with a tiny model that reads any text."""
 
 import asyncio
+import json
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ def tiny_engines(template: str | None = "hermes") -> dict[str, Engine]:
     """A random model that can write all bytes, with a head and plain; it never ends its text by itself."""
     tokenizer = byte_level()
     torch.manual_seed(5)
-    sizes = {**SMALL, "vocab_size": len(tokenizer), "max_position_embeddings": 512, "eos_token_id": 0}
+    sizes = {**SMALL, "vocab_size": len(tokenizer), "max_position_embeddings": 2048, "eos_token_id": 0}
     model = LlamaForCausalLM(LlamaConfig(**sizes)).eval().requires_grad_(requires_grad=False)
     target = TargetModel(model, tokenizer, "org/tiny", chat_template=read_template(template))
     plain = Engine(target)
@@ -60,11 +61,18 @@ class Running:
         return self.service.scheduler
 
     def post(self, route: str, body: Any, **options: Any) -> httpx2.Response:
-        return httpx2.post(f"{self.url}/v1/{route}", json=body, timeout=60, **options)
+        headers = {"content-type": "application/json", **options.pop("headers", {})}
+        content = json.dumps(body)  # httpx2 would not send half characters
+        return httpx2.post(f"{self.url}/v1/{route}", content=content, headers=headers, timeout=60, **options)
 
     def chat(self, **fields: Any) -> httpx2.Response:
         body = {"model": NAME, "messages": [USER], "max_tokens": 12, "temperature": 0, **fields}
         return self.post("chat/completions", body)
+
+    def chat_with(self, headers: dict[str, str], **fields: Any) -> httpx2.Response:
+        """A chat with headers."""
+        body = {"model": NAME, "messages": [USER], "max_tokens": 4, "temperature": 0, **fields}
+        return self.post("chat/completions", body, headers=headers)
 
     def complete(self, **fields: Any) -> httpx2.Response:
         return self.post("completions", {"model": NAME, "prompt": "the cat", "max_tokens": 12, **fields})

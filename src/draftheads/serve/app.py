@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.staticfiles import StaticFiles
 
 from draftheads.serve.admin import add_admin_routes
 from draftheads.serve.answers import Answers, unless_gone
@@ -35,9 +34,19 @@ def create_app(service: Service) -> FastAPI:
     _add_model_routes(app, service)
     _add_answer_routes(app, service)
     add_admin_routes(app, service)
-    if _PAGE.is_dir():
-        app.mount("/", StaticFiles(directory=_PAGE, html=True))
+    _add_page(app)
     return app
+
+
+def _add_page(app: FastAPI) -> None:
+    """The chat page. A route for each file, as a mount at / would answer wrong methods of all other routes, too."""
+    for file in _PAGE.iterdir():
+        path = "/" if file.name == "index.html" else f"/{file.name}"
+        app.add_route(path, partial(_file, file))
+
+
+async def _file(path: Path, _: Request) -> Response:
+    return FileResponse(path)
 
 
 def _add_state_routes(app: FastAPI, service: Service) -> None:

@@ -13,6 +13,7 @@ from draftheads.serve.http_limits import HttpLimits
 # possessive, and without a need for the closing quote: so no text takes quadratic time
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_AS_LISTS = bytes.maketrans(b"{}", b"[]")
 
 
 async def read_body(request: Request, limits: HttpLimits) -> bytes:
@@ -84,11 +85,11 @@ def too_deep(body: bytes, most: int) -> bool:
     >>> too_deep(b'{"a": [[1], "]]]"]}', 3), too_deep(b'{"a": [[1]]}', 2), too_deep(b"[" * 10**6, 64)
     (False, True, True)
     """
-    brackets = _STRING.sub(b"", body).translate(None, _NO_BRACKETS)
+    brackets = _STRING.sub(b"", body).translate(_AS_LISTS, _NO_BRACKETS)
+    if brackets.find(b"[" * (most + 1)) >= 0:  # the rest would take time
+        return True
     for _ in range(most):
-        if not brackets:
-            return False
-        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
+        brackets = brackets.replace(b"[]", b"")  # the innermost level
     return bool(brackets)
 
 

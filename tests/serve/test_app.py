@@ -1,0 +1,343 @@
+"""Routes, errors and limits, one by one."""
+
+import json
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx2
+import pytest
+
+from draftheads.serve.api_error import ApiError
+from draftheads.serve.guard import Access
+from draftheads.serve.http_limits import HttpLimits
+from draftheads.serve.service import Service
+from serve_world import NAME, USER, Running, running, tiny_engines
+
+
+def error_of(response: httpx2.Response) -> dict[str, Any]:
+    error: dict[str, Any] = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert response.headers["content-type"] == "application/json"
+    return error
+
+
+CHAT_ERRORS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "no model": ({"model": None}, "model", "models of this server: tiny, tiny:plain"),
+    "model of a wrong type": ({"model": 5}, "model", "5; it must be a string"),
+    "no messages": ({"messages": None}, "messages", "missing"),
+    "messages of a wrong type": ({"messages": "hi"}, "messages", "list"),
+    "no role": ({"messages": [{"content": "a"}]}, "messages[0].role", "system"),
+    "no content": ({"messages": [USER, {"role": "user"}]}, "messages[1].content", "string"),
+    "an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0]",
+        "text",
+    ),
+    "empty text": ({"messages": [{"role": "user", "content": " "}]}, "messages", "empty"),
+    "half a character": ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "half"),
+    "temperature of a wrong type": ({"temperature": True}, "temperature", "number"),
+    "temperature below 0": ({"temperature": -0.1}, "temperature", "0 (greedy)"),
+    "temperature beyond floats": ({"temperature": 10**400}, "temperature", "must be"),
+    "top_p": ({"top_p": 1.1}, "top_p", "at most 1"),
+    "top_k": ({"top_k": -2}, "top_k", "at least -1"),
+    "repetition_penalty": ({"repetition_penalty": 0}, "repetition_penalty", "positive"),
+    "seed": ({"seed": 2**64}, "seed", "below 2**64"),
+    "seed of a wrong type": ({"seed": 1.5}, "seed", "integer"),
+    "max_tokens": ({"max_tokens": 0}, "max_tokens", "at least 1"),
+    "two limits": ({"max_completion_tokens": 3}, "max_tokens", "differ"),
+    "n": ({"n": 129}, "n", "at most 128"),
+    "best_of": ({"best_of": 2}, "best_of", "send n"),
+    "stop, too many": ({"stop": ["a"] * 17}, "stop", "at most 16"),
+    "stop, too long": ({"stop": "a" * 257}, "stop", "at most 256"),
+    "stop, empty": ({"stop": [""]}, "stop", "none of them empty"),
+    "logprobs": ({"logprobs": 2}, "logprobs", "true or false"),
+    "top_logprobs alone": ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
+    "top_logprobs": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
+    "logit_bias of a list": ({"logit_bias": [1]}, "logit_bias", "object"),
+    "logit_bias of words": ({"logit_bias": {"cat": 1}}, "logit_bias", "token ids"),
+    "logit_bias too strong": ({"logit_bias": {"1": 101}}, "logit_bias", "from -100 to 100"),
+    "logit_bias too many": ({"logit_bias": {str(i): 0 for i in range(1025)}}, "logit_bias", "at most 1024"),
+    "draft_nodes": ({"draft_nodes": 65}, "draft_nodes", "at most 64"),
+    "draft_nodes without a head": (
+        {"draft_nodes": 4, "model": f"{NAME}:plain"},
+        "draft_nodes",
+        "leave draft_nodes out",
+    ),
+    "stream_options without stream": ({"stream_options": {}}, "stream_options", "stream: true"),
+    "stream_options": ({"stream": True, "stream_options": {"inc": 1}}, "stream_options.inc", "unknown"),
+    "audio": ({"audio": {"voice": "a"}}, "audio", "not supported"),
+    "modalities": ({"modalities": ["audio"]}, "modalities", "not supported"),
+    "presence_penalty": ({"presence_penalty": 0.5}, "presence_penalty", "use repetition_penalty"),
+    "a misspelt field": ({"max_token": 4}, "max_token", "did you mean max_tokens?"),
+    "response_format": ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+    "no schema": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
+    "a long schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["a" * 70_000]}}}},
+        "response_format",
+        "at most 65536",
+    ),
+    "tools that are none": ({"tools": [{"type": "web"}]}, "tools[0]", "function"),
+    "a tool's name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "64"),
+    "too many tools": ({"tools": [{}] * 65}, "tools", "at most 64"),
+    "a tool that is not there": (
+        {
+            "tools": [{"type": "function", "function": {"name": "a"}}],
+            "tool_choice": {"type": "function", "function": {"name": "b"}},
+        },
+        "tool_choice",
+        "'b'",
+    ),
+    "a choice without tools": ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+}
+
+
+@pytest.mark.parametrize("case", CHAT_ERRORS)
+def test_wrong_fields_are_named(server: Running, case: str):
+    fields, param, words = CHAT_ERRORS[case]
+    response = server.chat(**fields)
+    error = error_of(response)
+    assert (response.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error"), error
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, [], "", [[]], [1, "a"], [[1], "a", 5], 7, [1.5], [-1], [10**9], "cat " * 5000]
+)
+def test_wrong_prompts_are_named(server: Running, prompt: Any):
+    response = server.complete(prompt=prompt)
+    assert (response.status_code, error_of(response)["param"]) == (400, "prompt"), response.text
+
+
+def test_prompts_times_n_are_limited(server: Running):
+    assert error_of(server.complete(prompt=["a"] * 65, n=2))["param"] == "n"
+    assert error_of(server.complete(prompt=["a"] * 129))["param"] == "prompt"
+
+
+def test_fields_without_effect_are_accepted(server: Running):
+    fields = {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "seed": None}
+    neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "best_of": 1, "modalities": ["text"], "top_k": -1}
+    answer = server.chat(**fields, **neutral, response_format={"type": "text"}, logit_bias={}, tools=[])
+    assert answer.status_code == 200
+    assert answer.json()["choices"][0]["message"]["content"] == server.plain_answer([USER], max_new_tokens=12).text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v2/models", 404, "unknown_url"),
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("DELETE", "/v1/models", 405, "method_not_allowed"),
+        ("GET", "/v1/models/none", 404, "model_not_found"),
+        ("POST", "/nothing%0Ahere", 404, "unknown_url"),
+    ],
+)
+def test_unknown_routes(server: Running, method: str, path: str, status: int, code: str):
+    response = httpx2.request(method, server.url + path)
+    assert (response.status_code, error_of(response)["code"]) == (status, code)
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status", "code"),
+    [
+        (b"\xff\xfe", {}, 400, "invalid_utf8"),
+        (b"[" * 100_000, {}, 400, "invalid_json"),
+        (b"null", {}, 400, "invalid_json"),
+        (b"{}", {"content-type": "text/plain"}, 415, None),
+        (b" " * (5 << 20), {}, 413, "body_too_large"),
+    ],
+)
+def test_bodies_that_are_no_requests(
+    server: Running, content: bytes, headers: dict[str, str], status: int, code: str | None
+):
+    for route in ("chat/completions", "completions"):
+        response = httpx2.post(f"{server.url}/v1/{route}", content=content, headers=headers)
+        assert (response.status_code, error_of(response)["code"]) == (status, code)
+
+
+def test_chunked_bodies_are_counted_while_they_are_read(server: Running):
+    response = httpx2.post(f"{server.url}/v1/completions", content=(b" " * 100_000 for _ in range(50)))
+    assert (response.status_code, error_of(response)["code"]) == (413, "body_too_large")
+
+
+def test_a_page_of_another_server_gets_nothing(server: Running):
+    for origin in ("https://evil.example", "null", f"http://127.0.0.1:{server.address[1] + 1}", "http://["):
+        response = server.chat_with({"origin": origin})
+        assert (response.status_code, error_of(response)["code"]) == (403, "foreign_origin")
+    assert server.chat_with({"origin": server.url}).status_code == 200
+    assert "access-control-allow-origin" not in server.chat_with({"origin": server.url}).headers
+
+
+def test_a_name_that_is_bound_to_this_address_is_refused(server: Running):
+    for host in ("evil.example", "evil.example:80", "localhost.evil.example", "[", ""):
+        response = server.chat_with({"host": host})
+        assert response.status_code in (400, 403), host
+        assert error_of(response)["code"] in ("unknown_host", "invalid_http")
+    for host in ("localhost:1", "LOCALHOST", "127.0.0.1:99", "[::1]:5"):
+        assert server.chat_with({"host": host}).status_code == 200, host
+
+
+def test_headers_of_every_response(server: Running):
+    for path in ("/health", "/nothing", "/v1/models"):
+        headers = httpx2.get(server.url + path).headers
+        assert headers["x-content-type-options"] == "nosniff"
+        assert "default-src 'none'" in headers["content-security-policy"]
+        assert headers["cache-control"] == "no-store"
+        assert "server" not in headers
+
+
+@pytest.fixture(scope="module")
+def limited() -> Any:
+    """A server with keys and small limits."""
+    limits = HttpLimits(body_seconds=0.5, request_seconds=0.4)
+    access = Access(("first-key", "second-key"))
+    with running(tiny_engines("chatml"), limits, access, max_rows=1, max_waiting=2) as one:
+        yield one
+
+
+def with_key(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def test_keys(limited: Running):
+    others = ({}, {"authorization": "Bearer"}, {"authorization": "Basic first-key"})
+    for headers in (*others, with_key("wrong"), with_key("first-key2")):
+        for path in ("/v1/models", "/metrics"):
+            response = httpx2.get(limited.url + path, headers=headers)
+            assert (response.status_code, error_of(response)["type"]) == (401, "authentication_error")
+            assert response.headers["www-authenticate"] == "Bearer"
+    for key in ("first-key", "second-key"):
+        assert httpx2.get(limited.url + "/v1/models", headers=with_key(key)).status_code == 200
+    for path in ("/health", "/ready", "/"):
+        assert httpx2.get(limited.url + path).status_code == 200
+
+
+def test_clients_with_keys_share_the_queue_by_key(limited: Running):
+    def scope(headers: dict[str, str]) -> dict[str, Any]:
+        raw = [(name.encode(), value.encode()) for name, value in {"host": "localhost", **headers}.items()]
+        return {"path": "/v1/models", "headers": raw, "client": ("10.0.0.9", 5)}
+
+    access = limited.service.access
+    assert access.client_of(scope(with_key("second-key"))) == "key 1"
+    assert Access().client_of(scope({})) == "10.0.0.9"
+
+
+def test_tools_need_a_template_that_has_them(limited: Running):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    response = limited.chat_with(with_key("first-key"), tools=tools)
+    assert (response.status_code, error_of(response)["param"]) == (400, "tools")
+    assert "--chat-template hermes" in response.json()["error"]["message"]
+
+
+def test_a_request_that_takes_too_long_ends_with_an_error(limited: Running):
+    fields = {"max_tokens": 1900, "ignore_eos": True}
+    response = limited.chat_with(with_key("first-key"), **fields)
+    assert (response.status_code, error_of(response)["code"]) == (504, "deadline")
+    stream = limited.chat_with(with_key("first-key"), **fields, stream=True)
+    *chunks, error, done, _ = stream.text.split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "deadline"
+    assert done == "data: [DONE]"
+    assert len(chunks) > 2
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back(limited: Running):
+    """All of a request's answers wait, or none of them."""
+    response = limited.chat_with(with_key("first-key"), n=40)
+    assert (response.status_code, error_of(response)["code"]) == (429, "queue_full")
+    assert int(response.headers["retry-after"]) >= 1
+    settled(lambda: limited.scheduler.snapshot().waiting == 0)
+    assert limited.chat_with(with_key("first-key")).status_code == 200
+
+
+def test_a_body_that_comes_too_slowly_is_refused(limited: Running):
+    def slowly() -> Any:
+        for _ in range(8):
+            yield b" "
+            time.sleep(0.2)
+
+    headers = with_key("first-key")
+    response = httpx2.post(f"{limited.url}/v1/completions", content=slowly(), headers=headers)
+    assert (response.status_code, error_of(response)["code"]) == (408, "body_timeout")
+
+
+def test_what_can_never_fit_into_memory_is_refused():
+    with running(tiny_engines(), kv_bytes=1 << 17) as small:
+        response = small.chat(max_tokens=1500)
+        assert (response.status_code, error_of(response)["code"]) == (400, "context_length_exceeded")
+        assert small.chat().status_code == 200
+
+
+def test_before_the_model_is_loaded_and_while_it_drains():
+    service = Service()
+    with pytest.raises(ApiError, match="loading") as caught:
+        _ = service.scheduler
+    assert (caught.value.status, caught.value.headers) == (503, {"retry-after": "1"})
+    with running(tiny_engines()) as server:
+        server.service.phase = "draining"
+        assert httpx2.get(server.url + "/ready").status_code == 503
+        assert httpx2.get(server.url + "/health").status_code == 200
+        assert error_of(server.chat())["code"] == "shutting_down"
+
+
+def test_a_failing_step_fails_its_requests_only(monkeypatch: pytest.MonkeyPatch):
+    with running(tiny_engines()) as server:
+
+        def failing(*_: object) -> None:
+            raise RuntimeError("secret words")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(server.engines[NAME].drafter), "start", failing)
+            response = server.chat()
+        assert (response.status_code, error_of(response)["type"]) == (500, "server_error")
+        assert server.chat().status_code == 200
+
+
+def test_metrics_count_what_happened():
+    with running(tiny_engines()) as server:
+        before = metrics_of(server)
+        assert before["draftheads_requests_running"] == 0
+        usage = server.chat(max_tokens=20).json()["usage"]
+        server.chat(model="none")
+        server.complete(prompt="the cat", model=f"{NAME}:plain")
+        found = metrics_of(server)
+        draft = usage["draft"]
+        for depth, (drafted, accepted) in enumerate(
+            zip(draft["drafted_by_depth"], draft["accepted_by_depth"], strict=True), 1
+        ):
+            assert found[f'draftheads_draft_tokens_total{{depth="{depth}"}}'] == drafted
+            assert found.get(f'draftheads_accepted_tokens_total{{depth="{depth}"}}', 0) == accepted
+        assert found['draftheads_requests_total{route="/v1/chat/completions",status="200"}'] == 1
+        assert found['draftheads_requests_total{route="/v1/chat/completions",status="404"}'] == 1
+        assert found['draftheads_tokens_total{kind="answer"}'] == 32
+        assert found['draftheads_tokens_total{kind="prompt"}'] == usage["prompt_tokens"] + 3
+        assert found["draftheads_first_token_seconds_count"] == 2
+        assert found["draftheads_between_tokens_seconds_count"] == draft["steps"] + 11
+        assert found["draftheads_steps_total"] == draft["steps"] + 11
+        assert found["draftheads_tree_nodes_sum"] == sum(draft["drafted_by_depth"])
+        assert found["draftheads_answers_finished_total"] == 2
+
+
+def test_cached_prefixes_are_counted(server: Running):
+    chat = [{"role": "system", "content": "be brief " * 20}, USER]
+    first = server.chat(messages=chat).json()
+    second = server.chat(messages=[*chat[:1], {"role": "user", "content": "the mat"}]).json()
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] < 100
+    expected = server.plain_answer([*chat[:1], {"role": "user", "content": "the mat"}], max_new_tokens=12).text
+    assert second["choices"][0]["message"]["content"] == expected
+
+
+def metrics_of(server: Running) -> dict[str, float]:
+    lines = httpx2.get(server.url + "/metrics").text.splitlines()
+    pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+    assert all(re.match(r"draftheads_\w+", name) for name, _ in pairs)
+    return {name: float(value) for name, value in pairs}
+
+
+def settled(holds: Callable[[], bool]) -> None:
+    """Waits until something holds."""
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)

@@ -1,0 +1,63 @@
+"""Bodies that no parser should see."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftheads.serve.api_error import ApiError
+from draftheads.serve.body import depth_of, read_json, too_deep
+from draftheads.serve.http_limits import HttpLimits
+
+VALUES = st.recursive(st.text() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
+
+
+@settings(max_examples=50, deadline=None)
+@given(VALUES)
+def test_the_depth_that_is_counted_without_parsing_is_that_of_the_value(value: Any):
+    body, depth = json.dumps(value, ensure_ascii=False).encode(errors="surrogatepass"), depth_of(value)
+    assert not too_deep(body, depth)
+    assert depth == 0 or too_deep(body, depth - 1)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 4_000_000,
+        b"[]," * 1_000_000,
+        b'{"a":' * 800_000,
+        b'"\\"' * 1_000_000,
+        b'"' + b'\\"' * 2_000_000,
+        b"[{" * 1_000_000,
+    ],
+)
+def test_no_body_takes_long(body: bytes):
+    start = time.process_time()
+    with pytest.raises(ApiError):
+        read_json(body, HttpLimits())
+    assert time.process_time() - start < 10  # quadratic time would be hours
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "words"),
+    [
+        (b"\xff{}", "invalid_utf8", "byte 0"),
+        (b"{", "invalid_json", "brackets"),
+        (b'{"a": NaN}', "invalid_json", "NaN"),
+        (b'{"a": 1' + b"0" * 5000 + b"}", "invalid_json", "not valid JSON"),
+        (b"[]", "invalid_json", "object"),
+        (b"", "invalid_json", "not valid JSON"),
+        (b'{"a": ' + b"[" * 70 + b"]" * 70 + b"}", "invalid_json", "64 levels"),
+    ],
+)
+def test_what_is_wrong_is_named(body: bytes, code: str, words: str):
+    with pytest.raises(ApiError, match=words) as caught:
+        read_json(body, HttpLimits())
+    assert (caught.value.status, caught.value.code) == (400, code)
+
+
+def test_brackets_in_strings_are_text():
+    assert read_json(b'{"a": "[[[[\\"{{"}', HttpLimits(json_depth=1)) == {"a": '[[[["{{'}
