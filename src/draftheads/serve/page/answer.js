@@ -117,7 +117,7 @@ export function verdictOn(plain, drafted) {
   while (plain.text[place] === drafted.text[place] && !same) place += 1;
   const texts = same
     ? 'The texts are equal.'
-    : `The texts differ after ${place} characters: in 16-bit formats a tie between two tokens can end differently.`;
+    : `The texts differ after ${place} characters: in 16-bit formats, near-ties between tokens can end differently. The option --exact-bits of the server prevents it on a CPU.`;
   const [slow, fast] = [plain.meter.perSecond, drafted.meter.perSecond];
   if (!slow || !fast) return texts;
   const compared = fast < slow ? 'slower here' : `${(fast / slow).toFixed(2)} times as fast`;

@@ -60,7 +60,7 @@ function showState() {
   const model = chosen();
   const drafts = Boolean(model?.head);
   for (const id of ['tree-field', 'plain-field', 'compare-field']) at(id).hidden = model !== null && !drafts;
-  at('plain').disabled = !drafts || at('compare').checked;
+  at('plain').disabled = !drafts || compares();
   at('compare').disabled = !drafts;
   at('tree').disabled = !drafts || isPlain();
   at('send').disabled = model === null;
@@ -71,8 +71,12 @@ function showState() {
   log.setAttribute('aria-busy', String(running !== null));
 }
 
+function compares() {
+  return at('compare').checked && Boolean(chosen()?.head);
+}
+
 function isPlain() {
-  return at('plain').checked && !at('compare').checked;
+  return at('plain').checked && !compares();
 }
 
 function showAlert(sentence) {
@@ -113,7 +117,7 @@ async function answer(turn) {
   log.scrollTop = log.scrollHeight;
   at('status').textContent = 'The model answers.';
   try {
-    const answers = await (at('compare').checked ? compared(turn) : single(turn));
+    const answers = await (compares() ? compared(turn) : single(turn));
     turn.answer = answers.at(-1).text;
     addTools(turn);
     at('status').textContent = `${endWords(answers.at(-1))} ${turn.node.querySelector('.verdict')?.textContent ?? ''}`;
