@@ -82,7 +82,6 @@ def read_asked(fields: Fields, service: Service, *, default_tokens: int, **setti
     cache_salt = fields.text("cache_salt", "")
     if len(cache_salt) > limits.salt_characters:
         raise fields.wrong("cache_salt", f"has {len(cache_salt)} characters; at most {limits.salt_characters} may be")
-    settings = {key: value for key, value in settings.items() if value is not None}
     try:
         engine.check_draft_nodes(lane.draft_nodes)
         sampling = SamplingSettings(

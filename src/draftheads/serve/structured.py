@@ -1,16 +1,12 @@
 """``response_format``: the grammar of an answer."""
 
-from typing import Any
-
-from draftheads import settings
 from draftheads.serve.fields import Fields
 from draftheads.serve.http_limits import HttpLimits
 from draftheads.serve.tools import check_schema
+from draftheads.settings import Grammar
 
-Grammar: Any = getattr(settings, "Grammar", None)
 
-
-def read_response_format(fields: Fields, limits: HttpLimits) -> Any:
+def read_response_format(fields: Fields, limits: HttpLimits) -> Grammar | None:
     """The grammar that a request asks for; None for free text.
 
     Raises:

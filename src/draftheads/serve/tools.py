@@ -7,16 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draftheads import settings
 from draftheads.chat_template import render
 from draftheads.models.model import TargetModel
 from draftheads.serve.api_error import ApiError
 from draftheads.serve.body import depth_of
 from draftheads.serve.fields import Fields
 from draftheads.serve.http_limits import HttpLimits
+from draftheads.settings import Grammar
 
-Grammar: Any = getattr(settings, "Grammar", None)
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # llguidance's options
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _MAYBE_OPEN = re.compile(r"\s*(?:" + "|".join(re.escape(OPEN[:n]) for n in range(len(OPEN), -1, -1)) + r")\Z")
 
@@ -29,7 +30,7 @@ class ToolUse:
     forced: tuple[str, ...] = ()  # one of these must be called; none: the model decides
     parallel: bool = True  # an answer may have several calls
 
-    def grammar(self) -> Any:
+    def grammar(self) -> Grammar | None:
         """Of an answer that is one of the forced calls, without its tags; None if the model decides."""
         if not self.forced:
             return None
@@ -37,11 +38,9 @@ class ToolUse:
         for i, name in enumerate(self.forced):
             schema = next(_function(tool).get("parameters") for tool in self.tools if _function(tool)["name"] == name)
             start = json.dumps(f'{{"name": "{name}", "arguments": ')
-            rules += [f'call{i}: {start} arguments{i} "}}"', f"arguments{i}: %json {json.dumps(schema or _NOTHING)}"]
+            schema = {**(schema or _NOTHING), "x-guidance": _ONE_LINE}
+            rules += [f'call{i}: {start} arguments{i} "}}"', f"arguments{i}: %json {json.dumps(schema)}"]
         return Grammar.lark("\n".join(rules))
-
-
-_NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True)
