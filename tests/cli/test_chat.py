@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import draftheads
 from draftheads import loading
 from draftheads.cli.main import main
 from draftheads.data.records import read_chats
@@ -185,6 +186,23 @@ def test_input_that_is_not_text_is_an_error(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
     assert main(BASE) == 1
     assert capsys.readouterr().err.startswith("error: standard input is not text")
+
+
+@pytest.mark.real
+def test_a_chat_with_the_real_model_is_the_offline_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    lines = ["Name three fruits.\n", "Now three colours.\n", "/plain\n", "/retry\n", "/head medusa\n", "/retry\n"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(lines)))
+    options = ["--head", "hydra", "--grow", "8", "--precision", "fp32", "--max-new-tokens", "12"]
+    assert main(["chat", "smollm2-135m", *options]) == 0
+    out, err = capsys.readouterr()
+    plain = draftheads.load("smollm2-135m", precision="fp32")
+    first, second = offline(plain, "Name three fruits.", "Now three colours.")
+    assert out == printed(first, second, second, second)
+    speeds = [float(found) for found in re.findall(r"([\d.]+) tokens/step", err)]
+    assert speeds[2] == 1.0
+    assert min(speeds[0], speeds[1], speeds[3]) > 1.0
 
 
 class Terminal:
