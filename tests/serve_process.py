@@ -18,14 +18,14 @@ ADMIN_KEY = "an-admin-key"
 class ServerProcess:
     """A running server; a context manager, on leaving which it is asked to stop."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, port: int = 0) -> None:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "DRAFTHEADS_CACHE": str(folder / "cache"),
             "DRAFTHEADS_ADMIN_KEY": ADMIN_KEY,
         }
-        command = [sys.executable, "-m", "draftheads", "serve", "--port", "0", *arguments]
+        command = [sys.executable, "-m", "draftheads", "serve", "--port", str(port), *arguments]
         self.process = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )

@@ -13,6 +13,7 @@ from draftheads.serve.http_limits import HttpLimits
 # possessive, and without a need for the closing quote: so no text takes quadratic time
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_READ_ON = 16  # times the limit
 _AS_LISTS = bytes.maketrans(b"{}", b"[]")
 
 
@@ -26,31 +27,26 @@ async def read_body(request: Request, limits: HttpLimits) -> bytes:
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"Content-Type is {kind[:60]!r}; it must be application/json")
-    try:
-        announced = int(request.headers.get("content-length", "0"))
-    except ValueError:
-        announced = 0
-    too_large = ApiError(
-        413, f"the body is larger than {limits.body_bytes} bytes: send a shorter request", code="body_too_large"
-    )
-    if announced > limits.body_bytes:
-        raise too_large
-    body = bytearray()
+    body, num_bytes, more = bytearray(), 0, True
     try:
         async with asyncio.timeout(limits.body_seconds):
-            more = True
-            while more:
+            # a body that is too large is read on, to a point: most clients read the answer only after they sent all
+            while more and num_bytes <= _READ_ON * limits.body_bytes:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
                     raise ClientDisconnect
-                body += message.get("body", b"")
-                more = message.get("more_body", False)
-                if len(body) > limits.body_bytes:  # chunked bodies announce no length
-                    raise too_large
+                part, more = message.get("body", b""), message.get("more_body", False)
+                num_bytes += len(part)
+                if num_bytes <= limits.body_bytes:
+                    body += part
     except TimeoutError:
         raise ApiError(
             408, f"the body did not arrive within {limits.body_seconds:g} seconds", code="body_timeout"
         ) from None
+    if num_bytes > limits.body_bytes:
+        raise ApiError(
+            413, f"the body is larger than {limits.body_bytes} bytes: send a shorter request", code="body_too_large"
+        )
     return bytes(body)
 
 

@@ -46,16 +46,15 @@ class ChatCall:
         }
 
     async def chunks(self, answers: Answers) -> AsyncGenerator[dict[str, Any]]:
-        """The response as a stream."""
-        async with answers:
-            streams = [_ChoiceStream(self, index, request) for index, request in enumerate(self.requests)]
-            for stream in streams:
-                yield self._chunk([stream.choice({"role": "assistant", "content": ""})])
-            async for index, event in answers.events():
-                for choice in streams[index].choices(event):
-                    yield self._chunk([choice])
-            if self.asked.include_usage:
-                yield {**self._chunk([]), "usage": usage_of(self.requests, n=self.asked.n)}
+        """The response as a stream; ``answers`` are submitted."""
+        streams = [_ChoiceStream(self, index, request) for index, request in enumerate(self.requests)]
+        for stream in streams:
+            yield self._chunk([stream.choice({"role": "assistant", "content": ""})])
+        async for index, event in answers.events():
+            for choice in streams[index].choices(event):
+                yield self._chunk([choice])
+        if self.asked.include_usage:
+            yield {**self._chunk([]), "usage": usage_of(self.requests, n=self.asked.n)}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.asked.lane.model}

@@ -67,22 +67,21 @@ class CompletionCall:
         return {**self._head(), "choices": choices, "usage": self._usage()}
 
     async def chunks(self, answers: Answers) -> AsyncGenerator[dict[str, Any]]:
-        """The response as a stream."""
+        """The response as a stream; ``answers`` are submitted."""
         offsets = [len(self.prompts[i // self.asked.n].text) if self.echo else 0 for i in range(len(self.requests))]
         pieces = [DraftPieces(self.asked.engine.model.tokenizer) for _ in self.requests]
-        async with answers:
-            if self.echo:
-                for index in range(len(self.requests)):
-                    yield self._chunk([_choice_of(index, self.prompts[index // self.asked.n].text)])
-            async for index, event in answers.events():
-                choice = self._streamed(index, event, offsets[index])
-                offsets[index] += len(event.text)
-                if self.asked.include_draft:
-                    choice["pieces"] = pieces[index].push(event.token_ids, event.num_drafted, event.text)
-                if choice["text"] or choice["logprobs"] or choice["finish_reason"] or "pieces" in choice:
-                    yield self._chunk([choice])
-            if self.asked.include_usage:
-                yield {**self._chunk([]), "usage": self._usage()}
+        if self.echo:
+            for index in range(len(self.requests)):
+                yield self._chunk([_choice_of(index, self.prompts[index // self.asked.n].text)])
+        async for index, event in answers.events():
+            choice = self._streamed(index, event, offsets[index])
+            offsets[index] += len(event.text)
+            if self.asked.include_draft:
+                choice["pieces"] = pieces[index].push(event.token_ids, event.num_drafted, event.text)
+            if choice["text"] or choice["logprobs"] or choice["finish_reason"] or "pieces" in choice:
+                yield self._chunk([choice])
+        if self.asked.include_usage:
+            yield {**self._chunk([]), "usage": self._usage()}
 
     def _streamed(self, index: int, event: StreamEvent, offset: int) -> dict[str, Any]:
         logprobs = None

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 class HttpLimits:
     """Limits of connections, bodies and fields. Beyond them a client gets an error, or its connection is closed."""
 
-    max_connections: int = 1024
+    max_connections: int = 512
     header_seconds: float = 10.0  # from the first byte of a request, or the connection, to the end of its headers
     body_seconds: float = 30.0  # to send the whole body
     write_seconds: float = 30.0  # in which a client must read something
     keep_alive_seconds: float = 30.0  # between two requests of a connection
 
-    body_bytes: int = 4 << 20
+    body_bytes: int = 2 << 20
     json_depth: int = 64
     choices: int = 128  # prompts of a request times n
     stop_strings: int = 16

@@ -1,0 +1,242 @@
+"""200 clients at once: honest ones, some that leave and some that attack. All answers are right, and nothing leaks."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import psutil
+import pytest
+
+from draftheads.serve.http_limits import HttpLimits
+from draftheads.settings import Grammar
+from serve_world import NAME, Running, running, tiny_engines
+
+NUM_CLIENTS = 200
+PROMPTS = ["the cat sat", "naïve café", "the mat", "日本 cat", "two  spaces", "🙂"]
+SYSTEM = {"role": "system", "content": "the cat sat on the mat and " * 6}  # a common beginning
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b", "c"]}}, "required": ["a"], "additionalProperties": False}
+
+
+@dataclass(frozen=True)
+class Question:
+    """An honest request, and what plain decoding answers."""
+
+    route: str
+    body: dict[str, Any]
+    texts: list[str]
+
+
+def questions(server: Running) -> list[Question]:
+    """Chats and completions, greedy and sampled, with stop strings, several answers, and JSON."""
+    found = []
+    for number, prompt in enumerate(PROMPTS):
+        chat = [SYSTEM, {"role": "user", "content": prompt}]
+        sampled = {"temperature": 1.0, "seed": number}
+        ids = server.engines[NAME].model.tokenizer(prompt)["input_ids"]
+
+        def plain(asked: Any, **settings: Any) -> str:
+            return server.plain_answer(asked, **settings).text
+
+        first = plain(chat, max_new_tokens=30)
+        both = [plain(chat, max_new_tokens=20, temperature=1.0, seed=number + i) for i in range(2)]
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+        schema = plain(chat, max_new_tokens=40, grammar=Grammar.json_schema(SCHEMA))
+        stopped = plain(chat, max_new_tokens=30, stop=first[5:7])
+        raw = plain(ids, max_new_tokens=25, **sampled)
+        greedy = {"messages": chat, "temperature": 0}
+        for route, fields, texts in (
+            ("chat/completions", {**greedy, "max_tokens": 30}, [first]),
+            ("chat/completions", {"messages": chat, "max_tokens": 20, "n": 2, **sampled}, both),
+            ("chat/completions", {**greedy, "max_tokens": 40, "response_format": form}, [schema]),
+            ("chat/completions", {**greedy, "max_tokens": 30, "stop": first[5:7]}, [stopped]),
+            ("completions", {"prompt": ids, "max_tokens": 25, **sampled}, [raw]),
+        ):
+            found += [Question(route, {"model": model, **fields}, texts) for model in (NAME, f"{NAME}:plain")]
+    return found
+
+
+class Client:
+    """One connection."""
+
+    def __init__(self, server: Running) -> None:
+        self._address = server.address
+
+    async def __aenter__(self) -> Self:
+        self.reader, self.writer = await asyncio.open_connection(*self._address)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.writer.transport.abort()
+
+    async def send(self, route: str, body: bytes) -> None:
+        head = f"POST /v1/{route} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        self.writer.write(f"{head}Connection: close\r\n\r\n".encode() + body)
+        await self.writer.drain()
+
+    async def response(self) -> tuple[int, bytes]:
+        """Status and body, without its chunks' lengths."""
+        raw = await self.reader.read()
+        head, _, body = raw.partition(b"\r\n\r\n")
+        if b"chunked" in head.lower():
+            whole = b""
+            while body:
+                size, _, body = body.partition(b"\r\n")
+                whole, body = whole + body[: int(size, 16)], body[int(size, 16) + 2 :]
+            body = whole
+        return int(head.split()[1]), body
+
+
+async def honest(server: Running, question: Question, *, stream: bool) -> None:
+    """Asks, and checks the answer."""
+    async with Client(server) as client:
+        await client.send(question.route, json.dumps({**question.body, "stream": stream}).encode())
+        status, body = await client.response()
+    assert status == 200, body
+    texts = [""] * len(question.texts)
+    if stream:
+        events = [event.removeprefix("data: ") for event in body.decode().split("\n\n") if event]
+        assert events[-1] == "[DONE]"
+        for event in events[:-1]:
+            for choice in json.loads(event)["choices"]:
+                texts[choice["index"]] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+    else:
+        for choice in json.loads(body)["choices"]:
+            texts[choice["index"]] = choice["text"] if "text" in choice else choice["message"]["content"]
+    assert texts == question.texts
+
+
+async def leaving(server: Running, question: Question, number: int) -> None:
+    """Asks for a long answer and goes: at once, while it waits, or after the first chunks."""
+    async with Client(server) as client:
+        fields = {**question.body, "max_tokens": 1000, "ignore_eos": True, "stop": None, "response_format": None}
+        await client.send(question.route, json.dumps({**fields, "stream": number % 2 == 0}).encode())
+        match number % 3:
+            case 1:
+                await asyncio.sleep(0.05 * (number % 7))
+            case 2 if number % 2 == 0:
+                await client.reader.readuntil(b"data: ")
+
+
+async def too_large(client: Client) -> None:
+    await client.send("chat/completions", b" " * (5 << 20))
+    status, _ = await client.response()
+    assert status == 413
+
+
+async def too_deep(client: Client) -> None:
+    await client.send("chat/completions", b'{"messages":' * 100_000)
+    assert (await client.response())[0] == 400
+
+
+async def bad_text(client: Client) -> None:
+    await client.send("completions", b'{"prompt": "\xff\xfe"}')
+    assert (await client.response())[0] == 400
+
+
+async def half_open(client: Client) -> None:
+    client.writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: loc")
+    assert await client.reader.read() == b""
+
+
+async def half_a_body(client: Client) -> None:
+    client.writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{")
+    assert b" 408 " in (await client.reader.read()).splitlines()[0]
+
+
+async def no_http(client: Client) -> None:
+    client.writer.write(b"\x00\x01\x02\r\n\r\n" * 10)
+    assert b" 400 " in (await client.reader.read()).splitlines()[0]
+
+
+HOSTILE: list[Callable[[Client], Coroutine[Any, Any, None]]] = [
+    too_large,
+    too_deep,
+    bad_text,
+    half_open,
+    half_a_body,
+    no_http,
+]
+
+
+async def hostile(server: Running, number: int) -> None:
+    if number % (len(HOSTILE) + 1) == len(HOSTILE):
+        await no_reader(server)
+        return
+    async with Client(server) as client:
+        await HOSTILE[number % (len(HOSTILE) + 1)](client)
+
+
+async def no_reader(server: Running) -> None:
+    """Asks for much and reads nothing."""
+    loop = asyncio.get_running_loop()
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.setblocking(False)
+        await loop.sock_connect(client, server.address)
+        fields = {"model": NAME, "prompt": "the cat", "max_tokens": 1500, "ignore_eos": True, "logprobs": 20}
+        body = json.dumps({**fields, "stream": True}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        await loop.sock_sendall(client, head.encode() + body)
+        await asyncio.sleep(3)
+
+
+async def crowd(server: Running, asked: list[Question], num_clients: int) -> int:
+    """All clients at once: in 20 of them 5 leave and 2 attack. Returns how many answers the honest ones got."""
+    clients: list[Coroutine[Any, Any, None]] = []
+    num_answers = 0
+    for number in range(num_clients):
+        question = asked[number * 7 % len(asked)]
+        match number % 20:
+            case 0 | 4 | 8 | 12 | 16:
+                clients.append(leaving(server, question, number))
+            case 1 | 11:
+                clients.append(hostile(server, number // 10))
+            case _:
+                num_answers += len(question.texts)
+                clients.append(honest(server, question, stream=number % 3 == 0))
+    results = await asyncio.gather(*clients, return_exceptions=True)
+    assert [result for result in results if result is not None] == []
+    return num_answers
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    limits = HttpLimits(header_seconds=3, body_seconds=3, write_seconds=1.5)
+    with running(tiny_engines(), limits, max_rows=24, max_waiting=1000, kv_bytes=1 << 27) as one:
+        yield one
+
+
+def settled(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def is_idle(server: Running) -> bool:
+    now = server.scheduler.snapshot()
+    state = server.server.server_state
+    busy = (now.running, now.waiting, now.reading, now.kv_bytes, len(state.connections), len(state.tasks))
+    return not any(busy)
+
+
+def test_a_crowd_leaves_no_trace(server: Running):
+    asked = questions(server)
+    asyncio.run(crowd(server, asked, 40))  # threads and files that stay are open now
+    settled(lambda: is_idle(server))
+    process = psutil.Process()
+    old = server.scheduler.snapshot()
+    before = (process.num_fds(), threading.active_count(), server.scheduler.snapshot().prefix_entries > 0)
+    num_answers = asyncio.run(crowd(server, asked, NUM_CLIENTS))
+    settled(lambda: is_idle(server))
+    assert (process.num_fds(), threading.active_count(), server.scheduler.snapshot().prefix_entries > 0) == before
+    end = server.scheduler.snapshot()
+    assert end.prefix_bytes <= 1 << 27
+    assert end.failed == 0
+    assert end.finished - old.finished == num_answers  # nobody computed what nobody waits for
+    assert end.cancelled > old.cancelled
