@@ -17,7 +17,9 @@ import pytest
 
 import draftheads
 from draftheads import loading
+from draftheads.cli.chat import Chat
 from draftheads.cli.main import main
+from draftheads.cli.options.chat import ChatOptions
 from draftheads.data.records import read_chats
 from draftheads.decode.engine import Engine
 from draftheads.decode.prompt_reader import PromptReader
@@ -150,6 +152,21 @@ def test_errors_end_a_chat_in_a_pipe(
     out, err = capsys.readouterr()
     assert re.match(rf"error: .*{words}", err.splitlines()[-1])
     assert len(out.splitlines()) == (lines[0] == "a")
+
+
+def test_a_failed_answer_leaves_the_conversation_as_it_was(here: Path, capsys: pytest.CaptureFixture[str]):
+    options = ChatOptions(model="model")
+    chat = Chat(options, draftheads.load("model", precision="fp32", max_batch_size=1), is_terminal=True)
+    assert chat.take("dead cab")
+    before = list(chat.conversation.turns)
+    assert [message["role"] for message in before] == ["user", "assistant"]
+    too_long = "ab" * 400
+    assert all(chat.take(line) for line in (too_long, f"/system {too_long}", "/retry"))
+    assert chat.conversation.turns == before
+    assert not chat.conversation.finished
+    out, err = capsys.readouterr()
+    assert err.count("error: the prompt has ") == 2
+    assert out == printed(before[1]["content"])
 
 
 def test_quit_help_and_lines_that_only_look_like_commands(

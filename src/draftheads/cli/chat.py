@@ -130,7 +130,9 @@ class Chat:
             if command:
                 self._run(command[1], command[2] or "")
             elif line.strip():
-                self._ask(line.strip())
+                conversation = self.conversation.copy()
+                conversation.ask(line.strip())
+                self._answer(conversation)
         except DraftHeadsError as error:
             if not self.is_terminal:
                 raise
@@ -146,21 +148,10 @@ class Chat:
             raise no_such("command", f"/{name}", [word.split()[0] for word in HELP], other_names={})
         self._commands[name](argument)
 
-    def _ask(self, text: str) -> None:
-        """Answers a message; it is taken back if there is no answer."""
-        conversation = self.conversation
-        num_turns = len(conversation.turns)
-        conversation.ask(text)
-        try:
-            self._answer()
-        finally:
-            if len(conversation.turns) == num_turns + 1:
-                conversation.take_back()
-
-    def _answer(self) -> None:
+    def _answer(self, conversation: Conversation) -> None:
+        """Answers the last question of a conversation, which becomes the chat's once there is an answer."""
         engine = self._plain if self._is_plain else self._engine
-        settings = SamplingSettings(**vars(self._options.settings))
-        request = engine.request(self.conversation.messages, settings)
+        request = engine.request(conversation.messages, SamplingSettings(**vars(self._options.settings)))
         start = time.perf_counter()
         try:
             show_stream(
@@ -174,7 +165,8 @@ class Chat:
             if not self.is_terminal or not request.text:
                 raise
             self._console.print()
-        self.conversation.answer(request.text, finished=request.finish_reason == "stop")
+        conversation.answer(request.text, finished=request.finish_reason == "stop")
+        self.conversation = conversation
         self._note(speed_words(request, time.perf_counter() - start))
 
     def _events(self, engine: Engine, request: Request) -> Iterator[StreamEvent]:
@@ -226,15 +218,12 @@ class Chat:
 
     def _retry(self, argument: str) -> None:
         _refuse(argument, "/retry")
-        before, finished = list(self.conversation.turns), self.conversation.finished
-        question = self.conversation.take_back()
+        conversation = self.conversation.copy()
+        question = conversation.take_back()
         if question is None:
             raise InvalidPrompt("there is no question to answer again")
-        try:
-            self._ask(question)
-        finally:
-            if len(self.conversation.turns) < len(before):
-                self.conversation.turns, self.conversation.finished = before, finished
+        conversation.ask(question)
+        self._answer(conversation)
 
     def _set_system(self, text: str) -> None:
         self.conversation.system = text

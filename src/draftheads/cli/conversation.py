@@ -1,6 +1,6 @@
 """A conversation: the messages so far, and the record of them. Knows nothing of models and terminals."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from draftheads.messages import Message
@@ -29,6 +29,10 @@ class Conversation:
     def messages(self) -> list[Message]:
         """The system prompt, if there is one, and all turns."""
         return [{"role": "system", "content": self.system}] * bool(self.system) + self.turns
+
+    def copy(self) -> "Conversation":
+        """The same, to go on with."""
+        return replace(self, turns=list(self.turns))
 
     def ask(self, text: str) -> None:
         """Adds what the user wrote."""
