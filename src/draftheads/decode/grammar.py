@@ -141,16 +141,22 @@ class GrammarCompiler:
             InvalidSettings: the grammar is wrong, allows no text, or exceeds a limit.
         """
         with self._lock:
-            matcher = self._compiled.get(grammar)
-            if matcher is None:
-                matcher = self._compiled[grammar] = self._checked(grammar)
-                if len(self._compiled) > _COMPILED:
-                    self._compiled.popitem(last=False)
+            if grammar not in self._compiled:
+                self._compile(grammar)
             self._compiled.move_to_end(grammar)
-            return self._state(matcher.deep_copy())  # copies share what the lexer has learned
+            try:
+                return self._state(self._compiled[grammar])
+            except GrammarFailed:  # copies share their lexer: it exceeded a limit in another answer
+                self._compile(grammar)
+                return self._state(self._compiled[grammar])
+
+    def _compile(self, grammar: Grammar) -> None:
+        self._compiled[grammar] = self._checked(grammar)
+        if len(self._compiled) > _COMPILED:
+            self._compiled.popitem(last=False)
 
     def _state(self, matcher: Any) -> GrammarState:
-        return GrammarState(matcher, num_words=self._num_words, eos_ids=self._eos_ids)
+        return GrammarState(matcher.deep_copy(), num_words=self._num_words, eos_ids=self._eos_ids)
 
     def _checked(self, grammar: Grammar) -> Any:
         """A matcher that has computed its first masks without an error."""
@@ -167,11 +173,12 @@ class GrammarCompiler:
         if matcher.is_error():
             raise InvalidSettings(f"the grammar cannot be used: {_first_line(matcher.get_error())}")
         try:
-            trial = self._state(matcher.deep_copy())
+            trial = self._state(matcher)
             allowed = [token for token in tokens_of(trial.masks[0]) if token not in self._eos_ids]
             if not allowed:
                 raise InvalidSettings("the grammar allows no text")
             trial.read(allowed[:1])
+            self._state(matcher)  # the lexer, which copies share, may be at its limit now
         except GrammarFailed as error:
             raise InvalidSettings(str(error)) from None
         return matcher

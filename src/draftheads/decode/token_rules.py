@@ -108,7 +108,7 @@ class BatchRules:
             logits = (logits.float() + bias[:, None]).to(logits.dtype)
         rows = self._ruled_rows
         if not rows:
-            return logits
+            return logits.expand(-1, len(places[0]), -1)
         words = np.full((len(rows), len(places[0]), self._num_words), beyond, np.int32)
         for i, row in enumerate(rows):
             state = self._states[row]

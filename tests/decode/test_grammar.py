@@ -1,0 +1,224 @@
+"""Grammars: what is refused, what states allow, and what becomes of a request whose grammar exceeds a limit."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import draftheads.decode.grammar as module
+from draftheads.decode.engine import Engine
+from draftheads.decode.grammar import GrammarState, compiler_for, tokens_of
+from draftheads.draft import AFTER_END, FORBIDDEN
+from draftheads.errors import GrammarFailed, InvalidSettings, MissingDependency
+from draftheads.settings import DEEPEST_SCHEMA, MOST_GRAMMAR_CHARACTERS, Grammar, SamplingSettings
+from families import tiny_head, tiny_model
+from structured_world import EOS, GRAMMARS, VOCAB, SlowGrammar, json_model, json_tokenizer
+
+SECONDS = 20.0  # far more than a refusal takes; a hostile grammar that is not limited takes hours
+
+
+def state_of(grammar: Grammar) -> GrammarState:
+    return compiler_for(json_tokenizer(), vocab_size=VOCAB, eos_ids=frozenset({EOS})).start(grammar)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Grammar.json_schema("{"), "not JSON"),
+        (lambda: Grammar.json_schema("[1]"), r"a JSON schema is an object, not \[1\]"),
+        (lambda: Grammar.json_schema(nested(DEEPEST_SCHEMA)), f"nested {DEEPEST_SCHEMA + 1} deep; {DEEPEST_SCHEMA} is"),
+        (lambda: Grammar.json_schema(nested(100_000)), "cannot be written as JSON"),
+        (lambda: Grammar.json_schema("[" * 60_000), "nested 60000 deep"),
+        (lambda: Grammar.json_schema({"const": float("nan")}), "cannot be written as JSON"),
+        (lambda: Grammar.json_schema({"const": {1, 2}}), "cannot be written as JSON"),
+        (lambda: Grammar.json_schema({"enum": ["x" * MOST_GRAMMAR_CHARACTERS]}), r"65,5\d\d characters; 65,536 are"),
+        (lambda: Grammar.regex("a" * (MOST_GRAMMAR_CHARACTERS + 1)), "65,537 characters"),
+        (lambda: Grammar("gbnf", "root ::= x"), "kind is 'gbnf'"),
+        (lambda: Grammar.regex(7), "a grammar is a text, not int"),
+        (lambda: SamplingSettings(grammar="{}"), "grammar is '{}'; it must be a Grammar"),
+        (lambda: SamplingSettings(grammar=GRAMMARS["person"], ignore_eos=True), "ends where the grammar ends"),
+    ],
+)
+def test_what_is_refused_at_once(make: Any, words: str):
+    with pytest.raises(InvalidSettings, match=words):
+        make()
+
+
+def test_brackets_in_strings_do_not_nest():
+    Grammar.json_schema({"const": "[{" * 100 + '"' + "\\" * 3})
+
+
+HOSTILE = {
+    "unknown type": Grammar.json_schema({"type": "strin"}),
+    "unknown keyword": Grammar.json_schema({"not": {}}),
+    "a file": Grammar.json_schema({"$ref": "file:///etc/passwd"}),
+    "a web page": Grammar.json_schema({"$ref": "http://127.0.0.1:9/x.json"}),
+    "itself": Grammar.json_schema({"$ref": "#"}),
+    "a number too low": Grammar.json_schema({"type": "integer", "minimum": -(10**30)}),
+    "unsatisfiable": Grammar.json_schema({"type": "object", "properties": {"a": False}, "required": ["a"]}),
+    "product": Grammar.json_schema(
+        {"allOf": [{"anyOf": [{"properties": {f"{i}{j}": {}}} for j in range(6)]} for i in range(8)]}
+    ),
+    "repetitions": Grammar.regex("a{1000000}"),
+    "nested repetitions": Grammar.regex("((a{1000}){1000}){1000}"),
+    "look-around": Grammar.regex("(?=a)b"),
+    "references": Grammar.regex(r"(a)\1"),
+    "repetitions after a letter": Grammar.regex("(yes|no) (a{1000}){1000}"),
+    "half a group": Grammar.regex("(a"),
+    "half a character": Grammar.regex("\ud800"),
+    "no text": Grammar.regex(""),
+    "no character": Grammar.regex(r"[^\s\S]"),
+    "no start": Grammar.lark("begin: /a/"),
+    "many properties": Grammar.json_schema({"properties": {f"p{i}": {} for i in range(2500)}}),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_grammars_are_refused_when_a_request_is_made(name: str):
+    start = time.monotonic()
+    with pytest.raises(InvalidSettings, match="grammar"):
+        Engine(json_model()).request([5], SamplingSettings(grammar=HOSTILE[name]))
+    assert time.monotonic() - start < SECONDS
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar.json_schema({"enum": [f"value {i}" for i in range(4000)]}),
+        Grammar.json_schema({"type": "string", "minLength": 1_000_000}),
+        Grammar.json_schema({"type": "array", "items": {"type": "integer"}, "minItems": 1_000_000}),
+        Grammar.json_schema(nested(DEEPEST_SCHEMA - 1)),
+        Grammar.regex(".*a.{40}"),
+        Grammar.regex("(a|aa)*b(a|aa)*c(a+)+"),
+    ],
+)
+def test_costly_grammars_work(grammar: Grammar):
+    (result,) = Engine(json_model()).generate([[5]], grammar=grammar, max_new_tokens=20)
+    assert SlowGrammar(grammar).allows(list(result.token_ids))
+
+
+def test_a_grammar_that_exceeds_a_limit_later_fails_its_own_request_only():
+    """Each answer is decoded as if the other were not there; without isolation the error is raised."""
+    hidden = Grammar.lark("start: WORD \":\" REST\nWORD: /[a-z]{6,12}/\nREST: /(a{1000}){1000}/")
+    prompts = [[5], [40, 41, 42]]
+    each = [SamplingSettings(grammar=hidden), SamplingSettings(grammar=GRAMMARS["person"], max_new_tokens=30)]
+    engine = Engine(json_model(), tiny_head("hydra", json_model()))
+    with pytest.raises(GrammarFailed, match="too complex"):
+        engine.generate(prompts, each)
+    assert engine.generate(prompts, each, max_new_tokens=3)  # the same grammar can be used again
+    bad, good = engine.requests(prompts, each)
+    batch = engine.batch()
+    batch.isolates_failures = True
+    batch.join([bad, good])
+    while batch.requests:
+        batch.step()
+    assert isinstance(bad.failure, GrammarFailed)
+    assert bad.finish_reason is None
+    assert good.result().token_ids == Engine(json_model()).generate(prompts[1:], each[1])[0].token_ids
+
+
+def test_places_follow_the_draft_tokens():
+    state = state_of(Grammar.regex("ab?"))
+    a, b = (json_tokenizer()(letter)["input_ids"][0] for letter in "ab")
+    assert a in tokens_of(state.masks[0])
+    after_a = state.place_below(0, a)
+    assert after_a == 1
+    assert tokens_of(state.masks[after_a]) == sorted([EOS, b])
+    assert state.place_below(0, b) == FORBIDDEN
+    assert state.place_below(FORBIDDEN, a) == FORBIDDEN
+    assert state.place_below(after_a, EOS) == AFTER_END
+    assert state.place_below(AFTER_END, EOS) == FORBIDDEN
+    assert tokens_of(state.masks[state.place_below(after_a, b)]) == [EOS]
+    assert state.place_below(0, a) == after_a
+    assert (state.num_allowed([a, b, a]), state.num_allowed([a, EOS, a]), state.num_allowed([b])) == (2, 2, 0)
+    state.read([a])
+    assert tokens_of(state.masks[0]) == sorted([EOS, b])
+    assert len(state.masks) == 1
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(grammar=st.sampled_from(sorted(GRAMMARS)), data=st.data())
+def test_masks_equal_those_of_a_grammar_read_from_its_beginning(grammar: str, data: st.DataObject):
+    """Draft tokens are tried in any order, and some are accepted."""
+    state, slow = state_of(GRAMMARS[grammar]), SlowGrammar(GRAMMARS[grammar])
+    text: list[int] = []
+    paths: dict[int, list[int]] = {0: []}
+    for _ in range(data.draw(st.integers(1, 12))):
+        place = data.draw(st.sampled_from(sorted(paths)))
+        going = [token for token in tokens_of(state.masks[place]) if token != EOS]
+        if not going:
+            continue
+        if data.draw(st.integers(0, 3)) == 0:  # accepted
+            state.read(paths[place])
+            text += paths[place]
+            paths = {0: []}
+        else:
+            token = data.draw(st.sampled_from(going))
+            below = state.place_below(place, token)
+            assert below not in paths or paths[below] == [*paths[place], token]
+            paths[below] = [*paths[place], token]
+        for own, path in paths.items():
+            expected = slow.allowed(text + path).nonzero()[:, 0].tolist()
+            assert tokens_of(state.masks[own]) == expected
+
+
+def test_all_tokens_that_end_a_text_end_a_grammar():
+    compiler = compiler_for(json_tokenizer(), vocab_size=VOCAB, eos_ids=frozenset({EOS, 328}))
+    state = compiler.start(Grammar.regex("a"))
+    state.read([json_tokenizer()("a")["input_ids"][0]])
+    assert tokens_of(state.masks[0]) == [EOS, 328]
+    assert state.place_below(0, 328) == AFTER_END
+
+
+def test_a_compiler_and_its_grammars_are_made_once(monkeypatch: pytest.MonkeyPatch):
+    key: dict[str, Any] = {"vocab_size": VOCAB, "eos_ids": frozenset({EOS})}
+    compiler = compiler_for(json_tokenizer(), **key)
+    assert compiler_for(json_tokenizer(), **key) is compiler
+    monkeypatch.setattr(module, "_COMPILED", 2)
+    for text in ("xa", "xb", "xa", "xc"):
+        compiler.start(Grammar.regex(text))
+    assert [grammar.text for grammar in compiler._compiled][-2:] == ["xa", "xc"]
+    assert compiler.start(Grammar.regex("xa")) is not compiler.start(Grammar.regex("xa"))
+
+
+def test_models_that_cannot_have_grammars():
+    grammar = SamplingSettings(grammar=GRAMMARS["choice"])
+    with pytest.raises(InvalidSettings, match="cannot be used with the model's tokenizer"):
+        Engine(tiny_model("llama")).request([5], grammar)
+    with pytest.raises(InvalidSettings, match="no token that ends a text"):
+        compiler_for(json_tokenizer(), vocab_size=VOCAB, eos_ids=frozenset())
+    with pytest.raises(InvalidSettings, match="vocab size too small"):
+        compiler_for(json_tokenizer(), vocab_size=100, eos_ids=frozenset({EOS}))
+
+
+def test_without_llguidance_there_is_the_line_to_install_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "llguidance", None)
+    with pytest.raises(MissingDependency, match="grammars need llguidance; install it with: pip install llguidance"):
+        compiler_for(json_tokenizer(), vocab_size=VOCAB + 1, eos_ids=frozenset({EOS}))
+
+
+@pytest.mark.parametrize("bias", [{VOCAB: 1.0}, {5: 1.0, 10**9: -1.0}])
+def test_biases_of_tokens_that_the_model_does_not_have(bias: dict[int, float]):
+    with pytest.raises(InvalidSettings, match=r"logit_bias has token \d+; the model has 330 tokens"):
+        Engine(json_model()).request([5], SamplingSettings(logit_bias=bias))
+
+
+def test_a_compiled_grammar_serves_several_answers_at_once():
+    states = [state_of(GRAMMARS["choice"]) for _ in range(2)]
+    first = json_tokenizer()("no")["input_ids"]
+    states[0].read(first[:1])
+    assert tokens_of(states[1].masks[0]) == SlowGrammar(GRAMMARS["choice"]).allowed([]).nonzero()[:, 0].tolist()
+    assert torch.equal(
+        torch.tensor(tokens_of(states[0].masks[0])),
+        SlowGrammar(GRAMMARS["choice"]).allowed(first[:1]).nonzero()[:, 0],
+    )

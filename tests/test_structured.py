@@ -1,0 +1,273 @@
+"""Structured output: constrained drafting equals constrained plain decoding, which equals a slow decoder."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftheads.decode.engine import Engine
+from draftheads.decode.request import GenerationResult
+from draftheads.draft import Draft, Drafter
+from draftheads.drafters.copying import Copying
+from draftheads.drafters.draft_model import DraftModel
+from draftheads.drafters.lookahead import Lookahead
+from draftheads.drafters.prompt_lookup import PromptLookup
+from draftheads.heads import HEADS
+from draftheads.models.kv_target import Target
+from draftheads.models.model import TargetModel
+from draftheads.settings import Grammar, SamplingSettings
+from draftheads.shapes import BestFirst, BestPaths, Sampled, Shape
+from draftheads.tree import Tree
+from families import tiny_head
+from structured_world import EOS, GRAMMARS, VOCAB, SlowGrammar, json_model, slow_answer
+from thorough import some, some_rows
+
+PROMPT = [40, 41, 42]
+PROMPTS = [PROMPT, [77, 80, 81, 90, 100, 110, 77, 80], [5], [60, 61], [200, 201, 202, 203], [9, 8, 7], [70, 71]]
+RAGGED = Tree.from_paths([(0,), (1,), (4,), (0, 0), (0, 2), (4, 1), (0, 2, 0), (4, 1, 3)])
+SHAPES: dict[str, Shape] = {
+    "chain": Tree.chain(3),
+    "ragged": RAGGED,
+    "best first": BestFirst(12, num_ranks=4, beam=4),
+    "threshold": BestFirst(24, num_ranks=8, beam=6, max_depth=3, threshold=0.02, confidence=(0.7, 0.8, 0.9)),
+    "best paths": BestPaths((4, 2, 2), 4),
+    "sampled": Sampled(Tree.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])),
+}
+
+
+def mixed(**changes: Any) -> list[SamplingSettings]:
+    """A grammar in some rows, biases in others, both, and neither."""
+    grammars = [
+        GRAMMARS["person"],
+        GRAMMARS["choice"],
+        None,
+        GRAMMARS["call"],
+        None,
+        GRAMMARS["object"],
+        GRAMMARS["sums"],
+    ]
+    biases = [{}, {}, {}, {120: 3.5, 60: -100}, {70: 100, 71: 99.5, EOS: -100}, {97: 2.0}, {}]
+    return [
+        SamplingSettings(**{"max_new_tokens": 48, "seed": 5, "grammar": grammar, "logit_bias": bias, **changes})
+        for grammar, bias in zip(grammars, biases, strict=True)
+    ]
+
+
+SETTINGS = {
+    "greedy": mixed(),
+    "sampled": mixed(temperature=0.8, top_p=0.9, top_k=40),
+    "penalty": mixed(repetition_penalty=1.3),
+    "alternating": [one for pair in zip(mixed()[::2], mixed(temperature=1.0)[1::2], strict=False) for one in pair]
+    + mixed()[-1:],
+}
+
+
+def decode(model: TargetModel, drafter: Drafter | None, settings: str, **parts: Any) -> list[GenerationResult]:
+    return Engine(model, drafter, max_batch_size=4, **parts).generate(PROMPTS, SETTINGS[settings])
+
+
+@cache
+def plain(family: str, settings: str) -> list[tuple[int, ...]]:
+    return [result.token_ids for result in decode(json_model(family), None, settings)]
+
+
+def check_answers(results: list[GenerationResult], settings: list[SamplingSettings]) -> None:
+    """Every answer that ended is a whole text of its grammar, and every other one the beginning of one."""
+    for result, own in zip(results, settings, strict=True):
+        if own.grammar is not None:
+            assert SlowGrammar(own.grammar).allows(list(result.token_ids))
+            assert (result.token_ids[-1] == EOS) == (result.finish_reason == "stop")
+
+
+@pytest.mark.parametrize("family", some(["llama", "gpt2", "gemma2", "qwen3"], "llama"))
+@pytest.mark.parametrize("grammar", GRAMMARS)
+def test_plain_decoding_equals_a_slow_decoder(family: str, grammar: str):
+    model = json_model(family)
+    result, other = Engine(model).generate([PROMPT, PROMPTS[1]], grammar=GRAMMARS[grammar], max_new_tokens=30)
+    assert list(result.token_ids) == slow_answer(model, PROMPT, GRAMMARS[grammar], max_new_tokens=30)
+    assert list(other.token_ids) == slow_answer(model, PROMPTS[1], GRAMMARS[grammar], max_new_tokens=30)
+    check_answers([result], [SamplingSettings(grammar=GRAMMARS[grammar])])
+
+
+@pytest.fixture
+def verified(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Draft, int]]:
+    """The drafts that the model of the tests verifies, and how long the text of the first row is at that time."""
+    drafts: list[tuple[Draft, int]] = []
+    verify = Target.verify
+
+    def watched(target: Target, draft: Draft) -> tuple[Tensor, Tensor]:
+        if target.model is json_model():
+            drafts.append((draft, target.lengths[0]))
+        return verify(target, draft)
+
+    monkeypatch.setattr(Target, "verify", watched)
+    return drafts
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize(
+    ("method", "shape"),
+    some_rows(
+        [(method, shape) for method in HEADS for shape in SHAPES],
+        *[("medusa", shape) for shape in SHAPES],
+        *[("hydra", shape) for shape in SHAPES],
+        *[(method, "best first") for method in HEADS],
+    ),
+)
+def test_heads(method: str, shape: str, settings: str):
+    model = json_model()
+    results = decode(model, tiny_head(method, model), settings, shape=SHAPES[shape])
+    assert [result.token_ids for result in results] == plain("llama", settings)
+    check_answers(results, SETTINGS[settings])
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("family", some(["gpt2", "gemma2", "mistral", "phi3"], "gpt2"))
+def test_families(family: str, settings: str):
+    model = json_model(family)
+    results = decode(model, tiny_head("hydra", model), settings, shape=SHAPES["best first"])
+    assert [result.token_ids for result in results] == plain(family, settings)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("method", ["medusa", "hydra"])
+def test_trimmed_draft_vocabularies(method: str, shape: str, settings: str):
+    """Most tokens cannot be drafted, so often no allowed token can."""
+    model = json_model()
+    head = tiny_head(method, model, draft_vocab_size=40)
+    assert [result.token_ids for result in decode(model, head, settings, shape=SHAPES[shape])] == plain(
+        "llama", settings
+    )
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", ["prompt lookup", "lookahead", "copying", "copying static", "draft model"])
+def test_other_drafters(name: str, settings: str):
+    model = json_model()
+    drafter, parts = other_drafter(name, model)
+    assert [result.token_ids for result in decode(model, drafter, settings, **parts)] == plain("llama", settings)
+
+
+def other_drafter(name: str, model: TargetModel) -> tuple[Drafter, dict[str, Any]]:
+    if name == "prompt lookup":
+        return PromptLookup(num_tokens=5), {}
+    if name == "lookahead":
+        return Lookahead(), {}
+    if name == "draft model":
+        return DraftModel(json_model(seed=1), model), {"shape": SHAPES["best first"]}
+    return Copying(tiny_head("hydra", model)), {"shape": RAGGED if name == "copying static" else SHAPES["best first"]}
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "block", "typical", "typical-sampled"])
+@pytest.mark.parametrize("shape", [Sampled(Tree.chain(3)), SHAPES["sampled"], SHAPES["best first"]])
+@pytest.mark.parametrize("vocabulary", [None, 40])
+def test_other_acceptance_rules_keep_to_the_grammar(acceptance: str, shape: Shape, vocabulary: int | None):
+    model = json_model()
+    head = tiny_head("hydra", model, **({} if vocabulary is None else {"draft_vocab_size": vocabulary}))
+    settings = mixed(acceptance=acceptance, temperature=1.0)
+    results = Engine(model, head, shape=shape, max_batch_size=4).generate(PROMPTS, settings)
+    check_answers(results, settings)
+    assert sum(map(sum, (result.drafted for result in results)))  # some draft tokens are accepted
+
+
+def num_allowed_nodes(draft: Draft, grammar: Grammar, text: list[int]) -> int:
+    """How many draft tokens the first row has; all of them continue the text as the grammar allows."""
+    slow, tokens, count = SlowGrammar(grammar), draft.token_ids[0].tolist(), 0
+    for node in range(1, draft.num_nodes):
+        if draft.depths[0, node]:
+            path = [tokens[above] for above in draft.ancestors[0, node].nonzero()[:, 0].tolist()]
+            assert slow.allows(text + path), (text, path)
+            count += 1
+    return count
+
+
+@pytest.mark.parametrize("grammar", ["person", "sums"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["medusa", "hydra", "trimmed", "copying", "prompt lookup", "draft model"])
+def test_forbidden_tokens_are_never_verified(name: str, shape: str, grammar: str, verified: list[tuple[Draft, int]]):
+    model = json_model()
+    if name in ("medusa", "hydra", "trimmed"):
+        options = {"draft_vocab_size": 40} if name == "trimmed" else {}
+        drafter: Drafter = tiny_head("hydra" if name == "trimmed" else name, model, **options)
+    else:
+        drafter = other_drafter(name, model)[0]
+    parts = {} if name == "prompt lookup" else {"shape": SHAPES[shape]}
+    prompt = PROMPTS[1]
+    (result,) = Engine(model, drafter, **parts).generate([prompt], grammar=GRAMMARS[grammar], max_new_tokens=24)
+    texts = [list(result.token_ids)[: length - len(prompt)] for _, length in verified]
+    counts = [
+        num_allowed_nodes(draft, GRAMMARS[grammar], text) for (draft, _), text in zip(verified, texts, strict=True)
+    ]
+    assert counts
+    assert sum(counts) or name in ("prompt lookup", "trimmed")
+
+
+@pytest.mark.parametrize("shape", ["chain", "best first", "best paths", "sampled"])
+@pytest.mark.parametrize("method", ["medusa", "hydra"])
+def test_text_without_a_choice_is_drafted_as_deep_as_the_tree(method: str, shape: str):
+    """One token is allowed at each place, so every draft token is right."""
+    model = json_model()
+    text = "red green blue 12 San Francisco yes"
+    ids = model.tokenizer(text)["input_ids"]
+    spelling = " ".join(f"<[{token}]>" for token in ids)  # llguidance's notation for token ids
+    grammar = Grammar.lark(f"start: {spelling}")
+    shape_ = SHAPES[shape] if shape != "sampled" else Sampled(Tree.chain(3))
+    (result,) = Engine(model, tiny_head(method, model), shape=shape_).generate([PROMPT], grammar=grammar)
+    assert list(result.token_ids) == [*ids, EOS]
+    assert result.num_steps == -(-len(ids) // 4)
+
+
+def test_free_rows_are_drafted_as_without_their_neighbours(verified: list[tuple[Draft, int]]):
+    model = json_model()
+    head = tiny_head("hydra", model)
+    firsts = []
+    for grammar in (None, GRAMMARS["person"]):
+        settings = [SamplingSettings(max_new_tokens=12, grammar=own) for own in (None, grammar)]
+        Engine(model, head, shape=SHAPES["best first"]).generate(PROMPTS[:2], settings)
+        firsts.append(verified[0][0])
+        verified.clear()
+    alone, beside = firsts
+    assert torch.equal(alone.token_ids[0], beside.token_ids[0])
+    assert alone.num_nodes == beside.num_nodes == 12
+
+
+def test_an_answer_may_be_cut_by_its_limit_or_a_stop_string():
+    model = json_model()
+    engine = Engine(model, tiny_head("hydra", model))
+    cut, stopped = engine.generate(
+        [PROMPT, PROMPT],
+        [
+            SamplingSettings(grammar=GRAMMARS["person"], max_new_tokens=5),
+            SamplingSettings(grammar=GRAMMARS["person"], stop='"age"'),
+        ],
+    )
+    assert (cut.finish_reason, len(cut.token_ids)) == ("length", 5)
+    assert stopped.finish_reason == "stop"
+    assert stopped.text.startswith('{"name": "')
+    assert stopped.text.endswith(", ")
+
+
+def test_log_probabilities_are_those_of_the_unchanged_logits():
+    model = json_model()
+    (result,) = Engine(model, tiny_head("hydra", model)).generate([PROMPT], grammar=GRAMMARS["person"], logprobs=2)
+    ids = [*PROMPT, *result.token_ids]
+    logits = model.model(torch.tensor([ids])).logits[0, len(PROMPT) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(result.token_ids)[:, None])[:, 0]
+    assert torch.allclose(torch.tensor(result.logprobs), expected, atol=1e-4)
+
+
+def test_biases_are_added_to_the_logits():
+    model = json_model()
+    plain_ids = Engine(model).generate([PROMPT], max_new_tokens=8, ignore_eos=True)[0].token_ids
+    banned = dict.fromkeys(set(plain_ids), -100)
+    (result,) = Engine(model).generate([PROMPT], max_new_tokens=8, ignore_eos=True, logit_bias=banned)
+    assert not set(result.token_ids) & set(banned)
+    answer: list[int] = []
+    bias = torch.zeros(VOCAB)
+    bias[list(banned)] = -100.0
+    for _ in range(8):
+        answer.append(int((model.model(torch.tensor([PROMPT + answer])).logits[0, -1] + bias).argmax()))
+    assert list(result.token_ids) == answer
