@@ -109,7 +109,7 @@ def test_costly_grammars_work(grammar: Grammar):
 
 def test_a_grammar_that_exceeds_a_limit_later_fails_its_own_request_only():
     """Each answer is decoded as if the other were not there; without isolation the error is raised."""
-    hidden = Grammar.lark("start: WORD \":\" REST\nWORD: /[a-z]{6,12}/\nREST: /(a{1000}){1000}/")
+    hidden = Grammar.lark('start: WORD ":" REST\nWORD: /[a-z]{6,12}/\nREST: /(a{1000}){1000}/')
     prompts = [[5], [40, 41, 42]]
     each = [SamplingSettings(grammar=hidden), SamplingSettings(grammar=GRAMMARS["person"], max_new_tokens=30)]
     engine = Engine(json_model(), tiny_head("hydra", json_model()))
