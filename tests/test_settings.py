@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from draftheads.errors import DraftHeadsError, InvalidSettings
-from draftheads.settings import SamplingOptions, SamplingSettings
+from draftheads.settings import Grammar, SamplingOptions, SamplingSettings
 
 NAN, INFINITY = math.nan, math.inf
 BAD_VALUES: dict[str, tuple[Any, ...]] = {
@@ -31,6 +31,20 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "acceptance": ("greedy", "", None, 3, ["exact"]),
     "typical_epsilon": (0.0, -0.1, 1.1, NAN, "0.09", None),
     "typical_delta": (0.0, -0.1, NAN, "0.3", True),
+    "grammar": ("{}", 7, True, [("type", "object")]),
+    "logit_bias": (
+        7,
+        "7",
+        [7],
+        {"7": 1.0},
+        {7: "1"},
+        {7: 100.5},
+        {7: NAN},
+        {-1: 1.0},
+        {True: 1.0},
+        {2.5: 1.0},
+        [(7, 1, 2)],
+    ),
 }
 WORDS = {
     "max_new_tokens": "an integer of at least 1",
@@ -39,6 +53,8 @@ WORDS = {
     "stop_token_ids": "a list of token ids, such as [7]",
     "ignore_eos": "True or False",
     "logprobs": "an integer from 0 to 20, or None for no log-probabilities",
+    "grammar": "a Grammar, a dictionary with a JSON schema, or None",
+    "logit_bias": "token ids with numbers from -100 to 100, such as {7: -100}",
     "acceptance": "'exact' or 'rejection' or 'block' or 'typical' or 'typical-sampled'",
 }
 
@@ -95,6 +111,7 @@ def test_a_long_value_is_shortened():
         ("seed", 2**64 - 1),
         ("logprobs", 0),
         ("logprobs", 20),
+        ("logit_bias", ((0, -100.0), (7, 100.0))),
     ],
 )
 def test_the_edges_of_what_is_allowed(name: str, value: Any):
@@ -119,6 +136,9 @@ def test_the_edges_of_what_is_allowed(name: str, value: Any):
         ("temperature", np.float32(0.5), 0.5),
         ("top_p", Fraction(1, 2), 0.5),
         ("ignore_eos", np.True_, True),
+        ("grammar", {"type": "object"}, Grammar("json_schema", '{"type": "object"}')),
+        ("logit_bias", {9: -1, np.int64(7): np.float32(0.5)}, ((7, 0.5), (9, -1.0))),
+        ("logit_bias", None, ()),
     ],
 )
 def test_what_is_converted(name: str, given: Any, expected: Any):
@@ -127,7 +147,7 @@ def test_what_is_converted(name: str, given: Any, expected: Any):
     assert found == expected
     assert type(found) is type(expected)
     if isinstance(found, tuple):
-        assert [type(item) in (int, str) for item in found] == [True] * len(found)
+        assert [type(item) in (int, str, tuple) for item in found] == [True] * len(found)
     assert settings == replace(settings) == pickle.loads(pickle.dumps(settings))  # noqa: S301 - our own
     assert hash(settings) == hash(SamplingSettings(**{name: expected}))
 

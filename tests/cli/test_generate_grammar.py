@@ -1,0 +1,67 @@
+"""``draftheads generate`` with a grammar."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from draftheads.cli.main import main
+from structured_world import PERSON, json_model
+
+SCHEMA = json.dumps(PERSON)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Has a model with a tokenizer that spells JSON, and schemas."""
+    model = json_model()
+    model.model.save_pretrained(tmp_path / "model")
+    model.tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "person.json").write_text(SCHEMA)
+    (tmp_path / "half.json").write_text("{")
+    (tmp_path / "bytes.json").write_bytes(b"\xff")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("given", [SCHEMA, f"\n {SCHEMA}", "person.json"])
+@pytest.mark.usefixtures("folder")
+def test_json_of_a_schema(given: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["generate", "name", "--model", "model", "--json-schema", given]) == 0
+    assert list(json.loads(capsys.readouterr().out)) == ["name", "age", "tags"]
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_regular_expression(capsys: pytest.CaptureFixture[str]):
+    assert main(["generate", "name", "--model", "model", "--regex", "(yes|no)"]) == 0
+    assert capsys.readouterr().out in ("yes\n", "no\n")
+
+
+@pytest.mark.usefixtures("folder")
+def test_any_json(capsys: pytest.CaptureFixture[str]):
+    assert main(["generate", "name", "--model", "model", "--json", "--max-new-tokens", "9"]) == 0
+    assert capsys.readouterr().out.startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--json", "--regex", "a"], "--json and --regex: give one of them"),
+        (["--json-schema", SCHEMA, "--json"], "--json-schema and --json: give one of them"),
+        (["--json-schema", "missing.json"], "--json-schema missing.json cannot be read: give a JSON schema or a file"),
+        (["--json-schema", "bytes.json"], "--json-schema bytes.json cannot be read"),
+        (["--json-schema", "half.json"], "the JSON schema is not JSON"),
+        (["--json-schema", '{"type": "strin"}'], "the grammar cannot be used: Invalid type: strin"),
+        (["--regex", "(a"], "the grammar cannot be used: "),
+        (["--regex", ""], "the grammar allows no text"),
+        (["--json", "--ignore-eos"], "ignore_eos is True, but an answer with a grammar ends where the grammar ends"),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_errors_are_one_line(options: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["generate", "name", "--model", "model", *options]) != 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err
+    assert err.count("\n") == 1
