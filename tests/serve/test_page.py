@@ -445,9 +445,16 @@ def test_a_server_that_loads_and_then_goes(visit: Callable[..., Any]):
         world.open()
         page.wait_for_selector("#send:enabled")
         assert not page.is_visible("#alert")
+        setting(page, "max-tokens", 8000)
+        ask(page, "dead cab")
+        page.wait_for_selector(".text span", state="attached")
+        world.service.close()
+        turn = wait_for_end(page)
+        assert "The server shut down" in turn.locator(".problem").text_content()
+        assert turn.locator(".tools button:visible").all_text_contents() == ["Copy", "Regenerate"]
     finally:
         world.close()
-    ask(page, "dead cab")
+    ask(page, "hello")
     turn = wait_for_end(page)
     assert "The server does not answer." in turn.locator(".problem").text_content()
     assert turn.locator(".tools button:visible").all_text_contents() == ["Try again"]
