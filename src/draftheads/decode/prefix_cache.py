@@ -5,6 +5,8 @@ from collections.abc import Hashable, Sequence
 
 from draftheads.decode.prompt_reader import ReadText
 
+FEWEST_TOKENS = 8  # a shorter common beginning is not worth a copy: most prompts begin with the same special tokens
+
 
 class PrefixCache:
     """Read texts within a number of bytes; those used last are kept.
@@ -29,12 +31,12 @@ class PrefixCache:
     def find(self, space: Hashable, token_ids: Sequence[int]) -> ReadText | None:
         """The longest shared beginning of a prompt and a text; without the prompt's last token, which is read anew.
 
-        The result shares the memory of the cache: copy it before the next call.
+        None if it has fewer than ``FEWEST_TOKENS``. The result shares the memory of the cache: copy it before the next call.
         """
         wanted = token_ids[:-1]
         shared = {key: _num_shared(key[1], wanted) for key in self._texts if key[0] == space}
         best = max(shared, key=shared.__getitem__, default=None)
-        if best is None or not shared[best]:
+        if best is None or shared[best] < FEWEST_TOKENS:
             return None
         self._texts.move_to_end(best)
         self.hits += 1

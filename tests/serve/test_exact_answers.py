@@ -1,0 +1,167 @@
+"""Each answer is the offline engine's plain answer: beside any others, read in chunks, after shared beginnings."""
+
+import random
+from functools import cache
+
+import pytest
+
+from draftheads.decode.engine import Engine
+from draftheads.draft import Drafter
+from draftheads.drafters.copying import Copying
+from draftheads.drafters.lookahead import Lookahead
+from draftheads.drafters.prompt_lookup import PromptLookup
+from draftheads.models.model import TargetModel
+from draftheads.serve.scheduler import Lane
+from families import FAMILIES, GROWING, TREES, VOCAB, tiny_head, tiny_model
+from serve_world import check_empty, iterate, plain_answer, run_to_end, scheduler_of, submit
+from thorough import some
+
+some_model = cache(tiny_model)
+NEW_TOKENS = 14
+
+
+def engines_of(model: TargetModel, *methods: str) -> dict[str, Engine]:
+    """One served name for each kind of drafter; heads with copies, as they are loaded."""
+
+    def engine(method: str) -> Engine:
+        shape = GROWING["best first"] if method in ("hydra", "eagle") else TREES["ragged"]
+        return Engine(model, Copying(tiny_head(method, model)), shape=shape)
+
+    own: dict[str, Drafter] = {"lookup": PromptLookup(), "lookahead": Lookahead()}
+    return {name: Engine(model, own[name]) if name in own else engine(name) for name in methods}
+
+
+def text(seed: int, length: int) -> list[int]:
+    return [random.Random(seed * 1000 + place).randrange(3, VOCAB) for place in range(length)]  # noqa: S311
+
+
+def family_of_prompts() -> list[list[int]]:
+    """Prompts that share beginnings: none, a part, a whole other prompt; of 1 to 70 tokens."""
+    system = text(1, 40)
+    return [
+        system + text(2, 9),
+        system + text(3, 30),
+        text(4, 1),
+        system[:25] + text(5, 8),
+        text(6, 23),
+        system + text(2, 9) + text(7, 5),
+        [*system],
+        text(6, 23),
+    ]
+
+
+@pytest.mark.parametrize("name", some(FAMILIES, "llama", "mistral", "gemma3_text", "gpt2"))
+@pytest.mark.parametrize("chunk", [7, 256])
+def test_in_any_lane_beside_any_others(name: str, chunk: int):
+    model = some_model(name)
+    engines = engines_of(model, "hydra", "eagle", "small-llama", "lookup")
+    lanes = [Lane("hydra"), Lane("eagle"), Lane("small-llama"), Lane("hydra", 0), Lane("eagle", 5), Lane("lookup")]
+    scheduler = scheduler_of(engines, max_rows=5, chunk_tokens=chunk)
+    dice = random.Random(name)  # noqa: S311
+    inboxes, expected, cancelled = [], [], []
+    for number, prompt in enumerate(family_of_prompts() * 2):
+        settings = {"temperature": number % 3 * 0.4, "seed": number, "max_new_tokens": NEW_TOKENS}
+        lane = lanes[number % len(lanes)]
+        _, inbox = submit(scheduler, prompt, lane, client=f"client {number % 3}", **settings)
+        inboxes.append(inbox)
+        expected.append(plain_answer(engines["hydra"], prompt, **settings))
+        if number % 4 == 1:  # others come and go beside them
+            cancelled.append(submit(scheduler, text(number, 30), dice.choice(lanes), client="leaves"))
+        iterate(scheduler, dice.randrange(3))
+        if cancelled and dice.random() < 0.3:
+            scheduler.cancel(cancelled.pop()[0])
+    for job, _ in cancelled:
+        scheduler.cancel(job)
+    run_to_end(scheduler)
+    assert [inbox.answer for inbox in inboxes] == expected
+    assert scheduler.snapshot().prefix_tokens_reused > 100
+    check_empty(scheduler)
+
+
+@pytest.mark.parametrize("method", ["hydra++", "eagle", "small-llama", "mlp-speculator", "lookahead"])
+def test_the_next_turn_of_a_conversation_reads_its_new_tokens_only(method: str):
+    """Heads with a history get the hidden states of what was read before."""
+    model = some_model("llama")
+    engines = engines_of(model, method)
+    scheduler = scheduler_of(engines, chunk_tokens=16)
+    prompt = text(1, 30)
+    for turn in range(4):
+        before = scheduler.snapshot()
+        _, inbox = submit(scheduler, prompt, max_new_tokens=NEW_TOKENS)
+        other = submit(scheduler, text(turn + 90, 12), max_new_tokens=4)[1]  # a neighbour
+        run_to_end(scheduler)
+        assert inbox.answer == plain_answer(engines[method], prompt, max_new_tokens=NEW_TOKENS)
+        assert len(other.answer) == 4
+        read = scheduler.snapshot().prompt_tokens_read - before.prompt_tokens_read
+        assert read == (12 + 30 if turn == 0 else 12 + 1 + 6)  # the answer's last token was not in the cache
+        prompt = [*prompt, *inbox.answer, *text(turn + 50, 6)]
+
+
+def test_a_history_from_cached_texts_drafts_as_one_from_scratch():
+    """The same numbers of steps: what heads with a history are given is the same, not only what the target computes."""
+    model = some_model("llama")
+    for method in ("eagle", "small-llama", "hydra++"):
+        engines = engines_of(model, method)
+        scheduler = scheduler_of(engines, chunk_tokens=11)
+        prompt = text(1, 40)
+        submit(scheduler, prompt[:33], max_new_tokens=3)
+        run_to_end(scheduler)
+        job, inbox = submit(scheduler, prompt, max_new_tokens=40)
+        run_to_end(scheduler)
+        assert scheduler.snapshot().prefix_tokens_reused == 33
+        alone = engines[method].generate([prompt], max_new_tokens=40, ignore_eos=True)[0]
+        assert inbox.answer == alone.token_ids
+        assert job.request.result().drafted == alone.drafted
+        assert sum(alone.accepted_by_depth) == sum(alone.drafted) > 0
+
+
+def test_answers_of_int8_have_the_same_bits():
+    model = tiny_model("llama", hidden_size=64, intermediate_size=128)
+    model.speed_up(int8=True)
+    engines = engines_of(model, "hydra", "eagle")
+    scheduler = scheduler_of(engines, max_rows=4, chunk_tokens=9)
+    inboxes, expected = [], []
+    for number, prompt in enumerate(family_of_prompts()):
+        settings = {"temperature": number % 2 * 0.9, "seed": number, "logprobs": 0}
+        job, inbox = submit(scheduler, prompt, Lane(("hydra", "eagle")[number % 2]), **settings)
+        inboxes.append((job, inbox))
+        expected.append(
+            Engine(model, max_batch_size=1).generate([prompt], max_new_tokens=12, ignore_eos=True, **settings)[0]
+        )
+    run_to_end(scheduler)
+    for (job, inbox), plain in zip(inboxes, expected, strict=True):
+        assert inbox.answer == plain.token_ids
+        assert job.request.result().logprobs == plain.logprobs, "the bits differ"
+
+
+def test_adapters_share_no_keys_and_values():
+    """Models of the same sizes and other weights are served side by side, as a base and its adapters are."""
+    engines = {name: Engine(tiny_model("llama", seed=seed)) for seed, name in enumerate(("base", "adapter"))}
+    scheduler = scheduler_of(engines)
+    prompt = text(1, 30)
+    for _ in range(2):
+        inboxes = {name: submit(scheduler, prompt, Lane(name))[1] for name in engines}
+        run_to_end(scheduler)
+        for name, engine in engines.items():
+            assert inboxes[name].answer == plain_answer(engine, prompt)
+    assert inboxes["base"].answer != inboxes["adapter"].answer
+    assert scheduler.snapshot().prefix_hits == 2
+
+
+def test_heads_of_one_model_share_what_was_read():
+    engines = engines_of(some_model("llama"), "hydra", "eagle")
+    scheduler = scheduler_of(engines)
+    for number, lane in enumerate([Lane("hydra"), Lane("eagle"), Lane("hydra", 0)]):
+        submit(scheduler, text(1, 30), lane)
+        run_to_end(scheduler)
+        assert scheduler.snapshot().prefix_tokens_reused == number * 29
+
+
+def test_requests_that_arrive_together_read_their_common_beginning_once():
+    scheduler = scheduler_of(engines_of(some_model("llama"), "hydra"))
+    system = text(1, 60)
+    inboxes = [submit(scheduler, system + text(number, 5))[1] for number in range(2, 8)]
+    run_to_end(scheduler)
+    assert scheduler.snapshot().prompt_tokens_read == 60 + 6 * 5
+    for number, inbox in enumerate(inboxes):
+        assert inbox.answer == plain_answer(scheduler.engines["hydra"], system + text(number + 2, 5))
