@@ -13,7 +13,7 @@ from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.models.model import TargetModel
 from draftheads.serve.scheduler import Lane
 from families import FAMILIES, GROWING, TREES, VOCAB, tiny_head, tiny_model
-from serve_world import check_empty, iterate, plain_answer, run_to_end, scheduler_of, submit
+from scheduler_world import check_empty, iterate, plain_answer, run_to_end, scheduler_of, submit
 from thorough import some
 
 some_model = cache(tiny_model)
