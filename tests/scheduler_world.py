@@ -83,12 +83,13 @@ def submit(
     *,
     client: str = "someone",
     deadline: float | None = None,
+    cache_salt: str = "",
     **settings: Any,
 ) -> tuple[Job, Inbox]:
     lane = lane or Lane(next(iter(scheduler.engines)))
     inbox = Inbox()
     request = request_of(scheduler.engines[lane.model], prompt, **settings)
-    job = Job(request, lane, client, inbox, deadline)
+    job = Job(request, lane, client, inbox, deadline, cache_salt)
     scheduler.submit(job)
     return job, inbox
 

@@ -1,79 +1,425 @@
-"""Answers of the scheduler are those of the offline engine, whatever else is decoded beside them."""
+"""The scheduler driven iteration by iteration: turns, limits, deadlines, failures, memory and its end."""
 
-import queue
-from collections.abc import Iterator
+import logging
+import time
+from concurrent.futures import Future
+from threading import Event, get_ident
+from typing import Any
 
 import pytest
 
+from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
+from draftheads.decode.prompt_reader import PromptReader
 from draftheads.decode.request import StreamEvent
+from draftheads.errors import InvalidSettings, QueueFull, ShuttingDown, TooLarge
+from draftheads.models.model import TargetModel
 from draftheads.serve.scheduler import Job, JobFailed, Lane, Limits, Scheduler
-from draftheads.settings import SamplingSettings
-from families import GROWING, PROMPTS, tiny_head, tiny_model
+from families import GROWING, TREES, tiny_head, tiny_model
+from scheduler_world import (
+    Clock,
+    Inbox,
+    check_empty,
+    iterate,
+    plain_answer,
+    request_of,
+    run_to_end,
+    scheduler_of,
+    submit,
+)
 
-ON = {"max_new_tokens": 20, "ignore_eos": True, "seed": 5}
 
-
-class Inbox:
-    """Collects a job's events; any thread may wait for its end."""
-
-    def __init__(self) -> None:
-        self.events: list[StreamEvent | JobFailed] = []
-        self.end: queue.Queue[StreamEvent | JobFailed] = queue.Queue()
-
-    def __call__(self, event: StreamEvent | JobFailed) -> None:
-        self.events.append(event)
-        if isinstance(event, JobFailed) or event.finish_reason is not None:
-            self.end.put(event)
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return tuple(token for event in self.events if isinstance(event, StreamEvent) for token in event.token_ids)
+@pytest.fixture(scope="module")
+def model() -> TargetModel:
+    return tiny_model("llama")
 
 
 @pytest.fixture
-def engines() -> dict[str, Engine]:
-    model = tiny_model("llama")
+def engines(model: TargetModel) -> dict[str, Engine]:
     return {
-        "m": Engine(model, tiny_head("hydra", model), shape=GROWING["best first"]),
-        "m:eagle": Engine(model, tiny_head("eagle", model), shape=GROWING["best first"]),
+        "m": Engine(model, tiny_head("medusa", model), shape=TREES["ragged"]),
+        "m:hydra": Engine(model, tiny_head("hydra", model), shape=GROWING["best first"]),
+        "plain": Engine(model),
     }
 
 
-@pytest.fixture
-def scheduler(engines: dict[str, Engine]) -> Iterator[Scheduler]:
-    scheduler = Scheduler(engines, Limits(kv_bytes=1 << 24, max_rows=3))
+# --- turns ---
+
+
+def test_clients_take_turns_and_each_ones_jobs_keep_their_order(engines: dict[str, Engine]):
+    scheduler = scheduler_of(engines, max_rows=1)
+    ended: list[str] = []
+    for name in ("a1", "a2", "a3", "b1", "c1", "b2"):
+        job, _ = submit(scheduler, [3, 4], client=name[0], max_new_tokens=2)
+        job.on_event = lambda event, name=name: ended.append(name) if Inbox.is_last(event) else None
+    run_to_end(scheduler)
+    assert ended == ["a1", "b1", "c1", "a2", "b2", "a3"]
+
+
+def test_no_more_rows_than_allowed(engines: dict[str, Engine]):
+    scheduler = scheduler_of(engines, max_rows=3, chunk_tokens=4)
+    inboxes = [submit(scheduler, [3, 4, 5 + n], Lane(("m", "plain")[n % 2]))[1] for n in range(9)]
+    most = 0
+    while scheduler._has_work():
+        iterate(scheduler)
+        found = scheduler.snapshot()
+        most = max(most, found.running + found.reading)
+    assert most == 3
+    assert all(len(inbox.answer) == 12 for inbox in inboxes)
+
+
+# --- what is refused ---
+
+
+def test_a_full_queue_refuses_and_names_the_time_after_which_to_retry(engines: dict[str, Engine]):
+    clock = Clock()
+    scheduler = scheduler_of(engines, clock=clock, max_rows=1, max_waiting=2)
+    for _ in range(2):
+        submit(scheduler, [3, 4], max_new_tokens=2)
+    with pytest.raises(QueueFull, match="2 requests wait and at most 2 may: retry after 1 s") as caught:
+        submit(scheduler, [3, 4])
+    assert caught.value.retry_after == 1.0
+    for _ in range(2):
+        clock.now += 10
+        run_to_end(scheduler)
+        for _ in range(2):
+            submit(scheduler, [3, 4], max_new_tokens=2)
+    with pytest.raises(QueueFull) as caught:
+        submit(scheduler, [3, 4])
+    assert caught.value.retry_after == 10 / 4, "four jobs ended in the ten seconds since the first of them"
+    clock.now += 100
+    with pytest.raises(QueueFull) as caught:
+        submit(scheduler, [3, 4])
+    assert caught.value.retry_after == 1.0, "rates of long ago do not count"
+    assert scheduler.snapshot().waiting == 2
+
+
+def test_a_request_that_cannot_fit_is_refused_at_once(engines: dict[str, Engine]):
+    per_slot = scheduler_of(engines)._sizes.per_slot(engines["m"].model)
+    exact = (128 + 128) * per_slot  # the row and its prompt
+    submit(scheduler_of(engines, kv_bytes=exact), [3] * 50, Lane("plain"), max_new_tokens=77)
+    with pytest.raises(TooLarge, match=r"77 new tokens need 0 MiB .* ask for fewer tokens"):
+        submit(scheduler_of(engines, kv_bytes=exact - 1), [3] * 50, Lane("plain"), max_new_tokens=77)
+    with pytest.raises(TooLarge):  # one slot more is another block
+        submit(scheduler_of(engines, kv_bytes=exact), [3] * 50, Lane("plain"), max_new_tokens=78)
+    with pytest.raises(TooLarge):  # so are the nodes of a tree
+        submit(scheduler_of(engines, kv_bytes=exact), [3] * 50, Lane("m"), max_new_tokens=77)
+
+
+@pytest.mark.parametrize(
+    ("lane", "message"),
+    [
+        (Lane("n"), "no model 'n'; choose among m, m:hydra, plain"),
+        (Lane("m", 65), "draft_nodes is 65; it must be at most 64"),
+        (Lane("m", -1), "draft_nodes is -1; it must be at least 0"),
+        (Lane("plain", 4), "draft_nodes is 4, which is for drafters that fill trees.*plain decoding does not"),
+    ],
+)
+def test_impossible_lanes_are_refused(engines: dict[str, Engine], lane: Lane, message: str):
+    scheduler = scheduler_of(engines)
+    job = Job(request_of(engines["m"], [3, 4]), lane, "someone", Inbox())
+    with pytest.raises(InvalidSettings, match=message):
+        scheduler.submit(job)
+    check_empty(scheduler)
+
+
+def test_limits_and_engines_are_checked(model: TargetModel):
+    with pytest.raises(InvalidSettings, match="kv_bytes is 0; it must be at least 1"):
+        Limits(kv_bytes=0)
+    with pytest.raises(InvalidSettings, match="at least one engine"):
+        Scheduler({}, Limits(kv_bytes=1))
+
+
+@pytest.mark.parametrize("nodes", [0, 1, 2, 9, 64])
+def test_the_number_of_draft_nodes_is_that_of_the_lane(engines: dict[str, Engine], nodes: int):
+    scheduler = scheduler_of(engines)
+    _, inbox = submit(scheduler, [3, 4], Lane("m:hydra", nodes))
+    run_to_end(scheduler)
+    assert inbox.answer == plain_answer(engines["m"], [3, 4])
+    drafted = {sum(event.drafted_by_depth) for event in inbox.events[1:] if isinstance(event, StreamEvent)}
+    assert drafted == {max(0, nodes - 1)}
+
+
+# --- jobs that end early ---
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_a_cancelled_job_gets_no_event_and_leaves_within_a_step(engines: dict[str, Engine], after: int):
+    """While it waits, while its prompt is read, and while it is decoded."""
+    scheduler = scheduler_of(engines, chunk_tokens=8)
+    _, other = submit(scheduler, [3, 4])
+    job, inbox = submit(scheduler, [5] * 12)
+    iterate(scheduler, after)
+    count = len(inbox.events)
+    scheduler.cancel(job)
+    scheduler.cancel(job)
+    iterate(scheduler)
+    found = scheduler.snapshot()
+    assert (found.running, found.reading, found.waiting, found.cancelled) == (1, 0, 0, 1)
+    run_to_end(scheduler)
+    assert len(inbox.events) == count
+    assert other.answer == plain_answer(engines["m"], [3, 4])
+    check_empty(scheduler)
+
+
+def test_a_deadline_ends_a_job_wherever_it_is(engines: dict[str, Engine]):
+    clock = Clock()
+    scheduler = scheduler_of(engines, clock=clock, max_rows=2, chunk_tokens=8)
+    _, running = submit(scheduler, [3, 4], deadline=5.0, max_new_tokens=50)
+    _, reading = submit(scheduler, [5] * 60, deadline=5.0)
+    _, waiting = submit(scheduler, [5, 6], deadline=5.0)
+    _, patient = submit(scheduler, [5, 6], deadline=50.0)
+    iterate(scheduler, 3)
+    found = scheduler.snapshot()
+    assert (found.running, found.reading, found.waiting) == (1, 1, 2)
+    clock.now = 4.9
+    iterate(scheduler)
+    assert not running.ends
+    clock.now = 5.0
+    iterate(scheduler)
+    for inbox in (running, reading, waiting):
+        assert inbox.failure == JobFailed("deadline", "the deadline passed before the answer was finished")
+    run_to_end(scheduler)
+    assert patient.answer == plain_answer(engines["m"], [5, 6])
+    assert (scheduler.snapshot().failed, scheduler.snapshot().finished) == (3, 1)
+    check_empty(scheduler)
+
+
+def test_a_step_that_fails_fails_the_jobs_of_its_batch_only(
+    engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    scheduler = scheduler_of(engines, chunk_tokens=8)
+    inboxes = [submit(scheduler, [3, 4 + n], Lane(name))[1] for n, name in enumerate(("m", "m", "plain"))]
+    iterate(scheduler, 2)
+    read_later = submit(scheduler, [5] * 30, Lane("m"))[1]
+    iterate(scheduler)
+    step = Batch.step
+
+    def failing(batch: Batch) -> Any:
+        if batch.drafter is engines["m"].drafter:
+            raise RuntimeError("out of memory\nand more")
+        return step(batch)
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
+        patch.setattr(Batch, "step", failing)
+        iterate(scheduler)
+    assert "out of memory" in caplog.text
+    for inbox in (*inboxes[:2], read_later):
+        assert inbox.failure == JobFailed("error", "the answer could not be computed: out of memory")
+    _, after = submit(scheduler, [3, 4], Lane("m"))
+    run_to_end(scheduler)
+    assert after.answer == plain_answer(engines["m"], [3, 4])
+    assert inboxes[2].answer == plain_answer(engines["m"], [3, 6])
+    check_empty(scheduler)
+
+
+def test_an_error_in_one_request_fails_it_alone(engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch):
+    scheduler = scheduler_of(engines)
+    bad_text, other, bad_prompt = (submit(scheduler, [3, 4, number]) for number in (5, 6, 7))
+    read = PromptReader.read
+
+    def refuse(*_: object) -> None:
+        raise ValueError("no such token")
+
+    def failing(reader: PromptReader, most: int) -> int:
+        if reader.request is bad_prompt[0].request:
+            raise ValueError("no such prompt")
+        return read(reader, most)
+
+    monkeypatch.setattr(PromptReader, "read", failing)
+    iterate(scheduler, 1)
+    bad_text[0].request._stream.push = refuse  # type: ignore[method-assign]
+    run_to_end(scheduler)
+    assert bad_text[1].failure.message.endswith("no such token")
+    assert bad_prompt[1].failure.message.endswith("no such prompt")
+    assert other[1].answer == plain_answer(engines["m"], [3, 4, 6])
+    check_empty(scheduler)
+
+
+def test_a_callback_that_raises_is_logged_and_its_job_cancelled(
+    engines: dict[str, Engine], caplog: pytest.LogCaptureFixture
+):
+    scheduler = scheduler_of(engines)
+    job, _ = submit(scheduler, [3, 4])
+    _, other = submit(scheduler, [3, 5])
+    calls = []
+
+    def broken(event: object) -> None:
+        calls.append(event)
+        raise ConnectionError("gone")
+
+    job.on_event = broken
+    with caplog.at_level(logging.ERROR):
+        run_to_end(scheduler)
+    assert len(calls) == 1
+    assert "gone" in caplog.text
+    assert other.answer == plain_answer(engines["m"], [3, 5])
+    assert scheduler.snapshot().cancelled == 1
+    check_empty(scheduler)
+
+
+# --- memory ---
+
+
+def test_requests_wait_for_memory_and_never_take_more(engines: dict[str, Engine]):
+    per_slot = scheduler_of(engines)._sizes.per_slot(engines["m"].model)
+    limit = 5 * 128 * per_slot  # two rows of a block, or one of two blocks, and prompts
+    scheduler = scheduler_of(engines, kv_bytes=limit, max_rows=8)
+    prompts = [[3 + n] * (110 if n == 2 else 20) for n in range(7)]
+    inboxes = [submit(scheduler, prompt, Lane("plain"), max_new_tokens=60)[1] for prompt in prompts]
+    most = 0
+    while scheduler._has_work():
+        iterate(scheduler)
+        found = scheduler.snapshot()
+        assert found.kv_bytes + found.prefix_bytes <= limit
+        most = max(most, found.running)
+    assert 2 <= most < 7
+    for prompt, inbox in zip(prompts, inboxes, strict=True):
+        assert inbox.answer == plain_answer(engines["m"], prompt, max_new_tokens=60)
+
+
+def test_cached_texts_make_room_for_requests(engines: dict[str, Engine]):
+    per_slot = scheduler_of(engines)._sizes.per_slot(engines["m"].model)
+    scheduler = scheduler_of(engines, kv_bytes=4 * 128 * per_slot)
+    for n in range(6):
+        submit(scheduler, [3 + n] * 60, Lane("plain"))
+        run_to_end(scheduler)
+    assert scheduler.snapshot().prefix_entries > 2
+    full = scheduler.snapshot().prefix_bytes
+    _, inbox = submit(scheduler, [9] * 100, Lane("plain"), max_new_tokens=100)
+    iterate(scheduler)
+    assert scheduler.snapshot().running == 1, "it did not wait"
+    assert scheduler.snapshot().prefix_bytes < full
+    run_to_end(scheduler)
+    assert len(inbox.answer) == 100
+
+
+def test_memory_that_a_long_row_left_is_freed_for_the_next_one(engines: dict[str, Engine]):
+    """The cache of a batch shrinks only when half of it is unused; a request that waits for the rest has it freed."""
+    per_slot = scheduler_of(engines)._sizes.per_slot(engines["m"].model)
+    scheduler = scheduler_of(engines, kv_bytes=4 * 128 * per_slot)
+    submit(scheduler, [3] * 5, Lane("plain"), max_new_tokens=100)
+    submit(scheduler, [4] * 5, Lane("plain"), max_new_tokens=100)
+    submit(scheduler, [5] * 5, Lane("plain"), max_new_tokens=2)
+    iterate(scheduler, 2)
+    cache = scheduler._decoder.lanes[0].batch.target.cache
+    assert (cache.num_rows, cache.held_rows) == (2, 3)
+    submit(scheduler, [6] * 5, Lane("m"), max_new_tokens=100)  # a block for its row, and one for its prompt
+    iterate(scheduler)
+    assert scheduler.snapshot().running == 3
+    assert cache.held_rows == 2
+    run_to_end(scheduler)
+
+
+# --- calls ---
+
+
+def test_calls_run_between_steps_and_return_values_or_errors(engines: dict[str, Engine]):
+    scheduler = scheduler_of(engines)
+    found = scheduler.call(get_ident)
+    failed: Future[float] = scheduler.call(lambda: 1 / 0)
+    given_up = scheduler.call(get_ident)
+    given_up.cancel()
+    iterate(scheduler)
+    assert found.result(timeout=0) == get_ident()
+    assert isinstance(failed.exception(timeout=0), ZeroDivisionError)
+
+
+def test_a_replaced_engine_gets_the_requests_that_come_then(engines: dict[str, Engine], model: TargetModel):
+    scheduler = scheduler_of(engines, max_rows=2)
+    _, old = submit(scheduler, [3, 4], Lane("m"), max_new_tokens=30)
+    iterate(scheduler, 2)
+    _, waiting = submit(scheduler, [3, 5], Lane("m", 5))
+    new = Engine(model)
+
+    def replace() -> None:
+        scheduler.engines["m"] = new
+
+    scheduler.call(replace)
+    _, late = submit(scheduler, [3, 6], Lane("m"))
+    iterate(scheduler)
+    assert scheduler.snapshot().lanes == 2
+    assert waiting.failure.message.startswith("draft_nodes is 5, which is for drafters that fill trees")
+    run_to_end(scheduler)
+    assert old.answer == plain_answer(new, [3, 4], max_new_tokens=30)
+    assert late.answer == plain_answer(new, [3, 6])
+    assert all(event.num_drafted == 0 for event in late.events if isinstance(event, StreamEvent))
+
+
+# --- the end ---
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_after_closing_nothing_is_taken(engines: dict[str, Engine], started: bool):
+    scheduler = scheduler_of(engines)
+    if started:
+        scheduler.start()
+    scheduler.close(drain_seconds=1)
+    with pytest.raises(ShuttingDown):
+        submit(scheduler, [3, 4])
+    assert isinstance(scheduler.call(get_ident).exception(timeout=1), ShuttingDown)
+    scheduler.close(drain_seconds=1)
+    check_empty(scheduler)
+
+
+def test_closing_finishes_streams(engines: dict[str, Engine]):
+    scheduler = scheduler_of(engines, max_rows=2)
     scheduler.start()
-    yield scheduler
+    inboxes = [submit(scheduler, [3, 4 + n])[1] for n in range(5)]
+    scheduler.close(drain_seconds=60)
+    for n, inbox in enumerate(inboxes):
+        assert inbox.answer == plain_answer(engines["m"], [3, 4 + n])
+    check_empty(scheduler)
+
+
+def test_what_does_not_end_in_time_fails(engines: dict[str, Engine]):
+    scheduler = scheduler_of(engines, max_rows=1)
+    hold, go = Event(), Event()
+    job, slow = submit(scheduler, [3, 4], max_new_tokens=200)
+
+    def waits(event: StreamEvent | JobFailed) -> None:
+        slow(event)
+        hold.set()
+        assert go.wait(timeout=60)
+
+    job.on_event = waits
+    _, waiting = submit(scheduler, [3, 5])
+    pending = scheduler.call(get_ident)
+    scheduler.start()
+    assert hold.wait(timeout=60)
+    go.set()
+    scheduler.close(drain_seconds=0)
+    for inbox in (slow, waiting):
+        assert inbox.failure == JobFailed("shutdown", "the server shut down before the answer was finished")
+    assert pending.result(timeout=0) != get_ident()
+    check_empty(scheduler)
+
+
+def test_an_idle_scheduler_takes_no_processor_time(engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch):
+    scheduler = scheduler_of(engines)
+    iterations: list[int] = []
+    old = scheduler._iterate
+    monkeypatch.setattr(scheduler, "_iterate", lambda: (iterations.append(1), old())[1])
+    scheduler.start()
+    _, inbox = submit(scheduler, [3, 4])
+    inbox.end.get(timeout=60)
+    scheduler.call(get_ident).result(timeout=60)
+    count = len(iterations)
+    time.sleep(0.2)  # time in which a loop that does not sleep would run thousands of times
+    assert len(iterations) <= count + 1
     scheduler.close(drain_seconds=0)
 
 
-def test_answers_are_those_of_the_plain_engine(scheduler: Scheduler, engines: dict[str, Engine]):
-    plain = Engine(engines["m"].model)
-    inboxes, expected = [], []
-    for temperature in (0.0, 0.8):
-        settings = SamplingSettings(temperature=temperature, **ON)
-        for lane in (Lane("m"), Lane("m:eagle"), Lane("m", 0), Lane("m:eagle", 7)):
-            for prompt in PROMPTS:
-                inbox = Inbox()
-                scheduler.submit(Job(plain.request(prompt, settings), lane, "someone", inbox))
-                inboxes.append(inbox)
-                expected.append(plain.generate([prompt], settings)[0].token_ids)
-    for inbox in inboxes:
-        last = inbox.end.get(timeout=60)
-        assert isinstance(last, StreamEvent)
-    assert [inbox.token_ids for inbox in inboxes] == expected
-
-
-def test_only_prompts_with_the_same_salt_share_what_was_read(scheduler: Scheduler, engines: dict[str, Engine]):
-    plain = Engine(engines["m"].model)
-    prompt = [5, 6, 7, 8, 9, 10]
-    found = []
-    for salt, lane in (("", Lane("m")), ("a", Lane("m")), ("b", Lane("m", 0)), ("a", Lane("m", 0))):
-        inbox = Inbox()
-        request = plain.request(prompt, SamplingSettings(**ON))
-        scheduler.submit(Job(request, lane, "someone", inbox, cache_salt=salt))
-        inbox.end.get(timeout=60)
-        found.append((inbox.token_ids, scheduler.snapshot().prefix_hits))
-    assert [hits for _, hits in found] == [0, 0, 0, 1]
-    assert len({ids for ids, _ in found}) == 1
+def test_an_error_of_our_own_fails_the_jobs_and_the_thread_goes_on(
+    engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
+):
+    scheduler = scheduler_of(engines)
+    work, failures = scheduler._decoder.work, [1 / 3]
+    monkeypatch.setattr(scheduler._decoder, "work", lambda: 1 / 0 if failures and failures.pop() else work())
+    _, inbox = submit(scheduler, [3, 4])
+    scheduler.start()
+    assert isinstance(inbox.end.get(timeout=60), JobFailed)
+    _, after = submit(scheduler, [3, 4])
+    after.end.get(timeout=60)
+    assert after.answer == plain_answer(engines["m"], [3, 4])
+    scheduler.close(drain_seconds=0)

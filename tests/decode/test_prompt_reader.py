@@ -1,0 +1,210 @@
+"""Prompts that are read in chunks, from a known beginning on, and rows that a batch adopts or drops."""
+
+import pytest
+import torch
+
+from draftheads.decode.batch import Batch
+from draftheads.decode.engine import Engine
+from draftheads.decode.prompt_reader import PromptReader, ReadText
+from draftheads.decode.request import Request
+from draftheads.draft import Drafter
+from draftheads.drafters.copying import Copying
+from draftheads.drafters.draft_model import DraftModel
+from draftheads.drafters.lookahead import Lookahead
+from draftheads.models.model import TargetModel
+from families import FAMILIES, TREES, tiny_head, tiny_model
+from scheduler_world import plain_answer, request_of
+from thorough import some
+
+PROMPT = [3 + n * n % 20 for n in range(50)]
+
+
+def read_text(model: TargetModel, token_ids: list[int], *, chunk: int = 100) -> ReadText:
+    reader = PromptReader(model, request_of(Engine(model), token_ids))
+    while reader.num_left:
+        reader.read(chunk)
+    return reader.text
+
+
+def check_text(model: TargetModel, text: ReadText, token_ids: list[int]) -> None:
+    """Against one pass over the whole text."""
+    assert text.token_ids == token_ids
+    expected = model.hidden_states(torch.tensor([token_ids]))[0]
+    torch.testing.assert_close(text.hidden, expected, rtol=0, atol=1e-4)
+    whole = read_text(model, token_ids)
+    assert text.entries.num_slots == len(token_ids)
+    for found, wanted in zip(text.entries.layers, whole.entries.layers, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", some(FAMILIES, "llama", "mistral", "gemma3_text", "gpt2"))
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunks_and_known_beginnings_change_nothing(name: str, chunk: int):
+    model = tiny_model(name)
+    for known in (None, 1, 20, 49):
+        request = request_of(Engine(model), PROMPT)
+        before = None if known is None else read_text(model, PROMPT[:known])
+        reader = PromptReader(model, request, before)
+        counts = []
+        while reader.num_left:
+            counts.append(reader.read(chunk))
+        assert sum(counts) == 50 - (known or 0)
+        assert max(counts) <= chunk
+        assert reader.logits is not None
+        logits = model.logits(model.hidden_states(torch.tensor([PROMPT]))[0, -1])
+        torch.testing.assert_close(reader.logits, logits, rtol=0, atol=1e-4)
+        check_text(model, reader.text, PROMPT)
+        batch = Batch(model, Engine(model).drafter)
+        assert batch.adopt([reader])[0].token_ids == plain_answer(Engine(model), PROMPT)[:1]
+
+
+def test_the_last_token_is_read_even_if_all_are_known():
+    model = tiny_model("llama")
+    reader = PromptReader(model, request_of(Engine(model), PROMPT), read_text(model, PROMPT))
+    assert reader.num_left == 1
+    reader = PromptReader(model, request_of(Engine(model), PROMPT[:30]), read_text(model, PROMPT).first(30))
+    assert reader.num_left == 1
+
+
+def test_a_known_beginning_is_copied():
+    model = tiny_model("llama")
+    known = read_text(model, PROMPT[:20])
+    keys = known.entries.layers[0][0].clone()
+    reader = PromptReader(model, request_of(Engine(model), PROMPT), known)
+    reader.read(100)
+    with torch.inference_mode():
+        reader.text.entries.layers[0][0].zero_()
+    assert torch.equal(known.entries.layers[0][0], keys)
+
+
+# --- rows that leave ---
+
+
+def drafters(model: TargetModel) -> dict[str, Drafter]:
+    heads = {method: Copying(tiny_head(method, model)) for method in ("hydra", "eagle", "small-llama")}
+    return {**heads, "lookahead": Lookahead(), "model": DraftModel(tiny_model("llama", num_hidden_layers=1), model)}
+
+
+@pytest.mark.parametrize("method", ["hydra", "eagle", "small-llama", "lookahead", "model"])
+@pytest.mark.parametrize("chosen", [[0], [3], [0, 1, 2], [1, 4], [3, 4], [0, 4, 5], [0, 1, 2, 3, 4, 5]])
+def test_rows_leave_before_and_after_their_first_step(method: str, chosen: list[int]):
+    """Rows 0 to 2 have been stepped, and rows 3 to 5 have just joined: by their prompts or by readers."""
+    model = tiny_model("llama")
+    drafter = drafters(model)[method]
+    engine = Engine(model, drafter, shape=None if method == "lookahead" else TREES["ragged"])
+    prompts = [[3 + row, 5, *[7 + row] * row] for row in range(6)]
+    requests = [request_of(engine, prompt) for prompt in prompts]
+    batch = engine.batch()
+    batch.join(requests[:3])
+    batch.step()
+    batch.join(requests[3:5])
+    reader = PromptReader(model, requests[5])
+    reader.read(100)
+    batch.adopt([reader])
+    going = {request for request in requests if request in batch.requests}
+    batch.drop([requests[row] for row in chosen])
+    assert set(batch.requests) == going - {requests[row] for row in chosen}
+    late = request_of(engine, [9, 9, 4])
+    batch.join([late])
+    while batch.requests:
+        batch.step()
+    for row, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
+        answer = plain_answer(engine, prompt)
+        if row in chosen:
+            assert tuple(request.token_ids) == answer[: len(request.token_ids)]
+        else:
+            assert request.result().token_ids == answer
+    assert late.result().token_ids == plain_answer(engine, [9, 9, 4])
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_row_that_leaves_is_reported_with_all_that_was_read_of_it(name: str):
+    model = tiny_model(name)
+    engine = Engine(model, tiny_head("hydra", model), shape=TREES["cartesian"])
+    batch = engine.batch()
+    seen: dict[Request, ReadText] = {}
+    batch.on_leave = lambda request, text: seen.setdefault(request, text.copied()) and None
+    requests = [request_of(engine, [4 + n, 5, 6, *[7] * n], max_new_tokens=9 + n) for n in range(4)]
+    batch.join(requests[:3])
+    batch.step()
+    reader = PromptReader(model, requests[3])
+    reader.read(100)
+    batch.adopt([reader])
+    batch.step()
+    batch.drop([requests[1]])
+    while batch.requests:
+        assert batch.num_bytes >= batch.target.cache.num_bytes + sum(batch.target.lengths) * 32 * 4
+        batch.step()
+    for request in requests:
+        whole = [*request.prompt_ids, *request.token_ids]
+        assert len(seen[request].token_ids) in (len(whole), len(whole) - 1)
+        check_text(model, seen[request], whole[: len(seen[request].token_ids)])
+    assert batch.num_bytes == 0
+
+
+# --- failures and counts ---
+
+
+class Refuses:
+    """A tokenizer that cannot decode token 7."""
+
+    eos_token_id = None
+
+    def decode(self, token_ids: list[int], **_: object) -> str:
+        if 7 in token_ids:
+            raise ValueError("no such token")
+        return "".join(f"<{token}>" for token in token_ids)
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_an_error_in_one_request_ends_its_row_alone(isolated: bool):
+    model = tiny_model("llama")
+    engine = Engine(model, tiny_head("hydra", model), shape=TREES["chain"])
+    good = request_of(engine, [3, 4])
+    prompt = next(p for n in range(60) if 7 in plain_answer(engine, p := [3 + n % 20, 3 + n // 20, 5])[:9])
+    bad = Request(prompt, good.settings, tokenizer=Refuses(), eos_ids=frozenset(), max_length=None)
+    batch = engine.batch()
+    batch.isolates_failures = isolated
+
+    def run() -> None:
+        batch.join([bad, good])
+        while batch.requests:
+            batch.step()
+
+    if not isolated:
+        with pytest.raises(ValueError, match="no such token"):
+            run()
+        return
+    run()
+    assert isinstance(bad.failure, ValueError)
+    assert bad.finish_reason is None
+    assert good.result().token_ids == plain_answer(engine, [3, 4])
+
+
+@pytest.mark.parametrize("shape", ["ragged", "cartesian", "chain"])
+def test_draft_tokens_are_counted_by_depth(shape: str):
+    model = tiny_model("llama")
+    engine = Engine(model, tiny_head("hydra", model), shape=TREES[shape])
+    tree = TREES[shape]
+    per_step = [tree.depths.count(depth) for depth in range(1, tree.max_depth + 1)]
+    requests = engine.requests([[3, 4], [5, 6, 7]], max_new_tokens=30, ignore_eos=True)
+    events = list(engine.run(requests))
+    for request in requests:
+        own = [event for event in events if event.index == request.index]
+        result = request.result()
+        assert own[0].drafted_by_depth == ()
+        assert all(event.drafted_by_depth == tuple(per_step) for event in own[1:])
+        assert result.drafted_by_depth == tuple(result.num_steps * count for count in per_step)
+        for depth, accepted in enumerate(result.accepted_by_depth, 1):
+            assert accepted == sum(event.num_drafted >= depth for event in own)
+        assert sum(result.accepted_by_depth) == sum(result.drafted) > 0
+
+
+def test_nodes_that_only_fill_up_a_row_are_not_counted():
+    model = tiny_model("llama")
+    requests = Engine(model, Lookahead()).requests([[3, 4], [5, 6, 7]], max_new_tokens=20, ignore_eos=True)
+    engine = Engine(model, Lookahead())
+    sizes = {sum(event.drafted_by_depth) for event in engine.run(requests) if event.num_drafted or event.text}
+    assert len(sizes) > 2
+    plain = Engine(model).generate([[3, 4]], max_new_tokens=5)[0]
+    assert plain.drafted_by_depth == plain.accepted_by_depth == ()

@@ -1,0 +1,79 @@
+"""A long prompt delays no stream by more than a chunk; counted in passes of the model, not in seconds."""
+
+from itertools import pairwise
+
+import pytest
+
+from draftheads.decode.batch import Batch
+from draftheads.decode.engine import Engine
+from draftheads.decode.prompt_reader import PromptReader
+from draftheads.decode.request import StreamEvent
+from draftheads.serve.scheduler import JobFailed, Lane
+from families import TREES, tiny_head, tiny_model
+from scheduler_world import Inbox, iterate, plain_answer, run_to_end, scheduler_of, submit
+
+CHUNK = 256
+
+
+@pytest.mark.parametrize("method", [None, "medusa", "eagle"])
+def test_no_stream_waits_longer_than_two_steps_and_a_chunk(method: str | None, monkeypatch: pytest.MonkeyPatch):
+    model = tiny_model("llama", max_position_embeddings=4096)
+    head = None if method is None else tiny_head(method, model)
+    engine = Engine(model, head, shape=TREES["chain"] if head else None)
+    passes: list[int] = []  # 0 for a step, else the prompt tokens of a pass
+    step, read = Batch.step, PromptReader.read
+    monkeypatch.setattr(Batch, "step", lambda batch: (passes.append(0), step(batch))[1])
+    monkeypatch.setattr(PromptReader, "read", lambda reader, most: (passes.append(most), read(reader, most))[1])
+    scheduler = scheduler_of({"m": engine}, chunk_tokens=CHUNK, kv_bytes=1 << 26)
+    when: dict[int, list[int]] = {}  # for each stream: how many passes there were at each event
+
+    def note(number: int, inbox: Inbox, event: StreamEvent | JobFailed) -> None:
+        inbox.events.append(event)
+        when.setdefault(number, []).append(len(passes))
+
+    streams = []
+    for number in range(8):
+        job, inbox = submit(scheduler, [3 + number, 5, 6], Lane("m"), max_new_tokens=80)
+        job.on_event = lambda event, number=number, inbox=inbox: note(number, inbox, event)
+        streams.append(inbox)
+    iterate(scheduler, 5)
+    prompt = [3 + n * n % 20 for n in range(2000)]
+    _, late = submit(scheduler, prompt, max_new_tokens=10)
+    run_to_end(scheduler)
+    assert sum(passes) >= 2000
+    for events in when.values():
+        for before, after in pairwise(events):
+            between = passes[before:after]
+            assert between.count(0) <= 2
+            assert sum(between) <= CHUNK
+    assert max(len(passes[a:b]) for events in when.values() for a, b in pairwise(events)) == 2
+    assert late.answer == plain_answer(engine, prompt, max_new_tokens=10)
+    for number, inbox in enumerate(streams):
+        assert inbox.token_ids == plain_answer(engine, [3 + number, 5, 6], max_new_tokens=80)
+
+
+def test_short_prompts_share_a_chunk():
+    scheduler = scheduler_of({"m": Engine(tiny_model("llama"))}, chunk_tokens=20)
+    for number in range(5):
+        submit(scheduler, [3 + number] * 6)
+    read = []
+    for _ in range(3):
+        iterate(scheduler)
+        read.append(scheduler.snapshot().prompt_tokens_read)
+    assert read == [20, 30, 30]
+
+
+def test_streams_of_other_lanes_are_stepped_beside_a_long_prompt():
+    model = tiny_model("llama")
+    engine = Engine(model, tiny_head("medusa", model), shape=TREES["chain"])
+    scheduler = scheduler_of({"m": engine}, chunk_tokens=8)
+    inboxes = [submit(scheduler, [3, 4], Lane("m", nodes), max_new_tokens=40)[1] for nodes in (None, 0, 3)]
+    iterate(scheduler, 2)
+    _, late = submit(scheduler, [5 + n % 9 for n in range(60)], Lane("m", 0))
+    for _ in range(7):
+        before = [len(inbox.events) for inbox in inboxes]
+        iterate(scheduler)
+        assert [len(inbox.events) - count for inbox, count in zip(inboxes, before, strict=True)] == [1, 1, 1]
+        assert not late.events
+    iterate(scheduler)
+    assert len(late.events) == 2, "its first token, and a step with the others"

@@ -1,0 +1,239 @@
+"""Any sequence of submissions, cancellations, deadlines, failures and iterations, checked against a simple model."""
+
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from draftheads.decode.batch import Batch
+from draftheads.decode.engine import Engine
+from draftheads.decode.prompt_reader import PromptReader
+from draftheads.errors import QueueFull, ShuttingDown, TooLarge
+from draftheads.serve.scheduler import Job, JobFailed, Lane
+from families import TREES, tiny_head, tiny_model
+from scheduler_world import Clock, Inbox, check_empty, plain_answer, scheduler_of, submit
+
+MODEL = tiny_model("llama")
+ENGINES = {
+    "m": Engine(MODEL, tiny_head("hydra", MODEL), shape=TREES["chain"]),
+    "m:eagle": Engine(MODEL, tiny_head("eagle", MODEL), shape=TREES["ragged"]),
+}
+LANES = [Lane("m"), Lane("m:eagle"), Lane("m", 0), Lane("m", 4)]
+SYSTEM = [3 + n * n % 20 for n in range(40)]
+PROMPTS = [SYSTEM[:12], SYSTEM, [*SYSTEM[:20], 7, 7], [9], [*SYSTEM, 5, 8], [9, 4, 4, *range(3, 20)], [5] * 120]
+SLOTS = 128 * 4  # of the memory: three short rows, or a long one
+ROWS, WAITING = 3, 3
+
+
+@cache
+def answer(prompt: tuple[int, ...], length: int) -> tuple[int, ...]:
+    return plain_answer(ENGINES["m"], list(prompt), max_new_tokens=length)
+
+
+class Schedules(RuleBasedStateMachine):
+    """The model: which jobs were accepted, by whom, and how each of them may end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        scheduler = scheduler_of(ENGINES)
+        self.limit = SLOTS * scheduler._sizes.per_slot(MODEL)
+        self.scheduler = scheduler_of(
+            ENGINES, clock=self.clock, kv_bytes=self.limit, max_rows=ROWS, max_waiting=WAITING, chunk_tokens=16
+        )
+        self.jobs: list[tuple[Job, Inbox]] = []
+        self.cancelled: dict[Job, int] = {}  # and how many events it had
+        self.may_fail: set[Job] = set()
+        self.order: list[Job] = []  # in which jobs were admitted
+        self.first_since: dict[Job, int] = {}  # how many were admitted when a job became its client's first
+        self.closed = False
+        admit = self.scheduler._decoder.admit
+
+        def admitted(job: Job, engine: Engine) -> bool:
+            self.check_turn(job)
+            is_in = admit(job, engine)
+            if is_in:
+                self.order.append(job)
+                self.note_firsts()
+            return is_in
+
+        self.scheduler._decoder.admit = admitted  # type: ignore[method-assign]
+
+    @property
+    def open_jobs(self) -> list[Job]:
+        return [job for job, inbox in self.jobs if not inbox.ends and job not in self.cancelled]
+
+    @property
+    def waiting(self) -> list[Job]:
+        return [job for job in self.open_jobs if job not in self.order]
+
+    def check_turn(self, job: Job) -> None:
+        """Each client's jobs keep their order. While a client's first job waits, others get one turn each."""
+        self.note_firsts()
+        own = [other for other in self.waiting if other.client == job.client]
+        assert own[0] is job
+        for client in {other.client for other in self.waiting} - {job.client}:
+            first = next(other for other in self.waiting if other.client == client)
+            since = self.order[self.first_since[first] :]
+            assert job.client not in {other.client for other in since}
+
+    @rule(
+        prompt=st.sampled_from(PROMPTS),
+        lane=st.sampled_from(LANES),
+        client=st.sampled_from("abc"),
+        length=st.integers(1, 9),
+        seconds=st.none() | st.integers(1, 6),
+    )
+    def submit(self, prompt: list[int], lane: Lane, client: str, length: int, seconds: int | None) -> None:
+        deadline = None if seconds is None else self.clock.now + seconds
+        try:
+            job, inbox = submit(self.scheduler, prompt, lane, client=client, deadline=deadline, max_new_tokens=length)
+        except QueueFull:
+            assert len(self.waiting) >= WAITING
+        except ShuttingDown:
+            assert self.closed
+        else:
+            assert not self.closed
+            self.jobs.append((job, inbox))
+            self.note_firsts()
+
+    def note_firsts(self) -> None:
+        """Jobs that have become the first ones of their clients."""
+        for client in {job.client for job in self.waiting}:
+            first = next(job for job in self.waiting if job.client == client)
+            self.first_since.setdefault(first, len(self.order))
+
+    @rule()
+    def submit_too_large(self) -> None:
+        try:
+            submit(self.scheduler, [3] * 200, LANES[0], max_new_tokens=400)
+        except TooLarge:
+            return
+        except ShuttingDown:
+            assert self.closed
+            return
+        raise AssertionError("accepted")
+
+    @precondition(lambda self: not self.closed)
+    @rule(times=st.integers(1, 4))
+    def iterate(self, times: int) -> None:
+        for _ in range(times):
+            self.scheduler._iterate()
+
+    @precondition(lambda self: self.open_jobs)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        job = data.draw(st.sampled_from(self.open_jobs))
+        self.scheduler.cancel(job)
+        self.cancelled[job] = len(self.inbox(job).events)
+
+    @rule(seconds=st.integers(1, 4))
+    def time_passes(self, seconds: int) -> None:
+        self.clock.now += seconds
+
+    @precondition(lambda self: not self.closed)
+    @rule(what=st.sampled_from([(Batch, "step"), (Batch, "adopt"), (PromptReader, "read")]))
+    def a_pass_fails(self, what: tuple[type, str]) -> None:
+        """The first of its kind in an iteration."""
+        owner, name = what
+        old, hits = getattr(owner, name), []
+
+        def failing(self: Any, *arguments: Any) -> Any:
+            if not hits:
+                hits.append(self)
+                raise RuntimeError("it broke")
+            return old(self, *arguments)
+
+        lanes = {id(lane.batch): set(lane.jobs.values()) for lane in self.scheduler._decoder.lanes}
+        with patch.object(owner, name, failing):
+            before = {job for job, inbox in self.jobs if inbox.ends}
+            self.scheduler._iterate()
+        broken = [job for job, inbox in self.jobs if inbox.ends and job not in before]
+        broken = [job for job in broken if self.inbox(job).events[-1] == self.failure]
+        self.may_fail |= set(broken)
+        if not hits:
+            assert not broken
+        elif owner is PromptReader:
+            assert len(broken) == 1
+        else:
+            lane = {job.lane for job in broken}
+            assert len(lane) <= 1
+            assert set(broken) <= lanes.get(id(hits[0]), set(broken)) | set(self.order)
+
+    failure = JobFailed("error", "the answer could not be computed: it broke")
+
+    def inbox(self, job: Job) -> Inbox:
+        return next(inbox for other, inbox in self.jobs if other is job)
+
+    @precondition(lambda self: not self.closed)
+    @rule()
+    def close(self) -> None:
+        self.scheduler.close(drain_seconds=0)
+        self.closed = True
+
+    @invariant()
+    def memory_is_within_the_limit(self) -> None:
+        decoder = self.scheduler._decoder
+        assert decoder.kv_bytes + decoder.prefixes.num_bytes <= self.limit
+        assert decoder._reserved() + decoder.prefixes.num_bytes <= self.limit
+        texts = decoder.prefixes._texts.values()
+        assert decoder.prefixes.num_bytes == sum(text.num_bytes for text in texts)
+
+    @invariant()
+    def rows_belong_to_open_jobs(self) -> None:
+        decoder = self.scheduler._decoder
+        assert decoder.num_jobs <= ROWS
+        rows = [request for lane in decoder.lanes for request in lane.batch.requests]
+        reading = [one.request for one in decoder._reading]
+        held = [request for lane in decoder.lanes for request in lane.jobs]
+        assert sorted(map(id, rows + reading)) == sorted(map(id, held))
+        gone = [job.request for job in self.cancelled]
+        assert {id(job.request) for job in self.open_jobs if job in self.order} <= set(map(id, held))
+        assert set(map(id, held)) <= {id(job.request) for job in self.open_jobs} | set(map(id, gone))
+        assert self.scheduler.snapshot().waiting == len(self.waiting)
+
+    @invariant()
+    def events_are_right(self) -> None:
+        for job, inbox in self.jobs:
+            whole = answer(tuple(job.request.prompt_ids), job.request.most_new_tokens)
+            assert inbox.token_ids == whole[: len(inbox.token_ids)]
+            assert len(inbox.ends) <= 1
+            if job in self.cancelled:
+                assert len(inbox.events) == self.cancelled[job]
+                assert not inbox.ends
+            elif inbox.ends and isinstance(end := inbox.ends[0], JobFailed):
+                assert inbox.events[-1] is end
+                assert {
+                    "deadline": job.deadline is not None and job.deadline <= self.clock.now,
+                    "error": job in self.may_fail,
+                    "shutdown": self.closed,
+                }[end.reason]
+            elif inbox.ends:
+                assert inbox.answer == whole
+
+    def teardown(self) -> None:
+        for _ in range(300):
+            if self.closed or not self.scheduler._has_work():
+                break
+            self.scheduler._iterate()
+            self.events_are_right()
+            self.memory_is_within_the_limit()
+        assert not self.open_jobs, "every accepted job ends"
+        check_empty(self.scheduler)
+        counts = self.scheduler.snapshot()
+        assert counts.finished + counts.failed + counts.cancelled == len(self.jobs)
+        self.scheduler.close(drain_seconds=0)
+        assert self.scheduler._decoder.prefixes.num_bytes == 0
+
+
+TestSchedules = Schedules.TestCase
+TestSchedules.settings = settings(
+    max_examples=60,
+    stateful_step_count=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
