@@ -8,7 +8,7 @@ from draftheads.decode.request import StreamEvent
 from draftheads.serve.scheduler import Job, Lane, Limits, Scheduler
 from draftheads.settings import SamplingSettings
 from families import GROWING, PROMPTS, tiny_head, tiny_model
-from serve.test_scheduler import Inbox
+from scheduler_world import Inbox
 
 KV_BYTES = 1 << 24
 ON = {"max_new_tokens": 20, "ignore_eos": True, "seed": 5}

@@ -31,7 +31,8 @@ class PrefixCache:
     def find(self, space: Hashable, token_ids: Sequence[int]) -> ReadText | None:
         """The longest shared beginning of a prompt and a text; without the prompt's last token, which is read anew.
 
-        None if it has fewer than ``FEWEST_TOKENS``. The result shares the memory of the cache: copy it before the next call.
+        None if it has fewer than ``FEWEST_TOKENS``. The result shares the memory of the cache: copy it before the next
+        call.
         """
         wanted = token_ids[:-1]
         shared = {key: _num_shared(key[1], wanted) for key in self._texts if key[0] == space}
