@@ -35,7 +35,7 @@ class ServerProcess:
         welcome = self.process.stdout.readline()
         found = re.search(r" at (http://\S+)$", welcome)
         assert found, (welcome, self.errors)
-        self.client = httpx2.Client(base_url=found[1], timeout=120)
+        self.client = httpx2.Client(base_url=found[1], timeout=300)
 
     def __enter__(self) -> Self:
         return self

@@ -1,6 +1,6 @@
 """Replaces the draft head of a served model at run time, after a comparison with the head that it has.
 
-Both heads answer the same held-out prompts as ordinary jobs, a few at a time, so that other streams go on. Draft trees
+Both heads answer the same held-out prompts as ordinary jobs, one at a time, so that other streams go on. Draft trees
 are of the same size, so the tokens per step do not depend on the load. Requests that are running keep the old head;
 their text does not depend on it.
 """
@@ -34,11 +34,10 @@ from draftheads.serve.scheduler import Scheduler
 from draftheads.settings import SamplingSettings
 from draftheads.zoo.registry import zoo_heads
 
-_NUM_PROMPTS, _NUM_TOKENS = 16, 64  # answers are at most that long
+_NUM_PROMPTS, _NUM_TOKENS = 16, 32  # answers are at most that long
 _FEWEST_RECORDS = 8  # held-out ones; if there are fewer, the bundled prompts are better
 _MOST_RECORDS = 2000  # the newest; 5 % of them are held out
 _HELD_OUT, _SEED = 0.05, 0  # the defaults of `draftheads train`
-_AT_ONCE = 4
 _NAME = re.compile(r"\w[\w.+-]{0,99}(/\w[\w.+-]{0,99}){0,4}", re.ASCII)  # a head's own, or folders and names
 
 
@@ -195,27 +194,19 @@ class HeadReplacement:
     def _tokens_per_step(self, lane: Lane, engine: Engine, prompts: Sequence[Sequence[int]]) -> float:
         """Of greedy answers to the prompts, which are the same with every head."""
         settings = SamplingSettings(max_new_tokens=_NUM_TOKENS)
-        waiting = [engine.request(prompt, settings) for prompt in reversed(prompts)]
-        ends: Queue[Request | JobFailed] = Queue()
-        running: list[Job] = []
         results: list[GenerationResult] = []
-        try:
-            while waiting or len(results) < len(prompts):
-                while waiting and len(running) - len(results) < _AT_ONCE:
-                    running.append(self._submitted(waiting.pop(), lane, ends))
-                end = ends.get()
-                if isinstance(end, JobFailed):
-                    raise DraftHeadsError(f"the heads could not be compared: {end.message}")
-                results.append(end.result())
-        finally:
-            for job in running:
-                self._scheduler.cancel(job)  # ignored if it has ended
+        for prompt in prompts:
+            end = self._answered(engine.request(prompt, settings), lane)
+            if isinstance(end, JobFailed):
+                raise DraftHeadsError(f"the heads could not be compared: {end.message}")
+            results.append(end.result())
         # the first token of an answer comes from its prompt, without a step
         tokens = sum(len(result.token_ids) - 1 for result in results)
         return tokens / max(1, sum(result.num_steps for result in results))
 
-    def _submitted(self, request: Request, lane: Lane, ends: "Queue[Request | JobFailed]") -> Job:
-        """A job that was accepted; waits while the queue is full."""
+    def _answered(self, request: Request, lane: Lane) -> Request | JobFailed:
+        """The finished request, or why it failed. Waits while the queue is full."""
+        ends: Queue[Request | JobFailed] = Queue()
         job = Job(request, lane, "comparison of heads", partial(_note_end, request, ends))
         while True:
             try:
@@ -223,7 +214,7 @@ class HeadReplacement:
             except QueueFull as full:
                 time.sleep(full.retry_after)
             else:
-                return job
+                return ends.get()
 
 
 def _newest_records(folder: Path) -> Iterator[RecordedTokens]:
