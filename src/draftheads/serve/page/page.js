@@ -60,6 +60,9 @@ function showState() {
   const model = chosen();
   const drafts = Boolean(model?.head);
   for (const id of ['tree-field', 'plain-field', 'compare-field']) at(id).hidden = model !== null && !drafts;
+  for (const words of document.querySelectorAll('.about-drafts')) words.hidden = model !== null && !drafts;
+  for (const example of document.querySelectorAll('.examples button')) example.disabled = model === null;
+  at('head').disabled = model === null;
   at('plain').disabled = !drafts || compares();
   at('compare').disabled = !drafts;
   at('tree').disabled = !drafts || isPlain();
