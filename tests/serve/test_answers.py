@@ -135,6 +135,23 @@ def test_answers_of_int8_have_the_same_bits():
         assert job.request.result().logprobs == plain.logprobs, "the bits differ"
 
 
+def test_answers_with_static_steps():
+    """As on CUDA: steps read all slots of the cache, whose number is a multiple of 256."""
+    model = tiny_model("llama")
+    model.set_graphs(on=True)
+    engines = engines_of(model, "hydra", "eagle")
+    per_slot = scheduler_of(engines)._sizes.per_slot(model)
+    scheduler = scheduler_of(engines, max_rows=4, chunk_tokens=9, kv_bytes=(3 * 256 + 128) * per_slot)
+    prompts = family_of_prompts()
+    inboxes = [submit(scheduler, prompt, Lane(("hydra", "eagle")[n % 2]))[1] for n, prompt in enumerate(prompts)]
+    most = 0
+    while scheduler._has_work():
+        iterate(scheduler)
+        most = max(most, scheduler._decoder.kv_bytes + scheduler._decoder.prefixes.num_bytes)
+    assert 2 * 256 * per_slot < most <= (3 * 256 + 128) * per_slot
+    assert [inbox.answer for inbox in inboxes] == [plain_answer(engines["hydra"], prompt) for prompt in prompts]
+
+
 def test_adapters_share_no_keys_and_values():
     """Models of the same sizes and other weights are served side by side, as a base and its adapters are."""
     engines = {name: Engine(tiny_model("llama", seed=seed)) for seed, name in enumerate(("base", "adapter"))}

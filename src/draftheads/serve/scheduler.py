@@ -209,7 +209,7 @@ class Scheduler:
             for job in [job for job in self._live if job.deadline is not None and job.deadline <= now]:
                 self._queue.remove(job)
                 self._deliver(job, JobFailed("deadline", "the deadline passed before the answer was finished"))
-            self._decoder.drop(lambda job: job not in self._live)
+        self._decoder.drop(lambda job: job not in self._live)  # copies texts: other threads need not wait for it
 
     def _admit(self) -> None:
         """Waiting jobs whose turn it is join, as long as there are rows and memory."""
