@@ -1,5 +1,6 @@
 """Structured output: constrained drafting equals constrained plain decoding, which equals a slow decoder."""
 
+import json
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.heads import HEADS
+from draftheads.loading import load_target
 from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
 from draftheads.settings import Grammar, SamplingSettings
@@ -271,3 +273,62 @@ def test_biases_are_added_to_the_logits():
     for _ in range(8):
         answer.append(int((model.model(torch.tensor([PROMPT + answer])).logits[0, -1] + bias).argmax()))
     assert list(result.token_ids) == answer
+
+
+@pytest.mark.parametrize("method", ["medusa", "hydra", "trimmed"])
+def test_a_strong_bias_is_drafted(method: str):
+    model = json_model()
+    token = VOCAB - 3  # a draft vocabulary has the last tokens
+    options = {"draft_vocab_size": 40} if method == "trimmed" else {}
+    head = tiny_head("hydra" if method == "trimmed" else method, model, **options)
+    (result,) = Engine(model, head, shape=Tree.chain(3)).generate([PROMPT], max_new_tokens=13, logit_bias={token: 100})
+    assert set(result.token_ids) == {token}
+    assert result.num_steps == 3
+
+
+def test_forbidden_copies_take_no_place_in_the_tree(verified: list[tuple[Draft, int]]):
+    """The copy after the root is forbidden, and the tree has no place for both."""
+    model = json_model()
+    yes, no = (model.tokenizer(text)["input_ids"] for text in ("yes", "no"))
+    prompt = [*yes, *no, *yes, *no]
+    grammar = Grammar.lark(f"start: {' '.join(f'<[{token}]>' for token in [*yes, 9, 10, 11])}")
+    drafter = Copying(tiny_head("hydra", model), odds=((0.9, 0.8, 0.7),) * 4)
+    Engine(model, drafter, shape=BestFirst(3, num_ranks=2)).generate([prompt], grammar=grammar)
+    draft, length = verified[0]
+    assert length == len(prompt)
+    assert draft.token_ids[0].tolist() == [*yes, 9, 10, 11][:3]
+
+
+MODEL = "smollm2-135m"
+REAL_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "mood": {"enum": ["happy", "sad"]},
+    },
+    "required": ["name", "age", "mood"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("head", ["hydra", "medusa"])
+def test_on_the_real_model(head: str):
+    model = load_target(MODEL, precision="fp32")
+    each = [
+        SamplingSettings(grammar=Grammar.json_schema(REAL_SCHEMA), max_new_tokens=80),
+        SamplingSettings(max_new_tokens=16),
+        SamplingSettings(grammar=Grammar.json_schema(REAL_SCHEMA), max_new_tokens=80, temperature=0.8, seed=1),
+    ]
+    prompts = [
+        "Ada Moreno is 41 and smiles. Answer with JSON.",
+        "Why is the sky blue?",
+        "Bruno, 30, is in tears: JSON?",
+    ]
+    plain = Engine(model).generate(prompts, each)
+    results = Engine(model, load_drafter(head, MODEL, model), shape=BestFirst(10)).generate(prompts, each)
+    assert [result.token_ids for result in results] == [result.token_ids for result in plain]
+    for result in (results[0], results[2]):
+        assert list(json.loads(result.text)) == ["name", "age", "mood"]
+    assert results[0].tokens_per_step > 1.5
