@@ -16,7 +16,7 @@ from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.heads import HEADS
-from draftheads.loading import load_target
+from draftheads.loading import load_drafter, load_target
 from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
 from draftheads.settings import Grammar, SamplingSettings
