@@ -25,7 +25,7 @@ LANES = [Lane("m"), Lane("m:eagle"), Lane("m", 0), Lane("m", 4)]
 SYSTEM = [3 + n * n % 20 for n in range(40)]
 PROMPTS = [SYSTEM[:12], SYSTEM, [*SYSTEM[:20], 7, 7], [9], [*SYSTEM, 5, 8], [9, 4, 4, *range(3, 20)], [5] * 120]
 SLOTS = 128 * 4  # of the memory: three short rows, or a long one
-ROWS, WAITING = 3, 3
+ROWS, WAITING = 3, 4
 
 
 @cache
@@ -83,22 +83,23 @@ class Schedules(RuleBasedStateMachine):
     @rule(
         prompt=st.sampled_from(PROMPTS),
         lane=st.sampled_from(LANES),
-        client=st.sampled_from("abc"),
+        clients=st.text("abc", min_size=1, max_size=3),
         length=st.integers(1, 9),
         seconds=st.none() | st.integers(1, 6),
     )
-    def submit(self, prompt: list[int], lane: Lane, client: str, length: int, seconds: int | None) -> None:
+    def submit(self, prompt: list[int], lane: Lane, clients: str, length: int, seconds: int | None) -> None:
         deadline = None if seconds is None else self.clock.now + seconds
-        try:
-            job, inbox = submit(self.scheduler, prompt, lane, client=client, deadline=deadline, max_new_tokens=length)
-        except QueueFull:
-            assert len(self.waiting) >= WAITING
-        except ShuttingDown:
-            assert self.closed
-        else:
-            assert not self.closed
-            self.jobs.append((job, inbox))
-            self.note_firsts()
+        for client in clients:
+            try:
+                pair = submit(self.scheduler, prompt, lane, client=client, deadline=deadline, max_new_tokens=length)
+            except QueueFull:
+                assert len(self.waiting) >= WAITING
+            except ShuttingDown:
+                assert self.closed
+            else:
+                assert not self.closed
+                self.jobs.append(pair)
+                self.note_firsts()
 
     def note_firsts(self) -> None:
         """Jobs that have become the first ones of their clients."""
@@ -231,7 +232,7 @@ class Schedules(RuleBasedStateMachine):
 
 TestSchedules = Schedules.TestCase
 TestSchedules.settings = settings(
-    max_examples=60,
+    max_examples=50,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,
