@@ -12,13 +12,20 @@ from draftheads.models.model import TargetModel
 
 
 def saved_adapter(
-    base: TargetModel, folder: Path, *, seed: int = 1, rank: int = 2, targets: tuple[str, ...] = (), **config: Any
+    base: TargetModel,
+    folder: Path,
+    *,
+    seed: int = 1,
+    rank: int = 2,
+    scale: float = 0.2,
+    targets: tuple[str, ...] = (),
+    **config: Any,
 ) -> Path:
     """A random LoRA adapter of the base; of all linear layers with the lm_head where no targets are given."""
     torch.manual_seed(seed)
     adapter = Adapter.attach(copy.deepcopy(base.model), rank=rank, alpha=4, dropout=0.1, targets=targets)
     for parameter in adapter.parameters:
-        parameter.data += 0.2 * torch.randn_like(parameter)
+        parameter.data += scale * torch.randn_like(parameter)
     adapter.save(folder)
     change_config(folder, **{"base_model_name_or_path": base.model_id, **config})
     return folder

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -81,3 +83,11 @@ class ServerProcess:
     def _read_errors(self) -> None:
         assert self.process.stderr is not None
         self.errors.extend(self.process.stderr)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Waits up to half a minute for something that another thread or process does."""
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

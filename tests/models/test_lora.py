@@ -62,6 +62,32 @@ def test_an_adapter_equals_its_merged_model_and_its_base_does_not_change(
         assert answers(Engine(one, head, shape=GROWING["best first"])) == answers(Engine(one))
 
 
+def test_static_steps_have_the_adapter_too(tmp_path: Path) -> None:
+    base = tiny_model("llama")
+    folder = saved_adapter(base, tmp_path / "a")
+    expected = answers(Engine(merged(base, folder)))
+    base.set_graphs(on=True)  # as on CUDA, without capturing
+    adapted = base.with_adapter(folder)
+    assert adapted.has_static_steps
+    assert answers(Engine(adapted, tiny_head("medusa", base), shape=GROWING["best first"])) == expected
+
+
+@pytest.mark.real
+def test_an_adapter_of_the_real_model_equals_the_merged_one(tmp_path: Path) -> None:
+    base = TargetModel.load("smollm2-135m", dtype=torch.float32)
+    folder = saved_adapter(base, tmp_path / "a", rank=8, scale=0.01)
+    plain = draftheads.load("smollm2-135m", precision="fp32")
+    prompts = ["Why is the sky blue?", "Write a function that adds two numbers."]
+    alone, beside, without = (
+        [result.token_ids for result in engine.generate(prompts, max_new_tokens=24)]
+        for engine in (draftheads.load(folder, precision="fp32"), plain.with_adapter(folder), plain)
+    )
+    assert beside == alone
+    assert beside != without
+    hydra = draftheads.load("smollm2-135m", "hydra", precision="fp32").with_adapter(folder)
+    assert [result.token_ids for result in hydra.generate(prompts, max_new_tokens=24)] == alone
+
+
 def test_the_weights_are_shared_and_adapters_differ(tmp_path: Path, kernels: Path) -> None:
     base = tiny_model("llama", tie_word_embeddings=True)
     folder, second = (saved_adapter(base, tmp_path / str(seed), seed=seed) for seed in (1, 2))

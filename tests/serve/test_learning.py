@@ -16,10 +16,16 @@ import draftheads
 from adapter_world import saved_adapter
 from draftheads.checkpoint import save_head
 from draftheads.cli.main import main
+from draftheads.cli.options.serve import ServeOptions
+from draftheads.errors import InvalidSettings
 from draftheads.models.model import TargetModel
+from draftheads.serve.api_error import ApiError
+from draftheads.serve.guard import Access
+from draftheads.serve.served import load_served
+from draftheads.settings import LoadSettings
 from families import tiny_head
 from joint_world import on_disk
-from serve_process import ServerProcess
+from serve_process import ServerProcess, wait_until
 from training_world import chat_model
 
 LONG = {"max_tokens": 400, "ignore_eos": True}
@@ -88,7 +94,8 @@ def test_clients_that_opt_out_are_not_recorded(server: ServerProcess, world: Pat
     left = server.stream("w49 w48", **LONG)
     next(left)
     left.close()  # the client disconnects
-    server.text("w1", **SHORT)
+    server.text("w1 w2 w3", **SHORT)
+    wait_until(lambda: any("w1 w2 w3" in json.dumps(record) for record in records(world, "model")))
     tuned = records(world, "tuned")[-1]
     assert tuned["messages"][-1] == {"role": "assistant", "content": answer}
     texts = [json.dumps(record.get("messages")) for record in records(world, "model")]
@@ -98,6 +105,9 @@ def test_clients_that_opt_out_are_not_recorded(server: ServerProcess, world: Pat
     assert 50 + 7 not in [record["prompt_ids"][0] for record in records(world, "model")]  # the word w50
     assert stat.S_IMODE((world / "traffic").stat().st_mode) == 0o700
     assert any("recording prompts and answers" in line for line in server.errors)
+    recorded = len(records(world, "model")) + len(records(world, "tuned"))
+    wait_until(lambda: f"draftheads_answers_recorded_total {recorded:.1f}" in server.client.get("/metrics").text)
+    assert "draftheads_records_dropped_total 0.0" in server.client.get("/metrics").text
 
 
 @pytest.mark.parametrize(
@@ -128,6 +138,42 @@ def test_only_the_admin_key_opens_it(server: ServerProcess, world: Path) -> None
     assert server.replace_head("hydra", model="nobody").status_code == 404
     assert server.replace_head("hydra", speed=1).status_code == 400
     assert server.client.get("/admin/head").status_code == 401
+    scope = {"path": "/admin/head", "headers": [(b"host", b"localhost"), (b"authorization", b"Bearer api-key")]}
+    for access in (Access(), Access(("api-key",))):
+        with pytest.raises(ApiError, match="needs a server with --admin-key-file") as error:
+            access.client_of(scope)
+        assert error.value.status == 403
+    with pytest.raises(ApiError, match="API key is wrong"):
+        Access(("api-key",), admin_keys=("admin-key",)).client_of(scope)
+
+
+def test_one_comparison_at_a_time(server: ServerProcess) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        statuses = [pool.submit(server.replace_head, "hydra") for _ in range(2)]
+        assert sorted(status.result().status_code for status in statuses) == [200, 409]
+    assert server.replace_head("medusa", force=True).json()["replaced"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"adapter": ("tuned",)}, "--adapter tuned: write NAME=FOLDER"),
+        ({"adapter": ("a/b=tuned",)}, "--adapter a/b=tuned: write NAME=FOLDER"),
+        ({"adapter": ("a=",)}, "--adapter a=: write NAME=FOLDER"),
+        ({"adapter": ("a=x", "a=y")}, "--adapter a=y: a is x already"),
+        ({"record_gib": 0.0}, "--record-gib is 0.0"),
+        ({"head_folder": Path("/no/such/folder")}, "--head-folder /no/such/folder is no folder"),
+    ],
+)
+def test_impossible_options(options: dict, message: str) -> None:
+    with pytest.raises(InvalidSettings, match=message):
+        ServeOptions(**options)
+
+
+def test_adapters_need_names_of_their_own(world: Path) -> None:
+    load = LoadSettings(precision="fp32")
+    with pytest.raises(InvalidSettings, match="model is served already"):
+        load_served(str(world / "model"), (), load, adapters={"model": world / "tuned"})
 
 
 def test_a_head_learns_from_traffic_and_replaces_the_old_one_under_a_stream(
@@ -135,6 +181,7 @@ def test_a_head_learns_from_traffic_and_replaces_the_old_one_under_a_stream(
 ) -> None:
     for prompt in PROMPTS:
         server.text(prompt, **SHORT)
+    wait_until(lambda: len(records(world, "model")) >= len(PROMPTS))
     monkeypatch.chdir(world)
     medusa, learned = world / "heads" / "medusa", world / "heads" / "learned"
     options = ["--method", "medusa", "--model", str(world / "model"), "--start-from", str(medusa)]

@@ -6,8 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from draftheads.errors import DataError, InvalidSettings, StorageError
 from draftheads.models.fingerprint import tokenizer_print
 from draftheads.serve import recorder as module
 from draftheads.serve.recorder import Exchange, Recorder
+from serve_process import wait_until
 from training_world import chat_model
 
 MB = 1 << 20
@@ -179,13 +179,6 @@ def test_a_full_disk_or_a_deleted_file_costs_answers_and_no_error(
     recorder.add(exchange(5))
     recorder.close()
     assert len(lines_in(tmp_path)) == 2
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_impossible_settings(tmp_path: Path) -> None:

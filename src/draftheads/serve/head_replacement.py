@@ -37,6 +37,7 @@ from draftheads.zoo.registry import zoo_heads
 _NUM_PROMPTS, _NUM_TOKENS = 16, 32  # answers are at most that long
 _FEWEST_RECORDS = 8  # held-out ones; if there are fewer, the bundled prompts are better
 _MOST_RECORDS = 2000  # the newest; 5 % of them are held out
+_RETRY_SECONDS = 1.0  # if the queue is full; a shutdown waits so long at most
 _HELD_OUT, _SEED = 0.05, 0  # the defaults of `draftheads train`
 _NAME = re.compile(r"\w[\w.+-]{0,99}(/\w[\w.+-]{0,99}){0,4}", re.ASCII)  # a head's own, or folders and names
 
@@ -211,8 +212,8 @@ class HeadReplacement:
         while True:
             try:
                 self._scheduler.submit(job)
-            except QueueFull as full:
-                time.sleep(full.retry_after)
+            except QueueFull:
+                time.sleep(_RETRY_SECONDS)
             else:
                 return ends.get()
 

@@ -7,6 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from draftheads.decode.request import StreamEvent
+from draftheads.serve.recorder import RecorderCounts
 from draftheads.serve.scheduler import Snapshot
 
 ROUTES = frozenset(
@@ -50,6 +51,10 @@ class Metrics:
         self._nodes = self._histogram("tree_nodes", "Draft tokens in a step of an answer", _NODES)
         self._first = self._histogram("first_token_seconds", "From the request to its first token", _SECONDS)
         self._between = self._histogram("between_tokens_seconds", "Time of a step by its new tokens", _SECONDS)
+
+    def follow(self, counts: Callable[[], RecorderCounts]) -> None:
+        """Also shows what is recorded."""
+        self.registry.register(_RecorderCounts(counts))
 
     def request(self, path: str, status: int) -> None:
         """An HTTP request has ended; 0 is the status of one whose client went."""
@@ -101,3 +106,19 @@ class _SchedulerCounts(Collector):
                 yield GaugeMetricFamily(f"draftheads_{name}", text, value=getattr(snapshot, field))
             for field, (name, text) in _COUNTS.items():
                 yield CounterMetricFamily(f"draftheads_{name}", text, value=getattr(snapshot, field))
+
+
+class _RecorderCounts(Collector):
+    """Reads the counts of recorded answers when Prometheus asks for them."""
+
+    def __init__(self, counts: Callable[[], RecorderCounts]) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        """One value of each."""
+        counts = self._counts()
+        yield CounterMetricFamily("draftheads_answers_recorded", "Answers that were recorded", value=counts.recorded)
+        yield CounterMetricFamily(
+            "draftheads_records_dropped", "Answers that could not be recorded: the disk is slow or full", counts.dropped
+        )
+        yield GaugeMetricFamily("draftheads_record_bytes", "Disk that records take", value=counts.num_bytes)

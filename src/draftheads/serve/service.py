@@ -66,6 +66,8 @@ class Service:
         self.phase: Phase = "loading"
         self._scheduler: Scheduler | None = None
         self.metrics = Metrics(self.snapshot)
+        if recorder is not None:
+            self.metrics.follow(lambda: recorder.counts)
         self.scoring = asyncio.Semaphore(1)  # prompts are scored one at a time, as each has a cache of its own
         # one thread reads requests (JSON, templates, tokens, grammars), so that a long one holds up no stream
         self._reader = ThreadPoolExecutor(1, "draftheads-reader")
