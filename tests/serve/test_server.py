@@ -1,5 +1,6 @@
 """The command in a process of its own: its start, its end by a signal, and its restart after a kill."""
 
+import importlib
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from cli_world import write_model
 from draftheads.cli import serve as cli_serve
 from draftheads.cli.main import main
 from draftheads.cli.options.serve import ServeOptions
+from draftheads.errors import MissingDependency
 from draftheads.loading import load
 from serve_process import ServerProcess
 
@@ -98,6 +100,14 @@ def test_a_model_that_cannot_be_loaded_and_a_port_that_is_taken(
         port = str(taken.getsockname()[1])
         assert main(["serve", "./none", "--port", port]) == 1
     assert f"--port {port}: cannot listen there" in capsys.readouterr().err
+
+
+def test_a_missing_web_server_is_named(monkeypatch: pytest.MonkeyPatch):
+    for name in ("draftheads.serve.server", "draftheads.cli.serve"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(MissingDependency, match=r"pip install 'draftheads\[serve\]'"):
+        importlib.import_module("draftheads.cli.serve")
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,10 @@ class Answers:
         requests: one for each answer.
         asked: with the lane of all of them.
         client: for the fair queue.
-        on_finish: called with each request when its answer is complete.
+        start: when the HTTP request came, by ``time.monotonic``.
     """
+
+    on_finish: Callable[[Request], object] = id  # called with each request when its answer is complete
 
     def __init__(
         self,
@@ -37,12 +39,12 @@ class Answers:
         requests: Sequence[Request],
         asked: Asked,
         client: str,
-        on_finish: Callable[[Request], object] = id,
+        *,
+        start: float,
     ) -> None:
         self._service = service
         self._loop = asyncio.get_running_loop()
-        self._on_finish = on_finish
-        self._start = time.monotonic()
+        self._start = start
         # bounded by the lengths of the answers: the model thread never waits for a client
         self._events: asyncio.Queue[tuple[int, StreamEvent | JobFailed]] = asyncio.Queue()
         seconds = service.limits.request_seconds
@@ -94,11 +96,13 @@ class Answers:
             index, event = await self._events.get()
             if isinstance(event, JobFailed):
                 self._unfinished.discard(index)
-                raise ApiError(_STATUS[event.reason], event.message, code=event.reason)
+                # what went wrong in the server is in its log, and not for strangers
+                message = "the answer could not be computed" if event.reason == "error" else event.message
+                raise ApiError(_STATUS[event.reason], message, code=event.reason)
             self._note(index, event)
             if event.finish_reason is not None:
                 self._unfinished.discard(index)
-                self._on_finish(self._jobs[index].request)
+                self.on_finish(self._jobs[index].request)
             yield index, event
 
     async def finish(self) -> list[Request]:

@@ -1,5 +1,6 @@
 """The routes. Each reads its request on a thread, and waits for events of the model thread."""
 
+import asyncio
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from draftheads.errors import DraftHeadsError
 from draftheads.serve.admin import add_admin_routes
 from draftheads.serve.answers import Answers, unless_gone
-from draftheads.serve.api_error import ApiError
+from draftheads.serve.api_error import ApiError, api_error_of
 from draftheads.serve.body import read_body
 from draftheads.serve.chat import ChatCall, read_chat
 from draftheads.serve.completions import CompletionCall, read_completion
@@ -94,11 +96,10 @@ def _answers(
     request: Request, service: Service, call: ChatCall | CompletionCall, messages: list[dict[str, Any]] | None = None
 ) -> Answers:
     """The answers to a request that was read; complete ones are recorded, if the client and the server want it."""
-    asked, client = call.asked, request.state.client
-    if not asked.store:
-        return Answers(service, call.requests, asked, client)
-    keep = partial(service.record, asked.lane.model, messages=messages)
-    return Answers(service, call.requests, asked, client, on_finish=keep)
+    answers = Answers(service, call.requests, call.asked, request.state.client, start=request.state.start)
+    if call.asked.store:
+        answers.on_finish = partial(service.record, call.asked.lane.model, messages=messages)
+    return answers
 
 
 async def _answered(request: Request, call: ChatCall | CompletionCall, answers: Answers) -> Response:
@@ -108,21 +109,28 @@ async def _answered(request: Request, call: ChatCall | CompletionCall, answers: 
         return EventStream(call.chunks(answers), answers.cancel)
     async with answers:
         await unless_gone(request.receive, answers.finish())
-    return JSONResponse(call.response() if isinstance(call, ChatCall) else call.response([]))
+    # in a thread: many log-probabilities take a while
+    return JSONResponse(await asyncio.to_thread(call.response))
 
 
 async def _scored(request: Request, service: Service, call: CompletionCall) -> Response:
     """A completion with log-probabilities of its prompts, one prompt after another."""
     assert call.num_scored is not None
     scores = []
-    for prompt in call.prompts:
-        async with service.scoring:
-            scores.append(await score(service.scheduler, call.asked.engine, prompt.token_ids, call.num_scored))
+    try:
+        async with asyncio.timeout(service.limits.request_seconds):
+            for prompt in call.prompts:
+                async with service.scoring:
+                    scores.append(await score(service.scheduler, call.asked.engine, prompt.token_ids, call.num_scored))
+    except TimeoutError:
+        raise ApiError(504, "the deadline passed before the prompts were scored", code="deadline") from None
+    except DraftHeadsError as error:  # the server shuts down
+        raise api_error_of(error) from None
     answers = _answers(request, service, call)
     await answers.submit()
     async with answers:
         await answers.finish()
-    return JSONResponse(call.response(scores))
+    return JSONResponse(await asyncio.to_thread(call.response, scores))
 
 
 def _described(service: Service, model: ServedModel) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from draftheads.decode.request import Request, StreamEvent
@@ -32,7 +33,7 @@ class ChatCall:
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    @property
+    @cached_property
     def names(self) -> TokenNames:
         """Of the model's tokens."""
         return TokenNames(self.asked.engine.model.tokenizer)

@@ -2,8 +2,9 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from draftheads.decode.engine import Engine
@@ -46,7 +47,7 @@ class CompletionCall:
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    @property
+    @cached_property
     def names(self) -> TokenNames:
         """Of the model's tokens."""
         return TokenNames(self.asked.engine.model.tokenizer)
@@ -56,7 +57,7 @@ class CompletionCall:
         """How many top log-probabilities of prompt tokens are asked for; None: not even their own."""
         return self.asked.settings.logprobs if self.echo else None
 
-    def response(self, scores: list[PromptScores]) -> dict[str, Any]:
+    def response(self, scores: Sequence[PromptScores] = ()) -> dict[str, Any]:
         """The whole response, once all requests are finished; ``scores`` of the prompts, if they are asked for."""
         choices = []
         for index in range(len(self.prompts) * self.asked.n):

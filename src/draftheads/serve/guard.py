@@ -99,6 +99,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         start, status = time.monotonic(), 0
+        scope.setdefault("state", {})["start"] = start
 
         async def send_safely(message: Message) -> None:
             nonlocal status
@@ -109,7 +110,7 @@ class Guard:
 
         try:
             try:
-                scope.setdefault("state", {})["client"] = self.access.client_of(scope)
+                scope["state"]["client"] = self.access.client_of(scope)
                 await self.app(scope, receive, send_safely)
             except Exception as error:
                 if not isinstance(error, ApiError):
