@@ -81,7 +81,7 @@ def _add_answer_routes(app: FastAPI, service: Service) -> None:
     async def chat(request: Request) -> Response:
         _ = service.scheduler
         call = await service.read(read_chat, await read_body(request, service.limits), service)
-        return await _answered(request, call, _answers(request, service, call, call.messages))
+        return await _answered(request, service, call, _answers(request, service, call, call.messages))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -89,7 +89,7 @@ def _add_answer_routes(app: FastAPI, service: Service) -> None:
         call = await service.read(read_completion, await read_body(request, service.limits), service)
         if call.num_scored is not None:
             return await unless_gone(request.receive, _scored(request, service, call))
-        return await _answered(request, call, _answers(request, service, call))
+        return await _answered(request, service, call, _answers(request, service, call))
 
 
 def _answers(
@@ -102,15 +102,14 @@ def _answers(
     return answers
 
 
-async def _answered(request: Request, call: ChatCall | CompletionCall, answers: Answers) -> Response:
+async def _answered(request: Request, service: Service, call: ChatCall | CompletionCall, answers: Answers) -> Response:
     """The response to a request that was read: submits its jobs; a full queue is an error also of a stream."""
     await answers.submit()
     if call.asked.stream:
         return EventStream(call.chunks(answers), answers.cancel)
     async with answers:
         await unless_gone(request.receive, answers.finish())
-    # in a thread: many log-probabilities take a while
-    return JSONResponse(await asyncio.to_thread(call.response))
+    return JSONResponse(await service.write(call.response))
 
 
 async def _scored(request: Request, service: Service, call: CompletionCall) -> Response:
@@ -130,7 +129,7 @@ async def _scored(request: Request, service: Service, call: CompletionCall) -> R
     await answers.submit()
     async with answers:
         await answers.finish()
-    return JSONResponse(await asyncio.to_thread(call.response, scores))
+    return JSONResponse(await service.write(call.response, scores))
 
 
 def _described(service: Service, model: ServedModel) -> dict[str, Any]:

@@ -71,6 +71,7 @@ class Service:
         self.scoring = asyncio.Semaphore(1)  # prompts are scored one at a time, as each has a cache of its own
         # one thread reads requests (JSON, templates, tokens, grammars), so that a long one holds up no stream
         self._reader = ThreadPoolExecutor(1, "draftheads-reader")
+        self._writer = ThreadPoolExecutor(1, "draftheads-writer")  # of whole responses
 
     def open(self, models: Iterable[ServedModel], scheduler: Scheduler) -> None:
         """The models are loaded: requests are accepted from now on. The scheduler must have been started."""
@@ -153,6 +154,10 @@ class Service:
         """Runs a function on the thread that reads requests."""
         return await asyncio.get_running_loop().run_in_executor(self._reader, function, *arguments)
 
+    async def write(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Runs a function on the thread that writes responses: many log-probabilities take a while."""
+        return await asyncio.get_running_loop().run_in_executor(self._writer, function, *arguments)
+
     async def drain(self, seconds: float) -> None:
         """Takes no further requests, and finishes the answers that are under way within so many seconds."""
         self.phase = "draining"
@@ -166,3 +171,4 @@ class Service:
         if self._scheduler is not None:
             self._scheduler.close(drain_seconds=0)
         self._reader.shutdown(cancel_futures=True)
+        self._writer.shutdown(cancel_futures=True)
