@@ -39,8 +39,8 @@ class DistillOptions:
     prompts: tuple[Path, ...] = ()
     """Prompt files (.jsonl, .jsonl.gz). "prompt", "messages" or "turns" in each line; their answers are ignored."""
     documents: tuple[Path, ...] = ()
-    """Text files (.txt, or .jsonl with "text" in each line) that the model continues. From the beginning of each text,
-    without a chat template; they come after the prompts."""
+    """Text files that the model continues. Each .txt is a text, or each line of a .jsonl with "text". Each is continued
+    from its beginning, without a chat template. They come after the prompts."""
     document_tokens: int = 64
     """With --documents: how many tokens of each text the model reads. Shorter texts are read whole."""
     num_self_talk: int = 0

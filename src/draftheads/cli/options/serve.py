@@ -67,7 +67,7 @@ class ServeOptions:
     record_gib: float = 2.0
     """Disk for --record in GiB. The oldest records are deleted."""
     head_folder: Path | None = None
-    """Folder of draft heads that POST /admin/head may load, besides the installed ones."""
+    """Folder of draft heads that POST /admin/head may load. It may load the installed ones, too."""
     admin_key_file: Path | None = None
     """A file with the key for POST /admin/head. DRAFTHEADS_ADMIN_KEY can have it, too. Without a key nobody may use
     it."""
