@@ -192,7 +192,7 @@ class Measurement:
                 await self._tried(way, warm(self._part(Load(users=2)), max(options.users, default=1)))
             for way in self._ways() if options.joining_tokens else ():
                 _say(f"{way.name}: a long prompt joins running streams")
-                long, stream = self._ask(http, way, _WARM_UP_TOKENS), self._ask(http, way, 4 * options.max_tokens)
+                long, stream = self._ask(http, way, _WARM_UP_TOKENS), self._ask(http, way, 3 * options.max_tokens)
                 joined = joining(way.name, long, stream, self.prompts, streams=8, tokens=options.joining_tokens)
                 found = await self._tried(way, joined)
                 self.joinings += [found] if found else []
