@@ -80,7 +80,7 @@ class Options:
     environments: Path = HERE / ".peers"
     """Folder that environments.sh filled."""
     json: Path | None = None
-    """Also write all samples to this file, again after each round."""
+    """Also write all samples to this file, again after each load."""
     plots: Path | None = None
     """Also write users.png and throughput.png to this folder."""
     timeout: float = 600.0
@@ -203,7 +203,7 @@ class Measurement:
                     for way in ways[shift:] + ways[:shift]:
                         await asyncio.sleep(_PAUSE_SECONDS)
                         await self._round(http, way, load, turn)
-                self.write()
+                    self.write()
 
     async def _round(self, http: Any, way: Way, load: Load, turn: int) -> None:
         _say(f"round {turn + 1} of {self.options.rounds}, {load}: {way.name}")
