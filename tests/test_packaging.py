@@ -52,7 +52,7 @@ def test_the_wheel_has_our_prompts_and_chat_templates(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assets = {path.relative_to(ROOT / "src") for path in (ROOT / "src/draftheads/assets").rglob("*.j*")}
     assert {path.as_posix() for path in assets} <= names
-    assert len(assets) == 5
+    assert len(assets) == 6
 
 
 @pytest.mark.thorough

@@ -23,6 +23,13 @@ def error_of(response: httpx2.Response) -> dict[str, Any]:
     return error
 
 
+def nested_schema(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth - 1):
+        schema = {"items": schema}
+    return schema
+
+
 CHAT_ERRORS: dict[str, tuple[dict[str, Any], str, str]] = {
     "no model": ({"model": None}, "model", "models of this server: tiny, tiny:plain"),
     "model of a wrong type": ({"model": 5}, "model", "5; it must be a string"),
@@ -88,6 +95,26 @@ CHAT_ERRORS: dict[str, tuple[dict[str, Any], str, str]] = {
         },
         "tool_choice",
         "'b'",
+    ),
+    "arguments of an earlier call, nested too deeply": (
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[" * 100_000}}]},
+            ]
+        },
+        "messages[1].tool_calls[0].function.arguments",
+        "not valid JSON",
+    ),
+    "a schema nested too deeply": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": nested_schema(33)}}},
+        "response_format",
+        "33 levels deep; it must be at most 32",
+    ),
+    "tools nested too deeply": (
+        {"tools": [{"type": "function", "function": {"name": "a", "parameters": nested_schema(40)}}]},
+        "tools",
+        "at most 32",
     ),
     "a choice without tools": ({"tool_choice": "required"}, "tool_choice", "needs tools"),
 }

@@ -1,6 +1,7 @@
 """Tool calls in texts, whole and in pieces."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,8 +9,9 @@ from hypothesis import strategies as st
 
 from draftheads.models.model import TargetModel
 from draftheads.serve.api_error import ApiError
-from draftheads.serve.tools import ToolCall, ToolCallText, check_template
+from draftheads.serve.tools import ToolCall, ToolCallText, ToolUse, check_template
 from serve_world import tiny_engines
+from structured_world import EOS, SlowGrammar, json_tokenizer
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 ADD = ToolCall("add", '{"a": 1}')
@@ -60,3 +62,35 @@ def test_templates_with_tools_are_found_by_rendering(template: str, has_tools: b
     else:
         with pytest.raises(ApiError, match="--chat-template hermes"):
             check_template(model)
+
+
+def tool(name: str, **parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **parameters}}
+
+
+def integers(name: str) -> dict[str, Any]:
+    own = {"properties": {name: {"type": "integer"}}, "required": [name], "additionalProperties": False}
+    return {"type": "object", **own}
+
+
+@pytest.mark.parametrize(
+    ("forced", "name", "arguments", "allowed"),
+    [
+        (("add",), "add", '{"a": 1}', True),
+        (("sum",), "sum", '{"b": 1}', True),
+        (("sum",), "add", '{"a": 1}', False),  # another function
+        (("sum",), "sum", '{"a": 1}', False),  # another function's arguments
+        (("add", "sum"), "sum", '{"b": 1}', True),
+        (("add", "sum"), "add", '{"b": 1}', False),
+        (("stop",), "stop", "{}", True),
+        (("stop",), "stop", '{"a": 1}', False),  # a function without parameters
+    ],
+)
+def test_forced_calls_have_a_forced_name_and_the_arguments_of_this_function(
+    forced: tuple[str, ...], name: str, arguments: str, allowed: bool
+):
+    tools = (tool("add", parameters=integers("a")), tool("sum", parameters=integers("b")), tool("stop"))
+    grammar = ToolUse(tools, forced).grammar()
+    assert grammar is not None
+    ids = json_tokenizer()(f'{{"name": "{name}", "arguments": {arguments}}}')["input_ids"]
+    assert SlowGrammar(grammar).allows([*ids, EOS]) == allowed

@@ -106,7 +106,7 @@ def _calls(fields: Fields, place: str, values: Any) -> list[dict[str, Any]]:
             case {"function": {"name": str(name), "arguments": str(arguments)}}:
                 try:
                     parsed = json.loads(arguments or "{}")
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     problem = f"is not valid JSON: {error}"
                     raise fields.wrong(f"{place}[{number}].function.arguments", problem) from None
                 calls.append({**value, "type": "function", "function": {"name": name, "arguments": parsed}})
