@@ -1,5 +1,6 @@
 """Routes, errors and limits, one by one."""
 
+import asyncio
 import json
 import re
 import time
@@ -30,7 +31,12 @@ def nested_schema(depth: int) -> dict[str, Any]:
     return schema
 
 
-CHAT_ERRORS: dict[str, tuple[dict[str, Any], str, str]] = {
+def call_of(name: str, arguments: str) -> dict[str, Any]:
+    """A message of a model that called a function."""
+    return {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": name, "arguments": arguments}}]}
+
+
+CHAT_ERRORS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "no model": ({"model": None}, "model", "models of this server: tiny, tiny:plain"),
     "model of a wrong type": ({"model": 5}, "model", "5; it must be a string"),
     "no messages": ({"messages": None}, "messages", "missing"),
@@ -115,6 +121,12 @@ CHAT_ERRORS: dict[str, tuple[dict[str, Any], str, str]] = {
         {"tools": [{"type": "function", "function": {"name": "a", "parameters": nested_schema(40)}}]},
         "tools",
         "at most 32",
+    ),
+    "half a character in a call": ({"messages": [USER, call_of("\ud800", "{}")]}, "messages", "half"),
+    "a pattern that takes long": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"pattern": "^(a{300}){300}$"}}}},
+        None,
+        "too complex",
     ),
     "a choice without tools": ({"tool_choice": "required"}, "tool_choice", "needs tools"),
 }
@@ -293,6 +305,18 @@ def test_what_can_never_fit_into_memory_is_refused():
         response = small.chat(max_tokens=1500)
         assert (response.status_code, error_of(response)["code"]) == (400, "context_length_exceeded")
         assert small.chat().status_code == 200
+
+
+def test_clients_take_turns_to_be_read():
+    read: list[str] = []
+    service = Service()
+
+    async def all_at_once() -> None:
+        await asyncio.gather(*(service.read(name[0], read.append, name) for name in ("a1", "a2", "a3", "b1")))
+
+    asyncio.run(all_at_once())
+    service.close()
+    assert read == ["a1", "b1", "a2", "a3"]
 
 
 def test_before_the_model_is_loaded_and_while_it_drains():

@@ -27,6 +27,7 @@ Mask = npt.NDArray[np.int32]  # one bit per token, the lowest first
 
 # What a grammar may cost; other limits are llguidance's. Beyond one a grammar is refused, or its request fails.
 _LIMITS = {
+    "initial_lexer_fuel": 100_000,  # nested repetitions such as (a{1000}){1000} took over a second
     "step_lexer_fuel": 100_000,  # about 10 ms for a mask
     "step_max_items": 10_000,
     "max_lexer_states": 50_000,  # about 100 MB

@@ -80,13 +80,15 @@ def _add_answer_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         _ = service.scheduler
-        call = await service.read(read_chat, await read_body(request, service.limits), service)
+        body = await read_body(request, service.limits)
+        call = await service.read(request.state.client, read_chat, body, service)
         return await _answered(request, service, call, _answers(request, service, call, call.messages))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         _ = service.scheduler
-        call = await service.read(read_completion, await read_body(request, service.limits), service)
+        body = await read_body(request, service.limits)
+        call = await service.read(request.state.client, read_completion, body, service)
         if call.num_scored is not None:
             return await unless_gone(request.receive, _scored(request, service, call))
         return await _answered(request, service, call, _answers(request, service, call))

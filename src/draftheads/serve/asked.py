@@ -1,6 +1,7 @@
 """The fields that both routes have: model, sampling, streaming."""
 
 from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
 from typing import Any
 
 from draftheads.decode.engine import Engine
@@ -14,6 +15,7 @@ from draftheads.settings import SamplingSettings
 
 _FROM_MODEL = ("temperature", "top_p", "top_k", "repetition_penalty")
 _OUR_NAMES = {"max_new_tokens": "max_tokens"}
+_NAMES = {"draft_nodes", *(field.name for field in dataclass_fields(SamplingSettings))}
 
 
 @dataclass(frozen=True)
@@ -168,4 +170,4 @@ def _logit_bias(fields: Fields, most: int) -> dict[int, float] | None:
 def _field_of(error: DraftHeadsError) -> str | None:
     """The field that an error about a setting begins with."""
     name = str(error).partition(" ")[0]
-    return _OUR_NAMES.get(name, name) if name.isidentifier() and name.islower() else None
+    return _OUR_NAMES.get(name, name) if name in _NAMES else None

@@ -55,6 +55,8 @@ def _with_tools(engine: Engine, messages: list[dict[str, Any]], tools: ToolUse |
         )
     except Exception as error:  # a template is a program of the model's author: it may refuse in any way
         raise InvalidPrompt(f"the model's chat template refuses these messages: {error}") from error
+    if problem := half_character(text):  # of a call or a tool
+        raise InvalidPrompt(f"the chat {problem}")
     if tools is not None and tools.forced:
         text += f"{OPEN}\n"  # the answer is the call itself
     return list(engine.model.tokenizer(text, add_special_tokens=False)["input_ids"])

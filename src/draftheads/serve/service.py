@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
+from weakref import WeakValueDictionary
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import Request
@@ -71,6 +72,7 @@ class Service:
         self.scoring = asyncio.Semaphore(1)  # prompts are scored one at a time, as each has a cache of its own
         # one thread reads requests (JSON, templates, tokens, grammars), so that a long one holds up no stream
         self._reader = ThreadPoolExecutor(1, "draftheads-reader")
+        self._reading: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by client
         self._writer = ThreadPoolExecutor(1, "draftheads-writer")  # of whole responses
 
     def open(self, models: Iterable[ServedModel], scheduler: Scheduler) -> None:
@@ -150,9 +152,11 @@ class Service:
         """The scheduler's counts; None while there is no scheduler."""
         return None if self._scheduler is None else self._scheduler.snapshot()
 
-    async def read(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Runs a function on the thread that reads requests."""
-        return await asyncio.get_running_loop().run_in_executor(self._reader, function, *arguments)
+    async def read(self, client: str, function: Callable[..., T], *arguments: Any) -> T:
+        """Runs a function on the thread that reads requests: one of each client at a time, so that they take turns."""
+        turn = self._reading.setdefault(client, asyncio.Lock())
+        async with turn:
+            return await asyncio.get_running_loop().run_in_executor(self._reader, function, *arguments)
 
     async def write(self, function: Callable[..., T], *arguments: Any) -> T:
         """Runs a function on the thread that writes responses: many log-probabilities take a while."""
