@@ -410,12 +410,19 @@ def test_an_idle_scheduler_takes_no_processor_time(engines: dict[str, Engine], m
     scheduler.close(drain_seconds=0)
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, BaseException])  # panics of libraries in Rust are of the second kind
 def test_an_error_of_our_own_fails_the_jobs_and_the_thread_goes_on(
-    engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
+    engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
 ):
     scheduler = scheduler_of(engines)
-    work, failures = scheduler._decoder.work, [1 / 3]
-    monkeypatch.setattr(scheduler._decoder, "work", lambda: 1 / 0 if failures and failures.pop() else work())
+    work, failures = scheduler._decoder.work, [kind("our own")]
+
+    def failing_once() -> None:
+        if failures:
+            raise failures.pop()
+        work()
+
+    monkeypatch.setattr(scheduler._decoder, "work", failing_once)
     _, inbox = submit(scheduler, [3, 4])
     scheduler.start()
     assert isinstance(inbox.end.get(timeout=60), JobFailed)

@@ -167,7 +167,7 @@ class Scheduler:
         while self._wait_for_work():
             try:
                 self._iterate()
-            except Exception as error:  # our own fault; the server goes on
+            except BaseException as error:  # our own fault, or a panic of a library in Rust; the server goes on
                 logger.exception("the scheduler failed")
                 self._decoder.clear()
                 self._fail_all("error", f"the answer could not be computed: {first_line(error)}")
@@ -199,7 +199,7 @@ class Scheduler:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(function())
-                except Exception as error:  # noqa: BLE001 - the caller gets it
+                except BaseException as error:  # noqa: BLE001 - the caller gets it
                     future.set_exception(error)
 
     def _end_late_jobs(self) -> None:
