@@ -175,6 +175,15 @@ def test_other_acceptance_rules_keep_to_the_grammar(acceptance: str, shape: Shap
     assert sum(map(sum, (result.drafted for result in results)))  # some draft tokens are accepted
 
 
+def test_nothing_is_drawn_where_no_token_of_the_draft_vocabulary_is_allowed(verified: list[tuple[Draft, int]]):
+    model = json_model()
+    engine = Engine(model, tiny_head("hydra", model, draft_vocab_size=40), shape=SHAPES["sampled"])
+    engine.generate([PROMPT], grammar=GRAMMARS["person"], temperature=1.0, seed=1, max_new_tokens=12)
+    probs = [draft.probs for draft, _ in verified if draft.probs is not None]
+    assert any((one.sum(2) == 0).any() for one in probs)
+    assert all(one.isfinite().all() for one in probs)
+
+
 def num_allowed_nodes(draft: Draft, grammar: Grammar, text: list[int]) -> int:
     """How many draft tokens the first row has; all of them continue the text as the grammar allows."""
     slow, tokens, count = SlowGrammar(grammar), draft.token_ids[0].tolist(), 0
@@ -302,7 +311,7 @@ MODEL = "smollm2-135m"
 REAL_SCHEMA = {
     "type": "object",
     "properties": {
-        "name": {"type": "string", "maxLength": 20},
+        "name": {"type": "string", "maxLength": 12},
         "age": {"type": "integer", "minimum": 0, "maximum": 120},
         "mood": {"enum": ["happy", "sad"]},
     },
@@ -311,23 +320,34 @@ REAL_SCHEMA = {
 }
 
 
+REAL_SETTINGS = [
+    SamplingSettings(grammar=Grammar.json_schema(REAL_SCHEMA), max_new_tokens=80),
+    SamplingSettings(max_new_tokens=16),
+    SamplingSettings(grammar=Grammar.json_schema(REAL_SCHEMA), max_new_tokens=80, temperature=0.8, seed=1),
+]
+REAL_PROMPTS = [
+    "Ada Moreno is 41 and smiles. Answer with JSON.",
+    "Why is the sky blue?",
+    "Bruno, 30, is in tears: JSON?",
+]
+
+
+@cache
+def real_model() -> TargetModel:
+    return load_target(MODEL, precision="fp32")
+
+
+@cache
+def real_plain() -> list[tuple[int, ...]]:
+    return [result.token_ids for result in Engine(real_model()).generate(REAL_PROMPTS, REAL_SETTINGS)]
+
+
 @pytest.mark.real
 @pytest.mark.parametrize("head", ["hydra", "medusa"])
 def test_on_the_real_model(head: str):
-    model = load_target(MODEL, precision="fp32")
-    each = [
-        SamplingSettings(grammar=Grammar.json_schema(REAL_SCHEMA), max_new_tokens=80),
-        SamplingSettings(max_new_tokens=16),
-        SamplingSettings(grammar=Grammar.json_schema(REAL_SCHEMA), max_new_tokens=80, temperature=0.8, seed=1),
-    ]
-    prompts = [
-        "Ada Moreno is 41 and smiles. Answer with JSON.",
-        "Why is the sky blue?",
-        "Bruno, 30, is in tears: JSON?",
-    ]
-    plain = Engine(model).generate(prompts, each)
-    results = Engine(model, load_drafter(head, MODEL, model), shape=BestFirst(10)).generate(prompts, each)
-    assert [result.token_ids for result in results] == [result.token_ids for result in plain]
+    engine = Engine(real_model(), load_drafter(head, MODEL, real_model()), shape=BestFirst(10))
+    results = engine.generate(REAL_PROMPTS, REAL_SETTINGS)
+    assert [result.token_ids for result in results] == real_plain()
     for result in (results[0], results[2]):
         assert list(json.loads(result.text)) == ["name", "age", "mood"]
     assert results[0].tokens_per_step > 1.5
