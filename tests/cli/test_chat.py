@@ -230,7 +230,15 @@ class Terminal:
         environment = {**os.environ, "COLUMNS": "100", "TERM": "xterm", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "draftheads", *arguments]
         self.process = subprocess.Popen(
-            command, cwd=folder, stdin=end, stdout=end, stderr=end, env=environment, start_new_session=True
+            command,
+            cwd=folder,
+            stdin=end,
+            stdout=end,
+            stderr=end,
+            env=environment,
+            start_new_session=True,
+            # background jobs of a shell ignore it
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - no threads here
         )
         os.close(end)
         self.seen = ""

@@ -30,6 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         port = listener.getsockname()[1]
     (command,) = re.findall(r"^\$ draftheads (serve smollm2-135m --head hydra)$", PAGE, re.MULTILINE)
     arguments = [sys.executable, "-m", "draftheads", *command.split(), "--port", str(port)]
+    arguments += ["--record", str(folder / "traffic")]
     log = folder / "log"
     with log.open("w") as file, subprocess.Popen(arguments, cwd=folder, stdout=file, stderr=file) as process:
         address = f"http://127.0.0.1:{port}"

@@ -44,7 +44,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_head(tiny_head(method, base), folder / "heads" / method, base=base, dtype=torch.float32)
     save_head(tiny_head("medusa", other_model(folder)), folder / "heads" / "other", base=other_model(folder))
     (folder / "secret").symlink_to(folder / "heads" / "medusa")
-    (folder / "heads" / "leads-out").symlink_to(folder / "tuned")
+    save_head(tiny_head("medusa", base), folder / "outside", base=base, dtype=torch.float32)
+    (folder / "heads" / "leads-out").symlink_to(folder / "outside")
     return folder
 
 

@@ -23,6 +23,7 @@ from draftheads.serve.scheduler import Limits, Scheduler
 from draftheads.serve.server import http_server, listen
 from draftheads.serve.service import ServedModel, Service
 from families import TREES, tiny_head, tiny_model
+from serve_process import wait_until
 
 playwright = pytest.importorskip("playwright.sync_api", reason="drives the browser: pip install playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -259,8 +260,8 @@ def test_stop_frees_the_row_and_keeps_the_text(way: str, world: World, visit: Ca
     cancelled = world.metric("answers_cancelled_total")
     ask(page, "dead cab")
     page.wait_for_selector(".text span", state="attached")
-    assert world.metric("requests_running") == 1
-    page.keyboard.press("Escape") if way == "key" else page.click("#stop")
+    wait_until(lambda: world.metric("requests_running") == 1)
+    page.keyboard.press("Escape") if way == "key" else page.dispatch_event("#stop", "click")
     turn = wait_for_end(page)
     end = time.monotonic() + EVENT_SECONDS
     while world.metric("requests_running") or world.metric("answers_cancelled_total") == cancelled:
@@ -384,7 +385,7 @@ def test_clear_while_the_model_answers(world: World, visit: Callable[..., Any]):
     setting(page, "max-tokens", 8000)
     ask(page, "dead cab")
     page.wait_for_selector(".text span", state="attached")
-    page.click("#clear")
+    page.dispatch_event("#clear", "click")  # a click by the mouse waits until nothing moves
     page.wait_for_selector("#send:visible")
     assert page.is_visible("#welcome")
     setting(page, "max-tokens", MAX_TOKENS)

@@ -74,16 +74,16 @@ def test_no_more_rows_than_allowed(engines: dict[str, Engine]):
 def test_a_full_queue_refuses_and_names_the_time_after_which_to_retry(engines: dict[str, Engine]):
     clock = Clock()
     scheduler = scheduler_of(engines, clock=clock, max_rows=1, max_waiting=2)
-    for _ in range(2):
-        submit(scheduler, [3, 4], max_new_tokens=2)
+    for client in "ab":
+        submit(scheduler, [3, 4], max_new_tokens=2, client=client)
     with pytest.raises(QueueFull, match="2 requests wait and at most 2 may: retry after 1 s") as caught:
         submit(scheduler, [3, 4])
     assert caught.value.retry_after == 1.0
     for _ in range(2):
         clock.now += 10
         run_to_end(scheduler)
-        for _ in range(2):
-            submit(scheduler, [3, 4], max_new_tokens=2)
+        for client in "ab":
+            submit(scheduler, [3, 4], max_new_tokens=2, client=client)
     with pytest.raises(QueueFull) as caught:
         submit(scheduler, [3, 4])
     assert caught.value.retry_after == 10 / 4, "four jobs ended in the ten seconds since the first of them"
@@ -92,6 +92,21 @@ def test_a_full_queue_refuses_and_names_the_time_after_which_to_retry(engines: d
         submit(scheduler, [3, 4])
     assert caught.value.retry_after == 1.0, "rates of long ago do not count"
     assert scheduler.snapshot().waiting == 2
+
+
+def test_no_client_fills_the_queue_alone(engines: dict[str, Engine]):
+    scheduler = scheduler_of(engines, max_rows=1, max_waiting=8)
+    for _ in range(4):
+        submit(scheduler, [3, 4], client="greedy")
+    message = "4 requests of this client wait, and as many places stay free for other clients: retry after 1 s"
+    with pytest.raises(QueueFull, match=message):
+        submit(scheduler, [3, 4], client="greedy")
+    for client in ("b", "c", "b"):  # what is left is shared in the same way
+        submit(scheduler, [3, 4], client=client)
+    with pytest.raises(QueueFull):
+        submit(scheduler, [3, 4], client="b")
+    submit(scheduler, [3, 4], client="d")
+    assert scheduler.snapshot().waiting == 8
 
 
 def test_a_request_that_cannot_fit_is_refused_at_once(engines: dict[str, Engine]):

@@ -93,13 +93,17 @@ class Schedules(RuleBasedStateMachine):
             try:
                 pair = submit(self.scheduler, prompt, lane, client=client, deadline=deadline, max_new_tokens=length)
             except QueueFull:
-                assert len(self.waiting) >= WAITING
+                assert self.own_waiting(client) >= WAITING - len(self.waiting)
             except ShuttingDown:
                 assert self.closed
             else:
                 assert not self.closed
+                assert self.own_waiting(client) < WAITING - len(self.waiting)
                 self.jobs.append(pair)
                 self.note_firsts()
+
+    def own_waiting(self, client: str) -> int:
+        return sum(job.client == client for job in self.waiting)
 
     def note_firsts(self) -> None:
         """Jobs that have become the first ones of their clients."""

@@ -123,3 +123,8 @@ def test_keys_come_from_options_a_file_and_the_environment(tmp_path: Path, monke
     monkeypatch.setenv("DRAFTHEADS_API_KEY", "third")
     options = ServeOptions(api_key=("fourth",), api_key_file=tmp_path / "keys")
     assert cli_serve._api_keys(options) == ("fourth", "first", "second", "third")
+
+
+@pytest.mark.parametrize(("waiting", "choices"), [(1, 1), (9, 4), (128, 64), (10_000, 128)])
+def test_a_request_has_no_more_answers_than_its_client_may_queue(waiting: int, choices: int) -> None:
+    assert cli_serve.http_limits(ServeOptions(max_waiting=waiting)).choices == choices

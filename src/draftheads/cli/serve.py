@@ -32,6 +32,15 @@ except ModuleNotFoundError as error:
 _KEY_VARIABLE, _ADMIN_VARIABLE = "DRAFTHEADS_API_KEY", "DRAFTHEADS_ADMIN_KEY"
 
 
+def http_limits(options: ServeOptions) -> HttpLimits:
+    """A request may have as many answers as one client may have in the queue."""
+    return HttpLimits(
+        choices=max(1, min(HttpLimits.choices, options.max_waiting // 2)),
+        default_tokens=options.default_tokens,
+        request_seconds=_finite(options.request_seconds),
+    )
+
+
 def run(options: ServeOptions) -> None:
     """Serves until a signal comes."""
     quiet_transformers()
@@ -39,7 +48,7 @@ def run(options: ServeOptions) -> None:
     keys = _api_keys(options)
     local = _is_local(options.host)
     hosts = frozenset(options.allow_host) | (LOCAL_NAMES | {options.host} if local else frozenset())
-    limits = HttpLimits(default_tokens=options.default_tokens, request_seconds=_finite(options.request_seconds))
+    limits = http_limits(options)
     access = Access(keys, hosts or None, _admin_keys(options))
     service = Service(limits, access, log_requests=options.log_requests, recorder=_recorder(options))
     listening = listen(options.host, options.port)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from draftheads.counts import counted
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import Request, StreamEvent, TopLogprobs
 from draftheads.errors import DraftHeadsError
@@ -169,7 +170,7 @@ def _prompt_list(fields: Fields, most: int) -> list[Any]:
         case [str() | list(), *_] if len(value) <= most:
             return list(value)
         case [str() | list(), *_]:
-            raise fields.wrong("prompt", f"has {len(value)} prompts; it must have at most {most}")
+            raise fields.wrong("prompt", f"has {counted(len(value), 'prompt')}; it must have at most {most}")
     raise fields.wrong("prompt", "must be a text, a list of texts, a list of token ids, or a list of such lists")
 
 

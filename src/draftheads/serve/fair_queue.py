@@ -38,6 +38,10 @@ class FairQueue:
             del self._lines[job.client]
         return True
 
+    def count(self, client: str) -> int:
+        """How many jobs of a client wait."""
+        return len(self._lines.get(client, ()))
+
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
 

@@ -85,7 +85,7 @@ class Scheduler:
         Raises:
             InvalidSettings: no engine of that name, or an impossible ``draft_nodes``.
             TooLarge: its keys and values may not fit, even alone.
-            QueueFull: too many jobs wait.
+            QueueFull: too many jobs wait, or too many of this client: as many places must stay free for others.
             ShuttingDown: after :meth:`close`.
         """
         engine = self._engine_of(job)
@@ -94,13 +94,7 @@ class Scheduler:
         with self._changed:
             if self._drain_until is not None:
                 raise ShuttingDown("the server is shutting down: send the request to another one")
-            if len(self._queue) >= self.limits.max_waiting:
-                wait = self._retry_after()
-                raise QueueFull(
-                    f"{counted(len(self._queue), 'request')} wait and at most {self.limits.max_waiting} may: "
-                    f"retry after {wait:.0f} s",
-                    retry_after=wait,
-                )
+            self._check_queue(job.client)
             self._live.add(job)
             self._queue.push(job)
             self._changed.notify_all()
@@ -154,6 +148,17 @@ class Scheduler:
                 f"the prompt and {counted(job.request.most_new_tokens, 'new token')} need {needed >> 20} MiB for keys "
                 f"and values; the server has {self.limits.kv_bytes >> 20} MiB: ask for fewer tokens"
             )
+
+    def _check_queue(self, client: str) -> None:
+        own, free = self._queue.count(client), self.limits.max_waiting - len(self._queue)
+        if own < free:
+            return
+        wait = self._retry_after()
+        if free:
+            what = f"{counted(own, 'request')} of this client wait, and as many places stay free for other clients"
+        else:
+            what = f"{counted(len(self._queue), 'request')} wait and at most {self.limits.max_waiting} may"
+        raise QueueFull(f"{what}: retry after {wait:.0f} s", retry_after=wait)
 
     def _retry_after(self) -> float:
         """Seconds in which a job is finished, at the rate of the last minute; at least 1."""

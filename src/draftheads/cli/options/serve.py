@@ -48,7 +48,7 @@ class ServeOptions:
     max_rows: int = 16
     """Answers that are decoded together."""
     max_waiting: int = 128
-    """Answers that may wait. Beyond, clients get status 429."""
+    """Answers that may wait. Beyond, clients get status 429. One client alone may have half of them."""
     kv_gib: float | None = None
     """Memory for keys and values in GiB. Default: half of the free memory, and no more than the rows can use."""
     chunk_tokens: int = 256
