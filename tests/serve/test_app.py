@@ -395,3 +395,12 @@ def settled(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_of_a_request_that_does_not_fit_the_queue_nothing_stays_in_it():
+    with running(tiny_engines("chatml"), HttpLimits(), max_rows=1, max_waiting=4) as one:
+        model = next(iter(one.service.models))
+        body = {"model": model, "prompt": [5, 6], "n": 9, "max_tokens": 200, "ignore_eos": True}
+        response = httpx2.post(f"{one.url}/v1/completions", json=body)
+        assert response.status_code == 429, response.text
+        assert one.scheduler.snapshot().waiting == 0
