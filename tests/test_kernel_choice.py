@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftheads import kernel_choice
 from draftheads.errors import CacheWarning
-from draftheads.kernel_choice import BUDGET_SECONDS, choose, fastest, pack
+from draftheads.kernel_choice import BUDGET_SECONDS, choose, dtype_for_texts, fastest, pack
 from draftheads.kernels import PackedLinear, Plain, Product
 
 
@@ -151,3 +151,37 @@ def test_a_part_of_a_large_weight_is_timed(monkeypatch: pytest.MonkeyPatch) -> N
     (part,) = kernel_choice._sample([large, large])
     assert torch.equal(part, large[:10])
     assert len(kernel_choice._sample([small] * 5)) == 2
+
+
+class TypeClock:
+    """A clock for which products in bf16 take ``bf16`` seconds, and those in fp32 one second."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, bf16: float) -> None:
+        self.now, self.calls = 0.0, 0
+        real = kernel_choice.F.linear
+
+        def linear(x: Tensor, weight: Tensor) -> Tensor:
+            self.calls += 1
+            self.now += bf16 if x.dtype == torch.bfloat16 else 1.0
+            return real(x[:1], weight[:1])
+
+        monkeypatch.setattr(kernel_choice.F, "linear", linear)
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("bf16", "dtype"), [(0.5, torch.bfloat16), (1.5, torch.float32)])
+def test_texts_are_read_in_the_type_that_is_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16: float, dtype: torch.dtype
+) -> None:
+    clock = TypeClock(monkeypatch, bf16)
+    assert dtype_for_texts(folder=tmp_path, clock=clock) == dtype
+    measured = clock.calls
+    assert dtype_for_texts(folder=tmp_path, clock=clock) == dtype
+    assert clock.calls == measured, "the stored choice counts"
+    (path,) = tmp_path.iterdir()
+    path.write_text('{"texts": "fp8"}')
+    with pytest.warns(CacheWarning, match="measured again"):
+        assert dtype_for_texts(folder=tmp_path, clock=clock) == dtype
+    assert clock.calls == 2 * measured

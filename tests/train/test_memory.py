@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from draftheads.errors import InvalidSettings
 from draftheads.heads import HEADS
@@ -12,7 +13,7 @@ from draftheads.machine import Memory
 from draftheads.models.model import TargetModel
 from draftheads.train import memory
 from draftheads.train.joint.run import train_jointly
-from draftheads.train.memory import check_sizes, memory_bytes, num_parameters
+from draftheads.train.memory import check_sizes, memory_bytes, num_parameters, reading_dtype
 from draftheads.train.new_head import new_head
 from draftheads.train.options import HeadOptions
 from draftheads.train.run import train
@@ -98,3 +99,23 @@ def test_this_machine_has_memory() -> None:
 def test_the_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "find_memory", lambda: Memory(total=1 << 40, available=None, limit=1 << 30))
     assert memory_bytes() == 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("four_bit", "bf16", "memory_for", "dtype"),
+    [
+        (False, False, 2.0, torch.float32),
+        (False, False, 1.99, torch.bfloat16),
+        (False, True, 2.0, torch.bfloat16),
+        (True, False, 2.0, torch.bfloat16),
+    ],
+)
+def test_texts_are_read_in_fp32_where_that_is_faster_and_fits(
+    monkeypatch: pytest.MonkeyPatch, *, four_bit: bool, bf16: bool, memory_for: float, dtype: torch.dtype
+) -> None:
+    target = chat_model()
+    size = 4 * sum(weight.numel() for weight in target.model.parameters())
+    monkeypatch.setattr(memory, "default_dtype", lambda _: torch.bfloat16)
+    monkeypatch.setattr(memory, "memory_bytes", lambda: int(memory_for * size))
+    options = train_options(Path("out"), Path("features"), four_bit=four_bit)
+    assert reading_dtype(options, target.config, bf16=bf16) == dtype

@@ -5,6 +5,7 @@ Knows ``transformers``. Knows nothing of caches, trees or heads.
 
 import copy
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
@@ -102,7 +103,7 @@ class TargetModel:
         name: str | PathLike[str],
         *,
         tokenizer: Any = None,
-        dtype: torch.dtype | str | None = None,
+        dtype: torch.dtype | str | Callable[[Any], torch.dtype] | None = None,
         device: str | int | torch.device | None = None,
         chat_template: str | None = None,
         **options: Unpack[LoadOptions],

@@ -50,7 +50,7 @@ def load_pretrained(
     name: str | PathLike[str],
     *,
     tokenizer: Any = None,
-    dtype: torch.dtype | str | None = None,
+    dtype: "torch.dtype | str | Callable[[Any], torch.dtype] | None" = None,
     device: str | int | torch.device | None = None,
     four_bit: bool = False,
     quantization_config: Any = None,
@@ -65,7 +65,8 @@ def load_pretrained(
         name: ``smollm2-135m``, a folder, or an id on the Hugging Face Hub; also of an adapter of peft, which is merged
             into its base model in fp32.
         tokenizer: used in place of the model's own.
-        dtype: the type in which the model computes; by default :func:`default_dtype` of the device.
+        dtype: the type in which the model computes, or a function that finds it from the model's configuration; by
+            default :func:`default_dtype` of the device.
         device: by default :func:`default_device`.
         four_bit: quantise the linear layers, except the lm_head, to 4 bits (NF4).
         quantization_config: another quantisation of ``transformers``.
@@ -88,11 +89,15 @@ def load_pretrained(
     name = model_name(name)
     _check_options(device, device_map, attn_implementation, quantization_config, four_bit=four_bit)
     place = device_named(device)
-    compute = dtype_named(dtype) or default_dtype(place)
     source = resolve_model(name)
     adapter = find_adapter(source) if isinstance(source, Path) else None
-    if check is not None:
-        check(_config(_base_and_tokenizer(name)[0], name, trust_remote_code=trust_remote_code))
+    if check is not None or callable(dtype):
+        config = _config(_base_and_tokenizer(name)[0], name, trust_remote_code=trust_remote_code)
+        if check is not None:
+            check(config)
+        if callable(dtype):
+            dtype = dtype(config)
+    compute = dtype_named(dtype) or default_dtype(place)
     model: PreTrainedModel
     if adapter is not None:
         whole = {"four_bit": four_bit or None, "quantization_config": quantization_config, "device_map": device_map}
@@ -138,6 +143,14 @@ def _config(source: Path | str, name: str, *, trust_remote_code: bool) -> Any:
         from transformers import AutoConfig  # noqa: PLC0415
 
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+
+
+def num_weights(config: Any) -> int:
+    """The number of weights of a model with that configuration; takes no memory for them."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    with torch.device("meta"):
+        return sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
 
 
 def cast_weights(model: Any, dtype: torch.dtype) -> None:

@@ -9,6 +9,7 @@ from draftheads.errors import InvalidSettings
 from draftheads.heads import head_classes
 from draftheads.machine import find_memory
 from draftheads.models.model import layer_sizes
+from draftheads.models.pretrained import default_dtype, num_weights
 from draftheads.train import processes
 from draftheads.train.new_head import head_config
 from draftheads.train.options import HeadOptions, RunOptions
@@ -83,6 +84,24 @@ def memory_bytes() -> int | None:
         return int(torch.cuda.get_device_properties(device).total_memory)
     found = find_memory()
     return found.total if found.limit is None else found.limit
+
+
+def reading_dtype(options: RunOptions, config: Any, *, bf16: bool) -> torch.dtype:
+    """The type in which the model reads the texts: that of its device.
+
+    On a CPU that multiplies many rows faster in fp32 it is fp32, if the model then takes at most half of the memory.
+
+    Args:
+        options: of the run.
+        config: the model's configuration.
+        bf16: whether the heads' products are rounded to bf16.
+    """
+    usual = default_dtype(processes.device())
+    if bf16 or options.hardware.four_bit or processes.device().type != "cpu":
+        return usual
+    memory = memory_bytes()
+    fits = memory is None or 4 * num_weights(config) <= memory / 2
+    return torch.float32 if fits else usual
 
 
 def _usual_vocab_sizes(options: RunOptions) -> set[Any]:

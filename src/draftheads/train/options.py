@@ -189,7 +189,8 @@ class HardwareOptions(OptionGroup):
     """Precision."""
 
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Type of the heads' products. Weights and losses stay fp32; auto is bf16 where it is native."""
+    """Type of the heads' products. Weights and losses stay fp32; auto is the faster one on this machine. Where that is
+    fp32, the model also reads the texts in fp32, if it takes at most half of the memory."""
     four_bit: bool = False
     """Hold the model's linear layers in 4 bits. In train-joint: QLoRA. Needs bitsandbytes."""
 

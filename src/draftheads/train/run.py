@@ -28,19 +28,18 @@ from draftheads.errors import DataError, InvalidSettings, MissingDependency
 from draftheads.files import write_atomic
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
-from draftheads.models.pretrained import default_dtype
 from draftheads.models.shard import shard_layers
 from draftheads.progress import NoProgress, Progress
 from draftheads.search.profile import NUM_TEXTS, measured_profile, recorded, static_profile
 from draftheads.search.settings import ReplaySettings
 from draftheads.train import processes
 from draftheads.train.learner import Learner, head_learner
-from draftheads.train.memory import check_sizes
+from draftheads.train.memory import check_sizes, reading_dtype
 from draftheads.train.new_head import Start, in_float32, new_head, part_from_start
 from draftheads.train.options import RunOptions, TrainOptions
 from draftheads.train.report import NUM_RANKS, Measurement, Report, measure, model_card
 from draftheads.train.run_folder import RunFolder, as_json, chat_template_text
-from draftheads.train.trainer import HeadTrainer, TrainingInterrupted, fit
+from draftheads.train.trainer import HeadTrainer, TrainingInterrupted, computes_in_bf16, fit
 from draftheads.train.training_data import TrainingData, plan_training, read_texts, with_hidden_states
 from draftheads.tree import Tree
 
@@ -303,9 +302,11 @@ class HeadRun(Run):
     def load_target(self) -> TargetModel:
         """The model; with ``--shard-model`` sharded over all processes."""
         options, template = self.options, chat_template_text(self.options)
+        dtype = partial(reading_dtype, options, bf16=computes_in_bf16(options.hardware))
         if not options.hidden_states.shard_model:
             return TargetModel.load(
                 options.model,
+                dtype=dtype,
                 four_bit=options.hardware.four_bit,
                 chat_template=template,
                 check=partial(check_sizes, options),
@@ -314,7 +315,6 @@ class HeadRun(Run):
             raise InvalidSettings(
                 "--shard-model is for several processes: start them with accelerate launch or torchrun"
             )
-        dtype = default_dtype(processes.device())
         target = TargetModel.load(
             options.model, dtype=dtype, device="cpu", chat_template=template, check=partial(check_sizes, options)
         )

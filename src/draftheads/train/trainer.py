@@ -25,6 +25,8 @@ from transformers.trainer_callback import PrinterCallback
 from draftheads.data.batches import PlannedTexts
 from draftheads.errors import NonFiniteLoss, StorageError, TrainingError
 from draftheads.files import write_atomic
+from draftheads.kernel_choice import dtype_for_texts
+from draftheads.loading import kernels_folder
 from draftheads.models.pretrained import default_device, default_dtype
 from draftheads.progress import Progress
 from draftheads.train import processes
@@ -105,9 +107,11 @@ def fit(
 
 
 def computes_in_bf16(options: HardwareOptions) -> bool:
-    """Whether products are rounded to bf16: as given, or if the device multiplies bf16 natively."""
+    """Whether products are rounded to bf16: as given, or if the device has bf16 and is not faster in fp32."""
     if options.precision == "auto":
-        return default_dtype(default_device()) == torch.bfloat16
+        device = default_device()
+        has_bf16 = default_dtype(device) == torch.bfloat16
+        return has_bf16 and (device.type != "cpu" or dtype_for_texts(folder=kernels_folder()) == torch.bfloat16)
     return options.precision == "bf16"
 
 
