@@ -94,6 +94,12 @@ def test_heads_equal_plain(
     assert ids(results) == plain[:batch_size]
 
 
+VARIANTS: dict[str, tuple[str, dict[str, int]]] = {
+    **{method: (method, {}) for method in HEADS},
+    "amphista, markov": ("amphista", {"markov_rank": 4}),
+}
+
+
 @pytest.mark.parametrize(
     ("name", "shape"),
     some_rows(
@@ -101,13 +107,14 @@ def test_heads_equal_plain(
         *[("llama", "best first"), ("mixtral", "ragged"), ("gpt2", "64 nodes"), ("gemma3_text", "best first")],
     ),
 )
-@pytest.mark.parametrize("method", HEADS)
-def test_every_head_equals_plain_in_batches(method: str, name: str, shape: str) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_head_equals_plain_in_batches(variant: str, name: str, shape: str) -> None:
     """Rows join and leave at different steps. Sampled text is equal, too, with another shape at each step."""
     model = some_model(name)
-    engine = Engine(model, tiny_head(method, model), shape={**TREES, **GROWING}[shape], max_batch_size=3)
+    method, options = VARIANTS[variant]
+    engine = Engine(model, tiny_head(method, model, **options), shape={**TREES, **GROWING}[shape], max_batch_size=3)
     assert ids(decode(engine, EIGHT)) == plain_text(name)
-    engine = Engine(model, ShapeChanger(tiny_head(method, model)), max_batch_size=3)
+    engine = Engine(model, ShapeChanger(tiny_head(method, model, **options)), max_batch_size=3)
     assert ids(decode(engine, EIGHT, temperature=0.8, seed=5)) == plain_text(name, 0.8)
 
 

@@ -27,7 +27,7 @@ class LinearHead(DraftHead):
     """p_i = softmax(lm_head(h_t + scale · A_i h_t)). A_i starts at zero."""
 
     config: LinearConfig
-    reads_path: ClassVar[bool] = False  # a prediction does not depend on the draft tokens before it
+    reads_path = False  # a prediction does not depend on the draft tokens before it
 
     def __init__(self, config: LinearConfig) -> None:
         super().__init__(config)

@@ -24,6 +24,7 @@ from draftheads.models.model import TargetModel, layer_sizes
 from draftheads.sampling import RowSettings
 from draftheads.settings import SamplingSettings
 from draftheads.shapes import BestFirst, BestPaths, Sampled
+from draftheads.tree import Tree
 from families import FAMILIES, TREES, VOCAB, propose, tiny_head, tiny_model
 from slow_heads import slow_attention
 from thorough import some_rows
@@ -46,6 +47,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "amphista, no token": ("amphista", {"sampled_token": False}),
     "amphista, own": ("amphista", {"lm_head": "own"}),
     "amphista, low rank": ("amphista", {"lm_head": "low_rank", "lm_head_rank": 5, "draft_vocab_size": 12}),
+    "amphista, markov": ("amphista", {"markov_rank": 5}),
+    "amphista, markov, no stage": ("amphista", {"markov_rank": 3, "num_adaptation_layers": 0}),
+    "amphista, markov, trimmed": ("amphista", {"markov_rank": 4, "lm_head": "own", "draft_vocab_size": 12}),
     "mlp-speculator, own": ("mlp-speculator", {"embeddings": "own", "lm_head": "own", "inner_size": 24}),
     "mlp-speculator, tied": (
         "mlp-speculator",
@@ -155,7 +159,7 @@ def test_predictions_depend_on_the_path_exactly_where_reads_path_is_set(name: st
     )
     differs = (before - after).abs().amax((1, 3)) > 1e-6  # (K, T)
     # token 12 is x_{t+1}, the root, for t = 11; x_{t+2} for t = 10
-    reads_root = head.config.method != "medusa" and not name.endswith(("no token", "no stage"))
+    reads_root = head.reads_path or (head.config.method != "medusa" and not name.endswith(("no token", "no stage")))
     assert bool(differs[0, 11]) == reads_root
     if head.reads_path:
         assert differs[1, 10]
@@ -163,7 +167,8 @@ def test_predictions_depend_on_the_path_exactly_where_reads_path_is_set(name: st
         assert not differs[:, 10].any()
     assert not differs[0, :11].any(), "head 0 at t sees x_{t+1} at most"
     history = bool(differs[:, 12:].any())
-    assert history == (name.startswith(("eagle", "amphista", "small-llama")) and reads_root)
+    reads_text = name.startswith(("eagle", "amphista", "small-llama")) and not name.endswith(("no token", "no stage"))
+    assert history == reads_text
 
 
 # steps without a draft: now and then, several in a row, from the beginning on, and so many that they must be read
@@ -180,7 +185,13 @@ WITHOUT_DRAFT: dict[str, Callable[[int], bool]] = {
     some_rows(
         product([name for name, (method, _) in VARIANTS.items() if method in STATEFUL], WITHOUT_DRAFT),
         *[("hydra++", "at first"), ("hydra++, grouped", "without room"), ("amphista", "without room")],
-        *[("amphista-alpha", "in a row"), ("eagle", "in a row"), ("eagle", "without room"), ("eagle", "single")],
+        *[
+            ("amphista, markov", "without room"),
+            ("amphista-alpha", "in a row"),
+            ("eagle", "in a row"),
+            ("eagle", "without room"),
+            ("eagle", "single"),
+        ],
         *[("small-llama", "single"), ("small-llama, deep", "without room")],
     ),
 )
@@ -629,6 +640,49 @@ def test_markov_medusa_follows_its_formula(model: TargetModel) -> None:
         torch.testing.assert_close(head.logits(features[i, 0, 2], i), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["amphista, markov", "amphista, markov, trimmed"])
+def test_amphistas_bias_follows_its_formula(name: str, model: TargetModel) -> None:
+    """The logits of the same head without a bias, and U_i (2 σ(G_i F_i) * A_i E(x_{t+1+i}))."""
+    head = variant(name, model)
+    weights, embedding = numbers(head), SCALE * model.weights.embedding
+    without = variant(name, model, markov_rank=0)
+    without.load_state_dict(weights, strict=False)
+    hidden, tokens = random_text(1, 9, size=model.hidden_size)
+    features, own = head(hidden, tokens), without(hidden, tokens)
+    for i in range(head.config.num_heads):
+        state = own[i, 0, 2]
+        low = (
+            2
+            * torch.sigmoid(affine(weights, f"gates.{i}", state))
+            * (weights[f"down.{i}.weight"] @ embedding[tokens[0, 3 + i]])
+        )
+        expected = without.logits(state, i) + weights[f"up.{i}.weight"] @ low
+        torch.testing.assert_close(head.logits(features[i, 0, 2], i), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("method", "without"), [("amphista", {"markov_rank": 0}), ("markov-medusa", None)])
+def test_a_markov_head_whose_bias_is_zero_is_the_head_without_it(
+    method: str, without: dict[str, int] | None, model: TargetModel
+) -> None:
+    """On every shape, with weights of the bias that are not zero but for U_i."""
+    head = tiny_head(method, model, markov_rank=6)
+    for name, parameter in head.named_parameters():
+        if name.startswith("up."):
+            parameter.zero_()
+    base = tiny_head("medusa", model) if without is None else tiny_head(method, model, **without)
+    base.load_state_dict(head.state_dict(), strict=False)
+    assert (head.reads_path, base.reads_path) == (True, False)
+    hidden, tokens = random_text(3, 12, size=model.hidden_size)
+    context = whole(hidden, tokens, [11, 6, 1])
+    for shape in (Tree.chain(0), *TREES.values(), BestFirst(24, num_ranks=6, beam=24), BestPaths((6, 3, 2), 5)):
+        found, expected = propose(head, context, shape), propose(base, context, shape)
+        assert torch.equal(found.token_ids, expected.token_ids)
+        assert torch.equal(found.parents, expected.parents)
+        if expected.path_log_probs is not None:
+            assert found.path_log_probs is not None
+            torch.testing.assert_close(found.path_log_probs, expected.path_log_probs)
+
+
 def slow_stage(head: DraftHead, embedding: Tensor, state: Tensor, stage: int, token: int, *, tied: bool) -> Tensor:
     """One stage of the MLP Speculator, as its formula has it."""
     weights = numbers(head)
@@ -703,6 +757,7 @@ def test_whole_paths_go_through_all_stages(model: TargetModel) -> None:
         ("mlp-speculator", {"num_layers": 2}, r"num_layers is 2; a stage of the MLP Speculator has one layer"),
         ("mlp-speculator", {"embedding_scale": 0.0}, r"embedding_scale is 0\.0"),
         ("markov-medusa", {"markov_rank": 0}, r"markov_rank is 0; it must be at least 1"),
+        ("amphista", {"markov_rank": -1}, r"markov_rank is -1; it must be at least 0"),
         ("markov-medusa", {"embedding_scale": 0.0}, r"embedding_scale is 0\.0"),
     ],
 )

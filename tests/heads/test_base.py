@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.draft import TargetWeights
@@ -105,6 +105,26 @@ def test_training_moves_every_parameter_and_nothing_of_the_target(method: str, k
         assert parameter.grad.abs().sum() > 0, name
     assert weights.lm_head.grad is None
     assert weights.embedding.grad is None
+
+
+@pytest.mark.parametrize(("method", "reads"), [("markov-medusa", "h_t"), ("amphista", "features")])
+def test_the_gradient_of_a_bias_reaches_what_it_reads(method: str, reads: str) -> None:
+    """Also the features that gate it; and none goes through another head's token."""
+    head = fresh_head(method, random_weights(), markov_rank=3)
+    for parameter in head.up.parameters():  # type: ignore[union-attr]
+        nn.init.normal_(parameter)
+    for gate in head.gates:  # type: ignore[union-attr]
+        nn.init.normal_(gate.weight)  # type: ignore[arg-type]
+    hidden = normal(2, 6, D).requires_grad_()
+    features = head(hidden, tokens(2, 6))
+    (features[1, :, :, D:].square().sum()).backward()  # what U_1 reads
+    moved = {name for name, parameter in head.named_parameters() if parameter.grad is not None and parameter.grad.any()}
+    assert {name for name in moved if name.startswith(("down", "gates", "up"))} == {
+        *("down.1.weight", "gates.1.weight", "gates.1.bias")
+    }
+    assert any(name.startswith("blocks") for name in moved) == (reads == "features")
+    assert hidden.grad is not None
+    assert hidden.grad.any()
 
 
 # --- starting values ---

@@ -11,6 +11,9 @@ The authors have published no code. Where the paper gives no detail, this implem
 * Without staged adaptation no layer is left that would read the sampled token: heads read h_t alone, and the switch
   ``sampled_token`` changes nothing. Table 4's first ablation takes both away here.
 * Everything starts such that head k's features are h_t, Medusa's starting point.
+
+``markov_rank`` is not in the paper. Heads that draft at the same time do not know the token of the head before; the
+bias of :class:`~draftheads.heads.markov.MarkovHead` tells them, at one product of low rank per node.
 """
 
 from dataclasses import dataclass
@@ -20,11 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from draftheads.draft import Context
-from draftheads.errors import InvalidSettings
+from draftheads.errors import InvalidSettings, require_at_least
 from draftheads.heads.attention import LayerConfig, TransformerLayer
 from draftheads.heads.base import EmbeddingConfig, Root
 from draftheads.heads.history import History
 from draftheads.heads.layers import ResidualBlock, fusion
+from draftheads.heads.markov import MarkovHead, MarkovState
 from draftheads.heads.stateful import StatefulHead, last_of, next_tokens
 
 
@@ -40,21 +44,26 @@ class AmphistaConfig(LayerConfig, EmbeddingConfig):
     """Whether learned positions are added to the heads before they attend to each other."""
     sampled_token: bool = True
     """Whether adaptation layers read the embedding of x_{t+1}, too."""
+    markov_rank: int = 0
+    """r, the rank of what the token above adds to the logits; 0 for nothing, as in the paper."""
 
     method: ClassVar[str] = "amphista"
+    optional: ClassVar[frozenset[str]] = LayerConfig.optional | {"markov_rank"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_at_least(0, markov_rank=self.markov_rank)
         if self.num_adaptation_layers not in (0, 1, 2):
             raise InvalidSettings(f"num_adaptation_layers is {self.num_adaptation_layers}; choose 0, 1 or 2")
         if self.num_auto_embedding_blocks < 0:
             raise InvalidSettings(f"num_auto_embedding_blocks is {self.num_auto_embedding_blocks}; give 0 for none")
 
 
-class AmphistaHead(StatefulHead):
-    """Equations 1 to 6; all heads predict at once, whatever the path."""
+class AmphistaHead(MarkovHead, StatefulHead):
+    """Equations 1 to 6: all heads' features F_i at once, whatever the path.
 
-    reads_path: ClassVar[bool] = False
+    With a ``markov_rank``, logits_i = lm_head_i(F_i) + U_i (gate_i(F_i) * A_i E(x_{t+1+i})).
+    """
 
     def __init__(self, config: AmphistaConfig) -> None:
         super().__init__(config, num_layers=config.num_adaptation_layers)
@@ -70,23 +79,21 @@ class AmphistaHead(StatefulHead):
         self.auto_embedding = nn.ModuleList(
             TransformerLayer(config, rotary=False) for _ in range(config.num_auto_embedding_blocks)
         )
+        self.add_bias(config.markov_rank)
 
     def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
-        """(B, T, D), (B, T) -> (K, B, T, D)."""
+        """(B, T, D), (B, T) -> (K, B, T, D), or (K, B, T, D + r) with a bias from the text."""
         embedded = self.scaled_embedding(token_ids.roll(-1, dims=1))  # e_{t+1}; the wrapped tail means nothing
         stages = [hidden]
         for i, layer in enumerate(self.adaptations):
             stages.append(layer(self._fused(i, stages[-1], embedded)))
-        return self._heads(stages)
+        features = self._heads(stages)
+        return self.with_tokens_above(features, features, token_ids)
 
-    def begin(self, root: Root, depth: int) -> Tensor:
-        """Logits of all heads, (depth, B, V'): one pass, whatever the tree."""
+    def begin(self, root: Root, depth: int) -> MarkovState:
+        """Logits of all heads without the bias: one pass, whatever the tree."""
         features = self._heads(list(root.states.unbind(1)))[:depth]  # states are (B, stages, D), features (depth, B, D)
-        return self.lm_head_logits(features) if depth else features
-
-    def predict(self, state: Tensor, depth: int) -> Tensor:
-        """(B, 1, V'), the same for all nodes of a depth."""
-        return state[depth][:, None]
+        return self.at_roots(root, self.lm_head_logits(features) if depth else features, features)
 
     def read(self, context: Context, rows: slice, history: History) -> Tensor:
         """h_t and the stages' outputs, (rows, 1 + stages, D)."""

@@ -123,7 +123,7 @@ class DraftHead(nn.Module, ABC):
     needs_history: ClassVar[bool] = False
     predicts_hidden_states: ClassVar[bool] = True  # whether an lm_head's inputs are predicted hidden states
     reads_hidden: ClassVar[bool] = True  # whether it reads hidden states at all
-    reads_path: ClassVar[bool] = True  # whether a prediction depends on the draft tokens above it
+    reads_path: bool = True  # whether a prediction depends on the draft tokens above it
     is_same_at_all_depths: ClassVar[bool] = False  # head i at t is head 0 at t+i: only head 0 is taught
 
     def __init__(self, config: HeadConfig, *, lm_head_bias: bool = False) -> None:

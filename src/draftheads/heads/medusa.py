@@ -20,7 +20,7 @@ class MedusaConfig(HeadConfig):
 class MedusaHead(DraftHead):
     """p_i = softmax(lm_head_i(blocks_i(h_t))). Every layer has weights of its own."""
 
-    reads_path: ClassVar[bool] = False
+    reads_path = False
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)
