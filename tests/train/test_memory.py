@@ -49,7 +49,7 @@ def test_a_trimmed_vocabulary_needs_fewer_parameters() -> None:
     assert rows[2] == rows[3] == rows[4]
 
 
-@pytest.mark.parametrize(("optimizer", "each"), [("adamw", 16), ("adamw-8bit", 10)])
+@pytest.mark.parametrize(("optimizer", "each"), [("adamw", 16), ("muon", 16), ("adamw-8bit", 10)])
 def test_too_little_memory_is_an_error_with_both_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, each: int
 ) -> None:
@@ -64,7 +64,7 @@ def test_too_little_memory_is_an_error_with_both_values(
     words = rf"heads of 3\.2 k parameters need about {needed / 1e3:.1f} kB of memory to train, but this machine has "
     with pytest.raises(InvalidSettings, match=words) as caught:
         check_sizes(options, config)
-    assert ("--optimizer adamw-8bit" in str(caught.value)) == (optimizer == "adamw")
+    assert ("--optimizer adamw-8bit" in str(caught.value)) == (optimizer != "adamw-8bit")
     assert "--num-heads" in str(caught.value)
 
 

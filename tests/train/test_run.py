@@ -168,11 +168,14 @@ def test_the_same_seed_gives_the_same_head(target: TargetModel, features: Path, 
     assert not all(torch.equal(a[name], c[name]) for name in a)
 
 
-@pytest.mark.parametrize("stop", [stop_by_ctrl_c, stop_by_crash])
+@pytest.mark.parametrize(
+    ("stop", "optimizer"), [(stop_by_ctrl_c, "adamw"), (stop_by_crash, "adamw"), (stop_by_crash, "muon")]
+)
 def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(
-    target: TargetModel, features: Path, tmp_path: Path, stop: Any
+    target: TargetModel, features: Path, tmp_path: Path, stop: Any, optimizer: Any
 ) -> None:
-    whole, parts = train_options(tmp_path / "a", features, method="hydra", save_steps=4, epochs=1), tmp_path / "b"
+    changes: dict[str, Any] = {"method": "hydra", "save_steps": 4, "epochs": 1, "optimizer": optimizer}
+    whole, parts = train_options(tmp_path / "a", features, **changes), tmp_path / "b"
     expected = run.train_for(target, whole, FakeProgress())
     settings = whole.changed(out=parts)
     before = signal.getsignal(signal.SIGINT)

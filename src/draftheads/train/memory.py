@@ -15,8 +15,8 @@ from draftheads.train.new_head import head_config
 from draftheads.train.options import HeadOptions, RunOptions
 from draftheads.train.recipes import RECIPES
 
-# weights, gradients and Adam's two moments: fp32 each, or moments of 8 bits
-BYTES_PER_PARAMETER = {"adamw": 16, "adamw-8bit": 10}
+# weights, gradients and Adam's two moments: fp32 each, or moments of 8 bits; at most so much with Muon's one moment
+BYTES_PER_PARAMETER = {"adamw": 16, "adamw-8bit": 10, "muon": 16}
 
 
 def check_sizes(options: RunOptions, config: Any) -> None:
@@ -48,7 +48,7 @@ def check_sizes(options: RunOptions, config: Any) -> None:
     needed, memory = count * BYTES_PER_PARAMETER[optimizer], memory_bytes()
     if memory is not None and needed > memory:
         place = "GPU" if processes.device().type == "cuda" else "machine"
-        smaller = ", or give --optimizer adamw-8bit" if optimizer == "adamw" else ""
+        smaller = ", or give --optimizer adamw-8bit" if optimizer != "adamw-8bit" else ""
         raise InvalidSettings(
             f"heads of {short_count(count)} parameters need about {byte_size(needed)} of memory to train, but this "
             f"{place} has {byte_size(memory)}: "

@@ -167,14 +167,15 @@ class ScheduleOptions(OptionGroup):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions(OptionGroup):
-    """AdamW."""
+    """AdamW or Muon."""
 
-    optimizer: Literal["adamw", "adamw-8bit"] = "adamw"
-    """The optimizer. adamw-8bit keeps its moments in 8 bits: a quarter of the memory; needs bitsandbytes."""
+    optimizer: Literal["adamw", "adamw-8bit", "muon"] = "adamw"
+    """The optimizer. adamw-8bit keeps its moments in 8 bits: a quarter of the memory; needs bitsandbytes. muon moves
+    the matrices of linear layers by Muon, and all else, lm_heads included, by AdamW."""
     betas: tuple[float, float] = (0.9, 0.999)
     """β1 and β2 of AdamW."""
     weight_decay: Annotated[float, FROM_0] = 0.0
-    """Weight decay of AdamW."""
+    """Weight decay of the optimizer."""
     max_grad_norm: Annotated[float, ABOVE_0] = 1.0
     """Gradients are scaled down to this norm."""
 

@@ -30,6 +30,7 @@ from draftheads.loading import kernels_folder
 from draftheads.models.pretrained import default_device, default_dtype
 from draftheads.progress import Progress
 from draftheads.train import processes
+from draftheads.train.muon import MuonAdamW
 from draftheads.train.options import HardwareOptions, RunOptions
 from draftheads.train.report import mean_loss
 from draftheads.train.run_folder import RunFolder
@@ -85,6 +86,7 @@ def fit(
             args=_arguments(options, folder.checkpoints),
             train_dataset=batches,
             data_collator=itemgetter(0),
+            optimizer_cls_and_kwargs=_own_optimizer(options),
         )
         trainer.remove_callback(PrinterCallback)
         validation = _Validation(validations, validate, options.report.eval_steps)
@@ -282,6 +284,20 @@ class _Callback(TrainerCallback):
             self.losses["held-out loss"] = loss
 
 
+def _own_optimizer(options: RunOptions) -> tuple[Any, dict[str, Any]] | None:
+    """What makes the optimizer, and its arguments; None for those that the Trainer makes by name."""
+    adamw = options.optimizer
+    if adamw.optimizer != "muon":
+        return None
+    shared = {"lr": options.schedule.learning_rate, "weight_decay": adamw.weight_decay}
+    # the Trainer calls the first part, and the result with the learner and the arguments
+    return lambda: _of_head, {**shared, "betas": adamw.betas, "fused": True}
+
+
+def _of_head(learner: Any, **arguments: Any) -> MuonAdamW:
+    return MuonAdamW(learner.head, **arguments)
+
+
 def _arguments(options: RunOptions, output: Path) -> TrainingArguments:
     schedule, adamw, report = options.schedule, options.optimizer, options.report
     use_cpu = not torch.cuda.is_available()
@@ -296,7 +312,7 @@ def _arguments(options: RunOptions, output: Path) -> TrainingArguments:
         max_grad_norm=adamw.max_grad_norm,
         adam_beta1=adamw.betas[0],
         adam_beta2=adamw.betas[1],
-        optim="adamw_torch_fused" if adamw.optimizer == "adamw" else "adamw_bnb_8bit",
+        optim="adamw_bnb_8bit" if adamw.optimizer == "adamw-8bit" else "adamw_torch_fused",
         logging_steps=report.log_steps,
         logging_nan_inf_filter=False,
         save_steps=report.save_steps,

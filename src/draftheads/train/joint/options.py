@@ -76,6 +76,10 @@ class JointOptions(RunOptions):
         if not self.chats.data:
             raise InvalidSettings("give --data FILE… to train on")
         super().check()
+        if self.optimizer.optimizer == "muon":
+            raise InvalidSettings(
+                "--optimizer muon is not for train-joint: an adapter has no full matrices; give adamw"
+            )
         if self.tuning.head is not None and self.heads.start_from is not None:
             raise InvalidSettings(
                 f"--head is {self.tuning.head} and --start-from {self.heads.start_from}: give one; "
