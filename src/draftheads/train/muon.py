@@ -6,7 +6,7 @@ far. Knows heads; knows nothing of the Trainer.
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from draftheads.heads.base import DraftHead
@@ -40,7 +40,7 @@ class MuonAdamW(Optimizer):
             part.step()
 
 
-def hidden_matrices(head: DraftHead) -> list[nn.Parameter]:
+def hidden_matrices(head: DraftHead) -> list[Tensor]:
     """The trained weights of a head's linear layers, without those that lead to the vocabulary."""
     outputs = {id(one) for one in (*head.lm_heads.parameters(), *head.logit_parameters())}
     layers = (module for module in head.modules() if isinstance(module, nn.Linear))
