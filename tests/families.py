@@ -104,7 +104,7 @@ def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
 
 def fitting(method: str, **options: Any) -> dict[str, Any]:
     """The options as far as the method has them: one layer where there can be one."""
-    if method in ("eagle", "mlp-speculator"):
+    if method in ("eagle", "eagle3", "mlp-speculator"):
         options.pop("num_layers", None)
     return options
 
@@ -112,7 +112,9 @@ def fitting(method: str, **options: Any) -> dict[str, Any]:
 def tiny_head(method: str, model: TargetModel, *, num_heads: int = 3, seed: int = 0, **options: Any) -> DraftHead:
     """An untrained head with weights that are not its starting values."""
     config_class, head_class = head_classes(method)
-    sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size, "num_heads": num_heads}
+    sizes: dict[str, Any] = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
+    if method == "eagle3":
+        sizes["layers"] = [0, 1]
     config = config_class(**{**sizes, **fitting(method, num_heads=num_heads, **options)})
     torch.manual_seed(seed)
     head = head_class(config)

@@ -147,7 +147,7 @@ class ShapeChanger:
 
     def __init__(self, head: DraftHead, *, seed: int = 0) -> None:
         self.head = head
-        self.needs_history = head.needs_history
+        self.needs_history, self.hidden_layers = head.needs_history, head.hidden_layers
         self.generator = torch.Generator().manual_seed(seed)
         self.met: set[object] = set()
 

@@ -41,6 +41,7 @@ HEADS: Mapping[str, str] = {
     "amphista": "--num-heads 4 --num-layers 2 --epochs 2 --start-from medusa",
     "mlp-speculator": "--num-heads 3 --head-options inner_size=1024",
     "eagle": "--num-heads 3 --feature-weight 10",
+    "eagle3": "--num-heads 4 --draft-vocab-size 8192",
     "small-llama": "--num-heads 4 --num-layers 2 --head-options intermediate_size=1024",
 }
 _SECTION = "## Side by side with others"
@@ -76,7 +77,8 @@ class Train:
                 if not folder.is_dir():
                     sys.exit(f"{name} starts from {start}, which is not in {self.work}: train {start} first")
                 settings[-1] = str(folder)
-            files = ["--data", *map(str, self.data), "--features", str(self.work / "features")]
+            features = self.work / ("features-eagle3" if name == "eagle3" else "features")  # it reads other layers
+            files = ["--data", *map(str, self.data), "--features", str(features)]
             arguments = ["train", "--method", name, *settings, *files, *more]
             if code := draftheads([*arguments, "--out", str(self.work / name), "--resume"]):
                 return code

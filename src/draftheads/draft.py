@@ -146,7 +146,9 @@ class Context:
     In the papers' terms the last accepted token is x_t, ``last_hidden`` is h_t and ``root_ids`` is x_{t+1}.
     """
 
-    hidden: Tensor  # (B, P, D): the target's last hidden states (after its final norm) of the accepted tokens
+    # (B, P, D): the target's last hidden states (after its final norm) of the accepted tokens; for a drafter that reads
+    # the inputs of n layers (B, P, n·D)
+    hidden: Tensor
     token_ids: Tensor  # (B, P) int64: those tokens
     num_accepted: Tensor  # (B,) int64: how many of the P entries are real, counted from the left
     root_ids: Tensor  # (B,) int64: x_{t+1}
@@ -157,7 +159,7 @@ class Context:
 
     @property
     def last_hidden(self) -> Tensor:
-        """h_t, (B, D)."""
+        """h_t, (B, D); or the inputs of n layers at t, (B, n·D)."""
         rows = torch.arange(self.hidden.shape[0], device=self.hidden.device)
         return self.hidden[rows, self.num_accepted - 1]
 
@@ -216,7 +218,8 @@ class DraftSession(Protocol):
 class Drafter(Protocol):
     """Weights and settings of what drafts: a draft head, a small model, a lookup in the text so far.
 
-    Drafting does not change a drafter, so batches and threads share it. Each batch has a session of its own.
+    Drafting does not change a drafter, so batches and threads share it. Each batch has a session of its own. A drafter
+    may have ``hidden_layers``, see :func:`hidden_layers_of`.
     """
 
     @property
@@ -229,3 +232,12 @@ class Drafter(Protocol):
 
     def start(self) -> DraftSession:
         """A session for a batch, which has no rows yet."""
+
+
+def hidden_layers_of(drafter: Drafter) -> tuple[int, ...]:
+    """The layers of the target whose inputs a drafter reads, its ``hidden_layers``; empty for one that reads h_t.
+
+    Index 0 is the first layer, whose input are the embeddings; so index i is ``hidden_states[i]`` of transformers.
+    """
+    layers: tuple[int, ...] = getattr(drafter, "hidden_layers", ())
+    return layers

@@ -56,6 +56,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"embeddings": "own", "lm_head": "own", "tie_weights": True, "scale_input": True, "inner_size": 20},
     ),
     "mlp-speculator, tied, shared": ("mlp-speculator", {"tie_weights": True}),
+    "eagle3, 3.1": ("eagle3", {"fc_norm": True, "norm_output": True, "draft_vocab_size": 12, "lm_head": "own"}),
+    "eagle3, one state": ("eagle3", {"layers": [], "num_key_value_heads": 1}),
     "eagle, no bias": ("eagle", {"fusion_bias": False, "num_key_value_heads": 1}),
     "markov-medusa, no gates": ("markov-medusa", {"gated": False, "markov_rank": 3}),
     "small-llama, deep": ("small-llama", {"num_layers": 2, "num_key_value_heads": 2, "draft_vocab_size": 12}),
@@ -81,6 +83,11 @@ def reads(method: str) -> bool:
     return issubclass(head_classes(method)[0], EmbeddingConfig)
 
 
+def input_size(head: DraftHead) -> int:
+    """Numbers in the hidden states of a token that it reads."""
+    return max(1, len(head.hidden_layers)) * head.config.hidden_size
+
+
 def random_text(rows: int, length: int, *, size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Hidden states (B, T, D) and tokens (B, T)."""
     chance = torch.Generator().manual_seed(seed)
@@ -103,7 +110,7 @@ def test_logits_when_drafting_equal_logits_in_training(name: str, model: TargetM
     """Where all guesses before were right, each head's logits are those of its features along the text."""
     head = variant(name, model)
     heads = head.config.num_heads
-    hidden, tokens = random_text(3, 12 + heads, size=model.hidden_size)
+    hidden, tokens = random_text(3, 12 + heads, size=input_size(head))
     features = head(hidden, tokens)  # (K, B, T, F)
     ends = [12, 7, 1]
     state = head.begin(head.start().root(whole(hidden, tokens, ends)), heads)
@@ -122,7 +129,7 @@ def test_every_node_of_a_tree_is_predicted_from_its_own_path(name: str, model: T
     """What a node's children are drawn from is what the features along the text say, had its path been the text."""
     head = variant(name, model)
     tree = TREES["cartesian"]
-    hidden, tokens = random_text(3, 16, size=model.hidden_size)
+    hidden, tokens = random_text(3, 16, size=input_size(head))
     ends = [11, 6, 1]
     rows = RowSettings.of([SamplingSettings(temperature=1.0)] * 3, vocab_size=VOCAB, device=torch.device("cpu"))
     chance = torch.Generator().manual_seed(1)
@@ -150,7 +157,7 @@ def test_every_node_of_a_tree_is_predicted_from_its_own_path(name: str, model: T
 @pytest.mark.parametrize("name", VARIANTS)
 def test_predictions_depend_on_the_path_exactly_where_reads_path_is_set(name: str, model: TargetModel) -> None:
     head = variant(name, model)
-    hidden, tokens = random_text(1, 20, size=model.hidden_size)
+    hidden, tokens = random_text(1, 20, size=input_size(head))
     changed = tokens.clone()
     changed[0, 12] = (changed[0, 12] + 1) % VOCAB
     before, after = (
@@ -203,7 +210,7 @@ def test_drafting_with_a_history_is_drafting_from_scratch(
         monkeypatch.setattr("draftheads.heads.stateful._MOST_UNREAD", 6)
     head = variant(name, model)
     shape = BestFirst(12, num_ranks=4, beam=3)
-    hidden, tokens = random_text(6, 200, size=model.hidden_size, seed=3)
+    hidden, tokens = random_text(6, 200, size=input_size(head), seed=3)
     chance = torch.Generator().manual_seed(5)
     session = head.start()
     rows: list[int] = []  # texts at work
@@ -253,7 +260,7 @@ def test_drafting_with_a_history_is_drafting_from_scratch(
 @pytest.mark.parametrize("method", STATEFUL)
 def test_steps_without_drafts_are_read_when_a_draft_is_wanted(method: str, model: TargetModel) -> None:
     head = tiny_head(method, model)
-    hidden, tokens = random_text(2, 30, size=model.hidden_size)
+    hidden, tokens = random_text(2, 30, size=input_size(head))
     read = []
     head.read = lambda context, *args, read_it=head.read: (read.append(context), read_it(context, *args))[1]  # type: ignore[method-assign]
     session = head.start()
@@ -281,7 +288,7 @@ def values_of(head: DraftHead) -> dict[str, Any]:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_drafting_does_not_change_a_head(name: str, model: TargetModel) -> None:
     head = variant(name, model)
-    hidden, tokens = random_text(2, 12, size=model.hidden_size)
+    hidden, tokens = random_text(2, 12, size=input_size(head))
     before = values_of(head)
     session = head.start()
     session.follow(whole(hidden, tokens, [5, 8]))
@@ -302,7 +309,7 @@ def test_drafting_does_not_change_a_head(name: str, model: TargetModel) -> None:
 @pytest.mark.parametrize("method", list(HEADS))
 def test_two_sessions_do_not_see_each_others_rows(method: str, model: TargetModel) -> None:
     head = tiny_head(method, model)
-    hidden, tokens = random_text(2, 12, size=model.hidden_size)
+    hidden, tokens = random_text(2, 12, size=input_size(head))
     first, second = head.start(), head.start()
     alone = propose(head, whole(hidden[1:], tokens[1:], [8]))
     first.propose(whole(hidden[:1], tokens[:1], [5]), head.default_shape)
@@ -317,7 +324,7 @@ def test_two_sessions_do_not_see_each_others_rows(method: str, model: TargetMode
 def test_a_missing_row_that_was_not_dropped_raises(method: str, model: TargetModel) -> None:
     head = tiny_head(method, model)
     session, shape = head.start(), head.default_shape
-    hidden, tokens = random_text(3, 9, size=model.hidden_size)
+    hidden, tokens = random_text(3, 9, size=input_size(head))
     session.propose(whole(hidden, tokens, [5, 8, 2]), shape)
     with pytest.raises(ValueError, match=r"the context has 2 rows but 3 are at work: tell keep\(\)"):
         session.propose(whole(hidden[:2], tokens[:2], [5, 8]), shape)
@@ -438,7 +445,7 @@ def test_hydra_plus_plus_follows_its_formula(name: str, model: TargetModel) -> N
     """u = [s_t; E(x_{t+1}); …], R u + SiLU(W u), then residual blocks; s_t of a layer and a norm."""
     head = variant(name, model)
     weights, embedding = numbers(head), SCALE * model.weights.embedding
-    hidden, tokens = random_text(1, 9, size=model.hidden_size)
+    hidden, tokens = random_text(1, 9, size=input_size(head))
     assert isinstance(head.config, LayerConfig)
     layer = slow_attention(head.prefix, hidden[0], head.config)  # type: ignore[arg-type]
     rms = (layer.square().mean(-1, keepdim=True) + head.config.norm_epsilon).sqrt()
@@ -465,7 +472,7 @@ def test_amphista_follows_its_equations(name: str, model: TargetModel, num_heads
     head = variant(name, model, num_heads=num_heads)
     config, weights, embedding = head.config, numbers(head), SCALE * model.weights.embedding
     assert isinstance(config, LayerConfig)
-    hidden, tokens = random_text(1, 9, size=model.hidden_size)
+    hidden, tokens = random_text(1, 9, size=input_size(head))
     stages = [hidden[0]]
     for i, layer in enumerate(head.adaptations):  # type: ignore[arg-type, var-annotated]
         x = stages[-1][:-1]
@@ -505,7 +512,7 @@ def test_the_first_half_of_amphistas_heads_rounded_down_reads_stage_one(
 def test_eagles_first_prediction_follows_its_formula(model: TargetModel) -> None:
     head = variant("eagle", model)
     weights, embedding = numbers(head), SCALE * model.weights.embedding
-    hidden, tokens = random_text(1, 9, size=model.hidden_size)
+    hidden, tokens = random_text(1, 9, size=input_size(head))
     pairs = zip(tokens[0, 1:], hidden[0], strict=False)
     x = torch.stack([affine(weights, "fusion", torch.cat([embedding[token], state])) for token, state in pairs])
     torch.testing.assert_close(head(hidden, tokens)[0, 0, :8], head.layer(x[None])[0], rtol=1e-4, atol=1e-4)  # type: ignore[operator]
@@ -515,7 +522,7 @@ def test_eagles_further_predictions_read_its_own_hidden_states(model: TargetMode
     """Entries of the text up to t, then fc([E(x_{t+1+j}); f_{t+j}]) at positions t+j: the last one's output is next."""
     head = variant("eagle", model)
     embedding = SCALE * model.weights.embedding
-    hidden, tokens = random_text(1, 9, size=model.hidden_size)
+    hidden, tokens = random_text(1, 9, size=input_size(head))
     features = head(hidden, tokens)[:, 0]
     for t in (0, 3):
         states = list(hidden[0, : t + 1])
@@ -615,7 +622,7 @@ def test_the_small_llama_is_a_llama(model: TargetModel, rope: str) -> None:
         part = "self_attn." + part if part.endswith("_proj") else names[part]
         weights[".".join(["model.layers", number, part, *rest])] = tensor
     llama.load_state_dict(weights)
-    hidden, tokens = random_text(2, 9, size=model.hidden_size)
+    hidden, tokens = random_text(2, 9, size=input_size(head))
     features = head(hidden, tokens)
     expected = llama(tokens).logits[..., draft_vocab]
     for i in range(config.num_heads):
@@ -627,7 +634,7 @@ def test_markov_medusa_follows_its_formula(model: TargetModel) -> None:
     """lm_head(blocks(h_t)) + U (2 σ(G h_t) * A E(x_{t+1+i}))."""
     head = variant("markov-medusa, own", model)
     weights, embedding = numbers(head), SCALE * model.weights.embedding
-    hidden, tokens = random_text(1, 9, size=model.hidden_size)
+    hidden, tokens = random_text(1, 9, size=input_size(head))
     features, state = head(hidden, tokens), hidden[0, 2]
     for i in range(head.config.num_heads):
         x = residual(weights, f"blocks.{i}.1", residual(weights, f"blocks.{i}.0", state))
@@ -704,7 +711,7 @@ def test_the_mlp_speculator_follows_its_formula(name: str, model: TargetModel) -
     head = variant(name, model)
     tied, shared = "tied" in name, head.config.lm_head == "shared"
     weights, embedding = numbers(head), SCALE * model.weights.embedding
-    hidden, tokens = random_text(1, 8, size=model.hidden_size)
+    hidden, tokens = random_text(1, 8, size=input_size(head))
     state = hidden[0, 2]
     if head.config.scale_input:  # type: ignore[attr-defined]
         state = state / (state.square().mean() + 1e-6).sqrt() / 2**0.5

@@ -25,7 +25,7 @@ from training_world import chat_model, chat_options, counting_chats, train_optio
 
 def head_of(options: HeadOptions, target: TargetModel) -> DraftHead:
     """An untrained head whose draft vocabulary needs no texts."""
-    return new_head(options, target.weights, [], [], target.eos_ids, layer_sizes=target.layer_sizes)  # type: ignore[arg-type]
+    return new_head(options, target.weights, [], [], target.eos_ids, head_sizes=target.head_sizes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("lm_head", ["shared", "own", "low_rank"])

@@ -133,8 +133,8 @@ def test_layers_without_a_counterpart_keep_their_initial_values(
     store = FeatureStore(features)
     settings = options(tmp_path / "out", features, **{"method": "hydra", "draft_vocab_size": 36, **changes})
     start = Start.read(str(hydra), target)
-    documents, sizes = range(len(store)), target.layer_sizes
-    grown = new_head(settings.heads, target.weights, store, documents, target.eos_ids, layer_sizes=sizes, start=start)
+    documents, sizes = range(len(store)), target.head_sizes
+    grown = new_head(settings.heads, target.weights, store, documents, target.eos_ids, head_sizes=sizes, start=start)
     torch.manual_seed(settings.schedule.seed)
     alone = type(grown)(grown.config)
     alone.initialise(target.weights, grown.draft_vocab)

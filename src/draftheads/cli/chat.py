@@ -170,12 +170,13 @@ class Chat:
         self._note(speed_words(request, time.perf_counter() - start))
 
     def _events(self, engine: Engine, request: Request) -> Iterator[StreamEvent]:
-        """Decodes a request. What was read for earlier answers, with any head, is not read again."""
+        """Decodes a request. What heads that read the same layers have read is not read again."""
         batch = engine.batch()
-        batch.on_leave = lambda _, text: self._read.add(None, text)
-        reader = PromptReader(engine.model, request, self._read.find(None, request.prompt_ids))
+        layers = batch.target.layers
+        batch.on_leave = lambda _, text: self._read.add(layers, text)
+        reader = PromptReader(engine.model, request, self._read.find(layers, request.prompt_ids), layers)
         reader.read(reader.num_left)
-        self._read.add(None, reader.text, copy=False)
+        self._read.add(layers, reader.text, copy=False)
         yield from batch.adopt([reader])
         while batch.requests:
             yield from batch.step()

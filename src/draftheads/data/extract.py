@@ -97,23 +97,29 @@ def _as_recorded(tokens: RecordedTokens, max_length: int, own_print: str) -> Enc
     return EncodedChat(token_ids[:max_length], loss_mask[:max_length], is_cut=len(token_ids) > max_length)
 
 
-def needed_bytes(target: TargetModel, texts: Sequence[EncodedChat]) -> int:
+def needed_bytes(target: TargetModel, texts: Sequence[EncodedChat], layers: Sequence[int] = ()) -> int:
     """The size of the store of these texts on the disk, approximately."""
-    return sum(len(text.token_ids) for text in texts) * (2 * target.hidden_size + 5)
+    return sum(len(text.token_ids) for text in texts) * (2 * (len(layers) + 1) * target.hidden_size + 5)
 
 
-def build_features(target: TargetModel, texts: Sequence[EncodedChat], folder: Path, progress: Progress) -> FeatureStore:
+def build_features(
+    target: TargetModel,
+    texts: Sequence[EncodedChat],
+    folder: Path,
+    progress: Progress,
+    layers: Sequence[int] = (),
+) -> FeatureStore:
     """Makes or completes the store of these texts; errors as of :func:`claim` and :func:`build_shards`."""
-    claim(target, texts, folder)
-    build_shards(target, texts, folder, progress)
+    claim(target, texts, folder, layers)
+    build_shards(target, texts, folder, progress, layers)
     return FeatureStore(folder)
 
 
-def claim(target: TargetModel, texts: Sequence[EncodedChat], folder: Path) -> None:
+def claim(target: TargetModel, texts: Sequence[EncodedChat], folder: Path, layers: Sequence[int] = ()) -> None:
     """Writes ``meta.json``, which describes the store of these texts, or checks the one that is there.
 
     Raises:
-        DataError: the folder has features of other texts or of another model.
+        DataError: the folder has features of other texts, of another model or of other layers.
     """
     meta = StoreMeta(
         model_id=target.model_id,
@@ -122,11 +128,14 @@ def claim(target: TargetModel, texts: Sequence[EncodedChat], folder: Path) -> No
         num_tokens=sum(len(text.token_ids) for text in texts),
         num_shards=_num_shards(texts),
         fingerprint=fingerprint_of(target, texts),
+        layers=list(layers),
     )
     there = read_meta(folder)
     if there is None:
         write_meta(folder, meta)
-    elif there != meta:
+        return
+    check_stored_layers(folder, there, layers)
+    if there != meta:
         raise DataError(
             f"{folder} holds features of {counted(there.num_documents, 'text')} ({counted(there.num_tokens, 'token')}, "
             f"{there.model_id}, fingerprint {there.fingerprint}) but the data and settings give "
@@ -135,11 +144,26 @@ def claim(target: TargetModel, texts: Sequence[EncodedChat], folder: Path) -> No
         )
 
 
+def check_stored_layers(folder: Path, meta: StoreMeta, layers: Sequence[int]) -> None:
+    """Does a store have what a head reads?
+
+    Raises:
+        DataError: it has the inputs of other layers.
+    """
+    if meta.layers != list(layers):
+        there, wanted = (f"of layers {list(of)}" if of else "of the last layer alone" for of in (meta.layers, layers))
+        raise DataError(
+            f"{folder} holds hidden states {there}, but the head reads those {wanted}: name another folder with "
+            "--features, or delete this one"
+        )
+
+
 def build_shards(
     target: TargetModel,
     texts: Sequence[EncodedChat],
     folder: Path,
     progress: Progress,
+    layers: Sequence[int] = (),
     *,
     share: tuple[int, int] = (0, 1),
 ) -> None:
@@ -150,6 +174,7 @@ def build_shards(
         texts: the texts.
         folder: of the store.
         progress: receives the number of tokens after every text.
+        layers: n layers whose inputs are stored before h_t.
         share: (r, n): only shards r, r + n, r + 2n, …
 
     Raises:
@@ -160,13 +185,14 @@ def build_shards(
     sizes = {index: sum(len(text.token_ids) for text in _part(texts, index)) for index in numbers}
     total = sum(sizes.values())
     done = total - sum(sizes[index] for index in missing)
-    _check_room(folder, sum(needed_bytes(target, part) for part in missing_shards(texts, folder).values()))
+    _check_room(folder, sum(needed_bytes(target, part, layers) for part in missing_shards(texts, folder).values()))
     progress.progress(done, total)
     for index, part in missing.items():
         documents = []
         for text in part:
             token_ids = torch.tensor(text.token_ids)
-            documents.append(Document(read_alone(target, token_ids), token_ids, torch.tensor(text.loss_mask)))
+            hidden = read_alone(target, token_ids, layers)
+            documents.append(Document(hidden, token_ids, torch.tensor(text.loss_mask)))
             done += len(token_ids)
             progress.progress(done, total)
         write_shard(folder, index, documents, sources=[text.source for text in part])

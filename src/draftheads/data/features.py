@@ -3,16 +3,16 @@
 Knows files and tensors; knows nothing of models, chats or training. A store is a folder::
 
     meta.json                describes the complete store (StoreMeta)
-    shard-00000.safetensors  hidden (T, D) bf16, token_ids (T,) int32, loss_mask (T,) bool, …
+    shard-00000.safetensors  hidden (T, (n+1)·D) bf16, token_ids (T,) int32, loss_mask (T,) bool, …
     …
 
-The texts of a shard follow each other along T; ``lengths`` (texts,) int32 has their lengths. A shard is written
-whole or not at all.
+``hidden`` is h_t, (T, D); for heads that read the inputs of n layers it is these, and then h_t. The texts of a shard
+follow each other along T; ``lengths`` (texts,) int32 has their lengths. A shard is written whole or not at all.
 """
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ class StoreMeta:
     num_tokens: int
     num_shards: int
     fingerprint: str | None = None  # of the texts and the model; None: not checked
+    layers: list[int] = field(default_factory=list)  # n layers whose inputs are stored; left out in meta.json if none
     dtype: str = "bfloat16"
     format_version: int = FORMAT_VERSION
 
@@ -49,7 +50,7 @@ class StoreMeta:
 class Document:
     """One text with its hidden states."""
 
-    hidden: Tensor  # (T, D)
+    hidden: Tensor  # (T, D), or (T, (n+1)·D) with the inputs of n layers before h_t
     token_ids: Tensor  # (T,) int64
     loss_mask: Tensor  # (T,) bool
 
@@ -84,7 +85,8 @@ def shard_path(folder: Path, index: int) -> Path:
 
 def write_meta(folder: Path, meta: StoreMeta) -> None:
     """Writes ``meta.json``."""
-    write_atomic(folder / "meta.json", (json.dumps(asdict(meta), indent=2) + "\n").encode())
+    content = {name: value for name, value in asdict(meta).items() if name != "layers" or value}
+    write_atomic(folder / "meta.json", (json.dumps(content, indent=2) + "\n").encode())
 
 
 def read_meta(folder: Path) -> StoreMeta | None:
@@ -97,7 +99,7 @@ def read_meta(folder: Path) -> StoreMeta | None:
     if not path.exists():
         return None
     try:
-        return read_dataclass(StoreMeta, read_object(path, newest=FORMAT_VERSION), path, "")
+        return read_dataclass(StoreMeta, {"layers": [], **read_object(path, newest=FORMAT_VERSION)}, path, "")
     except CheckpointError as error:
         raise DataError(f"{error}; or delete the folder") from None
 
@@ -158,7 +160,8 @@ class FeatureStore(Documents):
         except (OSError, SafetensorError, ValueError) as error:
             raise DataError(f"{path}: {error}; delete the damaged shard; the same command makes it again") from None
         found = (hidden.get_shape(), len(token_ids), len(loss_mask), sum(lengths))
-        expected = ([len(token_ids), self.meta.hidden_size], *(3 * [len(token_ids)]))
+        width = (len(self.meta.layers) + 1) * self.meta.hidden_size
+        expected = ([len(token_ids), width], *(3 * [len(token_ids)]))
         if found != expected:
             raise DataError(f"{path}: hidden, token ids, mask and lengths have sizes {found}, expected {expected}")
         self._shards.append(hidden)

@@ -15,13 +15,13 @@ from draftheads.data.features import Document, Documents
 from draftheads.models.model import TargetModel
 
 
-def read_alone(target: TargetModel, token_ids: Tensor) -> Tensor:
-    """The hidden states of one text: (T,) -> (T, D) bf16, on the CPU.
+def read_alone(target: TargetModel, token_ids: Tensor, layers: Sequence[int] = ()) -> Tensor:
+    """The hidden states of one text: (T,) -> (T, D) bf16, on the CPU; with n layers (T, (n+1)·D), h_t last.
 
     Texts are never read in batches: their hidden states would depend on their neighbours, so stored ones and those
     computed again would differ. On a CPU this is as fast, since nothing is padded.
     """
-    return target.hidden_states(token_ids[None].to(target.device))[0].to("cpu", torch.bfloat16)
+    return target.hidden_states(token_ids[None].to(target.device), layers)[0].to("cpu", torch.bfloat16)
 
 
 def fingerprint_of(target: TargetModel, texts: Sequence[EncodedChat]) -> str:
@@ -36,8 +36,8 @@ def fingerprint_of(target: TargetModel, texts: Sequence[EncodedChat]) -> str:
 class LiveStore(Documents):
     """The same as a feature store, but on access the model, as it is then, reads the document."""
 
-    def __init__(self, target: TargetModel, texts: Sequence[EncodedChat]) -> None:
-        self.target = target
+    def __init__(self, target: TargetModel, texts: Sequence[EncodedChat], layers: Sequence[int] = ()) -> None:
+        self.target, self.layers = target, layers
         self.token_ids = [torch.tensor(text.token_ids) for text in texts]
         self.loss_masks = [torch.tensor(text.loss_mask) for text in texts]
         self.sources = [text.source for text in texts]
@@ -45,4 +45,4 @@ class LiveStore(Documents):
 
     def __getitem__(self, index: int) -> Document:
         token_ids = self.token_ids[index]
-        return Document(read_alone(self.target, token_ids), token_ids, self.loss_masks[index])
+        return Document(read_alone(self.target, token_ids, self.layers), token_ids, self.loss_masks[index])

@@ -13,7 +13,7 @@ from draftheads.decode.prompt_reader import PromptReader, ReadText
 from draftheads.decode.request import Request, StreamEvent, TopLogprobs
 from draftheads.decode.size_policy import SizePolicySession
 from draftheads.decode.token_rules import BatchRules
-from draftheads.draft import Context, Draft, Drafter, Places, Verdict, Watcher
+from draftheads.draft import Context, Draft, Drafter, Places, Verdict, Watcher, hidden_layers_of
 from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
 from draftheads.models.transfer import to_device
@@ -49,7 +49,7 @@ class Batch:
         shape: Shape | None = None,
         lap: Callable[[str], object] = str,
     ) -> None:
-        self.target = Target(model)
+        self.target = Target(model, hidden_layers_of(drafter))
         self.drafter = drafter
         self.session = drafter.start()
         self.shape = shape or drafter.default_shape or ROOT_ONLY
@@ -60,7 +60,9 @@ class Batch:
         self._seen: Tensor | None = None  # (B, V) bool; only where a row has a repetition penalty
         self._rules: BatchRules | None = None  # only where a row has a grammar or logit biases
         self._stepped_rows = 0  # rows that the session has seen; they come first
-        self._hidden: list[list[Tensor]] = []  # with on_leave, for each row: parts (t, D) of the tokens in the cache
+        self._hidden: list[
+            list[Tensor]
+        ] = []  # with on_leave, for each row: parts (t, D or n·D) of the tokens in the cache
 
     @torch.inference_mode()
     def join(self, requests: Sequence[Request]) -> list[StreamEvent]:
@@ -78,7 +80,7 @@ class Batch:
         return self._enter([reader.request for reader in readers], logits, hidden)
 
     def _enter(self, requests: Sequence[Request], logits: Tensor, hidden: Tensor) -> list[StreamEvent]:
-        """Gives rows whose prompts are in the cache their first token: logits (b, V), hidden states (b, T, D)."""
+        """Gives rows whose prompts are in the cache their first token: logits (b, V), hidden states (b, T, …)."""
         rows = self._settings(requests)
         seen = self._seen_of(requests, rows)
         uniforms = self._uniforms(requests, 1)
@@ -160,8 +162,7 @@ class Batch:
     @property
     def num_bytes(self) -> int:
         """Memory of keys and values, and of the hidden states that are kept for :attr:`on_leave`."""
-        model = self.target.model
-        hidden = sum(self.target.lengths) * model.hidden_size * model.dtype.itemsize
+        hidden = sum(self.target.lengths) * self.target.state_bytes
         return self.target.cache.num_bytes + (hidden if self.on_leave is not None else 0)
 
     @torch.inference_mode()

@@ -19,7 +19,7 @@ from draftheads.decode.grammar import compiler_for
 from draftheads.decode.plain import NoDraft
 from draftheads.decode.request import GenerationResult, Request, StreamEvent
 from draftheads.decode.size_policy import SizePolicy
-from draftheads.draft import Drafter
+from draftheads.draft import Drafter, hidden_layers_of
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.errors import (
@@ -251,6 +251,11 @@ class Engine:
         if self.profile is not None and self.cost is not None:
             drafter = SizePolicy(drafter, self.profile, self.cost)
         return Batch(self.model, drafter, shape=self.shape, lap=lap)
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """The layers of the model whose inputs the drafter reads; empty if it reads the last hidden state."""
+        return hidden_layers_of(self.drafter)
 
     def check_draft_nodes(self, draft_nodes: int | None) -> None:
         """Can trees have so many nodes? None and 0 are always possible.

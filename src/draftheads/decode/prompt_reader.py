@@ -1,5 +1,6 @@
 """Reads a prompt in chunks on a cache of its own, from a text on that was read before."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,7 +19,7 @@ class ReadText:
 
     token_ids: list[int]
     entries: RowEntries  # keys and values
-    hidden: Tensor  # (T, D) last hidden states, which drafters with a history read
+    hidden: Tensor  # (T, D) last hidden states, which drafters with a history read; of n layers (T, n·D)
 
     @property
     def num_bytes(self) -> int:
@@ -47,13 +48,16 @@ class PromptReader:
         request: whose prompt is read.
         known: the beginning of the prompt, read before; it is copied. The last token of the prompt is read in any
             case, because its logits are needed.
+        layers: whose inputs the drafter reads; ``known`` has the same.
     """
 
-    def __init__(self, model: TargetModel, request: Request, known: ReadText | None = None) -> None:
+    def __init__(
+        self, model: TargetModel, request: Request, known: ReadText | None = None, layers: Sequence[int] = ()
+    ) -> None:
         self.request = request
-        self._target = Target(model)
+        self._target = Target(model, layers)
         self._target.cache.reserve(1, len(request.prompt_ids))
-        self._hidden: list[Tensor] = []  # (t, D) parts
+        self._hidden: list[Tensor] = []  # parts (t, D or n·D)
         self.logits: Tensor | None = None  # (V,) after the prompt, once it is read
         if known is None:
             self._target.lengths = [0]
@@ -79,9 +83,10 @@ class PromptReader:
         """Reads the next tokens of the prompt, at most so many; returns how many it read."""
         done = self._target.lengths[0]
         tokens = self.request.prompt_ids[done : done + most]
-        self._hidden.append(self._target.read(tokens))
+        last, hidden = self._target.read(tokens)
+        self._hidden.append(hidden)
         if not self.num_left:
-            self.logits = self._target.model.logits(self._hidden[-1][-1:])[0]
+            self.logits = self._target.model.logits(last[-1:])[0]
         return len(tokens)
 
     @cached_property

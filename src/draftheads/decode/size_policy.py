@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftheads.acceptance_profile import KINDS, AcceptanceProfile, Kind
 from draftheads.decode.cost_profile import CostProfile
-from draftheads.draft import Context, Draft, Drafter, Watcher
+from draftheads.draft import Context, Draft, Drafter, Watcher, hidden_layers_of
 from draftheads.drafters.copying import Copying, CopyingSession
 from draftheads.shapes import ROOT_ONLY, BestFirst, Shape
 
@@ -82,6 +82,11 @@ class SizePolicy:
     def needs_history(self) -> bool:
         """As the drafter's."""
         return self.drafter.needs_history
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """As the drafter's."""
+        return hidden_layers_of(self.drafter)
 
     def start(self) -> "SizePolicySession":
         """A session in which nothing is known of the requests."""

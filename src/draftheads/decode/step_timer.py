@@ -112,7 +112,7 @@ class StepTimer:
         if (rows, text_tokens) not in self._targets:
             self._targets.clear()
             self._captured.clear()
-            target = Target(self.target)
+            target = Target(self.target, self.drafter.hidden_layers)
             target.prefill(self._tokens(rows, 1).tolist())
             target.cache.reserve(rows, text_tokens)
             target.lengths = [text_tokens] * rows
@@ -131,7 +131,8 @@ class StepTimer:
     def _context(self, rows: int, length: int) -> Context:
         device = self.target.device
         dtype = self.target.dtype
-        hidden = torch.randn(rows, length, self.target.hidden_size, generator=self.generator).to(device, dtype)
+        size = max(1, len(self.drafter.hidden_layers)) * self.target.hidden_size
+        hidden = torch.randn(rows, length, size, generator=self.generator).to(device, dtype)
         counts = torch.full((rows,), length, device=device)
         return Context(hidden, self._tokens(rows, length), counts, self._tokens(rows, 1)[:, 0], self._settings(rows))
 

@@ -9,7 +9,7 @@ from operator import gt
 import torch
 from torch import Tensor
 
-from draftheads.draft import Context, Draft, Drafter, Watcher
+from draftheads.draft import Context, Draft, Drafter, Watcher, hidden_layers_of
 from draftheads.drafters.copy_odds import DEFAULT_ODDS, MAX_NGRAM, Odds, check_odds
 from draftheads.drafters.text_index import RowTexts
 from draftheads.errors import InvalidSettings
@@ -66,6 +66,11 @@ class Copying:
     def default_shape(self) -> Shape | None:
         """The drafter's."""
         return self.drafter.default_shape
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """The drafter's."""
+        return hidden_layers_of(self.drafter)
 
     def check_shape(self, shape: Shape) -> None:
         """Can the drafter fill it?

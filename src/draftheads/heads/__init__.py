@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 HEADS: "dict[str, str | tuple[type[HeadConfig], type[DraftHead]]]" = {
     "amphista": "amphista.Amphista",
     "eagle": "eagle.Eagle",
+    "eagle3": "eagle3.Eagle3",
     "hydra": "hydra.Hydra",
     "hydra++": "hydra_plus_plus.HydraPlusPlus",
     "markov-medusa": "markov_medusa.MarkovMedusa",

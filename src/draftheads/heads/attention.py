@@ -137,18 +137,22 @@ class TransformerLayer(nn.Module):
         config: sizes.
         rotary: turn queries and keys by their positions; off where positions are added to the inputs.
         input_norm: norm the inputs of attention; off where they come normed (EAGLE).
+        num_inputs: how many vectors of size D attention reads, side by side.
     """
 
-    def __init__(self, config: LayerConfig, *, rotary: bool = True, input_norm: bool = True) -> None:
+    def __init__(
+        self, config: LayerConfig, *, rotary: bool = True, input_norm: bool = True, num_inputs: int = 1
+    ) -> None:
         super().__init__()
         size, heads, groups = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        inputs = num_inputs * size
         self.heads, self.groups = heads, groups
         self.head_size = config.head_size
         self.turns = Turns.of(config) if rotary else None
-        self.input_norm = RmsNorm(size, config.norm_epsilon) if input_norm else nn.Identity()
-        self.q_proj = nn.Linear(size, heads * config.head_size, bias=False)
-        self.k_proj = nn.Linear(size, groups * config.head_size, bias=False)
-        self.v_proj = nn.Linear(size, groups * config.head_size, bias=False)
+        self.input_norm: nn.Module = RmsNorm(size, config.norm_epsilon) if input_norm else nn.Identity()
+        self.q_proj = nn.Linear(inputs, heads * config.head_size, bias=False)
+        self.k_proj = nn.Linear(inputs, groups * config.head_size, bias=False)
+        self.v_proj = nn.Linear(inputs, groups * config.head_size, bias=False)
         self.o_proj = nn.Linear(heads * config.head_size, size, bias=False)
         self.middle_norm = RmsNorm(size, config.norm_epsilon)
         self.feed_forward = FeedForward(size, config.intermediate_size)

@@ -5,6 +5,7 @@ K heads; head i (0-based) reads position t and predicts x_{t+2+i}; V' is the dra
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -85,6 +86,11 @@ class HeadConfig:
         return self.hidden_size
 
     @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose inputs it reads in place of h_t; see :func:`draftheads.draft.hidden_layers_of`."""
+        return ()
+
+    @property
     def num_draft_tokens(self) -> int:
         """V', the number of tokens a head can predict."""
         return self.draft_vocab_size or self.vocab_size
@@ -147,12 +153,26 @@ class DraftHead(nn.Module, ABC):
     draft_vocab: Tensor  # (V',) int64: target id of each draft token; only with a trimmed vocabulary
     target_embedding: Tensor  # (V, D): the target's, frozen, not saved
 
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """As of its configuration."""
+        return self.config.hidden_layers
+
+    def split(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What it reads, (…, D or n·D), and h_t, (…, D), of hidden states as training stores them.
+
+        These are h_t, (…, D); for a head that reads the inputs of n layers these and then h_t, (…, (n+1)·D).
+        """
+        size = self.config.hidden_size
+        return (hidden[..., :-size] if self.hidden_layers else hidden), hidden[..., -size:]
+
     @abstractmethod
     def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
         """Features of all heads at all positions, for training.
 
         Args:
-            hidden: (B, T, D) the target's last hidden states h_t, after its final norm.
+            hidden: (B, T, D) the target's last hidden states h_t, after its final norm; or (B, T, n·D) the inputs of
+                its :attr:`hidden_layers`, side by side.
             token_ids: (B, T) the text x_t.
 
         Returns:
@@ -260,6 +280,12 @@ class DraftHead(nn.Module, ABC):
             self.draft_vocab.copy_(draft_vocab)
         self.bind(weights)
         self.initialise_lm_heads(weights, draft_vocab)
+
+    def start_near(self, hidden: Iterable[Tensor]) -> None:
+        """Starting values for training that come from hidden states of texts, each (T, D) or (T, (n+1)·D); none here.
+
+        See :meth:`split` for their order.
+        """
 
     def hidden_scale(self, weights: TargetWeights) -> float:
         """Root mean square of the target's hidden states: that of its embeddings times ``embedding_scale``."""

@@ -4,6 +4,7 @@ Entry s of its history is fc([E(x_{s+1}); h_s]) at position s; from the entries 
 prediction of h_{t+1}, and the target's lm_head predicts x_{t+2} from that. Deeper predictions use entries with f for h.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -34,34 +35,47 @@ class EagleConfig(LayerConfig, EmbeddingConfig):
             raise InvalidSettings(f"num_layers is {self.num_layers}; EAGLE has one layer")
 
 
-class EagleHead(StatefulHead):
-    """f_{t+1} = layer(fc([E(x_{t+1}); h_t])) over the whole text; then the same with f for h, down each path.
+class OneLayerHead(StatefulHead):
+    """f_{t+1} = layer(E(x_{t+1}), s_t) over the whole text, s_t from the target; then s is f, down each path.
 
     Trained along the true text as deep as it drafts: pass i reads its own features of pass i-1, as it will when
-    drafting. EAGLE's own training makes the first pass only; a loss on that alone is ``depth_decay`` near 0.
+    drafting.
     """
 
-    def __init__(self, config: EagleConfig) -> None:
-        super().__init__(config, num_layers=1)
-        self.fusion = fusion(config.hidden_size, state_first=False, bias=config.fusion_bias)
-        self.layer = TransformerLayer(config, input_norm=False)
+    layer: TransformerLayer
+
+    @abstractmethod
+    def inputs(self, token_ids: Tensor, states: Tensor) -> Tensor:
+        """What the layer reads, (…, D or 2·D), of tokens (…) and states s of the tokens before them, (…, D)."""
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """S (…, D) of hidden states of the target, (…, D or n·D)."""
+        return hidden
+
+    def fed_back(self, features: Tensor) -> Tensor:
+        """S (…, D) of the layer's outputs, (…, D)."""
+        return features
+
+    def outputs(self, features: Tensor) -> Tensor:
+        """What the lm_head reads, of the layer's outputs: (…, D) -> (…, D)."""
+        return features
 
     def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
-        """(B, T, D), (B, T) -> (K, B, T, D)."""
+        """(B, T, D or n·D), (B, T) -> (K, B, T, D)."""
         positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
-        embedded = self.scaled_embedding(token_ids)
-        x = self._fused(embedded.roll(-1, dims=1), hidden)
+        x = self.inputs(token_ids.roll(-1, dims=1), self.states(hidden))
         queries, seen = self.layer.project(x, positions)
         features = [self.layer.finish(x, attend(queries, seen, causal=True))]
-        mask = torch.ones(1, x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+        length = token_ids.shape[1]
+        mask = torch.ones(1, length, length, dtype=torch.bool, device=x.device).tril()
         path: list[KeysValues] = []
         for i in range(1, self.config.num_heads):
-            x = self._fused(embedded.roll(-(i + 1), dims=1), features[-1])
+            x = self.inputs(token_ids.roll(-(i + 1), dims=1), self.fed_back(features[-1]))
             queries, own = self.layer.project(x, positions + i)
             path.append(own)
             taken = KeysValues(*(torch.stack(parts, 2) for parts in zip(*path, strict=True)))
             features.append(self.layer.finish(x, attend_with_path(queries, seen, mask, taken)))
-        return torch.stack(features)
+        return self.outputs(torch.stack(features))
 
     def begin(self, root: Root, depth: int) -> PathState:
         """f_{t+1}."""
@@ -69,21 +83,33 @@ class EagleHead(StatefulHead):
 
     def predict(self, state: PathState, depth: int) -> Tensor:
         """(B, W, V')."""
-        return self.logits(state.features, depth)
+        return self.logits(self.outputs(state.features), depth)
 
     def descend(self, state: PathState, depth: int, parents: Tensor, token_ids: Tensor) -> PathState:
         """One pass for all chosen children, each with its own path."""
         rows = torch.arange(len(parents), device=parents.device)[:, None]
-        x = self._fused(self.scaled_embedding(token_ids), state.features[rows, parents])  # (B, W', D)
+        x = self.inputs(token_ids, self.fed_back(state.features[rows, parents]))  # (B, W', D or 2·D)
         features, state = state.descend([self.layer], x, depth, parents)
         return state._replace(features=features)
 
     def read(self, context: Context, rows: slice, history: History) -> Tensor:
         """f_{t+1}, (rows, D)."""
-        x = self._fused(self.scaled_embedding(next_tokens(context)), context.hidden)
+        x = self.inputs(next_tokens(context), self.states(context.hidden))
         return last_of(self.layer.step(x, history, 0, rows), context.num_accepted)
 
-    def _fused(self, embedded: Tensor, states: Tensor) -> Tensor:
-        """fc([e; h]), (…, D)."""
-        fused: Tensor = self.fusion(torch.cat([embedded, states], -1))
+
+class EagleHead(OneLayerHead):
+    """The layer reads fc([E(x_{t+1}); h_t]), and then fc([E(x); f]).
+
+    EAGLE's own training makes the first pass only; a loss on that alone is ``depth_decay`` near 0.
+    """
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__(config, num_layers=1)
+        self.fusion = fusion(config.hidden_size, state_first=False, bias=config.fusion_bias)
+        self.layer = TransformerLayer(config, input_norm=False)
+
+    def inputs(self, token_ids: Tensor, states: Tensor) -> Tensor:
+        """(…, D)."""
+        fused: Tensor = self.fusion(torch.cat([self.scaled_embedding(token_ids), states], -1))
         return fused

@@ -31,16 +31,31 @@ class Target:
     With ``has_static_steps``, the shapes of a step depend only on the numbers of rows and nodes and on the capacity of
     the cache: a step reads all slots, and a mask hides the unused ones. On CUDA such steps are captured. Otherwise a
     step reads only the slots in use.
+
+    Args:
+        model: the frozen model.
+        layers: n layers whose inputs a drafter reads. Hidden states are then theirs side by side, n·D numbers, in place
+            of h_t.
+
+    Raises:
+        InvalidSettings: the model has fewer layers.
     """
 
-    def __init__(self, model: TargetModel) -> None:
+    def __init__(self, model: TargetModel, layers: Sequence[int] = ()) -> None:
+        model.check_layers(layers)
         self.model = model
+        self.layers = tuple(layers)
         # exact attention sums values in fp64; stored in fp64, they are not converted in each step
         values = torch.float64 if model.exact_bits and model.dtype == torch.float32 else None
         self.cache = SlotCache(len(model.layer_kinds), value_dtype=values)
         self.num_heads = int(model.layer_sizes["num_attention_heads"])
         self.graphs = StepGraphs(capture_for(model.device))  # of static steps
         self.lengths: list[int] = []  # tokens of each row in the cache
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of the hidden states of one token."""
+        return max(1, len(self.layers)) * self.model.hidden_size * self.model.dtype.itemsize
 
     @property
     def num_rows(self) -> int:
@@ -52,7 +67,7 @@ class Target:
         """Adds a row per prompt and computes its cache entries.
 
         Returns:
-            The logits after the last token of each prompt (b, V), and the hidden states of all tokens (b, T, D),
+            The logits after the last token of each prompt (b, V), and the hidden states of all tokens (b, T, D or n·D),
             right-padded.
         """
         groups = self._groups(prompts)
@@ -62,19 +77,19 @@ class Target:
         longest = max(lengths)
         tokens = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True).to(device)
         self.cache.reserve(old + len(prompts), longest)
-        every = self._read(slice(old, old + len(prompts)), tokens, start=0)
+        last, every = self._read(slice(old, old + len(prompts)), tokens, start=0)
         self.lengths += lengths
-        last = every[torch.arange(len(prompts), device=device), torch.tensor(lengths, device=device) - 1]
-        return self.model.logits(last), every
+        ends = last[torch.arange(len(prompts), device=device), torch.tensor(lengths, device=device) - 1]
+        return self.model.logits(ends), every
 
     @torch.inference_mode()
-    def read(self, token_ids: Sequence[int]) -> Tensor:
-        """Reads the next tokens of the only row: last hidden states (T, D)."""
+    def read(self, token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Reads the next tokens of the only row: h_t (T, D), and the hidden states (T, D or n·D) for a drafter."""
         tokens = torch.tensor([token_ids], device=self.model.device)
         self.cache.reserve(1, self.lengths[0] + len(token_ids))
-        hidden = self._read(slice(0, 1), tokens, start=self.lengths[0])
+        last, hidden = self._read(slice(0, 1), tokens, start=self.lengths[0])
         self.lengths[0] += len(token_ids)
-        return hidden[0]
+        return last[0], hidden[0]
 
     @torch.inference_mode()
     def adopt(self, rows: Sequence[RowEntries]) -> None:
@@ -91,11 +106,12 @@ class Target:
 
     @torch.inference_mode()
     def verify(self, draft: Draft) -> tuple[Tensor, Tensor]:
-        """One pass over all nodes of all rows: logits (B, N, V) and last hidden states (B, N, D)."""
+        """One pass over all nodes of all rows: logits (B, N, V) and hidden states (B, N, D or n·D)."""
         if self.model.has_static_steps:
             return self._verify_static(draft)
-        hidden = self._forward(slice(0, self.num_rows), self.lengths, draft.token_ids, draft.depths, draft.ancestors)
-        return self.model.logits(hidden), hidden
+        rows = slice(0, self.num_rows)
+        last, hidden = self._forward(rows, self.lengths, draft.token_ids, draft.depths, draft.ancestors)
+        return self.model.logits(last), hidden
 
     @torch.inference_mode()
     def commit(self, verdict: Verdict, num_accepted: Sequence[int]) -> None:
@@ -134,10 +150,10 @@ class Target:
             lengths: (B,) number of text tokens of each row. All nodes must have a slot.
 
         Returns:
-            Logits (B, N, V) and last hidden states (B, N, D).
+            Logits (B, N, V) and hidden states (B, N, D or n·D).
         """
-        hidden = self._decode(slice(0, len(tokens)), lengths, tokens, depths, ancestors, span=self.cache.capacity)
-        return self.model.logits(hidden), hidden
+        last, hidden = self._decode(slice(0, len(tokens)), lengths, tokens, depths, ancestors, span=self.cache.capacity)
+        return self.model.logits(last), hidden
 
     def move_static(self, path: Tensor, num_accepted: Tensor, lengths: Tensor) -> tuple[()]:
         """The computation of :meth:`commit`: paths (B, P), counts (B,), lengths (B,)."""
@@ -182,19 +198,22 @@ class Target:
             groups[-1].append(prompt)
         return list(groups)
 
-    def _read(self, rows: slice, tokens: Tensor, *, start: int) -> Tensor:
-        """Hidden states (b, T, D) of the next tokens (b, T) of rows that have ``start`` tokens, read in chunks."""
-        hidden = []
+    def _read(self, rows: slice, tokens: Tensor, *, start: int) -> tuple[Tensor, Tensor]:
+        """As :meth:`_decode`, of the next tokens (b, T) of rows that have ``start`` tokens, read in chunks."""
+        parts = []
         for first in range(0, tokens.shape[1], PREFILL_CHUNK):
             chunk = tokens[:, first : first + PREFILL_CHUNK]
             steps = torch.arange(chunk.shape[1], device=tokens.device)
             # a text is a tree, too: a chain, in which every token attends to those before it
             chain = (steps[:, None] >= steps)[None]
-            hidden.append(self._forward(rows, [start + first] * len(tokens), chunk, steps[None], chain))
-        return torch.cat(hidden, 1)
+            parts.append(self._forward(rows, [start + first] * len(tokens), chunk, steps[None], chain))
+        last = torch.cat([part for part, _ in parts], 1)
+        return last, torch.cat([part for _, part in parts], 1) if self.layers else last
 
-    def _forward(self, rows: slice, starts: Sequence[int], tokens: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor:
-        """Hidden states (b, N, D) of tokens (b, N) at positions ``starts`` + ``depths``."""
+    def _forward(
+        self, rows: slice, starts: Sequence[int], tokens: Tensor, depths: Tensor, ancestors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`_decode`, of tokens (b, N) at positions ``starts`` + ``depths``."""
         nodes = tokens.shape[1]
         span = max(starts) + nodes
         self.cache.reserve(self.cache.num_rows, span)
@@ -215,23 +234,23 @@ class Target:
         *,
         span: int,
         start: int | None = None,
-    ) -> Tensor:
-        """Hidden states (b, N, D) of tokens (b, N) after texts of ``lengths`` (b,); reads the first ``span`` slots.
+    ) -> tuple[Tensor, Tensor]:
+        """h_t (b, N, D) and hidden states (b, N, D or n·D) of tokens (b, N) after texts of ``lengths`` (b,).
 
-        ``start`` is the common length of all rows, or None if the lengths differ.
+        Reads the first ``span`` slots. ``start`` is the common length of all rows, or None if the lengths differ.
         """
         window = self.cache.window
         window.rows, window.span, window.start = rows, span, start
         window.row_index = torch.arange(rows.start, rows.stop, device=tokens.device)[:, None]
         window.slots = lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        output = self.model.decoder(
+        return self.model.run(
+            self.layers,
             input_ids=tokens,
             position_ids=self._positions(lengths, depths),
             attention_mask=self._masks(lengths, depths, ancestors, span),
             past_key_values=self.cache,
             use_cache=True,
         )
-        return output.last_hidden_state  # type: ignore[no-any-return]
 
     def _positions(self, lengths: Tensor, depths: Tensor) -> Tensor:
         """Positions (b, N). Nodes beyond the last position are never accepted, so any value is valid for them."""

@@ -5,7 +5,7 @@ Knows ``transformers``. Knows nothing of caches, trees or heads.
 
 import copy
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from draftheads.counts import counted
 from draftheads.draft import TargetWeights
 from draftheads.errors import InvalidSettings, UnsupportedModel
 from draftheads.files import user_path
@@ -25,6 +26,7 @@ from draftheads.models.adapter_base import check_base
 from draftheads.models.attention import EXACT_ATTENTION
 from draftheads.models.fast import speed_up
 from draftheads.models.fingerprint import sampled_layers
+from draftheads.models.layer_inputs import layer_inputs
 from draftheads.models.lora import add_lora
 from draftheads.models.model_names import find_adapter, model_id_of
 from draftheads.models.pretrained import ATTENTION, LoadOptions, adapter_tokenizer, eos_ids_of, load_pretrained
@@ -329,10 +331,72 @@ class TargetModel:
         """:func:`layer_sizes` of this model."""
         return layer_sizes(self.config, self.hidden_size)
 
+    @property
+    def head_sizes(self) -> dict[str, Any]:
+        """:func:`head_sizes` of this model."""
+        return head_sizes(self.config, self.hidden_size)
+
+    @cached_property
+    def layers(self) -> nn.ModuleList:
+        """The decoder's layers.
+
+        Raises:
+            UnsupportedModel: they are not found.
+        """
+        count = len(self.layer_kinds)
+        for module in self.decoder.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == count:
+                return module
+        raise UnsupportedModel(f"{self.model_id} has no list of {count} layers")
+
+    def check_layers(self, layers: Sequence[int]) -> None:
+        """Can a drafter read the inputs of these layers?
+
+        Raises:
+            InvalidSettings: the model has fewer layers.
+        """
+        count = len(self.layer_kinds)
+        if wrong := [layer for layer in layers if not 0 <= layer < count]:
+            raise InvalidSettings(
+                f"hidden states of layer {wrong[0]} are to be read, but {self.model_id} has {counted(count, 'layer')}: "
+                f"choose among 0 … {count - 1}"
+            )
+
+    def run(self, layers: Sequence[int], **inputs: Any) -> tuple[Tensor, Tensor]:
+        """One pass of the decoder.
+
+        Args:
+            layers: whose inputs a drafter reads, n of them; none for one that reads h_t.
+            inputs: of the decoder, for B rows of T tokens.
+
+        Returns:
+            h_t (B, T, D), and what the drafter reads: the inputs of these layers side by side (B, T, n·D), or h_t.
+
+        Raises:
+            UnsupportedModel: a layer's input does not have the size of h_t.
+        """
+        if not layers:
+            last: Tensor = self.decoder(**inputs).last_hidden_state
+            return last, last
+        with layer_inputs([self.layers[layer] for layer in layers]) as found:
+            last = self.decoder(**inputs).last_hidden_state
+        for layer, states in zip(layers, found, strict=True):
+            if states is None or states.shape != last.shape:
+                shape = None if states is None else tuple(states.shape)
+                raise UnsupportedModel(
+                    f"{self.model_id}: the input of layer {layer} is {shape} and the last hidden state "
+                    f"{tuple(last.shape)}; a head that reads several layers needs states of one size"
+                )
+        return last, torch.cat([states for states in found if states is not None], -1)
+
     @torch.inference_mode()
-    def hidden_states(self, token_ids: Tensor) -> Tensor:
-        """h_t for whole texts in one pass: (B, T) -> (B, T, D). Right padding does not change the tokens before it."""
-        return self.decoder(input_ids=token_ids, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
+    def hidden_states(self, token_ids: Tensor, layers: Sequence[int] = ()) -> Tensor:
+        """h_t for whole texts in one pass: (B, T) -> (B, T, D). Right padding does not change the tokens before it.
+
+        With n ``layers`` (B, T, (n+1)·D): their inputs, and behind them h_t.
+        """
+        last, states = self.run(layers, input_ids=token_ids, use_cache=False)
+        return torch.cat([states, last], -1) if layers else last
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The model's own logits: (…, D) -> (…, V)."""
@@ -392,6 +456,20 @@ def layer_sizes(config: Any, hidden_size: int) -> dict[str, Any]:
         "norm_epsilon": float(next((value for value in epsilons if value), 1e-5)),
         **_scaled_rope(config),
     }
+
+
+def head_sizes(config: Any, hidden_size: int) -> dict[str, Any]:
+    """Options of heads that follow from the model: :func:`layer_sizes`, and :func:`three_layers` that heads read."""
+    return {**layer_sizes(config, hidden_size), "layers": three_layers(int(config.num_hidden_layers))}
+
+
+def three_layers(count: int) -> list[int]:
+    """A low, a middle and a high layer of that many, whose inputs heads read; fewer if there are few layers.
+
+    >>> three_layers(30), three_layers(2)
+    ([2, 15, 27], [0, 1])
+    """
+    return sorted({min(2, count - 1), count // 2, max(count - 3, 0)})
 
 
 def _scaled_rope(config: Any) -> dict[str, Any]:

@@ -4,11 +4,9 @@ Knows torch's FSDP; knows nothing of training. All processes must make the same 
 """
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from draftheads.errors import UnsupportedModel
 from draftheads.models.model import TargetModel
 
 
@@ -22,7 +20,7 @@ def shard_layers(target: TargetModel, device: torch.device) -> None:
     Raises:
         UnsupportedModel: the list of layers is not found.
     """
-    layers = _layers(target)
+    layers = target.layers
     inside = set(layers.modules())
     for module in target.model.modules():
         if module not in inside:  # layers are split before they move to the device
@@ -30,11 +28,3 @@ def shard_layers(target: TargetModel, device: torch.device) -> None:
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for layer in layers:
         fully_shard(layer, mesh=mesh)
-
-
-def _layers(target: TargetModel) -> nn.ModuleList:
-    count = target.model.config.get_text_config().num_hidden_layers
-    for module in target.decoder.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise UnsupportedModel(f"{target.model_id} has no list of {count} layers that could be split over processes")

@@ -62,14 +62,14 @@ def observe(
         log_norms: whether to compute what :func:`fit_confidence` needs.
 
     Returns:
-        The observation, on the CPU, and the hidden states (m, D) before each token: the input of a step whose root is
-        that token.
+        The observation, on the CPU, and the hidden states (m, D or n·D) before each token: the input of a step whose
+        root is that token.
     """
     start, length, heads = len(answer.prompt_ids), len(answer.token_ids), head.config.num_heads
     text = torch.tensor([answer.prompt_ids + answer.token_ids], device=target.device)
-    hidden = target.hidden_states(text)  # (1, T, D)
+    hidden, last = head.split(target.hidden_states(text, head.hidden_layers))  # (1, T, D or n·D), (1, T, D)
     features = head(hidden.to(head.dtype), text)[:, 0, start - 1 : start - 1 + length]  # (K, m, D)
-    after = target_probabilities(target, hidden[0, start:], temperature)  # (m, V): at j what follows token j
+    after = target_probabilities(target, last[0, start:], temperature)  # (m, V): at j what follows token j
     truth = text[0, start:]
     divisors = DIVISORS.to(target.device, torch.float32)
     ranks = torch.full((length, heads), num_ranks)

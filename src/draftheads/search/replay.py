@@ -148,7 +148,8 @@ class Replay:
         """Hidden states (T, D) of the prompt, for heads that read them."""
         if not self.head.needs_history:
             return torch.empty(0)
-        return self.target.hidden_states(torch.tensor([answer.prompt_ids], device=self.target.device))[0]
+        prompt = torch.tensor([answer.prompt_ids], device=self.target.device)
+        return self.head.split(self.target.hidden_states(prompt, self.head.hidden_layers))[0][0]
 
     def _static(self, seen: Sequence[Observation]) -> dict[str, Any]:
         """Static trees from all answers. Tokens per step are measured on each half with trees from the other half."""

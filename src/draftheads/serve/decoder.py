@@ -26,20 +26,21 @@ class SlotBytes:
     def __init__(self) -> None:
         self._per_slot: dict[TargetModel, int] = {}
 
-    def per_slot(self, model: TargetModel) -> int:
-        """Memory of one token: keys, values and the last hidden state."""
+    def per_slot(self, engine: Engine) -> int:
+        """Memory of one token: keys, values and hidden states."""
+        model = engine.model
         if model not in self._per_slot:
-            self._per_slot[model] = bytes_per_slot(model) + model.hidden_size * model.dtype.itemsize
-        return self._per_slot[model]
+            self._per_slot[model] = bytes_per_slot(model)
+        return self._per_slot[model] + max(1, len(engine.hidden_layers)) * model.hidden_size * model.dtype.itemsize
 
-    def of_prompt(self, model: TargetModel, request: Request) -> int:
+    def of_prompt(self, engine: Engine, request: Request) -> int:
         """While the prompt is read."""
-        return slots_for(model, len(request.prompt_ids)) * self.per_slot(model)
+        return slots_for(engine.model, len(request.prompt_ids)) * self.per_slot(engine)
 
     def alone(self, engine: Engine, draft_nodes: int | None, request: Request) -> int:
         """If there is no other request."""
         slots = slots_for(engine.model, request.most_tokens, engine.most_nodes(draft_nodes))
-        return slots * self.per_slot(engine.model) + self.of_prompt(engine.model, request)
+        return slots * self.per_slot(engine) + self.of_prompt(engine, request)
 
 
 class RunningLane:
@@ -55,7 +56,7 @@ class RunningLane:
 
     def space(self, request: Request) -> Hashable:
         """The space of a request's text in the cache of prefixes."""
-        return self.engine.model, self.jobs[request].cache_salt
+        return self.engine.model, self.batch.target.layers, self.jobs[request].cache_salt
 
     def slots(self, *more: Request, trimmed: bool = False) -> int:
         """Slots of the batch's cache, a rectangle, at the end of the longest possible answer.
@@ -172,14 +173,13 @@ class Decoder:
 
     def _reserved(self, *, trimmed: bool = False) -> int:
         """Memory that the requests take at most before the next one is admitted."""
-        lanes = sum(lane.slots(trimmed=trimmed) * self.sizes.per_slot(lane.engine.model) for lane in self.lanes)
-        return lanes + sum(self.sizes.of_prompt(one.lane.engine.model, one.request) for one in self._reading)
+        lanes = sum(lane.slots(trimmed=trimmed) * self.sizes.per_slot(lane.engine) for lane in self.lanes)
+        return lanes + sum(self.sizes.of_prompt(one.lane.engine, one.request) for one in self._reading)
 
     def _growth(self, lane: RunningLane, request: Request, *, trimmed: bool = False) -> int:
         """By how much one more request adds to it."""
         slots = lane.slots(request, trimmed=trimmed) - lane.slots(trimmed=trimmed)
-        model = lane.engine.model
-        return slots * self.sizes.per_slot(model) + self.sizes.of_prompt(model, request)
+        return slots * self.sizes.per_slot(lane.engine) + self.sizes.of_prompt(lane.engine, request)
 
     def _limit_prefixes(self) -> None:
         self.prefixes.limit(max(0, self.limits.kv_bytes - self._reserved()))
@@ -217,7 +217,8 @@ class Decoder:
 
     def _reader(self, reading: _Reading) -> PromptReader:
         lane, request = reading.lane, reading.request
-        return PromptReader(lane.engine.model, request, self.prefixes.find(lane.space(request), request.prompt_ids))
+        known = self.prefixes.find(lane.space(request), request.prompt_ids)
+        return PromptReader(lane.engine.model, request, known, lane.batch.target.layers)
 
     def _advance(self, lane: RunningLane, requests: list[Request], work: Callable[[], list[StreamEvent]]) -> None:
         """Delivers the events of new rows or of a step. If it fails, all jobs of the lane fail."""

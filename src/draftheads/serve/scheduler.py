@@ -59,7 +59,7 @@ class Scheduler:
         self._clock = clock
         self._sizes = SlotBytes()
         for engine in engines.values():
-            self._sizes.per_slot(engine.model)  # measured now: the other threads compute nothing
+            self._sizes.per_slot(engine)  # measured now: the other threads compute nothing
         # an RLock: events are delivered while it is held, so that none comes after cancel() returned
         self._changed = Condition()
         self._queue = FairQueue()

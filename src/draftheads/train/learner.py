@@ -112,7 +112,7 @@ class Learner(nn.Module):
         """Losses of a batch.
 
         Args:
-            hidden: (B, T, D), any float type; may have gradients.
+            hidden: (B, T, D), or for a head that reads n layers (B, T, (n+1)·D), any float type; may have gradients.
             token_ids: (B, T) int64.
             loss_mask: (B, T) bool.
             update: what an adapter adds to the target's lm_head, for V' outputs; it is trained, too.
@@ -126,9 +126,9 @@ class Learner(nn.Module):
         Raises:
             DataError: the batch has no token to predict.
         """
-        hidden = hidden.to(self.teacher.dtype)
+        read, hidden = self.head.split(hidden.to(self.teacher.dtype))
         predictions, labels = self.task(hidden.detach(), token_ids, loss_mask, update)
-        seen = with_noise(hidden, self.noise_alpha, lengths) if self.training else hidden
+        seen = with_noise(read, self.noise_alpha, lengths) if self.training else read
         features = self.head(seen, token_ids).flatten(1, 2)  # (K, S, F)
         added = update if self.head.config.lm_head == "shared" else None
 

@@ -8,7 +8,7 @@ from draftheads.counts import byte_size, short_count
 from draftheads.errors import InvalidSettings
 from draftheads.heads import head_classes
 from draftheads.machine import find_memory
-from draftheads.models.model import layer_sizes
+from draftheads.models.model import head_sizes
 from draftheads.models.pretrained import default_dtype, num_weights
 from draftheads.train import processes
 from draftheads.train.new_head import head_config
@@ -70,7 +70,7 @@ def num_parameters(options: HeadOptions, config: Any) -> int:
         vocab_size=vocab_size,
         draft_vocab_size=options.draft_vocab_size if 0 < options.draft_vocab_size < vocab_size else None,
         embedding_scale=1.0,  # no shape depends on it
-        layer_sizes=layer_sizes(config, hidden_size),
+        head_sizes=head_sizes(config, hidden_size),
     )
     with torch.device("meta"):
         head = head_classes(options.method)[1](sizes)

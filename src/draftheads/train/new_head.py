@@ -146,7 +146,7 @@ def new_head(
     eos_ids: frozenset[int],
     *,
     seed: int = 0,
-    layer_sizes: Mapping[str, Any] = MappingProxyType({}),
+    head_sizes: Mapping[str, Any] = MappingProxyType({}),
     start: Start | None = None,
 ) -> DraftHead:
     """An untrained head with its initial values, on the weights' device; the same for the same seed.
@@ -158,7 +158,7 @@ def new_head(
         documents: training texts; their tokens decide the draft vocabulary.
         eos_ids: are in the draft vocabulary as far as there is room.
         seed: of the initial values.
-        layer_sizes: of the target's layers, for heads that have such layers.
+        head_sizes: what follows from the target, such as the sizes of its layers; for heads with such options.
         start: a head whose fitting layers, draft vocabulary and embedding scale are copied.
     """
     torch.manual_seed(seed)
@@ -178,10 +178,11 @@ def new_head(
         vocab_size=vocab_size,
         draft_vocab_size=None if vocab is None else len(vocab),
         embedding_scale=scale,
-        layer_sizes=layer_sizes,
+        head_sizes=head_sizes,
     )
     head = head_class(config).to(weights.lm_head.device)
     head.initialise(weights, None if vocab is None else vocab.to(weights.lm_head.device))
+    head.start_near(store[i].hidden.to(weights.lm_head) for i in documents)
     if start is not None:
         start.copy_into(head)
     return head
@@ -200,11 +201,25 @@ def part_from_start(options: HeadOptions, start: Start, target: TargetModel) -> 
         vocab_size=target.vocab_size,
         draft_vocab_size=None if vocab is None else len(vocab),
         embedding_scale=1.0,  # no shape depends on it
-        layer_sizes=target.layer_sizes,
+        head_sizes=target.head_sizes,
     )
     _, head_class = head_classes(options.method)
     with torch.device("meta"):
         return start.part_of(head_class(config))
+
+
+def layers_read(options: HeadOptions, target: TargetModel) -> tuple[int, ...]:
+    """The layers of the target whose inputs a new head reads; empty if it reads h_t."""
+    config = head_config(
+        options,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=None,
+        embedding_scale=1.0,
+        head_sizes=target.head_sizes,
+    )
+    target.check_layers(config.hidden_layers)
+    return config.hidden_layers
 
 
 def head_config(
@@ -214,13 +229,12 @@ def head_config(
     vocab_size: int,
     draft_vocab_size: int | None,
     embedding_scale: float,
-    layer_sizes: Mapping[str, Any],
+    head_sizes: Mapping[str, Any],
 ) -> HeadConfig:
     """The configuration of a new head with these options for a model of these sizes."""
     config_class, _ = head_classes(options.method)
-    measured: dict[str, Any] = {}
-    if issubclass(config_class, LayerConfig):
-        measured |= layer_sizes
+    names = {field.name for field in fields(config_class)}
+    measured: dict[str, Any] = {name: value for name, value in head_sizes.items() if name in names}
     if issubclass(config_class, EmbeddingConfig):
         measured["embedding_scale"] = embedding_scale
     return config_class(
@@ -240,7 +254,8 @@ def embedding_scale(weights: TargetWeights, store: Documents, documents: Sequenc
 
     A head that reads both, unscaled, would hardly use the embeddings: Adam's steps are the same for all weights.
     """
-    hidden = torch.cat([store[i].hidden.float() for i in documents[:16]])
+    size = weights.embedding.shape[1]
+    hidden = torch.cat([store[i].hidden[:, -size:].float() for i in documents[:16]])
     ratio = hidden.square().mean().sqrt() / weights.embedding.float().square().mean().sqrt().cpu()
     return round(float(ratio), 3)
 

@@ -32,7 +32,7 @@ class HeadOptions(OptionGroup):
     """Architecture of the draft heads."""
 
     method: str
-    """Architecture of the heads. medusa, hydra, hydra++, amphista, mlp-speculator, eagle, markov-medusa, or
+    """Architecture of the heads. medusa, hydra, hydra++, amphista, mlp-speculator, eagle, eagle3, markov-medusa, or
     small-llama, a small model that reads only the text."""
     head_options: tuple[str, ...] = ()
     """Further options of the architecture, NAME=VALUE. Such as num_auto_embedding_blocks=2. A wrong name lists them."""
@@ -236,7 +236,7 @@ class RunOptions:
     always right."""
     recipe: str | None = None
     """Settings of a paper as defaults. medusa-1, hydra, hydra-teacher, hydra++, prefix-mlp, amphista, amphista-alpha,
-    mlp-speculator, eagle, blockwise, small. Options on the command line replace them."""
+    mlp-speculator, eagle, eagle3, blockwise, small. Options on the command line replace them."""
     heads: HeadOptions
     chats: ChatOptions = ChatOptions()
     objective: ObjectiveOptions = ObjectiveOptions()
@@ -340,7 +340,7 @@ class TrainOptions(RunOptions):
 
     recipe: str | None = None
     """Settings of a paper as defaults. medusa-1, hydra, hydra-teacher, hydra++, prefix-mlp, amphista, amphista-alpha,
-    mlp-speculator, eagle, blockwise, small. Options on the command line replace them."""
+    mlp-speculator, eagle, eagle3, blockwise, small. Options on the command line replace them."""
     plain_text: PlainTextOptions = PlainTextOptions()
     hidden_states: FeatureOptions = FeatureOptions()
 

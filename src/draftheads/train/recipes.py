@@ -152,6 +152,23 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
                 OURS: {"learning_rate": 3e-4, "max_grad_norm": 5.0},
             },
         ),
+        "eagle3": Recipe(
+            "EAGLE-3: hidden states of three layers, seven depths, no loss on features",
+            {
+                "section 3.1": {"method": "eagle3", "lm_head": "own", "loss": "teacher"},
+                "its code": {
+                    "num_heads": 7,
+                    "depth_decay": 0.8,
+                    "draft_vocab_size": 32000,
+                    "learning_rate": 5e-5,
+                    "betas": (0.9, 0.95),
+                    "warmup": 0.015,
+                    "max_grad_norm": 0.5,
+                    "max_length": 2048,
+                    "epochs": 40,
+                },
+            },
+        ),
         "blockwise": Recipe(
             "Blockwise parallel decoding (Stern et al. 2018): Medusa's heads, chains of draft tokens, on the text",
             {

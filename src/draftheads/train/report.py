@@ -150,9 +150,9 @@ def measure(learner: Learner, store: Documents, documents: Sequence[int], *, bat
 def _measure_batch(learner: Learner, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Loss sums (K,), numbers of losses (K,), ranks (S, K) and counts (S, K), on the CPU."""
     device, dtype = learner.teacher.device, learner.teacher.dtype
-    hidden, token_ids = batch.hidden.to(device, dtype), batch.token_ids.to(device)
-    loss_mask = batch.loss_mask.to(device)
-    features = learner.head(hidden, token_ids).flatten(1, 2)  # (K, B·T, D)
+    token_ids, loss_mask = batch.token_ids.to(device), batch.loss_mask.to(device)
+    read, hidden = learner.head.split(batch.hidden.to(device, dtype))
+    features = learner.head(read, token_ids).flatten(1, 2)  # (K, B·T, D)
     labels = learner.labels(hidden, token_ids)
     flat_ids = token_ids.flatten()
     ranks = flat_ids.new_full((len(features), len(flat_ids)), NUM_RANKS)

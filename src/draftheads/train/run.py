@@ -20,6 +20,7 @@ from draftheads.acceptance_profile import AcceptanceProfile
 from draftheads.checkpoint import copy_for, save_head
 from draftheads.counts import counted
 from draftheads.data.batches import PlannedBatches, PlannedTexts
+from draftheads.data.extract import check_stored_layers
 from draftheads.data.features import FeatureStore, read_meta
 from draftheads.data.live import LiveStore
 from draftheads.data.plain_text import read_texts as plain_texts
@@ -35,7 +36,7 @@ from draftheads.search.settings import ReplaySettings
 from draftheads.train import processes
 from draftheads.train.learner import Learner, head_learner
 from draftheads.train.memory import check_sizes, reading_dtype
-from draftheads.train.new_head import Start, in_float32, new_head, part_from_start
+from draftheads.train.new_head import Start, in_float32, layers_read, new_head, part_from_start
 from draftheads.train.options import RunOptions, TrainOptions
 from draftheads.train.report import NUM_RANKS, Measurement, Report, measure, model_card
 from draftheads.train.run_folder import RunFolder, as_json, chat_template_text
@@ -182,7 +183,7 @@ class Run:
             self.data.training,
             self.target.eos_ids,
             seed=self.options.schedule.seed,
-            layer_sizes=self.target.layer_sizes,
+            head_sizes=self.target.head_sizes,
             start=self.start_head,
         )
 
@@ -333,7 +334,8 @@ class HeadRun(Run):
             texts = read_texts(self.target, options)
             data = self.claim(plan_training(LiveStore(self.target, texts), options, options.plain_text))
             self.progress.stage(f"hidden states of {counted(len(texts), 'text')}")
-            return replace(data, store=with_hidden_states(self.target, texts, options, self.progress))
+            layers = layers_read(options.heads, self.target)
+            return replace(data, store=with_hidden_states(self.target, texts, options, self.progress, layers))
         except KeyboardInterrupt:
             raise TrainingInterrupted(
                 f"stopped before training; hidden states so far are in {folder}: the same command continues from there"
@@ -346,6 +348,7 @@ class HeadRun(Run):
                 f"{folder} holds hidden states of {store.meta.model_id} (size {store.meta.hidden_size}), "
                 f"not of {target.model_id} (size {target.hidden_size})"
             )
+        check_stored_layers(folder, store.meta, layers_read(self.options.heads, target))
         return store
 
     def module(self) -> nn.Module:

@@ -69,28 +69,33 @@ def read_texts(target: TargetModel, options: TrainOptions) -> list[EncodedChat]:
 
 
 def with_hidden_states(
-    target: TargetModel, texts: Sequence[EncodedChat], options: TrainOptions, progress: Progress
+    target: TargetModel,
+    texts: Sequence[EncodedChat],
+    options: TrainOptions,
+    progress: Progress,
+    layers: Sequence[int] = (),
 ) -> Documents:
     """The texts in a store: on the disk if it fits the budget, else computed for each batch. The numbers are the same.
 
+    With ``layers`` the store also has their inputs.
     Several processes share the work: each computes every n-th shard.
     """
     settings = options.hidden_states
-    if (needed := needed_bytes(target, texts)) > settings.features_budget * 1e9:
+    if (needed := needed_bytes(target, texts, layers)) > settings.features_budget * 1e9:
         if settings.shard_model:
             raise InvalidSettings(
                 f"hidden states of {needed / 1e9:.2f} GB do not fit --features-budget {settings.features_budget}, and "
                 "a model sharded with --shard-model cannot compute them for each batch: give a larger budget"
             )
-        return LiveStore(target, texts)
+        return LiveStore(target, texts, layers)
     folder = settings.features or options.out / "features"
     if processes.is_first():
-        claim(target, texts, folder)
+        claim(target, texts, folder, layers)
     processes.wait()  # no process writes into a folder that holds something else
     share = (processes.number(), processes.count())
     here = sum(map(len, missing_shards(texts, folder, share).values()))
     most = processes.most_of(here)
-    build_shards(target, texts, folder, progress, share=share)
+    build_shards(target, texts, folder, progress, layers, share=share)
     if settings.shard_model:  # all processes must make the same number of passes
         for _ in range(most - here):
             read_alone(target, torch.tensor(texts[0].token_ids[:1]))

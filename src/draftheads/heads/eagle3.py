@@ -1,0 +1,156 @@
+"""EAGLE-3: a layer that reads hidden states of several layers of the target (Li et al. 2025, arXiv 2503.01840).
+
+Entry s of its history is E(x_{s+1}) and g_s at position s, where g_s = fc([a_s; b_s; c_s]) is made of what enters a
+low, a middle and a high layer of the target. Deeper predictions read the layer's own outputs in place of g. It need not
+predict hidden states, so its features are trained by the tokens alone. The layout is that of the published heads:
+:class:`Eagle3Layer`, a norm behind it, and one lm_head over the draft vocabulary.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from draftheads.draft import TargetWeights
+from draftheads.errors import InvalidSettings
+from draftheads.heads.attention import LayerConfig, RmsNorm, TransformerLayer
+from draftheads.heads.base import EmbeddingConfig
+from draftheads.heads.eagle import OneLayerHead
+
+_TOKENS_PER_NUMBER = 4  # for the start: tokens for each number that is read of a token
+_RIDGE = 1e-3  # of each number's own size
+
+
+@dataclass(frozen=True)
+class Eagle3Config(LayerConfig, EmbeddingConfig):
+    """EAGLE-3: one layer, asked once for each depth; ``num_heads`` is how deep it is trained and drafts.
+
+    It norms the embeddings that it reads. ``embedding_scale`` is only how much larger its features are at first.
+    """
+
+    layers: list[int] = field(default_factory=list)
+    """Layers of the target whose inputs are read, from 0; index 0 is the embedding. If empty, the last hidden state h_t
+    is read. Training takes 2, L // 2 and L - 3 of L layers where it is not given."""
+    fc_norm: bool = False
+    """Whether fc reads RMS-normed hidden states (EAGLE-3.1)."""
+    norm_output: bool = False
+    """Whether deeper predictions read the layer's output after the final norm (EAGLE-3.1), not before it."""
+
+    method: ClassVar[str] = "eagle3"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_layers != 1:
+            raise InvalidSettings(f"num_layers is {self.num_layers}; EAGLE-3 has one layer")
+        if any(layer < 0 for layer in self.layers) or len(set(self.layers)) < len(self.layers):
+            raise InvalidSettings(f"layers is {self.layers}; give different numbers from 0 on")
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Those of ``layers``."""
+        return tuple(self.layers)
+
+    @property
+    def num_states(self) -> int:
+        """n, the number of hidden states of a token that are read."""
+        return max(1, len(self.layers))
+
+    @property
+    def num_lm_heads(self) -> int:
+        """One for all depths."""
+        return 1
+
+
+class NormedParts(nn.Module):
+    """Vectors side by side, each with an RMS norm of its own."""
+
+    def __init__(self, count: int, size: int, epsilon: float) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(RmsNorm(size, epsilon) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, n·D) -> (…, n·D)."""
+        parts = x.chunk(len(self.norms), -1)
+        return torch.cat([norm(part) for norm, part in zip(self.norms, parts, strict=True)], -1)
+
+
+class Eagle3Layer(TransformerLayer):
+    """A transformer layer on [e; g]: attention reads both normed, and its output is added to g as it is."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config, input_norm=False, num_inputs=2)
+        self.input_norm = NormedParts(2, config.hidden_size, config.norm_epsilon)
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """(B, S, D) from inputs (B, S, 2·D) and what attention gave, (B, S, H, d)."""
+        return super().finish(x.chunk(2, -1)[1], attended)
+
+
+class Eagle3Head(OneLayerHead):
+    """The layer reads [E(x_{t+1}); g_t], and then [E(x); f] with its outputs f."""
+
+    predicts_hidden_states: ClassVar[bool] = False
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config, num_layers=1)
+        size, count, epsilon = config.hidden_size, config.num_states, config.norm_epsilon
+        self.norm_output = config.norm_output
+        self.fc_norm = NormedParts(count, size, epsilon) if config.fc_norm else nn.Identity()
+        self.fc = nn.Linear(count * size, size, bias=False)
+        self.layer = Eagle3Layer(config)
+        self.norm = RmsNorm(size, epsilon)
+
+    def initialise(self, weights: TargetWeights, draft_vocab: Tensor | None = None) -> None:
+        """Starts g as the last of the hidden states, and the final norm at the size of h_t; see :meth:`start_near`."""
+        super().initialise(weights, draft_vocab)
+        nn.init.zeros_(self.fc.weight)
+        nn.init.eye_(self.fc.weight.data[:, -self.config.hidden_size :])
+        self.norm.weight.data.fill_(self.hidden_scale(weights))
+
+    @torch.no_grad()
+    def start_near(self, hidden: Iterable[Tensor]) -> None:
+        """Starts g as the linear approximation of h_t (ridge regression), so that the head starts near EAGLE.
+
+        What enters a layer has a few very large numbers, which would hide the others behind a norm.
+        """
+        if not self.hidden_layers:
+            return
+        size = self.fc.in_features
+        products = self.fc.weight.new_zeros(size, size, dtype=torch.float64)
+        towards = self.fc.weight.new_zeros(size, self.fc.out_features, dtype=torch.float64)
+        num_tokens = 0
+        for part in hidden:
+            states, last = self.split(part)
+            states = self.fc_norm(states).double()
+            products += states.T @ states
+            towards += states.T @ last.double()
+            num_tokens += len(part)
+            if num_tokens >= _TOKENS_PER_NUMBER * size:
+                break
+        if num_tokens:
+            ridge = _RIDGE * products.diagonal()
+            self.fc.weight.copy_(torch.linalg.solve(products + ridge.diag(), towards).T)
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """g, (…, n·D) -> (…, D)."""
+        fused: Tensor = self.fc(self.fc_norm(hidden))
+        return fused
+
+    def inputs(self, token_ids: Tensor, states: Tensor) -> Tensor:
+        """[e; g], (…, 2·D)."""
+        return torch.cat([self.embedded(token_ids), states], -1)
+
+    def fed_back(self, features: Tensor) -> Tensor:
+        """(…, D)."""
+        return self.outputs(features) if self.norm_output else features
+
+    def outputs(self, features: Tensor) -> Tensor:
+        """After the final norm, (…, D)."""
+        normed: Tensor = self.norm(features)
+        return normed
+
+    def logits(self, features: Tensor, head_index: int) -> Tensor:
+        """(…, D) -> (…, V')."""
+        return super().logits(features, 0)

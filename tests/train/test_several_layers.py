@@ -1,0 +1,109 @@
+"""Training of heads that read hidden states of several layers: stores, losses, runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftheads.checkpoint import load_head
+from draftheads.data.extract import build_features, load_texts, needed_bytes
+from draftheads.data.features import FeatureStore, shard_path
+from draftheads.data.live import LiveStore
+from draftheads.decode.engine import Engine
+from draftheads.errors import DataError, InvalidSettings
+from draftheads.models.model import TargetModel
+from draftheads.progress import NoProgress
+from draftheads.train.learner import head_learner
+from draftheads.train.new_head import in_float32, new_head
+from draftheads.train.run import train_for
+from fake_progress import FakeProgress
+from training_world import lines, train_options
+
+
+def options(out: Path, features: Path | None = None, **changes: object):
+    return train_options(out, features, **{"method": "eagle3", "num_heads": 2, "epochs": 6, **changes})
+
+
+def test_a_run_stores_the_layers_and_lowers_the_loss(target: TargetModel, chats: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    train_for(target, options(out, data=(chats,), keep_features=True, max_length=64), FakeProgress())
+    store = FeatureStore(out / "features")
+    assert store.meta.layers == [0, 1]
+    text = store.token_ids[0][None]
+    states = target.model(text, output_hidden_states=True).hidden_states
+    expected = torch.cat(states, -1)[0].to(torch.bfloat16)  # the input of both layers, and h_t
+    torch.testing.assert_close(store[0].hidden, expected)
+    log = [line["loss"] for line in lines(out) if "loss" in line]
+    assert sum(log[-3:]) < 0.7 * sum(log[:3])
+    head = load_head(out, target)
+    assert head.hidden_layers == (0, 1)
+    prompts = [[1, 4, 3, 7 + i, 2, 3, 1, 5, 3] for i in range(8)]
+    found = Engine(target, head).generate(prompts, max_new_tokens=12)
+    assert [one.token_ids for one in found] == [
+        one.token_ids for one in Engine(target).generate(prompts, max_new_tokens=12)
+    ]
+    assert sum(one.tokens_per_step for one in found) / len(found) > 1.3
+
+
+def test_stored_and_computed_states_train_the_same_head(target: TargetModel, chats: Path, tmp_path: Path) -> None:
+    common = {"data": (chats,), "max_length": 64, "epochs": 1}
+    train_for(target, options(tmp_path / "stored", **common), FakeProgress())
+    train_for(target, options(tmp_path / "live", features_budget=0.0, **common), FakeProgress())
+    assert not (tmp_path / "live" / "features").exists()
+    stored, live = (load_head(tmp_path / name, target).state_dict() for name in ("stored", "live"))
+    assert all(torch.equal(stored[name], live[name]) for name in stored)
+
+
+def test_every_parameter_gets_a_gradient(target: TargetModel, chats: Path, tmp_path: Path) -> None:
+    texts = load_texts(target, [chats], max_length=64)
+    settings = options(tmp_path, data=(chats,), head_options=("fc_norm=true", "norm_output=true"), lm_head="own")
+    store = LiveStore(target, texts, (0, 1))
+    sizes, weights = target.head_sizes, in_float32(target.weights)
+    head = new_head(settings.heads, weights, store, range(len(store)), target.eos_ids, head_sizes=sizes)
+    for parameter in head.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    document = store[0]
+    learner = head_learner(settings.objective, head, weights)
+    batch = document.hidden[None].float(), document.token_ids[None], document.loss_mask[None]
+    learner(*batch)["loss"].backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in head.parameters())
+
+
+def test_a_store_of_other_layers_is_refused(target: TargetModel, chats: Path, features: Path, tmp_path: Path) -> None:
+    texts = load_texts(target, [chats], max_length=64)
+    folder = tmp_path / "features"
+    build_features(target, texts, folder, NoProgress(), (0, 1))
+    shard = shard_path(folder, 0)
+    size, content = shard.stat().st_size, shard.read_bytes()
+    assert size == pytest.approx(needed_bytes(target, texts, (0, 1)), rel=0.2)
+    shard.unlink()
+    build_features(target, texts, folder, NoProgress(), (0, 1))
+    assert shard.read_bytes() == content
+    for layers, words in (((), "of the last layer alone"), ((1,), r"of layers \[1\]")):
+        with pytest.raises(DataError, match=rf"of layers \[0, 1\], but the head reads those {words}"):
+            build_features(target, texts, folder, NoProgress(), layers)
+    with pytest.raises(DataError, match=r"of the last layer alone, but the head reads those of layers \[0, 1\]"):
+        train_for(target, options(tmp_path / "out", features), FakeProgress())
+    with pytest.raises(DataError, match=r"of layers \[0, 1\], but the head reads those of the last layer alone"):
+        train_for(target, options(tmp_path / "medusa", folder, method="medusa"), FakeProgress())
+    assert "layers" not in json.loads((features / "meta.json").read_text()), "as before there were several layers"
+
+
+def test_layers_can_be_chosen(target: TargetModel, features: Path, tmp_path: Path) -> None:
+    train_for(target, options(tmp_path / "h", features, epochs=1, head_options=("layers=[]",)), FakeProgress())
+    assert load_head(tmp_path / "h", target).hidden_layers == ()
+    with pytest.raises(InvalidSettings, match=r"layer 7 .* tiny-chat has 2 layers: choose among 0 … 1"):
+        train_for(target, options(tmp_path / "out", features, head_options=("layers=[0, 7]",)), FakeProgress())
+
+
+def test_a_new_head_starts_near_the_last_hidden_state(target: TargetModel, chats: Path, tmp_path: Path) -> None:
+    store = LiveStore(target, load_texts(target, [chats], max_length=64), (0, 1))
+    for head_options in ((), ("fc_norm=true",)):
+        settings = options(tmp_path, data=(chats,), head_options=head_options, draft_vocab_size=0)
+        weights = in_float32(target.weights)
+        head = new_head(settings.heads, weights, store, range(len(store)), target.eos_ids, head_sizes=target.head_sizes)
+        read, last = head.split(torch.cat([document.hidden.float() for document in store]))
+        features = head(read[None], torch.zeros(1, len(read), dtype=torch.long))[0, 0].detach()
+        assert torch.cosine_similarity(features, last, dim=-1).median() > 0.8
+        assert features.square().mean().sqrt() == pytest.approx(float(last.square().mean().sqrt()), rel=0.05)
