@@ -31,6 +31,7 @@ from training_world import (
     lines,
     write_chats,
 )
+from vllm_files import extract_as_vllm
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,27 @@ def test_stored_and_live_hidden_states_train_the_same_head(target: TargetModel, 
     assert (stored / "model.safetensors").read_bytes() == (live / "model.safetensors").read_bytes()
     for name in ("log.jsonl", "validation.jsonl"):
         assert lines(stored, name) == lines(live, name)
+
+
+@pytest.mark.parametrize("method", ["hydra", "eagle3"])
+def test_states_that_vllm_extracted_train_nearly_the_same_head(
+    target: TargetModel, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """The model reads none of the texts itself, apart from a few that are compared."""
+    own = run.train_for(target, chat_options(tmp_path / "own", data=(chats,), method=method), FakeProgress())
+    states = tmp_path / "states"
+    extract_as_vllm(target, load_texts(target, [chats], max_length=64), states, [0, 1, 2])
+    monkeypatch.delattr(extract, "read_alone")
+    monkeypatch.delattr("draftheads.data.live.read_alone")
+    settings = chat_options(tmp_path / "out", data=(chats,), method=method, extracted=states)
+    found = run.train_for(target, settings, FakeProgress())
+    assert own is not None
+    assert found is not None
+    assert found.losses == pytest.approx(own.losses, rel=0.02)
+    assert not (tmp_path / "out" / "features").exists()
+    for changes, words in (({"features": states}, "--features"), ({"shard_model": True}, "--shard-model")):
+        with pytest.raises(InvalidSettings, match=f"has the hidden states already: leave out {words}"):
+            settings.changed(**changes)
 
 
 def test_a_run_may_be_resumed_with_another_budget(

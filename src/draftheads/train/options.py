@@ -109,6 +109,8 @@ class FeatureOptions(OptionGroup):
 
     features: Path | None = None
     """Folder of the model's hidden states. Made if they are not there; OUT/features when left out."""
+    extracted: Path | None = None
+    """Folder of the files in which vLLM wrote the model's hidden states of --data and --text. See docs/train.md."""
     features_budget: Annotated[float, FROM_0] = 50.0
     """Gigabytes of disk for hidden states. If they need more, they are computed for each batch."""
     keep_features: bool = False
@@ -352,6 +354,10 @@ class TrainOptions(RunOptions):
             raise InvalidSettings(
                 f"--feature-weight is {weight}, but the features of {method} heads do not predict hidden states"
             )
+        extracted, features = self.hidden_states.extracted, self.hidden_states.features
+        if extracted is not None and (features is not None or self.hidden_states.shard_model):
+            other = "--shard-model" if features is None else f"--features {features}"
+            raise InvalidSettings(f"--extracted {extracted} has the hidden states already: leave out {other}")
         if self.hidden_states.shard_model and self.hardware.four_bit:
             raise InvalidSettings("--shard-model does not work with --four-bit: leave one of them out")
         if not self.chats.data and not self.plain_text.text and self.hidden_states.features is None:

@@ -31,7 +31,7 @@ _WITHOUT_EFFECT = frozenset(
     }
 )
 # settings that may change when a run resumes; the text is compared by its fingerprint
-_MAY_CHANGE_ON_RESUME = _WITHOUT_EFFECT | {"data", "text", "features", "tree_nodes"}
+_MAY_CHANGE_ON_RESUME = _WITHOUT_EFFECT | {"data", "text", "features", "extracted", "tree_nodes"}
 
 
 def chat_template_text(options: RunOptions) -> str | None:

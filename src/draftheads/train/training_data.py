@@ -12,6 +12,7 @@ import torch
 from draftheads.data.batches import choose_texts, in_whole_steps, plan_batches, trainable
 from draftheads.data.chat import EncodedChat
 from draftheads.data.extract import build_shards, claim, load_texts, missing_shards, needed_bytes
+from draftheads.data.extracted import ExtractedStore
 from draftheads.data.features import Documents, FeatureStore
 from draftheads.data.live import LiveStore, read_alone
 from draftheads.data.plain_text import is_plain, load_blocks
@@ -77,10 +78,12 @@ def with_hidden_states(
 ) -> Documents:
     """The texts in a store: on the disk if it fits the budget, else computed for each batch. The numbers are the same.
 
-    With ``layers`` the store also has their inputs.
+    With ``layers`` the store also has their inputs. With ``--extracted`` the numbers are vLLM's.
     Several processes share the work: each computes every n-th shard.
     """
     settings = options.hidden_states
+    if settings.extracted is not None:
+        return ExtractedStore(target, texts, settings.extracted, layers)
     if (needed := needed_bytes(target, texts, layers)) > settings.features_budget * 1e9:
         if settings.shard_model:
             raise InvalidSettings(
