@@ -15,7 +15,7 @@ from draftheads.train.joint.lora import TunedModel
 from draftheads.train.joint.options import JointOptions
 from draftheads.train.learner import Learner
 from draftheads.train.losses import objective
-from draftheads.train.new_head import new_head
+from draftheads.train.new_head import layers_read, new_head
 from training_world import chat_model
 
 
@@ -50,8 +50,9 @@ def harness(
 ) -> tuple[JointLearner, dict[str, Tensor]]:
     """A learner with an adapter that says something (or nothing), and a batch."""
     settings = joint_options(data.parent, data, **changes)
-    store = LiveStore(target, load_texts(target, [data], max_length=64))
-    head = new_head(settings.heads, target.weights, store, range(len(store)), target.eos_ids)
+    store = LiveStore(target, load_texts(target, [data], max_length=64), layers_read(settings.heads, target))
+    sizes = {"layers": target.head_sizes["layers"]}
+    head = new_head(settings.heads, target.weights, store, range(len(store)), target.eos_ids, head_sizes=sizes)
     for parameter in head.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     adapter = Adapter.attach(target.model, rank=4, alpha=8, dropout=dropout)

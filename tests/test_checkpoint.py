@@ -595,7 +595,7 @@ BROKEN = [
         CONFIG_FILE,
         put("method", value="telepathy"),
         UnknownMethod,
-        "'telepathy'; choose one of amphista, eagle, hydra, ",
+        "'telepathy'; choose one of amphista, eagle, eagle3, hydra, ",
     ),
     Broken(CONFIG_FILE, put("format_version", value=2), CheckpointMismatch, "is 2 .* up to 1: upgrade"),
     Broken(CONFIG_FILE, put("format_version", value=0), CheckpointCorrupt, "format_version is 0"),

@@ -138,6 +138,7 @@ class Recorder:
     def __init__(self, head: DraftHead) -> None:
         self.head = head
         self.needs_history, self.default_shape = head.needs_history, head.default_shape
+        self.hidden_layers = head.hidden_layers
         self.drafts: list[Draft] = []
 
     def start(self) -> Self:

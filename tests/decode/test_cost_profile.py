@@ -234,8 +234,8 @@ def test_a_single_outlier_does_not_count(target: TargetModel, head: DraftHead) -
 @pytest.mark.parametrize(
     ("family", "method"),
     some_rows(
-        product(["llama", "gpt2", "gemma3_text"], ["medusa", "hydra", "eagle", "small-llama"]),
-        *[("gpt2", "medusa"), ("gemma3_text", "eagle")],
+        product(["llama", "gpt2", "gemma3_text"], ["medusa", "hydra", "eagle3", "small-llama"]),
+        *[("gpt2", "medusa"), ("gemma3_text", "eagle3")],
     ),
 )
 def test_real_steps_are_measured(family: str, method: str) -> None:

@@ -81,11 +81,11 @@ def test_a_known_beginning_is_copied():
 
 
 def drafters(model: TargetModel) -> dict[str, Drafter]:
-    heads = {method: Copying(tiny_head(method, model)) for method in ("hydra", "eagle", "small-llama")}
+    heads = {method: Copying(tiny_head(method, model)) for method in ("hydra", "eagle", "eagle3", "small-llama")}
     return {**heads, "lookahead": Lookahead(), "model": DraftModel(tiny_model("llama", num_hidden_layers=1), model)}
 
 
-@pytest.mark.parametrize("method", ["hydra", "eagle", "small-llama", "lookahead", "model"])
+@pytest.mark.parametrize("method", ["hydra", "eagle", "eagle3", "small-llama", "lookahead", "model"])
 @pytest.mark.parametrize("chosen", [[0], [3], [0, 1, 2], [1, 4], [3, 4], [0, 4, 5], [0, 1, 2, 3, 4, 5]])
 def test_rows_leave_before_and_after_their_first_step(method: str, chosen: list[int]):
     """Rows 0 to 2 have been stepped, and rows 3 to 5 have just joined: by their prompts or by readers."""
@@ -98,7 +98,7 @@ def test_rows_leave_before_and_after_their_first_step(method: str, chosen: list[
     batch.join(requests[:3])
     batch.step()
     batch.join(requests[3:5])
-    reader = PromptReader(model, requests[5])
+    reader = PromptReader(model, requests[5], layers=batch.target.layers)
     reader.read(100)
     batch.adopt([reader])
     going = {request for request in requests if request in batch.requests}

@@ -1,5 +1,7 @@
 """EAGLE-3: its layer by the published layout, and the hidden states of several layers that it reads."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from draftheads.decode.engine import Engine
 from draftheads.draft import Context
 from draftheads.errors import InvalidSettings
 from draftheads.models.fast import speed_up
+from draftheads.models.layer_inputs import layer_inputs
 from draftheads.tree import Tree
 from families import FAMILIES, PROMPTS, TREES, propose, tiny_head, tiny_model
 
@@ -37,6 +40,19 @@ def test_text_equals_plain(family: str) -> None:
     found = Engine(model, head, shape=TREES["ragged"], max_batch_size=2).generate(PROMPTS, **settings)
     assert [result.token_ids for result in found] == [result.token_ids for result in plain]
     assert max(result.tokens_per_step for result in found) > 1.0
+
+
+def test_other_threads_and_models_are_not_noted() -> None:
+    model = tiny_model("llama")
+    twin = model.twin()
+    with layer_inputs(model.layers) as found:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(model.hidden_states, TEXT).result()
+        twin.hidden_states(TEXT)
+        assert found == [None, None]
+        model.hidden_states(TEXT)
+        assert all(states is not None for states in found)
+    assert not any(layer._forward_pre_hooks for layer in model.layers), "no hook remains"
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:

@@ -187,6 +187,7 @@ def test_captured_steps_are_lossless(family: str, batch_size: int, taping: Tapin
         (PlantedRandomTrees(answers, max_nodes=24), None),
         (tiny_head("hydra", model), GROWING["best first"]),
         (tiny_head("eagle", model), None),
+        (tiny_head("eagle3", model), None),
     ):
         before = len(taping.tapes)
         assert decode(Engine(captured, drafter, shape=shape, max_batch_size=batch_size)) == plain

@@ -41,16 +41,16 @@ def said(model: TargetModel, *, temperature: float, max_new_tokens: int = 14) ->
 
 
 @cache
-def state_before(model: TargetModel, answer: Answer, place: int) -> Tensor:
+def state_before(model: TargetModel, answer: Answer, place: int, layers: tuple[int, ...] = ()) -> Tensor:
     """(D,): the hidden state that the token at ``place`` was chosen from, read from nothing behind it."""
     text = torch.tensor([[*answer.prompt_ids, *answer.token_ids[:place]]])
-    return model.hidden_states(text)[0, -1]
+    return model.run(layers, input_ids=text, use_cache=False)[1][0, -1].detach()
 
 
-def context_at(model: TargetModel, answer: Answer, place: int) -> Context:
+def context_at(model: TargetModel, answer: Answer, place: int, layers: tuple[int, ...] = ()) -> Context:
     before = [*answer.prompt_ids, *answer.token_ids][: len(answer.prompt_ids) + place]
     return Context(
-        state_before(model, answer, place)[None, None],
+        state_before(model, answer, place, layers)[None, None],
         torch.tensor([before[-1:]]),
         torch.ones(1, dtype=torch.long),
         torch.tensor([answer.token_ids[place]]),
@@ -298,10 +298,11 @@ def drafts_of(head: DraftHead, model: TargetModel, answer: Answer, shape: BestFi
     """What the head drafts at each token of the answer, one row alone."""
     session, drafts = head.start(), []
     for place in range(len(answer.token_ids)):
-        context = context_at(model, answer, place)
+        context = context_at(model, answer, place, head.hidden_layers)
         if head.needs_history and place == 0:
             prompt = torch.tensor([answer.prompt_ids])
-            context = Context(model.hidden_states(prompt), prompt, torch.tensor([prompt.shape[1]]), context.root_ids)
+            hidden = model.run(head.hidden_layers, input_ids=prompt, use_cache=False)[1].detach()
+            context = Context(hidden, prompt, torch.tensor([prompt.shape[1]]), context.root_ids)
         drafts.append(session.propose(context, shape))
     return drafts
 
@@ -322,7 +323,7 @@ def true_nodes(draft: Draft, truth: tuple[int, ...]) -> list[int]:
 KINDS = ["medusa", "hydra", "trimmed hydra", "remembering"]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "hydra++", "eagle"])
+@pytest.mark.parametrize("kind", [*KINDS, "hydra++", "eagle", "eagle3"])
 def test_drafting_along_several_answers_equals_drafting_along_each_alone(kind: str) -> None:
     model = model_of("llama")
     head = head_of(kind, model)

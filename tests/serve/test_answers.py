@@ -54,8 +54,8 @@ def family_of_prompts() -> list[list[int]]:
 @pytest.mark.parametrize("chunk", [7, 256])
 def test_in_any_lane_beside_any_others(name: str, chunk: int):
     model = some_model(name)
-    engines = engines_of(model, "hydra", "eagle", "small-llama", "lookup")
-    lanes = [Lane("hydra"), Lane("eagle"), Lane("small-llama"), Lane("hydra", 0), Lane("eagle", 5), Lane("lookup")]
+    engines = engines_of(model, "hydra", "eagle", "eagle3", "small-llama", "lookup")
+    lanes = [*map(Lane, engines), Lane("hydra", 0), Lane("eagle", 5), Lane("eagle3", 0)]
     scheduler = scheduler_of(engines, max_rows=5, chunk_tokens=chunk)
     dice = random.Random(name)  # noqa: S311
     inboxes, expected, cancelled = [], [], []
@@ -78,7 +78,7 @@ def test_in_any_lane_beside_any_others(name: str, chunk: int):
     check_empty(scheduler)
 
 
-@pytest.mark.parametrize("method", ["hydra++", "eagle", "small-llama", "mlp-speculator", "lookahead"])
+@pytest.mark.parametrize("method", ["hydra++", "eagle", "eagle3", "small-llama", "mlp-speculator", "lookahead"])
 def test_the_next_turn_of_a_conversation_reads_its_new_tokens_only(method: str):
     """Heads with a history get the hidden states of what was read before."""
     model = some_model("llama")
@@ -101,7 +101,7 @@ def test_the_next_turn_of_a_conversation_reads_its_new_tokens_only(method: str):
 def test_a_history_from_cached_texts_drafts_as_one_from_scratch():
     """The same numbers of steps: what heads with a history are given is the same, not only what the target computes."""
     model = some_model("llama")
-    for method in ("eagle", "small-llama", "hydra++"):
+    for method in ("eagle", "eagle3", "small-llama", "hydra++"):
         engines = engines_of(model, method)
         scheduler = scheduler_of(engines, chunk_tokens=11)
         prompt = text(1, 40)

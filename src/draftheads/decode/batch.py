@@ -73,6 +73,7 @@ class Batch:
     @torch.inference_mode()
     def adopt(self, readers: Sequence[PromptReader]) -> list[StreamEvent]:
         """New rows with prompts that were read elsewhere; each gets its first token. They are copied."""
+        assert all(reader.layers == self.target.layers for reader in readers), "read for a drafter of the same layers"
         texts = [reader.text for reader in readers]
         self.target.adopt([text.entries for text in texts])
         logits = torch.stack([reader.logits for reader in readers if reader.logits is not None])

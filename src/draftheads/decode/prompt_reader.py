@@ -69,6 +69,11 @@ class PromptReader:
             request.num_cached = len(known.token_ids)
 
     @property
+    def layers(self) -> tuple[int, ...]:
+        """Whose inputs the drafter reads."""
+        return self._target.layers
+
+    @property
     def num_left(self) -> int:
         """Prompt tokens that are not read yet."""
         return len(self.request.prompt_ids) - self._target.lengths[0]

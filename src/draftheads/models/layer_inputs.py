@@ -1,8 +1,9 @@
 """What enters layers of a model, without a change of the model's own code."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +19,8 @@ def layer_inputs(layers: Sequence[nn.Module]) -> Iterator[list[Tensor | None]]:
     found: list[Tensor | None] = [None] * len(layers)
 
     def noting(place: int) -> Any:
-        def note(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        # another thread may call a hook that is just being removed, and then without ``named``
+        def note(_: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any] = MappingProxyType({})) -> None:
             if threading.get_ident() == thread:
                 found[place] = arguments[0] if arguments else named["hidden_states"]
 

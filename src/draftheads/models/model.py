@@ -395,6 +395,10 @@ class TargetModel:
 
         With n ``layers`` (B, T, (n+1)·D): their inputs, and behind them h_t.
         """
+        return self.live_states(token_ids, layers)
+
+    def live_states(self, token_ids: Tensor, layers: Sequence[int] = ()) -> Tensor:
+        """The same with gradients."""
         last, states = self.run(layers, input_ids=token_ids, use_cache=False)
         return torch.cat([states, last], -1) if layers else last
 

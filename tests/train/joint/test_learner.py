@@ -31,7 +31,7 @@ def test_gradients_reach_the_backbone_in_the_second_stage_only(data: Path, backb
     assert all(p.grad is None and not p.requires_grad for p in others)
 
 
-@pytest.mark.parametrize("method", ["medusa", "hydra", "hydra++", "eagle", "mlp-speculator"])
+@pytest.mark.parametrize("method", ["medusa", "hydra", "hydra++", "eagle", "eagle3", "mlp-speculator"])
 def test_the_loss_of_the_heads_alone_trains_the_adapter(data: Path, method: str) -> None:
     target = chat_model()
     joint, batch = harness(target, data, method=method)

@@ -74,8 +74,8 @@ def test_merging_gives_the_weights_of_the_definition(data: Path, tmp_path: Path,
 @pytest.mark.parametrize(
     ("method", "tied"),
     some_rows(
-        product(["medusa", "hydra", "hydra++", "amphista", "eagle", "small-llama"], [False, True]),
-        *[("hydra", True), ("eagle", False)],
+        product(["medusa", "hydra", "hydra++", "amphista", "eagle", "eagle3", "small-llama"], [False, True]),
+        *[("hydra", True), ("eagle3", False)],
     ),
 )
 def test_the_merged_model_decodes_losslessly_with_its_head(

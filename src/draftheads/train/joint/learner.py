@@ -67,8 +67,8 @@ class JointLearner(nn.Module):
                 hidden = self._read(token_ids)
             found = self.learner(hidden, token_ids, loss_mask, lengths=lengths)
             return {**found, "loss": head_weight * found["loss"]}
-        hidden = self._read(token_ids)  # (B, T, D)
-        backbone_loss = self._backbone(hidden, token_ids, loss_mask)
+        hidden = self._read(token_ids)  # (B, T, D or (n+1)·D)
+        backbone_loss = self._backbone(self.learner.head.split(hidden)[1], token_ids, loss_mask)
         update = self.tuned.update
         rows = update.rows(self.vocab) if update else None
         found = self.learner(hidden, token_ids, loss_mask, rows, lengths=lengths)
@@ -104,8 +104,8 @@ class JointLearner(nn.Module):
         return found
 
     def _read(self, token_ids: Tensor) -> Tensor:
-        """h_t with gradients: (B, T) -> (B, T, D)."""
-        return self.tuned.decoder(input_ids=token_ids, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
+        """Hidden states with gradients, as :meth:`~draftheads.heads.base.DraftHead.split` takes them: (B, T, …)."""
+        return self.tuned.live_states(token_ids, self.learner.head.hidden_layers)
 
     def _backbone(self, hidden: Tensor, token_ids: Tensor, loss_mask: Tensor) -> Tensor:
         """L_LM per assistant token: cross-entropy with the text, or KL(original || tuned) (section 3.3.2).
@@ -134,7 +134,7 @@ class _OriginalLabels:
     def __init__(self, learner: JointLearner, token_ids: Tensor) -> None:
         self.learner = learner
         with torch.no_grad(), learner.adapter.off():
-            self.hidden = learner._read(token_ids).flatten(0, 1)  # noqa: SLF001 - same file; (S, D)
+            self.hidden = learner.tuned.live_states(token_ids).flatten(0, 1)  # (S, D)
         self.entropy_sum = torch.zeros((), device=token_ids.device)
 
     @torch.no_grad()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draftheads.acceptance_profile import AcceptanceProfile
-from draftheads.checkpoint import load_head
+from draftheads.checkpoint import load_head, read_head
 from draftheads.data.batches import PlannedTexts
 from draftheads.data.extract import load_texts
 from draftheads.data.live import LiveStore
@@ -35,7 +35,7 @@ from draftheads.train.joint.movement import Movement, measure_movement
 from draftheads.train.joint.options import JointOptions
 from draftheads.train.learner import Learner, head_learner
 from draftheads.train.memory import check_sizes
-from draftheads.train.new_head import in_float32
+from draftheads.train.new_head import in_float32, layers_read
 from draftheads.train.report import Report
 from draftheads.train.run import Run
 from draftheads.train.run_folder import as_json, chat_template_text
@@ -118,8 +118,13 @@ class JointRun(Run):
         self.progress.stage("reading data")
         chats = self.options.chats
         texts = load_texts(self.target, chats.data, max_length=chats.max_length, max_tokens=chats.max_tokens)
-        self.store = LiveStore(self.target, texts)
+        self.store = LiveStore(self.target, texts, self._layers())
         return self.claim(plan_training(self.store, self.options))
+
+    def _layers(self) -> tuple[int, ...]:
+        """The layers whose inputs the head reads."""
+        path = self.options.tuning.head
+        return layers_read(self.options.heads, self.target) if path is None else read_head(path).config.hidden_layers
 
     def make_head(self) -> DraftHead:
         """The head of ``--head`` in fp32, or a new one."""
