@@ -47,9 +47,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "amphista, no token": ("amphista", {"sampled_token": False}),
     "amphista, own": ("amphista", {"lm_head": "own"}),
     "amphista, low rank": ("amphista", {"lm_head": "low_rank", "lm_head_rank": 5, "draft_vocab_size": 12}),
-    "amphista, markov": ("amphista", {"markov_rank": 5}),
-    "amphista, markov, no stage": ("amphista", {"markov_rank": 3, "num_adaptation_layers": 0}),
-    "amphista, markov, trimmed": ("amphista", {"markov_rank": 4, "lm_head": "own", "draft_vocab_size": 12}),
+    "amphista, path": ("amphista", {"path_size": 5}),
+    "amphista, path, no stage": ("amphista", {"path_size": 3, "num_adaptation_layers": 0}),
+    "amphista, path, trimmed": ("amphista", {"path_size": 4, "lm_head": "own", "draft_vocab_size": 12}),
     "mlp-speculator, own": ("mlp-speculator", {"embeddings": "own", "lm_head": "own", "inner_size": 24}),
     "mlp-speculator, tied": (
         "mlp-speculator",
@@ -193,7 +193,7 @@ WITHOUT_DRAFT: dict[str, Callable[[int], bool]] = {
         product([name for name, (method, _) in VARIANTS.items() if method in STATEFUL], WITHOUT_DRAFT),
         *[("hydra++", "at first"), ("hydra++, grouped", "without room"), ("amphista", "without room")],
         *[
-            ("amphista, markov", "without room"),
+            ("amphista, path", "without room"),
             ("amphista-alpha", "in a row"),
             ("eagle", "in a row"),
             ("eagle", "without room"),
@@ -647,39 +647,33 @@ def test_markov_medusa_follows_its_formula(model: TargetModel) -> None:
         torch.testing.assert_close(head.logits(features[i, 0, 2], i), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["amphista, markov", "amphista, markov, trimmed"])
-def test_amphistas_bias_follows_its_formula(name: str, model: TargetModel) -> None:
-    """The logits of the same head without a bias, and U_i (2 σ(G_i F_i) * A_i E(x_{t+1+i}))."""
+@pytest.mark.parametrize("name", ["amphista, path", "amphista, path, trimmed"])
+def test_amphistas_path_follows_its_formula(name: str, model: TargetModel) -> None:
+    """s_i = SiLU(L_i [F_i; E(x_{t+1+i}); s_{i-1}]), and F_i + P_i s_i, with the F_i of the same head without a path."""
     head = variant(name, model)
     weights, embedding = numbers(head), SCALE * model.weights.embedding
-    without = variant(name, model, markov_rank=0)
+    without = variant(name, model, path_size=0)
     without.load_state_dict(weights, strict=False)
     hidden, tokens = random_text(1, 9, size=model.hidden_size)
     features, own = head(hidden, tokens), without(hidden, tokens)
+    state = torch.zeros(0)
     for i in range(head.config.num_heads):
-        state = own[i, 0, 2]
-        low = (
-            2
-            * torch.sigmoid(affine(weights, f"gates.{i}", state))
-            * (weights[f"down.{i}.weight"] @ embedding[tokens[0, 3 + i]])
-        )
-        expected = without.logits(state, i) + weights[f"up.{i}.weight"] @ low
-        torch.testing.assert_close(head.logits(features[i, 0, 2], i), expected, rtol=1e-4, atol=1e-4)
+        known = torch.cat([own[i, 0, 2], embedding[tokens[0, 3 + i]], state])
+        state = F.silu(affine(weights, f"path_inputs.{i}", known))
+        expected = own[i, 0, 2] + weights[f"path_outputs.{i}.weight"] @ state
+        torch.testing.assert_close(features[i, 0, 2], expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("method", "without"), [("amphista", {"markov_rank": 0}), ("markov-medusa", None)])
-def test_a_markov_head_whose_bias_is_zero_is_the_head_without_it(
-    method: str, without: dict[str, int] | None, model: TargetModel
-) -> None:
-    """On every shape, with weights of the bias that are not zero but for U_i."""
-    head = tiny_head(method, model, markov_rank=6)
+def test_an_amphista_whose_path_adds_nothing_is_the_papers(model: TargetModel) -> None:
+    """On every shape: P_i is zero, all other weights are not."""
+    head, base = tiny_head("amphista", model, path_size=6), tiny_head("amphista", model)
     for name, parameter in head.named_parameters():
-        if name.startswith("up."):
+        if name.startswith("path_outputs."):
             parameter.zero_()
-    base = tiny_head("medusa", model) if without is None else tiny_head(method, model, **without)
     base.load_state_dict(head.state_dict(), strict=False)
     assert (head.reads_path, base.reads_path) == (True, False)
     hidden, tokens = random_text(3, 12, size=model.hidden_size)
+    assert torch.equal(head(hidden, tokens), base(hidden, tokens))
     context = whole(hidden, tokens, [11, 6, 1])
     for shape in (Tree.chain(0), *TREES.values(), BestFirst(24, num_ranks=6, beam=24), BestPaths((6, 3, 2), 5)):
         found, expected = propose(head, context, shape), propose(base, context, shape)
@@ -687,7 +681,7 @@ def test_a_markov_head_whose_bias_is_zero_is_the_head_without_it(
         assert torch.equal(found.parents, expected.parents)
         if expected.path_log_probs is not None:
             assert found.path_log_probs is not None
-            torch.testing.assert_close(found.path_log_probs, expected.path_log_probs)
+            torch.testing.assert_close(found.path_log_probs, expected.path_log_probs, rtol=1e-4, atol=1e-4)
 
 
 def slow_stage(head: DraftHead, embedding: Tensor, state: Tensor, stage: int, token: int, *, tied: bool) -> Tensor:
@@ -764,7 +758,7 @@ def test_whole_paths_go_through_all_stages(model: TargetModel) -> None:
         ("mlp-speculator", {"num_layers": 2}, r"num_layers is 2; a stage of the MLP Speculator has one layer"),
         ("mlp-speculator", {"embedding_scale": 0.0}, r"embedding_scale is 0\.0"),
         ("markov-medusa", {"markov_rank": 0}, r"markov_rank is 0; it must be at least 1"),
-        ("amphista", {"markov_rank": -1}, r"markov_rank is -1; it must be at least 0"),
+        ("amphista", {"path_size": -1}, r"path_size is -1; it must be at least 0"),
         ("markov-medusa", {"embedding_scale": 0.0}, r"embedding_scale is 0\.0"),
     ],
 )

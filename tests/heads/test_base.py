@@ -107,24 +107,20 @@ def test_training_moves_every_parameter_and_nothing_of_the_target(method: str, k
     assert weights.embedding.grad is None
 
 
-@pytest.mark.parametrize(("method", "reads"), [("markov-medusa", "h_t"), ("amphista", "features")])
-def test_the_gradient_of_a_bias_reaches_what_it_reads(method: str, reads: str) -> None:
-    """Also the features that gate it; and none goes through another head's token."""
-    head = fresh_head(method, random_weights(), markov_rank=3)
-    for parameter in head.up.parameters():  # type: ignore[union-attr]
-        nn.init.normal_(parameter)
-    for gate in head.gates:  # type: ignore[union-attr]
-        nn.init.normal_(gate.weight)  # type: ignore[arg-type]
-    hidden = normal(2, 6, D).requires_grad_()
-    features = head(hidden, tokens(2, 6))
-    (features[1, :, :, D:].square().sum()).backward()  # what U_1 reads
+def test_the_gradient_of_a_path_reaches_all_that_it_reads() -> None:
+    """The heads above through their states, and their features; but no head below."""
+    head = fresh_head("amphista", random_weights(), path_size=3)
+    for layer in head.path_outputs.parameters():  # type: ignore[union-attr]
+        nn.init.normal_(layer)
+    hidden = normal(2, 6, D)
+    (head(hidden, tokens(2, 6))[1].square().sum()).backward()
     moved = {name for name, parameter in head.named_parameters() if parameter.grad is not None and parameter.grad.any()}
-    assert {name for name in moved if name.startswith(("down", "gates", "up"))} == {
-        *("down.1.weight", "gates.1.weight", "gates.1.bias")
+    assert {name for name in moved if name.startswith("path")} == {
+        *("path_inputs.0.weight", "path_inputs.0.bias", "path_inputs.1.weight", "path_inputs.1.bias"),
+        "path_outputs.1.weight",
     }
-    assert any(name.startswith("blocks") for name in moved) == (reads == "features")
-    assert hidden.grad is not None
-    assert hidden.grad.any()
+    for i in range(2):
+        assert f"blocks.{i}.0.linear.bias" in moved
 
 
 # --- starting values ---

@@ -12,15 +12,17 @@ The authors have published no code. Where the paper gives no detail, this implem
   ``sampled_token`` changes nothing. Table 4's first ablation takes both away here.
 * Everything starts such that head k's features are h_t, Medusa's starting point.
 
-``markov_rank`` is not in the paper. Heads that draft at the same time do not know the token of the head before; the
-bias of :class:`~draftheads.heads.markov.MarkovHead` tells them, at one product of low rank per node.
+``path_size`` is not in the paper. Heads that draft at the same time do not know the tokens of the heads before. A small
+recurrent state tells them, as the RNN variant of DSpark's Markov head (2026) does. There the state becomes logits by a
+matrix of its own, here by the lm_head: it is added to a head's features F_i, with all draft tokens above known.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from draftheads.draft import Context
 from draftheads.errors import InvalidSettings, require_at_least
@@ -28,7 +30,6 @@ from draftheads.heads.attention import LayerConfig, TransformerLayer
 from draftheads.heads.base import EmbeddingConfig, Root
 from draftheads.heads.history import History
 from draftheads.heads.layers import ResidualBlock, fusion
-from draftheads.heads.markov import MarkovHead, MarkovState
 from draftheads.heads.stateful import StatefulHead, last_of, next_tokens
 
 
@@ -44,25 +45,34 @@ class AmphistaConfig(LayerConfig, EmbeddingConfig):
     """Whether learned positions are added to the heads before they attend to each other."""
     sampled_token: bool = True
     """Whether adaptation layers read the embedding of x_{t+1}, too."""
-    markov_rank: int = 0
-    """r, the rank of what the token above adds to the logits; 0 for nothing, as in the paper."""
+    path_size: int = 0
+    """r, the size of the state that knows the draft tokens above; 0 for none, as in the paper."""
 
     method: ClassVar[str] = "amphista"
-    optional: ClassVar[frozenset[str]] = LayerConfig.optional | {"markov_rank"}
+    optional: ClassVar[frozenset[str]] = LayerConfig.optional | {"path_size"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least(0, markov_rank=self.markov_rank)
+        require_at_least(0, path_size=self.path_size)
         if self.num_adaptation_layers not in (0, 1, 2):
             raise InvalidSettings(f"num_adaptation_layers is {self.num_adaptation_layers}; choose 0, 1 or 2")
         if self.num_auto_embedding_blocks < 0:
             raise InvalidSettings(f"num_auto_embedding_blocks is {self.num_auto_embedding_blocks}; give 0 for none")
 
 
-class AmphistaHead(MarkovHead, StatefulHead):
+class _State(NamedTuple):
+    """At W nodes of a depth."""
+
+    features: Tensor  # (depth, B, D) F_i of each head
+    logits: Tensor | None  # (depth, B, V') if the path does not matter
+    path: Tensor | None  # (B, W, r) if it does
+
+
+class AmphistaHead(StatefulHead):
     """Equations 1 to 6: all heads' features F_i at once, whatever the path.
 
-    With a ``markov_rank``, logits_i = lm_head_i(F_i) + U_i (gate_i(F_i) * A_i E(x_{t+1+i})).
+    With a ``path_size``, s_i = SiLU(L_i [F_i; E(x_{t+1+i}); s_{i-1}]) and head i's features become F_i + P_i s_i. P_i
+    starts at zero.
     """
 
     def __init__(self, config: AmphistaConfig) -> None:
@@ -79,21 +89,56 @@ class AmphistaHead(MarkovHead, StatefulHead):
         self.auto_embedding = nn.ModuleList(
             TransformerLayer(config, rotary=False) for _ in range(config.num_auto_embedding_blocks)
         )
-        self.add_bias(config.markov_rank)
+        self.reads_path = config.path_size > 0
+        r, count = config.path_size, config.num_heads if self.reads_path else 0
+        self.path_inputs = nn.ModuleList(nn.Linear(2 * size + (r if i else 0), r) for i in range(count))
+        self.path_outputs = nn.ModuleList(nn.Linear(r, size, bias=False) for _ in range(count))
+        for layer in self.path_outputs.parameters():
+            nn.init.zeros_(layer)
 
     def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
-        """(B, T, D), (B, T) -> (K, B, T, D), or (K, B, T, D + r) with a bias from the text."""
+        """(B, T, D), (B, T) -> (K, B, T, D); the true text replaces the draft tokens above each head."""
         embedded = self.scaled_embedding(token_ids.roll(-1, dims=1))  # e_{t+1}; the wrapped tail means nothing
         stages = [hidden]
         for i, layer in enumerate(self.adaptations):
             stages.append(layer(self._fused(i, stages[-1], embedded)))
         features = self._heads(stages)
-        return self.with_tokens_above(features, features, token_ids)
+        if not self.reads_path:
+            return features
+        scaled, path, found = self.scaled_embedding(token_ids), None, []
+        for i, own in enumerate(features):
+            path = self._path(i, own, scaled.roll(-(i + 1), dims=1), path)
+            found.append(own + self.path_outputs[i](path))
+        return torch.stack(found)
 
-    def begin(self, root: Root, depth: int) -> MarkovState:
-        """Logits of all heads without the bias: one pass, whatever the tree."""
+    def begin(self, root: Root, depth: int) -> _State:
+        """All heads in one pass, whatever the tree; their logits, too, if the path does not matter."""
         features = self._heads(list(root.states.unbind(1)))[:depth]  # states are (B, stages, D), features (depth, B, D)
-        return self.at_roots(root, self.lm_head_logits(features) if depth else features, features)
+        if not depth:
+            return _State(features, None, None)
+        if not self.reads_path:
+            return _State(features, self.lm_head_logits(features), None)
+        path = self._path(0, features[0], self.scaled_embedding(root.token_ids), None)
+        return _State(features, None, path[:, None])
+
+    def predict(self, state: _State, depth: int) -> Tensor:
+        """(B, W, V'); (B, 1, V') if the path does not matter."""
+        if state.logits is not None:
+            return state.logits[depth][:, None]
+        return self.logits(state.features[depth][:, None] + self.path_outputs[depth](state.path), depth)
+
+    def descend(self, state: _State, depth: int, parents: Tensor, token_ids: Tensor) -> _State:
+        """What the children know of their paths."""
+        if state.path is None:
+            return state
+        above = state.path[torch.arange(len(parents), device=parents.device)[:, None], parents]
+        own = state.features[depth + 1][:, None].expand(-1, parents.shape[1], -1)
+        return state._replace(path=self._path(depth + 1, own, self.scaled_embedding(token_ids), above))
+
+    def _path(self, head_index: int, features: Tensor, embedded: Tensor, above: Tensor | None) -> Tensor:
+        """s_i from F_i and the embedding of the token above, (…, D) each, and s_{i-1}: (…, r)."""
+        parts = [features, embedded] if above is None else [features, embedded, above]
+        return F.silu(self.path_inputs[head_index](torch.cat(parts, -1)))
 
     def read(self, context: Context, rows: slice, history: History) -> Tensor:
         """h_t and the stages' outputs, (rows, 1 + stages, D)."""
