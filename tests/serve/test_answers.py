@@ -140,7 +140,7 @@ def test_answers_with_static_steps():
     model = tiny_model("llama")
     model.set_graphs(on=True)
     engines = engines_of(model, "hydra", "eagle")
-    per_slot = scheduler_of(engines)._sizes.per_slot(model)
+    per_slot = scheduler_of(engines)._sizes.per_slot(engines["hydra"])
     scheduler = scheduler_of(engines, max_rows=4, chunk_tokens=9, kv_bytes=(3 * 256 + 128) * per_slot)
     prompts = family_of_prompts()
     inboxes = [submit(scheduler, prompt, Lane(("hydra", "eagle")[n % 2]))[1] for n, prompt in enumerate(prompts)]

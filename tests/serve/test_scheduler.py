@@ -110,7 +110,7 @@ def test_no_client_fills_the_queue_alone(engines: dict[str, Engine]):
 
 
 def test_a_request_that_cannot_fit_is_refused_at_once(engines: dict[str, Engine]):
-    per_slot = scheduler_of(engines)._sizes.per_slot(engines["m"].model)
+    per_slot = scheduler_of(engines)._sizes.per_slot(engines["m"])
     exact = (128 + 128) * per_slot  # the row and its prompt
     submit(scheduler_of(engines, kv_bytes=exact), [3] * 50, Lane("plain"), max_new_tokens=77)
     with pytest.raises(TooLarge, match=r"77 new tokens need 0 MiB .* ask for fewer tokens"):
@@ -277,7 +277,7 @@ def test_a_callback_that_raises_is_logged_and_its_job_cancelled(
 
 
 def test_requests_wait_for_memory_and_never_take_more(engines: dict[str, Engine]):
-    per_slot = scheduler_of(engines)._sizes.per_slot(engines["m"].model)
+    per_slot = scheduler_of(engines)._sizes.per_slot(engines["m"])
     limit = 5 * 128 * per_slot  # two rows of a block, or one of two blocks, and prompts
     scheduler = scheduler_of(engines, kv_bytes=limit, max_rows=8)
     prompts = [[3 + n] * (110 if n == 2 else 20) for n in range(7)]
@@ -294,7 +294,7 @@ def test_requests_wait_for_memory_and_never_take_more(engines: dict[str, Engine]
 
 
 def test_cached_texts_make_room_for_requests(engines: dict[str, Engine]):
-    per_slot = scheduler_of(engines)._sizes.per_slot(engines["m"].model)
+    per_slot = scheduler_of(engines)._sizes.per_slot(engines["m"])
     scheduler = scheduler_of(engines, kv_bytes=4 * 128 * per_slot)
     for n in range(6):
         submit(scheduler, [3 + n] * 60, Lane("plain"))
@@ -311,7 +311,7 @@ def test_cached_texts_make_room_for_requests(engines: dict[str, Engine]):
 
 def test_memory_that_a_long_row_left_is_freed_for_the_next_one(engines: dict[str, Engine]):
     """The cache of a batch shrinks only when half of it is unused; a request that waits for the rest has it freed."""
-    per_slot = scheduler_of(engines)._sizes.per_slot(engines["m"].model)
+    per_slot = scheduler_of(engines)._sizes.per_slot(engines["m"])
     scheduler = scheduler_of(engines, kv_bytes=4 * 128 * per_slot)
     submit(scheduler, [3] * 5, Lane("plain"), max_new_tokens=100)
     submit(scheduler, [4] * 5, Lane("plain"), max_new_tokens=100)

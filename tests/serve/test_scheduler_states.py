@@ -40,7 +40,7 @@ class Schedules(RuleBasedStateMachine):
         super().__init__()
         self.clock = Clock()
         scheduler = scheduler_of(ENGINES)
-        self.limit = SLOTS * scheduler._sizes.per_slot(MODEL)
+        self.limit = SLOTS * scheduler._sizes.per_slot(ENGINES["m"])
         self.scheduler = scheduler_of(
             ENGINES, clock=self.clock, kv_bytes=self.limit, max_rows=ROWS, max_waiting=WAITING, chunk_tokens=16
         )

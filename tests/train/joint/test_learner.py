@@ -39,7 +39,10 @@ def test_the_loss_of_the_heads_alone_trains_the_adapter(data: Path, method: str)
     (losses[1.0] - losses[0.0]).backward()
     update = update_of(target.lm_head)
     assert update.down.grad.abs().max() > 1e-4  # through the shared lm_head
-    assert all(p.grad.abs().max() > 1e-5 for p in joint.adapter.parameters)
+    # EAGLE-3 reads the inputs of both layers, so the second layer changes nothing for it
+    named = joint.backbone.named_parameters()
+    unread = {id(p) for name, p in named if method == "eagle3" and ".layers.1." in name}
+    assert all(p.grad.abs().max() > 1e-5 for p in joint.adapter.parameters if id(p) not in unread)
 
 
 @pytest.mark.parametrize("lm_head", ["shared", "own"])
