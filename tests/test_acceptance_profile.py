@@ -27,7 +27,37 @@ def path(tmp_path: Path) -> Path:
 def test_a_profile_comes_back(profile: AcceptanceProfile, path: Path) -> None:
     profile.save(path)
     assert read_profile(path) == profile
-    assert json.loads(path.read_text())["format_version"] == 1
+    assert json.loads(path.read_text())["format_version"] == 2
+
+
+def test_a_profile_of_version_1_is_read(path: Path) -> None:
+    old = {**json.loads(PROFILE.to_json()), "format_version": 1}
+    del old["shallower_tokens"]
+    path.write_text(json.dumps(old))
+    assert read_profile(path) == PROFILE
+    path.write_text(json.dumps({**old, "format_version": 2}))
+    with pytest.raises(CheckpointCorrupt, match="shallower_tokens is missing"):
+        read_profile(path)
+
+
+def test_trees_of_a_lower_depth() -> None:
+    shallower = [[1.0, 1.3], [1.0, 1.3, 1.4]]
+    profile = replace(PROFILE, shallower_tokens=shallower)
+    assert (PROFILE.depth, PROFILE.depths("static"), PROFILE.depths("dynamic")) == (3, range(1, 4), range(3, 4))
+    assert profile.depths("dynamic") == range(1, 4)
+    assert [profile.tokens("dynamic", depth) for depth in (1, 2, 3, 9)] == [*shallower, *[PROFILE.dynamic_tokens] * 2]
+    assert profile.growing(5, 2) == replace(profile.growing(5), max_depth=2)
+    assert profile.growing(5, 3) == profile.growing(5)
+    # [0], [0, 0], [1], [0, 0, 0], [0, 1] add 0.5, 0.3, 0.1, 0.1 and 0
+    assert profile.tokens("static", 1) == pytest.approx([1.0, 1.5, 1.6])
+    assert profile.tokens("static", 2) == pytest.approx([1.0, 1.5, 1.8, 1.9, 1.9])
+    assert set(profile.tree(5, 2).paths) == {(), (0,), (0, 0), (1,), (0, 1)}
+    assert profile.tree(9, 1).paths == ((), (0,), (1,))
+    assert profile.tree(9, 3) == profile.tree(9)
+    assert profile.levels("static", 3) == [0, 1, 2, 2, 3, 3]
+    assert profile.levels("static", 1) == [0, 1, 1]
+    assert profile.levels("dynamic", 2) == [0, 1, 2]
+    assert all(profile.levels("dynamic", 3)[n] == min(n, 3) for n in range(24))
 
 
 def test_numbers_are_rounded_for_people(path: Path) -> None:
@@ -58,6 +88,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"dynamic_tokens": [1.0] * 65}, "dynamic_tokens has 65 numbers; it must have at most 64"),
     ({"paths": [[n] for n in range(64)], "static_tokens": [1.0] * 65}, "paths has 64 nodes; it must have at most 63"),
     ({"copies": [[0.5], [1.5]]}, r"copies is \[\[0\.5\], \[1\.5\]\]; every number must lie between 0 and 1"),
+    ({"shallower_tokens": [[1.0]]}, "shallower_tokens has 1 list; 3 depths in confidence make 2"),
+    ({"shallower_tokens": [[1.0], [0.4]]}, r"a step has 0\.4 tokens; it must have at least 1"),
+    ({"shallower_tokens": [[1.0], [1.0] * 65]}, "tokens has 65 numbers; it must have at most 64"),
     ({"num_ranks": 1.5}, r"num_ranks is 1\.5; it must be int"),
     ({"surprise": 1}, "unknown key surprise"),
     ({"beam": "6"}, "beam is '6'; it must be int"),
@@ -80,7 +113,7 @@ def test_a_broken_profile_is_named(change: dict[str, Any], words: str, path: Pat
         ({"paths": [[-1]], "static_tokens": [1.0] * 2}, InvalidTree),
         ({"paths": [[0, 0], [0]], "static_tokens": [1.0] * 3}, InvalidTree),  # the tree of two nodes lacks a parent
         ({"num_ranks": 0}, InvalidTree),
-        ({"format_version": 2}, CheckpointMismatch),
+        ({"format_version": 3}, CheckpointMismatch),
         ({"format_version": None}, CheckpointCorrupt),
     ],
 )

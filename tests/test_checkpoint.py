@@ -275,7 +275,7 @@ def test_the_files_on_the_disk(base: TargetModel, tmp_path: Path) -> None:
     assert config["base"]["model_id"] == "tiny-0"
     assert set(config["base"]["fingerprints"]) == {"embedding", "lm_head", "tokenizer", "layers"}
     assert config["provenance"]["torch"] == torch.__version__
-    assert profile["format_version"] == 1
+    assert profile["format_version"] == 2
     assert profile["paths"] == [list(path) for path in TREE.paths[1:]]
     assert profile["confidence"] == [1.0, 1.0, 1.0]
     assert (tmp_path / "head" / CARD_FILE).read_text() == "# Card\nfast\n"
@@ -605,7 +605,7 @@ BROKEN = [
     Broken(PROFILE_FILE, drop("paths"), CheckpointCorrupt, "paths is missing"),
     Broken(PROFILE_FILE, put("beam", value="3"), CheckpointCorrupt, "beam is '3'; it must be int"),
     Broken(PROFILE_FILE, put("confidence", value=[1.0]), CheckpointCorrupt, "confidence has 1 number but .* 3 heads"),
-    Broken(PROFILE_FILE, put("format_version", value=3), CheckpointMismatch, "is 3 .* up to 1: upgrade"),
+    Broken(PROFILE_FILE, put("format_version", value=3), CheckpointMismatch, "is 3 .* up to 2: upgrade"),
     Broken(
         PROFILE_FILE,
         put("paths", value=[[0, 0]]),

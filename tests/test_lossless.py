@@ -118,6 +118,24 @@ def test_every_head_equals_plain_in_batches(variant: str, name: str, shape: str)
     assert ids(decode(engine, EIGHT, temperature=0.8, seed=5)) == plain_text(name, 0.8)
 
 
+DEEP: dict[str, Shape] = {
+    "static": Tree.from_paths([(0,), (1,), *((0,) * depth for depth in range(2, 7)), (1, 0), (0, 0, 0, 1)]),
+    "growing": BestFirst(24, num_ranks=4, beam=3, max_depth=7),
+    "as deep as its confidence": BestFirst(20, num_ranks=3, beam=2, confidence=(0.5,) * 6),
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "gemma3_text"])
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "small-llama"])
+def test_trees_deeper_than_the_head_was_trained_equal_plain_in_batches(method: str, name: str) -> None:
+    model = some_model(name)
+    head = tiny_head(method, model)
+    for shape in DEEP.values():
+        assert ids(decode(Engine(model, head, shape=shape, max_batch_size=3), EIGHT)) == plain_text(name)
+    engine = Engine(model, head, shape=DEEP["growing"], max_batch_size=3)
+    assert ids(decode(engine, EIGHT, temperature=0.8, seed=5)) == plain_text(name, 0.8)
+
+
 @pytest.mark.parametrize("batch_size", some([1, 3], 3))
 @pytest.mark.parametrize("tree", some(TREES, "ragged", "64 nodes"))
 def test_any_accepted_path_equals_plain(

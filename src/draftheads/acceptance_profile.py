@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Self, get_type_hints
@@ -18,10 +19,11 @@ from draftheads.errors import CheckpointCorrupt, InvalidTree
 from draftheads.files import write_atomic
 from draftheads.shapes import BestFirst
 from draftheads.strict_json import checked, read_object
+from draftheads.tree import Path as RankPath
 from draftheads.tree import Tree
 
 PROFILE_FILE = "acceptance.json"
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2  # version 1 has no shallower_tokens
 MAX_NODES = 64  # of a tree, root included
 DEFAULT_NODES = 10  # of the tree that a head drafts on where nothing else decides
 Kind = Literal["static", "dynamic"]  # the same tree in every step, or a tree that grows for each row and step
@@ -41,7 +43,7 @@ class AcceptanceProfile:
     temperature: float  # of the answers that it was measured on
     num_texts: int  # of these answers; 0 where nothing was measured
     num_tokens: int  # of these answers
-    confidence: list[float]  # per head, what its logits are divided by so that its probabilities are calibrated
+    confidence: list[float]  # per depth, what logits are divided by so that the probabilities are calibrated
     paths: list[list[int]]  # the static tree of n nodes is the root and the first n-1 of these
     static_tokens: list[float]  # tokens per step of the static tree of 1, 2, … nodes
     dynamic_tokens: list[float]  # the same of trees that grow at each step; empty where there are none
@@ -49,18 +51,20 @@ class AcceptanceProfile:
     beam: int  # of growing trees
     # copies[m-1][d]: how often the first d+1 copied tokens are accepted after a match of m tokens; the last: m or more
     copies: list[list[float]] = field(default_factory=list)
+    # shallower_tokens[d-1]: dynamic_tokens of trees of at most depth d, for d below the depth; empty: not measured
+    shallower_tokens: list[list[float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tree(len(self.paths) + 1)
         for num_nodes in range(1, len(self.paths)):
             self.tree(num_nodes + 1)
         self.growing(1)
-        expected = (*self.static_tokens, *self.dynamic_tokens)
+        expected = (*self.static_tokens, *self.dynamic_tokens, *(one for some in self.shallower_tokens for one in some))
         copied = [share for shares in self.copies for share in shares]
         _check(self.num_texts >= 0, f"num_texts is {self.num_texts}; it must be at least 0")
         _check(self.num_tokens >= 0, f"num_tokens is {self.num_tokens}; it must be at least 0")
         _check(0 <= self.temperature < math.inf, f"temperature is {self.temperature}; it must be at least 0")
-        _check(bool(self.confidence), "confidence is empty; it must have one number for each head")
+        _check(bool(self.confidence), "confidence is empty; it must have one number for each depth")
         _check(
             all(0.01 <= divisor <= 100 for divisor in self.confidence),
             f"confidence is {self.confidence}; every number must lie between 0.01 and 100",
@@ -73,9 +77,15 @@ class AcceptanceProfile:
             f"static_tokens has {len(self.static_tokens)} numbers; {len(self.paths)} paths make "
             f"{len(self.paths) + 1} trees",
         )
+        for growing in (self.dynamic_tokens, *self.shallower_tokens):
+            _check(
+                len(growing) <= MAX_NODES,
+                f"dynamic_tokens has {len(growing)} numbers; it must have at most {MAX_NODES}",
+            )
         _check(
-            len(self.dynamic_tokens) <= MAX_NODES,
-            f"dynamic_tokens has {len(self.dynamic_tokens)} numbers; it must have at most {MAX_NODES}",
+            len(self.shallower_tokens) in (0, self.depth - 1),
+            f"shallower_tokens has {counted(len(self.shallower_tokens), 'list')}; {counted(self.depth, 'depth')} "
+            f"in confidence make {self.depth - 1}",
         )
         _check(
             all(1 <= tokens < math.inf for tokens in expected),
@@ -105,21 +115,64 @@ class AcceptanceProfile:
             beam=1,
         )
 
-    def tree(self, num_nodes: int) -> Tree:
-        """The static tree of that many nodes, or of as many as there are."""
-        return _tree(tuple(map(tuple, self.paths[: num_nodes - 1])))
+    @property
+    def depth(self) -> int:
+        """Of the deepest trees that were measured. It can be above the number of heads."""
+        return len(self.confidence)
 
-    def growing(self, num_nodes: int) -> BestFirst:
+    def depths(self, kind: Kind) -> range:
+        """The depths at which :meth:`tokens` is known."""
+        if kind == "static":
+            return range(1, max(map(len, self.paths), default=0) + 1)
+        return range(1 if self.shallower_tokens else self.depth, self.depth + 1)
+
+    def tree(self, num_nodes: int, depth: int | None = None) -> Tree:
+        """The static tree of that many nodes, or of as many as there are, and of at most that depth."""
+        return _tree(tuple(path for path, _ in self._static(depth)[: num_nodes - 1]))
+
+    def growing(self, num_nodes: int, depth: int | None = None) -> BestFirst:
         """The rule of trees of that many nodes that grow at each step, with the calibrated confidence."""
-        return BestFirst(num_nodes, num_ranks=self.num_ranks, beam=self.beam, confidence=tuple(self.confidence))
+        limit = None if depth is None or depth >= self.depth else depth
+        confidence = tuple(self.confidence)
+        return BestFirst(num_nodes, num_ranks=self.num_ranks, beam=self.beam, max_depth=limit, confidence=confidence)
 
-    def shape(self, kind: Kind, num_nodes: int) -> Tree | BestFirst:
+    def shape(self, kind: Kind, num_nodes: int, depth: int | None = None) -> Tree | BestFirst:
         """What a drafter fills."""
-        return self.tree(num_nodes) if kind == "static" else self.growing(num_nodes)
+        return self.tree(num_nodes, depth) if kind == "static" else self.growing(num_nodes, depth)
 
-    def tokens(self, kind: Kind) -> Sequence[float]:
-        """Expected tokens per step of trees of 1, 2, … nodes."""
-        return self.static_tokens if kind == "static" else self.dynamic_tokens
+    def tokens(self, kind: Kind, depth: int | None = None) -> Sequence[float]:
+        """Expected tokens per step of trees of 1, 2, … nodes, as deep as they were measured or of at most that depth.
+
+        A static tree without its deeper nodes gains what the other nodes add.
+
+        >>> profile = AcceptanceProfile.assumed(3)
+        >>> profile.tokens("static"), profile.tokens("static", 1)
+        ([1.0, 1.5, 1.75, 1.875], [1.0, 1.5])
+        """
+        if depth is None or depth >= self.depth:
+            return self.static_tokens if kind == "static" else self.dynamic_tokens
+        if kind == "dynamic":
+            return self.shallower_tokens[depth - 1]
+        return list(accumulate((added for _, added in self._static(depth)), initial=self.static_tokens[0]))
+
+    def levels(self, kind: Kind, depth: int) -> list[int]:
+        """How many levels below the root trees of 1, 2, … nodes and of at most that depth have.
+
+        >>> AcceptanceProfile.assumed(3).levels("static", 2)
+        [0, 1, 2]
+        """
+        if kind == "dynamic":
+            return [min(number, depth) for number in range(len(self.tokens(kind, depth)))]
+        return list(accumulate((len(path) for path, _ in self._static(depth)), max, initial=0))
+
+    def _static(self, depth: int | None) -> list[tuple[RankPath, float]]:
+        """The paths of the static trees of at most that depth, and the tokens per step that each adds."""
+        added = (after - before for before, after in pairwise(self.static_tokens))
+        return [
+            (tuple(path), more)
+            for path, more in zip(self.paths, added, strict=False)
+            if depth is None or len(path) <= depth
+        ]
 
     def to_json(self) -> str:
         """What :func:`read_profile` reads; numbers are rounded."""
@@ -144,6 +197,8 @@ def read_profile(path: str | PathLike[str]) -> AcceptanceProfile:
     """
     path = Path(path)
     raw = read_object(path, newest=PROFILE_VERSION)
+    if raw["format_version"] == 1:
+        raw = {"shallower_tokens": [], **raw}
     values = checked(raw, {"format_version": int, **get_type_hints(AcceptanceProfile)}, path)
     try:
         return AcceptanceProfile(**{name: value for name, value in values.items() if name != "format_version"})

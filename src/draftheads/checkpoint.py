@@ -199,13 +199,15 @@ def check_profile(config: HeadConfig, profile: AcceptanceProfile, path: Path) ->
         InvalidTree: its trees are too deep or too wide for the head.
         CheckpointCorrupt: its number of heads is not the head's.
     """
+    skeleton = _skeleton(config)
     try:
-        _skeleton(config).check_shape(profile.tree(len(profile.paths) + 1))
+        skeleton.check_shape(profile.tree(len(profile.paths) + 1))
     except InvalidTree as error:
         raise InvalidTree(f"{path}: {error}") from None
-    if len(profile.confidence) != config.num_heads:
+    has_fewer, differ = profile.depth < config.num_heads, profile.depth != config.num_heads
+    if has_fewer if skeleton.depth_limit is None else differ:
         raise CheckpointCorrupt(
-            f"{path}: confidence has {counted(len(profile.confidence), 'number')} but the head has "
+            f"{path}: confidence has {counted(profile.depth, 'number')} but the head has "
             f"{counted(config.num_heads, 'head')}"
         )
 

@@ -28,7 +28,7 @@ class BestFirst:
     beam: int = 8
     """How many nodes of a depth are expanded by heads that read the path."""
     max_depth: int | None = None
-    """How deep the tree may grow; as deep as there are heads when left out."""
+    """How deep the tree may grow; as deep as there are heads, or confidence was measured, when left out."""
     threshold: float = 0.0
     """Nodes with a lower path probability are left out, as far as this holds for every row of a step."""
     confidence: tuple[float, ...] = ()
@@ -154,9 +154,16 @@ def most_nodes_of(shape: Shape) -> int:
 
 
 def calibrated(shape: Shape, confidence: Sequence[float]) -> Shape:
-    """The same shape with these divisors where it uses probabilities and has no divisors of its own."""
+    """The same shape with these divisors where it uses probabilities and has no divisors of its own.
+
+    Depths beyond the last divisor get that one.
+
+    >>> calibrated(BestFirst(9, max_depth=3), (1.0, 0.9)).confidence
+    (1.0, 0.9, 0.9)
+    """
     if isinstance(shape, BestFirst | BestPaths) and not shape.confidence:
-        return replace(shape, confidence=tuple(confidence))
+        missing = (shape.depth or 0) - len(confidence)
+        return replace(shape, confidence=(*confidence, *(missing * tuple(confidence[-1:]))))
     return shape
 
 

@@ -26,8 +26,8 @@ COST = by_hand(
     [
         ("verify", 1, 1, 10.0),
         ("verify", 1, 5, 18.0),
-        ("verify", 4, 1, 16.0),
-        ("verify", 4, 3, 24.0),
+        ("verify", 4, 1, 19.0),
+        ("verify", 4, 3, 35.0),
         ("follow", 1, 1, 0.5),
         ("static", 1, 3, 2.0),
         ("static", 1, 5, 4.0),
@@ -60,16 +60,38 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (1, 1, 10.0),
         (1, 3, 14.0),
-        (1, 7, 22.0),  # by the last slope
-        (4, 2, 20.0),
-        (4, 5, 32.0),
-        (2, 1, 12.0),
-        (3, 3, 14.0 + 2 / 3 * 10.0),
-        (7, 1, 28.0),  # in proportion
+        (1, 7, 22.0),
+        (4, 1, 19.0),
+        (4, 3, 35.0),
+        (2, 1, 12.0 + 1.0),  # a third of what four rows add
+        (2, 3, 20.0 + 1.0),
+        (3, 1, 14.0 + 2.0),
+        (4, 5, 51.0),  # by the last slope
+        (7, 1, 22.0 + 6.0),
     ],
 )
 def test_verifying_between_and_beyond_what_was_measured(rows: int, nodes: int, milliseconds: float) -> None:
     assert COST.verify(rows, nodes) == pytest.approx(milliseconds)
+
+
+def test_between_numbers_of_rows_the_number_of_tokens_counts() -> None:
+    """Up to 8 tokens cost nothing more, later ones compute, and each row costs something."""
+
+    def truth(rows: int, nodes: int) -> float:
+        return 20.0 + 3.0 * max(0, rows * nodes - 8) + 0.5 * (rows - 1)
+
+    places = [*((1, n) for n in (1, 4, 8, 16, 32)), *((4, n) for n in (1, 2, 4)), *((16, n) for n in (1, 2, 4))]
+    between = [(rows, nodes) for rows in (1, 2, 3, 6, 8, 12, 16) for nodes in (1, 2, 3, 4)]
+    cost = by_hand([("verify", *place, truth(*place)) for place in places])
+    # what disturbs a measurement adds, and other points of as many tokens or rows correct it
+    for disturbed in ((1, 4), (1, 16), (4, 1), (4, 2), (4, 4), (16, 1), (16, 2)):
+        other = by_hand([("verify", *place, truth(*place) * (1 + 0.4 * (place == disturbed))) for place in places])
+        for rows, nodes in between:
+            assert cost.verify(rows, nodes) == pytest.approx(truth(rows, nodes))
+            assert other.verify(rows, nodes) == pytest.approx(truth(rows, nodes)), disturbed
+    few = by_hand([("verify", *place, truth(*place)) for place in places if place[0] == 1 or place[1] == 1])
+    for rows, nodes in between:
+        assert few.verify(rows, nodes) == pytest.approx(truth(rows, nodes)), "one point of many rows is enough"
 
 
 def test_drafting_and_following() -> None:
@@ -80,6 +102,48 @@ def test_drafting_and_following() -> None:
     assert COST.follow(3) == 0.5
     bare = by_hand([("verify", 1, 1, 10.0), ("static", 1, 2, 1.0)])
     assert (bare.draft("dynamic", 1, 5), bare.follow(1)) == (1.0, 0.0), "what was not measured is as the nearest kind"
+
+
+def test_each_level_of_a_tree_costs_as_much_as_the_others() -> None:
+    cost = CostProfile(
+        (
+            CostPoint("verify", 1, 1, 10.0),
+            CostPoint("static", 1, 2, 3.0, depth=1),
+            CostPoint("dynamic", 1, 2, 2.0, depth=1),
+            CostPoint("dynamic", 1, 8, 6.0, depth=3),  # 2 for each further level
+            CostPoint("dynamic", 1, 24, 18.0, depth=5),  # 4 for each
+            CostPoint("dynamic", 5, 4, 9.0, depth=3),  # 3 for each, the first, too
+        )
+    )
+    for nodes, depth, milliseconds in ((2, 1, 2.0), (8, 3, 6.0), (24, 5, 18.0)):
+        assert cost.draft("dynamic", 1, nodes, depth) == cost.draft("dynamic", 1, nodes) == milliseconds
+    assert cost.draft("dynamic", 1, 8, 6) == 12.0
+    assert cost.draft("dynamic", 1, 24, 1) == 2.0
+    assert cost.draft("dynamic", 1, 16, 2) == 5.0
+    assert cost.draft("dynamic", 5, 4, 1) == cost.draft("dynamic", 5, 24, 1) == 3.0
+    assert cost.draft("dynamic", 9, 24, 1) == 4.0, "the line over rows goes on"
+    assert cost.draft("dynamic", 5, 4, 4) == 12.0
+    assert cost.draft("dynamic", 3, 8, 2) == (4.0 + 6.0) / 2
+    assert cost.draft("static", 1, 8, 2) == 6.0, "nothing is known of a second level"
+    assert cost.draft("dynamic", 1, 1, 0) == 0.0
+    assert COST.draft("static", 1, 4, 9) == 3.0, "where the depth is not known, it does not count"
+    tired = CostProfile((*cost.points[:3], CostPoint("dynamic", 1, 8, 1.0, depth=3)))
+    assert tired.draft("dynamic", 1, 8, 6) == 2.0, "no level costs less than nothing"
+
+
+@pytest.mark.parametrize(("method", "depth"), [("hydra", 3), ("medusa", 3), ("eagle", 5), ("small-llama", 5)])
+def test_drafting_is_measured_with_known_depths(target: TargetModel, method: str, depth: int) -> None:
+    """Heads without a limit are measured deeper than they were trained."""
+    head = tiny_head(method, target)
+    found = fake(target, head, linear)
+    depths = {(point.part, point.nodes): point.depth for point in found.points}
+    assert [depths["dynamic", nodes] for nodes in (2, 5, 8, 24)] == [1, min(4, depth), depth, depth]
+    assert [depths["static", nodes] for nodes in (2, 24)] == [1, depth]
+    assert {point.depth for point in found.points if point.part in ("verify", "follow")} == {None}
+    timer = StepTimer(target, head)
+    for part, nodes in (("static", 24), ("dynamic", 24), ("dynamic", 2)):
+        draft = timer._drafter(2).propose(timer._context(2, 1), timer._shape(part, nodes))
+        assert draft.max_depth == timer.depth_of(part, nodes)
 
 
 def test_with_one_row_measured_several_rows_are_as_many_nodes() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draftheads.acceptance_profile import AcceptanceProfile
-from draftheads.decode.cost_profile import CostProfile, by_hand
+from draftheads.decode.cost_profile import CostPoint, CostProfile, by_hand
 from draftheads.decode.engine import Engine
 from draftheads.decode.size_policy import SizePolicy, SizePolicySession
 from draftheads.draft import Context, Draft
@@ -193,6 +193,105 @@ def test_what_a_step_without_a_draft_costs_the_drafter_counts() -> None:
     cost = by_hand([("verify", 1, 1, 10.0), ("verify", 1, 2, 14.5), ("static", 1, 2, 0.0), ("follow", 1, 1, 0.3)])
     barely = tiny_profile(Tree.chain(1), static_tokens=[1.0, 1.5], dynamic_tokens=[])
     assert policy(barely, cost).propose(context(1), ROOT_ONLY).num_nodes == 2
+
+
+def test_nothing_is_drafted_for_many_rows_where_a_disturbed_point_made_it_seem_cheap() -> None:
+    """As measured on a machine of two cores: 16 rows of one node seem to cost as much as 16 of two nodes."""
+    points = [
+        *[(1, 1, 25.9), (1, 4, 36.0), (1, 8, 39.8), (1, 12, 50.6), (1, 16, 60.8), (1, 24, 77.1), (1, 32, 84.1)],
+        *[(4, 1, 31.6), (4, 2, 37.3), (4, 4, 68.1), (4, 8, 82.3), (16, 1, 98.7), (16, 2, 97.0), (16, 4, 168.4)],
+    ]
+    cost = by_hand([*(("verify", *point) for point in points), ("dynamic", 1, 2, 1.2), ("dynamic", 1, 8, 4.4)])
+    hydra = tiny_profile(Tree.chain(0), dynamic_tokens=[1.0, 1.48, 1.73, 1.87, 1.95, 2.01, 2.07, 2.11, 2.14, 2.16])
+    one = policy(hydra, cost)
+    assert one.choose(np.ones(1))[0] is not None
+    assert one.choose(np.ones(2))[0] is not None
+    assert one.choose(np.ones(8))[0] is None
+    assert one.choose(np.ones(16))[0] is None
+
+
+# --- depth ---
+
+
+def by_depth(kind: str) -> AcceptanceProfile:
+    """Each level down to the sixth gains 0.6 times what the one above gains."""
+    chain = [round(sum(0.6**d for d in range(depth + 1)), 4) for depth in range(7)]
+    deep = [[chain[min(depth, n)] + 0.005 * n for n in range(24)] for depth in range(1, 7)]
+    if kind == "static":
+        return tiny_profile(Tree.chain(6), 6, static_tokens=chain, dynamic_tokens=[])
+    return tiny_profile(Tree.chain(0), 6, dynamic_tokens=deep[-1], shallower_tokens=deep[:-1])
+
+
+def head_that_pays(level: float, rows: int = 1) -> CostProfile:
+    """So many milliseconds of drafting for each level, and as many times that as there are rows."""
+    return CostProfile(
+        (
+            *(CostPoint("verify", r, n, 20.0 + 0.2 * (r * n - 1)) for r in {1, rows} for n in (1, 32)),
+            *(
+                CostPoint(kind, r, depth + 1, r * level * depth, depth=depth)
+                for kind in ("static", "dynamic")
+                for r in {1, rows}
+                for depth in (1, 3)
+            ),
+        )
+    )
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_trees_are_deep_where_a_level_is_cheap_and_shallow_where_it_is_dear(kind: str) -> None:
+    profile = by_depth(kind)
+    depths = []
+    for level in (0.01, 0.5, 2.0, 5.0, 9.0, 40.0):
+        cost = head_that_pays(level)
+        shape, gain, rate = policy(profile, cost).choose(np.ones(1))
+        rates = {
+            (depth, n): profile.tokens(kind, depth)[n - 1]  # type: ignore[arg-type]
+            / (cost.verify(1, n) + level * min(depth, n - 1))
+            for depth in range(1, 7)
+            for n in range(2, len(profile.tokens(kind, depth)) + 1)  # type: ignore[arg-type]
+        }
+        if shape is None:
+            depths.append(0)
+            assert max(rates.values()) < 1.05 / cost.verify(1, 1)
+            continue
+        assert rate == pytest.approx(max(rates.values()))
+        found = shape.max_depth or 6  # type: ignore[union-attr]
+        assert gain + 1 == pytest.approx(profile.tokens(kind, found)[shape.num_nodes - 1])  # type: ignore[arg-type]
+        depths.append(found)
+    assert depths[0] == 6
+    assert depths == sorted(depths, reverse=True)
+    assert len(set(depths)) >= 4
+    assert depths[-1] == 0
+
+
+def test_the_depth_depends_on_the_number_of_rows() -> None:
+    one = policy(by_depth("dynamic"), head_that_pays(1.0, rows=16))
+    alone, _, _ = one.choose(np.ones(1))
+    together, _, _ = one.choose(np.ones(8))
+    assert isinstance(alone, BestFirst)
+    assert isinstance(together, BestFirst)
+    assert (together.max_depth or 6) < (alone.max_depth or 6)
+
+
+def test_spare_nodes_are_no_deeper() -> None:
+    one = policy(by_depth("dynamic"), head_that_pays(3.0))
+    shape, _, _ = one.choose(np.ones(1))
+    assert isinstance(shape, BestFirst)
+    assert shape.max_depth is not None
+    one.propose(context(1), ROOT_ONLY)
+    (asked,) = one.session.asked  # type: ignore[attr-defined]
+    assert asked.max_depth == shape.max_depth
+    assert asked.num_nodes > shape.num_nodes
+
+
+def test_a_profile_without_lower_depths_is_drafted_as_deep_as_it_was_measured() -> None:
+    old = replace(by_depth("dynamic"), shallower_tokens=[])
+    shape, _, _ = policy(old, head_that_pays(0.5)).choose(np.ones(1))
+    assert isinstance(shape, BestFirst)
+    assert shape.max_depth is None
+    small, _, _ = policy(old, head_that_pays(9.0)).choose(np.ones(1))
+    assert isinstance(small, BestFirst)
+    assert small.num_nodes == 2, "only a smaller tree is shallower"
 
 
 # --- one number per request ---

@@ -59,7 +59,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3, 3.1": ("eagle3", {"fc_norm": True, "norm_output": True, "draft_vocab_size": 12, "lm_head": "own"}),
     "eagle3, one state": ("eagle3", {"layers": [], "num_key_value_heads": 1}),
     "eagle, no bias": ("eagle", {"fusion_bias": False, "num_key_value_heads": 1}),
+    "eagle, own": ("eagle", {"lm_head": "own"}),
+    "eagle, low rank": ("eagle", {"lm_head": "low_rank", "lm_head_rank": 5}),
     "markov-medusa, no gates": ("markov-medusa", {"gated": False, "markov_rank": 3}),
+    "small-llama, low rank": ("small-llama", {"lm_head": "low_rank", "lm_head_rank": 5}),
     "small-llama, deep": ("small-llama", {"num_layers": 2, "num_key_value_heads": 2, "draft_vocab_size": 12}),
     "markov-medusa, own": ("markov-medusa", {"lm_head": "own", "num_layers": 2, "draft_vocab_size": 12}),
 }
@@ -209,7 +212,8 @@ def test_drafting_with_a_history_is_drafting_from_scratch(
     if without_draft == "without room":
         monkeypatch.setattr("draftheads.heads.stateful._MOST_UNREAD", 6)
     head = variant(name, model)
-    shape = BestFirst(12, num_ranks=4, beam=3)
+    # heads without a limit of depth: beyond the depth that they are trained for
+    shape = BestFirst(12, num_ranks=4, beam=3, max_depth=None if head.depth_limit else 6)
     hidden, tokens = random_text(6, 200, size=input_size(head), seed=3)
     chance = torch.Generator().manual_seed(5)
     session = head.start()
@@ -255,6 +259,39 @@ def test_drafting_with_a_history_is_drafting_from_scratch(
         if not rows and not waiting:
             break
     assert len(met) > 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["eagle", "eagle, no bias", "eagle3", "eagle3, 3.1", "small-llama", "small-llama, deep", "small-llama, low rank"],
+)
+def test_a_head_drafts_deeper_than_it_was_trained_as_one_of_that_depth_does(name: str, model: TargetModel) -> None:
+    head, deep = variant(name, model), variant(name, model, num_heads=6)
+    hidden, tokens = random_text(2, 14, size=input_size(head))
+    context = whole(hidden, tokens, [12, 7])
+    assert (head.depth_limit, head.config.num_heads) == (None, 3)
+    for shape in (Tree.chain(6), BestFirst(30, num_ranks=4, beam=3, max_depth=6)):
+        found, expected = propose(head, context, shape), propose(deep, context, shape)
+        assert found.max_depth == 6
+        assert torch.equal(found.token_ids, expected.token_ids)
+        assert torch.equal(found.parents, expected.parents)
+    by_confidence = propose(head, context, BestFirst(30, num_ranks=4, beam=3, confidence=(1.0,) * 6))
+    assert torch.equal(by_confidence.token_ids, found.token_ids)
+    assert propose(head, context, BestFirst(30, num_ranks=4, beam=3)).max_depth == 3
+    deeper = head.with_depth(6)
+    assert head.config.num_heads == 3
+    torch.testing.assert_close(deeper(hidden, tokens), deep(hidden, tokens))
+
+
+@pytest.mark.parametrize("name", ["hydra", "eagle, own", "eagle, low rank", "mlp-speculator, tied, shared"])
+def test_heads_with_weights_for_each_depth_draft_no_deeper_than_trained(name: str, model: TargetModel) -> None:
+    head = variant(name, model)
+    for shape in (Tree.chain(4), BestFirst(9, max_depth=4)):
+        with pytest.raises(InvalidTree, match="the tree is 4 deep but the head has 3 heads"):
+            head.check_shape(shape)
+    hidden, tokens = random_text(1, 9, size=model.hidden_size)
+    shape = BestFirst(9, confidence=(1.0,) * 5)
+    assert propose(head, whole(hidden, tokens, [7]), shape).max_depth == 3
 
 
 @pytest.mark.parametrize("method", STATEFUL)

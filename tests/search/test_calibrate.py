@@ -342,7 +342,7 @@ def test_drafting_along_several_answers_equals_drafting_along_each_alone(kind: s
                 len(true_nodes(draft, answer.token_ids[place + 1 : place + 1 + K]))
                 for place, draft in enumerate(drafts)
             ]
-        assert torch.cat([(sizes <= size).sum(1) for sizes in found]).tolist() == kept
+        assert torch.cat([(sizes[-1] <= size).sum(1) for sizes in found]).tolist() == kept
         kept_by_size.append(sum(kept))
     assert kept_by_size[0] == 0 < kept_by_size[1] < kept_by_size[2] < kept_by_size[-1]
 
@@ -354,5 +354,5 @@ def test_drafting_along_answers_uses_the_shape_s_confidence() -> None:
     found = []
     for confidence in ((1.0, 1.0, 1.0), (4.0, 0.4, 1.0)):
         shape = BestFirst(24, num_ranks=6, confidence=confidence)
-        found.append(torch.cat(drafted_along(head, model, answers, shape)))
+        found.append(torch.cat(drafted_along(head, model, answers, shape), 1))
     assert not torch.equal(*found)

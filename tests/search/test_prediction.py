@@ -92,14 +92,37 @@ def test_static_trees_take_as_many_steps_as_predicted(family: str, kind: str, te
 def test_growing_trees_take_as_many_steps_as_predicted(family: str, kind: str, temperature: float) -> None:
     model = model_of(family)
     head, answers = head_of(kind, model), recorded(family, temperature)
-    largest = BestFirst(30, num_ranks=6, beam=3, confidence=(1.6, 2.2, 0.9))
+    # with room for the trees of a lower depth
+    largest = BestFirst(260, num_ranks=6, beam=3, confidence=(1.6, 2.2, 0.9))
     texts = drafted_along(head, model, answers, largest)
     predicted = []
-    for size in (3, 24):
-        predicted.append(simulate(texts, size)[0])
-        shape = replace(largest, num_nodes=size)
+    for size, depth in ((3, 3), (24, 2), (24, 3)):
+        predicted.append(simulate([text[depth - 1] for text in texts], size)[0])
+        shape = replace(largest, num_nodes=size, max_depth=depth)
         assert predicted[-1] == measured(model, head, shape, answers, temperature)
-    assert 1.0 < predicted[0] < predicted[1]
+    assert 1.0 < predicted[0] < predicted[2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("family", "kind"), [("llama", "eagle"), ("gpt2", "small-llama"), ("mistral", "eagle")])
+def test_trees_deeper_than_trained_take_as_many_steps_as_predicted(family: str, kind: str, temperature: float) -> None:
+    """Of a head that was trained three deep, with trees of depth 5."""
+    model = model_of(family)
+    head, answers = head_of(kind, model), recorded(family, temperature)
+    deep = head.with_depth(5)
+    seen = observed(deep, model, answers, temperature)
+    order = joint_order(path_counts(torch.cat([one.ranks for one in seen]), num_ranks=3), 60)
+    order += [path for path in Tree.chain(5).paths[1:] if path not in order]
+    predicted = simulate([entries(one.ranks, order) for one in seen], len(order) + 1)[0]
+    assert predicted == measured(model, head, Tree.from_paths(order), answers, temperature)
+    largest = BestFirst(90, num_ranks=6, beam=3, confidence=(1.6, 2.2, 0.9, 1.1, 1.0))
+    texts = drafted_along(deep, model, answers, largest)
+    predicted_by_depth = []
+    for depth in (3, 5):
+        predicted_by_depth.append(simulate([text[depth - 1] for text in texts], 24)[0])
+        shape = replace(largest, num_nodes=24, max_depth=depth)
+        assert predicted_by_depth[-1] == measured(model, head, shape, answers, temperature)
+    assert predicted_by_depth[1] == measured(model, head, replace(largest, num_nodes=24), answers, temperature)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

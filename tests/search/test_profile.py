@@ -1,11 +1,17 @@
 """From texts to acceptance profiles: what counts as an answer, and the profile when there is little to measure on."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from draftheads.acceptance_profile import AcceptanceProfile, read_profile
+from draftheads.checkpoint import load_head, save_head
 from draftheads.decode.engine import Engine
 from draftheads.drafters.copy_odds import DEFAULT_ODDS, check_odds
+from draftheads.errors import CheckpointCorrupt, InvalidTree
 from draftheads.progress import NoProgress
+from draftheads.search import replay
 from draftheads.search.calibrate import Answer
 from draftheads.search.profile import TOKENS_PER_TEXT, measured_profile, recorded, static_profile
 from draftheads.search.settings import ReplaySettings
@@ -45,6 +51,29 @@ def test_a_measured_profile_predicts_the_tokens_per_step_of_decoding() -> None:
         results = Engine(model, head, shape=shape).generate(PROMPTS, max_new_tokens=40)
         gained = sum(len(r.token_ids) - 1 for r in results) / sum(r.num_steps for r in results)
         assert gained == pytest.approx(found["dynamic"]["expected"][nodes - 1])
+
+
+def test_a_measured_profile_of_a_head_without_a_limit_of_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its trees are deeper than the head was trained, in the file, when it is loaded, and when it drafts."""
+    monkeypatch.setattr(replay, "_SMALLEST_STEP", 0.0)
+    model = tiny_model("llama")
+    head = tiny_head("eagle", model)
+    plain = Engine(model).generate(PROMPTS, max_new_tokens=40)
+    answers = [Answer(tuple(p), r.token_ids) for p, r in zip(PROMPTS, plain, strict=True)]
+    profile, found = measured_profile(model, head, answers, ReplaySettings(num_ranks=6, beam=3), progress=NoProgress())
+    assert (profile.depth, profile.depths("dynamic")) == (8, range(1, 9))
+    assert profile.tokens("dynamic", 1)[-1] < profile.tokens("dynamic", 8)[-1]
+    save_head(head, tmp_path / "head", base=model, profile=profile, dtype=torch.float32)
+    loaded = load_head(tmp_path / "head", model)
+    assert loaded.default_shape == read_profile(tmp_path / "head" / "acceptance.json").tree(10)
+    for depth in (2, 8):
+        results = Engine(model, loaded, shape=profile.growing(12, depth)).generate(PROMPTS, max_new_tokens=40)
+        gained = sum(len(r.token_ids) - 1 for r in results) / sum(r.num_steps for r in results)
+        assert gained == pytest.approx([*found["dynamic"]["shallower"], found["dynamic"]["expected"]][depth - 1][11])
+    with pytest.raises(CheckpointCorrupt, match="confidence has 2 numbers but the head has 3 heads"):
+        save_head(head, tmp_path / "other", base=model, profile=AcceptanceProfile.assumed(2))
+    with pytest.raises(InvalidTree, match="the tree is 4 deep but the head has 3 heads"):
+        save_head(tiny_head("hydra", model), tmp_path / "other", base=model, profile=AcceptanceProfile.assumed(4))
 
 
 def test_static_profiles_from_ranks_alone() -> None:

@@ -190,9 +190,10 @@ def test_growing_trees_are_measured_up_to_their_largest_size(
 
     head.start = watched  # type: ignore[method-assign]
     Engine(model, head, shape=BestFirst(1000, num_ranks=num_ranks, beam=beam)).generate(PROMPTS, max_new_tokens=4)
-    assert set(drafted) == {one.replay._most_grown()}
+    (most,) = set(drafted)
+    assert one.replay._most_grown(head) == (most, most)
     one.replay.settings = ReplaySettings(num_ranks=num_ranks, beam=beam, max_nodes=4)
-    assert one.replay._most_grown() == 4
+    assert one.replay._most_grown(head) == (4, min(most, 12 if head.reads_path else 4))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -214,6 +215,38 @@ def test_a_replay_in_parts_equals_one_in_a_piece_and_predicts_decoding(
     results = Engine(model, head, shape=shape).generate(PROMPTS, samplings(one.replay.settings, len(PROMPTS)))
     foreseen = sum(len(result.token_ids) - 1 for result in results) / sum(result.num_steps for result in results)
     assert found["dynamic"]["expected"][11] == foreseen
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "small-llama"])
+def test_heads_without_a_limit_are_replayed_deeper_as_far_as_it_gains(
+    model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    head = tiny_head(method, model)
+    options = {"num_ranks": 5, "beam": 3, "max_nodes": 16, "max_new_tokens": 40}
+    one = case(model, head, tmp_path, PROMPTS, **options)
+    answers = one.answers()
+    found = {}
+    for step in (0.0, 1.0 + 1e-9, 2.0):  # every level is kept; those that gain; none
+        monkeypatch.setattr(replay, "_SMALLEST_STEP", step)
+        found[step] = one.replay.run(answers)
+    depths = [len(one["confidence"]["temperatures"]) for one in found.values()]
+    assert depths[0] == 8 >= depths[1] >= 3 == depths[2]
+    assert head.config.num_heads == 3
+    for kept, depth in zip(found.values(), depths, strict=True):
+        assert len(kept["accuracy"]) == depth
+        assert max(map(len, kept["static"]["paths"])) <= depth
+        by_depth = [*kept["dynamic"]["shallower"], kept["dynamic"]["expected"]]
+        assert len(by_depth) == depth
+        confidence = tuple(kept["confidence"]["temperatures"])
+        for limit in {2, depth}:
+            shape = BestFirst(16, num_ranks=5, beam=3, max_depth=limit, confidence=confidence)
+            results = Engine(model, head, shape=shape).generate(PROMPTS, samplings(one.replay.settings, len(PROMPTS)))
+            gained = sum(len(one.token_ids) - 1 for one in results) / sum(one.num_steps for one in results)
+            assert by_depth[limit - 1][15] == gained
+    short = [Answer(answer.prompt_ids, answer.token_ids[:7]) for answer in answers]
+    assert one.replay._deep_head(short).config.num_heads == 5, "no deeper than the answers"
+    own = case(model, tiny_head("hydra", model), tmp_path, PROMPTS, **options)
+    assert own.replay._deep_head(answers) is own.replay.head
 
 
 def test_answers_are_those_of_plain_decoding(

@@ -30,7 +30,7 @@ from draftheads.provenance import provenance
 from draftheads.strict_json import checked, read_dataclass, read_object
 
 BUDGET_SECONDS = 5.0
-_VERSION = 6
+_VERSION = 7
 _REPEATS, _SWEEPS = 2, 4  # timings of a part in a row, and how often all parts are timed
 _LONG_REPEATS = 4  # timings of verifying after a long text
 _LONG_TEXT_SECONDS = 1.5  # of the budget, for these
@@ -69,15 +69,17 @@ class CostPoint:
     milliseconds: float
     text_tokens: int = TEXT_TOKENS
     """Tokens of each row's text. Only verifying is also measured after a longer text."""
+    depth: int | None = None
+    """Levels of the tree that was drafted; None where it is not known, and then all depths cost as much."""
 
 
 @dataclass(frozen=True)
 class CostProfile:
     """Milliseconds of a step: straight lines between the measured points.
 
-    Beyond the last number of nodes the last line goes on; beyond the last number of rows verifying is in proportion.
-    Verifying never gets cheaper with more rows or nodes, and no node is cheaper than those before it: small trees wait
-    for weights, large ones compute. Disturbances only add time, so points that break these rules are lowered.
+    Verifying costs by the number of tokens, rows x nodes, and something for the rows. Beyond the last points the last
+    line goes on. Verifying never gets cheaper with more rows or tokens, and no token is cheaper than those before it:
+    few tokens wait for weights, many compute. Disturbances only add time, so points that break these rules are lowered.
 
     Raises:
         ValueError: on construction, where a point is not positive or no plain step was measured.
@@ -123,10 +125,30 @@ class CostProfile:
         return lines
 
     def _verify_short(self, rows: int, nodes: int) -> float:
-        lines = self._lines["verify"]
-        if len(lines) == 1:  # nothing is known of several rows but the number of their nodes
-            rows, nodes = 1, rows * nodes
-        return self._by_rows(lines, rows, nodes)
+        by_tokens, by_rows = self._verifying
+        return _on_line(by_tokens, rows * nodes) + _on_line(by_rows, rows)
+
+    @cached_property
+    def _verifying(self) -> tuple[Line, Line]:
+        """Milliseconds by tokens, rows x nodes, and what each number of rows adds.
+
+        The layers compute tokens, whatever the rows, and their kernels change with the number of tokens. Attention is
+        computed by rows. So 8 rows of 2 nodes are as 4 rows of 4 or 1 row of 16, but for what 8 rows add. The least
+        that was measured counts, as disturbances only add.
+        """
+        lines = {rows: [(rows * nodes, value) for nodes, value in line] for rows, line in self._lines["verify"].items()}
+        one = _from_below(lines[1])
+        by_rows: Line = []
+        for rows, line in sorted(lines.items(), reverse=True):
+            known = [point for point in line if point[0] <= one[-1][0]] or line[:1]
+            added = max(0.0, min(value - _on_line(one, tokens) for tokens, value in known))
+            by_rows.append((rows, min([added, *(more for _, more in by_rows)]) if rows > 1 else 0.0))
+        by_rows.reverse()
+        least: dict[int, float] = {}
+        for rows, added in by_rows:
+            for tokens, value in lines[rows]:
+                least[tokens] = min(least.get(tokens, math.inf), value - added)
+        return _from_below(sorted(least.items())), by_rows
 
     @staticmethod
     def _by_rows(lines: Mapping[int, Line], rows: int, nodes: int) -> float:
@@ -138,9 +160,46 @@ class CostProfile:
         most = highest[-1][0]
         return _on_line(highest, min(rows, most)) * max(1.0, rows / most)
 
-    def draft(self, kind: Literal["static", "dynamic"], rows: int, nodes: int) -> float:
-        """Milliseconds of drafting."""
-        return self._bilinear(self._lines.get(kind) or self._lines.get("static"), rows, nodes)
+    def draft(self, kind: Literal["static", "dynamic"], rows: int, nodes: int, depth: int | None = None) -> float:
+        """Milliseconds of drafting; a root alone (``depth`` 0) is not drafted.
+
+        Args:
+            kind: of tree.
+            rows: B.
+            nodes: N, root included.
+            depth: levels below the root; as in the trees that were measured when left out. The first level has its own
+                cost, where it was measured alone, and all further ones cost as much as each other.
+        """
+        if depth == 0:
+            return 0.0
+        part = kind if kind in self._lines else "static"
+        if depth is None or part not in self._levels:
+            return self._bilinear(self._lines.get(part), rows, nodes)
+        found = [
+            (number, first + (depth - 1) * _on_line(line, nodes))
+            for number, (first, line) in sorted(self._levels[part].items())
+        ]
+        return max(0.0, _on_line(found, rows))
+
+    @cached_property
+    def _levels(self) -> dict[str, dict[int, tuple[float, Line]]]:
+        """By part and rows: milliseconds of the first level, and of each further one by nodes."""
+        places: dict[tuple[str, int], list[CostPoint]] = {}
+        for point in sorted(self.points, key=lambda point: point.nodes):
+            if point.depth:
+                places.setdefault((point.part, point.rows), []).append(point)
+        levels: dict[str, dict[int, tuple[float, Line]]] = {}
+        for (part, rows), points in places.items():
+            first = [point.milliseconds for point in points if point.depth == 1]
+            lowest = min(first, default=0.0)
+            known = len(first[:1])  # levels whose cost is known; where none is, all cost as much
+            line = [
+                (point.nodes, max(0.0, point.milliseconds - lowest) / (point.depth - known))
+                for point in points
+                if point.depth and point.depth > 1
+            ] or [(1, lowest)]
+            levels.setdefault(part, {})[rows] = (lowest if known else line[0][1], line)
+        return levels
 
     def follow(self, rows: int) -> float:
         """Milliseconds that a drafter takes in a step without a draft."""
@@ -239,7 +298,7 @@ def measure_cost(
     end = timer.now + budget_seconds
     deadline = end - (_LONG_TEXT_SECONDS if timer.long_text_tokens > TEXT_TOKENS else 0.0)
     samples: dict[tuple[Part, int, int], float] = {}
-    most = 1.0 + drafter.config.num_heads + extra_nodes  # tokens of a step
+    most = 1.0 + timer.depth + extra_nodes  # tokens of a step
     for sweep in range(_SWEEPS):
         for part, rows, nodes in _ORDER:
             place = (part, rows, nodes)
@@ -256,7 +315,10 @@ def measure_cost(
                 if timer.now + times[-1] / 1e3 > deadline:
                     break
             samples[place] = min(times)  # what disturbs a machine only adds
-    points = [CostPoint(*place, round(value, 4)) for place, value in sorted(samples.items())]
+    points = [
+        CostPoint(*place, round(value, 4), depth=timer.depth_of(place[0], place[2]))
+        for place, value in sorted(samples.items())
+    ]
     return CostProfile((*points, *_after_long_text(timer, samples, end)))
 
 

@@ -1,12 +1,14 @@
 """How many tokens to draft at a step: from the acceptance profile, the cost profile and each request's own acceptance.
 
 The policy reads no clock: what it decides depends on tokens and on the two profiles only. A table gives the expected
-tokens and the milliseconds of each kind and size of tree; the fastest is drafted, or nothing where plain decoding is as
-fast. A draft that comes with probabilities is then cut where a further node costs more time than it gains.
+tokens and the milliseconds of each kind, depth and size of tree; the fastest is drafted, or nothing where plain
+decoding is as fast. A draft that comes with probabilities is then cut where a further node costs more time than it
+gains.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,7 @@ from draftheads.drafters.copying import Copying, CopyingSession
 from draftheads.shapes import ROOT_ONLY, BestFirst, Shape
 
 Floats = npt.NDArray[np.float64]
+Way = tuple[Kind, int]  # of drafting: a kind of tree, and its greatest depth
 
 _PRIOR = 4.0  # pseudo-count of the profile in a request's acceptance estimate, in expected draft tokens
 _MEMORY = 0.99  # weight that older draft tokens of a request keep, per step with a draft
@@ -53,12 +56,12 @@ class _Record:
 
 @dataclass(frozen=True)
 class _Table:
-    """What steps of one number of rows gain and cost, by kind; entry n-1 is of trees of n nodes."""
+    """What steps of one number of rows gain and cost, by way; entry n-1 is of trees of n nodes."""
 
     plain: float  # milliseconds of a step without a draft
-    gains: dict[Kind, Floats]  # expected draft tokens that are accepted, per row
-    milliseconds: dict[Kind, Floats]  # of a whole step
-    verifying: Floats  # of that, verifying; for more nodes than there are trees, too
+    gains: dict[Way, Floats]  # expected draft tokens that are accepted, per row
+    drafting: dict[Way, Floats]  # milliseconds
+    verifying: Floats  # milliseconds; for more nodes than there are trees, too
 
 
 class SizePolicy:
@@ -102,7 +105,8 @@ class SizePolicySession:
         self._records: list[_Record] = []
         self._expected: Sequence[float] = ()  # of this step: expected accepted draft tokens per row
         self._tables: dict[tuple[int, int], _Table] = {}  # by rows and tokens of the longest text
-        self._shapes: dict[tuple[Kind, int], Shape] = {}
+        self._drafting: dict[int, dict[Way, Floats]] = {}  # by rows
+        self._shapes: dict[tuple[Way, int], Shape] = {}
 
     def propose(self, context: Context, shape: Shape) -> Draft:
         """The drafter's draft, of the size that is fastest, or the root alone; whatever the given shape."""
@@ -157,15 +161,15 @@ class SizePolicySession:
         table = self._table(batch, text_tokens)
         found: tuple[Shape | None, float, float] = (None, 0.0, batch / table.plain)
         fastest = (_SMALLEST_GAIN_OF_SEVERAL if batch > 1 else _SMALLEST_GAIN) * found[2]
-        for kind, gains in table.gains.items():
-            rates = (batch + ratios.sum() * gains) / table.milliseconds[kind]
+        for way, gains in table.gains.items():
+            rates = (batch + ratios.sum() * gains) / (table.verifying[: len(gains)] + table.drafting[way])
             best = int(rates[1:].argmax()) + 1 if len(rates) > 1 else 0
             if not best:
                 continue
-            rate = float(rates[best]) * (1.0 + (_CUT_GAIN / batch if kind == "dynamic" else 0.0))
+            rate = float(rates[best]) * (1.0 + (_CUT_GAIN / batch if way[0] == "dynamic" else 0.0))
             if rate > fastest:
                 fastest = rate
-                found = (self._shape(kind, best + 1), float(gains[best]), float(rates[best]))
+                found = (self._shape(way, best + 1), float(gains[best]), float(rates[best]))
         return found
 
     def _cut(self, draft: Draft, ratios: Floats, rate: float, table: _Table) -> Draft:
@@ -181,31 +185,46 @@ class SizePolicySession:
     def _table(self, batch: int, text_tokens: int) -> _Table:
         text = -(-text_tokens // _TEXT_BLOCK) * _TEXT_BLOCK
         if (batch, text) not in self._tables:
-            profile, cost = self.profile, self.cost
-            most = max(len(profile.tokens(kind)) for kind in KINDS) + self.extra_nodes
+            cost = self.cost
+            most = max(len(self.profile.tokens(kind)) for kind in KINDS) + self.extra_nodes
             verifying = np.array([cost.verify(batch, nodes, text) for nodes in range(1, most + 1)])
-            gains = {kind: np.array(profile.tokens(kind)) - 1.0 for kind in KINDS if len(profile.tokens(kind)) > 1}
-            drafting = {
-                kind: np.array([cost.draft(kind, batch, nodes) for nodes in range(1, len(gains[kind]) + 1)])
-                for kind in gains
-            }
             plain = float(verifying[0]) + cost.follow(batch)
-            milliseconds = {kind: verifying[: len(drafting[kind])] + drafting[kind] for kind in gains}
-            self._tables[batch, text] = _Table(plain, gains, milliseconds, verifying)
+            self._tables[batch, text] = _Table(plain, self._gains, self._drafting_of(batch), verifying)
         return self._tables[batch, text]
+
+    @cached_property
+    def _gains(self) -> dict[Way, Floats]:
+        ways = [(kind, depth) for kind in KINDS for depth in self.profile.depths(kind)]
+        gains = {way: np.array(self.profile.tokens(*way)) - 1.0 for way in ways}
+        return {way: some for way, some in gains.items() if len(some) > 1}
+
+    def _drafting_of(self, batch: int) -> dict[Way, Floats]:
+        if batch not in self._drafting:
+            self._drafting[batch] = {
+                (kind, depth): np.array(
+                    [
+                        self.cost.draft(kind, batch, nodes, levels)
+                        for nodes, levels in enumerate(self.profile.levels(kind, depth), 1)
+                    ]
+                )
+                for kind, depth in self._gains
+            }
+        return self._drafting[batch]
 
     def _with_spare(self, shape: Shape, table: _Table) -> Shape:
         """A growing tree of twice the nodes, for :meth:`_cut` to choose among, where drafting them costs little."""
         if not isinstance(shape, BestFirst):
             return shape
-        costs = table.milliseconds["dynamic"] - table.verifying[: len(table.gains["dynamic"])]
+        way: Way = ("dynamic", shape.max_depth or self.profile.depth)
+        costs = table.drafting[way]
         most = min(2 * shape.num_nodes + _SPARE_NODES, len(costs))
         limit = costs[shape.num_nodes - 1] + _SPARE_COST * table.plain
         while most > shape.num_nodes and costs[most - 1] > limit:
             most -= 1
-        return self._shape("dynamic", most)
+        return self._shape(way, most)
 
-    def _shape(self, kind: Kind, num_nodes: int) -> Shape:
-        if (kind, num_nodes) not in self._shapes:
-            self._shapes[kind, num_nodes] = self.profile.shape(kind, num_nodes)
-        return self._shapes[kind, num_nodes]
+    def _shape(self, way: Way, num_nodes: int) -> Shape:
+        if (way, num_nodes) not in self._shapes:
+            kind, depth = way
+            self._shapes[way, num_nodes] = self.profile.shape(kind, num_nodes, depth)
+        return self._shapes[way, num_nodes]

@@ -18,6 +18,7 @@ from draftheads.tree import Tree
 
 TEXT_TOKENS = 256  # tokens of each row, about as many as a short answer and its prompt have
 LONG_TEXT_TOKENS = 1024  # the same where the cost of a longer text is measured
+_DEPTH = 5  # of static trees, and of trees of heads without a limit; further levels cost as much as these
 _STEP_TOKENS = 3  # that a step adds to a row; of several rows the one with the most counts
 
 
@@ -41,6 +42,7 @@ class StepTimer:
         self.generator = torch.Generator().manual_seed(0)
         self._targets: dict[tuple[int, int], Target] = {}  # by rows and their length; one at a time
         self._drafters: dict[int, HeadSession] = {}
+        self.depth = drafter.depth_limit or max(drafter.config.num_heads, _DEPTH)  # of the deepest trees
         self._captured: set[int] = set()  # nodes of steps that have been captured
 
     @property
@@ -100,12 +102,19 @@ class StepTimer:
             drafter.propose(context, shape)
         return self.now - start
 
+    def depth_of(self, part: str, nodes: int) -> int | None:
+        """How many levels the tree of a part has; None for parts without one."""
+        if part not in ("static", "dynamic"):
+            return None
+        shape = self._shape(part, nodes)
+        return shape.max_depth if isinstance(shape, Tree) else min(self.depth, nodes - 1)
+
     def _shape(self, part: str, nodes: int) -> Shape:
         """A tree such as heads draft on, whatever this one's accuracy."""
         if part == "dynamic":
-            return BestFirst(nodes)
-        config = self.drafter.config
-        return typical_tree(nodes, depth=min(config.num_heads, 5), num_ranks=min(config.num_draft_tokens, 4))
+            return BestFirst(nodes, max_depth=self.depth)
+        num_ranks = min(self.drafter.config.num_draft_tokens, 4)
+        return typical_tree(nodes, depth=min(self.depth, _DEPTH), num_ranks=num_ranks)
 
     def _target(self, rows: int, text_tokens: int) -> Target:
         """Rows with a text of that length, whose keys and values are zeros."""

@@ -6,6 +6,7 @@ K heads; head i (0-based) reads position t and predicts x_{t+2+i}; V' is the dra
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -131,6 +132,7 @@ class DraftHead(nn.Module, ABC):
     reads_hidden: ClassVar[bool] = True  # whether it reads hidden states at all
     reads_path: bool = True  # whether a prediction depends on the draft tokens above it
     is_same_at_all_depths: ClassVar[bool] = False  # head i at t is head 0 at t+i: only head 0 is taught
+    shares_layers: ClassVar[bool] = False  # whether all K heads are the same layers; for lm_heads see depth_limit
 
     def __init__(self, config: HeadConfig, *, lm_head_bias: bool = False) -> None:
         super().__init__()
@@ -181,7 +183,7 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def begin(self, root: Root, depth: int) -> Any:
-        """The state at the root of every row, for draft tokens down to ``depth`` (at most K)."""
+        """The state at the root of every row, for draft tokens down to ``depth``; at most :attr:`depth_limit`."""
 
     @abstractmethod
     def predict(self, state: Any, depth: int) -> Tensor:
@@ -212,20 +214,39 @@ class DraftHead(nn.Module, ABC):
                     module.fuse()
             pack(replace_linears(self), folder=folder)
 
+    @property
+    def depth_limit(self) -> int | None:
+        """How deep its trees may be: K, or None where all depths are the same function."""
+        has_one = self.config.lm_head == "shared" or self.config.num_lm_heads == 1
+        return None if self.shares_layers and has_one else self.config.num_heads
+
+    def depth_for(self, shape: Shape) -> int:
+        """How deep a shape without a depth grows: K, or as deep as its confidence was measured within the limit."""
+        measured = len(shape.confidence) if isinstance(shape, BestFirst | BestPaths) else 0
+        return self.depth_limit or max(self.config.num_heads, depth_of(shape) or measured)
+
+    def with_depth(self, depth: int) -> Self:
+        """A head of the same weights, whose K is ``depth``; of heads without a limit. It is no copy of the weights."""
+        assert self.depth_limit is None, "its depths have weights of their own"
+        deeper = copy(self)
+        deeper.config = replace(self.config, num_heads=depth)
+        return deeper
+
     def check_shape(self, shape: Shape) -> None:
         """Can this head fill it?
 
         Raises:
-            InvalidTree: deeper than there are heads, or wider than the draft vocabulary.
+            InvalidTree: deeper than :attr:`depth_limit`, or wider than the draft vocabulary.
         """
-        depth, heads = depth_of(shape), self.config.num_heads
-        if depth is not None and depth > heads:
+        depth, heads, limit = depth_of(shape), self.config.num_heads, self.depth_limit
+        if depth is not None and limit is not None and depth > limit:
             raise InvalidTree(
                 f"the tree is {depth} deep but the head has {counted(heads, 'head')}: cut the tree or train more heads"
             )
         if isinstance(shape, BestFirst | BestPaths) and 0 < len(shape.confidence) < (depth or heads):
             numbers = counted(len(shape.confidence), "number")
-            raise InvalidTree(f"confidence has {numbers} but the head has {counted(heads, 'head')}")
+            needs = f"the head has {counted(heads, 'head')}" if (depth or 0) <= heads else f"the tree is {depth} deep"
+            raise InvalidTree(f"confidence has {numbers} but {needs}")
         check_ranks(shape, self.config.num_draft_tokens)
 
     def bind(self, weights: TargetWeights) -> None:
@@ -339,7 +360,7 @@ class HeadSession:
             self.head.check_shape(shape)
             self._checked = shape
         begin = partial(self.head.begin, self.root(context))
-        return fill(self.head, shape, context, begin=begin, max_depth=self.head.config.num_heads)
+        return fill(self.head, shape, context, begin=begin, max_depth=self.head.depth_for(shape))
 
     def root(self, context: Context) -> Root:
         """What drafting begins with."""

@@ -22,7 +22,7 @@ from draftheads.heads.stateful import PathState, StatefulHead, last_of, next_tok
 
 @dataclass(frozen=True)
 class EagleConfig(LayerConfig, EmbeddingConfig):
-    """EAGLE: one layer, asked once for each depth; ``num_heads`` is how deep it is trained and drafts."""
+    """EAGLE: one layer, asked once for each depth; ``num_heads`` is how deep it is trained."""
 
     fusion_bias: bool = True
     """Whether fc has a bias."""
@@ -38,10 +38,10 @@ class EagleConfig(LayerConfig, EmbeddingConfig):
 class OneLayerHead(StatefulHead):
     """f_{t+1} = layer(E(x_{t+1}), s_t) over the whole text, s_t from the target; then s is f, down each path.
 
-    Trained along the true text as deep as it drafts: pass i reads its own features of pass i-1, as it will when
-    drafting.
+    Trained along the true text, K passes deep: pass i reads its own features of pass i-1, as it will when drafting.
     """
 
+    shares_layers: ClassVar[bool] = True
     layer: TransformerLayer
 
     @abstractmethod

@@ -25,7 +25,7 @@ _RIDGE = 1e-3  # of each number's own size
 
 @dataclass(frozen=True)
 class Eagle3Config(LayerConfig, EmbeddingConfig):
-    """EAGLE-3: one layer, asked once for each depth; ``num_heads`` is how deep it is trained and drafts.
+    """EAGLE-3: one layer, asked once for each depth; ``num_heads`` is how deep it is trained.
 
     It norms the embeddings that it reads. ``embedding_scale`` is only how much larger its features are at first.
     """

@@ -21,7 +21,7 @@ from draftheads.heads.stateful import PathState, StatefulHead, last_of, next_tok
 
 @dataclass(frozen=True)
 class SmallLlamaConfig(LayerConfig, EmbeddingConfig):
-    """Small Llama: ``num_layers`` layers; ``num_heads`` is only how deep it drafts.
+    """Small Llama: ``num_layers`` layers; ``num_heads`` is how deep it drafts where nothing was measured.
 
     It reads embeddings as they are. ``embedding_scale`` is how much larger than these its features are at first.
     """
@@ -40,6 +40,7 @@ class SmallLlamaHead(StatefulHead):
     predicts_hidden_states: ClassVar[bool] = False
     reads_hidden: ClassVar[bool] = False
     is_same_at_all_depths: ClassVar[bool] = True
+    shares_layers: ClassVar[bool] = True
 
     def __init__(self, config: SmallLlamaConfig) -> None:
         super().__init__(config, num_layers=config.num_layers)

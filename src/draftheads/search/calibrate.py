@@ -6,7 +6,8 @@ ranks of several heads are joint ranks.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from draftheads.models.model import TargetModel
 from draftheads.sampling import RowSettings, probabilities
 from draftheads.settings import SamplingSettings
 from draftheads.shapes import BestFirst
+from draftheads.tree_search import NEVER
 
 # candidates for the number that a head's logits are divided by, in steps of 6 %
 DIVISORS = torch.logspace(-0.4, 0.6, 41, base=10.0, dtype=torch.float64)
@@ -45,6 +47,10 @@ class Observation:
         """(m,) bool: whether there is a true token for every head."""
         length, heads = self.ranks.shape
         return torch.arange(length) < length - heads
+
+    def first(self, depth: int) -> Self:
+        """The first heads' part."""
+        return replace(self, **{name: part[:, :depth] for name, part in vars(self).items()})
 
 
 @torch.inference_mode()
@@ -165,12 +171,14 @@ def draft_along(
         prompts: for each answer the hidden states (T, D) of its prompt; empty for heads without a history.
 
     Returns:
-        For each answer (m, K): the smallest size of tree that contains the true token at each depth, as
-        :func:`draftheads.tree_search.entries`.
+        For each answer (K, m, K): entry d-1 is the smallest size of tree of at most depth d that contains the true
+        token at each depth, as :func:`draftheads.tree_search.entries`. A token that the given shape does not have is in
+        no tree.
     """
     session = head.start()
     heads = head.config.num_heads
-    found = [torch.full((len(answer.token_ids), heads), shape.num_nodes + 1) for answer in answers]
+    found = [torch.full((heads, len(answer.token_ids), heads), NEVER) for answer in answers]
+    limits = torch.arange(1, heads + 1, device=hidden[0].device)[:, None, None]
     going = list(range(len(answers)))
     for place in range(max(len(answer.token_ids) for answer in answers)):
         staying = [i for i, row in enumerate(going) if place < len(answers[row].token_ids)]
@@ -183,15 +191,17 @@ def draft_along(
             [[*answers[row].token_ids[place + 1 : place + 1 + heads], *[-1] * heads][:heads] for row in going],
             device=draft.token_ids.device,
         )
+        sizes = (draft.depths <= limits).cumsum(2)  # (K, B, N) of the smallest tree with each node
         node = torch.zeros(len(going), 1, dtype=torch.long, device=truth.device)
         alive = torch.ones_like(node, dtype=torch.bool)
         for depth in range(heads):
             child = (draft.parents == node) & (draft.token_ids == truth[:, depth, None]) & (draft.depths > 0)
             alive = alive & child.any(1, keepdim=True)
             node = torch.where(alive, child.int().argmax(1, keepdim=True), node)
-            sizes = torch.where(alive[:, 0], node[:, 0] + 1, shape.num_nodes + 1).tolist()
-            for row, size in zip(going, sizes, strict=True):
-                found[row][place, depth] = size
+            in_tree = alive[:, 0] & (limits[:, :, 0] > depth)  # (K, B)
+            size = torch.where(in_tree, sizes.gather(2, node.expand(heads, -1, -1))[:, :, 0], NEVER).cpu()
+            for i, row in enumerate(going):
+                found[row][:, place, depth] = size[:, i]
     return found
 
 

@@ -59,6 +59,7 @@ def measured_profile(
         dynamic_tokens=_rising(found["dynamic"]["expected"][:MAX_NODES]),
         num_ranks=replay.num_ranks,
         beam=settings.beam,
+        shallower_tokens=[_rising(tokens[:MAX_NODES]) for tokens in found["dynamic"]["shallower"]],
         copies=copy_odds(((answer.prompt_ids, answer.token_ids) for answer in answers), prior=DEFAULT_ODDS),
     )
     return profile, found

@@ -29,6 +29,11 @@ from draftheads.tree_search import entries, joint_order, path_counts, path_share
 
 _ANSWERS_AT_ONCE = 16
 _ROWS_AT_ONCE = 64  # answers along which growing trees are drafted together
+_DEEPEST = 8  # that heads without a limit draft along the answers …
+_SMALLEST_STEP = 1.005  # … as long as the largest tree of one depth more makes so many times the tokens per step
+# Nodes are drafted beyond the largest tree's, so that trees of a lower depth can be seen among them. What is not among
+# so many is counted as no draft token, which only very wide trees notice.
+_SPARE = 3
 
 
 def encoded(target: TargetModel, prompts: Sequence[Prompt], settings: ReplaySettings) -> list[list[int]]:
@@ -108,16 +113,18 @@ class Replay:
         """Ranks, and tokens per step with trees of all sizes.
 
         Returns:
-            JSON values: ``accuracy`` (K lists over ranks), ``static`` (``paths`` in the order in which the tree grows,
-            ``shares``, ``expected`` and ``error`` by nodes), ``dynamic`` (``expected`` and ``error`` by nodes),
+            JSON values: ``accuracy`` (a list over ranks for each depth), ``static`` (``paths`` in the order in which
+            the tree grows, ``shares``, ``expected`` and ``error`` by nodes), ``dynamic`` (``expected`` and ``error`` by
+            nodes; ``shallower``: ``expected`` of trees of at most depth 1, 2, …, for heads that read the path),
             ``confidence`` (``temperatures`` by head; ``before`` and ``after`` as :func:`calibrate.reliability`), and
             ``num_tokens`` of the answers.
         """
         advance = counted_stage(self.progress, "drafting along the answers", 2 * len(answers))
         seen, hidden, prompts = [], [], []
+        head = self._deep_head(answers)
         for answer in answers:
             observation, states = observe(
-                self.head, self.target, answer, num_ranks=self.num_ranks, temperature=self.settings.temperature
+                head, self.target, answer, num_ranks=self.num_ranks, temperature=self.settings.temperature
             )
             seen.append(observation)
             hidden.append(states)
@@ -125,17 +132,25 @@ class Replay:
             advance()
         confidence = fit_confidence(seen, self.num_ranks)
         texts: list[Tensor] = []
-        count = self._most_grown()
-        shape = BestFirst(count, num_ranks=self.num_ranks, beam=self.settings.beam, confidence=tuple(confidence))
+        count, drafted = self._most_grown(head)
+        shape = BestFirst(drafted, num_ranks=self.num_ranks, beam=self.settings.beam, confidence=tuple(confidence))
         for start in range(0, len(answers), _ROWS_AT_ONCE):
             rows = slice(start, start + _ROWS_AT_ONCE)
-            texts += draft_along(self.head, shape, answers[rows], hidden[rows], prompts[rows])
+            texts += draft_along(head, shape, answers[rows], hidden[rows], prompts[rows])
             for _ in answers[rows]:
                 advance()
+        by_depth = [_tokens_per_step([text[i] for text in texts], count) for i in range(head.config.num_heads)]
+        depth = self.head.config.num_heads
+        while depth < len(by_depth) and (
+            by_depth[depth]["expected"][-1] >= _SMALLEST_STEP * by_depth[depth - 1]["expected"][-1]
+        ):
+            depth += 1
+        seen, confidence = [one.first(depth) for one in seen], confidence[:depth]
+        shallower = [one["expected"] for one in by_depth[: depth - 1]] if head.reads_path else []
         return {
             "accuracy": accuracies(seen),
             "static": self._static(seen),
-            "dynamic": _tokens_per_step(texts, count),
+            "dynamic": {**by_depth[depth - 1], "shallower": shallower},
             "confidence": {
                 "temperatures": confidence,
                 "before": reliability(seen, [1.0] * len(confidence), self.num_ranks),
@@ -143,6 +158,12 @@ class Replay:
             },
             "num_tokens": sum(len(answer.token_ids) for answer in answers),
         }
+
+    def _deep_head(self, answers: Sequence[Answer]) -> DraftHead:
+        """The head, with as many depths as are tried: more than it was trained for, if it has no limit."""
+        heads = self.head.config.num_heads
+        deepest = min(_DEEPEST, max(len(answer.token_ids) for answer in answers) - 2)
+        return self.head if self.head.depth_limit or deepest <= heads else self.head.with_depth(deepest)
 
     def _prompt_states(self, answer: Answer) -> Tensor:
         """Hidden states (T, D) of the prompt, for heads that read them."""
@@ -175,13 +196,14 @@ class Replay:
             return path_shares(ranks, torch.cat([one.probs for one in seen])[used])
         return {path: n / len(ranks) for path, n in path_counts(ranks, num_ranks=self.num_ranks).items()}
 
-    def _most_grown(self) -> int:
-        """Nodes that a growing tree can have."""
+    def _most_grown(self, head: DraftHead) -> tuple[int, int]:
+        """Nodes that a growing tree can have, and how many are drafted for it and for trees of a lower depth."""
         found = level = 1
-        for _ in range(self.head.config.num_heads):
-            level = (min(level, self.settings.beam) if self.head.reads_path else level) * self.num_ranks
+        for _ in range(head.config.num_heads):
+            level = (min(level, self.settings.beam) if head.reads_path else level) * self.num_ranks
             found += level
-        return min(self.settings.max_nodes, found)
+        most = self.settings.max_nodes
+        return min(most, found), min(_SPARE * most if head.reads_path else most, found)
 
 
 def accuracies(seen: Sequence[Observation]) -> list[list[float]]:

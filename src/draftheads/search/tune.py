@@ -119,21 +119,25 @@ def predicted(profile: AcceptanceProfile, cost: CostProfile) -> dict[str, Any]:
     rates, batches = [], []
     for rows in BATCH_SIZES:
         plain = 1e3 * rows / (cost.verify(rows, 1) + cost.follow(rows))
-        ways = [("none", 1, plain)]
+        ways = [("none", 1, 0, plain)]
         for kind in KINDS:
-            sizes = range(2, len(profile.tokens(kind)) + 1)
-            speeds = [
-                1e3 * rows * profile.tokens(kind)[n - 1] / (cost.verify(rows, n) + cost.draft(kind, rows, n))
-                for n in sizes
-            ]
-            ways += [(kind, n, speed) for n, speed in zip(sizes, speeds, strict=True)]
-            rates.append({"batch_size": rows, "kind": kind, "num_nodes": list(sizes), "tokens_per_second": speeds})
-        kind_found, nodes, speed = max(ways, key=lambda way: way[2])
+            fastest: dict[int, tuple[float, int]] = {}  # by nodes: tokens per second, and the depth
+            for depth in profile.depths(kind):
+                tokens, levels = profile.tokens(kind, depth), profile.levels(kind, depth)
+                for n in range(2, len(tokens) + 1):
+                    milliseconds = cost.verify(rows, n) + cost.draft(kind, rows, n, levels[n - 1])
+                    speed = 1e3 * rows * tokens[n - 1] / milliseconds
+                    fastest[n] = max(fastest.get(n, (0.0, 0)), (speed, depth))
+            ways += [(kind, n, depth, speed) for n, (speed, depth) in fastest.items()]
+            speeds = [speed for speed, _ in fastest.values()]
+            rates.append({"batch_size": rows, "kind": kind, "num_nodes": list(fastest), "tokens_per_second": speeds})
+        kind_found, nodes, depth, speed = max(ways, key=lambda way: way[3])
         batches.append(
             {
                 "batch_size": rows,
                 "kind": kind_found,
                 "num_nodes": nodes,
+                "depth": depth,
                 "tokens_per_second": speed,
                 "plain_tokens_per_second": plain,
                 "speedup": speed / plain,
