@@ -13,7 +13,9 @@ import torch
 
 from draftheads.candidates import Candidates, best_nodes
 from draftheads.draft import Context
-from draftheads.drafters.copy_odds import DEFAULT_ODDS
+from draftheads.drafters.copy_odds import DEFAULT_ODDS, votes_of
+from draftheads.drafters.copy_tree import Voter, copy_tree
+from draftheads.drafters.copying import MOST_PLACES, NUM_TOKENS
 from draftheads.drafters.text_index import RowTexts
 from draftheads.merging import merged
 
@@ -54,18 +56,24 @@ def costs(rows: int) -> Iterator[tuple[str, float]]:
     words = random.Random(0)  # noqa: S311 - no secret
     texts.read(context(rows, [words.randrange(300) for _ in range(TEXT_LENGTH)], 0))
     step = context(rows, [0, 5, 9], 7)
-    length = len(DEFAULT_ODDS[0])
+    votes = votes_of(DEFAULT_ODDS)
 
-    def look_up() -> object:
+    def look_up() -> None:
         texts.read(step)
-        return [text.copy(length, longest=len(DEFAULT_ODDS)) for text in texts.rows]
+        for text in texts.rows:
+            places = text.matches(MOST_PLACES, len(votes)).items()
+            copy_tree([Voter(text.following(place, NUM_TOKENS), match, votes) for place, match in places], NUM_TOKENS)
 
     yield "look up", milliseconds(look_up)
     found = candidates(rows)
     yield "choose nodes", milliseconds(lambda: best_nodes(found, found.path_log_probs, NUM_NODES, 2))
     draft, _ = best_nodes(found, found.path_log_probs, NUM_NODES, 2)
-    chain = torch.randint(0, 9, (rows, length)), torch.tensor([DEFAULT_ODDS[3]] * rows).log()
-    yield "merge", milliseconds(lambda: merged(draft, *chain, NUM_NODES))
+    chain = Candidates(
+        torch.randint(0, 9, (rows, 1 + NUM_TOKENS)),
+        torch.tensor([[0, *range(NUM_TOKENS)]]).expand(rows, -1),
+        -0.3 * torch.arange(1.0 + NUM_TOKENS).expand(rows, -1),
+    )
+    yield "merge", milliseconds(lambda: merged(draft, chain, NUM_NODES))
 
 
 @torch.inference_mode()

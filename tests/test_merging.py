@@ -1,4 +1,4 @@
-"""A copied chain merged into drafts: against dictionaries, node by node, and what holds of every merged tree."""
+"""Copies merged into drafts: against dictionaries, node by node, and what holds of every merged tree."""
 
 import math
 from dataclasses import replace
@@ -35,12 +35,36 @@ def rows(draw: st.DrawFn, num_nodes: int, *, equal: bool) -> Row:
 
 
 @st.composite
-def chains(draw: st.DrawFn, length: int, *, equal: bool) -> list[float]:
-    """Log-probabilities along a chain; sometimes it ends early, or is not there."""
-    falls = draw(st.lists(st.just(0.5) if equal else st.floats(0.01, 2.0), min_size=length, max_size=length))
-    there = draw(st.sampled_from([length, length, 0, 1]))
-    values = [-sum(falls[: depth + 1]) for depth in range(length)]
-    return [value if depth < there else -math.inf for depth, value in enumerate(values)]
+def copied_rows(draw: st.DrawFn, most: int, *, equal: bool) -> Row:
+    """Copies: a tree of up to so many tokens below the root, all less probable than the root."""
+    number = draw(st.integers(0, most))
+    tree = draw(rows(1 + number, equal=equal))
+    return {path: value - 0.25 * bool(path) for path, value in tree.items()}
+
+
+def copies_of(trees: list[Row], most: int) -> Candidates:
+    """Rows of copies, filled up with tokens of probability 0."""
+    paths = [list(tree) for tree in trees]
+    missing = [1 + most - len(row) for row in paths]
+    return Candidates(
+        token_ids=torch.tensor(
+            [
+                [*(path[-1] if path else ROOT for path in row), *[0] * more]
+                for row, more in zip(paths, missing, strict=True)
+            ]
+        ),
+        parents=torch.tensor(
+            [[*(row.index(path[:-1]) for path in row), *[0] * more] for row, more in zip(paths, missing, strict=True)]
+        ),
+        path_log_probs=torch.tensor(
+            [[*tree.values(), *[-math.inf] * more] for tree, more in zip(trees, missing, strict=True)]
+        ),
+    )
+
+
+def chain_of(chain: list[int], log_probs: list[float]) -> Row:
+    """Copies that do not branch."""
+    return {(): 0.0, **{tuple(chain[: n + 1]): value for n, value in enumerate(log_probs)}}
 
 
 def draft_of(trees: list[Row]) -> Draft:
@@ -58,22 +82,18 @@ def draft_of(trees: list[Row]) -> Draft:
     )
 
 
-def slow_merged(
-    tree: Row, chain: list[int], log_probs: list[float], num_nodes: int
-) -> list[tuple[Tokens, float, bool]]:
-    """Path, log-probability and whether only the copy brought it, of the nodes that are kept."""
+def slow_merged(tree: Row, copies: Row, num_nodes: int) -> list[tuple[Tokens, float]]:
+    """Path and log-probability of the nodes that are kept."""
     found = dict(tree)
-    for depth, log_prob in enumerate(log_probs, start=1):
-        path = tuple(chain[:depth])
-        if log_prob > -math.inf:
-            found[path] = max(found.get(path, -math.inf), log_prob)
+    for path, log_prob in copies.items():
+        found[path] = max(found.get(path, -math.inf), log_prob)
     order = sorted(found, key=lambda path: -found[path])  # stable
     return [(path, found[path]) for path in order[:num_nodes]]
 
 
-def distinct(tree: Row, chain: list[int], log_probs: list[float]) -> bool:
+def distinct(tree: Row, copies: Row) -> bool:
     """Whether no two nodes are so close that float32, which the draft has, sees one value."""
-    values = [value for _, value in slow_merged(tree, chain, log_probs, len(tree) + len(chain))]
+    values = [value for _, value in slow_merged(tree, copies, len(tree) + len(copies))]
     return all(before - after > 1e-5 for before, after in pairwise(values))
 
 
@@ -102,54 +122,46 @@ def paths_of(draft: Draft, row: int) -> list[Tokens]:
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_merging_equals_merging_dictionaries(equal: bool, data: st.DataObject) -> None:
-    batch, size, length = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 8)), data.draw(st.integers(1, 5))
-    num_nodes = data.draw(st.integers(1, 14))
+    batch, size, most = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 8)), data.draw(st.integers(1, 7))
+    num_nodes = data.draw(st.integers(1, 16))
     trees = [data.draw(rows(size, equal=equal)) for _ in range(batch)]
-    log_probs = [data.draw(chains(length, equal=equal)) for _ in range(batch)]
-    tokens = data.draw(
-        st.lists(st.lists(st.integers(0, FEW - 1), min_size=length, max_size=length), min_size=batch, max_size=batch)
-    )
-    found = merged(draft_of(trees), torch.tensor(tokens), torch.tensor(log_probs), num_nodes)
-    assert found.num_nodes == min(num_nodes, size + length)
-    for row, tree in enumerate(trees):
-        expected = slow_merged(tree, tokens[row], log_probs[row], num_nodes)
+    copies = [data.draw(copied_rows(most, equal=equal)) for _ in range(batch)]
+    found = merged(draft_of(trees), copies_of(copies, most), num_nodes)
+    assert found.num_nodes == min(num_nodes, size + most)
+    for row, (tree, own) in enumerate(zip(trees, copies, strict=True)):
+        expected = slow_merged(tree, own, num_nodes)
         paths = paths_of(found, row)
         kept = len(paths)
+        assert kept == len(expected)
         assert found.path_log_probs is not None
         assert found.copied is not None
         values = found.path_log_probs[row].tolist()
         assert values[:kept] == pytest.approx([value for _, value in expected], abs=1e-5)
         assert values[kept:] == [-math.inf] * (found.num_nodes - kept)
         assert not found.copied[row, kept:].any()
-        if distinct(tree, tokens[row], log_probs[row]):  # of equals either may be kept
+        if distinct(tree, own):  # of equals either may be kept
             assert paths == [path for path, _ in expected]
-        copied = set(slow_new(tree, tokens[row], log_probs[row]))
-        assert found.copied[row, :kept].tolist() == [path in copied for path in paths]
-        assert kept == len(expected)
-
-
-def slow_new(tree: Row, chain: list[int], log_probs: list[float]) -> list[Tokens]:
-    ends = range(1, 1 + sum(log_prob > -math.inf for log_prob in log_probs))
-    return [tuple(chain[:end]) for end in ends if tuple(chain[:end]) not in tree]
+        assert found.copied[row, :kept].tolist() == [path not in tree for path in paths]
 
 
 def test_an_example() -> None:
-    """The copy 1 2 3 meets the draft in 1, raises it, and goes on from there."""
+    """The copy 1 2 3 meets the draft in 1, raises it, and goes on from there; so does the copy 0 5."""
     draft = draft_of([{(): 0.0, (0,): -1.0, (1,): -2.0, (0, 0): -2.5, (1, 0): -3.0}])
-    found = merged(draft, torch.tensor([[1, 2, 3]]), torch.tensor([[-0.5, -1.5, -4.0]]), 5)
-    assert paths_of(found, 0) == [(), (1,), (0,), (1, 2), (0, 0)]
+    copies = chain_of([1, 2, 3], [-0.5, -1.5, -4.0]) | chain_of([0, 5], [-1.2, -2.0])
+    found = merged(draft, copies_of([copies], 5), 6)
+    assert paths_of(found, 0) == [(), (1,), (0,), (1, 2), (0, 5), (0, 0)]
     assert found.path_log_probs is not None
-    assert found.path_log_probs.tolist() == [[0.0, -0.5, -1.0, -1.5, -2.5]]
+    assert found.path_log_probs.tolist() == [[0.0, -0.5, -1.0, -1.5, -2.0, -2.5]]
     assert found.copied is not None
-    assert found.copied.tolist() == [[False, False, False, True, False]]
+    assert found.copied.tolist() == [[False, False, False, True, True, False]]
 
 
 def test_the_first_nodes_of_a_merged_tree_are_the_merged_tree_of_so_many() -> None:
     draft = draft_of([{(): 0.0, (0,): -1.0, (1,): -2.0, (0, 0): -2.5, (1, 0): -3.0}])
-    chain = torch.tensor([[1, 2, 3]]), torch.tensor([[-0.5, -1.5, -4.0]])
-    whole = merged(draft, *chain, 8)
+    copies = copies_of([chain_of([1, 2, 3], [-0.5, -1.5, -4.0])], 3)
+    whole = merged(draft, copies, 8)
     for count in range(1, 8):
-        part, small = whole.first(count), merged(draft, *chain, count)
+        part, small = whole.first(count), merged(draft, copies, count)
         for name in ("token_ids", "parents", "depths", "ancestors", "path_log_probs", "copied"):
             assert torch.equal(getattr(part, name), getattr(small, name)), name
 
@@ -158,8 +170,7 @@ def test_a_static_tree_of_all_rows_becomes_one_of_each_row() -> None:
     tree = Tree.from_paths([(0,), (1,), (0, 0)])
     draft = Draft.on_tree(tree, torch.tensor([[9, 1, 2, 3], [9, 2, 1, 3]]))
     draft = replace(draft, path_log_probs=torch.tensor([[0.0, -1.0, -3.0, -2.0]]).expand(2, -1))
-    chain = torch.tensor([[2, 5], [2, 5]]), torch.tensor([[-0.5, -0.6], [-0.5, -0.6]])
-    found = merged(draft, *chain, 4)
+    found = merged(draft, copies_of([chain_of([2, 5], [-0.5, -0.6])] * 2, 2), 4)
     assert [paths_of(found, row) for row in range(2)] == [[(), (2,), (2, 5), (1,)], [(), (2,), (2, 5), (2, 3)]]
 
 

@@ -215,7 +215,7 @@ def test_unlikely_copies_do_not_change_the_tree() -> None:
     head = tiny_head("hydra", model)
     context = context_of(TEXTS, model.hidden_size)
     tree = Tree.cartesian([3, 2])
-    copying = Copying(head, odds=[[1e-6, 1e-7]], values=dict.fromkeys(tree.paths, 0.5))
+    copying = Copying(head, odds=[[0.01, 0.001]], values=dict.fromkeys(tree.paths, 0.5))
     draft = propose(copying, context, tree)
     assert draft.copied is not None
     assert not draft.copied.any()
@@ -265,6 +265,7 @@ def test_a_drafter_that_watches_sees_what_was_checked() -> None:
         ({"odds": [[0.5], [1.0]]}, "odds of a match of 2"),
         ({"odds": [[0.5, 0.0]]}, "must lie between 0 and 1"),
         ({"odds": [[float("nan")]]}, "must lie between 0 and 1"),
+        ({"num_tokens": 0}, "num_tokens is 0"),
     ],
 )
 def test_impossible_settings(options: dict[str, Any], words: str) -> None:

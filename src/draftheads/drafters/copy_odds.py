@@ -63,6 +63,19 @@ def copy_odds(
     return _odds(right, tried, num_tokens, prior)
 
 
+def votes_of(odds: Odds) -> list[float]:
+    """The odds p / (1 - p) that the next copied token is right, for matches of 1, 2, … tokens.
+
+    The last row of the odds is for all longer matches. So its first value is an average, and the ratios of its further
+    values show how p rises with each copied token: the match is one token longer there.
+
+    >>> [round(vote, 2) for vote in votes_of([[0.2, 0.1], [0.5, 0.4]])]
+    [0.25, 1.0, 4.0]
+    """
+    shares = [row[0] for row in odds] + [after / before for before, after in pairwise(odds[-1])]
+    return [share / (1.0 - share) for share in shares]
+
+
 def _odds(
     right: Sequence[Sequence[int]], tried: Sequence[Sequence[int]], num_tokens: int, prior: Odds | None
 ) -> list[list[float]]:

@@ -1,18 +1,20 @@
-"""A drafter that adds a copy from the text so far to the trees of another one (prompt lookup in a tree)."""
+"""A drafter that adds copies from the text so far to the trees of another one (prompt lookup in a tree)."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from operator import gt
 
 import torch
 from torch import Tensor
 
-from draftheads.draft import Context, Draft, Drafter, Watcher, hidden_layers_of
-from draftheads.drafters.copy_odds import DEFAULT_ODDS, MAX_NGRAM, Odds, check_odds
-from draftheads.drafters.text_index import RowTexts
-from draftheads.errors import InvalidSettings
+from draftheads.candidates import Candidates
+from draftheads.draft import Context, Draft, Drafter, TokenRules, Watcher, hidden_layers_of
+from draftheads.drafters.copy_odds import DEFAULT_ODDS, MAX_NGRAM, Odds, check_odds, votes_of
+from draftheads.drafters.copy_tree import Copied, Voter, copy_tree
+from draftheads.drafters.text_index import RowTexts, TextIndex
+from draftheads.errors import InvalidSettings, require_at_least
 from draftheads.filling import likely_enough
 from draftheads.merging import merged
 from draftheads.models.transfer import to_device
@@ -25,42 +27,47 @@ _BEST_RANK = 0.45
 _NEXT_RANK = 0.3
 
 
-class Copying:
-    """Merges a copy from the text so far into each tree of a drafter.
+NUM_TOKENS = 16  # that are copied at most
+MOST_PLACES = 16  # of a text's last tokens that are looked at
 
-    The copy is what followed the latest earlier place of the text's last n-gram, the longest n-gram first. The nodes
-    with the highest probability of being accepted are kept, whether copied or drafted. Trees that are drawn
-    (``Sampled``) and ``BestPaths`` are left as they are.
+
+class Copying:
+    """Merges copies from the text so far into each tree of a drafter.
+
+    Copies are what followed earlier places of the text's last tokens, see :func:`copy_tree`. The nodes with the highest
+    probability of being accepted are kept, whether copied or drafted. Trees that are drawn (``Sampled``) and
+    ``BestPaths`` are left as they are.
 
     Args:
         drafter: a draft head or draft model.
-        odds: of copied tokens, by the length of the match, see :func:`copy_odds`. As many tokens are copied as a row
-            has.
+        odds: of copied tokens, by the length of the match, see :func:`copy_odds`.
         values: the measured probability that a node of a static tree is accepted, by its path of ranks. Without it
             the probability falls geometrically with depth and rank.
+        num_tokens: the most tokens that are copied.
 
     Raises:
-        InvalidSettings: impossible odds, or a drafter that makes trees of its own.
+        InvalidSettings: impossible odds, no tokens, or a drafter that makes trees of its own.
     """
 
     needs_history = True
 
     def __init__(
-        self, drafter: Drafter, *, odds: Odds = DEFAULT_ODDS, values: Mapping[Path, float] | None = None
+        self,
+        drafter: Drafter,
+        *,
+        odds: Odds = DEFAULT_ODDS,
+        values: Mapping[Path, float] | None = None,
+        num_tokens: int = NUM_TOKENS,
     ) -> None:
         check_odds(odds)
+        require_at_least(1, num_tokens=num_tokens)
         if drafter.default_shape is None:
             raise InvalidSettings(
                 f"{type(drafter).__name__} makes trees of its own: copies can be added only to trees of a given shape, "
                 "such as those of a draft head"
             )
         self.drafter = drafter
-        self.odds, self.values = odds, values or {}
-
-    @property
-    def num_tokens(self) -> int:
-        """The most tokens that are copied."""
-        return len(self.odds[0])
+        self.odds, self.values, self.num_tokens = odds, values or {}, num_tokens
 
     @property
     def default_shape(self) -> Shape | None:
@@ -92,9 +99,9 @@ class CopyingSession:
 
     def __init__(self, copying: Copying) -> None:
         self.session = copying.drafter.start()
-        self.odds, self.values, self.num_tokens = copying.odds, copying.values, copying.num_tokens
+        self.values, self.num_tokens = copying.values, copying.num_tokens
+        self._votes = votes_of(copying.odds)
         self._texts = RowTexts(max_ngram=MAX_NGRAM)
-        self._log_odds = [[-math.inf] * self.num_tokens, *([math.log(p) for p in row] for row in self.odds)]
         self._static: dict[Tree, Tensor] = {}  # (1, N) log-probabilities of static trees' nodes
 
     def propose(
@@ -106,32 +113,30 @@ class CopyingSession:
             context: of all rows.
             shape: for the drafter.
             extra_nodes: how many nodes the tree may have beyond the shape's own.
-            min_gains: where nothing but copies is drafted: n tokens are copied only for some n for which the expected
-                number of accepted tokens of all rows is above ``min_gains[n-1]``. Empty: always.
+            min_gains: where nothing but copies is drafted: tokens are copied only if for some n the expected number of
+                accepted ones among the first n of all rows is above ``min_gains[n-1]``. Empty: always.
         """
         self._texts.read(context)
         draft = self._drafted(context, shape)
         if not isinstance(shape, Tree | BestFirst):
             return draft
         num_nodes = shape.num_nodes + extra_nodes
-        matches = [text.copy(self.num_tokens, longest=len(self.odds)) for text in self._texts.rows]
-        if num_nodes == 1 or not any(length for _, length in matches):
+        if num_nodes == 1:
+            return draft
+        copies = [copy_tree(self._voters(text), self.num_tokens) for text in self._texts.rows]
+        if context.rules is not None:
+            copies = [_allowed(tree, row, context.rules) for row, tree in enumerate(copies)]
+        if not any(copies):
             return draft
         if shape == ROOT_ONLY and min_gains:
-            found = [self.odds[min(length, len(self.odds)) - 1] for _, length in matches if length]
-            gains = accumulate(map(sum, zip(*found, strict=True)))
+            found = [[node.probability for node in tree] for tree in copies]
+            gains = accumulate(map(sum, zip_longest(*found, fillvalue=0.0)))
             if not any(map(gt, gains, min_gains)):
                 return draft
-        device = context.root_ids.device
-        tokens = to_device([copied or [0] * self.num_tokens for copied, _ in matches], device)
-        odds = [self._log_odds[min(length, len(self.odds))] for _, length in matches]
-        if context.rules is not None:  # a copy ends before the first token that is forbidden
-            ends = [context.rules.num_allowed(row, copied) for row, (copied, _) in enumerate(matches)]
-            odds = [[*own[:end], *[-math.inf] * (self.num_tokens - end)] for own, end in zip(odds, ends, strict=True)]
-        log_probs = to_device(odds, device, torch.float32)
+        candidates = self._candidates(copies, context.root_ids)
         if isinstance(shape, Tree):
-            return merged(self._valued(draft, shape), tokens, log_probs, num_nodes)
-        draft = merged(draft, tokens, log_probs, num_nodes)
+            return merged(self._valued(draft, shape), candidates, num_nodes)
+        draft = merged(draft, candidates, num_nodes)
         assert draft.path_log_probs is not None
         return draft.first(likely_enough(draft.path_log_probs, num_nodes, shape.threshold))
 
@@ -156,12 +161,50 @@ class CopyingSession:
         self.session.follow(context)  # the root alone needs no drafter
         return Draft.on_tree(ROOT_ONLY, context.root_ids[:, None])
 
+    def _voters(self, text: TextIndex) -> list[Voter]:
+        """The earlier places of a text's last tokens."""
+        places = text.matches(MOST_PLACES, len(self._votes))
+        return [Voter(text.following(place, self.num_tokens), match, self._votes) for place, match in places.items()]
+
+    def _candidates(self, copies: Sequence[Sequence[Copied]], root_ids: Tensor) -> Candidates:
+        """The copies of all rows; a row with fewer is filled up with tokens of probability 0."""
+        device, missing = root_ids.device, [self.num_tokens - len(tree) for tree in copies]
+        ids = [[*(node.token_id for node in tree), *[0] * more] for tree, more in zip(copies, missing, strict=True)]
+        parents = [
+            [0, *(node.parent for node in tree), *[0] * more] for tree, more in zip(copies, missing, strict=True)
+        ]
+        log_probs = [
+            [0.0, *(math.log(node.probability) for node in tree), *[-math.inf] * more]
+            for tree, more in zip(copies, missing, strict=True)
+        ]
+        return Candidates(
+            torch.cat([root_ids[:, None], to_device(ids, device)], 1),
+            to_device(parents, device),
+            to_device(log_probs, device, torch.float32),
+        )
+
     def _valued(self, draft: Draft, tree: Tree) -> Draft:
         """A draft on a static tree with the probabilities of its nodes."""
         if tree not in self._static:
             values = torch.tensor([node_values(tree, self.values)], dtype=torch.float32)
             self._static[tree] = values.log().to(draft.token_ids.device)
         return replace(draft, path_log_probs=self._static[tree].expand_as(draft.token_ids))
+
+
+def _allowed(tree: Sequence[Copied], row: int, rules: TokenRules) -> list[Copied]:
+    """The copies without those that a row's rules forbid, and without the tokens below these."""
+    paths: list[list[int]] = [[]]
+    places = [0]  # of each copied token among those that are kept; -1 for others
+    kept: list[Copied] = []
+    for node in tree:
+        path = [*paths[node.parent], node.token_id]
+        paths.append(path)
+        if places[node.parent] < 0 or rules.num_allowed(row, path) < len(path):
+            places.append(-1)
+            continue
+        kept.append(node._replace(parent=places[node.parent]))
+        places.append(len(kept))
+    return kept
 
 
 def node_values(tree: Tree, known: Mapping[Path, float]) -> list[float]:

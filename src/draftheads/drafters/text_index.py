@@ -1,4 +1,4 @@
-"""The text of each row so far, and where its n-grams stood last; knows nothing of drafts."""
+"""The text of each row so far, and where its n-grams stood earlier; knows nothing of drafts."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from draftheads.draft import Context
 
 
 class TextIndex:
-    """A text that grows, and the latest place of each of its n-grams.
+    """A text that grows, and the places of each of its n-grams, the latest first.
 
     >>> text = TextIndex(max_ngram=2)
     >>> text.read([7, 8, 9, 5, 7, 8])
@@ -24,6 +24,8 @@ class TextIndex:
         self.sizes = range(max_ngram, 0, -1)
         self.ids: list[int] = []
         self._places: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token that follows it
+        # for n-grams of each size: the place before each place, from place ``size`` on; 0 where there is none
+        self._earlier: dict[int, list[int]] = {size: [] for size in self.sizes}
 
     def read(self, ids: Sequence[int]) -> None:
         """Adds tokens."""
@@ -33,7 +35,10 @@ class TextIndex:
             start = max(old, size)
             tail = self.ids[start - size :]
             ngrams = zip(*(tail[i:] for i in range(size)), strict=False)
-            self._places.update(zip(ngrams, range(start, len(self.ids)), strict=False))
+            earlier = self._earlier[size]
+            for ngram, place in zip(ngrams, range(start, len(self.ids)), strict=False):
+                earlier.append(self._places.get(ngram, 0))
+                self._places[ngram] = place
 
     def copy(self, count: int, *, longest: int = 0) -> tuple[list[int], int]:
         """What followed the text's last n-gram at its latest earlier place, the longest n-gram first.
@@ -52,9 +57,34 @@ class TextIndex:
             place = self._places.get(tuple(ids[-size:])) if size <= len(ids) else None
             if place is None:
                 continue
-            period = len(ids) - place
-            return [ids[place + i % period] for i in range(count)], self._match(place, size, longest)
+            return self.following(place, count), self._match(place, size, longest)
         return [], 0
+
+    def following(self, place: int, count: int) -> list[int]:
+        """The tokens from a place on. At the end of the text they go on with what follows the place."""
+        found = self.ids[place : place + count]
+        while len(found) < count:
+            found += found[: count - len(found)]
+        return found
+
+    def matches(self, most: int, longest: int) -> dict[int, int]:
+        """Earlier places of the text's last n-gram, the longest n-gram and the latest place first.
+
+        Args:
+            most: so many places.
+            longest: how far a match is counted back.
+
+        Returns:
+            For the index of the token that follows, the length of the match.
+        """
+        found: dict[int, int] = {}
+        for size in self.sizes:
+            place = self._places.get(tuple(self.ids[-size:]), 0) if size <= len(self.ids) else 0
+            while place and len(found) < most:
+                if place not in found:
+                    found[place] = self._match(place, size, longest)
+                place = self._earlier[size][place - size]
+        return found
 
     def _match(self, place: int, length: int, longest: int) -> int:
         """How many tokens before ``place`` equal the text's last ones; at least ``length``."""
