@@ -81,6 +81,13 @@ PARTS = (
         "profiles",
     ),
     CachePart(
+        "corpora",
+        "the sorted texts of --corpus",
+        "sorted again by the next command with --corpus",
+        r"[0-9a-f]{24}",
+        "corpora",
+    ),
+    CachePart(
         "answers",
         "prompts of `draftheads tune`, with answers",
         "answered again by the next `draftheads tune`",

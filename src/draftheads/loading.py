@@ -16,11 +16,13 @@ from draftheads.cache import cache_folder
 from draftheads.chat_template import read_template
 from draftheads.checkpoint import load_head, read_head
 from draftheads.counts import counted
+from draftheads.data.corpus_files import load_corpus
 from draftheads.decode.cost_profile import cost_of
 from draftheads.decode.engine import Engine
 from draftheads.draft import Drafter
 from draftheads.drafters.copy_odds import DEFAULT_ODDS
 from draftheads.drafters.copying import Copying
+from draftheads.drafters.corpus import Corpus
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
@@ -67,6 +69,7 @@ def load(
     tree: Shape | Sequence[Sequence[int]] | str | None = None,
     profile: str | PathLike[str] | None = "auto",
     copy: bool = True,
+    corpus: str | PathLike[str] | None = None,
     precision: Precision = "auto",
     device: str | int | torch.device | None = None,
     max_batch_size: int = 16,
@@ -99,6 +102,8 @@ def load(
             an ``acceptance.json`` or a folder with one; None drafts on a fixed tree of 10 nodes. The costs are measured
             in at most five seconds the first time that model, head and machine are used together, and cached.
         copy: drafts of a head or draft model also hold copies from the text so far, where its last tokens stood before.
+        corpus: drafts also hold copies from these texts or earlier answers: a ``.txt`` or ``.jsonl`` file, or a folder
+            of such files, also one of ``serve --record``. They are sorted once, and then read from the cache.
         precision: ``fp32``, ``bf16``, ``fp16`` or ``int8``; ``auto`` is bf16 on CUDA and on CPUs that have it, else
             fp32. ``int8`` holds linear layers in 8 bits: faster on CPUs, but it changes the model a little.
         device: where; CUDA if there is one.
@@ -117,9 +122,11 @@ def load(
         ModelNotFound, UnsupportedModel: the model.
         CheckpointError, ModelNotFound: the head, or an adapter.
         InvalidTree: ``tree`` is deeper than the head.
-        InvalidSettings: ``tree`` or ``profile`` without a drafter, both of them, ``head`` and ``draft_model``, a draft
-            model of another tokenizer, or ``exact_bits`` on a machine whose kernels do not keep it; a value of another
-            type, or other arguments that contradict each other.
+        DataError: the corpus cannot be read.
+        InvalidSettings: ``tree``, ``profile`` or ``corpus`` without a drafter, ``tree`` and ``profile``, ``corpus``
+            with ``copy=False``, ``head`` and ``draft_model``, a draft model of another tokenizer, or ``exact_bits`` on
+            a machine whose kernels do not keep it; a value of another type, or other arguments that contradict each
+            other.
         MissingDependency: an adapter, ``four_bit`` or the model needs a package that is not installed.
 
     Warns:
@@ -130,10 +137,11 @@ def load(
         raise no_such("argument", argument, list(signature(load).parameters)[:-1], other_names=_OTHER_NAMES)
     require_bool(copy=copy, fast=fast, exact_bits=exact_bits, four_bit=four_bit, trust_remote_code=trust_remote_code)
     require_at_least(1, max_batch_size=max_batch_size)
-    _check_paths(head=head, profile=profile, chat_template=chat_template)
+    _check_paths(head=head, profile=profile, chat_template=chat_template, corpus=corpus)
     tree = None if tree is None else as_shape(tree)
     name = name_of(model)
     _check_what_drafts(head, None if draft_model is None else name_of(draft_model, "draft_model"), tree, profile)
+    check_corpus(corpus, head, copy=copy, has_draft_model=draft_model is not None)
     template = find_template(chat_template, () if head is None else (head,), name)
     target = load_target(
         model,
@@ -149,6 +157,7 @@ def load(
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
     )
+    index = None if corpus is None else load_corpus(corpus, target.tokenizer)
     if draft_model is not None:
         is_named = isinstance(draft_model, str | PathLike)
         small = load_target(
@@ -162,9 +171,18 @@ def load(
         draft = DraftModel(small, target)
         if tree is not None:
             draft.check_shape(tree)
-        return Engine(target, Copying(draft) if copy else draft, shape=tree, max_batch_size=max_batch_size)
+        whole = Copying(draft, corpus=index) if copy else draft
+        return Engine(target, whole, shape=tree, max_batch_size=max_batch_size)
     return engine_on(
-        target, head, model=name, tree=tree, profile=profile, copy=copy, max_batch_size=max_batch_size, fast=fast
+        target,
+        head,
+        model=name,
+        tree=tree,
+        profile=profile,
+        copy=copy,
+        corpus=index,
+        max_batch_size=max_batch_size,
+        fast=fast,
     )
 
 
@@ -176,6 +194,7 @@ def engine_on(
     tree: Shape | None = None,
     profile: str | PathLike[str] | None = "auto",
     copy: bool = True,
+    corpus: Corpus | None = None,
     max_batch_size: int = 16,
     fast: bool = True,
     keep_cost: bool = True,
@@ -199,6 +218,7 @@ def engine_on(
         tree=tree,
         profile=profile,
         copy=copy,
+        corpus=corpus,
         max_batch_size=max_batch_size,
         keep_cost=keep_cost,
     )
@@ -213,6 +233,7 @@ def head_engine(
     tree: Shape | None = None,
     profile: str | PathLike[str] | None = "auto",
     copy: bool = True,
+    corpus: Corpus | None = None,
     max_batch_size: int = 16,
     keep_cost: bool = True,
 ) -> Engine:
@@ -221,7 +242,7 @@ def head_engine(
     Without ``keep_cost`` costs that have to be measured now are not cached: other work may slow them down.
     """
     found = None if profile is None else find_profile(head, model, profile=profile)
-    whole = copying(drafter, found) if copy else drafter
+    whole = copying(drafter, found, corpus) if copy else drafter
     if tree is not None:
         drafter.check_shape(tree)
         known = found or read_head(find_head(fspath(head), fspath(model))).profile
@@ -237,13 +258,29 @@ def head_engine(
     return Engine(target, whole, max_batch_size=max_batch_size, profile=found, cost=cost)
 
 
-def copying(drafter: DraftHead, profile: AcceptanceProfile | None) -> Copying:
+def copying(drafter: DraftHead, profile: AcceptanceProfile | None, corpus: Corpus | None = None) -> Copying:
     """A head whose trees also hold copies, which compete for nodes by the probabilities in the profile."""
     if profile is None:
-        return Copying(drafter)
+        return Copying(drafter, corpus=corpus)
     gains = [after - before for before, after in pairwise(profile.static_tokens)]
     values = {tuple(path): gain for path, gain in zip(profile.paths, gains, strict=False) if 0.0 < gain < 1.0}
-    return Copying(drafter, odds=profile.copies or DEFAULT_ODDS, values=values)
+    return Copying(drafter, odds=profile.copies or DEFAULT_ODDS, values=values, corpus=corpus)
+
+
+def check_corpus(
+    corpus: str | PathLike[str] | None, head: str | PathLike[str] | None, *, copy: bool, has_draft_model: bool = False
+) -> None:
+    """Is there something that copies from the corpus?
+
+    Raises:
+        InvalidSettings: there is not.
+    """
+    if corpus is None:
+        return
+    if not copy:
+        raise InvalidSettings(f"corpus {corpus} needs copy=True")
+    if (head is None and not has_draft_model) or head in UNTRAINED:
+        raise InvalidSettings(f"corpus {corpus}: copies are added to the trees of a draft head; give head=…")
 
 
 def _check_what_drafts(

@@ -6,10 +6,12 @@ import pytest
 
 from draftheads.bench.contenders import heads_for, load_contenders, names_of
 from draftheads.checkpoint import save_head
+from draftheads.drafters.corpus import index_texts
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
 from draftheads.loading import UNTRAINED, load_target
+from draftheads.shapes import BestFirst
 from families import tiny_head
 
 
@@ -47,3 +49,17 @@ def test_the_paths_of_an_mlp_speculator_keep_to_the_number_of_nodes(
     assert isinstance(lookup, PromptLookup)
     assert lookup.num_tokens <= num_nodes - 1
     assert isinstance(lookahead, Lookahead)
+
+
+def test_with_a_corpus_each_head_has_rows_with_copies(world: Path) -> None:
+    target = load_target(str(world / "model"), precision="fp32", fast=False)
+    named = {"hydra": str(world / "hydra"), "lookup": "prompt-lookup"}
+    corpus = index_texts([[5, 6, 7]])
+    found = list(load_contenders(named, str(world / "model"), target, num_nodes=6, corpus=corpus))
+    assert [one.name for one in found] == ["hydra", "hydra + copies", "hydra + corpus", "lookup"]
+    copies, with_corpus = found[1:3]
+    assert copies.shape == with_corpus.shape == BestFirst(6)
+    assert (copies.drafter.corpus, with_corpus.drafter.corpus) == (None, corpus)  # type: ignore[attr-defined]
+    assert len({one.identity for one in found}) == len(found)
+    other = list(load_contenders(named, str(world / "model"), target, num_nodes=6, corpus=index_texts([[5, 6, 8]])))
+    assert other[2].identity != with_corpus.identity

@@ -29,6 +29,7 @@ DEFAULTS = {
     "tree": None,
     "profile": "auto",
     "copy": True,
+    "corpus": None,
     "max_batch_size": 16,
     "exact_bits": False,
 }  # arguments of load, besides the settings that differ from their defaults
@@ -148,6 +149,7 @@ def test_all_options_are_passed_on(here: Path, monkeypatch: pytest.MonkeyPatch):
     changed = {"tree": Tree.chain(2), "profile": "p", "copy": False, "max_batch_size": 2, "exact_bits": True}
     assert loaded(words) == {**DEFAULTS, **changed}
     assert seen[-2][0] == ("here", "there")
+    assert loaded("--head there --corpus texts") == {**DEFAULTS, "corpus": Path("texts")}
     settings = SamplingSettings(
         max_new_tokens=5,
         temperature=0.5,

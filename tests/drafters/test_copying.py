@@ -14,6 +14,7 @@ from draftheads.decode.request import GenerationResult, Request
 from draftheads.decode.size_policy import SizePolicy
 from draftheads.draft import Context, Draft, Drafter, Watcher
 from draftheads.drafters.copying import Copying, CopyingSession
+from draftheads.drafters.corpus import index_texts
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
@@ -113,6 +114,22 @@ def test_a_row_does_not_depend_on_its_neighbours(shape: str) -> None:
         assert [result.num_copied for result in alone] == [result.num_copied for result in together]
 
 
+@pytest.mark.parametrize("shape", some(["ragged", "best first"], "best first"))
+@pytest.mark.parametrize("name", some(FAMILIES, "llama", "gemma3_text"))
+def test_a_corpus_changes_nothing(name: str, shape: str) -> None:
+    """And answers that are in it take fewer steps."""
+    head = tiny_head("hydra", some_model(name))
+    for temperature in (0.0, 0.8):
+        expected = plain(name, temperature)
+        options: dict[str, Any] = {"shape": SHAPES[shape], "temperature": temperature, "seed": 5}
+        found = decode(name, Copying(head, corpus=index_texts(expected)), **options)
+        assert ids(found) == expected
+        without = decode(name, Copying(head), **options)
+        assert sum(result.num_steps for result in found) < sum(result.num_steps for result in without)
+        other = decode(name, Copying(head, corpus=index_texts([list(range(3, 23)) * 3])), **options)
+        assert ids(other) == expected
+
+
 class Varied(Copying):
     """A drafter that copies, whose session gets other arguments at each step."""
 
@@ -208,6 +225,15 @@ def test_drawn_trees_and_best_paths_are_left_as_they_are(shape: Shape) -> None:
     expected = decode("llama", head, **options)
     assert ids(found) == ids(expected)
     assert copied(found) == 0
+
+
+def test_a_corpus_is_copied_from_after_a_match_of_three_tokens() -> None:
+    model = some_model("llama")
+    copying = Copying(tiny_head("medusa", model), corpus=index_texts([[1, 9, 10, 11, 12, 13]]))
+    context = context_of([[9, 10, 11], [8, 10, 11]], model.hidden_size)
+    draft = copying.start().propose(context, ROOT_ONLY, extra_nodes=3)
+    assert draft.token_ids[0].tolist() == [11, 12, 13, 0]
+    assert draft.depths.tolist() == [[0, 1, 2, 0], [0, 0, 0, 0]]
 
 
 def test_unlikely_copies_do_not_change_the_tree() -> None:

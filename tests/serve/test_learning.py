@@ -177,6 +177,17 @@ def test_adapters_need_names_of_their_own(world: Path) -> None:
         load_served(str(world / "model"), (), load, adapters={"model": world / "tuned"})
 
 
+def test_all_heads_copy_from_one_corpus(world: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abcd abcd", encoding="utf-8")
+    load = LoadSettings(precision="fp32")
+    heads = [str(world / "heads" / "medusa")]
+    served = load_served(str(world / "model"), heads, load, corpus=tmp_path / "a.txt")
+    assert served.corpus is not None
+    assert all(engine.drafter.corpus is served.corpus for engine in served.engines.values())  # type: ignore[union-attr]
+    with pytest.raises(InvalidSettings, match="give head="):
+        load_served(str(world / "model"), (), load, corpus=tmp_path / "a.txt")
+
+
 def test_a_head_learns_from_traffic_and_replaces_the_old_one_under_a_stream(
     server: ServerProcess, world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

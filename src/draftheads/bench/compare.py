@@ -22,6 +22,7 @@ from draftheads.bench.table import SAMPLED_FIELDS, Row, timed_row
 from draftheads.bench.timing import PLAIN, Answers, answers_of, engine_way, take_turns
 from draftheads.cache import cache_folder
 from draftheads.counts import counted
+from draftheads.data.corpus_files import load_corpus
 from draftheads.data.records import own_prompts, prompts_in
 from draftheads.decode.cost_profile import machine_of
 from draftheads.decode.engine import Engine, Prompt, prompt_list
@@ -63,6 +64,7 @@ def compare_heads(
     *,
     chat_template: str | PathLike[str] | None = None,
     draft_model: str | PathLike[str] | None = None,
+    corpus: str | PathLike[str] | None = None,
     settings: BenchSettings | None = None,
     precision: Precision = "auto",
     fresh: bool = False,
@@ -81,6 +83,7 @@ def compare_heads(
         prompts: at least 3, better 80; six built-in ones when left out.
         chat_template: as for :func:`draftheads.load`.
         draft_model: a smaller model of the same tokenizer, compared as well.
+        corpus: as for :func:`draftheads.load`; each head is also compared with copies, without and with the corpus.
         settings: what is measured, and on how much.
         precision: as for :func:`draftheads.load`.
         fresh: ignore what was saved.
@@ -89,7 +92,7 @@ def compare_heads(
 
     Raises:
         ModelNotFound, CheckpointError: the model or a head cannot be loaded.
-        DataError: fewer than 3 prompts.
+        DataError: fewer than 3 prompts, or the corpus cannot be read.
         InvalidSettings: two drafters have the same name.
         StorageError: another process makes the same comparison.
     """
@@ -110,6 +113,7 @@ def compare_heads(
             target,
             num_nodes=settings.num_nodes,
             draft_model=draft_model,
+            corpus=None if corpus is None else load_corpus(corpus, target.tokenizer, progress=progress),
             precision=precision,
             **load_options,
         )

@@ -11,6 +11,8 @@ import torch
 from draftheads.bench.timing import PLAIN
 from draftheads.checkpoint import read_head
 from draftheads.draft import Drafter
+from draftheads.drafters.copying import Copying
+from draftheads.drafters.corpus import Corpus
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
@@ -20,7 +22,7 @@ from draftheads.models.embedded import SMOLLM2_135M
 from draftheads.models.model import TargetModel
 from draftheads.saved import identity_digest
 from draftheads.settings import Precision
-from draftheads.shapes import BestPaths, Shape
+from draftheads.shapes import BestFirst, BestPaths, Shape
 from draftheads.zoo.registry import find_head, zoo_heads
 
 DRAFT_MODEL = "draft-model"
@@ -74,6 +76,7 @@ def load_contenders(
     *,
     num_nodes: int,
     draft_model: str | PathLike[str] | None = None,
+    corpus: Corpus | None = None,
     precision: Precision = "auto",
     **load_options: Any,
 ) -> Iterator[Contender]:
@@ -85,6 +88,7 @@ def load_contenders(
         target: the target.
         num_nodes: of the trees, root included; drafters that fill no tree keep to it, too.
         draft_model: a smaller model that drafts as well.
+        corpus: each head also drafts with copies, on growing trees, without and with the corpus.
         precision: of the draft model.
         load_options: of the draft model, as for :func:`draftheads.load`.
     """
@@ -96,6 +100,11 @@ def load_contenders(
         head = load_drafter(head_name, model, target, fast=load_options.get("fast", True), ignore_profile=True)
         identity = f"{saved.method}-{saved.digest}-{identity_digest(saved.config.options())[:8]}"
         yield Contender(name, head, identity, num_parameters=saved.num_parameters)
+        if corpus is not None:
+            for what, texts in (("copies", None), (f"corpus-{corpus.digest}", corpus)):
+                copying = Copying(head, corpus=texts)
+                row = f"{name} + {what.partition('-')[0]}"
+                yield Contender(row, copying, f"{identity}-{what}", BestFirst(num_nodes), saved.num_parameters)
         if saved.method == "mlp-speculator" and head.config.num_heads >= BestPaths().depth:  # as in its paper, too
             widths = BestPaths().widths
             widths += (1,) * (head.config.num_heads - len(widths))

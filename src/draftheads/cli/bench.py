@@ -39,6 +39,7 @@ def run(options: BenchOptions) -> None:
             options.heads,
             prompts[: options.limit],
             draft_model=options.draft_model,
+            corpus=options.corpus,
             settings=options.settings,
             **options.load.given(),
             fresh=options.fresh,

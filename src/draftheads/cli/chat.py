@@ -19,6 +19,7 @@ from draftheads.cli.options.chat import ChatOptions
 from draftheads.cli.progress_display import ProgressDisplay, error_console
 from draftheads.cli.show import DRAFTED, quiet_transformers, show_stream, speed_words
 from draftheads.counts import counted
+from draftheads.data.corpus_files import load_corpus
 from draftheads.decode.engine import Engine
 from draftheads.decode.prefix_cache import PrefixCache
 from draftheads.decode.prompt_reader import PromptReader
@@ -194,6 +195,7 @@ class Chat:
                 raise InvalidSettings(
                     f"{name} was trained with another chat template: start a new chat with --head {name}"
                 )
+            corpus = None if name in UNTRAINED else options.draft.corpus
             with ProgressDisplay(error_console(), transient=True) as progress:
                 progress.stage(f"loading {name}")
                 self._engine = engine_on(
@@ -203,6 +205,7 @@ class Chat:
                     tree=options.draft.shape(),
                     profile=None if options.draft.profile == "none" else options.draft.profile,
                     copy=options.draft.copy,
+                    corpus=None if corpus is None else load_corpus(corpus, target.tokenizer),
                     max_batch_size=1,
                     fast=options.load.fast,
                 )

@@ -70,6 +70,7 @@ def load_engine(options: GenerateOptions | ChatOptions, progress: Progress, *, m
         tree=draft.shape(),
         profile=None if draft.profile == "none" else draft.profile,
         copy=draft.copy,
+        corpus=draft.corpus,
         max_batch_size=max_batch_size,
         exact_bits=options.exact_bits,
         **options.load.given(),

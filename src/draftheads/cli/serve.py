@@ -71,6 +71,7 @@ def run(options: ServeOptions) -> None:
             head_folder=None if options.head_folder is None else user_path(options.head_folder),
             recorder=service.recorder,
             copy=options.copy,
+            corpus=loaded[0][0].corpus,
             fast=options.load.fast,
         )
         return served.models, scheduler
@@ -97,6 +98,7 @@ def _load(options: ServeOptions) -> tuple[Served, Limits]:
         adapters=options.adapters,
         name=options.name,
         copy=options.copy,
+        corpus=options.corpus,
         exact_bits=options.exact_bits,
         max_rows=options.max_rows,
     )

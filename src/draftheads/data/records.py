@@ -97,11 +97,11 @@ def read_chats(*paths: Path) -> Iterator[Record]:
         DataError: a file cannot be read, or a line is not a chat.
     """
     for path, line_number, value in _lines_of(paths):
-        yield _chat(value, path, line_number)
+        yield chat_of(value, path, line_number)
 
 
-def _chat(value: Any, path: Path, line_number: int) -> Record:
-    """What can be learned from in one line."""
+def chat_of(value: Any, path: Path, line_number: int) -> Record:
+    """What can be learned from in the JSON value of a line; errors as of :func:`read_chats`."""
     given = value if isinstance(value, dict) else {}
     if "prompt_ids" in given and "answer_ids" in given:
         return _recorded(given, path, line_number)

@@ -24,6 +24,7 @@ from draftheads.data.batches import split_held_out
 from draftheads.data.records import RecordedTokens, own_prompts, prompts_in, read_json_lines
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult, Request, StreamEvent
+from draftheads.drafters.corpus import Corpus
 from draftheads.errors import DataError, DraftHeadsError, ModelNotFound, QueueFull
 from draftheads.loading import engine_on
 from draftheads.models.fingerprint import tokenizer_print
@@ -66,6 +67,7 @@ class HeadReplacement:
         head_folder: heads in it may be used, besides those that are installed with a package.
         recorder: of answers to compare on.
         copy: drafts hold copies, too.
+        corpus: from which is copied, too.
         fast: the head gets fast kernels.
     """
 
@@ -77,11 +79,12 @@ class HeadReplacement:
         head_folder: Path | None = None,
         recorder: Recorder | None = None,
         copy: bool = True,
+        corpus: Corpus | None = None,
         fast: bool = True,
     ) -> None:
         self._scheduler, self._model = scheduler, model
         self._head_folder, self._recorder = head_folder, recorder
-        self._copy, self._fast = copy, fast
+        self._copy, self._corpus, self._fast = copy, corpus, fast
         self._lock = Lock()
 
     def replace(self, served: str, head: str, *, weights: str, force: bool = False) -> Comparison:
@@ -134,6 +137,7 @@ class HeadReplacement:
             str(folder),
             model=self._model,
             copy=self._copy,
+            corpus=self._corpus,
             max_batch_size=old.max_batch_size,
             fast=self._fast,
             keep_cost=False,

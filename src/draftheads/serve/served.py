@@ -6,10 +6,12 @@ from pathlib import Path
 
 import torch
 
+from draftheads.data.corpus_files import load_corpus
 from draftheads.decode.engine import Engine
+from draftheads.drafters.corpus import Corpus
 from draftheads.errors import InvalidSettings
 from draftheads.files import user_path
-from draftheads.loading import engine_on, find_template, load_target, name_of
+from draftheads.loading import check_corpus, engine_on, find_template, load_target, name_of
 from draftheads.machine import find_memory
 from draftheads.models.kv_target import bytes_per_slot
 from draftheads.models.model import TargetModel
@@ -26,6 +28,7 @@ class Served:
 
     models: tuple[ServedModel, ...]
     engines: Mapping[str, Engine]  # by served name
+    corpus: Corpus | None = None  # from which is copied
 
     @property
     def target(self) -> TargetModel:
@@ -41,6 +44,7 @@ def load_served(
     adapters: Mapping[str, Path] | None = None,
     name: str | None = None,
     copy: bool = True,
+    corpus: Path | None = None,
     exact_bits: bool = False,
     max_rows: int = 16,
 ) -> Served:
@@ -53,15 +57,18 @@ def load_served(
         adapters: folders of LoRA adapters by the names under which they are served; the first head drafts for them.
         name: under which it is served; the model's own name when left out.
         copy: drafts hold copies from the text, too.
+        corpus: texts or earlier answers from which is copied, too.
         exact_bits: drafted answers equal plain ones to the bit.
         max_rows: answers that are decoded together.
 
     Raises:
         DraftHeadsError: as :func:`draftheads.load`, or an adapter does not fit; or two names are the same.
     """
+    check_corpus(corpus, heads[0] if heads else None, copy=copy)
     template = find_template(load.chat_template, heads, name_of(model))
     given = {key: value for key, value in load.given().items() if key not in ("chat_template", "fast")}
     target = load_target(model, chat_template=template, exact_bits=exact_bits, fast=load.fast, **given)
+    index = None if corpus is None else load_corpus(corpus, target.tokenizer)
     own = name or _short_name(model)
     models: list[ServedModel] = []
     engines: dict[str, Engine] = {}
@@ -69,14 +76,16 @@ def load_served(
         served = own if not engines else f"{own}:{_short_name(str(head))}"
         if served in engines:
             raise InvalidSettings(f"--head {head}: there are two heads of this name; rename the folder of one")
-        engines[served] = engine_on(target, head, model=model, copy=copy, max_batch_size=max_rows, fast=load.fast)
+        engines[served] = engine_on(
+            target, head, model=model, copy=copy, corpus=index, max_batch_size=max_rows, fast=load.fast
+        )
         models.append(ServedModel(served, own, None if head is None else _short_name(head)))
     for adapter, folder in (adapters or {}).items():
         if adapter in engines:
             raise InvalidSettings(f"--adapter {adapter}={folder}: {adapter} is served already; give another name")
         engines[adapter] = engines[own].with_adapter(folder)
         models.append(replace(models[0], name=adapter, adapter=adapter))
-    return Served(tuple(models), engines)
+    return Served(tuple(models), engines, index)
 
 
 def _short_name(name: str) -> str:

@@ -28,6 +28,9 @@ class BenchOptions:
     draft_model: str | None = None
     """Also compare a smaller model that drafts. With the same tokenizer, on growing trees: a folder or a Hugging Face
     id."""
+    corpus: Path | None = None
+    """Also compare each head with copies, without and with this corpus. Texts or earlier answers: a .txt or .jsonl
+    file, or a folder of such files."""
     prompts: Path | None = None
     """A JSONL file of prompts, in place of six built-in ones. "prompt", "messages" or "turns" in each line."""
     limit: int | None = None

@@ -74,6 +74,8 @@ class ServeOptions:
     load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
     copy: bool = True
     """Also draft copies from the text so far. That is what followed an earlier occurrence of its last tokens."""
+    corpus: Path | None = None
+    """Also copy from these texts or earlier answers. A .txt or .jsonl file, or a folder of such files."""
     exact_bits: bool = False
     """On a CPU: drafted answers equal plain ones to the bit. Also in bf16."""
 
