@@ -149,7 +149,6 @@ def test_all_options_are_passed_on(here: Path, monkeypatch: pytest.MonkeyPatch):
     changed = {"tree": Tree.chain(2), "profile": "p", "copy": False, "max_batch_size": 2, "exact_bits": True}
     assert loaded(words) == {**DEFAULTS, **changed}
     assert seen[-2][0] == ("here", "there")
-    assert loaded("--head there --corpus texts") == {**DEFAULTS, "corpus": Path("texts")}
     settings = SamplingSettings(
         max_new_tokens=5,
         temperature=0.5,
@@ -161,6 +160,7 @@ def test_all_options_are_passed_on(here: Path, monkeypatch: pytest.MonkeyPatch):
         acceptance="typical",
     )
     assert seen[-1] == (["abc", "def"], settings)
+    assert loaded("--head there --corpus texts") == {**DEFAULTS, "corpus": Path("texts")}
     words = "--precision bf16 --chat-template vicuna --device cuda:1 --four-bit --no-fast --trust-remote-code"
     how = {"precision": "bf16", "chat_template": "vicuna", "device": "cuda:1", "four_bit": True}
     how |= {"fast": False, "trust_remote_code": True, "attn_implementation": "eager"}

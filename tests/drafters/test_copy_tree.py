@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftheads.drafters.copy_odds import DEFAULT_ODDS, votes_of
-from draftheads.drafters.copy_tree import Copied, Voter, copy_tree
+from draftheads.drafters.copy_tree import LEAST, Copied, Voter, copy_tree
 from draftheads.drafters.copying import MOST_PLACES
 from draftheads.drafters.text_index import TextIndex
 
@@ -67,7 +67,7 @@ def test_the_most_probable_copies_by_votes(text: list[int], count: int) -> None:
     found = paths_of(tree)
     probabilities = [node.probability for node in tree]
     assert probabilities == sorted(probabilities, reverse=True)
-    likely = {path: p for path, p in slow_tree(text, count).items() if p >= 0.004}
+    likely = {path: p for path, p in slow_tree(text, count).items() if p >= LEAST}
     best = sorted(likely.values(), reverse=True)[:count]
     assert probabilities == pytest.approx(best)
     assert found == pytest.approx({path: likely[path] for path in found})

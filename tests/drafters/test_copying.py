@@ -241,7 +241,7 @@ def test_unlikely_copies_do_not_change_the_tree() -> None:
     head = tiny_head("hydra", model)
     context = context_of(TEXTS, model.hidden_size)
     tree = Tree.cartesian([3, 2])
-    copying = Copying(head, odds=[[0.01, 0.001]], values=dict.fromkeys(tree.paths, 0.5))
+    copying = Copying(head, odds=[[0.02, 0.001]], values=dict.fromkeys(tree.paths, 0.5))
     draft = propose(copying, context, tree)
     assert draft.copied is not None
     assert not draft.copied.any()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-_LEAST = 0.004  # probability of a copied token
+LEAST = 0.01  # probability of a copied token
 
 
 class Voter(NamedTuple):
@@ -58,7 +58,7 @@ def copy_tree(voters: Sequence[Voter], count: int) -> list[Copied]:
                 agreeing.setdefault(token, []).append(voter)
         for token, share in shares.items():
             probability = above * share / total
-            if probability >= _LEAST:
+            if probability >= LEAST:
                 heappush(waiting, (-probability, len(found), token, parent, depth + 1, agreeing[token]))
         if not waiting:
             break

@@ -28,7 +28,7 @@ _BEST_RANK = 0.45
 _NEXT_RANK = 0.3
 
 NUM_TOKENS = 16  # that are copied at most
-MOST_PLACES = 16  # of a text's last tokens that are looked at
+MOST_PLACES = 8  # of a text's last tokens that are looked at
 # in a corpus: votes by the length of the match, measured with 1.5 million tokens of answers to other prompts
 _CORPUS_VOTES = (0.26, 0.29, 0.48, 0.56, 0.61, 0.87, 1.0, 1.95)
 _SHORTEST_MATCH = 3  # in a corpus; what follows shorter ones is a common word, which heads know better
