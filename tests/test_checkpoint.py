@@ -150,16 +150,18 @@ def test_rotary_positions_are_saved_where_they_are_scaled(base: TargetModel, tmp
         assert loaded.prefix.turns == expected
 
 
-def test_the_size_of_amphistas_path_is_saved_where_there_is_one(base: TargetModel, tmp_path: Path) -> None:
+def test_the_size_of_amphistas_coupling_is_saved_where_there_is_one(base: TargetModel, tmp_path: Path) -> None:
     """Heads from before have neither the key nor its tensors."""
     for size in (0, 3):
-        head = random_head(base, "amphista", **({"path_size": size} if size else {}))
+        head = random_head(base, "amphista", **({"coupling_size": size} if size else {}))
         save_head(head, tmp_path / str(size), base=base, dtype=torch.float32)
         saved = json.loads((tmp_path / str(size) / CONFIG_FILE).read_text())["head"]
-        assert saved.get("path_size", 0) == size
-        assert ("path_size" in saved) == (size > 0)
+        assert saved.get("coupling_size", 0) == size
+        assert ("coupling_size" in saved) == (size > 0)
         names = {name.split(".")[0] for name in load_file(tmp_path / str(size) / TENSORS_FILE)}
-        assert {name for name in names if "path" in name} == ({"path_inputs", "path_outputs"} if size else set())
+        assert {name for name in names if "coupling" in name} == (
+            {"coupling_inputs", "coupling_outputs"} if size else set()
+        )
         loaded = load_head(tmp_path / str(size), base)
         assert (loaded.config, loaded.reads_path) == (head.config, size > 0)
         ours, theirs = (propose(one, context(), BestFirst(12)) for one in (head, loaded))

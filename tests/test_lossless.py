@@ -96,7 +96,7 @@ def test_heads_equal_plain(
 
 VARIANTS: dict[str, tuple[str, dict[str, int]]] = {
     **{method: (method, {}) for method in HEADS},
-    "amphista, path": ("amphista", {"path_size": 4}),
+    "amphista, coupled": ("amphista", {"coupling_size": 4}),
 }
 
 

@@ -47,9 +47,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "amphista, no token": ("amphista", {"sampled_token": False}),
     "amphista, own": ("amphista", {"lm_head": "own"}),
     "amphista, low rank": ("amphista", {"lm_head": "low_rank", "lm_head_rank": 5, "draft_vocab_size": 12}),
-    "amphista, path": ("amphista", {"path_size": 5}),
-    "amphista, path, no stage": ("amphista", {"path_size": 3, "num_adaptation_layers": 0}),
-    "amphista, path, trimmed": ("amphista", {"path_size": 4, "lm_head": "own", "draft_vocab_size": 12}),
+    "amphista, coupled": ("amphista", {"coupling_size": 5}),
+    "amphista, coupled, no stage": ("amphista", {"coupling_size": 3, "num_adaptation_layers": 0}),
+    "amphista, coupled, trimmed": ("amphista", {"coupling_size": 4, "lm_head": "own", "draft_vocab_size": 12}),
     "mlp-speculator, own": ("mlp-speculator", {"embeddings": "own", "lm_head": "own", "inner_size": 24}),
     "mlp-speculator, tied": (
         "mlp-speculator",
@@ -169,7 +169,8 @@ def test_predictions_depend_on_the_path_exactly_where_reads_path_is_set(name: st
     )
     differs = (before - after).abs().amax((1, 3)) > 1e-6  # (K, T)
     # token 12 is x_{t+1}, the root, for t = 11; x_{t+2} for t = 10
-    reads_root = head.reads_path or (head.config.method != "medusa" and not name.endswith(("no token", "no stage")))
+    # coupling tells Amphista's other heads the token above; the first reads the root in the adaptation layers
+    reads_root = head.config.method != "medusa" and not name.endswith(("no token", "no stage"))
     assert bool(differs[0, 11]) == reads_root
     if head.reads_path:
         assert differs[1, 10]
@@ -196,7 +197,7 @@ WITHOUT_DRAFT: dict[str, Callable[[int], bool]] = {
         product([name for name, (method, _) in VARIANTS.items() if method in STATEFUL], WITHOUT_DRAFT),
         *[("hydra++", "at first"), ("hydra++, grouped", "without room"), ("amphista", "without room")],
         *[
-            ("amphista, path", "without room"),
+            ("amphista, coupled", "without room"),
             ("amphista-alpha", "in a row"),
             ("eagle", "in a row"),
             ("eagle", "without room"),
@@ -684,28 +685,27 @@ def test_markov_medusa_follows_its_formula(model: TargetModel) -> None:
         torch.testing.assert_close(head.logits(features[i, 0, 2], i), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["amphista, path", "amphista, path, trimmed"])
-def test_amphistas_path_follows_its_formula(name: str, model: TargetModel) -> None:
-    """s_i = SiLU(L_i [F_i; E(x_{t+1+i}); s_{i-1}]), and F_i + P_i s_i, with the F_i of the same head without a path."""
+@pytest.mark.parametrize("name", ["amphista, coupled", "amphista, coupled, trimmed"])
+def test_amphistas_coupling_follows_its_formula(name: str, model: TargetModel) -> None:
+    """F_i + P_i SiLU(L_i [F_i; E(x_{t+1+i})]) for i > 0, with the F_i of the same head without coupling."""
     head = variant(name, model)
     weights, embedding = numbers(head), SCALE * model.weights.embedding
-    without = variant(name, model, path_size=0)
+    without = variant(name, model, coupling_size=0)
     without.load_state_dict(weights, strict=False)
     hidden, tokens = random_text(1, 9, size=model.hidden_size)
     features, own = head(hidden, tokens), without(hidden, tokens)
-    state = torch.zeros(0)
-    for i in range(head.config.num_heads):
-        known = torch.cat([own[i, 0, 2], embedding[tokens[0, 3 + i]], state])
-        state = F.silu(affine(weights, f"path_inputs.{i}", known))
-        expected = own[i, 0, 2] + weights[f"path_outputs.{i}.weight"] @ state
-        torch.testing.assert_close(features[i, 0, 2], expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(features[0], own[0])
+    for i in range(1, head.config.num_heads):
+        known = torch.cat([own[i, 0, 2], embedding[tokens[0, 3 + i]]])
+        added = weights[f"coupling_outputs.{i - 1}.weight"] @ F.silu(affine(weights, f"coupling_inputs.{i - 1}", known))
+        torch.testing.assert_close(features[i, 0, 2], own[i, 0, 2] + added, rtol=1e-4, atol=1e-4)
 
 
-def test_an_amphista_whose_path_adds_nothing_is_the_papers(model: TargetModel) -> None:
+def test_an_amphista_whose_coupling_adds_nothing_is_the_papers(model: TargetModel) -> None:
     """On every shape: P_i is zero, all other weights are not."""
-    head, base = tiny_head("amphista", model, path_size=6), tiny_head("amphista", model)
+    head, base = tiny_head("amphista", model, coupling_size=6), tiny_head("amphista", model)
     for name, parameter in head.named_parameters():
-        if name.startswith("path_outputs."):
+        if name.startswith("coupling_outputs."):
             parameter.zero_()
     base.load_state_dict(head.state_dict(), strict=False)
     assert (head.reads_path, base.reads_path) == (True, False)
@@ -795,7 +795,7 @@ def test_whole_paths_go_through_all_stages(model: TargetModel) -> None:
         ("mlp-speculator", {"num_layers": 2}, r"num_layers is 2; a stage of the MLP Speculator has one layer"),
         ("mlp-speculator", {"embedding_scale": 0.0}, r"embedding_scale is 0\.0"),
         ("markov-medusa", {"markov_rank": 0}, r"markov_rank is 0; it must be at least 1"),
-        ("amphista", {"path_size": -1}, r"path_size is -1; it must be at least 0"),
+        ("amphista", {"coupling_size": -1}, r"coupling_size is -1; it must be at least 0"),
         ("markov-medusa", {"embedding_scale": 0.0}, r"embedding_scale is 0\.0"),
     ],
 )
@@ -810,7 +810,11 @@ def test_impossible_options_are_refused(method: str, options: dict[str, Any], wo
     [
         ("medusa", "depth=2", r"depth=2: medusa has no option 'depth'; it has no further options"),
         ("medusa", "depth", r"depth: medusa has no option 'depth'; it has no further options"),
-        ("amphista", "num_heads=2", r"amphista has no option 'num_heads'; choose among head_positions, head_size, "),
+        (
+            "amphista",
+            "num_heads=2",
+            r"amphista has no option 'num_heads'; choose among coupling_size, head_positions, ",
+        ),
         ("amphista", "sampled_token", r"--head-options sampled_token: it has no value; give sampled_token=VALUE"),
         ("amphista", "sampled_token=1", r"--head-options sampled_token=1: sampled_token must be bool"),
         ("markov-medusa", "markov_rank=many", r"--head-options markov_rank=many: markov_rank must be int"),

@@ -107,20 +107,18 @@ def test_training_moves_every_parameter_and_nothing_of_the_target(method: str, k
     assert weights.embedding.grad is None
 
 
-def test_the_gradient_of_a_path_reaches_all_that_it_reads() -> None:
-    """The heads above through their states, and their features; but no head below."""
-    head = fresh_head("amphista", random_weights(), path_size=3)
-    for layer in head.path_outputs.parameters():  # type: ignore[union-attr]
+def test_the_gradient_of_coupling_reaches_all_that_it_reads() -> None:
+    """Its own layers and the features of its head, but no other head's coupling."""
+    head = fresh_head("amphista", random_weights(), coupling_size=3, num_heads=3)
+    for layer in head.coupling_outputs.parameters():  # type: ignore[union-attr]
         nn.init.normal_(layer)
     hidden = normal(2, 6, D)
-    (head(hidden, tokens(2, 6))[1].square().sum()).backward()
+    (head(hidden, tokens(2, 6))[2].square().sum()).backward()
     moved = {name for name, parameter in head.named_parameters() if parameter.grad is not None and parameter.grad.any()}
-    assert {name for name in moved if name.startswith("path")} == {
-        *("path_inputs.0.weight", "path_inputs.0.bias", "path_inputs.1.weight", "path_inputs.1.bias"),
-        "path_outputs.1.weight",
+    assert {name for name in moved if name.startswith("coupling")} == {
+        *("coupling_inputs.1.weight", "coupling_inputs.1.bias", "coupling_outputs.1.weight"),
     }
-    for i in range(2):
-        assert f"blocks.{i}.0.linear.bias" in moved
+    assert "blocks.2.0.linear.bias" in moved
 
 
 # --- starting values ---

@@ -268,7 +268,7 @@ def test_a_start_with_other_head_options_is_refused(target: TargetModel, feature
     run.train_for(target, settings.changed(head_options=("fusion_bias=false",)), FakeProgress())
 
 
-def test_a_path_is_added_to_a_trained_amphista_and_not_taken_away(
+def test_coupling_is_added_to_a_trained_amphista_and_not_taken_away(
     target: TargetModel, features: Path, tmp_path: Path
 ) -> None:
     """It starts as the same head, all of whose layers it has."""
@@ -276,20 +276,20 @@ def test_a_path_is_added_to_a_trained_amphista_and_not_taken_away(
     found = run.train_for(target, first, FakeProgress())
     assert found is not None
     settings = options(tmp_path / "more", features, method="amphista", start_from=str(first.out), epochs=1)
-    grown = settings.changed(head_options=("path_size=3",))
+    grown = settings.changed(head_options=("coupling_size=3",))
     run.train_for(target, grown, FakeProgress())
     before, after = validation(grown.out)[0], validation(grown.out)[-1]
     assert before["losses"] == pytest.approx(found.losses, rel=1e-2), "it was saved in bf16"
     assert before["tokens_per_step_chain"] == pytest.approx(found.tokens_per_step_chain, rel=1e-2)
     assert sum(after["losses"]) < sum(before["losses"])
     tensors = load_head(grown.out, target, dtype=torch.float32).state_dict()
-    assert all(tensors[f"path_outputs.{i}.weight"].any() for i in range(2)), "the path has learned something"
+    assert tensors["coupling_outputs.0.weight"].any(), "the coupling has learned something"
     for size in (0, 2):
-        with pytest.raises(InvalidSettings, match=rf"path_size=3, the new head path_size={size}: give --head-opt"):
+        with pytest.raises(InvalidSettings, match=rf"coupling_size=3, the new head coupling_size={size}: give"):
             run.train_for(
                 target,
                 settings.changed(
-                    out=tmp_path / str(size), start_from=str(grown.out), head_options=(f"path_size={size}",)
+                    out=tmp_path / str(size), start_from=str(grown.out), head_options=(f"coupling_size={size}",)
                 ),
                 FakeProgress(),
             )

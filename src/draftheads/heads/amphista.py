@@ -12,9 +12,9 @@ The authors have published no code. Where the paper gives no detail, this implem
   ``sampled_token`` changes nothing. Table 4's first ablation takes both away here.
 * Everything starts such that head k's features are h_t, Medusa's starting point.
 
-``path_size`` is not in the paper. Heads that draft at the same time do not know the tokens of the heads before. A small
-recurrent state tells them, as the RNN variant of DSpark's Markov head (2026) does. There the state becomes logits by a
-matrix of its own, here by the lm_head: it is added to a head's features F_i, with all draft tokens above known.
+``coupling_size`` is not in the paper. Heads that draft at the same time do not know the token of the head before. A
+small layer tells them, as DSpark's Markov head (2026) does. There it becomes logits by a matrix of its own, here by the
+lm_head: its output is added to a head's features F_i when the draft token above is known.
 """
 
 from dataclasses import dataclass
@@ -45,15 +45,15 @@ class AmphistaConfig(LayerConfig, EmbeddingConfig):
     """Whether learned positions are added to the heads before they attend to each other."""
     sampled_token: bool = True
     """Whether adaptation layers read the embedding of x_{t+1}, too."""
-    path_size: int = 0
-    """r, the size of the state that knows the draft tokens above; 0 for none, as in the paper."""
+    coupling_size: int = 0
+    """r, the size of the layer that tells a head the draft token above; 0 for none, as in the paper."""
 
     method: ClassVar[str] = "amphista"
-    optional: ClassVar[frozenset[str]] = LayerConfig.optional | {"path_size"}
+    optional: ClassVar[frozenset[str]] = LayerConfig.optional | {"coupling_size"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least(0, path_size=self.path_size)
+        require_at_least(0, coupling_size=self.coupling_size)
         if self.num_adaptation_layers not in (0, 1, 2):
             raise InvalidSettings(f"num_adaptation_layers is {self.num_adaptation_layers}; choose 0, 1 or 2")
         if self.num_auto_embedding_blocks < 0:
@@ -64,15 +64,15 @@ class _State(NamedTuple):
     """At W nodes of a depth."""
 
     features: Tensor  # (depth, B, D) F_i of each head
-    logits: Tensor | None  # (depth, B, V') if the path does not matter
-    path: Tensor | None  # (B, W, r) if it does
+    logits: Tensor  # (depth, B, V') of them; of the first head alone if the others read the token above
+    token_ids: Tensor  # (B, W) of the nodes
 
 
 class AmphistaHead(StatefulHead):
     """Equations 1 to 6: all heads' features F_i at once, whatever the path.
 
-    With a ``path_size``, s_i = SiLU(L_i [F_i; E(x_{t+1+i}); s_{i-1}]) and head i's features become F_i + P_i s_i. P_i
-    starts at zero.
+    With a ``coupling_size``, the features of head i > 0 become F_i + P_i SiLU(L_i [F_i; E(x_{t+1+i})]). P_i starts at
+    zero. The first head reads its token in the adaptation layers.
     """
 
     def __init__(self, config: AmphistaConfig) -> None:
@@ -89,11 +89,11 @@ class AmphistaHead(StatefulHead):
         self.auto_embedding = nn.ModuleList(
             TransformerLayer(config, rotary=False) for _ in range(config.num_auto_embedding_blocks)
         )
-        self.reads_path = config.path_size > 0
-        r, count = config.path_size, config.num_heads if self.reads_path else 0
-        self.path_inputs = nn.ModuleList(nn.Linear(2 * size + (r if i else 0), r) for i in range(count))
-        self.path_outputs = nn.ModuleList(nn.Linear(r, size, bias=False) for _ in range(count))
-        for layer in self.path_outputs.parameters():
+        self.reads_path = config.coupling_size > 0
+        r, count = config.coupling_size, config.num_heads - 1 if self.reads_path else 0
+        self.coupling_inputs = nn.ModuleList(nn.Linear(2 * size, r) for _ in range(count))
+        self.coupling_outputs = nn.ModuleList(nn.Linear(r, size, bias=False) for _ in range(count))
+        for layer in self.coupling_outputs.parameters():
             nn.init.zeros_(layer)
 
     def forward(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
@@ -105,40 +105,31 @@ class AmphistaHead(StatefulHead):
         features = self._heads(stages)
         if not self.reads_path:
             return features
-        scaled, path, found = self.scaled_embedding(token_ids), None, []
-        for i, own in enumerate(features):
-            path = self._path(i, own, scaled.roll(-(i + 1), dims=1), path)
-            found.append(own + self.path_outputs[i](path))
-        return torch.stack(found)
+        scaled = self.scaled_embedding(token_ids)
+        coupled = [self._coupled(i, own, scaled.roll(-(i + 1), dims=1)) for i, own in enumerate(features[1:], start=1)]
+        return torch.stack([features[0], *coupled])
 
     def begin(self, root: Root, depth: int) -> _State:
-        """All heads in one pass, whatever the tree; their logits, too, if the path does not matter."""
+        """All heads in one pass, whatever the tree; their logits, too, as far as the draft tokens do not matter."""
         features = self._heads(list(root.states.unbind(1)))[:depth]  # states are (B, stages, D), features (depth, B, D)
-        if not depth:
-            return _State(features, None, None)
-        if not self.reads_path:
-            return _State(features, self.lm_head_logits(features), None)
-        path = self._path(0, features[0], self.scaled_embedding(root.token_ids), None)
-        return _State(features, None, path[:, None])
+        free = features[:1] if self.reads_path else features
+        return _State(features, self.lm_head_logits(free) if depth else features, root.token_ids[:, None])
 
     def predict(self, state: _State, depth: int) -> Tensor:
-        """(B, W, V'); (B, 1, V') if the path does not matter."""
-        if state.logits is not None:
-            return state.logits[depth][:, None]
-        return self.logits(state.features[depth][:, None] + self.path_outputs[depth](state.path), depth)
+        """(B, W, V'); (B, 1, V') of heads that do not read the token above."""
+        if depth < len(state.logits):
+            return state.logits[depth][:, None].expand(-1, state.token_ids.shape[1] if self.reads_path else 1, -1)
+        own = state.features[depth][:, None].expand(-1, state.token_ids.shape[1], -1)
+        return self.logits(self._coupled(depth, own, self.scaled_embedding(state.token_ids)), depth)
 
     def descend(self, state: _State, depth: int, parents: Tensor, token_ids: Tensor) -> _State:
-        """What the children know of their paths."""
-        if state.path is None:
-            return state
-        above = state.path[torch.arange(len(parents), device=parents.device)[:, None], parents]
-        own = state.features[depth + 1][:, None].expand(-1, parents.shape[1], -1)
-        return state._replace(path=self._path(depth + 1, own, self.scaled_embedding(token_ids), above))
+        """Only the token above matters."""
+        return state._replace(token_ids=token_ids)
 
-    def _path(self, head_index: int, features: Tensor, embedded: Tensor, above: Tensor | None) -> Tensor:
-        """s_i from F_i and the embedding of the token above, (…, D) each, and s_{i-1}: (…, r)."""
-        parts = [features, embedded] if above is None else [features, embedded, above]
-        return F.silu(self.path_inputs[head_index](torch.cat(parts, -1)))
+    def _coupled(self, head_index: int, features: Tensor, embedded: Tensor) -> Tensor:
+        """Features of a head that knows the token above, from its own and the embedding, (…, D) each: (…, D)."""
+        found = F.silu(self.coupling_inputs[head_index - 1](torch.cat([features, embedded], -1)))
+        return features + self.coupling_outputs[head_index - 1](found)
 
     def read(self, context: Context, rows: slice, history: History) -> Tensor:
         """h_t and the stages' outputs, (rows, 1 + stages, D)."""

@@ -35,7 +35,7 @@ _BUILT_ON = {"markov-medusa": "medusa", "amphista": "medusa", "hydra++": "hydra"
 _MAY_DIFFER = frozenset(  # settings that do not change the meaning of layers that both heads have
     {"num_heads", "num_layers", "lm_head", "lm_head_rank", "draft_vocab_size", "embedding_scale"}
 )
-_ADDED = frozenset({"path_size"})  # sizes of parts that may be added to a head without them: they start as nothing
+_ADDED = frozenset({"coupling_size"})  # sizes of parts that may be added to a head without them: they start as nothing
 
 
 @dataclass(frozen=True)
