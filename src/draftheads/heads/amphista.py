@@ -129,7 +129,8 @@ class AmphistaHead(StatefulHead):
     def _coupled(self, head_index: int, features: Tensor, embedded: Tensor) -> Tensor:
         """Features of a head that knows the token above, from its own and the embedding, (…, D) each: (…, D)."""
         found = F.silu(self.coupling_inputs[head_index - 1](torch.cat([features, embedded], -1)))
-        return features + self.coupling_outputs[head_index - 1](found)
+        added: Tensor = self.coupling_outputs[head_index - 1](found)
+        return features + added
 
     def read(self, context: Context, rows: slice, history: History) -> Tensor:
         """h_t and the stages' outputs, (rows, 1 + stages, D)."""
