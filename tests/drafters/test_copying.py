@@ -227,10 +227,10 @@ def test_drawn_trees_and_best_paths_are_left_as_they_are(shape: Shape) -> None:
     assert copied(found) == 0
 
 
-def test_a_corpus_is_copied_from_after_a_match_of_three_tokens() -> None:
+def test_a_corpus_is_copied_from_after_a_match_of_four_tokens() -> None:
     model = some_model("llama")
-    copying = Copying(tiny_head("medusa", model), corpus=index_texts([[1, 9, 10, 11, 12, 13]]))
-    context = context_of([[9, 10, 11], [8, 10, 11]], model.hidden_size)
+    copying = Copying(tiny_head("medusa", model), corpus=index_texts([[1, 7, 9, 10, 11, 12, 13]]))
+    context = context_of([[7, 9, 10, 11], [8, 9, 10, 11]], model.hidden_size)
     draft = copying.start().propose(context, ROOT_ONLY, extra_nodes=3)
     assert draft.token_ids[0].tolist() == [11, 12, 13, 0]
     assert draft.depths.tolist() == [[0, 1, 2, 0], [0, 0, 0, 0]]

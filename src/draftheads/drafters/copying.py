@@ -31,7 +31,7 @@ NUM_TOKENS = 16  # that are copied at most
 MOST_PLACES = 8  # of a text's last tokens that are looked at
 # in a corpus: votes by the length of the match, measured with 1.5 million tokens of answers to other prompts
 _CORPUS_VOTES = (0.26, 0.29, 0.48, 0.56, 0.61, 0.87, 1.0, 1.95)
-_SHORTEST_MATCH = 3  # in a corpus; what follows shorter ones is a common word, which heads know better
+_SHORTEST_MATCH = 4  # in a corpus; what follows shorter ones is a common word, which heads know better
 
 
 class Copying:
