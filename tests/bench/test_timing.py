@@ -149,7 +149,7 @@ def test_a_time_box_never_makes_answers_longer() -> None:
 
 @pytest.mark.parametrize("group", [PROMPTS[:1], PROMPTS])
 def test_an_engine_s_answers_are_its_own_and_are_counted(model: TargetModel, group: list[list[int]]) -> None:
-    engine = Engine(model, Copying(tiny_head("hydra", model)), max_batch_size=2)
+    engine = Engine(model, Copying(tiny_head("hydra", model), odds=[[0.9, 0.8, 0.7, 0.6]]), max_batch_size=2)
     results = engine.generate(group, max_new_tokens=20)
     start = time.perf_counter()
     found = engine_way("hydra", engine).decode(group, 20)

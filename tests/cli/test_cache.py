@@ -120,7 +120,7 @@ def test_an_agreed_question_deletes(cache: Path, monkeypatch: pytest.MonkeyPatch
 def test_an_unknown_part_names_the_parts(cache: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["cache", "clear", "cost", "--yes"]) == 1
     err = capsys.readouterr().err
-    assert "no part 'cost'; its parts are smollm2-135m, kernels, costs, profiles, answers, bench" in err
+    assert "no part 'cost'; its parts are smollm2-135m, kernels, costs, profiles, corpora, answers, bench" in err
     assert (cache / COST).exists()
 
 

@@ -110,7 +110,7 @@ class FeatureOptions(OptionGroup):
     features: Path | None = None
     """Folder of the model's hidden states. Made if they are not there; OUT/features when left out."""
     extracted: Path | None = None
-    """Folder of the files in which vLLM wrote the model's hidden states of --data and --text. See docs/train.md."""
+    """Folder of hidden states that vLLM wrote. They are of the texts of --data and --text; see docs/train.md."""
     features_budget: Annotated[float, FROM_0] = 50.0
     """Gigabytes of disk for hidden states. If they need more, they are computed for each batch."""
     keep_features: bool = False
