@@ -175,8 +175,9 @@ class TypeClock:
 def test_texts_are_read_in_the_type_that_is_faster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16: float, dtype: torch.dtype
 ) -> None:
-    clock = TypeClock(monkeypatch, bf16)
+    clock, before = TypeClock(monkeypatch, bf16), torch.get_rng_state()
     assert dtype_for_texts(folder=tmp_path, clock=clock) == dtype
+    assert torch.equal(torch.get_rng_state(), before), "a training that measures begins as one that does not"
     measured = clock.calls
     assert dtype_for_texts(folder=tmp_path, clock=clock) == dtype
     assert clock.calls == measured, "the stored choice counts"

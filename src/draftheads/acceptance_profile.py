@@ -77,11 +77,19 @@ class AcceptanceProfile:
             f"static_tokens has {len(self.static_tokens)} numbers; {len(self.paths)} paths make "
             f"{len(self.paths) + 1} trees",
         )
-        for growing in (self.dynamic_tokens, *self.shallower_tokens):
+        for name, growing in (
+            ("dynamic_tokens", self.dynamic_tokens),
+            *(("shallower_tokens", one) for one in self.shallower_tokens),
+        ):
             _check(
                 len(growing) <= MAX_NODES,
-                f"dynamic_tokens has {len(growing)} numbers; it must have at most {MAX_NODES}",
+                f"{name} has {len(growing)} numbers; it must have at most {MAX_NODES}",
             )
+        deepest = max(map(len, self.paths), default=0)
+        _check(
+            deepest <= self.depth,
+            f"paths has a node of depth {deepest}; confidence has {counted(self.depth, 'depth')}",
+        )
         _check(
             len(self.shallower_tokens) in (0, self.depth - 1),
             f"shallower_tokens has {counted(len(self.shallower_tokens), 'list')}; {counted(self.depth, 'depth')} "

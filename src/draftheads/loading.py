@@ -157,7 +157,7 @@ def load(
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
     )
-    index = None if corpus is None else load_corpus(corpus, target.tokenizer)
+    index = None if corpus is None else load_corpus(corpus, target.tokenizer, vocab_size=target.vocab_size)
     if draft_model is not None:
         is_named = isinstance(draft_model, str | PathLike)
         small = load_target(

@@ -50,7 +50,7 @@ def test_texts_chats_and_recorded_answers_of_a_folder(tmp_path: Path) -> None:
     write(folder / "b.jsonl", {"text": "two"}, {"messages": [*messages, *messages]}, recorded)
     write(folder / "inside" / "c.jsonl.gz", {"prompt": "ask", "completion": "answer"})
     write(folder / "d.csv", "not read")
-    corpus = load_corpus(folder, Letters())
+    corpus = load_corpus(folder, Letters(), vocab_size=128)
     assert texts_of(corpus) == ["one text\nof two lines", "two", "so", "so", "ef", "answer"]
     assert corpus.match([ord(letter) for letter in "of tw"], 3) == (5, [[ord(letter) for letter in "o l"]])
 
@@ -58,31 +58,47 @@ def test_texts_chats_and_recorded_answers_of_a_folder(tmp_path: Path) -> None:
 def test_a_last_line_without_an_end(tmp_path: Path) -> None:
     """In a folder a server may be writing it; a file of its own is whole."""
     file = write(tmp_path / "texts" / "a.jsonl", {"text": "one"}, '{"text": "two"}')
-    assert texts_of(load_corpus(file, Letters())) == ["one", "two"]
+    assert texts_of(load_corpus(file, Letters(), vocab_size=128)) == ["one", "two"]
     write(file, {"text": "one"}, '{"text": "tw')
-    assert texts_of(load_corpus(file.parent, Letters())) == ["one"]
+    assert texts_of(load_corpus(file.parent, Letters(), vocab_size=128)) == ["one"]
 
 
 def test_a_corpus_is_sorted_once(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path / "a.txt", "a text")
-    first = load_corpus(str(file), Letters())
+    first = load_corpus(str(file), Letters(), vocab_size=128)
     assert len(list(own_cache.iterdir())) == 1
     with monkeypatch.context() as patch:
         patch.setattr(corpus_files, "index_texts", None)
-        again = load_corpus(write(tmp_path / "same.txt", "a text"), Letters())
+        again = load_corpus(write(tmp_path / "same.txt", "a text"), Letters(), vocab_size=128)
     assert np.array_equal(first.ids, again.ids)
     assert np.array_equal(first.places, again.places)
     write(file, "another text")
-    assert texts_of(load_corpus(file, Letters())) == ["another text"]
+    assert texts_of(load_corpus(file, Letters(), vocab_size=128)) == ["another text"]
     for damaged in own_cache.glob("*/places.npy"):
         damaged.write_bytes(b"not an array")
-    assert texts_of(load_corpus(file, Letters())) == ["another text"]
+    assert texts_of(load_corpus(file, Letters(), vocab_size=128)) == ["another text"]
+
+
+def test_models_and_readings_do_not_share_an_index(tmp_path: Path, own_cache: Path) -> None:
+    class Capitals(Letters):
+        def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+            return super().__call__(text.upper(), add_special_tokens=add_special_tokens)
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"A": 65}
+
+    file = write(tmp_path / "texts" / "a.txt", "a text")
+    assert texts_of(load_corpus(file, Letters(), vocab_size=128)) == ["a text"]
+    assert texts_of(load_corpus(file, Capitals(), vocab_size=128)) == ["A TEXT"]
+    load_corpus(file, Letters(), vocab_size=129)
+    load_corpus(file.parent, Letters(), vocab_size=128)
+    assert len(list(own_cache.iterdir())) == 4
 
 
 def test_without_a_cache_a_corpus_is_read_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(write(tmp_path / "file", "no folder")))
     with pytest.warns(CacheWarning, match="sorted again at each start"):
-        corpus = load_corpus(write(tmp_path / "a.txt", "a text"), Letters())
+        corpus = load_corpus(write(tmp_path / "a.txt", "a text"), Letters(), vocab_size=128)
     assert texts_of(corpus) == ["a text"]
 
 
@@ -94,23 +110,25 @@ def test_without_a_cache_a_corpus_is_read_all_the_same(tmp_path: Path, monkeypat
         ("a.jsonl", "{\n", "not JSON"),
         ("a.jsonl", '{"prompt_ids": [1], "answer_ids": [2], "tokenizer": "other"}\n', "tokenizer of fingerprint other"),
         ("a.txt", "", "has no text"),
+        ("a.txt", "\u20ac", "the token 8364 is not in the model's vocabulary of 128 tokens"),
+        ("a.jsonl", '{"text": "\\ud800 a"}\n', "half"),
     ],
 )
 def test_what_is_no_corpus(tmp_path: Path, name: str, content: str, words: str) -> None:
     with pytest.raises(DataError, match=words):
-        load_corpus(write(tmp_path / name, content), Letters())
+        load_corpus(write(tmp_path / name, content), Letters(), vocab_size=128)
 
 
 def test_a_missing_or_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="the folder has no"):
-        load_corpus(tmp_path / "empty", Letters())
+        load_corpus(tmp_path / "empty", Letters(), vocab_size=128)
     with pytest.raises(DataError, match="cannot be read"):
-        load_corpus(tmp_path / "missing.txt", Letters())
+        load_corpus(tmp_path / "missing.txt", Letters(), vocab_size=128)
 
 
 def test_a_corpus_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus_files, "MOST_TOKENS", 5)
-    assert texts_of(load_corpus(write(tmp_path / "a.txt", "12345"), Letters())) == ["12345"]
+    assert texts_of(load_corpus(write(tmp_path / "a.txt", "12345"), Letters(), vocab_size=128)) == ["12345"]
     with pytest.raises(DataError, match="more than 5 tokens"):
-        load_corpus(write(tmp_path / "b.txt", "123456"), Letters())
+        load_corpus(write(tmp_path / "b.txt", "123456"), Letters(), vocab_size=128)

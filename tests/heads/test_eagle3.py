@@ -143,3 +143,16 @@ def test_observed_probabilities_are_the_targets_own() -> None:
     for head, place in ((0, 0), (0, 3), (1, 2), (2, 1)):
         expected = logits[3 + place + head].softmax(-1).sort().values
         torch.testing.assert_close(seen.probs[place, head].sort().values, expected)
+
+
+def test_the_start_near_the_last_hidden_state_survives_a_number_that_is_always_zero() -> None:
+    """The states are h_t turned, besides one number: fc turns them back."""
+    head = tiny_head("eagle3", tiny_model("llama"))
+    size = head.config.hidden_size
+    torch.manual_seed(0)
+    last, turn = torch.randn(40 * size, size), torch.linalg.qr(torch.randn(2 * size, size)).Q
+    states = last @ turn.T
+    states[:, 3] = 0.0
+    head.start_near([torch.cat([states, last], -1)])  # type: ignore[operator]
+    found = head.states(states)  # type: ignore[operator]
+    assert float((found - last).square().mean()) < 0.2 * float(last.square().mean())

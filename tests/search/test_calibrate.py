@@ -146,6 +146,15 @@ def test_ranks_beyond_the_draft_vocabulary_are_misses() -> None:
     assert len(fit_confidence([seen], 6)) == K
 
 
+def test_answers_that_are_too_short_tell_nothing_of_confidence() -> None:
+    model = model_of("llama")
+    head = tiny_head("medusa", model, num_heads=K)
+    answer = Answer((3, 4, 5), (6,) * K)
+    seen, _ = observe(head, model, answer, num_ranks=6, temperature=0.0)
+    assert not seen.complete.any()
+    assert fit_confidence([seen], 6) == [1.0] * K
+
+
 def test_norms_are_computed_only_where_asked_for() -> None:
     model = model_of("llama")
     head = tiny_head("medusa", model, num_heads=K)

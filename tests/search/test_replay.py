@@ -244,7 +244,9 @@ def test_heads_without_a_limit_are_replayed_deeper_as_far_as_it_gains(
             gained = sum(len(one.token_ids) - 1 for one in results) / sum(one.num_steps for one in results)
             assert by_depth[limit - 1][15] == gained
     short = [Answer(answer.prompt_ids, answer.token_ids[:7]) for answer in answers]
-    assert one.replay._deep_head(short).config.num_heads == 5, "no deeper than the answers"
+    mixed = [*short, answers[0]]
+    assert len(answers[0].token_ids) > 7
+    assert one.replay._deep_head(mixed).config.num_heads == 5, "no deeper than most answers"
     own = case(model, tiny_head("hydra", model), tmp_path, PROMPTS, **options)
     assert own.replay._deep_head(answers) is own.replay.head
 

@@ -113,7 +113,9 @@ def compare_heads(
             target,
             num_nodes=settings.num_nodes,
             draft_model=draft_model,
-            corpus=None if corpus is None else load_corpus(corpus, target.tokenizer, progress=progress),
+            corpus=None
+            if corpus is None
+            else load_corpus(corpus, target.tokenizer, vocab_size=target.vocab_size, progress=progress),
             precision=precision,
             **load_options,
         )

@@ -205,7 +205,9 @@ class Chat:
                     tree=options.draft.shape(),
                     profile=None if options.draft.profile == "none" else options.draft.profile,
                     copy=options.draft.copy,
-                    corpus=None if corpus is None else load_corpus(corpus, target.tokenizer),
+                    corpus=None
+                    if corpus is None
+                    else load_corpus(corpus, target.tokenizer, vocab_size=target.vocab_size),
                     max_batch_size=1,
                     fast=options.load.fast,
                 )

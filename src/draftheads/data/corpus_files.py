@@ -15,28 +15,32 @@ from draftheads.data.records import chat_of, read_json_lines
 from draftheads.drafters.corpus import Corpus, index_texts
 from draftheads.errors import CacheWarning, DataError, InvalidSettings, StorageError
 from draftheads.files import atomic_directory, user_path
+from draftheads.messages import half_character
 from draftheads.models.fingerprint import tokenizer_print
 from draftheads.progress import Progress, counted_stage, shown
 
-MOST_TOKENS = 1 << 24  # of a corpus; they take 128 MiB, and five times as much while they are sorted
+MOST_TOKENS = 1 << 24  # of a corpus; they take 128 MiB, and up to 1.8 GiB while they are read and sorted
 _FORMAT = 1  # of the index in the cache
 _SUFFIXES = (".txt", ".jsonl", ".jsonl.gz")
 
 
-def load_corpus(path: str | PathLike[str], tokenizer: Any, *, progress: Progress | bool = True) -> Corpus:
+def load_corpus(
+    path: str | PathLike[str], tokenizer: Any, *, vocab_size: int, progress: Progress | bool = True
+) -> Corpus:
     """The index of texts, sorted once and then read from the user's cache.
 
     Args:
         path: a ``.txt`` file, which is one text; a ``.jsonl`` (``.gz``) file, each line of which has a ``"text"`` or is
             a chat, of which the answers count; or a folder of such files, also one of ``serve --record``.
         tokenizer: of the model.
+        vocab_size: of the model; a tokenizer may have more tokens.
         progress: True shows bars in a notebook or on a terminal; or receives each stage.
 
     An incomplete last line of a file in a folder is skipped: a server may be writing it.
 
     Raises:
         DataError: a file cannot be read, a line is neither text nor chat, there is no file or no token, or there are
-            more than 16,777,216 tokens.
+            more than 16,777,216 tokens or one that the model does not have.
 
     Warns:
         CacheWarning: the index cannot be written to the cache.
@@ -44,11 +48,11 @@ def load_corpus(path: str | PathLike[str], tokenizer: Any, *, progress: Progress
     path = user_path(path)
     files = _files(path)
     own_print = tokenizer_print(tokenizer)
-    folder = _folder(files, f"{_FORMAT} {own_print} {path.is_dir()}")
+    folder = _folder(files, f"{_FORMAT} {own_print} {vocab_size} {path.is_dir()}")
     if folder is not None and (saved := _saved(folder)) is not None:
         return saved
     progress = shown(progress)
-    texts = _token_ids(files, tokenizer, own_print, progress, may_be_torn=path.is_dir())
+    texts = _token_ids(files, tokenizer, own_print, vocab_size, progress, may_be_torn=path.is_dir())
     progress.stage("sorting the corpus")
     corpus = index_texts(texts, progress=progress)
     if folder is not None:
@@ -104,7 +108,7 @@ def _saved(folder: Path) -> Corpus | None:
 
 
 def _token_ids(
-    files: Sequence[Path], tokenizer: Any, own_print: str, progress: Progress, *, may_be_torn: bool
+    files: Sequence[Path], tokenizer: Any, own_print: str, vocab_size: int, progress: Progress, *, may_be_torn: bool
 ) -> list[list[int]]:
     """The texts of all files as token ids. ``may_be_torn`` as for :func:`read_json_lines`."""
     found: list[list[int]] = []
@@ -113,6 +117,10 @@ def _token_ids(
     for file in files:
         for text in _texts(file, own_print, may_be_torn=may_be_torn):
             ids = list(tokenizer(text, add_special_tokens=False)["input_ids"]) if isinstance(text, str) else text
+            if max(ids, default=0) >= vocab_size:
+                raise DataError(
+                    f"the token {max(ids)} is not in the model's vocabulary of {vocab_size} tokens", path=file
+                )
             found.append(ids)
             total += len(ids)
             if total > MOST_TOKENS:
@@ -130,6 +138,8 @@ def _texts(file: Path, own_print: str, *, may_be_torn: bool) -> Iterator[str | l
         return
     for line_number, value in read_json_lines(file, may_be_torn=may_be_torn):
         if isinstance(value, dict) and isinstance(value.get("text"), str):
+            if problem := half_character(value["text"]):
+                raise DataError(problem, path=file, line_number=line_number)
             yield value["text"]
             continue
         record = chat_of(value, file, line_number)

@@ -130,7 +130,8 @@ class Eagle3Head(OneLayerHead):
             if num_tokens >= _TOKENS_PER_NUMBER * size:
                 break
         if num_tokens:
-            ridge = _RIDGE * products.diagonal()
+            sizes = products.diagonal()
+            ridge = _RIDGE * sizes.clamp_min(1e-6 * float(sizes.mean()))  # a number may be zero everywhere
             self.fc.weight.copy_(torch.linalg.solve(products + ridge.diag(), towards).T)
 
     def states(self, hidden: Tensor) -> Tensor:

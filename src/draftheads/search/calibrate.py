@@ -114,7 +114,7 @@ def fit_confidence(observations: Sequence[Observation], num_ranks: int) -> list[
 
     Temperature scaling (Guo et al. 2017), on the outcomes that matter to a tree: which of the R best draft tokens is
     the true one, or none of them, where the true tokens of all earlier heads were among their R best. The divisor with
-    the highest likelihood is taken.
+    the highest likelihood is taken; 1 where no token of the answers tells.
     """
     heads = observations[0].ranks.shape[1]
     found = []
@@ -126,7 +126,7 @@ def fit_confidence(observations: Sequence[Observation], num_ranks: int) -> list[
             probs = seen.probs[used, i].double()[:, :, None]
             none = (1.0 - log_probs.exp().sum(1)).clamp_min(1e-6).log()  # (n, divisors)
             scores += (probs * log_probs.clamp_min(-50.0)).sum((0, 1)) + ((1.0 - probs.sum(1)) * none).sum(0)
-        found.append(float(DIVISORS[scores.argmax()]))
+        found.append(float(DIVISORS[scores.argmax()]) if scores.any() else 1.0)
     return found
 
 

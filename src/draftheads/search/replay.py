@@ -4,6 +4,7 @@ Steps of greedy decoding follow from it, for any tree, without another pass of t
 answers give the same trees on every machine.
 """
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -162,7 +163,9 @@ class Replay:
     def _deep_head(self, answers: Sequence[Answer]) -> DraftHead:
         """The head, with as many depths as are tried: more than it was trained for, if it has no limit."""
         heads = self.head.config.num_heads
-        deepest = min(_DEEPEST, max(len(answer.token_ids) for answer in answers) - 2)
+        # confidence is fitted where all depths have a true token, which should be so in most answers
+        typical = int(statistics.median(len(answer.token_ids) for answer in answers))
+        deepest = min(_DEEPEST, typical - 2)
         return self.head if self.head.depth_limit or deepest <= heads else self.head.with_depth(deepest)
 
     def _prompt_states(self, answer: Answer) -> Tensor:

@@ -68,7 +68,7 @@ def load_served(
     template = find_template(load.chat_template, heads, name_of(model))
     given = {key: value for key, value in load.given().items() if key not in ("chat_template", "fast")}
     target = load_target(model, chat_template=template, exact_bits=exact_bits, fast=load.fast, **given)
-    index = None if corpus is None else load_corpus(corpus, target.tokenizer)
+    index = None if corpus is None else load_corpus(corpus, target.tokenizer, vocab_size=target.vocab_size)
     own = name or _short_name(model)
     models: list[ServedModel] = []
     engines: dict[str, Engine] = {}

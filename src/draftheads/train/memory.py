@@ -100,7 +100,10 @@ def reading_dtype(options: RunOptions, config: Any, *, bf16: bool) -> torch.dtyp
     if bf16 or options.hardware.four_bit or processes.device().type != "cpu":
         return usual
     memory = memory_bytes()
-    fits = memory is None or 4 * num_weights(config) <= memory / 2
+    try:
+        fits = memory is None or 4 * num_weights(config) <= memory / 2
+    except ValueError:  # a configuration that only its own code knows
+        return usual
     return torch.float32 if fits else usual
 
 
