@@ -606,7 +606,15 @@ BROKEN = [
     Broken(PROFILE_FILE, put("surprise", value=1), CheckpointCorrupt, "unknown key surprise"),
     Broken(PROFILE_FILE, drop("paths"), CheckpointCorrupt, "paths is missing"),
     Broken(PROFILE_FILE, put("beam", value="3"), CheckpointCorrupt, "beam is '3'; it must be int"),
-    Broken(PROFILE_FILE, put("confidence", value=[1.0]), CheckpointCorrupt, "confidence has 1 number but .* 3 heads"),
+    Broken(
+        PROFILE_FILE, put("confidence", value=[1.0]), CheckpointCorrupt, "a node of depth 3; confidence has 1 depth"
+    ),
+    Broken(
+        PROFILE_FILE,
+        lambda profile: profile.update(paths=[[0]], static_tokens=[1.0, 1.5], confidence=[1.0], shallower_tokens=[]),
+        CheckpointCorrupt,
+        "confidence has 1 number but .* 3 heads",
+    ),
     Broken(PROFILE_FILE, put("format_version", value=3), CheckpointMismatch, "is 3 .* up to 2: upgrade"),
     Broken(
         PROFILE_FILE,
@@ -616,7 +624,9 @@ BROKEN = [
     ),
     Broken(
         PROFILE_FILE,
-        lambda profile: profile.update(paths=[[0] * d for d in range(1, 5)], static_tokens=[1.0] * 5),
+        lambda profile: profile.update(
+            paths=[[0] * d for d in range(1, 5)], static_tokens=[1.0] * 5, confidence=[1.0] * 4, shallower_tokens=[]
+        ),
         InvalidTree,
         r"acceptance\.json: the tree is 4 deep but the head has 3 heads",
     ),
