@@ -276,6 +276,14 @@ def test_a_callback_that_raises_is_logged_and_its_job_cancelled(
 # --- memory ---
 
 
+def test_a_token_takes_the_states_of_all_layers_that_a_head_reads(engines: dict[str, Engine]):
+    model = engines["m"].model
+    sizes = scheduler_of(engines)._sizes
+    of_one, of_two = (sizes.per_slot(Engine(model, tiny_head(method, model))) for method in ("eagle", "eagle3"))
+    assert of_two - of_one == model.hidden_size * model.dtype.itemsize
+    assert of_one == sizes.per_slot(engines["m"])
+
+
 def test_requests_wait_for_memory_and_never_take_more(engines: dict[str, Engine]):
     per_slot = scheduler_of(engines)._sizes.per_slot(engines["m"])
     limit = 5 * 128 * per_slot  # two rows of a block, or one of two blocks, and prompts

@@ -198,6 +198,9 @@ class Chat:
             corpus = None if name in UNTRAINED else options.draft.corpus
             with ProgressDisplay(error_console(), transient=True) as progress:
                 progress.stage(f"loading {name}")
+                index = None
+                if corpus is not None:
+                    index = load_corpus(corpus, target.tokenizer, vocab_size=target.vocab_size, progress=progress)
                 self._engine = engine_on(
                     target,
                     name,
@@ -205,9 +208,7 @@ class Chat:
                     tree=options.draft.shape(),
                     profile=None if options.draft.profile == "none" else options.draft.profile,
                     copy=options.draft.copy,
-                    corpus=None
-                    if corpus is None
-                    else load_corpus(corpus, target.tokenizer, vocab_size=target.vocab_size),
+                    corpus=index,
                     max_batch_size=1,
                     fast=options.load.fast,
                 )
