@@ -115,6 +115,19 @@ def test_heads_change_and_drafting_is_switched_off_and_on(
     assert speeds[0] == speeds[2]
 
 
+def test_each_head_of_a_chat_copies_from_the_corpus(
+    typed: Callable[..., int], engine: Engine, capsys: pytest.CaptureFixture[str]
+):
+    Path("earlier.txt").write_text(offline(engine, "a dog")[0], encoding="utf-8")
+    speeds = []
+    for corpus in ((), ("--corpus", "earlier.txt")):
+        assert typed("a dog", "/head ./hydra", "/retry", arguments=("--head", "medusa", *corpus)) == 0
+        out, err = capsys.readouterr()
+        assert out == printed(*offline(engine, "a dog") * 2)
+        speeds.append([float(found) for found in re.findall(r"([\d.]+) tokens/step", err)])
+    assert [with_corpus > without for without, with_corpus in zip(*speeds, strict=True)] == [True, True], speeds
+
+
 def test_save_writes_a_chat_that_can_be_read(
     typed: Callable[..., int], engine: Engine, here: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -12,6 +12,7 @@ from torch import Tensor
 from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 from draftheads.draft import Draft, Verdict
+from draftheads.models import kv_target
 from draftheads.models.kv_cache import BLOCK_SLOTS, SlotCache
 from draftheads.models.kv_target import Target
 from draftheads.models.masks import as_float_mask, tree_visibility, within_window
@@ -91,6 +92,14 @@ def test_memory_shrinks_when_less_than_half_of_it_is_needed(model: TargetModel):
     assert target.cache.num_bytes == 0
     target.prefill([[5] * 3])
     assert target.cache.num_bytes == expected_bytes(1, 3)
+
+
+def test_prompts_that_are_read_in_parts_get_their_memory_at_once(model: TargetModel, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kv_target, "PREFILL_TOKENS", 8)
+    target = Target(model)
+    target.prefill([[5] * 6, [6] * 7, [7] * 140])
+    assert target.cache.num_bytes == expected_bytes(3, 140)
+    assert target.cache.generation == 1, "the cache was copied"
 
 
 def test_memory_of_a_generation_is_bounded_at_every_step(model: TargetModel, monkeypatch: pytest.MonkeyPatch):

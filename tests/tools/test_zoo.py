@@ -146,6 +146,8 @@ def test_bundled_heads_are_those_that_were_trained(
             assert f"\n| {i + 1} | {loss:.3f} | {top1:.1%} | " in card
         assert f"Drafts {len(metrics['losses'])} tokens beyond the next one" in card
         assert f"{metrics['num_training_texts']} chats for training, {metrics['num_held_out_texts']} held" in card
+        tokens, answers = (metrics[f"num_{what}_tokens"] / 1e6 for what in ("training", "answer"))
+        assert f"\n{tokens:.2f} M tokens, of which {answers:.2f} M are answers." in card
         assert "The model's own answers (up to 256 tokens" in card
         assert "It shares the model's lm_head. It predicts the 48 most frequent tokens." in card
         assert f"{metrics['options']['epochs']} passes over the text" in card

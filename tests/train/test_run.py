@@ -19,7 +19,7 @@ from draftheads.checkpoint import load_head, read_head
 from draftheads.cli import train as command
 from draftheads.cli.main import main
 from draftheads.data import extract
-from draftheads.data.features import shard_path
+from draftheads.data.features import FeatureStore, shard_path
 from draftheads.errors import DataError, InvalidSettings, StorageError
 from draftheads.heads import HEADS
 from draftheads.models.model import TargetModel
@@ -29,6 +29,7 @@ from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import RECIPES
 from draftheads.train.report import Report, mean_loss, measure
 from draftheads.train.trainer import TrainingInterrupted
+from draftheads.train.training_data import plan_training
 from draftheads.train.verdict import training_verdict
 from draftheads.tree import Tree
 from fake_progress import FakeProgress
@@ -77,7 +78,8 @@ def test_training_improves_the_heads_predictions(
 
 def test_the_folder_holds_the_head_and_how_it_was_made(target: TargetModel, features: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    report = run.train_for(target, train_options(out, features), FakeProgress())
+    settings = train_options(out, features)
+    report = run.train_for(target, settings, FakeProgress())
     names = {"README.md", "acceptance.json", "config.json", "model.safetensors"}  # the head
     names |= {"log.jsonl", "metrics.json", "validation.jsonl"}  # its history
     assert {path.name for path in out.iterdir()} == names
@@ -88,6 +90,12 @@ def test_the_folder_holds_the_head_and_how_it_was_made(target: TargetModel, feat
     assert set(metrics["changed_options"]) == changed, "epochs are as by default"
     assert metrics["provenance"]["torch"] == torch.__version__
     assert Report(**{name: metrics[name] for name in vars(report)}) == report
+    store = FeatureStore(features)
+    training = plan_training(store, settings).training
+    assert report.num_training_tokens == sum(store.lengths[i] for i in training) < sum(store.lengths)
+    every, answers = report.num_training_tokens, report.num_answer_tokens
+    assert answers == sum(int(store.loss_masks[i].sum()) for i in training) < every
+    assert f"({every:,} tokens, {answers:,} of them in answers)" in read_head(out).card
     head = load_head(out, target, dtype=torch.float32)
     assert Tree.from_paths(report.tree).num_nodes == 8
     profile = read_head(out).profile

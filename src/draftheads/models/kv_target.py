@@ -71,7 +71,8 @@ class Target:
             right-padded.
         """
         groups = self._groups(prompts)
-        if len(groups) > 1:
+        if len(groups) > 1:  # room for all at once: a cache that grows with each group is copied each time
+            self.cache.reserve(self.num_rows + len(prompts), max(map(len, prompts)))
             return _side_by_side([self.prefill(group) for group in groups])
         device, old, lengths = self.model.device, self.num_rows, [len(prompt) for prompt in prompts]
         longest = max(lengths)

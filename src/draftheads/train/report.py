@@ -6,7 +6,7 @@ of drafting while all earlier draft tokens were accepted, so any tree can be eva
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 import torch
@@ -117,11 +117,13 @@ class Report:
     tokens_per_step_chain: float  # expected, with a chain as deep as there are heads
     tokens_per_step_tree: float  # expected, with the best tree of as many nodes as the one below
     tree: list[list[int]]  # rank paths without the root; chosen on all held-out texts
+    num_training_tokens: int = field(default=0, kw_only=True)  # of all training texts, prompts included
+    num_answer_tokens: int = field(default=0, kw_only=True)  # those among them that heads learn to predict
 
     @classmethod
     def of(cls, metrics: Mapping[str, Any]) -> Self:
         """The report in the content of a ``metrics.json``."""
-        return cls(**{field.name: metrics[field.name] for field in fields(cls)})
+        return cls(**{known.name: metrics[known.name] for known in fields(cls) if known.name in metrics})
 
 
 @torch.no_grad()
@@ -195,9 +197,9 @@ def model_card(report: Report, options: Mapping[str, Any], provenance: Mapping[s
 
 Drafts {drafted} beyond the next one. With `draftheads`, {report.model_id} checks them itself.
 
-Trained on {texts} in {steps}, {report.training_seconds:,.0f}
-seconds. On {held_out}, how often the true token is among a head's most probable
-tokens:
+Trained on {texts} ({report.num_training_tokens:,} tokens, {report.num_answer_tokens:,} of them in answers)
+in {steps}, {report.training_seconds:,.0f} seconds. On {held_out}, how often the true
+token is among a head's most probable tokens:
 
 | head | loss | top-1 | top-3 | top-10 |
 | --- | --- | --- | --- | --- |

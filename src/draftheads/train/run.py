@@ -243,12 +243,14 @@ class Run:
         """Measures the trained head on all held-out texts, and saves all results."""
         self.progress.stage(f"measuring on {counted(len(self.data.held_out), 'held-out text')}")
         found = self.measure(self.data.held_out)
-        tree = self.reported_tree(found)
+        tree, store = self.reported_tree(found), self.data.store
         report = Report(
             method=self.head.config.method,
             model_id=self.decoding_model.model_id,
             num_training_texts=len(self.data.training),
             num_held_out_texts=len(self.data.held_out),
+            num_training_tokens=sum(len(store.token_ids[i]) for i in self.data.training),
+            num_answer_tokens=sum(int(store.loss_masks[i].sum()) for i in self.data.training),
             num_steps=self.data.num_steps,
             **speed,
             accuracy_by_rank=[list(part) for part in zip(*map(found.accuracy, range(1, NUM_RANKS + 1)), strict=True)],
