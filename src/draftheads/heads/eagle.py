@@ -36,9 +36,11 @@ class EagleConfig(LayerConfig, EmbeddingConfig):
 
 
 class OneLayerHead(StatefulHead):
-    """f_{t+1} = layer(E(x_{t+1}), s_t) over the whole text, s_t from the target; then s is f, down each path.
+    """One layer, used again at each depth: f_{t+1} = layer(E(x_{t+1}), s_t).
 
-    Trained along the true text, K passes deep: pass i reads its own features of pass i-1, as it will when drafting.
+    In the text, the state s_t comes from the target. Below the text, no such state is known yet: there s is the layer's
+    own output f of the node above. Training does the same on the true text, in K passes: pass i reads as states the
+    outputs of pass i - 1.
     """
 
     shares_layers: ClassVar[bool] = True
