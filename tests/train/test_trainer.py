@@ -16,7 +16,8 @@ from draftheads.data.batches import choose_texts, plan_batches
 from draftheads.data.features import FeatureStore, shard_path
 from draftheads.errors import InvalidSettings, MissingDependency, NonFiniteLoss
 from draftheads.models.model import TargetModel
-from draftheads.train import run
+from draftheads.train import run, trainer
+from draftheads.train.options import HardwareOptions
 from draftheads.train.report import measure
 from draftheads.train.schedule import Stage, staged_rate
 from draftheads.train.trainer import StepLog
@@ -192,3 +193,14 @@ def test_a_kill_while_the_log_is_rewritten_loses_no_line(tmp_path: Path, monkeyp
     assert path.read_text() == "".join(lines)
     StepLog(path, keep_until=2)
     assert path.read_text() == "".join(lines[:2])
+
+
+@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize("fastest", [torch.float32, torch.bfloat16])
+def test_all_processes_compute_in_one_type(monkeypatch: pytest.MonkeyPatch, fastest: torch.dtype, others: bool) -> None:
+    """If one process measures that bf16 is faster, all compute in bf16."""
+    monkeypatch.setattr(trainer, "default_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(trainer, "default_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(trainer, "dtype_for_texts", lambda **_: fastest)
+    monkeypatch.setattr(trainer.processes, "any_of", lambda here: here or others)
+    assert trainer.computes_in_bf16(HardwareOptions()) == (others or fastest == torch.bfloat16)

@@ -113,7 +113,10 @@ def computes_in_bf16(options: HardwareOptions) -> bool:
     if options.precision == "auto":
         device = default_device()
         has_bf16 = default_dtype(device) == torch.bfloat16
-        return has_bf16 and (device.type != "cpu" or dtype_for_texts(folder=kernels_folder()) == torch.bfloat16)
+        if not has_bf16 or device.type != "cpu":
+            return has_bf16
+        measured = dtype_for_texts(folder=kernels_folder())
+        return processes.any_of(measured == torch.bfloat16)  # each process measures; all must use the same type
     return options.precision == "bf16"
 
 
