@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,21 @@ def test_a_last_line_without_an_end(tmp_path: Path) -> None:
     assert texts_of(load_corpus(file, Letters(), vocab_size=128)) == ["one", "two"]
     write(file, {"text": "one"}, '{"text": "tw')
     assert texts_of(load_corpus(file.parent, Letters(), vocab_size=128)) == ["one"]
+
+
+def test_the_cache_keeps_the_corpora_that_were_used_last(tmp_path: Path, own_cache: Path) -> None:
+    file = write(tmp_path / "a.txt", "first")
+    made = []
+    for number in range(corpus_files.MOST_KEPT + 1):
+        load_corpus(write(file, "first" if number == 1 else f"text {number}"), Letters(), vocab_size=128)
+        made.append({path.name for path in own_cache.iterdir()})
+        for path in own_cache.iterdir():  # as if all were a minute older now
+            os.utime(path, (path.stat().st_mtime - 60,) * 2)
+        load_corpus(write(file, "text 0"), Letters(), vocab_size=128)  # used each time
+    (lost,) = made[-2] - made[-1]
+    (first,) = made[1] - made[0]
+    assert lost == first, "the oldest that was not used since"
+    assert len(made[-1]) == len(list(own_cache.iterdir())) == corpus_files.MOST_KEPT
 
 
 def test_a_corpus_is_sorted_once(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,10 @@
 """The corpus of ``--corpus``: texts and earlier answers in files, as an index that the user's cache keeps."""
 
+import contextlib
 import hashlib
+import os
+import re
+import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from os import PathLike
@@ -19,6 +23,7 @@ from draftheads.messages import half_character
 from draftheads.models.fingerprint import tokenizer_print
 from draftheads.progress import Progress, counted_stage, shown
 
+MOST_KEPT = 4  # indices in the cache; each folder of records that grows makes a new one at each start
 MOST_TOKENS = 1 << 24  # of a corpus; they take 128 MiB, and up to 1.8 GiB while they are read and sorted
 _FORMAT = 1  # of the index in the cache
 _SUFFIXES = (".txt", ".jsonl", ".jsonl.gz")
@@ -50,6 +55,8 @@ def load_corpus(
     own_print = tokenizer_print(tokenizer)
     folder = _folder(files, f"{_FORMAT} {own_print} {vocab_size} {path.is_dir()}")
     if folder is not None and (saved := _saved(folder)) is not None:
+        with contextlib.suppress(OSError):
+            os.utime(folder)  # used now
         return saved
     progress = shown(progress)
     texts = _token_ids(files, tokenizer, own_print, vocab_size, progress, may_be_torn=path.is_dir())
@@ -60,6 +67,7 @@ def load_corpus(
             with atomic_directory(folder, replace=True) as new:
                 np.save(new / "ids.npy", corpus.ids)
                 np.save(new / "places.npy", corpus.places)
+            _forget_oldest(folder.parent)
         except StorageError as error:
             warnings.warn(f"{error}: the corpus is sorted again at each start", CacheWarning, stacklevel=2)
     return corpus
@@ -105,6 +113,14 @@ def _saved(folder: Path) -> Corpus | None:
         return None
     is_whole = ids.dtype == places.dtype == np.int32 and ids.ndim == places.ndim == 1 and len(places) == len(ids) - 1
     return Corpus(ids, places) if is_whole else None
+
+
+def _forget_oldest(cache: Path) -> None:
+    """Keeps the :data:`MOST_KEPT` indices that were used last."""
+    with contextlib.suppress(OSError):  # another process may delete some, too
+        indices = [entry for entry in cache.iterdir() if re.fullmatch("[0-9a-f]{24}", entry.name)]
+        for entry in sorted(indices, key=lambda entry: entry.stat().st_mtime)[:-MOST_KEPT]:
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 def _token_ids(
