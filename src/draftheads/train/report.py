@@ -197,7 +197,7 @@ def model_card(report: Report, options: Mapping[str, Any], provenance: Mapping[s
 
 Drafts {drafted} beyond the next one. With `draftheads`, {report.model_id} checks them itself.
 
-Trained on {texts} ({report.num_training_tokens:,} tokens, {report.num_answer_tokens:,} of them in answers)
+Trained on {texts} ({counted(report.num_training_tokens, "token")}, {report.num_answer_tokens:,} of them in answers)
 in {steps}, {report.training_seconds:,.0f} seconds. On {held_out}, how often the true
 token is among a head's most probable tokens:
 
