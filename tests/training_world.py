@@ -154,7 +154,7 @@ def measured(
     """What is measured of a head (an untrained one by default) on the texts that a run holds out or trains on."""
     store = FeatureStore(features)
     training, held_out = split_held_out(
-        store.token_ids, store.loss_masks, fraction=settings.chats.held_out, at_most=200, seed=settings.schedule.seed
+        store.token_ids, store.loss_masks, fraction=settings.chats.held_out, seed=settings.schedule.seed
     )
     head = head or new_head(settings.heads, target.weights, store, training, target.eos_ids)
     learner = Learner(head, target.weights, objective=objective(settings.objective.loss), depth_decay=0.8)

@@ -29,7 +29,7 @@ def test_expected_tokens_equal_drafting_along_the_true_text(
     head = load_head(tmp_path / "out", target, dtype=torch.float32)
     tree = Tree.cartesian([4, 3, 2])
     store = FeatureStore(features)
-    _, held_out = split_held_out(store.token_ids, store.loss_masks, fraction=0.2, at_most=200, seed=0)
+    _, held_out = split_held_out(store.token_ids, store.loss_masks, fraction=0.2, seed=0)
     gains = []
     for document in (store[i] for i in held_out):
         text, mask = document.token_ids, document.loss_mask
@@ -80,7 +80,7 @@ def test_ranks_count_more_probable_tokens_and_misses(target: TargetModel, featur
     settings = train_options(tmp_path / "out", features, draft_vocab_size=20, num_heads=2)
     found = measured(target, features, settings)
     store = FeatureStore(features)
-    training, held_out = split_held_out(store.token_ids, store.loss_masks, fraction=0.2, at_most=200, seed=0)
+    training, held_out = split_held_out(store.token_ids, store.loss_masks, fraction=0.2, seed=0)
     head = new_head(settings.heads, target.weights, store, training, target.eos_ids)
     vocab = head.draft_vocab.tolist()
     expected = {0: [], 1: []}  # type: dict[int, list[int]]

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from draftheads.data.features import Document, Documents
 from draftheads.errors import DataError
 
-HELD_OUT_AT_MOST = 200
+NUM_MEASURED = 200  # held-out texts on which heads are measured; measuring on more takes long
 _WINDOW_BATCHES = 32  # the texts of so many batches are sorted by length: little padding, and still mixed
 
 
@@ -59,13 +59,13 @@ def choose_texts(
     Args:
         token_ids: of every text, (T,).
         loss_masks: of every text, (T,) bool.
-        held_out: the share to hold out, at most ``HELD_OUT_AT_MOST`` texts.
+        held_out: the share to hold out.
         seed: decides which texts are held out.
 
     Raises:
         DataError: too few texts, or none that can train a draft head.
     """
-    training, evaluation = split_held_out(token_ids, loss_masks, fraction=held_out, at_most=HELD_OUT_AT_MOST, seed=seed)
+    training, evaluation = split_held_out(token_ids, loss_masks, fraction=held_out, seed=seed)
     if not training:
         raise DataError("only one text: training needs a second one to hold out")
     training = trainable(training, loss_masks)
@@ -75,33 +75,37 @@ def choose_texts(
 
 
 def split_held_out(
-    token_ids: Sequence[Tensor], loss_masks: Sequence[Tensor], *, fraction: float, at_most: int, seed: int
+    token_ids: Sequence[Tensor], loss_masks: Sequence[Tensor], *, fraction: float, seed: int
 ) -> tuple[list[int], list[int]]:
-    """Document indices for training and held-out document indices; at least one is held out.
+    """Indices of the training texts and of the held-out texts, the latter in order of their hashes.
 
-    A hash of each text decides, so a text that is held out of a large set is also held out of a part of this set, with
-    few exceptions. So a head that starts from another head is not measured on the training texts of that head. Answers
-    to the same prompt are on the same side.
+    A text is held out if a hash of its prompt is below a limit, which depends only on ``fraction``. So a text that is
+    held out of one set is held out of each set: a head that starts from another head is not measured on the training
+    texts of that head. Answers to the same prompt are on the same side. At least one text is held out, and if there are
+    two, at least one is not.
 
     >>> texts = [torch.tensor([5, n]) for n in range(10)]
     >>> masks = [torch.tensor([False, True])] * 10
-    >>> training, held_out = split_held_out(texts, masks, fraction=0.2, at_most=200, seed=0)
-    >>> len(training), len(held_out), sorted(training + held_out) == list(range(10))
-    (8, 2, True)
+    >>> training, held_out = split_held_out(texts, masks, fraction=0.2, seed=0)
+    >>> sorted(training + held_out) == list(range(10))
+    True
     """
 
-    def drawn(ids: Tensor) -> bytes:
+    def drawn(ids: Tensor) -> int:
         key = seed.to_bytes(8, "little")
-        return hashlib.blake2b(ids.to(torch.int64).numpy().tobytes(), key=key, digest_size=8).digest()
+        digest = hashlib.blake2b(ids.to(torch.int64).numpy().tobytes(), key=key, digest_size=8).digest()
+        return int.from_bytes(digest, "big")
 
-    def place(index: int) -> tuple[bytes, bytes]:
+    def place(index: int) -> tuple[int, int]:
         ids, mask = token_ids[index], loss_masks[index]
         prompt = ids[: int(mask.int().argmax())]
         return drawn(prompt if len(prompt) else ids), drawn(ids)
 
-    order = sorted(range(len(token_ids)), key=place)
-    size = max(1, min(at_most, int(fraction * len(order))))
-    return sorted(order[size:]), sorted(order[:size])
+    places = [place(index) for index in range(len(token_ids))]
+    order = sorted(range(len(places)), key=places.__getitem__)
+    size = sum(of_prompt < fraction * 2**64 for of_prompt, _ in places)
+    size = max(1, min(size, len(order) - 1))
+    return sorted(order[size:]), order[:size]
 
 
 def trainable(documents: Sequence[int], loss_masks: Sequence[Tensor]) -> list[int]:

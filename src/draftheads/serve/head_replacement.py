@@ -193,7 +193,7 @@ class HeadReplacement:
             return []
         ids = [torch.tensor(text.prompt_ids + text.answer_ids) for text in texts]
         masks = [torch.arange(len(one)) >= len(text.prompt_ids) for one, text in zip(ids, texts, strict=True)]
-        _, held_out = split_held_out(ids, masks, fraction=_HELD_OUT, at_most=len(texts), seed=_SEED)
+        _, held_out = split_held_out(ids, masks, fraction=_HELD_OUT, seed=_SEED)
         return [list(texts[index].prompt_ids) for index in held_out]
 
     def _tokens_per_step(self, lane: Lane, engine: Engine, prompts: Sequence[Sequence[int]]) -> float:

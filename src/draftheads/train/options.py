@@ -85,7 +85,7 @@ class ChatOptions(OptionGroup):
     max_tokens: Annotated[int | None, FROM_1] = None
     """Stop reading data after that many tokens. Also of finished --features."""
     held_out: Annotated[float, FRACTION] = 0.05
-    """Part of the texts that is held out for measuring. At most 200 texts."""
+    """Part of the texts that is held out. Heads are measured on at most 200 of them."""
 
 
 @dataclass(frozen=True, kw_only=True)

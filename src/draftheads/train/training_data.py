@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import torch
 
-from draftheads.data.batches import choose_texts, in_whole_steps, plan_batches, trainable
+from draftheads.data.batches import NUM_MEASURED, choose_texts, in_whole_steps, plan_batches, trainable
 from draftheads.data.chat import EncodedChat
 from draftheads.data.extract import build_shards, claim, load_texts, missing_shards, needed_bytes
 from draftheads.data.extracted import ExtractedStore
@@ -120,6 +120,7 @@ def plan_training(store: Documents, options: RunOptions, plain_text: PlainTextOp
     token_ids, loss_masks = ([of[i] for i in measured] for of in (store.token_ids, store.loss_masks))
     parts = choose_texts(token_ids, loss_masks, held_out=chat_options.held_out, seed=schedule.seed)
     training, held_out = ([measured[i] for i in part] for part in parts)
+    held_out = sorted(held_out[:NUM_MEASURED])
     per_step = schedule.accumulate * processes.count()
     plan = in_whole_steps(_plan(training, store, options, num_epochs=schedule.epochs), per_step)
     stages: tuple[Stage, ...] = (Stage(len(plan) // per_step),)

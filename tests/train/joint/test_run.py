@@ -103,7 +103,7 @@ def test_a_run_tunes_the_model_and_its_heads(
     )
     report = train_jointly_for(target, settings, FakeProgress())
     store = LiveStore(target, load_texts(target, [counting], max_length=2048))
-    training, held_out = split_held_out(store.token_ids, store.loss_masks, fraction=0.2, at_most=200, seed=0)
+    training, held_out = split_held_out(store.token_ids, store.loss_masks, fraction=0.2, seed=0)
     untrained = new_head(settings.heads, target.weights, store, training, target.eos_ids)
     learner = Learner(untrained, target.weights, objective=objective("hard"), depth_decay=0.8)
     at_start = measure(learner, store, held_out, batch_tokens=100)

@@ -37,7 +37,7 @@ class ShowBatchOptions:
     epochs: int = ScheduleOptions.epochs
     """Passes over the training text."""
     held_out: float = ChatOptions.held_out
-    """Share of held-out texts, at most 200 texts."""
+    """Share of held-out texts."""
     seed: int = ScheduleOptions.seed
     """Seed of the batches and their order."""
 
