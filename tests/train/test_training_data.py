@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from draftheads.data import extract
+from draftheads.data.batches import split_held_out
 from draftheads.data.extract import build_features, load_texts, needed_bytes
 from draftheads.data.live import LiveStore
 from draftheads.data.plain_text import load_blocks
 from draftheads.errors import DataError, InvalidSettings, StorageError
 from draftheads.models.model import TargetModel
 from draftheads.progress import NoProgress
-from draftheads.train import run
+from draftheads.train import run, training_data
 from draftheads.train.report import measure
 from draftheads.train.run_folder import RunFolder, find_checkpoint
 from draftheads.train.schedule import rise_and_cosine
@@ -125,6 +126,21 @@ def test_finished_features_are_used_up_to_max_tokens(target: TargetModel, tmp_pa
     used = sorted([*data.training, *data.held_out])
     wanted = load_texts(target, [chats], max_length=64, max_tokens=most)
     assert used == list(range(len(wanted))), "as many as reading the data with that limit gives"
+
+
+def test_heads_are_measured_on_some_of_many_held_out_texts(
+    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chats = write_chats(tmp_path / "chats.jsonl", counting_chats(24))
+    store = LiveStore(target, load_texts(target, [chats], max_length=64))
+    settings = chat_options(tmp_path, data=(chats,), held_out=0.5)
+    held_out = split_held_out(store.token_ids, store.loss_masks, fraction=0.5, seed=settings.schedule.seed)[1]
+    assert sorted(held_out[:3]) != sorted(held_out)[:3], "the first by their hash are not the first of the file"
+    assert plan_training(store, settings).held_out == sorted(held_out)
+    monkeypatch.setattr(training_data, "NUM_MEASURED", 3)
+    few = plan_training(store, settings)
+    assert few.held_out == sorted(held_out[:3]), "the first by their hash, as of any larger set"
+    assert set(few.training).isdisjoint(held_out), "those that are not measured are not trained on, either"
 
 
 def test_a_disk_that_is_too_small_fails_before_the_model_reads(
