@@ -1,4 +1,4 @@
-"""The wheels: two heads in draftheads, six in draftheads-zoo, and no head in both."""
+"""The wheels: two heads in draftheads, seven in draftheads-zoo, and no head in both."""
 
 import subprocess
 import tomllib

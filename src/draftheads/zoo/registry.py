@@ -18,7 +18,7 @@ from draftheads.models.model_names import base_of, model_name
 
 DATA_PACKAGE = "draftheads-zoo"
 # heads for smollm2-135m that the wheel of draftheads leaves out: zoo/pyproject.toml lists the same
-DATA_PACKAGE_HEADS = ("amphista", "eagle", "hydra++", "markov-medusa", "mlp-speculator", "small-llama")
+DATA_PACKAGE_HEADS = ("amphista", "eagle", "eagle3", "hydra++", "markov-medusa", "mlp-speculator", "small-llama")
 
 _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:/(?P<subfolder>\w[\w.+-]*(?:/\w[\w.+-]*)*))?")
 _HUB_TIMEOUT_SECONDS = 10.0
