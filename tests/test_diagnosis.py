@@ -381,7 +381,7 @@ def test_heads_and_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
     versions(monkeypatch, draftheads_zoo=None)
     found = diagnosis.find_models()
     assert one(found, "heads").text == "hydra, medusa for smollm2-135m"
-    assert one(found, "draftheads-zoo").text == "not installed; it has 6 more of them"
+    assert one(found, "draftheads-zoo").text == "not installed; it has 7 more of them"
     assert one(found, "draftheads-zoo").level == "optional"
     heads += [SimpleNamespace(base_name="smollm2-135m", method=method) for method in diagnosis.DATA_PACKAGE_HEADS]
     assert "draftheads-zoo" not in [finding.name for finding in diagnosis.find_models()]  # as in a checkout
