@@ -9,6 +9,7 @@ import draftheads.distill.run as distill_run
 from distill_world import manifest, options, records, run
 from draftheads.data.extract import load_texts
 from draftheads.decode.engine import Engine
+from draftheads.distill.options import DistillOptions
 from draftheads.errors import InvalidSettings
 from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
@@ -28,6 +29,10 @@ def book(tmp_path: Path) -> Path:
     lines = [*TEXTS, TEXTS[2], "  "]  # one of them twice, and nothing
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in lines))
     return path
+
+
+def test_the_model_reads_64_tokens_of_a_document_as_in_the_mlp_speculators_second_stage() -> None:
+    assert DistillOptions(out=Path("out.jsonl"), num_self_talk=1).document_tokens == 64
 
 
 def test_the_model_continues_the_beginning_of_each_text(target: TargetModel, book: Path, tmp_path: Path) -> None:

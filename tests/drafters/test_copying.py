@@ -236,6 +236,23 @@ def test_a_corpus_is_copied_from_after_a_match_of_four_tokens() -> None:
     assert draft.depths.tolist() == [[0, 1, 2, 0], [0, 0, 0, 0]]
 
 
+def test_copies_branch_where_the_same_tokens_were_followed_by_different_ones() -> None:
+    model = some_model("llama")
+    context = context_of([[1, 2, 3, 9, 1, 2, 4, 8, 1, 2]], model.hidden_size)
+    draft = Copying(tiny_head("medusa", model)).start().propose(context, ROOT_ONLY, extra_nodes=4)
+    tokens, parents = draft.token_ids[0].tolist(), draft.parents[0].tolist()
+    edges = {(tokens[parent], token) for parent, token in zip(parents[1:], tokens[1:], strict=True)}
+    assert edges == {(2, 3), (3, 9), (2, 4), (4, 8)}
+
+
+def test_sixteen_tokens_are_copied_at_most() -> None:
+    model = some_model("llama")
+    context = context_of([[*range(3, 23), 3, 4]], model.hidden_size)
+    draft = Copying(tiny_head("medusa", model)).start().propose(context, ROOT_ONLY, extra_nodes=18)
+    assert draft.depths.tolist() == [[*range(17)]]
+    assert draft.token_ids[0].tolist() == [4, *range(5, 21)]
+
+
 def test_unlikely_copies_do_not_change_the_tree() -> None:
     model = some_model("llama")
     head = tiny_head("hydra", model)

@@ -202,6 +202,7 @@ WITHOUT_DRAFT: dict[str, Callable[[int], bool]] = {
             ("eagle", "in a row"),
             ("eagle", "without room"),
             ("eagle", "single"),
+            ("eagle3", "single"),
         ],
         *[("small-llama", "single"), ("small-llama, deep", "without room")],
     ),

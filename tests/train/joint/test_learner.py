@@ -45,6 +45,19 @@ def test_the_loss_of_the_heads_alone_trains_the_adapter(data: Path, method: str)
     assert all(p.grad.abs().max() > 1e-5 for p in joint.adapter.parameters if id(p) not in unread)
 
 
+@pytest.mark.parametrize("only_heads", [True, False])
+def test_noise_is_scaled_by_the_length_of_each_text(data: Path, only_heads: bool) -> None:
+    joint, batch = harness(chat_model(), data)
+    read: list[Tensor] = []
+    joint.learner.head.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].detach()))
+    for alpha in (0.0, 75.0):
+        joint.learner.noise_alpha = alpha
+        joint(**batch, only_heads=only_heads)
+    bounds, lengths = (read[1] - read[0]).abs().amax((1, 2)), batch["lengths"]
+    assert lengths.min() < 0.9 * lengths.max()
+    torch.testing.assert_close(bounds, 75 / (lengths * read[0].shape[-1]).sqrt(), rtol=0.03, atol=0.0)
+
+
 @pytest.mark.parametrize("lm_head", ["shared", "own"])
 @pytest.mark.parametrize("loss", ["teacher", "hard"])
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
