@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # `draftheads --help` must not wait two seconds for torch
     from draftheads.decode.request import GenerationResult, StreamEvent
     from draftheads.draft import Drafter
     from draftheads.errors import DraftHeadsError
+    from draftheads.export import export_head
     from draftheads.heads import register
     from draftheads.heads.base import DraftHead, HeadConfig
     from draftheads.loading import load
@@ -43,6 +44,7 @@ __all__ = [
     "TargetModel",
     "Tree",
     "compare_heads",
+    "export_head",
     "load",
     "load_head",
     "register",
@@ -68,6 +70,7 @@ _HOMES = {
     "TargetModel": "draftheads.models.model",
     "Tree": "draftheads.tree",
     "compare_heads": "draftheads.bench.compare",
+    "export_head": "draftheads.export",
     "load": "draftheads.loading",
     "load_head": "draftheads.checkpoint",
     "register": "draftheads.heads",

@@ -137,7 +137,7 @@ class SamplingOptions:
     accepts draft tokens that are likely enough, and the token after them is the most likely one, whatever the seed.
     typical-sampled draws that token."""
     typical_epsilon: float = 0.09
-    """ε of typical acceptance. A draft token of at least this probability is always typical."""
+    """ε of typical acceptance. A draft token above this probability is always typical."""
     typical_delta: float | None = None
     """δ of typical acceptance; √ε if left out."""
 

@@ -62,7 +62,8 @@ def test_a_recipe_sets_its_settings_and_no_others(name: str, joined: bool) -> No
         ("mlp-speculator", {"text_part": 0.714, "second_stage_rate": 0.1}),
         ("mlp-speculator", {"text_length": 4096, "max_length": 256}),  # section 3.2
         ("eagle", {"feature_weight": 10.0, "loss": "teacher", "betas": (0.9, 0.95), "epochs": 20}),
-        ("eagle3", {"num_heads": 7, "depth_decay": 0.8, "draft_vocab_size": 32000, "lm_head": "own", "loss": "teacher"}),
+        ("eagle3", {"num_heads": 7, "depth_decay": 0.8, "draft_vocab_size": 32000, "lm_head": "own"}),
+        ("eagle3", {"loss": "teacher", "max_length": 2048, "feature_weight": 0.0}),
         ("eagle3", {"learning_rate": 5e-5, "betas": (0.9, 0.95), "warmup": 0.015, "max_grad_norm": 0.5, "epochs": 40}),
         ("blockwise", {"method": "medusa", "chain": True}),
     ],

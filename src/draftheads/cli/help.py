@@ -47,7 +47,7 @@ class Option:
         """Its first sentence, or all of them, and its default."""
         text = self.text if whole else self.text.partition(". ")[0].rstrip(".")
         if self.choices:
-            text += f": {', '.join(self.choices)}"
+            text += f"{' One of' if text.endswith('.') else ''}: {', '.join(self.choices)}"
         if self.default is tyro.MISSING:
             return f"{text} (required)"
         if self.default is None or self.default is False or self.default == ():

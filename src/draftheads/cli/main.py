@@ -28,6 +28,7 @@ COMMANDS = {
     "demo": Command("answer prompts with and without draft heads, and compare", "cli.options.demo.DemoOptions"),
     "distill": Command("let a model answer prompts, to get training data", "distill.options.DistillOptions"),
     "doctor": Command("show what was found on this machine, with advice", "cli.options.doctor.DoctorOptions"),
+    "export": Command("write a head in the layout of other engines", "cli.options.export.ExportOptions"),
     "generate": Command("answer prompts", "cli.options.generate.GenerateOptions"),
     "info": Command("describe a head, list the installed ones, or draw a tree", "cli.options.info.InfoOptions"),
     "merge": Command("merge a model and its adapter into one model", "train.joint.options.MergeOptions"),

@@ -81,7 +81,7 @@ class Corpus:
 
 
 def index_texts(texts: Iterable[Sequence[int]], *, progress: Progress | None = None) -> Corpus:
-    """Sorts the places of texts; takes about a second for each million tokens.
+    """Sorts the places of texts; takes about two seconds for each million tokens.
 
     Args:
         texts: token ids.

@@ -35,9 +35,11 @@ class HeadOptions(OptionGroup):
     """Architecture of the heads. medusa, hydra, hydra++, amphista, mlp-speculator, eagle, eagle3, markov-medusa, or
     small-llama, a small model that reads only the text."""
     head_options: tuple[str, ...] = ()
-    """Further options of the architecture, NAME=VALUE. Such as num_auto_embedding_blocks=2. A wrong name lists them."""
+    """Further options of the architecture, NAME=VALUE. Such as num_auto_embedding_blocks=2 or
+    coupling_size=64 (amphista), layers=[2,15,27] (eagle3). A wrong name lists those of the method."""
     num_heads: Annotated[int, up_to(64)] = 4
-    """Draft tokens on a path. That is how many tokens beyond the next one are predicted."""
+    """Draft tokens on a path. That is how many tokens beyond the next one are predicted in training. eagle, eagle3 and
+    small-llama also draft deeper."""
     num_layers: Annotated[int, up_to(64)] = 1
     """Blocks in each head."""
     lm_head: LmHeadKind = "shared"
