@@ -181,7 +181,8 @@ def files_of(folder: Path, comparisons: Sequence[Found]) -> dict[str, bytes]:
     metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
     config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     config["provenance"]["command"] = command(metrics["options"])
-    text = card(folder, metrics, _compared(folder.name, saved.digest, comparisons), saved.num_bytes)
+    compared = _compared(folder.name, saved.digest, comparisons)
+    text = card(folder, metrics, compared, num_bytes=saved.num_bytes, depth=saved.profile.depth)
     return {
         **{file: (folder / file).read_bytes() for file in HEAD_FILES},
         CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(),
@@ -215,8 +216,10 @@ def as_arguments(name: str, value: Any) -> list[str]:
     return [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
 
 
-def card(folder: Path, metrics: Mapping[str, Any], compared: Sequence[tuple[Found, Row]], num_bytes: int) -> str:
-    """The model card of the head in the folder, which is named as the head is."""
+def card(
+    folder: Path, metrics: Mapping[str, Any], compared: Sequence[tuple[Found, Row]], *, num_bytes: int, depth: int
+) -> str:
+    """The model card of the head in the folder, which is named as the head is. ``depth`` is that of its profile."""
     options = metrics["options"]
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     last = log[-max(1, len(log) // 20) :]
@@ -233,6 +236,7 @@ def card(folder: Path, metrics: Mapping[str, Any], compared: Sequence[tuple[Foun
         compared=compared,
         data=(Path(__file__).parent / "data.md").read_text(encoding="utf-8").rstrip(),
         num_bytes=num_bytes,
+        depth=depth,
     )
     return text.rstrip("\n") + "\n"
 

@@ -144,7 +144,7 @@ def test_bundled_heads_are_those_that_were_trained(
         metrics = json.loads((work / name / "metrics.json").read_text())
         for i, (loss, top1) in enumerate(zip(metrics["losses"], metrics["top1"], strict=True)):
             assert f"\n| {i + 1} | {loss:.3f} | {top1:.1%} | " in card
-        assert f"Drafts {len(metrics['losses'])} tokens beyond the next one" in card
+        assert f"Is trained to draft {len(metrics['losses'])} tokens beyond the next one, for" in card
         assert f"{metrics['num_training_texts']} chats for training, {metrics['num_held_out_texts']} held" in card
         tokens, answers = (metrics[f"num_{what}_tokens"] / 1e6 for what in ("training", "answer"))
         assert f"\n{tokens:.2f} M tokens, of which {answers:.2f} M are answers." in card
@@ -207,7 +207,8 @@ def test_a_card_compares_training_loss_and_held_out_loss(
     metrics = json.loads((work / "medusa" / "metrics.json").read_text())
     lines = [{"head_losses": [0.5 if step < 38 else learned, 7.0]} for step in range(40)]
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = tool.card(folder, {**metrics, "losses": [2.0, *metrics["losses"][1:]]}, [], 5_400_000)
+    text = tool.card(folder, {**metrics, "losses": [2.0, *metrics["losses"][1:]]}, [], num_bytes=5_400_000, depth=9)
+    assert "beyond the next one, and drafts up to 9 where that gains, for" in text
     assert f"first head was {learned:.2f} on training text. On held-out text it is\n2.00. So {told}" in text
     assert "5.4 MB in bf16" in text
     assert "MT-Bench" not in text
@@ -259,14 +260,14 @@ def test_a_card_uses_singular_and_plural(tool: ModuleType, work: Path) -> None:
     metrics = json.loads((work / "medusa" / "metrics.json").read_text())
     for number, told in ((1, ("1 pass over the text", "on 1 thread of")), (2, ("2 passes over", "on 2 threads of"))):
         metrics["options"]["epochs"] = metrics["provenance"]["threads"] = number
-        text = tool.card(work / "medusa", metrics, [], 1)
+        text = tool.card(work / "medusa", metrics, [], num_bytes=1, depth=3)
         assert all(words in text for words in told)
 
 
 def test_a_card_without_sampled_results_does_not_mention_them(tool: ModuleType, work: Path) -> None:
     metrics = json.loads((work / "medusa" / "metrics.json").read_text())
     found = bench(work, ["medusa"], sampled_tokens_per_step=None, typical_tokens_per_step=None)
-    text = tool.card(work / "medusa", metrics, [(found, found["rows"][0])], 1)
+    text = tool.card(work / "medusa", metrics, [(found, found["rows"][0])], num_bytes=1, depth=3)
     assert "2.35 ± 0.07 tokens/step" in text
     assert "temperature 0.7:" not in text
 
