@@ -15,6 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from draftheads import sampling
 from draftheads.sampling import RowSettings, choose, draw, most_likely, penalised, probabilities
 from draftheads.settings import SamplingSettings
 
@@ -135,6 +136,21 @@ def test_rows_choose_as_if_alone(own: list[SamplingSettings], seed: int) -> None
             assert chosen[row] == scores[0].argmax()
         else:
             assert chosen[row] == slow_draw(probabilities(scores, of(settings_))[0].tolist(), float(uniforms[row]))
+
+
+def test_only_rows_that_draw_get_a_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = of(
+        SamplingSettings(), SamplingSettings(temperature=0.5), SamplingSettings(), SamplingSettings(temperature=2.0)
+    )
+    given = []
+    monkeypatch.setattr(
+        sampling, "probabilities", lambda scores, own: given.append((scores, own)) or scores.softmax(-1)
+    )
+    logits = torch.randn(4, V)
+    choose(logits, rows, None, torch.full((4,), 0.5, dtype=torch.float64))
+    ((scores, own),) = given
+    assert torch.equal(scores, logits[[1, 3]])
+    assert own.temperature.tolist() == [0.5, 2.0]
 
 
 def test_greedy_takes_no_notice_of_its_number() -> None:

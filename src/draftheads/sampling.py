@@ -8,9 +8,9 @@ B rows, V vocabulary. Order of processing as in transformers: repetition penalty
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ class RowSettings:
     takes_best: Tensor  # (B,) bool: the next token is the most likely one, as in greedy and typical rows
     rejection: Tensor  # (B,) bool
     block: Tensor  # (B,) bool
+    drawn: Tensor  # (S,) int64: the other rows, whose next token is drawn
     any_sampled: bool  # these five are known on the host, so that nothing is computed in vain
     any_filtered: bool
     any_penalty: bool
@@ -67,6 +68,7 @@ class RowSettings:
             takes_best=column(takes_best, torch.bool),
             rejection=column(rejection, torch.bool),
             block=column(block, torch.bool),
+            drawn=column([row for row, best in enumerate(takes_best) if not best], torch.int64),
             any_sampled=not all(takes_best),
             any_filtered=any(s.temperature > 0 and (s.top_k is not None or s.top_p < 1.0) for s in settings),
             any_penalty=any(s.repetition_penalty != 1.0 for s in settings),
@@ -78,6 +80,17 @@ class RowSettings:
     def greedy(self) -> Tensor:
         """(B,) bool."""
         return self.temperature == 0.0
+
+    @cached_property
+    def of_drawn(self) -> Self:
+        """The settings of the S rows whose next token is drawn."""
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        picked: dict[str, Any] = {
+            name: column[self.drawn]
+            for name, column in columns.items()
+            if name != "drawn" and isinstance(column, Tensor)
+        }
+        return replace(self, **picked, drawn=torch.arange(len(self.drawn), device=self.drawn.device))
 
 
 def penalised(logits: Tensor, rows: RowSettings, seen: Tensor | None) -> Tensor:
@@ -117,7 +130,10 @@ def choose(logits: Tensor, rows: RowSettings, seen: Tensor | None, uniforms: Ten
     best = most_likely(scores)
     if not rows.any_sampled:
         return best
-    return torch.where(rows.takes_best, best, draw(probabilities(scores, rows), uniforms))
+    drawn = rows.drawn
+    if len(drawn) < len(scores):  # a distribution is expensive: none for rows that do not need it
+        scores, rows, uniforms = scores[drawn], rows.of_drawn, uniforms[drawn]
+    return best.index_copy(0, drawn, draw(probabilities(scores, rows), uniforms))
 
 
 def most_likely(scores: Tensor) -> Tensor:
