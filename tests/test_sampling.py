@@ -139,13 +139,14 @@ def test_rows_choose_as_if_alone(own: list[SamplingSettings], seed: int) -> None
 
 
 def test_only_rows_that_draw_get_a_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = of(
-        SamplingSettings(), SamplingSettings(temperature=0.5), SamplingSettings(), SamplingSettings(temperature=2.0)
-    )
     given = []
-    monkeypatch.setattr(
-        sampling, "probabilities", lambda scores, own: given.append((scores, own)) or scores.softmax(-1)
-    )
+
+    def recorded(scores: Tensor, own: RowSettings) -> Tensor:
+        given.append((scores, own))
+        return probabilities(scores, own)
+
+    monkeypatch.setattr(sampling, "probabilities", recorded)
+    rows = of(*(SamplingSettings(temperature=temperature) for temperature in (0.0, 0.5, 0.0, 2.0)))
     logits = torch.randn(4, V)
     choose(logits, rows, None, torch.full((4,), 0.5, dtype=torch.float64))
     ((scores, own),) = given
