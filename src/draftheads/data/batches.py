@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
@@ -19,12 +20,13 @@ from draftheads.data.features import Document, Documents
 from draftheads.errors import DataError
 
 NUM_MEASURED = 200  # held-out texts on which heads are measured; measuring on more takes long
+_LENGTH_MULTIPLE = 32  # of padded texts, because oneDNN makes a kernel for each size
 _WINDOW_BATCHES = 32  # the texts of so many batches are sorted by length: little padding, and still mixed
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts, padded on the right to the same length."""
+    """Texts, padded on the right to the same length, a multiple of 32."""
 
     hidden: Tensor  # (B, T, D)
     token_ids: Tensor  # (B, T) int64
@@ -33,7 +35,7 @@ class Batch:
 
 
 def collate(documents: Sequence[Document], *, skip_prompts: bool) -> Batch:
-    """Pads texts to the length of the longest.
+    """Pads texts to the length of the longest, rounded up.
 
     Args:
         documents: the texts.
@@ -44,11 +46,18 @@ def collate(documents: Sequence[Document], *, skip_prompts: bool) -> Batch:
     if skip_prompts:
         documents = [_without_prompt(document) for document in documents]
     return Batch(
-        pad_sequence([document.hidden for document in documents], batch_first=True),
-        pad_sequence([document.token_ids for document in documents], batch_first=True),
-        pad_sequence([document.loss_mask for document in documents], batch_first=True),
+        _padded([document.hidden for document in documents]),
+        _padded([document.token_ids for document in documents]),
+        _padded([document.loss_mask for document in documents]),
         lengths,
     )
+
+
+def _padded(tensors: Sequence[Tensor]) -> Tensor:
+    """(B, T, …) from B tensors (t, …), with T a multiple of 32."""
+    padded = pad_sequence(list(tensors), batch_first=True)
+    missing = -padded.shape[1] % _LENGTH_MULTIPLE
+    return F.pad(padded, (0, 0) * (padded.dim() - 2) + (0, missing))
 
 
 def choose_texts(

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from draftheads.train.losses import Labels, RowLoss
 
@@ -46,10 +47,14 @@ class Predictions:
         return type(self)(self.positions[known], self.counts[:, known])
 
     def chunks(self, size: int) -> Iterator[Self]:
-        """The same predictions, at most ``size`` positions at a time."""
+        """The same predictions, at most ``size`` positions at a time, filled up with some that do not count.
+
+        The number of positions is a multiple of 64, because oneDNN makes a kernel for each number.
+        """
         for start in range(0, len(self.positions), size):
-            part = slice(start, start + size)
-            yield type(self)(self.positions[part], self.counts[:, part])
+            positions, counts = (part[..., start : start + size] for part in (self.positions, self.counts))
+            missing = -len(positions) % 64
+            yield type(self)(F.pad(positions, (0, missing)), F.pad(counts, (0, missing)))
 
 
 def find_predictions(loss_mask: Tensor, num_heads: int) -> Predictions:
