@@ -447,6 +447,59 @@ def test_asking_for_more_than_there_is_gives_all(world: World, shape: BestFirst,
     assert world.grow(unbounded).num_nodes == Tree.cartesian([ranks] * depth).num_nodes
 
 
+# --- levels that are left out ---
+
+
+@dataclass(frozen=True)
+class CountingHead(TableHead):
+    """One that notes how many nodes it steps down to, per level."""
+
+    stepped: list[int]
+
+    def descend(self, state: Tensor, depth: int, parents: Tensor, token_ids: Tensor) -> Tensor:
+        self.stepped.append(token_ids.shape[1])
+        return super().descend(state, depth, parents, token_ids)
+
+
+def counted(world: World, shape: BestFirst) -> tuple[Draft, list[int]]:
+    """The draft, and the nodes that the head stepped down to."""
+    head = CountingHead(world.head.table, world.head.confidence, world.head.reads_path, [])
+    return replace(world, head=head).grow(shape), head.stepped
+
+
+@settings(deadline=None)
+@given(worlds(ties=False), best_first_rules())
+def test_levels_that_cannot_change_the_tree_are_left_out(world: World, shape: BestFirst) -> None:
+    """The threshold counts per step, so with several rows it may fill up a row with other unlikely nodes."""
+    shape = replace(shape, threshold=shape.threshold if world.num_rows == 1 else 0.0)
+    whole, all_levels = counted(world, replace(shape, min_reach=None))
+    draft, levels = counted(world, shape)
+    for row in range(world.num_rows):
+        assert_equal(nodes_of(draft, row), nodes_of(whole, row))
+    assert len(levels) <= len(all_levels)
+    assert all(few <= many for few, many in zip(levels, all_levels, strict=False))
+
+
+def test_a_level_is_left_out_where_all_its_nodes_come_too_late() -> None:
+    """Each node has children of probabilities 0.5, 0.3 and 0.2.
+
+    After the first level the four best are 1, 0.5, 0.3 and 0.2, so the children of 0.5 and 0.3 can be among them. Of
+    these 0.25 is the best and the last of the four: the third level is left out. In a tree of six, 0.15 is the last.
+    """
+    world = world_of([[math.log(p) for p in (0.5, 0.3, 0.2)]], 3)
+    found = {nodes: counted(world, BestFirst(nodes, beam=9))[1] for nodes in (2, 3, 4, 6)}
+    assert found == {2: [], 3: [1], 4: [2], 6: [3, 1]}
+
+
+@pytest.mark.parametrize(("min_reach", "further"), [(0.0, 2), (0.49, 2), (0.51, 1), (0.99, 1), (1.01, 0)])
+def test_a_level_is_drafted_if_enough_probability_reaches_it(min_reach: float, further: int) -> None:
+    """Of two equal rows a child of probability 0.5 is followed: 1.0 reach the second level, 0.5 the third."""
+    world = world_of([[math.log(p) for p in (0.5, 0.1, 0.1, 0.1, 0.1, 0.1)]], 3)
+    draft, stepped = counted(world, BestFirst(30, beam=1, min_reach=min_reach))
+    assert stepped == [1] * further
+    assert draft.num_nodes == 1 + 6 * (1 + further)
+
+
 def world_of(table: list[list[float]], depth: int = 3, *, reads_path: bool = True) -> World:
     """Rows that all see the same."""
     ones = torch.ones(2, dtype=torch.long)

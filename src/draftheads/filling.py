@@ -193,7 +193,9 @@ def _grow(head: Predictor, shape: BestFirst | BestPaths, context: Context, begin
     depth = min(shape.depth or max_depth, max_depth)
     if isinstance(shape, BestPaths):
         widths = shape.widths[:depth]
-        found = _expand(head, begin(depth), context.root_ids, [(width, None) for width in widths], shape.confidence)
+        found = _expand(
+            head, begin(depth), context.root_ids, [(width, None) for width in widths], divisors=shape.confidence
+        )
         priority = _best_path_through(found.path_log_probs, widths)
         counts = _nodes_on_paths(priority, shape, depth)
         draft, _ = best_nodes(found, priority, int(counts.max()), depth)
@@ -201,7 +203,9 @@ def _grow(head: Predictor, shape: BestFirst | BestPaths, context: Context, begin
     beams = _beams(shape, depth, reads_path=head.reads_path)
     depth = min(depth, len(beams))
     levels = [(shape.num_ranks, beam) for beam in beams]
-    found = _expand(head, begin(depth), context.root_ids, levels, shape.confidence)
+    stops_early = head.reads_path and shape.min_reach is not None and context.root_ids.device.type == "cpu"
+    limit = (shape.num_nodes, shape.min_reach or 0.0) if stops_early else None
+    found = _expand(head, begin(depth), context.root_ids, levels, divisors=shape.confidence, limit=limit)
     priority = found.path_log_probs
     count = likely_enough(priority, shape.num_nodes, shape.threshold)
     return best_nodes(found, priority, min(count, found.token_ids.shape[1]), depth)[0]
@@ -223,7 +227,9 @@ def _expand(
     state: Any,
     root_ids: Tensor,
     levels: Sequence[tuple[int, int | None]],
+    *,
     divisors: Sequence[float],
+    limit: tuple[int, float] | None = None,
 ) -> Candidates:
     """All candidates.
 
@@ -234,6 +240,8 @@ def _expand(
         levels: for each depth d the width and the beam: that many children of each of the most probable nodes of depth
             d, as many as the beam; of all nodes where it is None.
         divisors: of the logits of each depth; none when empty.
+        limit: size and ``min_reach`` of the tree (:class:`BestFirst`): nodes whose children it cannot hold get none,
+            and levels that are not likely enough are left out. None: nothing is left out.
     """
     widths = [width for width, _ in levels]
     root = root_ids[:, None]  # (B, 1)
@@ -257,15 +265,41 @@ def _expand(
         counts.append(count)
         if depth + 1 < len(widths):
             beam = levels[depth + 1][1]
-            if beam is None or beam >= count:
+            if limit is None and (beam is None or beam >= count):
                 score, place = total[-1], torch.arange(count, device=root.device).expand(len(root), -1)
             else:
-                score, place = total[-1].topk(beam, dim=1)
+                score, place = total[-1].topk(count if beam is None else min(beam, count), dim=1)
+            if limit is not None:
+                useful = _with_children(score, total, *limit)
+                if not useful:
+                    break
+                score, place = score[:, :useful], place[:, :useful]
             node = offset + place
             if head.reads_path:
                 above = place // paths.shape[2]
                 state = head.descend(state, depth, above, tokens[-1].gather(1, place))
     return Candidates(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(total, 1), torch.cat(own, 1))
+
+
+def _with_children(score: Tensor, total: Sequence[Tensor], num_nodes: int, min_reach: float) -> int:
+    """How many of the nodes at hand get children; 0 where they are not likely enough.
+
+    A child is never likelier than its parent. So it can be among the N likeliest candidates only if its parent is
+    likelier than the last of the N likeliest so far.
+
+    Args:
+        score: (B, W) of the nodes at hand, the likeliest first.
+        total: (B, …) of the candidates of each depth so far.
+        num_nodes: N.
+        min_reach: what the nodes that get children must have together.
+    """
+    if sum(part.shape[1] for part in total) >= num_nodes:
+        last = torch.cat(list(total), 1).topk(num_nodes, dim=1).values[:, -1:]
+        useful = score > last  # (B, W)
+    else:
+        useful = torch.ones_like(score, dtype=torch.bool)
+    reach = float(score.exp().mul(useful).sum())
+    return int(useful.sum(1).max()) if reach >= min_reach else 0
 
 
 def _likeliest(

@@ -33,10 +33,15 @@ class BestFirst:
     """Nodes with a lower path probability are left out, as far as this holds for every row of a step."""
     confidence: tuple[float, ...] = ()
     """Per depth, what logits are divided by so that the probabilities are calibrated; all 1 when empty."""
+    min_reach: float | None = 0.0
+    """On a CPU, heads that read the path draft another level only if it can change the tree, and if the nodes that it
+    would extend have at least this probability together, added over all rows. None: all levels are drafted."""
 
     def __post_init__(self) -> None:
         _check_at_least_1(self, "num_nodes", "num_ranks", "beam")
         _check_confidence(self.confidence)
+        if self.min_reach is not None and not 0.0 <= self.min_reach < math.inf:
+            raise InvalidTree(f"min_reach is {self.min_reach}; it must be at least 0, or None")
         if self.max_depth is not None:
             _check_at_least_1(self, "max_depth")
         if not 0.0 <= self.threshold < 1.0:

@@ -12,7 +12,7 @@ import torch
 from draftheads.acceptance_profile import AcceptanceProfile
 from draftheads.decode.cost_profile import CostPoint, CostProfile, by_hand
 from draftheads.decode.engine import Engine
-from draftheads.decode.size_policy import SizePolicy, SizePolicySession
+from draftheads.decode.size_policy import SHARE_OF_REACH, SizePolicy, SizePolicySession
 from draftheads.draft import Context, Draft
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
@@ -273,15 +273,26 @@ def test_the_depth_depends_on_the_number_of_rows() -> None:
     assert (together.max_depth or 6) < (alone.max_depth or 6)
 
 
-def test_spare_nodes_are_no_deeper() -> None:
+def test_each_level_is_drafted_only_if_its_tokens_are_worth_its_time() -> None:
     one = policy(by_depth("dynamic"), head_that_pays(3.0))
-    shape, _, _ = one.choose(np.ones(1))
+    shape, _, rate = one.choose(np.ones(1))
     assert isinstance(shape, BestFirst)
     assert shape.max_depth is not None
     one.propose(context(1), ROOT_ONLY)
     (asked,) = one.session.asked  # type: ignore[attr-defined]
-    assert asked.max_depth == shape.max_depth
     assert asked.num_nodes > shape.num_nodes
+    assert asked.max_depth is None, "as deep as the head was measured"
+    assert asked.min_reach == pytest.approx(3.0 * rate / SHARE_OF_REACH, abs=0.005)
+
+
+def test_levels_must_reach_more_where_a_request_accepts_less_than_expected() -> None:
+    one = policy(by_depth("dynamic"), head_that_pays(0.5))
+    reaches = []
+    for _ in range(10):
+        one.propose(context(1), ROOT_ONLY)
+        one.note([0])
+        reaches.append(one.session.asked[-1].min_reach)  # type: ignore[attr-defined]
+    assert reaches[-1] > reaches[0] > 0
 
 
 def test_a_profile_without_lower_depths_is_drafted_as_deep_as_it_was_measured() -> None:

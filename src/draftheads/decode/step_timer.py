@@ -112,7 +112,7 @@ class StepTimer:
     def _shape(self, part: str, nodes: int) -> Shape:
         """A tree such as heads draft on, whatever this one's accuracy."""
         if part == "dynamic":
-            return BestFirst(nodes, max_depth=self.depth)
+            return BestFirst(nodes, max_depth=self.depth, min_reach=None)  # costs are of whole levels
         num_ranks = min(self.drafter.config.num_draft_tokens, 4)
         return typical_tree(nodes, depth=min(self.depth, _DEPTH), num_ranks=num_ranks)
 
