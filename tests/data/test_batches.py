@@ -18,6 +18,7 @@ from draftheads.data.batches import (
 )
 from draftheads.data.chat import EncodedChat
 from draftheads.data.extract import build_features
+from draftheads.data.features import Document
 from draftheads.models.model import TargetModel
 from draftheads.progress import NoProgress
 
@@ -35,6 +36,19 @@ def test_skipping_prompts_keeps_answers_and_the_position_before_them(
             expected = getattr(whole, name)[row, first:length]
             assert torch.equal(getattr(short, name)[row, : length - first], expected)
         assert not short.loss_mask[row, length - first :].any()
+
+
+@pytest.mark.parametrize(("lengths", "padded"), [((3, 31), 32), ((32,), 32), ((1, 33, 5), 64)])
+def test_padded_lengths_are_multiples_of_32_so_that_few_sizes_occur(lengths: tuple[int, ...], padded: int) -> None:
+    texts = [Document(torch.ones(n, 4), torch.ones(n, dtype=torch.long), torch.ones(n) > 0) for n in lengths]
+    batch = collate(texts, skip_prompts=False)
+    assert batch.hidden.shape == (len(lengths), padded, 4)
+    assert batch.token_ids.shape == batch.loss_mask.shape == (len(lengths), padded)
+    for row, length in enumerate(lengths):
+        for part in (batch.hidden, batch.token_ids, batch.loss_mask):
+            assert part[row, :length].all()
+            assert not part[row, length:].any()
+    assert batch.lengths.tolist() == list(lengths)
 
 
 @given(st.lists(st.integers(1, 30), max_size=40), st.integers(1, 60))

@@ -49,11 +49,12 @@ class Predictions:
     def chunks(self, size: int) -> Iterator[Self]:
         """The same predictions, at most ``size`` positions at a time, filled up with some that do not count.
 
-        The number of positions is a multiple of 64, because oneDNN makes a kernel for each number.
+        The number of positions is a multiple of 64 (of ``size``, if that is less), because oneDNN makes a kernel for
+        each number.
         """
         for start in range(0, len(self.positions), size):
             positions, counts = (part[..., start : start + size] for part in (self.positions, self.counts))
-            missing = -len(positions) % 64
+            missing = -len(positions) % min(64, size)
             yield type(self)(F.pad(positions, (0, missing)), F.pad(counts, (0, missing)))
 
 
