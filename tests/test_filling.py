@@ -470,8 +470,6 @@ def counted(world: World, shape: BestFirst) -> tuple[Draft, list[int]]:
 @settings(deadline=None)
 @given(worlds(ties=False), best_first_rules())
 def test_levels_that_cannot_change_the_tree_are_left_out(world: World, shape: BestFirst) -> None:
-    """The threshold counts per step, so with several rows it may fill up a row with other unlikely nodes."""
-    shape = replace(shape, threshold=shape.threshold if world.num_rows == 1 else 0.0)
     whole, all_levels = counted(world, replace(shape, min_reach=None))
     draft, levels = counted(world, shape)
     for row in range(world.num_rows):
@@ -489,6 +487,35 @@ def test_a_level_is_left_out_where_all_its_nodes_come_too_late() -> None:
     world = world_of([[math.log(p) for p in (0.5, 0.3, 0.2)]], 3)
     found = {nodes: counted(world, BestFirst(nodes, beam=9))[1] for nodes in (2, 3, 4, 6)}
     assert found == {2: [], 3: [1], 4: [2], 6: [3, 1]}
+
+
+@dataclass(frozen=True)
+class RowHead(TableHead):
+    """One whose guesses depend on the row alone."""
+
+    def begin(self, context: Context, depth: int) -> Tensor:
+        return context.last_hidden[:, :1].long()
+
+    def predict(self, state: Tensor, depth: int) -> Tensor:
+        return self.table[state]
+
+    def descend(self, state: Tensor, depth: int, parents: Tensor, token_ids: Tensor) -> Tensor:
+        return state.gather(1, parents)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_sure_row_keeps_its_depth_beside_an_unsure_one(order: tuple[int, int]) -> None:
+    """The sure row has one likely child at each node, the other has none: only the first needs further levels."""
+    sure, unsure = [math.log(p) for p in (0.91, 0.04, 0.03, 0.02)], [math.log(p) for p in (0.28, 0.26, 0.24, 0.22)]
+    ones = torch.ones(2, dtype=torch.long)
+    context = Context(torch.tensor(order).float()[:, None, None], ones[:, None], ones, ones)
+    world = World(RowHead(torch.tensor([sure, unsure]), (1.0,) * 4, reads_path=True), context)
+    draft, whole = (world.grow(BestFirst(6, beam=4, min_reach=reach)) for reach in (0.0, None))
+    depths = {}
+    for row, kind in enumerate(order):
+        assert_equal(nodes_of(draft, row), nodes_of(whole, row))
+        depths[kind] = max(len(node.tokens) for node in nodes_of(draft, row))
+    assert depths == {0: 4, 1: 2}
 
 
 @pytest.mark.parametrize(("min_reach", "further"), [(0.0, 2), (0.49, 2), (0.51, 1), (0.99, 1), (1.01, 0)])
@@ -618,6 +645,8 @@ def test_no_tree_of_so_many_nodes_is_likelier(world: World, shape: BestFirst) ->
         (lambda: BestFirst(4, threshold=1.0), "threshold is 1.0; it must be at least 0 and below 1"),
         (lambda: BestFirst(4, threshold=-0.1), "threshold is -0.1; it must be at least 0 and below 1"),
         (lambda: BestFirst(4, threshold=math.nan), "threshold is nan; it must be at least 0 and below 1"),
+        (lambda: BestFirst(4, min_reach=-0.1), "min_reach is -0.1; it must be at least 0, or None"),
+        (lambda: BestFirst(4, min_reach=math.inf), "min_reach is inf; it must be at least 0, or None"),
         (lambda: BestPaths(num_paths=0), "num_paths is 0; it must be at least 1"),
         (lambda: BestPaths(()), "widths []: at least one, and every one at least 1"),
         (lambda: BestPaths((3, 0)), "widths [3, 0]: at least one, and every one at least 1"),

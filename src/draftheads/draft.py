@@ -30,7 +30,7 @@ class Draft:
     parents: Tensor  # (1 or B, N) int64: node index of the parent; 0 for the root itself
     depths: Tensor  # (1 or B, N) int64: root 0
     ancestors: Tensor  # (1 or B, N, N) bool: [n, m] says that m lies on the path from the root to n, n included
-    max_depth: int  # of the deepest node, known without asking the device
+    max_depth: int  # at least the depth of the deepest node, known without asking the device
     log_probs: Tensor | None = None  # (B, N): the drafter's log-probability of each node given its path, if it has one
     path_log_probs: Tensor | None = None  # (B, N): of each node's whole path; falls along what grew best first
     probs: Tensor | None = None  # (B, N, V) float32, of sampled drafts: what a node's children were drawn from

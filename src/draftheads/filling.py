@@ -291,7 +291,7 @@ def _with_children(score: Tensor, total: Sequence[Tensor], num_nodes: int, min_r
         score: (B, W) of the nodes at hand, the likeliest first.
         total: (B, …) of the candidates of each depth so far.
         num_nodes: N.
-        min_reach: what the nodes that get children must have together.
+        min_reach: the least total probability of the nodes that get children.
     """
     if sum(part.shape[1] for part in total) >= num_nodes:
         last = torch.cat(list(total), 1).topk(num_nodes, dim=1).values[:, -1:]

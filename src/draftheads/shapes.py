@@ -34,8 +34,9 @@ class BestFirst:
     confidence: tuple[float, ...] = ()
     """Per depth, what logits are divided by so that the probabilities are calibrated; all 1 when empty."""
     min_reach: float | None = 0.0
-    """On a CPU, heads that read the path draft another level only if it can change the tree, and if the nodes that it
-    would extend have at least this probability together, added over all rows. None: all levels are drafted."""
+    """The least probability of a further level. On a CPU, heads that read the path draft a level below the first one
+    only if it can change the tree, and if the nodes that it extends have at least this probability in total, over all
+    rows. None: all levels are drafted. Other heads and devices always draft all levels."""
 
     def __post_init__(self) -> None:
         _check_at_least_1(self, "num_nodes", "num_ranks", "beam")

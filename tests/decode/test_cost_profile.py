@@ -349,6 +349,24 @@ def test_a_draft_is_timed_after_a_pass_of_the_model(
     assert passes == [1]
 
 
+@pytest.mark.parametrize("nodes", [4, 8, 16])
+def test_drafting_is_timed_with_all_levels(target: TargetModel, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a level would seem cheap where arbitrary text makes a head unsure."""
+    drafter = tiny_head("eagle", target, num_heads=3)
+    timer, levels = StepTimer(target, drafter), []
+    descend = type(drafter).descend
+
+    def counted(self: Any, state: Any, depth: int, parents: Any, token_ids: Any) -> Any:
+        levels.append(depth)
+        return descend(self, state, depth, parents, token_ids)
+
+    monkeypatch.setattr(type(drafter), "descend", counted)
+    timer.milliseconds("dynamic", 1, nodes)
+    depth = timer.depth_of("dynamic", nodes)
+    assert depth is not None
+    assert levels == list(range(depth - 1))
+
+
 def test_typical_trees_hang_together() -> None:
     for nodes in range(1, 65):
         assert typical_tree(nodes, depth=4, num_ranks=4).num_nodes == nodes

@@ -285,6 +285,25 @@ def test_each_level_is_drafted_only_if_its_tokens_are_worth_its_time() -> None:
     assert asked.min_reach == pytest.approx(3.0 * rate / SHARE_OF_REACH, abs=0.005)
 
 
+def test_a_tree_on_an_accelerator_has_the_depth_that_the_profiles_choose() -> None:
+    """There no level can be left out."""
+    one = policy(by_depth("dynamic"), head_that_pays(3.0))
+    shape, _, rate = one.choose(np.ones(1))
+    assert isinstance(shape, BestFirst)
+    here = context(1)
+    there = replace(here, root_ids=here.root_ids.to("meta"))
+    asked = one._with_spare(shape, one._table(1, 0), there, rate)
+    assert isinstance(asked, BestFirst)
+    assert (asked.max_depth, asked.min_reach) == (shape.max_depth, 0.0)
+    assert asked.num_nodes > shape.num_nodes
+
+
+def test_levels_cost_what_they_cost_the_rows_together() -> None:
+    one = policy(by_depth("dynamic"), head_that_pays(0.2, rows=4))
+    one.choose(np.ones(4))
+    assert [one._level_cost(rows, 8) for rows in (1, 4)] == pytest.approx([0.2, 0.8])
+
+
 def test_levels_must_reach_more_where_a_request_accepts_less_than_expected() -> None:
     one = policy(by_depth("dynamic"), head_that_pays(0.5))
     reaches = []

@@ -56,8 +56,12 @@ def collate(documents: Sequence[Document], *, skip_prompts: bool) -> Batch:
 def _padded(tensors: Sequence[Tensor]) -> Tensor:
     """(B, T, …) from B tensors (t, …), with T a multiple of 32."""
     padded = pad_sequence(list(tensors), batch_first=True)
-    missing = -padded.shape[1] % _LENGTH_MULTIPLE
+    missing = _rounded_up(padded.shape[1]) - padded.shape[1]
     return F.pad(padded, (0, 0) * (padded.dim() - 2) + (0, missing))
+
+
+def _rounded_up(length: int) -> int:
+    return length + -length % _LENGTH_MULTIPLE
 
 
 def choose_texts(
@@ -168,12 +172,14 @@ def in_whole_steps(plan: Sequence[list[int]], batches_per_step: int) -> list[lis
 def bucket_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Indices in groups of similar length with at most ``max_tokens`` padded tokens; a longer text is its own group.
 
-    >>> bucket_by_length([5, 2, 9, 2], 10)
+    Texts are padded to multiples of 32, as by :func:`collate`.
+
+    >>> bucket_by_length([50, 20, 90, 20], 128)
     [[1, 3], [0], [2]]
     """
     groups: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if not groups or (len(groups[-1]) + 1) * lengths[index] > max_tokens:
+        if not groups or (len(groups[-1]) + 1) * _rounded_up(lengths[index]) > max_tokens:
             groups.append([])
         groups[-1].append(index)
     return groups

@@ -33,7 +33,8 @@ _SMALLEST_GAIN_OF_SEVERAL = 1.10  # the same for several rows, whose costs are k
 _TEXT_BLOCK = 128  # tokens; tables are made for multiples of it
 _SPARE_NODES = 4  # that growing trees are drafted with beyond twice their best size …
 _SPARE_COST = 0.03  # … as long as drafting them costs less than this share of a plain step
-# tokens that a further level of a tree gains, less what verifying them costs, for each token that reaches the level
+# tokens that a further level gains, less what verifying them costs, for the probability 1 of the nodes that it extends;
+# see "Growing trees stop early" in LOG.md
 SHARE_OF_REACH = 0.3
 _CUT_GAIN = 0.05  # relative speed that cutting each growing tree adds; divided by the number of rows
 
@@ -122,7 +123,7 @@ class SizePolicySession:
             self.session.follow(context)
             self._expected = (0.0,) * batch
             return Draft.on_tree(ROOT_ONLY, context.root_ids[:, None])
-        chosen = ROOT_ONLY if chosen is None else self._with_spare(chosen, table, batch, rate / float(ratios.max()))
+        chosen = ROOT_ONLY if chosen is None else self._with_spare(chosen, table, context, rate / float(ratios.mean()))
         if isinstance(self.session, CopyingSession):  # what gains less than it costs would be cut
             margin = _SMALLEST_GAIN_OF_SEVERAL if batch > 1 else 1.0
             further = table.verifying[1:] - table.verifying[0]
@@ -214,11 +215,17 @@ class SizePolicySession:
             }
         return self._drafting[batch]
 
-    def _with_spare(self, shape: Shape, table: _Table, batch: int, rate: float) -> Shape:
+    def _with_spare(self, shape: Shape, table: _Table, context: Context, rate: float) -> Shape:
         """A growing tree of twice the nodes, for :meth:`_cut` to choose among, where drafting them costs little.
 
-        It is as deep as the head can draft, but each level is drafted only if the tokens that it is likely to gain are
-        worth its time, at a rate of tokens per millisecond.
+        Where levels can be left out (:attr:`BestFirst.min_reach`) it may be as deep as the head was measured, but each
+        level is drafted only if the tokens that it is likely to gain are worth its time.
+
+        Args:
+            shape: the fastest one by the table.
+            table: of these rows.
+            context: of these rows.
+            rate: tokens per millisecond, as if all requests accepted what the profile expects.
         """
         if not isinstance(shape, BestFirst):
             return shape
@@ -228,14 +235,16 @@ class SizePolicySession:
         limit = costs[shape.num_nodes - 1] + _SPARE_COST * table.plain
         while most > shape.num_nodes and costs[most - 1] > limit:
             most -= 1
-        reach = rate * self._level_cost(batch, most) / SHARE_OF_REACH
+        if context.root_ids.device.type != "cpu":
+            return self._shape(way, most)
+        reach = rate * self._level_cost(len(context.root_ids), most) / SHARE_OF_REACH
         return replace(self.profile.growing(most), min_reach=round(reach, 2))
 
     def _level_cost(self, batch: int, num_nodes: int) -> float:
         """Milliseconds of drafting another level of a growing tree; 0 where they are not known."""
         if (batch, num_nodes) not in self._levels:
             first, second = (self.cost.draft("dynamic", batch, num_nodes, depth) for depth in (1, 2))
-            self._levels[batch, num_nodes] = max(0.0, second - first)
+            self._levels[batch, num_nodes] = second - first
         return self._levels[batch, num_nodes]
 
     def _shape(self, way: Way, num_nodes: int) -> Shape:

@@ -47,10 +47,10 @@ class Predictions:
         return type(self)(self.positions[known], self.counts[:, known])
 
     def chunks(self, size: int) -> Iterator[Self]:
-        """The same predictions, at most ``size`` positions at a time, filled up with some that do not count.
+        """The same predictions, ``size`` positions at a time, filled up with some that do not count.
 
-        The number of positions is a multiple of 64 (of ``size``, if that is less), because oneDNN makes a kernel for
-        each number.
+        The number of positions is rounded up to a multiple of 64 (of ``size``, if that is less), because oneDNN makes a
+        kernel for each number.
         """
         for start in range(0, len(self.positions), size):
             positions, counts = (part[..., start : start + size] for part in (self.positions, self.counts))
