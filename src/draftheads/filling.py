@@ -298,7 +298,7 @@ def _with_children(score: Tensor, total: Sequence[Tensor], num_nodes: int, min_r
         useful = score > last  # (B, W)
     else:
         useful = torch.ones_like(score, dtype=torch.bool)
-    reach = float(score.exp().mul(useful).sum())
+    reach = float(score.detach().exp().mul(useful).sum())
     return int(useful.sum(1).max()) if reach >= min_reach else 0
 
 

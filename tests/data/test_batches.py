@@ -13,6 +13,7 @@ from draftheads.data.batches import (
     PlannedBatches,
     bucket_by_length,
     collate,
+    padded_length,
     plan_batches,
     split_held_out,
 )
@@ -38,8 +39,18 @@ def test_skipping_prompts_keeps_answers_and_the_position_before_them(
         assert not short.loss_mask[row, length - first :].any()
 
 
-@pytest.mark.parametrize(("lengths", "padded"), [((3, 31), 32), ((32,), 32), ((1, 33, 5), 64)])
-def test_padded_lengths_are_multiples_of_32_so_that_few_sizes_occur(lengths: tuple[int, ...], padded: int) -> None:
+@given(st.integers(1, 5000))
+def test_few_lengths_are_padded_to_and_padding_adds_less_than_a_quarter(length: int) -> None:
+    assert length <= padded_length(length) < 1.25 * length
+    assert padded_length(padded_length(length)) == padded_length(length)
+
+
+def test_texts_of_a_training_have_few_padded_lengths() -> None:
+    assert len({padded_length(length) for length in range(1, 513)}) < 40
+
+
+@pytest.mark.parametrize(("lengths", "padded"), [((3, 31), 32), ((32,), 32), ((1, 33, 5), 40), ((500, 9), 512)])
+def test_texts_are_padded_to_the_rounded_length_of_the_longest(lengths: tuple[int, ...], padded: int) -> None:
     texts = [Document(torch.ones(n, 4), torch.ones(n, dtype=torch.long), torch.ones(n) > 0) for n in lengths]
     batch = collate(texts, skip_prompts=False)
     assert batch.hidden.shape == (len(lengths), padded, 4)
@@ -56,7 +67,8 @@ def test_buckets_have_every_text_once_and_at_most_max_tokens(lengths: list[int],
     groups = bucket_by_length(lengths, size)
     assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
     assert all(group for group in groups)
-    assert all(len(group) == 1 or len(group) * max(lengths[i] for i in group) <= size for group in groups)
+    widest = [padded_length(max(lengths[i] for i in group)) for group in groups]  # as collate pads them
+    assert all(len(group) == 1 or len(group) * width <= size for group, width in zip(groups, widest, strict=True))
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 60), st.integers(0, 5))

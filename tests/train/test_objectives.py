@@ -69,19 +69,19 @@ class World:
 
 def test_chunks_are_filled_up_with_predictions_that_do_not_count() -> None:
     found = find_predictions(torch.ones(2, 80).bool(), K)
-    chunks = list(found.chunks(100))
-    assert [len(chunk.positions) for chunk in chunks] == [128, 64]
-    for start, chunk in zip((0, 100), chunks, strict=True):
-        size = min(100, len(found.positions) - start)
-        assert torch.equal(chunk.positions[:size], found.positions[start : start + size])
-        assert torch.equal(chunk.counts[:, :size], found.counts[:, start : start + size])
-        assert not chunk.counts[:, size:].any()
+    size = len(found.positions)
+    filled = found.filled_up(100)
+    assert (size, len(filled.positions)) == (156, 200)
+    assert torch.equal(filled.positions[:size], found.positions)
+    assert torch.equal(filled.counts[:, :size], found.counts)
+    assert not filled.counts[:, size:].any()
+    assert len(found.filled_up(39).positions) == size
 
 
-@pytest.mark.parametrize("chunk_size", [1, 4, 1000])
+@pytest.mark.parametrize(("chunk_size", "multiple"), [(1, 1), (4, 1), (1000, 1), (4, 3), (1000, 64)])
 @pytest.mark.parametrize("kind", get_args(LossKind))
 @pytest.mark.parametrize("mask", MASKS)
-def test_head_losses_equal_their_slow_twin(mask: str, kind: LossKind, chunk_size: int) -> None:
+def test_head_losses_equal_their_slow_twin(mask: str, kind: LossKind, chunk_size: int, multiple: int) -> None:
     world = World(mask)
     inputs = [world.features, *world.lm_heads]
     weights = depth_weights(K, 0.8)
@@ -94,6 +94,7 @@ def test_head_losses_equal_their_slow_twin(mask: str, kind: LossKind, chunk_size
         weights=weights,
         parameters=world.lm_heads,
         chunk_size=chunk_size,
+        multiple=multiple,
     )
     slow = world.slow_losses(kind)
     slow_total = sum((0.8**i * mean for i, mean in enumerate(slow)), start=torch.zeros(()))
@@ -144,6 +145,7 @@ def test_no_more_logits_exist_than_a_chunk_has_positions() -> None:
         logits=logits,
         weights=torch.ones(K),
         chunk_size=5,
+        multiple=5,
     )[0].backward()
     assert set(seen) == {5}
     num_chunks = -(-find_predictions(world.loss_mask, K).positions.numel() // 5)

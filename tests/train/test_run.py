@@ -116,15 +116,15 @@ def test_the_folder_holds_the_head_and_how_it_was_made(target: TargetModel, feat
 
 
 def test_the_head_is_measured_while_it_is_trained(target: TargetModel, features: Path, tmp_path: Path) -> None:
-    settings = train_options(tmp_path / "out", features, eval_steps=3, eval_texts=1000)
+    settings = train_options(tmp_path / "out", features, eval_steps=4, eval_texts=1000)
     progress = FakeProgress()
     report = run.train_for(target, settings, progress)
     # progress has the same means over the heads as the final table
     in_training = mean_loss(lines(settings.out)[-2]["head_losses"])
     assert progress.last[2] == f"loss {in_training:.3f}, held-out loss {mean_loss(report.losses):.3f}"
     found = lines(settings.out, "validation.jsonl")
-    assert [line["step"] for line in found] == [*range(0, report.num_steps, 3), report.num_steps]
-    assert report.num_steps % 3, "the last measurement is not at a multiple"
+    assert [line["step"] for line in found] == [*range(0, report.num_steps, 4), report.num_steps]
+    assert report.num_steps % 4, "the last measurement is not at a multiple"
     untrained = measured(target, features, settings)
     assert found[0]["losses"] == pytest.approx(untrained.losses.tolist(), rel=1e-6)
     assert found[0]["tokens_per_step_chain"] == untrained.tokens_per_step(Tree.chain(3))

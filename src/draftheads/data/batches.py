@@ -20,13 +20,12 @@ from draftheads.data.features import Document, Documents
 from draftheads.errors import DataError
 
 NUM_MEASURED = 200  # held-out texts on which heads are measured; measuring on more takes long
-_LENGTH_MULTIPLE = 32  # of padded texts, because oneDNN makes a kernel for each size
 _WINDOW_BATCHES = 32  # the texts of so many batches are sorted by length: little padding, and still mixed
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts, padded on the right to the same length, a multiple of 32."""
+    """Texts, padded on the right to the same length."""
 
     hidden: Tensor  # (B, T, D)
     token_ids: Tensor  # (B, T) int64
@@ -54,14 +53,22 @@ def collate(documents: Sequence[Document], *, skip_prompts: bool) -> Batch:
 
 
 def _padded(tensors: Sequence[Tensor]) -> Tensor:
-    """(B, T, …) from B tensors (t, …), with T a multiple of 32."""
+    """(B, T, …) from B tensors (t, …); T is rounded up."""
     padded = pad_sequence(list(tensors), batch_first=True)
-    missing = _rounded_up(padded.shape[1]) - padded.shape[1]
+    missing = padded_length(padded.shape[1]) - padded.shape[1]
     return F.pad(padded, (0, 0) * (padded.dim() - 2) + (0, missing))
 
 
-def _rounded_up(length: int) -> int:
-    return length + -length % _LENGTH_MULTIPLE
+def padded_length(length: int) -> int:
+    """The length to which a text of that length is padded: few lengths, because oneDNN makes a kernel for each size.
+
+    Multiples of 32; of less for short texts, so that padding adds less than a quarter.
+
+    >>> [padded_length(n) for n in (0, 7, 19, 33, 100, 300)]
+    [0, 7, 20, 40, 112, 320]
+    """
+    multiple = min(32, 1 << max(0, length.bit_length() - 3))
+    return length + -length % multiple
 
 
 def choose_texts(
@@ -172,14 +179,14 @@ def in_whole_steps(plan: Sequence[list[int]], batches_per_step: int) -> list[lis
 def bucket_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Indices in groups of similar length with at most ``max_tokens`` padded tokens; a longer text is its own group.
 
-    Texts are padded to multiples of 32, as by :func:`collate`.
+    Texts are padded as by :func:`collate`.
 
-    >>> bucket_by_length([50, 20, 90, 20], 128)
+    >>> bucket_by_length([5, 2, 9, 2], 10)
     [[1, 3], [0], [2]]
     """
     groups: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if not groups or (len(groups[-1]) + 1) * _rounded_up(lengths[index]) > max_tokens:
+        if not groups or (len(groups[-1]) + 1) * padded_length(lengths[index]) > max_tokens:
             groups.append([])
         groups[-1].append(index)
     return groups

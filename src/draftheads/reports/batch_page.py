@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftheads.counts import counted
+from draftheads.data.batches import padded_length
 from draftheads.data.chat import EncodedChat
 from draftheads.identity import as_json_values
 from draftheads.reports.page import Page, Piece, Table, Text
@@ -134,7 +135,7 @@ def padding_share(batches: Sequence[Sequence[int]]) -> float:
     >>> padding_share([[3, 5], [6]])
     0.125
     """
-    return 1 - sum(map(sum, batches)) / sum(len(lengths) * max(lengths) for lengths in batches)
+    return 1 - sum(map(sum, batches)) / sum(len(lengths) * padded_length(max(lengths)) for lengths in batches)
 
 
 def num_read(text: EncodedChat) -> int:

@@ -14,7 +14,7 @@ from draftheads.errors import DataError
 from draftheads.heads.base import DraftHead
 from draftheads.heads.layers import Block
 from draftheads.train.losses import Labels, Objective, objective
-from draftheads.train.objectives import LabelMaker, Predictions, depth_weights, find_predictions, head_losses
+from draftheads.train.objectives import NUM_ROWS, LabelMaker, Predictions, depth_weights, find_predictions, head_losses
 from draftheads.train.options import ObjectiveOptions
 
 
@@ -144,6 +144,7 @@ class Learner(nn.Module):
             logits=logits,
             weights=self.depth_weights,
             parameters=[*self.head.logit_parameters(), *((added.down, added.up) if added else ())],
+            multiple=NUM_ROWS,
         )
         if self.feature_weight:
             loss = loss + self.feature_weight * self._feature_loss(features, hidden.flatten(0, 1), predictions)

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from draftheads.train.losses import Labels, RowLoss
 
+NUM_ROWS = 64  # oneDNN makes a kernel for each number of rows: chunks can be filled up to a multiple of this
 CHUNK_SIZE = 512  # measured on 2 cores at V' = 8192: 256 is 25 % slower, 1024 no faster
 
 HeadLogits = Callable[[Tensor, int], Tensor]  # features (n, D) of head i -> logits (n, V')
@@ -47,15 +48,15 @@ class Predictions:
         return type(self)(self.positions[known], self.counts[:, known])
 
     def chunks(self, size: int) -> Iterator[Self]:
-        """The same predictions, ``size`` positions at a time, filled up with some that do not count.
-
-        The number of positions is rounded up to a multiple of 64 (of ``size``, if that is less), because oneDNN makes a
-        kernel for each number.
-        """
+        """The same predictions, at most ``size`` positions at a time."""
         for start in range(0, len(self.positions), size):
-            positions, counts = (part[..., start : start + size] for part in (self.positions, self.counts))
-            missing = -len(positions) % min(64, size)
-            yield type(self)(F.pad(positions, (0, missing)), F.pad(counts, (0, missing)))
+            part = slice(start, start + size)
+            yield type(self)(self.positions[part], self.counts[:, part])
+
+    def filled_up(self, multiple: int) -> Self:
+        """The same predictions, and some that do not count, so that the number of positions is a multiple."""
+        missing = -len(self.positions) % multiple
+        return type(self)(F.pad(self.positions, (0, missing)), F.pad(self.counts, (0, missing)))
 
 
 def find_predictions(loss_mask: Tensor, num_heads: int) -> Predictions:
@@ -101,6 +102,7 @@ def head_losses(
     weights: Tensor,
     parameters: Sequence[Tensor] = (),
     chunk_size: int = CHUNK_SIZE,
+    multiple: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """The depth-weighted loss of K heads, and each head's mean loss.
 
@@ -113,13 +115,17 @@ def head_losses(
         weights: (K,) λ.
         parameters: trained tensors that ``logits`` depends on (such as an lm_head of each head).
         chunk_size: positions whose logits exist at the same time.
+        multiple: chunks are filled up to a multiple of so many positions, with some that do not count; ``labels`` is
+            called for these, too.
 
     Returns:
         The loss Σ λ_i · mean over head i's predictions, differentiable in ``features`` and ``parameters``; and
         the means (K,), not differentiable. A head without predictions adds nothing; without any the loss is 0. The
         mean of a head with λ_i = 0 stays 0.
     """
-    job = _Job(predictions, labels, row_loss, logits, weights, chunk_size, needs_gradients=torch.is_grad_enabled())
+    job = _Job(
+        predictions, labels, row_loss, logits, weights, chunk_size, multiple, needs_gradients=torch.is_grad_enabled()
+    )
     loss, means = _AtOnce.apply(job, features, *parameters)  # type: ignore[no-untyped-call]
     return loss, means
 
@@ -134,6 +140,7 @@ class _Job:
     logits: HeadLogits
     weights: Tensor
     chunk_size: int
+    multiple: int
     needs_gradients: bool
 
 
@@ -159,6 +166,7 @@ def _sweep(job: _Job, features: Tensor, parameters: Sequence[Tensor]) -> tuple[T
     sums = torch.zeros(len(numbers), device=features.device)
     gradients = [torch.zeros_like(tensor) for tensor in (features, *parameters)] if job.needs_gradients else []
     for chunk in job.predictions.chunks(job.chunk_size):
+        chunk = chunk.filled_up(job.multiple)  # noqa: PLW2901
         labels = job.labels(chunk.positions)
         for i, share in enumerate(shares):
             if not share:  # it trains nothing
