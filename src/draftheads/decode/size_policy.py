@@ -33,8 +33,8 @@ _SMALLEST_GAIN_OF_SEVERAL = 1.10  # the same for several rows, whose costs are k
 _TEXT_BLOCK = 128  # tokens; tables are made for multiples of it
 _SPARE_NODES = 4  # that growing trees are drafted with beyond twice their best size …
 _SPARE_COST = 0.03  # … as long as drafting them costs less than this share of a plain step
-# tokens that a further level gains, less what verifying them costs, for the probability 1 of the nodes that it extends;
-# see "Growing trees stop early" in LOG.md
+# tokens that a further level gains, less what verifying them costs, per unit of the probability of the nodes that it
+# extends; measured, see "Growing trees stop early" in LOG.md
 SHARE_OF_REACH = 0.3
 _CUT_GAIN = 0.05  # relative speed that cutting each growing tree adds; divided by the number of rows
 
