@@ -13,6 +13,7 @@ from draftheads.data.batches import collate
 from draftheads.data.features import FeatureStore
 from draftheads.errors import DataError, InvalidSettings
 from draftheads.heads import HEADS
+from draftheads.heads.base import DraftHead
 from draftheads.heads.head_options import has_blocks
 from draftheads.heads.hydra import FusionBlock
 from draftheads.heads.layers import ResidualBlock
@@ -21,6 +22,7 @@ from draftheads.train import run
 from draftheads.train.learner import Learner, head_learner, with_noise
 from draftheads.train.losses import objective
 from draftheads.train.new_head import new_head
+from draftheads.train.objectives import NUM_ROWS
 from draftheads.train.report import measure
 from fake_progress import FakeProgress
 from families import fitting
@@ -97,6 +99,25 @@ def test_a_batch_without_a_token_that_can_be_predicted_changes_nothing(
     assert all(gradient is not None and not gradient.any() for gradient in gradients)
     with pytest.raises(DataError, match="no two assistant tokens in a row"):
         learner(**{**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])})
+
+
+def test_products_have_few_numbers_of_rows(
+    target: TargetModel, features: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """oneDNN makes a kernel for each number."""
+    store, rows = FeatureStore(features), []
+    head = new_head(train_options(Path("out"), features).heads, target.weights, store, range(20), target.eos_ids)
+    logits = type(head).logits
+
+    def counted(self: DraftHead, inputs: Tensor, head_index: int) -> Tensor:
+        rows.append(len(inputs))
+        return logits(self, inputs, head_index)
+
+    monkeypatch.setattr(type(head), "logits", counted)
+    learner = Learner(head, target.weights, objective=objective("teacher"), depth_decay=0.8)
+    learner(**vars(collate([store[0], store[1]], skip_prompts=False)))
+    assert rows
+    assert all(number % NUM_ROWS == 0 for number in rows)
 
 
 def test_noise_is_for_training_only(target: TargetModel, features: Path) -> None:
