@@ -1,16 +1,21 @@
 """Each product equals the reference; rows are independent of each other where the product guarantees it."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from draftheads import kernels
 from draftheads.kernels import (
     MAX_TREE_ROWS,
     PRODUCTS,
     QUANTISED,
     HalfWeights,
     Int8,
+    MklPacked,
+    OneDnnPacked,
     PackedLinear,
     Plain,
     Product,
@@ -119,6 +124,36 @@ def test_tiny_and_large_weights_together_may_not_fit_fp16():
     assert torch.equal(HalfWeights(together, None).weight, together)
     assert not HalfWeights.fits(torch.tensor([[60000.0, 2.0**-25], [0.5, 0.25]]))
     assert HalfWeights not in candidates([torch.ones(4, 4), torch.full((4, 4), 1 + 2.0**-20)])
+
+
+# --- private operators ---
+
+
+@pytest.mark.parametrize("kind", [MklPacked, OneDnnPacked, HalfWeights, Int8])
+@pytest.mark.parametrize("change", ["removed", "raises", "wrong"])
+def test_a_product_whose_operator_changed_is_no_candidate(
+    kind: type[Product], change: str, monkeypatch: pytest.MonkeyPatch
+):
+    if not kind.fits(torch.ones(2, 2)):
+        pytest.skip(f"this build has no {kind.name}")
+    own = kind.__init__
+
+    def changed(self: Product, *given: Any) -> None:
+        if change == "removed":
+            raise AttributeError("no such operator")
+        own(self, *given)
+        self.multiply = raising if change == "raises" else lambda rows: torch.ones(len(rows), self.out_features)
+
+    def raising(rows: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("deprecated")
+
+    kernels._runs.cache_clear()
+    monkeypatch.setattr(kind, "__init__", changed)
+    try:
+        assert not kind.fits(torch.ones(2, 2))
+        assert kind not in candidates([torch.ones(4, 4)], quantised=kind is Int8)
+    finally:
+        kernels._runs.cache_clear()
 
 
 # --- int8 ---

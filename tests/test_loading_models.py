@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, dynamic_module_utils
 
 import draftheads
@@ -24,12 +25,15 @@ from draftheads.errors import (
     InvalidTree,
     MissingDependency,
     ModelNotFound,
+    SpeedWarning,
     UnsupportedModel,
 )
 from draftheads.kernels import PackedLinear
 from draftheads.loading import load_target
+from draftheads.models.fast import kernels_of
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import base_of
+from draftheads.models.modules import FusedAttention
 from draftheads.models.pretrained import load_tokenizer, stored_dtype
 from draftheads.shapes import BestFirst
 from draftheads.train.joint.merge import merge
@@ -501,3 +505,52 @@ def test_a_corpus_is_given_to_heads_and_draft_models(world: Path, tmp_path: Path
         assert corpus.match(start, 2) == (2, [then])
     plain = draftheads.load(world / "model", **FP32)
     assert fixed.generate(PROMPTS)[0].token_ids == plain.generate(PROMPTS)[0].token_ids
+
+
+# --- faster modules that do not fit ---
+
+
+def loses_the_cache(self: Any, rows: torch.Tensor, given: Any) -> torch.Tensor:
+    return own_rows(self, rows, given._replace(cache=None))
+
+
+def refuses(self: Any, rows: torch.Tensor, given: Any) -> torch.Tensor:
+    if given.cache is not None:
+        raise TypeError("an argument is unknown")
+    return own_rows(self, rows, given)
+
+
+def doubles(self: Any, rows: torch.Tensor, given: Any) -> torch.Tensor:
+    return own_rows(self, rows, given) * (1.0 if given.cache is None else 2.0)
+
+
+own_rows = FusedAttention.rows
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+@pytest.mark.parametrize("broken", [loses_the_cache, refuses, doubles])
+def test_modules_that_do_not_fit_are_not_used(
+    world: Path, monkeypatch: pytest.MonkeyPatch, broken: Any, loaded: bool
+) -> None:
+    """A fused module agrees with its original on a text, and then fails with a cache: as with transformers 5.24."""
+    expected = ids(draftheads.load(world / "model", **FP32, fast=False))
+    monkeypatch.setattr(FusedAttention, "rows", broken)
+    source = {"model": hf_model(world), "tokenizer": chat_tokenizer()} if loaded else {"model": world / "model", **FP32}
+    with pytest.warns(SpeedWarning) as warned:
+        engine = draftheads.load(**source, head=world / "head")
+    assert ids(engine) == expected
+    (message,) = [str(one.message) for one in warned]
+    assert f"transformers {transformers.__version__} with PyTorch {torch.__version__}" in message
+    assert not [module for module in engine.model.model.modules() if isinstance(module, FusedAttention)]
+    assert kernels_of(engine.model.model) == "fast", "the fast kernels do not depend on the modules"
+
+
+def test_without_any_faster_module_the_model_is_stock(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = ids(draftheads.load(world / "model", **FP32, fast=False))
+    monkeypatch.setattr(PackedLinear, "rows", lambda self, rows: self.product(rows) + 1.0)
+    with pytest.warns(SpeedWarning, match=r"the stock modules are used, .* differ from those of the stock modules by"):
+        engine = draftheads.load(world / "model", **FP32)
+    assert ids(engine) == expected
+    assert kernels_of(engine.model.model) == "stock"
+    with pytest.raises(UnsupportedModel, match="differ from those of the stock modules by"):
+        draftheads.load(world / "model", **FP32, exact_bits=True)

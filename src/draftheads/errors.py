@@ -214,5 +214,9 @@ class BaseModelWarning(UserWarning):
     """A head drafts for a model whose layers differ much from those that it was trained for."""
 
 
+class SpeedWarning(UserWarning):
+    """Decoding is slower than it could be. The text is the same."""
+
+
 class CacheWarning(UserWarning):
     """The cache of measurements is damaged or cannot be written; decoding works without it."""

@@ -12,6 +12,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -100,7 +101,7 @@ class MklPacked(Product):
     def fits(cls, weight: Tensor) -> bool:
         """Supports fp32 if PyTorch was built with MKL."""
         has_mkl = torch.backends.mkl.is_available() and hasattr(_MKL, "_mkl_linear")
-        return has_mkl and weight.dtype == torch.float32 and weight.device.type == "cpu"
+        return has_mkl and weight.dtype == torch.float32 and weight.device.type == "cpu" and _runs(cls, weight.dtype)
 
     def multiply(self, rows: Tensor) -> Tensor:
         """(n, in) -> (n, out)."""
@@ -125,7 +126,8 @@ class OneDnnPacked(Product):
     def fits(cls, weight: Tensor) -> bool:
         """Supports fp32, and bf16 on CPUs with it, if PyTorch was built with oneDNN."""
         has_type = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and native_bf16())
-        return has_type and weight.device.type == "cpu" and hasattr(_ONEDNN, "_linear_pointwise")
+        has_kernel = weight.device.type == "cpu" and hasattr(_ONEDNN, "_linear_pointwise")
+        return has_type and has_kernel and _runs(cls, weight.dtype)
 
     def multiply(self, rows: Tensor) -> Tensor:
         """(n, in) -> (n, out)."""
@@ -156,7 +158,7 @@ class HalfWeights(Product):
         """Supports weights that are exact in fp16, if PyTorch has FBGEMM."""
         fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
         has_type = weight.dtype in (torch.float32, torch.bfloat16) and weight.device.type == "cpu"
-        return fbgemm and has_type and _half_scale(weight) is not None
+        return fbgemm and has_type and _runs(cls, weight.dtype) and _half_scale(weight) is not None
 
     def multiply(self, rows: Tensor) -> Tensor:
         """(n, in) -> (n, out)."""
@@ -202,7 +204,7 @@ class Int8(Product):
         """Supports fp32 and bf16 weights if PyTorch has FBGEMM."""
         fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
         has_type = weight.dtype in (torch.float32, torch.bfloat16) and weight.device.type == "cpu"
-        return fbgemm and has_type and weight.shape[1] >= 2
+        return fbgemm and has_type and weight.shape[1] >= 2 and _runs(cls, weight.dtype)
 
     def multiply(self, rows: Tensor) -> Tensor:
         """(n, in) -> (n, out)."""
@@ -301,6 +303,18 @@ def keeps_bits(product: Product) -> bool:
 def candidates(weights: Sequence[Tensor], *, quantised: bool = False) -> list[type[Product]]:
     """The products that support all of these weights."""
     return [kind for kind in (QUANTISED if quantised else PRODUCTS) if all(kind.fits(weight) for weight in weights)]
+
+
+@cache
+@torch.inference_mode()
+def _runs(kind: type[Product], dtype: torch.dtype) -> bool:
+    """Whether a small product of that kind is right. PyTorch may change or remove its private operators."""
+    rows, weight = torch.eye(2, 4, dtype=dtype), torch.arange(8.0).view(2, 4).to(dtype)
+    try:
+        found = kind(weight, None)(rows)
+        return torch.allclose(found, rows @ weight.T, atol=0.1)
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return False
 
 
 def native_bf16() -> bool:

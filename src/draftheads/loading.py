@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Never, Unpack
 
 import torch
+import transformers
+from torch import Tensor
 
 from draftheads.acceptance_profile import AcceptanceProfile
 from draftheads.cache import cache_folder
@@ -26,7 +28,16 @@ from draftheads.drafters.corpus import Corpus
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
-from draftheads.errors import CacheWarning, InvalidSettings, no_such, require_at_least, require_bool
+from draftheads.errors import (
+    CacheWarning,
+    InvalidSettings,
+    SpeedWarning,
+    UnsupportedModel,
+    first_line,
+    no_such,
+    require_at_least,
+    require_bool,
+)
 from draftheads.heads.base import DraftHead
 from draftheads.messages import short
 from draftheads.models.fast import return_freed_memory, rows_keep_their_bits
@@ -48,6 +59,9 @@ PRECISIONS: dict[str, torch.dtype | None] = {"auto": None, **DTYPES, "int8": tor
 
 Loadable = str | PathLike[str] | Any  # a name, or a loaded ``transformers`` model
 
+
+# errors of modules that do not fit this version of transformers
+_MISFITS = (UnsupportedModel, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 _OTHER_NAMES = {  # in transformers and vLLM, and in earlier versions
     "dtype": "precision",
@@ -373,17 +387,22 @@ def load_target(
     )
     place = device_named(device)
     tokenizer = _as_tokenizer(tokenizer, trust_remote_code=options.get("trust_remote_code", False))
-    if _is_loaded(model):
-        target = TargetModel.of(model, tokenizer, chat_template=chat_template)
-        _check_as_loaded(target, precision, None if device is None else place, options)
-    else:
-        # int8 computes between its products in fp32 on CPUs, and in the usual type on GPUs
-        dtype = None if int8 and place.type == "cuda" else PRECISIONS[precision]
-        target = TargetModel.load(
-            model, tokenizer=tokenizer, dtype=dtype, device=device, chat_template=chat_template, **options
-        )
-    target.set_graphs(on=fast and target.device.type == "cuda")
-    check_trees(target)
+
+    def read() -> TargetModel:
+        if _is_loaded(model):
+            target = TargetModel.of(model, tokenizer, chat_template=chat_template)
+            _check_as_loaded(target, precision, None if device is None else place, options)
+        else:
+            # int8 computes between its products in fp32 on CPUs, and in the usual type on GPUs
+            dtype = None if int8 and place.type == "cuda" else PRECISIONS[precision]
+            target = TargetModel.load(
+                model, tokenizer=tokenizer, dtype=dtype, device=device, chat_template=chat_template, **options
+            )
+        target.set_graphs(on=fast and target.device.type == "cuda")
+        return target
+
+    target = read()
+    stock = check_trees(target)
     if exact_bits and target.device.type != "cpu":
         raise InvalidSettings(f"exact_bits is for CPUs; the model is on {target.device}")
     if int8 and target.device.type not in ("cpu", "cuda"):
@@ -393,11 +412,54 @@ def load_target(
     if (int8 or exact_bits) and target.is_quantised:
         _check_whole(precision, exact_bits, f"{target.model_id}, whose weights are quantised")
     if fast or exact_bits:
-        target.speed_up(exact_bits=exact_bits, int8=int8, folder=kernels_folder(warn=True))
+        target = _sped_up(target, read, stock, exact_bits=exact_bits, int8=int8)
     if (exact_bits or int8) and target.device.type == "cpu" and not rows_keep_their_bits(target.model):
         what = "precision int8" if int8 else "exact_bits"
         raise InvalidSettings(f"{what}: this CPU's kernels change a row's bits with the number of rows")
     return_freed_memory()
+    return target
+
+
+def _sped_up(
+    target: TargetModel, read: Callable[[], TargetModel], stock: Tensor, *, exact_bits: bool, int8: bool
+) -> TargetModel:
+    """The target with faster modules if they have the stock modules' logits, else a new one that keeps the latter.
+
+    The fused modules follow private interfaces of transformers, which another version may change.
+
+    Args:
+        target: as it was read; it is changed.
+        read: reads it again.
+        stock: its logits by :func:`check_trees`.
+        exact_bits: as for :func:`load`.
+        int8: as for :func:`load`.
+
+    Raises:
+        UnsupportedModel, RuntimeError, …: not even the stock modules work with ``exact_bits`` or int8.
+
+    Warns:
+        SpeedWarning: the faster modules cannot be used.
+    """
+    folder = kernels_folder(warn=True)
+    problem = None
+    for fused in (True, False):
+        try:
+            target.speed_up(exact_bits=exact_bits, int8=int8, fused=fused, folder=folder)
+            check_trees(target, stock=None if int8 else stock)
+        except _MISFITS as error:
+            if not fused and (exact_bits or int8):
+                raise
+            problem = problem or first_line(error)
+        else:
+            break
+        target = read()  # the stock modules
+    if problem is not None:
+        warnings.warn(
+            f"the faster modules do not fit transformers {transformers.__version__} with PyTorch {torch.__version__}, "
+            f"so the stock modules are used, which are slower ({problem})",
+            SpeedWarning,
+            stacklevel=4,
+        )
     return target
 
 

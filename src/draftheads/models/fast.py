@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from draftheads.errors import InvalidSettings
 from draftheads.kernel_choice import pack
-from draftheads.kernels import PackedLinear, Plain, keeps_bits, replace_linears
+from draftheads.kernels import Int8, PackedLinear, Plain, keeps_bits, replace_linears
 from draftheads.models.attention import (
     EXACT_ATTENTION,
     GROUPED_ATTENTION,
@@ -37,6 +37,7 @@ def speed_up(
     *,
     exact_bits: bool,
     int8: bool = False,
+    fused: bool = True,
     typical_ids: Tensor | None = None,
     folder: Path | None = None,
 ) -> None:
@@ -48,6 +49,7 @@ def speed_up(
         model: a transformers causal LM in fp32 or bf16 on a CPU; other models are not changed.
         exact_bits: see the module's docstring.
         int8: quantise the linear layers; this implies exact_bits.
+        fused: replace modules by fused ones; False keeps the stock modules, with faster products in them.
         typical_ids: (1, T) a text on which int8 finds outliers in the layers' inputs; without it the loss is larger.
         folder: the cache of measured kernel choices.
 
@@ -70,7 +72,8 @@ def speed_up(
         model.set_attn_implementation(EXACT_ATTENTION if exact_bits else GROUPED_ATTENTION)
         attention = exact_attention if exact_bits else grouped_attention
     with torch.inference_mode(mode=False), torch.no_grad():  # so that training can use these tensors later
-        fuse(model, attention)
+        if fused:
+            fuse(model, attention)
         layers = replace_linears(model)
         if typical_ids is not None and int8:
             _observe_inputs(model, layers, typical_ids)
@@ -103,6 +106,8 @@ def rows_keep_their_bits(model: Any) -> bool:
 
 
 def _check_quantisable(model: Any) -> None:
+    if not Int8.fits(torch.ones(2, 2)):
+        raise InvalidSettings(f"precision int8 needs FBGEMM's int8 products, and PyTorch {torch.__version__} has none")
     embeddings = {id(model.get_input_embeddings().weight)}
     everything = sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in embeddings)
     linears = sum(m.weight.numel() for m in model.modules() if type(m) is nn.Linear and id(m.weight) not in embeddings)

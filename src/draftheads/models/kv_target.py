@@ -3,6 +3,7 @@
 Knows nothing of heads or acceptance rules. Rows are dense: 0 … num_rows-1, and new rows come last.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,6 +23,7 @@ from draftheads.tree import Tree
 
 PREFILL_CHUNK = 512  # tokens of a long prompt per pass; limits the memory of mask and activations
 PREFILL_TOKENS = 2048  # tokens of a pass over several prompts, padding included; larger passes are not faster
+_ROUNDED = 0.25  # how much rounding to 16 bits may change logits, as a share of the largest; errors change them more
 STATIC_SLOTS = 256  # static steps grow the cache by this many slots; each growth captures all steps again
 
 
@@ -249,8 +251,8 @@ class Target:
             input_ids=tokens,
             position_ids=self._positions(lengths, depths),
             attention_mask=self._masks(lengths, depths, ancestors, span),
-            past_key_values=self.cache,
             use_cache=True,
+            **{self.model.cache_name: self.cache},
         )
 
     def _positions(self, lengths: Tensor, depths: Tensor) -> Tensor:
@@ -316,8 +318,15 @@ def _side_by_side(read: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor
 
 
 @torch.inference_mode()
-def check_trees(model: TargetModel) -> None:
+def check_trees(model: TargetModel, *, stock: Tensor | None = None) -> Tensor:
     """Checks that logits in a tree equal those of its paths as plain text, after two texts of different lengths.
+
+    Args:
+        model: also one with faster modules.
+        stock: what this returned for the model with its stock modules, which the result must equal, too.
+
+    Returns:
+        The logits of all nodes (2·N, V).
 
     Raises:
         UnsupportedModel: they differ, so decoding with drafts would not be lossless.
@@ -325,12 +334,6 @@ def check_trees(model: TargetModel) -> None:
     tree = Tree.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 1)])
     texts = [[token % model.vocab_size for token in text] for text in ([3, 11, 7, 5, 2], [13])]
     tokens = torch.arange(2 * tree.num_nodes, device=model.device).view(2, -1) * 5 % model.vocab_size  # (2, N)
-    target = Target(model)
-    try:
-        target.prefill(texts)
-        found = target.verify(Draft.on_tree(tree, tokens))[0].flatten(0, 1)  # (2·N, V)
-    except (IndexError, RuntimeError, TypeError, ValueError) as error:
-        raise UnsupportedModel(f"{model.model_id} cannot read a tree of drafts: {error}") from error
     paths = [
         text + [int(nodes[tree.paths.index(path[:depth])]) for depth in range(len(path) + 1)]
         for text, nodes in zip(texts, tokens, strict=True)
@@ -338,10 +341,25 @@ def check_trees(model: TargetModel) -> None:
     ]
     last = torch.tensor([len(path) - 1 for path in paths], device=model.device)
     plain = torch.tensor([path + [0] * (int(last.max()) + 1 - len(path)) for path in paths], device=model.device)
-    expected = model.logits(model.hidden_states(plain)[torch.arange(len(paths), device=model.device), last])
-    gap = float((found.float() - expected.float()).abs().max()) / max(1.0, float(expected.abs().max()))
-    if not gap <= (1e-3 if model.dtype == torch.float32 else 5e-2):
+    target = Target(model)
+    try:
+        target.prefill(texts)
+        found = target.verify(Draft.on_tree(tree, tokens))[0].flatten(0, 1)  # (2·N, V)
+        expected = model.logits(model.hidden_states(plain)[torch.arange(len(paths), device=model.device), last])
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedModel(f"{model.model_id} cannot read a tree of drafts: {error}") from error
+    exact = model.precision == "fp32"
+    if (gap := _gap(found, expected)) > (1e-3 if exact else 5e-2):
         raise UnsupportedModel(
             f"{model.model_id}: logits in a tree of drafts differ from those of a plain text by {gap:.1%}; "
             "its attention depends on more than positions and masks"
         )
+    if stock is not None and (gap := _gap(found, stock)) > (1e-3 if exact else _ROUNDED):
+        raise UnsupportedModel(f"{model.model_id}: its logits differ from those of the stock modules by {gap:.1%}")
+    return found
+
+
+def _gap(found: Tensor, expected: Tensor) -> float:
+    """How much logits (n, V) differ, as a share of the largest; infinite if a number is not finite."""
+    gap = float((found.float() - expected.float()).abs().max()) / max(1.0, float(expected.abs().max()))
+    return gap if math.isfinite(gap) else math.inf

@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import signature
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self, Unpack
@@ -182,7 +183,9 @@ class TargetModel:
         other.__dict__.update(dtype=self.dtype, precision=self.precision, layers_print=self.layers_print)
         return other
 
-    def speed_up(self, *, exact_bits: bool = False, int8: bool = False, folder: Path | None = None) -> None:
+    def speed_up(
+        self, *, exact_bits: bool = False, int8: bool = False, fused: bool = True, folder: Path | None = None
+    ) -> None:
         """Uses faster kernels on a CPU, or 8 bits on a GPU; in place. See :func:`draftheads.models.fast.speed_up`."""
         _ = self.weights_print, self.layers_print, self.dtype  # cached before packing, which changes them
         if int8 and self.device.type == "cuda":
@@ -191,7 +194,7 @@ class TargetModel:
         typical = None
         if int8:
             typical = torch.tensor([self.tokenizer(TYPICAL_TEXT)["input_ids"][: self.max_positions]]) % self.vocab_size
-        speed_up(self.model, exact_bits=exact_bits, int8=int8, typical_ids=typical, folder=folder)
+        speed_up(self.model, exact_bits=exact_bits, int8=int8, fused=fused, typical_ids=typical, folder=folder)
         self.__dict__["precision"] = "int8" if int8 else self.precision
 
     @cached_property
@@ -291,6 +294,11 @@ class TargetModel:
     def decoder(self) -> Any:
         """The model below the lm_head."""
         return self.model.get_decoder()
+
+    @cached_property
+    def cache_name(self) -> str:
+        """The decoder's argument for its KV cache: transformers 5.24 renamed ``past_key_values``."""
+        return "cache" if "cache" in signature(type(self.decoder).forward).parameters else "past_key_values"
 
     @cached_property
     def layer_kinds(self) -> tuple[str, ...]:

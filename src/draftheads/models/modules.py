@@ -17,6 +17,15 @@ from draftheads.kernels import stacked
 Attention = Callable[..., tuple[Tensor, None]]
 _SILU = ("SiLU", "SiLUActivation")
 _LAYER_PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+# further arguments that transformers passes to layers, and that their results do not depend on
+_IGNORED = {
+    "cache_position",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "use_cache",
+}
 # errors of modules that are built in another way
 _OTHERWISE_BUILT = (AttributeError, KeyError, TypeError, RuntimeError, ValueError)
 
@@ -110,13 +119,16 @@ class FusedAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
+        **others: Any,
     ) -> tuple[Tensor, None]:
-        """(b, N, D) -> (b, N, D), by the interface of transformers' attention modules."""
+        """(b, N, D) -> (b, N, D), by the interface of transformers' attention modules.
+
+        Raises:
+            TypeError: an argument is unknown.
+        """
         batch, nodes, size = hidden_states.shape
         rows = hidden_states.reshape(-1, size)
-        given = Pass(batch, nodes, position_embeddings, attention_mask, past_key_values)
+        given = Pass(batch, nodes, position_embeddings, attention_mask, _cache_in(others))
         return self.rows(rows, given).view(batch, nodes, -1), None
 
     def rows(self, rows: Tensor, given: Pass) -> Tensor:
@@ -155,19 +167,30 @@ class FusedLayer(nn.Module):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **kwargs: Any,
+        **others: Any,
     ) -> Tensor:
-        """(b, N, D) -> (b, N, D), by the interface of transformers' decoder layers."""
+        """(b, N, D) -> (b, N, D), by the interface of transformers' decoder layers.
+
+        Raises:
+            TypeError: an argument is unknown.
+        """
         assert position_embeddings is not None, "models with rotary positions pass them"
         norm, attention, middle_norm, mlp = self.steps
         batch, nodes, size = hidden_states.shape
         rows = hidden_states.reshape(-1, size)
-        given = Pass(batch, nodes, position_embeddings, attention_mask, past_key_values)
+        given = Pass(batch, nodes, position_embeddings, attention_mask, _cache_in(others))
         rows = rows + attention(norm(rows), given)
         out: Tensor = rows + mlp(middle_norm(rows))
         return out.view(batch, nodes, size)
+
+
+def _cache_in(others: dict[str, Any]) -> Any:
+    """The KV cache, or None, under the name that this version of transformers gives it: ``cache`` from 5.24 on."""
+    cache = others.pop("cache" if "cache" in others else "past_key_values", None)
+    if not others.keys() <= _IGNORED:
+        raise TypeError(f"a layer was called with {', '.join(sorted(others.keys() - _IGNORED))}, which is not known")
+    return cache
 
 
 def fuse(model: Any, attention: Attention | None) -> None:
