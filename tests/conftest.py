@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from cli_world import PROMPTS, write_model
 from draftheads import loading, profiles
 from draftheads.decode import cost_profile as cost
+
+
+def pytest_report_header() -> str:
+    return f"transformers {transformers.__version__}, torch {torch.__version__}"
 
 
 @pytest.fixture(scope="module")
