@@ -10,8 +10,9 @@ import torch
 import transformers
 
 from cli_world import PROMPTS, write_model
-from draftheads import loading, profiles
+from draftheads import kernel_choice, loading, profiles
 from draftheads.decode import cost_profile as cost
+from draftheads.machine import OtherPrograms
 
 
 def pytest_report_header() -> str:
@@ -40,6 +41,15 @@ def cost_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setattr(loading, "cache_folder", place)
         patch.setattr(profiles, "cache_folder", place)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests do not depend on what else the machine does: no other program runs, and steps take as long as before."""
+    monkeypatch.setattr(OtherPrograms, "busy_cores", lambda _, **__: 0.0)
+    monkeypatch.setattr(cost, "slowdown", lambda *_: 1.0)
+    for module in (cost, kernel_choice):  # where nothing is measured yet differs from run to run
+        monkeypatch.setattr(module.logger, "disabled", True)
 
 
 @pytest.fixture

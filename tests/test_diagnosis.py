@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from draftheads.cache import contents_of
 from draftheads.decode.cost_profile import by_hand
 from draftheads.diagnosis import EXTRAS, Finding, examine
 from draftheads.kernel_choice import choose
-from draftheads.machine import Cores, Memory
+from draftheads.machine import Cores, Memory, OtherPrograms
 from draftheads.models import pretrained
 
 FOUR_CORES = Cores(logical=4, physical=4, allowed=4, quota=None)
@@ -138,14 +139,16 @@ def test_old_packages_have_their_pip_line(monkeypatch: pytest.MonkeyPatch) -> No
     assert one(found, "[lora]").advice == "pip install 'draftheads[lora]' --upgrade"
     assert one(found, "[lora]").level == "advice"
     assert one(found, "transformers").text == "4.57.1 is too old"
-    assert one(found, "transformers").advice == "pip install --upgrade 'transformers>=5.10'"
+    assert one(found, "transformers").advice == "pip install --upgrade 'transformers<5.25,>=5.10.1'"
+    versions(monkeypatch, transformers="5.25.0")
+    assert one(diagnosis.find_packages(), "transformers").text == "5.25.0 is newer than what was tested"
 
 
 def test_without_torch_nothing_works(monkeypatch: pytest.MonkeyPatch) -> None:
     versions(monkeypatch, torch=None)
     groups = dict(examine())
     found = one(groups["Packages"], "torch")
-    assert (found.text, found.level, found.advice) == ("not installed", "unusable", "pip install 'torch>=2.8'")
+    assert (found.text, found.level, found.advice) == ("not installed", "unusable", "pip install 'torch>=2.9'")
     assert list(groups) == ["Machine", "Packages", "Cache"]
 
 
@@ -447,3 +450,14 @@ def test_a_cache_without_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**8))
     assert one(diagnosis.find_cache(), "disk").level == "advice"
+
+
+def test_what_other_programs_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OtherPrograms, "busy_cores", lambda *_, **__: 0.04)
+    quiet = one(diagnosis.find_machine(), "load")
+    assert quiet.level == "ok"
+    assert re.match(r"other programs use 0.0 of \d+ cores?(; load average \d+\.\d)?$", quiet.text)
+    monkeypatch.setattr(OtherPrograms, "busy_cores", lambda *_, **__: 1.3)
+    busy = one(diagnosis.find_machine(), "load")
+    assert busy.text.startswith("other programs use 1.3 of")
+    assert (busy.level, busy.facts["busy_cores"]) == ("advice", 1.3)

@@ -12,6 +12,7 @@ from draftheads import kernel_choice
 from draftheads.errors import CacheWarning
 from draftheads.kernel_choice import BUDGET_SECONDS, choose, dtype_for_texts, fastest, pack
 from draftheads.kernels import PackedLinear, Plain, Product
+from draftheads.machine import OtherPrograms
 
 
 class Clock:
@@ -106,6 +107,19 @@ def test_a_choice_is_stored(kinds: list[type[Product]], tmp_path: Path, monkeypa
     before = CLOCK.now
     choose(layers, folder=tmp_path / "kernels", clock=CLOCK)
     assert CLOCK.now > before, "other threads are another choice"
+
+
+def test_a_choice_that_other_programs_disturbed_is_not_stored(
+    kinds: list[type[Product]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(OtherPrograms, "busy_cores", lambda *_, **__: 1000.0)
+    choose(weights((8, 4)), folder=tmp_path, clock=CLOCK)
+    dtype_for_texts(folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(OtherPrograms, "busy_cores", lambda *_, **__: 0.0)
+    choose(weights((8, 4)), folder=tmp_path, clock=CLOCK)
+    dtype_for_texts(folder=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"8x4": "no-such-kernel"}', '{"8x4": ["plain"]}', "\0"])

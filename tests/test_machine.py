@@ -1,11 +1,17 @@
 """Facts of the operating system, from folders that look like /proc and /sys of other machines."""
 
 import os
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
+import psutil
 import pytest
 
-from draftheads.machine import Cores, find_cores, find_memory, has_nvidia_driver
+from draftheads.machine import Cores, OtherPrograms, find_cores, find_memory, has_nvidia_driver
+
+busy_cores = OtherPrograms.busy_cores
 
 CPUINFO = "".join(
     f"processor\t: {i}\nphysical id\t: {i // 4}\ncore id\t\t: {i % 4 // 2}\nmodel name\t: A\n\n" for i in range(8)
@@ -105,3 +111,57 @@ def test_this_machine() -> None:
     assert 1 <= cores.usable <= cores.logical
     memory = find_memory()
     assert memory.total is None or memory.total > 10**8
+
+
+# --- other programs ---
+
+
+class Times(NamedTuple):
+    """As psutil's: seconds of one core by what it did."""
+
+    user: float
+    idle: float
+    steal: float = 0.0
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Three cores, of which this process may use two, and its own seconds."""
+    now = SimpleNamespace(cores=[Times(5.0, 10.0)] * 3, own=2.0)
+    monkeypatch.setattr(psutil, "cpu_times", lambda *, percpu: now.cores)
+    monkeypatch.setattr(time, "process_time", lambda: now.own)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr(OtherPrograms, "busy_cores", busy_cores)
+    return now
+
+
+def test_the_cores_that_other_programs_use(machine: SimpleNamespace) -> None:
+    others = OtherPrograms()
+    assert others.num_cores == 2
+    assert others.busy_cores() is None, "no time has passed"
+    # four seconds: core 0 was busy for three and core 1 for one, of which this process used 1.6; core 2 is not ours
+    machine.cores, machine.own = [Times(8.0, 11.0), Times(6.0, 13.0), Times(99.0, 99.0)], 3.6
+    assert others.busy_cores(least_seconds=9.0) is None, "a longer time is asked for, and the time goes on"
+    assert others.busy_cores() == pytest.approx(2.4 / 4.0)
+    assert others.busy_cores() is None
+    machine.cores, machine.own = [Times(9.0, 11.0), Times(7.0, 13.0)], 5.6
+    assert others.busy_cores() == pytest.approx(0.0)
+    machine.cores = [Times(9.0, 11.0, 1.0), Times(7.0, 14.0)]
+    assert others.busy_cores() == pytest.approx(1.0), "another virtual machine has the core"
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(1, False), (2, True)])
+def test_other_programs_disturb_threads_that_need_their_core(
+    machine: SimpleNamespace, threads: int, expected: bool
+) -> None:
+    others = OtherPrograms()
+    machine.cores, machine.own = [Times(6.0, 10.0), Times(6.0, 10.0)], 3.0
+    assert others.disturb(threads) is expected
+
+
+def test_this_machine_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OtherPrograms, "busy_cores", busy_cores)
+    others, found = OtherPrograms(), None
+    while found is None:  # the system counts in hundredths of a second
+        found = others.busy_cores()
+    assert 0.0 <= found <= others.num_cores

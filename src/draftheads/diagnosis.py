@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import shutil
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,11 +19,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
 from draftheads.cache import PARTS, cache_folder, contents_of
 from draftheads.counts import byte_size, counted
 from draftheads.errors import DraftHeadsError
 from draftheads.files import check_writable
-from draftheads.machine import Cores, find_cores, find_memory, has_nvidia_driver
+from draftheads.machine import IDLE_CORES, Cores, OtherPrograms, find_cores, find_memory, has_nvidia_driver
 from draftheads.models.embedded import SMOLLM2_135M, find_gguf, place_in_cache
 from draftheads.provenance import processor, provenance
 from draftheads.zoo.registry import DATA_PACKAGE, DATA_PACKAGE_HEADS, zoo_heads
@@ -58,6 +63,7 @@ _INSTRUCTIONS = {  # by the functions of torch.cpu that tell
     "bf16": "_is_avx512_bf16_supported",
     "AMX": "_is_amx_tile_supported",
 }
+_LOAD_SECONDS = 0.5  # over which the use of the cores is averaged
 _LITTLE = 1_000_000_000  # bytes: less memory or disk space than this is little
 _MOST_MODELS = 6  # that are listed
 _CAUSAL = re.compile(r"ForCausalLM$|LMHeadModel$")
@@ -106,9 +112,23 @@ def find_machine() -> list[Finding]:
         most = min(memory.available or memory.total, memory.limit or memory.total)
         advice = "close other programs, or use a small model" if most < _LITTLE else ""
         found.append(_advised("memory", text, advice, **memory._asdict()))
+    found.append(_load(cores))
     if set_here := [f"{name}={os.environ[name]}" for name in VARIABLES if os.environ.get(name)]:
         found.append(Finding("variables", ", ".join(set_here)))
     return found
+
+
+def _load(cores: Cores) -> Finding:
+    """What other programs compute at this moment, averaged over a part of a second."""
+    others, busy = OtherPrograms(), None
+    while busy is None:
+        time.sleep(0.05)
+        busy = others.busy_cores(least_seconds=_LOAD_SECONDS)
+    text = f"other programs use {busy:.1f} of {counted(others.num_cores, 'core')}"
+    average = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    text += "" if average is None else f"; load average {average:.1f}"
+    advice = "close them: decoding uses fewer threads meanwhile" if busy > IDLE_CORES else ""
+    return _advised("load", text, advice, busy_cores=round(busy, 2), load_average=average)
 
 
 # --- packages ---
@@ -124,9 +144,9 @@ def find_packages() -> list[Finding]:
         found.append(Finding("installation", "none of draftheads, so versions are not compared", advice, "advice"))
         requirements = ["torch", "transformers"]
     parsed = [_requirement(text) for text in requirements]
-    required = [(name, least) for name, least, extra in parsed if extra is None]
-    first = [_required(name, least) for name, least in required if name in ("torch", "transformers")]
-    others = [_required(name, least) for name, least in required if name not in ("torch", "transformers")]
+    required = [(name, versions) for name, versions, extra in parsed if extra is None]
+    first = [_required(name, versions) for name, versions in required if name in ("torch", "transformers")]
+    others = [_required(name, versions) for name, versions in required if name not in ("torch", "transformers")]
     versions = {finding.name: finding.text for finding in others if finding.level == "ok"}
     if all(finding.level != "unusable" for finding in first):
         found.append(_code())
@@ -134,7 +154,7 @@ def find_packages() -> list[Finding]:
     if versions:
         found.append(Finding("others", ", ".join(map(" ".join, versions.items())), facts=versions))
     for extra, purpose in EXTRAS.items():
-        packages = [(name, least) for name, least, of in parsed if of == extra]
+        packages = [(name, versions) for name, versions, of in parsed if of == extra]
         if packages:
             found.append(_extra(extra, purpose, packages))
     return found
@@ -149,27 +169,27 @@ def _code() -> Finding:
     return Finding("draftheads", text, facts=here)
 
 
-def _requirement(text: str) -> tuple[str, str, str | None]:
-    """Name, least version and extra of a requirement of ours.
+def _requirement(text: str) -> tuple[str, SpecifierSet, str | None]:
+    """Name, versions and extra of a requirement of ours.
 
     >>> _requirement("gguf>=0.17; extra == 'demo'"), _requirement("torch")
-    (('gguf', '0.17', 'demo'), ('torch', '0', None))
+    (('gguf', <SpecifierSet('>=0.17')>, 'demo'), ('torch', <SpecifierSet('')>, None))
     """
-    name = re.match(r"[\w.-]+", text)
-    least = re.search(r">=\s*([\d.]+)", text)
-    extra = re.search(r"extra == ['\"]([\w-]+)['\"]", text)
-    assert name is not None, text
-    return name[0], least[1] if least else "0", extra[1] if extra else None
+    parsed = Requirement(text)
+    extra = re.search(r"extra == ['\"]([\w-]+)['\"]", str(parsed.marker))
+    return parsed.name, parsed.specifier, extra[1] if extra else None
 
 
-def _is_older(version: str, least: str) -> bool:
-    """Whether the version is below the least one.
+def _misfit(version: str, versions: SpecifierSet) -> str | None:
+    """What is wrong with a version: "too old" or "newer than what was tested"; None if it fits.
 
-    >>> _is_older("2.10.1+cpu", "2.8"), _is_older("0.9.3", "0.9.20"), _is_older("3", "3.0")
-    (False, True, False)
+    >>> [_misfit(version, SpecifierSet(">=2.8,<2.12")) for version in ("2.10.1+cpu", "2.7.1", "2.12.0")]
+    [None, 'too old', 'newer than what was tested']
     """
-    numbers = [[int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3]] for text in (version, least)]
-    return [*numbers[0], 0, 0, 0][:3] < [*numbers[1], 0, 0, 0][:3]
+    if versions.contains(version, prereleases=True):
+        return None
+    lowest = [one.version for one in versions if one.operator == ">="]
+    return "too old" if lowest and Version(version) < Version(lowest[0]) else "newer than what was tested"
 
 
 def _version(name: str) -> str | None:
@@ -179,11 +199,11 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _required(name: str, least: str) -> Finding:
+def _required(name: str, versions: SpecifierSet) -> Finding:
     """A package without which nothing works; the two large ones are imported."""
     version = _version(name)
     if version is None:
-        return Finding(name, "not installed", f"pip install '{name}>={least}'", "unusable")
+        return Finding(name, "not installed", f"pip install '{name}{versions}'", "unusable")
     if name in ("torch", "transformers"):
         try:
             with warnings.catch_warnings():
@@ -191,11 +211,11 @@ def _required(name: str, least: str) -> Finding:
                 module: Any = importlib.import_module(name)
         except Exception as error:  # noqa: BLE001 - a broken installation raises anything
             text = f"{version}, cannot be imported: {_first_line(error)}"
-            return Finding(name, text, f"pip install --force-reinstall '{name}>={least}'", "unusable")
+            return Finding(name, text, f"pip install --force-reinstall '{name}{versions}'", "unusable")
         if name == "torch":
             version = f"{module.__version__}, {_build(module)}"
-    if _is_older(version, least):
-        return Finding(name, f"{version} is too old", f"pip install --upgrade '{name}>={least}'", "advice")
+    if problem := _misfit(version.partition(",")[0], versions):
+        return Finding(name, f"{version} is {problem}", f"pip install --upgrade '{name}{versions}'", "advice")
     return Finding(name, version)
 
 
@@ -205,17 +225,16 @@ def _build(torch: Any) -> str:
     return f"build for ROCm {torch.version.hip}" if torch.version.hip else "CPU build"
 
 
-def _extra(extra: str, purpose: str, packages: list[tuple[str, str]]) -> Finding:
+def _extra(extra: str, purpose: str, packages: list[tuple[str, SpecifierSet]]) -> Finding:
     versions = {name: _version(name) for name, _ in packages}
     pip = f"pip install 'draftheads[{extra}]'"
     missing = [name for name, version in versions.items() if version is None]
-    old = [f"{name} {versions[name]}" for name, least in packages if _is_older(versions[name] or least, least)]
+    problems = {name: _misfit(version, allowed) for name, allowed in packages if (version := versions[name])}
+    wrong = [f"{name} {versions[name]} is {problem}" for name, problem in problems.items() if problem]
     if missing:
         return Finding(f"[{extra}]", f"for {purpose}: {', '.join(missing)} missing", pip, "optional", dict(versions))
-    if old:
-        return Finding(
-            f"[{extra}]", f"for {purpose}: {', '.join(old)} too old", f"{pip} --upgrade", "advice", dict(versions)
-        )
+    if wrong:
+        return Finding(f"[{extra}]", f"for {purpose}: {', '.join(wrong)}", f"{pip} --upgrade", "advice", dict(versions))
     return Finding(
         f"[{extra}]", ", ".join(f"{name} {version}" for name, version in versions.items()), facts=dict(versions)
     )

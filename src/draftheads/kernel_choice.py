@@ -6,6 +6,7 @@ shortest total time, weighted by how often decoding has each number of rows.
 
 import hashlib
 import json
+import logging
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,10 @@ from torch.nn import functional as F
 from draftheads.errors import CacheWarning, StorageError
 from draftheads.files import write_atomic
 from draftheads.kernels import PRODUCTS, QUANTISED, Int8, PackedLinear, Plain, Product, candidates, keeps_bits
+from draftheads.machine import OtherPrograms
 from draftheads.provenance import processor
+
+logger = logging.getLogger(__name__)
 
 Shape = tuple[int, int]  # out, in
 ROW_WEIGHTS = {1: 2.0, 4: 1.0, 8: 2.0, 16: 1.0, 64: 0.1, 256: 0.02}  # number of rows: its weight in the total time
@@ -68,7 +72,7 @@ def choose(
         exact_bits: only products for which a row's bits are independent of the other rows
             (:func:`draftheads.kernels.keeps_bits`).
         quantised: choose among quantised products instead of exact ones.
-        folder: the cache of choices; None measures each time.
+        folder: the cache of choices; None measures each time. A choice that other programs disturbed is not kept.
         clock: returns the time in seconds.
 
     Warns:
@@ -92,13 +96,15 @@ def choose(
         None if path is None else _read(path, partial(_products, shapes=open_shapes))
     )
     if kept is None:
+        logger.info("measuring kernels (%.0f seconds, once per machine and model)", BUDGET_SECONDS)
+        others = OtherPrograms()
         deadline = clock() + BUDGET_SECONDS
         kept = {}
         for place, shape in enumerate(open_shapes):
             share = (deadline - clock()) / (len(open_shapes) - place)
             fitting = [kind for kind in kinds[shape] if all(map(kind.fits, samples[shape]))]
             kept[shape] = fastest(samples[shape], fitting, seconds=share, clock=clock, outputs=shape[0])
-        if path is not None:
+        if path is not None and not others.disturb(torch.get_num_threads()):
             _write(path, {f"{shape[0]}x{shape[1]}": kind.name for shape, kind in kept.items()})
     return {**known, **kept}
 
@@ -158,8 +164,9 @@ def dtype_for_texts(*, folder: Path | None = None, clock: Callable[[], float] = 
     path = None if folder is None else folder / f"{_digest(facts)}.json"
     found: torch.dtype | None = None if path is None else _read(path, lambda kept: _TEXT_TYPES[kept["texts"]])
     if found is None:
+        others = OtherPrograms()
         found = _faster_type(clock)
-        if path is not None:
+        if path is not None and not others.disturb(torch.get_num_threads()):
             _write(path, {"texts": next(name for name, dtype in _TEXT_TYPES.items() if dtype == found)})
     return found
 

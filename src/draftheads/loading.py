@@ -45,6 +45,7 @@ from draftheads.models.kv_target import check_trees
 from draftheads.models.model import TargetModel, name_of_loaded
 from draftheads.models.model_names import model_name
 from draftheads.models.pretrained import DTYPES, LoadOptions, device_named, load_tokenizer
+from draftheads.models.threads import thread_choice
 from draftheads.profiles import find_profile
 from draftheads.settings import Precision
 from draftheads.shapes import Shape, as_shape, calibrated
@@ -353,7 +354,8 @@ def load_drafter(
     dtype = torch.float32 if fast and target.device.type == "cpu" else None
     drafter = load_head(find_head(fspath(head), fspath(model)), target, dtype=dtype, ignore_profile=ignore_profile)
     if fast:
-        drafter.speed_up(folder=kernels_folder())
+        with thread_choice().unchanged():
+            drafter.speed_up(folder=kernels_folder())
         return_freed_memory()
     return drafter
 
@@ -385,6 +387,7 @@ def load_target(
     _check_whole(
         precision, exact_bits, "four_bit=True" if options.get("four_bit") else options.get("quantization_config")
     )
+    thread_choice()  # what other programs use is averaged from now on
     place = device_named(device)
     tokenizer = _as_tokenizer(tokenizer, trust_remote_code=options.get("trust_remote_code", False))
 
@@ -444,7 +447,8 @@ def _sped_up(
     problem = None
     for fused in (True, False):
         try:
-            target.speed_up(exact_bits=exact_bits, int8=int8, fused=fused, folder=folder)
+            with thread_choice().unchanged():
+                target.speed_up(exact_bits=exact_bits, int8=int8, fused=fused, folder=folder)
             check_trees(target, stock=None if int8 else stock)
         except _MISFITS as error:
             if not fused and (exact_bits or int8):

@@ -1,12 +1,16 @@
-"""Facts of this machine that the operating system tells: cores, memory, an NVIDIA driver. Imports no torch."""
+"""Facts of this machine from the operating system: cores, their use, memory, an NVIDIA driver. Imports no torch."""
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 _ROOT = Path("/")
+IDLE_CORES = 0.3  # cores that other programs may use without being noticed, such as those of an idle desktop
 
 
 class Cores(NamedTuple):
@@ -29,6 +33,45 @@ class Memory(NamedTuple):
     total: int | None
     available: int | None
     limit: int | None  # of the control group (a container); None: no limit
+
+
+class OtherPrograms:
+    """How much other programs compute on the cores that this process may use.
+
+    Time that a hypervisor gives to other machines counts as theirs.
+    """
+
+    def __init__(self) -> None:
+        self.num_cores = find_cores().allowed
+        self._last = self._times()
+
+    def busy_cores(self, *, least_seconds: float = 0.0) -> float | None:
+        """Cores' worth of time that they used since the last call; None if that was too short a time ago.
+
+        The system counts in hundredths of a second, so after less than 0.2 seconds the result is rough.
+        """
+        before, now = self._last, self._times()
+        total, busy, own = (new - old for new, old in zip(now, before, strict=True))
+        seconds = total / self.num_cores
+        if seconds <= max(least_seconds, 0.0):
+            return None
+        self._last = now
+        return min(max(0.0, (busy - own) / seconds), float(self.num_cores))
+
+    def disturb(self, threads: int) -> bool:
+        """Whether they used cores that so many threads of this process needed, since the last call."""
+        busy = self.busy_cores()
+        return busy is not None and busy + threads > self.num_cores + IDLE_CORES
+
+    def _times(self) -> tuple[float, float, float]:
+        """Seconds of all cores, of those that were not idle, and of this process."""
+        cores = psutil.cpu_times(percpu=True)
+        if hasattr(os, "sched_getaffinity"):
+            allowed = os.sched_getaffinity(0)
+            cores = [times for number, times in enumerate(cores) if number in allowed] or cores
+        total = sum(sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0) for times in cores)
+        idle = sum(times.idle + getattr(times, "iowait", 0.0) for times in cores)
+        return total, total - idle, time.process_time()
 
 
 def find_cores(root: Path = _ROOT) -> Cores:

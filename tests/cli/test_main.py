@@ -8,12 +8,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from draftheads import kernel_choice
 from draftheads.cli.help import options_of as help_options
 from draftheads.cli.main import COMMANDS, _import_quickly, main, options_of
 from draftheads.decode.engine import Engine
+from draftheads.kernel_choice import choose
 
 
 def test_the_command_is_installed():
@@ -226,6 +230,21 @@ def test_garbage_is_collected_again_after_the_imports(monkeypatch: pytest.Monkey
         _import_quickly("generate")
     assert seen == [False]
     assert gc.isenabled()
+
+
+def test_what_takes_seconds_is_named_also_in_a_pipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    def run(_: object) -> None:
+        for _ in range(2):
+            choose([torch.ones(32, 32)], folder=tmp_path)
+        choose([torch.ones(32, 64)], folder=tmp_path)
+
+    monkeypatch.setattr("draftheads.cli.main._import_quickly", lambda _: SimpleNamespace(run=run))
+    monkeypatch.setattr(kernel_choice, "BUDGET_SECONDS", 0.001)
+    monkeypatch.setattr(kernel_choice.logger, "disabled", False)
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().err == "measuring kernels (0 seconds, once per machine and model)\n"
 
 
 @pytest.mark.usefixtures("here")

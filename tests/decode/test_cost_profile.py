@@ -1,6 +1,7 @@
 """Cost profiles: lines between measurements, measuring in time, and the cache."""
 
 import json
+import re
 import warnings
 from collections.abc import Callable
 from itertools import pairwise, product
@@ -16,12 +17,15 @@ from draftheads.decode import cost_profile as module
 from draftheads.decode.cost_profile import CostPoint, CostProfile, by_hand, cost_key, cost_of, measure_cost, read_cost
 from draftheads.decode.step_timer import StepTimer, typical_tree
 from draftheads.draft import Draft
-from draftheads.errors import CacheWarning, CheckpointError
+from draftheads.errors import CacheWarning, CheckpointError, SpeedWarning
 from draftheads.heads.base import DraftHead
+from draftheads.machine import OtherPrograms
 from draftheads.models.model import TargetModel
 from families import tiny_head, tiny_model
 from thorough import some_rows
 
+ALL = 1000.0  # cores
+slowdown_itself = module.slowdown
 COST = by_hand(
     [
         ("verify", 1, 1, 10.0),
@@ -306,7 +310,7 @@ def test_real_steps_are_measured(family: str, method: str) -> None:
     """Also of a model that knows few positions, and heads that read all of the text."""
     model = tiny_model(family)
     head = tiny_head(method, model)
-    found = measure_cost(model, head, budget_seconds=1.0)
+    found = measure_cost(model, head, budget_seconds=600.0)  # all points, also on a busy machine
     assert all(point.milliseconds > 0 for point in found.points)
     assert {point.part for point in found.points} == {"verify", "follow", "static", "dynamic"}
 
@@ -447,6 +451,80 @@ def test_without_a_place_for_a_cache_it_is_one_warning(
     with pytest.warns(CacheWarning, match="not kept") as caught:
         assert cost_of(target, head) == measured[0]
     assert len(caught) == 1
+
+
+# --- other programs ---
+
+
+class Others:
+    """Other programs."""
+
+    cores = 0.0  # that they use
+    slowdown = 1.0  # of a step
+
+
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch) -> Others:
+    found = Others()
+    monkeypatch.setattr(OtherPrograms, "busy_cores", lambda *_, **__: found.cores)
+    monkeypatch.setattr(module, "slowdown", lambda *_: found.slowdown)
+    return found
+
+
+def test_costs_that_other_programs_disturbed_are_not_kept(
+    target: TargetModel, head: DraftHead, cache: Path, measured: list[CostProfile], others: Others
+) -> None:
+    others.cores = ALL
+    with pytest.warns(SpeedWarning, match=r"other programs use the processor .*: the measured costs .* not kept"):
+        assert cost_of(target, head) == measured[0]
+    assert not list(cache.rglob("*.json"))
+    others.cores = 0.0
+    assert cost_of(target, head) == cost_of(target, head) == measured[1]
+    assert len(measured) == 2
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize(
+    "case",  # slowdown, cores of others, whether the costs are measured anew, the warning
+    [
+        (1.2, 0.0, False, None),
+        (0.85, 0.0, False, None),
+        (0.7, 0.0, True, None),  # it was measured on a busy machine
+        (1.4, 0.0, True, None),  # this is another machine by now
+        (1.4, ALL, False, r"a step takes 1.4 times as long as on the idle machine"),
+        (0.7, ALL, True, "not kept"),
+    ],
+)
+def test_stored_costs_are_compared_with_a_step(
+    target: TargetModel,
+    head: DraftHead,
+    measured: list[CostProfile],
+    others: Others,
+    case: tuple[float, float, bool, str | None],
+) -> None:
+    others.slowdown, others.cores, is_measured, warning = 1.0, 0.0, *case[2:]
+    cost_of(target, head)
+    others.slowdown, others.cores = case[:2]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert cost_of(target, head) == measured[1 if is_measured else 0]
+    assert len(measured) == 1 + is_measured
+    assert [one.category for one in caught] == ([SpeedWarning] if warning else [])
+    assert warning is None or re.search(warning, str(caught[0].message))
+    kept = 1 if is_measured and not others.cores else 0
+    others.slowdown, others.cores = 1.0, 0.0
+    assert cost_of(target, head) == measured[kept], "measured anew and kept only on a quiet machine"
+
+
+def test_a_plain_step_is_compared_with_the_profile(
+    target: TargetModel, head: DraftHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timings = iter([*[50.0] * 4, *[50.0] * 11, 5.0, *[1.0] * 4])
+    monkeypatch.setattr(StepTimer, "milliseconds", lambda *_: next(timings))
+    profile = by_hand([("verify", 1, 1, 10.0)])
+    assert slowdown_itself(profile, target, head) == 0.5, "a disturbance of some steps is no change"
+    assert slowdown_itself(profile, target, head) == 0.1, "which a few steps show"
+    assert not list(timings)
 
 
 def test_points_are_sorted_and_rounded(target: TargetModel, head: DraftHead) -> None:

@@ -68,6 +68,21 @@ def _show_warning(others: Callable[..., None], message: Warning | str, category:
         others(message, category, *where)
 
 
+def _show_notes() -> None:
+    """Prints our own log lines on standard error, each once: what takes seconds without an output."""
+    shown: set[str] = set()
+
+    class Once(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if (line := record.getMessage()) not in shown:
+                shown.add(line)
+                print(line, file=sys.stderr, flush=True)
+
+    logger = logging.getLogger("draftheads")
+    logger.setLevel(logging.INFO)
+    logger.handlers[:] = [Once()]
+
+
 def _command(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())
@@ -101,6 +116,7 @@ def _run(name: str, arguments: Sequence[str]) -> None:
     default = {} if defaults is None else {"default": defaults(arguments)}
     marks = (tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName)
     options = tyro.cli(kind, args=arguments, prog=f"draftheads {name}", config=marks, **default)
+    _show_notes()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it logs missing libraries on import
     _import_quickly(name).run(options)
 

@@ -192,5 +192,5 @@ def _log_to_stderr() -> None:
     for name, level in (("draftheads", logging.INFO), ("uvicorn", logging.ERROR)):
         logger = logging.getLogger(name)
         logger.setLevel(level)
-        logger.addHandler(handler)
+        logger.handlers[:] = [handler]
         logger.propagate = False

@@ -7,7 +7,9 @@ once, in at most five seconds, with the operations of the decoding loop, and kep
 import bisect
 import hashlib
 import json
+import logging
 import math
+import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,18 +22,24 @@ from torch import nn
 
 from draftheads.cache import cache_folder
 from draftheads.decode.step_timer import TEXT_TOKENS, StepTimer
-from draftheads.errors import CacheWarning, CheckpointError, InvalidSettings, StorageError
+from draftheads.errors import CacheWarning, CheckpointError, InvalidSettings, SpeedWarning, StorageError
 from draftheads.files import write_atomic
 from draftheads.heads.base import DraftHead
 from draftheads.kernels import PackedLinear
+from draftheads.machine import OtherPrograms
 from draftheads.models.fast import kernels_of
 from draftheads.models.model import TargetModel
+from draftheads.models.threads import thread_choice
 from draftheads.provenance import provenance
 from draftheads.strict_json import checked, read_dataclass, read_object
+
+logger = logging.getLogger(__name__)
 
 BUDGET_SECONDS = 5.0
 _VERSION = 7
 _REPEATS, _SWEEPS = 2, 4  # timings of a part in a row, and how often all parts are timed
+_REFERENCES = 4  # plain steps that are timed to see whether a stored profile is still right …
+_SAME = 1.25  # … which it is where they take up to this many times as long or as short
 _LONG_REPEATS = 4  # timings of verifying after a long text
 _LONG_TEXT_SECONDS = 1.5  # of the budget, for these
 Part = Literal["verify", "follow", "static", "dynamic"]  # following is what a drafter does in a step without a draft
@@ -396,34 +404,66 @@ def cost_key(target: TargetModel, drafter: DraftHead, extra_nodes: int = 0) -> s
 
 
 def cost_of(target: TargetModel, drafter: DraftHead, *, extra_nodes: int = 0, keep: bool = True) -> CostProfile:
-    """The cost profile in the user's cache; measured now, and kept, where there is none.
+    """The cost profile in the user's cache; measured now, and kept, where there is none or where it is wrong by now.
 
     With ``extra_nodes`` a step may have as many tokens beyond the head's: copies. Without ``keep`` nothing is written,
-    as other work on this machine may slow the measurement down.
+    as other work of this process may slow the measurement down. What other programs slowed down is not written either.
 
     Warns:
         CacheWarning: the cache is damaged or cannot be written. Then it is measured anew.
+        SpeedWarning: other programs use the cores.
     """
+    with thread_choice().unchanged():
+        return _cost_of(target, drafter, extra_nodes, keep=keep)
+
+
+def _cost_of(target: TargetModel, drafter: DraftHead, extra_nodes: int, *, keep: bool) -> CostProfile:
     problems = []
+    others, on_cpu = OtherPrograms(), target.device.type == "cpu"
+    path = None
     try:
         path = cache_folder() / "costs" / f"{cost_key(target, drafter, extra_nodes)}.json"
         if path.exists():
-            return read_cost(path)
+            stored = read_cost(path)
+            factor = slowdown(stored, target, drafter)
+            is_busy = on_cpu and others.disturb(torch.get_num_threads())
+            if 1.0 / _SAME <= factor <= _SAME or (factor > 1.0 and is_busy):
+                if factor > _SAME:
+                    _warn_of_others(f"a step takes {factor:.1f} times as long as on the idle machine")
+                return stored
     except (CheckpointError, ValueError, OSError) as error:
         problems.append(f"the cost profile cannot be read: {error}")
     except InvalidSettings as error:
-        warnings.warn(f"the cost profile is not kept: {error}", CacheWarning, stacklevel=2)
-        return measure_cost(target, drafter, extra_nodes=extra_nodes)
-    found = measure_cost(target, drafter, extra_nodes=extra_nodes)
-    if not keep:
-        return found
-    try:
-        write_atomic(path, found.to_json().encode())
-    except StorageError as error:
         problems.append(f"the cost profile is not kept: {error}")
+    logger.info("measuring the costs of steps (%.0f seconds, once per machine, model and head)", BUDGET_SECONDS)
+    others.busy_cores()
+    found = measure_cost(target, drafter, extra_nodes=extra_nodes)
+    if on_cpu and others.disturb(torch.get_num_threads()):
+        _warn_of_others("the measured costs of steps are rough, and not kept")
+    elif keep and path is not None:
+        try:
+            write_atomic(path, found.to_json().encode())
+        except StorageError as error:
+            problems.append(f"the cost profile is not kept: {error}")
     if problems:
-        warnings.warn("; ".join(problems), CacheWarning, stacklevel=2)
+        warnings.warn("; ".join(problems), CacheWarning, stacklevel=4)
     return found
+
+
+def slowdown(stored: CostProfile, target: TargetModel, drafter: DraftHead) -> float:
+    """How many times as long as in a profile a plain step takes now."""
+    timer = StepTimer(target, drafter)
+    now = math.inf
+    for count in (_REFERENCES, 3 * _REFERENCES):  # what disturbs a machine for a moment is no change
+        now = min(now, *(timer.milliseconds("verify", 1, 1) for _ in range(count)))
+        if now <= _SAME * stored.verify(1, 1):
+            break
+    return now / stored.verify(1, 1)
+
+
+def _warn_of_others(effect: str) -> None:
+    load = f"the load average is {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "the machine is busy"
+    warnings.warn(f"other programs use the processor ({load}): {effect}", SpeedWarning, stacklevel=5)
 
 
 def by_hand(points: Iterable[tuple[Any, int, int, float]]) -> CostProfile:

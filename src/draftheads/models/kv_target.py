@@ -18,6 +18,7 @@ from draftheads.models.graphs import StepGraphs, capture_for
 from draftheads.models.kv_cache import RowEntries, SlotCache, whole_blocks
 from draftheads.models.masks import as_float_mask, tree_visibility, within_window
 from draftheads.models.model import TargetModel
+from draftheads.models.threads import thread_choice
 from draftheads.models.transfer import to_device
 from draftheads.tree import Tree
 
@@ -53,6 +54,8 @@ class Target:
         self.num_heads = int(model.layer_sizes["num_attention_heads"])
         self.graphs = StepGraphs(capture_for(model.device))  # of static steps
         self.lengths: list[int] = []  # tokens of each row in the cache
+        # with exact bits, a row's bits were compared with one number of threads
+        self._threads = thread_choice() if model.device.type == "cpu" and not model.exact_bits else None
 
     @property
     def state_bytes(self) -> int:
@@ -138,6 +141,8 @@ class Target:
     @torch.inference_mode()
     def keep(self, rows: Sequence[int]) -> None:
         """Keeps the given rows only, in that order."""
+        if self._threads is not None and not rows:
+            self._threads.restore()
         self.lengths = [self.lengths[row] for row in rows]
         self.cache.keep(torch.tensor(rows, dtype=torch.long, device=self.model.device), max(self.lengths, default=0))
 
@@ -242,6 +247,8 @@ class Target:
 
         Reads the first ``span`` slots. ``start`` is the common length of all rows, or None if the lengths differ.
         """
+        if self._threads is not None:
+            self._threads.before_pass()
         window = self.cache.window
         window.rows, window.span, window.start = rows, span, start
         window.row_index = torch.arange(rows.start, rows.stop, device=tokens.device)[:, None]
