@@ -55,7 +55,7 @@ def write_model(folder: Path, *, profile: AcceptanceProfile | None = None) -> Pa
 def run_process(arguments: list[str], folder: Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
     command = [sys.executable, "-m", "draftheads", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False, **options)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False, **options)
 
 
 def run_on_terminal(arguments: list[str], folder: Path) -> tuple[str, str]:

@@ -60,7 +60,7 @@ class Nursery:
 
     def __exit__(self, *_: object) -> None:
         self.parent.kill()  # torch takes seconds to say goodbye
-        self.parent.communicate(timeout=60)
+        self.parent.communicate(timeout=600)
 
     def _line(self) -> str:
         assert self.parent.stdout

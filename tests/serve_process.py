@@ -50,7 +50,7 @@ class ServerProcess:
         self.client.close()
         if self.process.poll() is None:
             self.process.send_signal(number)
-        self.process.wait(timeout=60)
+        self.process.wait(timeout=600)
         for stream in (self.process.stdout, self.process.stderr):
             assert stream is not None
             stream.close()

@@ -63,7 +63,7 @@ class Running:
     def post(self, route: str, body: Any, **options: Any) -> httpx2.Response:
         headers = {"content-type": "application/json", **options.pop("headers", {})}
         content = json.dumps(body)  # httpx2 would not send half characters
-        return httpx2.post(f"{self.url}/v1/{route}", content=content, headers=headers, timeout=60, **options)
+        return httpx2.post(f"{self.url}/v1/{route}", content=content, headers=headers, timeout=600, **options)
 
     def chat(self, **fields: Any) -> httpx2.Response:
         body = {"model": NAME, "messages": [USER], "max_tokens": 12, "temperature": 0, **fields}
@@ -112,6 +112,6 @@ def running(
 
 def wait_until_open(host: str, port: int) -> None:
     """The socket listens already, so a connection waits until it is accepted."""
-    with socket.create_connection((host, port), timeout=30) as connection:
+    with socket.create_connection((host, port), timeout=600) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         assert b"200 OK" in connection.recv(1000)

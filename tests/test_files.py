@@ -290,7 +290,7 @@ def test_a_process_that_is_killed_leaves_no_lock(tmp_path: Path):
     with pytest.raises(StorageError, match="another process"), locked(tmp_path, ""):
         pytest.fail("two write at once")
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=600)
     with locked(tmp_path, ""):
         pass
 

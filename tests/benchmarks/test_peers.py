@@ -71,7 +71,7 @@ def comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> peers.Compari
     monkeypatch.setattr(worker_process, "_WORKERS", tmp_path / "workers")
     monkeypatch.setattr(rounds, "_PAUSE_SECONDS", 0)
     options = peers.Options(
-        environments=tmp_path, rounds=3, batch_sizes=(1, 2), threads=1, timeout=30, json=tmp_path / "out.json"
+        environments=tmp_path, rounds=3, batch_sizes=(1, 2), threads=1, timeout=600, json=tmp_path / "out.json"
     )
     ways = [peers.Way(name, name, {}) for name in ("good", "no_batches", "dies", "absent")]
     return peers.Comparison(options, ways, PROMPTS, FACTS)

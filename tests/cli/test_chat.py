@@ -256,7 +256,7 @@ class Terminal:
         os.close(end)
         self.seen = ""
 
-    def until(self, words: str, *, seconds: float = 120.0) -> str:
+    def until(self, words: str, *, seconds: float = 600.0) -> str:
         """Reads until the words come; returns what came before them since the last time."""
         end = time.monotonic() + seconds
         while words not in self.seen:
@@ -311,7 +311,7 @@ def test_a_chat_on_a_terminal(terminal: Callable[..., Terminal], engine: Engine)
     chat.until("Ctrl-D ends the chat")
     chat.until("> ")
     chat.write("\x04")
-    assert chat.process.wait(60) == 0
+    assert chat.process.wait(600) == 0
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(terminal: Callable[..., Terminal], folder: Path):
@@ -332,4 +332,4 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(terminal: Callable[..., Termin
     assert not record.finished
     chat.until("> ")
     chat.write("/quit\r")
-    assert chat.process.wait(60) == 0
+    assert chat.process.wait(600) == 0

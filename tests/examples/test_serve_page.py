@@ -58,7 +58,7 @@ def run(block: str, server: str) -> str:
     script = block.replace("http://127.0.0.1:8000", server).replace(
         "curl ", "curl --silent --show-error --fail-with-body "
     )
-    done = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

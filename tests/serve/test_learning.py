@@ -252,7 +252,7 @@ def test_after_a_kill_the_next_server_records_on(server: ServerProcess, world: P
         answers[0].result()
         server.process.send_signal(signal.SIGKILL)
         assert any(isinstance(answer.exception(), httpx2.TransportError) for answer in answers)
-    server.process.wait(timeout=60)
+    server.process.wait(timeout=600)
     with started(world) as again:
         again.text("w7 w8 w9", **SHORT)
     assert len(records(world, "model")) > before

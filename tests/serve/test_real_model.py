@@ -45,7 +45,7 @@ def test_answers_beside_each_other_are_plain_decodings(tmp_path: Path):
     arguments = ("smollm2-135m", "--head", "hydra", "medusa", "--precision", "fp32", "--name", "small")
     with ServerProcess(tmp_path, *arguments, "--chat-template", "hermes") as server:
         base_url = str(server.client.base_url).rstrip("/") + "/v1"
-        client = openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=120)
+        client = openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=600)
 
         def answer(case: tuple[str, str, float, int | None]) -> str:
             model, question, temperature, nodes = case

@@ -403,13 +403,13 @@ def test_what_does_not_end_in_time_fails(engines: dict[str, Engine]):
     def waits(event: StreamEvent | JobFailed) -> None:
         slow(event)
         hold.set()
-        assert go.wait(timeout=60)
+        assert go.wait(timeout=600)
 
     job.on_event = waits
     _, waiting = submit(scheduler, [3, 5])
     pending = scheduler.call(get_ident)
     scheduler.start()
-    assert hold.wait(timeout=60)
+    assert hold.wait(timeout=600)
     go.set()
     scheduler.close(drain_seconds=0)
     for inbox in (slow, waiting):
@@ -425,8 +425,8 @@ def test_an_idle_scheduler_takes_no_processor_time(engines: dict[str, Engine], m
     monkeypatch.setattr(scheduler, "_iterate", lambda: (iterations.append(1), old())[1])
     scheduler.start()
     _, inbox = submit(scheduler, [3, 4])
-    inbox.end.get(timeout=60)
-    scheduler.call(get_ident).result(timeout=60)
+    inbox.end.get(timeout=600)
+    scheduler.call(get_ident).result(timeout=600)
     count = len(iterations)
     time.sleep(0.2)  # time in which a loop that does not sleep would run thousands of times
     assert len(iterations) <= count + 1
@@ -448,8 +448,8 @@ def test_an_error_of_our_own_fails_the_jobs_and_the_thread_goes_on(
     monkeypatch.setattr(scheduler._decoder, "work", failing_once)
     _, inbox = submit(scheduler, [3, 4])
     scheduler.start()
-    assert isinstance(inbox.end.get(timeout=60), JobFailed)
+    assert isinstance(inbox.end.get(timeout=600), JobFailed)
     _, after = submit(scheduler, [3, 4])
-    after.end.get(timeout=60)
+    after.end.get(timeout=600)
     assert after.answer == plain_answer(engines["m"], [3, 4])
     scheduler.close(drain_seconds=0)

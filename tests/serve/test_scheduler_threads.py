@@ -52,15 +52,15 @@ def test_jobs_of_many_threads_get_their_answers():
                 scheduler.cancel(job)
                 cancelled.append((job, inbox, len(inbox.events)))
             else:
-                inbox.end.get(timeout=60)
+                inbox.end.get(timeout=600)
                 done.append((place, length, inbox))
             assert scheduler.snapshot().waiting <= 10
 
     with ThreadPoolExecutor(THREADS) as pool:
         for future in [pool.submit(client, number) for number in range(THREADS)]:
-            future.result(timeout=120)
-    scheduler.call(lambda: None).result(timeout=60)
-    scheduler.call(lambda: None).result(timeout=60)  # the iteration of the first one is over
+            future.result(timeout=600)
+    scheduler.call(lambda: None).result(timeout=600)
+    scheduler.call(lambda: None).result(timeout=600)  # the iteration of the first one is over
     check_empty(scheduler)
     found = scheduler.snapshot()
     scheduler.close(drain_seconds=5)

@@ -63,7 +63,7 @@ def test_a_kill_a_restart_and_a_graceful_end(folder: Path):
                 for choice in chunk["choices"]:
                     texts[choice["index"]] += choice["delta"].get("content") or ""
         assert texts == [expected] * 8
-        assert second.process.wait(60) == 0
+        assert second.process.wait(600) == 0
     lines = "".join(second.errors)
     assert "POST /v1/chat/completions 200" in lines
     assert "a dog" not in lines
@@ -84,7 +84,7 @@ def test_a_signal_while_the_model_is_loaded_ends_the_process(folder: Path):
         refused = httpx2.get(address + "/v1/models")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "loading")
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(600) == 0
 
 
 def test_a_model_that_cannot_be_loaded_and_a_port_that_is_taken(

@@ -67,7 +67,7 @@ def free_port() -> str:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
     return output
 
@@ -129,7 +129,7 @@ def test_two_stopped_processes_resume_and_train_the_same_head(world: Path, singl
     while process.poll() is None and not (log.exists() and len(lines(log)) >= 3):
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=600)[0]
     checkpoints = list((world / "stopped" / "checkpoints").glob("checkpoint-*/trainer_state.json"))
     assert checkpoints, output
     assert 3 <= len(lines(log)) < len(lines(single / "log.jsonl"))
