@@ -298,10 +298,20 @@ def test_gpus_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.level == "ok"
 
 
-def test_on_a_gpu_the_precision_is_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("capability", "name", "reason"),
+    [
+        ((8, 6), "bf16", "this GPU has bf16 instructions"),
+        ((7, 5), "fp16", "this GPU has no bf16 instructions, and emulated bf16 is slower"),
+    ],
+)
+def test_the_precision_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str, reason: str
+) -> None:
     monkeypatch.setattr(pretrained, "default_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     assert diagnosis._precision() == [
-        Finding("precision", "auto is bf16: as always on GPUs", facts={"auto": "bf16", "device": "cuda"})
+        Finding("precision", f"auto is {name}: {reason}", facts={"auto": name, "device": "cuda"})
     ]
 
 

@@ -316,19 +316,13 @@ def _precision() -> list[Finding]:
     import torch  # noqa: PLC0415
 
     from draftheads.kernels import candidates  # noqa: PLC0415
-    from draftheads.models.pretrained import default_device, default_dtype  # noqa: PLC0415
+    from draftheads.models.pretrained import DTYPES, default_device, default_dtype  # noqa: PLC0415
 
     device = default_device()
     dtype = default_dtype(device)
-    is_bf16 = dtype == torch.bfloat16
-    reason = (
-        "as always on GPUs"
-        if device.type == "cuda"
-        else "this processor has bf16 instructions"
-        if is_bf16
-        else "this processor has no bf16 instructions, and emulated bf16 is slower"
-    )
-    name = "bf16" if is_bf16 else "fp32"
+    reason = f"this {'GPU' if device.type == 'cuda' else 'processor'} has"
+    reason += " bf16 instructions" if dtype == torch.bfloat16 else " no bf16 instructions, and emulated bf16 is slower"
+    name = next(name for name, kind in DTYPES.items() if kind == dtype)
     found = [Finding("precision", f"auto is {name}: {reason}", facts={"auto": name, "device": device.type})]
     if device.type == "cpu":
         weight = torch.ones(16, 16, dtype=dtype)

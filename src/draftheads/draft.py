@@ -219,7 +219,7 @@ class Drafter(Protocol):
     """Weights and settings of what drafts: a draft head, a small model, a lookup in the text so far.
 
     Drafting does not change a drafter, so batches and threads share it. Each batch has a session of its own. A drafter
-    may have ``hidden_layers``, see :func:`hidden_layers_of`.
+    may have ``hidden_layers``, see :func:`hidden_layers_of`, and ``bytes_per_slot``, see :func:`bytes_per_slot_of`.
     """
 
     @property
@@ -241,3 +241,8 @@ def hidden_layers_of(drafter: Drafter) -> tuple[int, ...]:
     """
     layers: tuple[int, ...] = getattr(drafter, "hidden_layers", ())
     return layers
+
+
+def bytes_per_slot_of(drafter: Drafter) -> int:
+    """Memory of what a session keeps of one token, the drafter's ``bytes_per_slot``; 0 for one that keeps little."""
+    return int(getattr(drafter, "bytes_per_slot", 0))

@@ -119,8 +119,9 @@ def load(
         copy: drafts of a head or draft model also hold copies from the text so far, where its last tokens stood before.
         corpus: drafts also hold copies from these texts or earlier answers: a ``.txt`` or ``.jsonl`` file, or a folder
             of such files, also one of ``serve --record``. They are sorted once, and then read from the cache.
-        precision: ``fp32``, ``bf16``, ``fp16`` or ``int8``; ``auto`` is bf16 on CUDA and on CPUs that have it, else
-            fp32. ``int8`` holds linear layers in 8 bits: faster on CPUs, but it changes the model a little.
+        precision: ``fp32``, ``bf16``, ``fp16`` or ``int8``; ``auto`` is bf16 on CPUs and GPUs that compute in it, else
+            fp16 on GPUs (T4, V100) and fp32 on CPUs. ``int8`` holds linear layers in 8 bits: faster on CPUs, but it
+            changes the model a little.
         device: where; CUDA if there is one.
         max_batch_size: requests that are decoded together.
         fast: on a CPU, packed weights and grouped attention; on CUDA, steps captured as graphs; off is the stock model.

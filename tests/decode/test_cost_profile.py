@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 from draftheads.decode import cost_profile as module
 from draftheads.decode.cost_profile import CostPoint, CostProfile, by_hand, cost_key, cost_of, measure_cost, read_cost
-from draftheads.decode.step_timer import StepTimer, typical_tree
+from draftheads.decode.step_timer import StepTimer, typical_tree, wait_for
 from draftheads.draft import Draft
 from draftheads.errors import CacheWarning, CheckpointError, SpeedWarning
 from draftheads.heads.base import DraftHead
 from draftheads.machine import OtherPrograms
 from draftheads.models.model import TargetModel
+from fake_cuda import GPU, FakeCuda
 from families import tiny_head, tiny_model
 from thorough import some_rows
 
@@ -532,3 +533,17 @@ def test_points_are_sorted_and_rounded(target: TargetModel, head: DraftHead) -> 
     assert found.points[0].milliseconds == 0.3333
     assert all((a.part, a.rows, a.nodes) < (b.part, b.rows, b.nodes) for a, b in pairwise(found.points))
     assert CostPoint("verify", 1, 1, 0.3333) in found.points
+
+
+def test_measuring_waits_for_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server measures a new head while its model thread may capture a step."""
+    cuda = FakeCuda()
+    cuda.install(monkeypatch)
+    wait_for(GPU)
+    assert (cuda.current_stream(GPU).num_waits, cuda.current_stream().num_waits) == (1, 0)
+
+
+def test_nothing_in_the_package_waits_for_a_whole_device() -> None:
+    sources = Path(module.__file__).parents[1].rglob("*.py")
+    texts = {path.name: path.read_text(encoding="utf-8") for path in sources}
+    assert [name for name, text in texts.items() if re.search(r"cuda\.(synchronize|empty_cache)\b", text)] == []

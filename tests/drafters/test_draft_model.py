@@ -6,15 +6,16 @@ import pytest
 import torch
 
 from draftheads.decode.engine import Engine
-from draftheads.draft import Context
-from draftheads.drafters.draft_model import DraftModel
+from draftheads.draft import Context, bytes_per_slot_of
+from draftheads.drafters.copying import Copying
+from draftheads.drafters.draft_model import DraftModel, DraftModelSession
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.models.model import TargetModel
 from draftheads.shapes import ROOT_ONLY, BestFirst, BestPaths, Shape
 from draftheads.tree import Tree
-from families import PROMPTS, VOCAB, tiny_model
+from families import PROMPTS, VOCAB, tiny_head, tiny_model
 from thorough import some, some_rows
 
 
@@ -51,6 +52,20 @@ def test_a_draft_model_changes_nothing(family: str, shape: str) -> None:
             prompts, max_new_tokens=24
         )
         assert [result.token_ids for result in found] == expected
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_the_memory_of_a_token_is_that_of_its_cache(model: TargetModel, *, graphs: bool) -> None:
+    small = tiny_model("llama", seed=3, num_hidden_layers=1, num_key_value_heads=4)
+    small.set_graphs(on=graphs)
+    drafter = Copying(DraftModel(small, model))
+    session = drafter.start()
+    hidden, tokens = torch.zeros(3, 200, model.hidden_size), torch.ones(3, 200, dtype=torch.long)
+    session.follow(Context(hidden, tokens, torch.tensor([200, 3, 9]), tokens[:, 0]))
+    assert isinstance(session.session, DraftModelSession)
+    cache = session.session._target.cache
+    assert bytes_per_slot_of(drafter) == cache.num_bytes / (3 * cache.capacity) == 2 * 4 * 8 * 4
+    assert bytes_per_slot_of(Copying(tiny_head("medusa", model))) == 0
 
 
 @pytest.mark.parametrize("shape", TREES)

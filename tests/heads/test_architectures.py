@@ -313,6 +313,22 @@ def test_steps_without_drafts_are_read_when_a_draft_is_wanted(method: str, model
     assert session.unread == []
 
 
+def test_few_tokens_are_put_aside(model: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt is read at once: its hidden states take more memory than what the head keeps of it."""
+    monkeypatch.setattr("draftheads.heads.stateful._MOST_UNREAD", 12)
+    head = tiny_head("eagle", model)
+    hidden, tokens = random_text(1, 60, size=input_size(head))
+    session = head.start()
+    session.follow(whole(hidden, tokens, [30]))
+    assert isinstance(session, StatefulSession)
+    numbers = []
+    for start in range(30, 60, 3):
+        numbers.append(sum(map(len, session.unread)))
+        part = slice(start, start + 3)
+        session.follow(Context(hidden[:, part], tokens[:, part], torch.tensor([3]), tokens[:, start]))
+    assert numbers == [0, 3, 6, 9, 12, 0, 3, 6, 9, 12]
+
+
 def values_of(head: DraftHead) -> dict[str, Any]:
     """Everything that a head holds, tensors by what is in them."""
     found: dict[str, Any] = {name: tensor.clone() for name, tensor in head.state_dict(keep_vars=True).items()}

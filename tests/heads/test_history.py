@@ -26,3 +26,27 @@ def test_a_history_grows_and_keeps_what_was_written() -> None:
         assert torch.equal(seen.values[row, :count], -texts[row, :count])
     history.keep(torch.tensor([1]))
     assert torch.equal(history.accepted(0)[0].keys[0, : done[1]], texts[1, : done[1]])
+
+
+def test_a_history_shrinks_when_its_longest_row_leaves() -> None:
+    history = History(1)
+    history.join(3, torch.device("cpu"))
+    texts = torch.randn(3, 1000, 1, 4)
+    for row, count in enumerate((10, 1000, 200)):
+        rows = slice(row, row + 1)
+        positions, longest = history.span(rows, count)
+        history.write(0, rows, KeysValues(texts[rows, :count], -texts[rows, :count]), positions, longest)
+        history.accept(rows, torch.tensor([count]))
+    assert slots(history) == 3 * 1024
+    history.keep(torch.tensor([0, 2]))
+    assert slots(history) == 2 * 256
+    seen, _ = history.accepted(0)
+    assert torch.equal(seen.keys[1], texts[2, :200])
+    assert torch.equal(seen.values[0, :10], -texts[0, :10])
+
+
+def slots(history: History) -> int:
+    """Of all rows, by the memory that they take."""
+    (kept,) = history.layers
+    assert kept is not None
+    return sum(part.untyped_storage().nbytes() for part in kept) // history.bytes_per_slot

@@ -420,8 +420,20 @@ def test_the_default_type_follows_the_processor(
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     assert default_dtype("cpu") == dtype
-    assert default_dtype("cuda") == torch.bfloat16
     assert default_dtype("meta") == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((7, 0), torch.float16), ((7, 5), torch.float16), ((8, 0), torch.bfloat16)]
+)
+def test_the_default_type_follows_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype
+) -> None:
+    capabilities = {torch.device("cuda", 0): (9, 0), torch.device("cuda", 1): capability}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+    assert default_dtype(torch.device("cuda", 1)) == dtype
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert default_dtype(torch.device("cuda", 1)) == torch.bfloat16, "AMD counts its capabilities in another way"
 
 
 # --- the real one ---

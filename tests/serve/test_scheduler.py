@@ -1,10 +1,12 @@
 """The scheduler driven iteration by iteration: turns, limits, deadlines, failures, memory and its end."""
 
+import gc
 import logging
 import time
 from concurrent.futures import Future
 from threading import Event, get_ident
 from typing import Any
+from weakref import ref
 
 import pytest
 
@@ -12,8 +14,12 @@ from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 from draftheads.decode.prompt_reader import PromptReader
 from draftheads.decode.request import StreamEvent
+from draftheads.draft import bytes_per_slot_of
+from draftheads.drafters.copying import Copying, CopyingSession
 from draftheads.errors import InvalidSettings, QueueFull, ShuttingDown, TooLarge
+from draftheads.heads.stateful import StatefulSession
 from draftheads.models.model import TargetModel
+from draftheads.serve.decoder import RunningLane
 from draftheads.serve.scheduler import Job, JobFailed, Lane, Limits, Scheduler
 from families import GROWING, TREES, tiny_head, tiny_model
 from scheduler_world import (
@@ -281,7 +287,42 @@ def test_a_token_takes_the_states_of_all_layers_that_a_head_reads(engines: dict[
     sizes = scheduler_of(engines)._sizes
     of_one, of_two = (sizes.per_slot(Engine(model, tiny_head(method, model))) for method in ("eagle", "eagle3"))
     assert of_two - of_one == model.hidden_size * model.dtype.itemsize
-    assert of_one == sizes.per_slot(engines["m"])
+
+
+@pytest.mark.parametrize("method", ["hydra++", "eagle", "eagle3", "amphista", "small-llama"])
+def test_the_history_of_a_head_is_within_the_memory_that_is_reserved(model: TargetModel, method: str):
+    engine = Engine(model, Copying(tiny_head(method, model)), shape=TREES["chain"])
+    limit = 6 * 128 * scheduler_of({"m": engine})._sizes.per_slot(engine)
+    scheduler = scheduler_of({"m": engine}, kv_bytes=limit, max_rows=8)
+    for n, length in enumerate((20, 110, 20, 3, 40, 100, 7)):
+        submit(scheduler, [3 + n] * length, max_new_tokens=60)
+    most = 0
+    while scheduler._has_work():
+        iterate(scheduler)
+        found = scheduler.snapshot()
+        histories = sum(map(history_bytes, scheduler._decoder.lanes))
+        assert found.kv_bytes + found.prefix_bytes + histories <= limit
+        most = max(most, histories)
+    assert most >= 2 * 128 * bytes_per_slot_of(engine.drafter) > 0
+
+
+def history_bytes(lane: RunningLane) -> int:
+    session = lane.batch.session
+    assert isinstance(session, CopyingSession)
+    assert isinstance(session.session, StatefulSession)
+    kept = [layer for layer in session.session.history.layers if layer is not None]
+    return sum(part.untyped_storage().nbytes() for layer in kept for part in layer)
+
+
+def test_what_is_known_of_a_size_goes_with_its_engine(model: TargetModel):
+    """A head that was replaced is freed."""
+    engines = {"m": Engine(model, tiny_head("eagle", model))}
+    scheduler, old = scheduler_of(engines), ref(engines["m"].drafter)
+    scheduler.engines = {"m": Engine(model)}
+    engines.clear()
+    gc.collect()
+    assert old() is None
+    assert scheduler._sizes.per_slot(scheduler.engines["m"]) > 0
 
 
 def test_requests_wait_for_memory_and_never_take_more(engines: dict[str, Engine]):

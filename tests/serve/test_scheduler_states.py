@@ -19,7 +19,7 @@ from scheduler_world import Clock, Inbox, check_empty, plain_answer, scheduler_o
 MODEL = tiny_model("llama")
 ENGINES = {
     "m": Engine(MODEL, tiny_head("hydra", MODEL), shape=TREES["chain"]),
-    "m:eagle": Engine(MODEL, tiny_head("eagle", MODEL), shape=TREES["ragged"]),
+    "m:eagle": Engine(MODEL, tiny_head("eagle", MODEL, num_key_value_heads=1, head_size=8), shape=TREES["ragged"]),
 }
 LANES = [Lane("m"), Lane("m:eagle"), Lane("m", 0), Lane("m", 4)]
 SYSTEM = [3 + n * n % 20 for n in range(40)]
@@ -40,7 +40,7 @@ class Schedules(RuleBasedStateMachine):
         super().__init__()
         self.clock = Clock()
         scheduler = scheduler_of(ENGINES)
-        self.limit = SLOTS * scheduler._sizes.per_slot(ENGINES["m"])
+        self.limit = SLOTS * max(map(scheduler._sizes.per_slot, ENGINES.values()))
         self.scheduler = scheduler_of(
             ENGINES, clock=self.clock, kv_bytes=self.limit, max_rows=ROWS, max_waiting=WAITING, chunk_tokens=16
         )

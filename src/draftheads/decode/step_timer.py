@@ -23,9 +23,12 @@ _STEP_TOKENS = 3  # that a step adds to a row; of several rows the one with the 
 
 
 def wait_for(device: torch.device) -> None:
-    """Returns when an accelerator has done all its work."""
+    """Returns when an accelerator has done all work of this thread's stream.
+
+    Not that of the whole device: this would fail, and spoil its capture, while another thread captures a step.
+    """
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
 
 
 class StepTimer:

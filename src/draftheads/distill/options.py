@@ -76,7 +76,8 @@ class DistillOptions:
     chunk_size: int | None = None
     """Conversations that are saved together. Default: eight batches. A kill loses at most this much work."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
-    """Number format of the model. auto is bf16 if the machine supports it, else fp32."""
+    """Number format of the model. auto is bf16 if the processor or GPU computes in it, else fp16 on a GPU and fp32 on a
+    CPU."""
     device: str | None = None
     """Where the model runs: cpu, cuda or cuda:1. Default: CUDA if there is one."""
     four_bit: bool = False

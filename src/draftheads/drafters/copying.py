@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draftheads.candidates import Candidates
-from draftheads.draft import Context, Draft, Drafter, TokenRules, Watcher, hidden_layers_of
+from draftheads.draft import Context, Draft, Drafter, TokenRules, Watcher, bytes_per_slot_of, hidden_layers_of
 from draftheads.drafters.copy_odds import DEFAULT_ODDS, MAX_NGRAM, Odds, check_odds, votes_of
 from draftheads.drafters.copy_tree import Copied, Voter, copy_tree
 from draftheads.drafters.corpus import LONGEST_MATCH, Corpus
@@ -83,6 +83,11 @@ class Copying:
     def hidden_layers(self) -> tuple[int, ...]:
         """The drafter's."""
         return hidden_layers_of(self.drafter)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """The drafter's."""
+        return bytes_per_slot_of(self.drafter)
 
     def check_shape(self, shape: Shape) -> None:
         """Can the drafter fill it?

@@ -15,7 +15,7 @@ from draftheads.draft import Context, Draft, Verdict
 from draftheads.errors import InvalidSettings
 from draftheads.filling import fill
 from draftheads.models.fingerprint import Fingerprints
-from draftheads.models.kv_target import Target
+from draftheads.models.kv_target import Target, bytes_per_slot
 from draftheads.models.model import TargetModel
 from draftheads.shapes import Shape, check_ranks, depth_of
 from draftheads.tree import Tree
@@ -56,6 +56,11 @@ class DraftModel:
         self.model = model
         self.vocab_size = min(model.vocab_size, target.vocab_size)
         self.max_depth = max_depth
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Memory of the keys and values of one token."""
+        return bytes_per_slot(self.model)
 
     def start(self) -> "DraftModelSession":
         """A session with an empty cache."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_FIRST_CAPACITY = 64  # slots of a new history; it doubles
+_BLOCK_SLOTS = 128  # a history grows by as many slots as the target's cache
 
 
 class KeysValues(NamedTuple):
@@ -17,9 +17,9 @@ class KeysValues(NamedTuple):
     keys: Tensor  # (…, G, d)
     values: Tensor  # (…, G, d)
 
-    def of(self, rows: Tensor) -> "KeysValues":
-        """Those of some rows."""
-        return KeysValues(self.keys[rows], self.values[rows])
+    def of(self, rows: Tensor, num_slots: int) -> "KeysValues":
+        """A copy of the first slots (B, C, G, d) of some rows."""
+        return KeysValues(self.keys[rows, :num_slots], self.values[rows, :num_slots])
 
 
 class History:
@@ -36,6 +36,12 @@ class History:
     def num_rows(self) -> int:
         """B."""
         return len(self.counts)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Memory of one token of one row."""
+        kept = [part for layer in self.layers if layer is not None for part in layer]
+        return sum(part[0, 0].nbytes for part in kept)
 
     def join(self, batch: int, device: torch.device) -> None:
         """New rows stand behind the old ones, with nothing kept."""
@@ -68,26 +74,30 @@ class History:
         self.counts[rows] += counts
 
     def keep(self, rows: Tensor) -> None:
-        """Rows left or moved: row ``rows[i]`` is row i from now on."""
+        """Rows left or moved: row ``rows[i]`` is row i from now on. Slots that no row needs any more are freed."""
         if len(rows) == 0:
             self.layers = [None] * len(self.layers)
             self.counts = self.counts[:0]
             return
         rows = rows.to(self.counts.device)
         self.counts = self.counts[rows]
-        self.layers = [None if kept is None else kept.of(rows) for kept in self.layers]
+        num_slots = _whole_blocks(int(self.counts.max()))
+        self.layers = [None if kept is None else kept.of(rows, num_slots) for kept in self.layers]
 
     def _with_room(self, layer: int, new: KeysValues, longest: int) -> KeysValues:
         """The layer's buffers, for all rows and ``longest`` slots at least."""
         kept = self.layers[layer]
         if kept is not None and kept.keys.shape[0] >= self.num_rows and kept.keys.shape[1] >= longest:
             return kept
-        capacity = _FIRST_CAPACITY if kept is None else kept.keys.shape[1]
-        while capacity < longest:
-            capacity *= 2
-        grown = KeysValues(*(part.new_zeros(self.num_rows, capacity, *part.shape[2:]) for part in new))
+        capacity = longest if kept is None else max(longest, kept.keys.shape[1])
+        size = (self.num_rows, _whole_blocks(capacity))
+        grown = KeysValues(*(part.new_zeros(*size, *part.shape[2:]) for part in new))
         if kept is not None:
             for old, part in zip(kept, grown, strict=True):
                 part[: old.shape[0], : old.shape[1]] = old
         self.layers[layer] = grown
         return grown
+
+
+def _whole_blocks(num_slots: int) -> int:
+    return -(-num_slots // _BLOCK_SLOTS) * _BLOCK_SLOTS

@@ -17,7 +17,7 @@ from draftheads.heads.attention import LayerConfig, TransformerLayer, attend_wit
 from draftheads.heads.base import DraftHead, HeadSession, Root
 from draftheads.heads.history import History, KeysValues
 
-_MOST_UNREAD = 256  # tokens of a row that are put aside: reading more at once would delay the other rows
+_MOST_UNREAD = 256  # tokens of a row that are put aside: they take memory, and reading more would delay other rows
 
 
 class StatefulHead(DraftHead):
@@ -32,6 +32,16 @@ class StatefulHead(DraftHead):
     def start(self) -> "StatefulSession":
         """A session with an empty history."""
         return StatefulSession(self)
+
+    @property
+    @torch.inference_mode()
+    def bytes_per_slot(self) -> int:
+        """Memory of what a session keeps of a token, from a text of one token; after ``bind``."""
+        size, device = max(1, len(self.hidden_layers)) * self.config.hidden_size, self.target_embedding.device
+        token = torch.zeros(1, 1, dtype=torch.long, device=device)
+        session = self.start()
+        session.advance(Context(torch.zeros(1, 1, size, device=device), token, token[0] + 1, token[0]))
+        return session.history.bytes_per_slot
 
     @abstractmethod
     def read(self, context: Context, rows: slice, history: History) -> Tensor:
@@ -95,7 +105,7 @@ class StatefulSession(HeadSession):
     def follow(self, context: Context) -> None:
         """Puts the new tokens aside, or reads them where that is no use or they have become many."""
         joins_others = context.num_new_rows(self.num_rows) > 0 and self.history.num_rows > 0
-        many = max(map(len, self.unread), default=0) > _MOST_UNREAD
+        many = max(map(len, self.unread), default=0) + context.hidden.shape[1] > _MOST_UNREAD
         if context.root_ids.device.type != "cpu" or joins_others or many:
             self.advance(context)
             return

@@ -1,24 +1,30 @@
 """Captures functions of tensors as CUDA graphs and replays them: one launch instead of a thousand.
 
 Knows nothing of models and caches. The caller gives a key that identifies all shapes and addresses that a function
-uses. The function must run on the device only; :class:`StaticOnly` checks this on any device. Keys and buffers are
-tested on CPUs; :func:`capture_cuda` itself has not been run on a GPU yet.
+uses. The function must run on the device only; :class:`StaticOnly` checks this on any device. All of it is tested on
+CPUs with a stand-in for ``torch.cuda``; :func:`capture_cuda` has not been run on a GPU yet.
 """
 
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from threading import Lock
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 Outputs = tuple[Tensor, ...]
 _ONE_CAPTURE = Lock()  # PyTorch allows one capture at a time in a process
+
+
+class NeedsHost(RuntimeError):
+    """An operator cannot be captured. It did not run."""
 
 
 class Graph(Protocol):
@@ -31,9 +37,9 @@ class Graph(Protocol):
         """Its memory pool; other graphs may share it."""
 
 
-# Calls a function and captures it, in the memory of another graph's pool if that is not None.
-# Returns the graph, the buffers of its results, and the results of this call.
-Capture = Callable[[Callable[[], Outputs], Any], tuple[Graph, Outputs, Outputs]]
+# Calls a function and then captures it, in the memory of another graph's pool if that is not None.
+# Returns the results of the call, and the graph with the buffers of its results, or why there is no graph.
+Capture = Callable[[Callable[[], Outputs], Any], tuple[Outputs, tuple[Graph, Outputs] | str]]
 
 
 @dataclass(frozen=True)
@@ -108,51 +114,76 @@ class StepGraphs:
         buffers = tuple(value.clone(memory_format=torch.contiguous_format) for value in inputs)
         pool = next(iter(self._captured.values())).graph.pool() if self._captured else None
         try:
-            graph, outputs, results = capture(lambda: function(*buffers), pool)
-        except RuntimeError as error:  # of CUDA and of PyTorch, out of memory included
-            self.clear()
-            self.capture, self.failure = None, str(error)
-            warnings.warn(f"decoding goes on without CUDA graphs: {error}", UserWarning, stacklevel=5)
+            results, captured = capture(lambda: function(*buffers), pool)
+        except NeedsHost as error:
+            self._give_up(str(error))
             return function(*inputs)
+        if isinstance(captured, str):
+            self._give_up(captured)
+            return results  # it has run: a second time it might change what it changed already
+        graph, outputs = captured
         self._captured[key] = _Captured(graph, buffers, outputs)
         if len(self._captured) > self.limit:
             self._captured.popitem(last=False)
         return results
 
+    def _give_up(self, reason: str) -> None:
+        self.clear()
+        self.capture, self.failure = None, reason
+        warnings.warn(f"decoding goes on without CUDA graphs: {reason}", UserWarning, stacklevel=6)
+
 
 def capture_for(device: torch.device) -> Capture | None:
     """How to capture on that device; None where it cannot be done."""
-    return capture_cuda if device.type == "cuda" else None
+    return partial(capture_cuda, device) if device.type == "cuda" else None
 
 
-def capture_cuda(run: Callable[[], Outputs], pool: Any) -> tuple[Graph, Outputs, Outputs]:
+def capture_cuda(
+    device: torch.device, run: Callable[[], Outputs], pool: Any
+) -> tuple[Outputs, tuple[Graph, Outputs] | str]:
     """Runs once on a side stream, which also checks that it can be captured, and then captures, which computes nothing.
 
     Not by ``torch.cuda.graph``, which waits for all streams and returns all cached memory before each capture.
 
+    Args:
+        device: on which the function runs. It need not be the current one.
+        run: the function.
+        pool: memory of other graphs, or None.
+
     Raises:
-        RuntimeError: it needs the host, or an operator that CUDA cannot capture.
+        NeedsHost: an operator cannot be captured.
     """
-    current = torch.cuda.current_stream()
-    with _ONE_CAPTURE:
-        stream = _side_stream(current.device)
+    with _ONE_CAPTURE, torch.cuda.device(device):
+        current, stream = torch.cuda.current_stream(device), _side_stream(device)
         stream.wait_stream(current)
         try:
             with torch.cuda.stream(stream):
                 with StaticOnly():  # a failed capture would leave the allocator in a bad state
                     results = run()
-                graph = torch.cuda.CUDAGraph()
-                # other threads may allocate memory during the capture
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    outputs = run()
-                finally:
-                    graph.capture_end()
+                captured = _on_this_stream(run, pool)
         finally:
             current.wait_stream(stream)
-    for result in results:
-        result.record_stream(current)
-    return graph, outputs, results
+        for result in results:
+            result.record_stream(current)
+    return results, captured
+
+
+def _on_this_stream(run: Callable[[], Outputs], pool: Any) -> tuple[Graph, Outputs] | str:
+    """The graph and the buffers of its results, or why there is none."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # other threads may allocate memory during the capture
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            outputs = run()
+        except BaseException:
+            with suppress(RuntimeError):  # it would only say that something failed before
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    except RuntimeError as error:  # of CUDA and of PyTorch, out of memory included
+        return str(error)
+    return graph, outputs
 
 
 @cache
@@ -162,13 +193,13 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class StaticOnly(TorchDispatchMode):
-    """Raises if an operator needs the host: a value or shape that depends on data, or a copy to another device.
+    """Raises :class:`NeedsHost` for a value or shape that depends on data, or a copy to another device.
 
     >>> with StaticOnly():
     ...     torch.arange(3).nonzero()
     Traceback (most recent call last):
         ...
-    RuntimeError: aten.nonzero.default needs the host: it cannot be captured
+    draftheads.models.graphs.NeedsHost: aten.nonzero.default needs the host: it cannot be captured
     """
 
     def __init__(self) -> None:
@@ -180,23 +211,26 @@ class StaticOnly(TorchDispatchMode):
         """Called for each operator."""
         kwargs = kwargs or {}
         if _needs_host(func, args, kwargs):
-            raise RuntimeError(f"{func} needs the host: it cannot be captured")
+            raise NeedsHost(f"{func} needs the host: it cannot be captured")
         with self:  # check the parts of a composite operator
             result = func.decompose(*args, **kwargs)
         return func(*args, **kwargs) if result is NotImplemented else result
 
 
 _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
-_COPIES = {"aten::_to_copy", "aten::copy_"}
 
 
 def _needs_host(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     name = func.name().split(".")[0]
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    devices = {tensor.device.type for tensor in tensors}
+    if name == "aten::lift_fresh":  # behind torch.tensor(…), which has copied numbers if it is not on the CPU
+        return devices != {"cpu"}
+    if name == "aten::_to_copy" and kwargs.get("device") is not None:
+        devices.add(torch.device(kwargs["device"]).type)
+    if len(devices) > 1:  # a single number may be an argument of a kernel, but torch.where copies it to the device
+        return torch.Tag.pointwise not in func.tags or name == "aten::where"
     if name in _INDEXING:  # PyTorch tags these as if every index were a mask
         masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
         return bool(masks) and (name == "aten::index" or args[2].numel() != 1)
-    if name in _COPIES:
-        target = kwargs.get("device") if name == "aten::_to_copy" else args[0].device
-        source = args[0] if name == "aten::_to_copy" else args[1]
-        return target is not None and torch.device(target).type != source.device.type and source.dim() > 0
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags

@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # its import takes three seconds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ATTENTION = ("sdpa", "eager")  # kinds that take a mask of four dimensions, which trees need
+_BF16_CAPABILITY = (8, 0)  # Ampere and later; T4 (7.5) and V100 (7.0) emulate bf16
 _SPREADS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
@@ -346,9 +347,12 @@ def default_device() -> torch.device:
 
 
 def default_dtype(device: str | torch.device) -> torch.dtype:
-    """bf16 on CUDA and on CPUs with bf16 instructions. Otherwise fp32, because emulated bf16 is slow."""
+    """bf16 where the CPU or GPU computes in it: emulated bf16 is slow. Otherwise fp16 on GPUs, and fp32 elsewhere."""
     kind = torch.device(device).type
-    return torch.bfloat16 if kind == "cuda" or (kind == "cpu" and native_bf16()) else torch.float32
+    if kind == "cuda":
+        has_bf16 = torch.version.hip is not None or torch.cuda.get_device_capability(device) >= _BF16_CAPABILITY
+        return torch.bfloat16 if has_bf16 else torch.float16
+    return torch.bfloat16 if kind == "cpu" and native_bf16() else torch.float32
 
 
 @contextlib.contextmanager

@@ -4,15 +4,16 @@ import logging
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from weakref import WeakKeyDictionary
 
 from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 from draftheads.decode.prefix_cache import PrefixCache
 from draftheads.decode.prompt_reader import PromptReader, ReadText
 from draftheads.decode.request import Request, StreamEvent
+from draftheads.draft import bytes_per_slot_of
 from draftheads.errors import first_line
 from draftheads.models.kv_target import bytes_per_slot, slots_for
-from draftheads.models.model import TargetModel
 from draftheads.serve.jobs import Job, JobFailed, Lane, Limits
 
 logger = logging.getLogger(__name__)
@@ -24,14 +25,15 @@ class SlotBytes:
     """Memory of the requests of each model, as it would be at most."""
 
     def __init__(self) -> None:
-        self._per_slot: dict[TargetModel, int] = {}
+        self._per_slot: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()  # heads are replaced
 
     def per_slot(self, engine: Engine) -> int:
-        """Memory of one token: keys, values and hidden states."""
-        model = engine.model
-        if model not in self._per_slot:
-            self._per_slot[model] = bytes_per_slot(model)
-        return self._per_slot[model] + max(1, len(engine.hidden_layers)) * model.hidden_size * model.dtype.itemsize
+        """Memory of one token: keys, values and hidden states, and what the drafter keeps of it."""
+        if engine not in self._per_slot:
+            model = engine.model
+            states = max(1, len(engine.hidden_layers)) * model.hidden_size * model.dtype.itemsize
+            self._per_slot[engine] = bytes_per_slot(model) + states + bytes_per_slot_of(engine.drafter)
+        return self._per_slot[engine]
 
     def of_prompt(self, engine: Engine, request: Request) -> int:
         """While the prompt is read."""
