@@ -214,5 +214,9 @@ class BaseModelWarning(UserWarning):
     """A head drafts for a model whose layers differ much from those that it was trained for."""
 
 
+class LengthWarning(UserWarning):
+    """Texts end before the length that the model's configuration allows."""
+
+
 class CacheWarning(UserWarning):
     """The cache of measurements is damaged or cannot be written; decoding works without it."""

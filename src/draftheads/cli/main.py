@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from draftheads.errors import BaseModelWarning, CacheWarning, ChatTemplateWarning, DraftHeadsError
+from draftheads.errors import BaseModelWarning, CacheWarning, ChatTemplateWarning, DraftHeadsError, LengthWarning
 
 
 class Command(NamedTuple):
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _show_warning(others: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any) -> None:
     """Prints our own warnings as one line, without the line of code that Python adds; others as usual."""
-    if issubclass(category, BaseModelWarning | CacheWarning | ChatTemplateWarning):
+    if issubclass(category, BaseModelWarning | CacheWarning | ChatTemplateWarning | LengthWarning):
         print(f"warning: {message}", file=sys.stderr)
     else:
         others(message, category, *where)
