@@ -481,6 +481,7 @@ def layer_sizes(config: Any, hidden_size: int) -> dict[str, Any]:
     theta = rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
     epsilons = (getattr(config, name, None) for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"))
     inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+    inner = max(inner) if isinstance(inner, list) else inner  # Gemma-3n has a size for each layer
     return {
         "num_attention_heads": heads,
         "num_key_value_heads": int(getattr(config, "num_key_value_heads", None) or heads),
