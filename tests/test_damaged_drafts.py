@@ -7,18 +7,19 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from distribution import ODDS, SAMPLED, joint_distribution, p_value
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult
-from draftheads.draft import Drafter
+from draftheads.draft import Context, Drafter
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel, DraftModelSession
 from draftheads.heads.base import DraftHead
 from draftheads.settings import SamplingSettings
-from draftheads.shapes import BestFirst, Sampled, Shape
-from families import GROWING, PROMPTS, TREES, tiny_head, tiny_model
+from draftheads.shapes import BestFirst, BestPaths, Sampled, Shape
+from families import GROWING, PROMPTS, TREES, propose, tiny_head, tiny_model
 from structured_world import GRAMMARS, json_model
 from thorough import some
 
@@ -119,6 +120,20 @@ def test_grammars_and_biases(kind: str, shape: str) -> None:
     head.predict = lambda state, depth: predict(head, state, depth)  # type: ignore[method-assign]
     for drafter in (head, Copying(head)):
         assert ids(Engine(model, drafter, shape=SHAPES[shape]).generate([[40, 41, 42]] * 3, own)) == expected
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_the_best_paths_of_a_damaged_row_are_none(kind: str) -> None:
+    """Not all paths of the full tree, which are equally unlikely."""
+    shape = BestPaths((6, 3, 2), 5)
+    hidden = torch.randn(2, 1, 32, generator=torch.Generator().manual_seed(0))
+    context = Context(hidden, torch.tensor([[3], [4]]), torch.ones(2, dtype=torch.long), torch.tensor([5, 6]))
+    draft = propose(damaged_head("hydra", kind), context, shape)
+    assert draft.num_nodes <= shape.most_nodes
+    assert draft.token_ids[:, 0].tolist() == [5, 6]
+    if kind not in ("largest", "first node"):
+        assert not draft.depths[0].any()
+    assert draft.depths[1].any()
 
 
 @pytest.mark.parametrize("from_depth", [0, 1])
