@@ -60,6 +60,85 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
 }
+ALTERNATING: dict[str, Any] = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+GROUPED_MOE = {**MOE, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+DEEPSEEK = {
+    **GROUPED_MOE,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+}
+PARTIAL_GPT = {**GPT2, "n_ctx": 256, "rotary_dim": 4}
+# options beyond SMALL of families that make test-thorough compares with transformers
+FURTHER_FAMILIES: dict[str, dict[str, Any]] = {
+    "apertus": {},
+    "arcee": {},
+    "biogpt": {},
+    "codegen": PARTIAL_GPT,
+    "cohere": {},
+    "cohere2": ALTERNATING,
+    "dbrx": {
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 2,
+        "max_seq_len": 256,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "deepseek_v2": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK,
+    "diffllama": {},
+    "dots1": {**GROUPED_MOE, "n_shared_experts": 1},
+    "ernie4_5": {"head_dim": 8},
+    "ernie4_5_moe": {},
+    "exaone4": ALTERNATING,
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "gemma": {"head_dim": 8},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ALTERNATING["layer_types"] * 2,
+        "sliding_window": 8,
+        "num_kv_shared_layers": 2,
+        "head_dim": 8,
+        "intermediate_size": [48, 48, 32, 48],
+        "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0],
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "laurel_rank": 8,
+        "altup_num_inputs": 2,
+    },
+    "glm": {"head_dim": 8},
+    "glm4": {"head_dim": 8},
+    "glm4_moe": {**GROUPED_MOE, "head_dim": 8},
+    "gpt_bigcode": GPT2,
+    "gpt_oss": {**ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "gptj": PARTIAL_GPT,
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoeshared": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16},
+    "helium": {"head_dim": 8},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "jetmoe": {"num_local_experts": 4, "kv_channels": 8},
+    "nemotron": {},
+    "olmo": {},
+    "olmo3": ALTERNATING,
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "persimmon": {},
+    "phi": {},
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {**MOE, "num_experts": 4, "shared_expert_intermediate_size": 16},
+    "qwen3_moe": {**MOE, "num_experts": 4, "head_dim": 8},
+    "seed_oss": {"head_dim": 8},
+    "smollm3": {},
+    "stablelm": {},
+    "starcoder2": {},
+    "xglm": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48},
+}
+ALL_FAMILIES = {**FAMILIES, **{name: {**SMALL, **options} for name, options in FURTHER_FAMILIES.items()}}
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22], [3]]
 TREES = {
     "chain": Tree.chain(3),
@@ -97,7 +176,7 @@ class IntegerTokenizer:
 def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> TargetModel:
     """A random model of the family, a few thousand parameters."""
     torch.manual_seed(seed)
-    config = CONFIG_MAPPING[family](**{**FAMILIES[family], **changes})
+    config = CONFIG_MAPPING[family](**{**ALL_FAMILIES[family], **changes})
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(requires_grad=False)
     return TargetModel(model, IntegerTokenizer(), f"tiny-{family}")
 

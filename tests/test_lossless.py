@@ -13,11 +13,13 @@ from draftheads.draft import Context, Draft
 from draftheads.heads import HEADS
 from draftheads.heads.base import DraftHead
 from draftheads.models.fast import speed_up
+from draftheads.models.kv_target import check_trees
 from draftheads.models.model import TargetModel
 from draftheads.shapes import BestFirst, Shape
 from draftheads.tree import Tree
 from families import (
     FAMILIES,
+    FURTHER_FAMILIES,
     GROWING,
     PROMPTS,
     TREES,
@@ -66,20 +68,36 @@ def plain(name: str) -> list[tuple[int, ...]]:
     return plain_text(name)
 
 
+def by_transformers(family: TargetModel, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    texts = [family.model.generate(torch.tensor([prompt]), **options)[0].tolist() for prompt in prompts]
+    return [tuple(text[len(prompt) :]) for text, prompt in zip(texts, prompts, strict=True)]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_plain_equals_transformers(name: str) -> None:
-    family = some_model(name)
-    plain = ids(decode(Engine(family, max_batch_size=1), PROMPTS))
-    for prompt, answer in zip(PROMPTS, plain, strict=True):
-        output = family.model.generate(
-            torch.tensor([prompt]),
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        assert tuple(output[0, len(prompt) :].tolist()) == answer
+    plain = ids(decode(Engine(some_model(name), max_batch_size=1), PROMPTS))
+    assert plain == by_transformers(some_model(name), PROMPTS)
     assert len({token for answer in plain for token in answer}) > 5, "a model that says one thing tests nothing"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", FURTHER_FAMILIES)
+def test_plain_trees_and_fast_modules_equal_transformers_in_further_families(name: str) -> None:
+    model, fast = tiny_model(name), tiny_model(name)
+    check_trees(model)
+    expected = by_transformers(model, EIGHT)
+    assert len({token for answer in expected for token in answer}) > 5, "a model that says one thing tests nothing"
+    fast.speed_up()
+    answers = {tuple(prompt): answer for prompt, answer in zip(EIGHT, expected, strict=True)}
+    for target in (model, fast):
+        assert ids(decode(Engine(target, max_batch_size=3), EIGHT)) == expected
+        for drafter in (PlantedDrafter(TREES["ragged"], answers), PlantedRandomTrees(answers, max_nodes=24)):
+            results = decode(Engine(target, drafter, max_batch_size=3), EIGHT)
+            assert ids(results) == expected
+            assert sum(result.tokens_per_step for result in results) / len(results) > 1.4
+        head = tiny_head("hydra", target)
+        assert ids(decode(Engine(target, head, shape=GROWING["best first"], max_batch_size=3), EIGHT)) == expected
 
 
 @pytest.mark.parametrize("batch_size", some([1, 8], 8))

@@ -91,6 +91,20 @@ def test_probabilities_are_computed_in_double_precision(dtype: torch.dtype) -> N
     assert torch.allclose(found, (logits.double() / 0.7).softmax(-1), rtol=1e-14)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("penalty", [1.003, 1.05, 1.1, 0.9])
+def test_penalties_are_transformers_own_in_every_type(dtype: torch.dtype, penalty: float) -> None:
+    """transformers processes logits in fp32: in bf16 a penalty of 1.003 would be 1."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(20, V, generator=generator)).to(dtype)
+    texts = torch.randint(0, V, (20, 12), generator=generator)
+    rows = of(*[SamplingSettings(repetition_penalty=penalty)] * 20)
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(texts, logits.float())
+    assert torch.equal(penalised(logits, rows, seen_in(texts)), expected)
+    uniforms = torch.zeros(20, dtype=torch.float64)
+    assert torch.equal(choose(logits, rows, seen_in(texts), uniforms), expected.argmax(-1))
+
+
 def test_without_a_penalty_the_logits_are_untouched() -> None:
     logits = torch.randn(2, V)
     everything = torch.ones(2, V, dtype=torch.bool)

@@ -34,6 +34,10 @@ class ChatReader(Protocol):
     def chat_template(self) -> str | None:
         """A template in place of the tokenizer's own; None: the tokenizer's own."""
 
+    @property
+    def max_positions(self) -> int | None:
+        """The maximal number of tokens in a text; None if it is not known."""
+
 
 def read_template(name_or_file: str | PathLike[str] | None) -> str | None:
     """The text of a built-in template (``chatml``, ``hermes``, ``llama-2``, ``vicuna``) or of a file; None for None.

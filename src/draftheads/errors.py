@@ -206,17 +206,25 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-class ChatTemplateWarning(UserWarning):
+class DraftHeadsWarning(UserWarning):
+    """The base class of all warnings of this package."""
+
+
+class ChatTemplateWarning(DraftHeadsWarning):
     """A chat prompt is read as plain text, because the model has no chat template."""
 
 
-class BaseModelWarning(UserWarning):
+class BaseModelWarning(DraftHeadsWarning):
     """A head drafts for a model whose layers differ much from those that it was trained for."""
 
 
-class SpeedWarning(UserWarning):
+class SpeedWarning(DraftHeadsWarning):
     """Decoding is slower than it could be. The text is the same."""
 
 
-class CacheWarning(UserWarning):
+class LengthWarning(DraftHeadsWarning):
+    """Texts end before the length that the model's configuration allows."""
+
+
+class CacheWarning(DraftHeadsWarning):
     """The cache of measurements is damaged or cannot be written; decoding works without it."""

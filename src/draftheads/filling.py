@@ -126,8 +126,6 @@ def _sample(head: Predictor, shape: Sampled, context: Context, begin: Begin) -> 
         parents = _on_device(level.parents, root.device)
         count = len(at)
         drawn = _distributions(head.predict(state, level.depth), context.rows, count)  # (B, W, V') float32
-        if context.rules is not None:
-            drawn = drawn.nan_to_num(0.0)  # not a number where no token is allowed
         whole = _over_vocabulary(head, drawn, context.rows)
         if probs is None:
             probs = whole.new_zeros(len(root), tree.num_nodes, whole.shape[-1])
@@ -149,11 +147,14 @@ def _sample(head: Predictor, shape: Sampled, context: Context, begin: Begin) -> 
 
 
 def _distributions(logits: Tensor, rows: RowSettings, count: int) -> Tensor:
-    """The distribution at W nodes, (B, W or 1, V') logits -> (B, W, V') float32; greedy rows take the best token."""
+    """The distribution at W nodes, (B, W or 1, V') logits -> (B, W, V') float32; greedy rows take the best token.
+
+    All 0 where it is not a number: no token is allowed, or a logit is infinite or not a number.
+    """
     probs = probabilities(logits.float(), rows)
     best = torch.zeros_like(probs).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     probs = torch.where(rows.greedy[:, None, None], best, probs)
-    return probs.float().expand(-1, count, -1)
+    return probs.float().nan_to_num_(0.0).expand(-1, count, -1)
 
 
 def _over_vocabulary(head: Predictor, probs: Tensor, rows: RowSettings) -> Tensor:
@@ -239,7 +240,7 @@ def _expand(
         root_ids: (B,).
         levels: for each depth d the width and the beam: that many children of each of the most probable nodes of depth
             d, as many as the beam; of all nodes where it is None.
-        divisors: of the logits of each depth; none when empty.
+        divisors: of the logits of each depth; depths beyond the last one get that one, and none when empty.
         limit: size and ``min_reach`` of the tree (:class:`BestFirst`): nodes whose children it cannot hold get none,
             and levels that are not likely enough are left out. None: nothing is left out.
     """
@@ -308,12 +309,14 @@ def _likeliest(
     """Log-probabilities and target ids of the most probable tokens at some depths, each (depths, B, W, R)."""
     parts = [head.predict(state, depth).float() for depth in depths]
     if divisors:
-        parts = [logits / divisors[depth] for logits, depth in zip(parts, depths, strict=True)]
+        parts = [logits / divisors[min(depth, len(divisors) - 1)] for logits, depth in zip(parts, depths, strict=True)]
     logits = torch.stack(parts)
     top = logits.topk(min(num_ranks, logits.shape[-1]), dim=-1)
     # rounding must not make a child likelier than its parent; where no token is allowed, all have probability 0
     total = logits.logsumexp(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)
     log_probs = (top.values - total).clamp_max(0.0)
+    # a damaged or overflowing head: nothing is drafted where the probabilities are not numbers
+    log_probs = log_probs.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     return log_probs, head.to_target_ids(top.indices)
 
 
@@ -336,7 +339,7 @@ def _best_path_through(path_log_probs: Tensor, widths: Sequence[int]) -> Tensor:
 
 
 def _nodes_on_paths(priority: Tensor, shape: BestPaths, depth: int) -> Tensor:
-    """(B,) how many nodes the best paths have together."""
+    """(B,) how many nodes the best paths have together. Paths of probability 0 are left out."""
     last = torch.Size(shape.widths[:depth]).numel()
     worst = priority[:, -last:].topk(min(shape.num_paths, last), dim=1).values[:, -1:]
-    return (priority >= worst).sum(1)
+    return (priority >= worst.clamp_min(torch.finfo(worst.dtype).min)).sum(1).clamp_min(1)

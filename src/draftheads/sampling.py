@@ -94,10 +94,13 @@ class RowSettings:
 
 
 def penalised(logits: Tensor, rows: RowSettings, seen: Tensor | None) -> Tensor:
-    """Logits (B, …, V) after the repetition penalty; ``seen`` is (B, …, V) bool, None where no row asks for it."""
+    """Logits (B, …, V) after the repetition penalty, in fp32 at least, as in transformers.
+
+    ``seen`` is (B, …, V) bool; None where no row asks for a penalty, and then the logits do not change.
+    """
     if not rows.any_penalty or seen is None:
         return logits
-    penalty = _per_row(rows.repetition_penalty, logits).to(logits.dtype)
+    penalty = _per_row(rows.repetition_penalty, logits)  # in fp32: a product with bf16 logits is not rounded
     changed = torch.where(logits < 0, logits * penalty, logits / penalty)
     return torch.where(seen, changed, logits)
 

@@ -9,10 +9,10 @@ from torch.nn import functional as F
 
 from draftheads.draft import TargetWeights
 from draftheads.errors import InvalidSettings, InvalidTree
-from draftheads.heads import head_classes
+from draftheads.heads import HEADS, head_classes
 from draftheads.heads.base import DraftHead
 from draftheads.tree import Path, Tree
-from families import fitting, propose
+from families import fitting, propose, tiny_head, tiny_model
 from slow_heads import (
     DRAFT_VOCAB,
     KINDS,
@@ -201,6 +201,16 @@ def test_binding_again_takes_the_new_targets_rows() -> None:
     expected = (other.lm_head @ features + other.lm_head_bias)[DRAFT_VOCAB] * other.logit_scale
     assert torch.allclose(head.logits(features, 0), expected, atol=1e-5)
     assert torch.equal(head.target_embedding, other.embedding)
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_the_targets_tensors_do_not_become_a_heads_weights(method: str) -> None:
+    """Or training the head would change the target: phi has an lm_head with a bias."""
+    target = tiny_model("phi")
+    theirs = {weight.data_ptr() for weight in target.model.parameters()}
+    head = tiny_head(method, target)  # which changes all weights of the head
+    assert not [name for name, weight in head.named_parameters() if weight.data_ptr() in theirs]
+    assert tiny_model("phi").weights_print == target.weights_print
 
 
 # --- errors ---

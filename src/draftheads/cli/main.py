@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from draftheads.errors import BaseModelWarning, CacheWarning, ChatTemplateWarning, DraftHeadsError, SpeedWarning
+from draftheads.errors import DraftHeadsError, DraftHeadsWarning
 
 
 class Command(NamedTuple):
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _show_warning(others: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any) -> None:
     """Prints our own warnings as one line, without the line of code that Python adds; others as usual."""
-    if issubclass(category, BaseModelWarning | CacheWarning | ChatTemplateWarning | SpeedWarning):
+    if issubclass(category, DraftHeadsWarning):
         print(f"warning: {message}", file=sys.stderr)
     else:
         others(message, category, *where)

@@ -38,7 +38,8 @@ def load_texts(
 ) -> list[EncodedChat]:
     """The chats of all files as tokens, at most about ``max_tokens`` in all.
 
-    Texts without an answer in the first ``max_length`` tokens are left out.
+    Texts are cut after ``max_length`` tokens, or fewer if the model takes fewer. Those without an answer in them are
+    left out.
 
     Raises:
         DataError: a bad line, with its file and line number; or no text at all.
@@ -52,6 +53,7 @@ def load_and_count(
     """The result of :func:`load_texts`, and the number of texts left out."""
     texts: list[EncodedChat] = []
     num_tokens = num_left_out = 0
+    max_length = limited(max_length, model)
     own_print = cache(lambda: tokenizer_print(model.tokenizer))
     for chat in read_chats(*paths):
         try:
@@ -70,6 +72,11 @@ def load_and_count(
     if not texts:
         raise DataError(f"no answer within the first {counted(max_length, 'token')} in {', '.join(map(str, paths))}")
     return texts, num_left_out
+
+
+def limited(length: int, model: ChatReader) -> int:
+    """The length, or that of the model's longest text."""
+    return min(length, model.max_positions or length)
 
 
 def _encoded(model: ChatReader, chat: Record, max_length: int, own_print: Callable[[], str]) -> EncodedChat:

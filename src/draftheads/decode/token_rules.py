@@ -105,7 +105,7 @@ class BatchRules:
     def _applied(self, logits: Tensor, places: Places, target_ids: Tensor | None, *, beyond: int) -> Tensor:
         if self._bias is not None:
             bias = self._bias[:, : logits.shape[-1]] if target_ids is None else self._bias[:, target_ids]
-            logits = (logits.float() + bias[:, None]).to(logits.dtype)
+            logits = logits + bias[:, None]  # in fp32, as in transformers
         rows = self._ruled_rows
         if not rows:
             return logits.expand(-1, len(places[0]), -1)

@@ -84,11 +84,12 @@ class LmHeads(nn.Module):
         if self.kind != "shared":
             return
         lm_head, bias = weights.lm_head.detach(), weights.lm_head_bias
+        bias = None if bias is None else bias.detach()  # a parameter would become one of the head's
         self.packed = None
         same_type = weights.lm_head_product is not None and weights.lm_head_product.dtype == dtype
         self.target_product = weights.lm_head_product if rows is None and same_type else None
         self.shared = (lm_head if rows is None else lm_head[rows].contiguous()).to(dtype)
-        self.shared_bias = None if bias is None else (bias if rows is None else bias.detach()[rows]).to(dtype)
+        self.shared_bias = None if bias is None else (bias if rows is None else bias[rows]).to(dtype)
         self.logit_scale = weights.logit_scale
 
     def pack(self) -> None:

@@ -5,6 +5,7 @@ Knows ``transformers``. Knows nothing of caches, trees or heads.
 
 import copy
 import hashlib
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftheads.counts import counted
 from draftheads.draft import TargetWeights
-from draftheads.errors import InvalidSettings, UnsupportedModel
+from draftheads.errors import InvalidSettings, LengthWarning, UnsupportedModel
 from draftheads.files import user_path
 from draftheads.kernels import PackedLinear
 from draftheads.models.adapter import read_lora
@@ -30,7 +31,14 @@ from draftheads.models.fingerprint import sampled_layers
 from draftheads.models.layer_inputs import layer_inputs
 from draftheads.models.lora import add_lora
 from draftheads.models.model_names import find_adapter, model_id_of
-from draftheads.models.pretrained import ATTENTION, LoadOptions, adapter_tokenizer, eos_ids_of, load_pretrained
+from draftheads.models.pretrained import (
+    ATTENTION,
+    LoadOptions,
+    adapter_tokenizer,
+    eos_ids_of,
+    load_pretrained,
+    max_positions_of,
+)
 from draftheads.models.torchao_int8 import quantise
 
 # varied text, on which int8 finds the layers' large inputs
@@ -111,9 +119,15 @@ class TargetModel:
         chat_template: str | None = None,
         **options: Unpack[LoadOptions],
     ) -> Self:
-        """Loads a model by its name, folder or Hub id; see :func:`draftheads.models.pretrained.load_pretrained`."""
+        """Loads a model by its name, folder or Hub id; see :func:`draftheads.models.pretrained.load_pretrained`.
+
+        Warns:
+            LengthWarning: texts must be shorter than the configuration allows.
+        """
         parts = load_pretrained(name, tokenizer=tokenizer, dtype=dtype, device=device, **options)
-        return cls(*parts, chat_template=chat_template)
+        target = cls(*parts, chat_template=chat_template)
+        _warn_of_length(target)
+        return target
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any, *, chat_template: str | None = None) -> Self:
@@ -127,6 +141,9 @@ class TargetModel:
         Raises:
             InvalidSettings: there is no tokenizer, or the model has an adapter in it.
             UnsupportedModel: it has no lm_head, or as for the class.
+
+        Warns:
+            LengthWarning: as for :meth:`load`.
         """
         if tokenizer is None:
             raise InvalidSettings(
@@ -139,7 +156,9 @@ class TargetModel:
             )
         if model.get_output_embeddings() is None:
             raise UnsupportedModel(f"the loaded {kind} has no lm_head: load it with AutoModelForCausalLM")
-        return cls(_sharing_weights(model).eval(), tokenizer, name_of_loaded(model), chat_template)
+        target = cls(_sharing_weights(model).eval(), tokenizer, name_of_loaded(model), chat_template)
+        _warn_of_length(target)
+        return target
 
     def twin(self) -> Self:
         """A copy of the modules that shares all weights: changes to its modules do not affect this model."""
@@ -252,10 +271,10 @@ class TargetModel:
         """V, the rows of the lm_head (a tokenizer may use fewer)."""
         return int(self.lm_head.out_features)
 
-    @property
+    @cached_property
     def max_positions(self) -> int | None:
-        """The maximal number of tokens in a text; None if the configuration does not contain it."""
-        return getattr(self.config, "max_position_embeddings", None)
+        """:func:`draftheads.models.pretrained.max_positions_of` this model."""
+        return max_positions_of(self.config)
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
@@ -443,6 +462,17 @@ class TargetModel:
             )
 
 
+def _warn_of_length(target: TargetModel) -> None:
+    longest = getattr(target.config, "max_position_embeddings", None)
+    if longest is not None and target.max_positions != longest:
+        warnings.warn(
+            f"{target.model_id} has LongRoPE: prompt and answer together have at most {target.max_positions:,} tokens, "
+            f"not {longest:,}. In longer texts the positions of all tokens change, which drafts cannot follow",
+            LengthWarning,
+            stacklevel=3,
+        )
+
+
 def layer_sizes(config: Any, hidden_size: int) -> dict[str, Any]:
     """Sizes of a model's layers, for heads with layers of these sizes; usual values where a size is missing.
 
@@ -459,6 +489,7 @@ def layer_sizes(config: Any, hidden_size: int) -> dict[str, Any]:
     theta = rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
     epsilons = (getattr(config, name, None) for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"))
     inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+    inner = max(inner) if isinstance(inner, list) else inner  # Gemma-3n has a size for each layer
     return {
         "num_attention_heads": heads,
         "num_key_value_heads": int(getattr(config, "num_key_value_heads", None) or heads),

@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # its import takes three seconds
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ATTENTION = ("sdpa", "eager")  # kinds that take a mask of four dimensions, which trees need
 _BF16_CAPABILITY = (8, 0)  # Ampere and later; T4 (7.5) and V100 (7.0) emulate bf16
+_ORIGINAL = "original_max_position_embeddings"
 _SPREADS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
@@ -166,6 +167,7 @@ class ModelTokenizer(NamedTuple):
     tokenizer: Any  # a transformers tokenizer
     eos_ids: frozenset[int]  # token ids that end a text
     chat_template: str | None = None  # used in place of the tokenizer's own
+    max_positions: int | None = None  # the maximal number of tokens in a text, if it is known
 
 
 def load_tokenizer(name: str, *, chat_template: str | None = None, trust_remote_code: bool = False) -> ModelTokenizer:
@@ -180,7 +182,9 @@ def load_tokenizer(name: str, *, chat_template: str | None = None, trust_remote_
             generation = GenerationConfig.from_pretrained(source)
         except OSError:  # no such file: transformers derives it from the configuration, too
             generation = GenerationConfig.from_model_config(config)
-        return ModelTokenizer(tokenizer, eos_ids_of(generation, config.get_text_config(), tokenizer), chat_template)
+        config = config.get_text_config()
+        eos_ids = eos_ids_of(generation, config, tokenizer)
+        return ModelTokenizer(tokenizer, eos_ids, chat_template, max_positions_of(config))
 
 
 def eos_ids_of(*sources: Any) -> frozenset[int]:
@@ -190,6 +194,21 @@ def eos_ids_of(*sources: Any) -> frozenset[int]:
         ids = getattr(source, "eos_token_id", None)
         found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
     return frozenset(found)
+
+
+def max_positions_of(config: Any) -> int | None:
+    """The maximal number of tokens in a text; None if the configuration of the text model does not contain it.
+
+    With LongRoPE it is the original length. Beyond it, transformers uses other factors for all rows and all tokens of
+    a pass; so a text would depend on the other rows, the drafts and the chunks in which its prompt is read.
+    """
+    ropes = [getattr(config, name, None) or {} for name in ("rope_parameters", "rope_scaling")]
+    ropes += [part for rope in ropes for part in rope.values() if isinstance(part, dict)]  # by kind of layer
+    limits = [getattr(config, "max_position_embeddings", None)]
+    for rope in ropes:
+        if "long_factor" in rope:
+            limits += [rope.get(_ORIGINAL), getattr(config, _ORIGINAL, None)]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def stored_dtype(name: str) -> torch.dtype:

@@ -83,7 +83,7 @@ class ChatOptions(OptionGroup):
     """Chat files (.jsonl, .jsonl.gz), or folders of them. One {"messages": [...]} a line, or {"prompt": ...,
     "completion": ...}, or what `draftheads serve --record` wrote."""
     max_length: Annotated[int, up_to(_MANY)] = 2048
-    """Texts are cut after that many tokens."""
+    """Texts are cut after that many tokens, or where the model ends."""
     max_tokens: Annotated[int | None, FROM_1] = None
     """Stop reading data after that many tokens. Also of finished --features."""
     held_out: Annotated[float, FRACTION] = 0.05

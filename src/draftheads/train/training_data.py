@@ -11,7 +11,7 @@ import torch
 
 from draftheads.data.batches import NUM_MEASURED, choose_texts, in_whole_steps, plan_batches, trainable
 from draftheads.data.chat import EncodedChat
-from draftheads.data.extract import build_shards, claim, load_texts, missing_shards, needed_bytes
+from draftheads.data.extract import build_shards, claim, limited, load_texts, missing_shards, needed_bytes
 from draftheads.data.extracted import ExtractedStore
 from draftheads.data.features import Documents, FeatureStore
 from draftheads.data.live import LiveStore, read_alone
@@ -61,7 +61,7 @@ def read_texts(target: TargetModel, options: TrainOptions) -> list[EncodedChat]:
             target.tokenizer,
             options.plain_text.text,
             eos_ids=target.eos_ids,
-            length=options.plain_text.text_length or chats.max_length,
+            length=limited(options.plain_text.text_length or chats.max_length, target),
             max_tokens=chats.max_tokens,
         )
     if chats.data:
