@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftheads.errors import CheckpointCorrupt, InvalidSettings, ModelNotFound, first_line
+from draftheads.file_set import current
 from draftheads.files import user_path
 from draftheads.messages import short
 from draftheads.models.embedded import SMOLLM2_135M, converted_folder, place_in_cache
@@ -102,7 +103,7 @@ def kind_of_folder(folder: Path) -> Literal["adapter", "draft head", "model"] | 
     """What a folder holds, by its configuration files; None if it is none of these."""
     if (folder / ADAPTER_CONFIG).is_file():
         return "adapter"
-    config = _json(folder / "config.json")
+    config = _json(current(folder, "config.json"))
     if {"format_version", "method", "base"} <= set(config):
         return "draft head"
     return "model" if {"model_type", "architectures"} & set(config) else None
@@ -110,7 +111,7 @@ def kind_of_folder(folder: Path) -> Literal["adapter", "draft head", "model"] | 
 
 def _check_is_model(name: str, folder: Path) -> None:
     if kind_of_folder(folder) == "draft head":
-        config = _json(folder / "config.json")
+        config = _json(current(folder, "config.json"))
         base = config["base"].get("model_id") if isinstance(config["base"], dict) else None
         raise ModelNotFound(
             f"{name} is a draft head ({config['method']} for {base}), not a model: load({str(base)!r}, head={name!r})"

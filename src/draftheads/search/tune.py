@@ -14,6 +14,7 @@ from draftheads.data.records import own_prompts, prompts_in
 from draftheads.decode.cost_profile import CostProfile, cost_of
 from draftheads.decode.engine import Prompt, prompt_list
 from draftheads.errors import InvalidSettings
+from draftheads.file_set import finish_replacing
 from draftheads.files import locked, user_path, write_atomic
 from draftheads.loading import find_template, load_drafter, load_target
 from draftheads.models.model_names import model_name
@@ -102,6 +103,7 @@ def tune_head(
             "provenance": provenance(),
         }
         write_atomic(folder / RECORD, json.dumps(record).encode())
+        finish_replacing(folder)
         profile.save(folder / PROFILE_FILE)
     return Tuning(profile, record, folder)
 
