@@ -21,7 +21,8 @@ import torch
 
 from draftheads.acceptance_profile import DEFAULT_NODES
 from draftheads.data.batches import split_held_out
-from draftheads.data.records import RecordedTokens, own_prompts, prompts_in, read_json_lines
+from draftheads.data.json_lines import read_json_lines
+from draftheads.data.records import RecordedTokens, own_prompts, prompts_in
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult, Request, StreamEvent
 from draftheads.drafters.corpus import Corpus
