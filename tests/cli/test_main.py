@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from draftheads.cli.help import options_of as help_options
-from draftheads.cli.main import COMMANDS, _import_quickly, main, options_of
+from draftheads.cli.main import COMMANDS, import_quickly, main, options_of
 from draftheads.decode.engine import Engine
 
 
@@ -223,7 +223,7 @@ def test_garbage_is_collected_again_after_the_imports(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("draftheads.cli.main.importlib.import_module", imported)
     with pytest.raises(ImportError):
-        _import_quickly("generate")
+        import_quickly("generate")
     assert seen == [False]
     assert gc.isenabled()
 

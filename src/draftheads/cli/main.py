@@ -102,11 +102,11 @@ def _run(name: str, arguments: Sequence[str]) -> None:
     marks = (tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName)
     options = tyro.cli(kind, args=arguments, prog=f"draftheads {name}", config=marks, **default)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it logs missing libraries on import
-    _import_quickly(name).run(options)
+    import_quickly(name).run(options)
 
 
-def _import_quickly(name: str) -> Any:
-    """The module of a command. Its imports make 600,000 objects that stay; to search them for garbage takes seconds."""
+def import_quickly(name: str) -> Any:
+    """A module of this package; its imports make 600,000 objects that stay, and searching them for garbage is slow."""
     gc.disable()
     try:
         return importlib.import_module(f"draftheads.cli.{name.replace('-', '_')}")
