@@ -126,6 +126,8 @@ def test_a_folder_comes_before_the_hub(tmp_path: Path, monkeypatch: pytest.Monke
 def test_an_unknown_name_lists_what_is_bundled() -> None:
     with pytest.raises(ModelNotFound, match=r"no head 'telepathy': .*installed for smollm2-135m: hydra, medusa$"):
         find_head("telepathy", "smollm2-135m")
+    with pytest.raises(ModelNotFound, match=r"no head 'hydar' \(did you mean hydra\?\): neither"):
+        find_head("hydar", "smollm2-135m")
     with pytest.raises(ModelNotFound, match=r"installed for no-heads-1b, only medusa for other-1b, hydra for smollm"):
         find_head("telepathy", "no-heads-1b")
 

@@ -14,7 +14,7 @@ from draftheads.errors import ModelNotFound, first_line
 from draftheads.files import user_path
 from draftheads.head_files import CONFIG_FILE, HEAD_FILES
 from draftheads.models.embedded import SMOLLM2_135M
-from draftheads.models.model_names import base_of, model_name
+from draftheads.models.model_names import base_of, hint_at, model_name
 
 DATA_PACKAGE = "draftheads-zoo"
 # heads for smollm2-135m that the wheel of draftheads leaves out: zoo/pyproject.toml lists the same
@@ -89,9 +89,10 @@ def find_head(name: str | PathLike[str], base_name: str) -> Path:
         )
     if match := _HUB_ID.fullmatch(name):
         return _download(match["repo"], match["subfolder"], base_name)
+    installed = [head.method for head in zoo_heads() if head.base_name == base_name]
     raise ModelNotFound(
-        f"no head {name!r}: neither a folder here nor an id on the Hugging Face Hub (owner/name); "
-        f"{_installed_for(base_name)}"
+        f"no head {name!r}{hint_at(name, installed)}: neither a folder here nor an id on the Hugging Face Hub "
+        f"(owner/name); {_installed_for(base_name)}"
     )
 
 
