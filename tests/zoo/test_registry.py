@@ -83,7 +83,8 @@ def test_heads_of_the_data_package_are_found(zoo: Path, tmp_path: Path, monkeypa
 @pytest.mark.parametrize("method", registry.DATA_PACKAGE_HEADS)
 def test_without_the_data_package_the_error_names_it(method: str) -> None:
     with pytest.raises(
-        ModelNotFound, match=f"{re.escape(repr(method))} for smollm2.*: pip install draftheads-zoo .*/zoo"
+        ModelNotFound,
+        match=rf"{re.escape(repr(method))} for smollm2.* draftheads-zoo; .*: pip install \./zoo \(in a check",
     ):
         find_head(method, "smollm2-135m")
 
