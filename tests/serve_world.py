@@ -20,8 +20,9 @@ from draftheads.decode.request import GenerationResult
 from draftheads.models.model import TargetModel
 from draftheads.serve.guard import Access
 from draftheads.serve.http_limits import HttpLimits
+from draftheads.serve.listening import listen
 from draftheads.serve.scheduler import Limits, Scheduler
-from draftheads.serve.server import HttpServer, http_server, listen
+from draftheads.serve.server import HttpServer, http_server
 from draftheads.serve.service import ServedModel, Service
 from draftheads.shapes import BestFirst
 from families import SMALL, tiny_head

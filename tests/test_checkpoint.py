@@ -377,7 +377,7 @@ def test_a_file_with_the_name_of_the_folder_stays(base: TargetModel, tmp_path: P
 
 def test_a_folder_in_a_files_place_is_named(base: TargetModel, tmp_path: Path) -> None:
     (tmp_path / "head" / CONFIG_FILE / "inner").mkdir(parents=True)
-    with pytest.raises(StorageError, match="the new head is at"):
+    with pytest.raises(StorageError, match="the new file is at"):
         save_head(random_head(base), tmp_path / "head", base=base)
 
 

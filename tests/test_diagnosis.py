@@ -1,11 +1,12 @@
 """What `draftheads doctor` finds, on machines that are made up."""
 
+import errno
 import importlib
 import json
-import os
 import platform
 import re
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable
 from importlib import metadata
@@ -396,6 +397,7 @@ def test_heads_and_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one(found, "heads").text == "hydra, medusa for smollm2-135m"
     assert one(found, "draftheads-zoo").text == "not installed; it has 7 more of them"
     assert one(found, "draftheads-zoo").level == "optional"
+    assert one(found, "draftheads-zoo").advice == "pip install ./zoo (in a checkout of draftheads)"
     heads += [SimpleNamespace(base_name="smollm2-135m", method=method) for method in diagnosis.DATA_PACKAGE_HEADS]
     assert "draftheads-zoo" not in [finding.name for finding in diagnosis.find_models()]  # as in a checkout
     versions(monkeypatch, draftheads_zoo="0.1.0")
@@ -443,7 +445,10 @@ def test_damaged_measurements_have_their_remedy(here: Path, text: str) -> None:
 
 
 def test_a_cache_that_cannot_be_written(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda *_: False)
+    def refused(**_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
     found = one(diagnosis.find_cache(), "folder")
     assert found.text == f"{here / 'cache'} cannot be written"
     assert found.advice.startswith("set DRAFTHEADS_CACHE;")

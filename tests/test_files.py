@@ -13,7 +13,15 @@ import torch
 from safetensors.torch import save_file
 
 from draftheads.errors import DataError, InvalidSettings, StorageError
-from draftheads.files import append_synced, atomic_directory, locked, remove_leftovers, user_path, write_atomic
+from draftheads.files import (
+    append_synced,
+    atomic_directory,
+    check_writable,
+    locked,
+    remove_leftovers,
+    user_path,
+    write_atomic,
+)
 
 DISK_BYTES = 2 << 20
 TOO_MUCH = torch.zeros(DISK_BYTES, dtype=torch.uint8)
@@ -309,6 +317,48 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
         locked(tmp_path / "file" / "head", "name another --out"),
     ):
         pytest.fail("it was written")
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A folder into which not even root can write."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    try:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(folder)], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs the right to mount a file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_read_only_file_system_is_named(read_only: Path):
+    with pytest.raises(StorageError, match=r"cannot write into .*disk: Read-only file system; choose another folder"):
+        check_writable(read_only / "new" / "file")
+    with (
+        pytest.raises(StorageError, match=r"cannot write into .*disk: Read-only file system; name another --out"),
+        locked(read_only, "name another --out"),
+    ):
+        pytest.fail("it was written")
+
+
+def test_a_missing_permission_is_no_lock_of_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The system refuses to make a file, which the lock's library takes for a lock that is held."""
+    own = os.open
+
+    def refused(path: str | Path, flags: int, *rest: int, **named: int) -> int:
+        if Path(path).is_relative_to(tmp_path) and flags & (os.O_WRONLY | os.O_RDWR):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return own(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refused)
+    with (
+        pytest.raises(StorageError, match=r"cannot write into .*: Permission denied; give --out"),
+        locked(tmp_path, "give --out"),
+    ):
+        pytest.fail("it was written")
+    with pytest.raises(StorageError, match=r"cannot save .*out: cannot write into .*: Permission denied"):
+        check_writable(tmp_path / "new" / "out")
 
 
 def test_a_folder_that_was_made_for_work_that_fails_at_once_is_removed(tmp_path: Path):

@@ -24,8 +24,8 @@ from draftheads.errors import (
     CheckpointMismatch,
     InvalidSettings,
     InvalidTree,
-    StorageError,
 )
+from draftheads.file_set import read_set, replaced_set
 from draftheads.files import atomic_directory, user_path
 from draftheads.head_files import (
     CARD_FILE,
@@ -64,8 +64,8 @@ def save_head(
 ) -> None:
     """Writes a head and its acceptance profile to a folder.
 
-    A new folder appears complete or not at all. In an existing folder, the files of a head are replaced and other
-    files stay. The new files are complete on the disk before the first old file is replaced.
+    A new folder appears complete or not at all. In an existing folder, the files of a head are replaced together and
+    other files stay: after a kill at any moment, :func:`load_head` finds the old head or the new one.
 
     Args:
         head: on any device, in any floating type.
@@ -92,14 +92,10 @@ def save_head(
         CARD_FILE: (card or f"# {head.config.method} head for {base.model_id}").rstrip("\n"),
         CONFIG_FILE: json.dumps(_config_object(head.config, base), indent=2),
     }
-    is_new = not folder.is_dir()
-    incoming = folder if is_new else folder / ".incoming"
-    with atomic_directory(incoming, replace=not is_new) as staged:
+    with (replaced_set if folder.is_dir() else atomic_directory)(folder) as staged:
         save_file(tensors, staged / TENSORS_FILE, metadata={"format": "pt"})
         for name, text in texts.items():
             (staged / name).write_text(text + "\n", encoding="utf-8")
-    if not is_new:
-        _move_files(incoming, folder)
 
 
 def load_head(
@@ -126,9 +122,8 @@ def load_head(
     """
     _check_target(base)
     dtype = dtype_named(dtype)
-    saved = read_head(user_path(_path(folder)), ignore_profile=ignore_profile)
+    saved, tensors = read_tensors(user_path(_path(folder)), device=base.device, ignore_profile=ignore_profile)
     check_base(saved, base)
-    tensors = load_file(saved.folder / TENSORS_FILE, device=str(base.device))
     _check_draft_vocab(saved, tensors)
     head = _filled(saved.config, tensors, base, dtype or base.dtype)
     if unsaved := [name for name, buffer in head.named_buffers() if buffer.is_meta]:
@@ -190,6 +185,18 @@ def read_head(folder: str | PathLike[str], *, ignore_profile: bool = False) -> S
         config=config,
         fingerprints=read_dataclass(Fingerprints, prints, path, "base.fingerprints"),
     )
+
+
+def read_tensors(
+    folder: Path, *, device: torch.device | str = "cpu", ignore_profile: bool = False
+) -> tuple[SavedHead, dict[str, Tensor]]:
+    """A saved head and its tensors by name; arguments and errors as for :func:`read_head`."""
+
+    def read() -> tuple[SavedHead, dict[str, Tensor]]:
+        saved = read_head(folder, ignore_profile=ignore_profile)
+        return saved, load_file(saved.tensors_file, device=str(device))
+
+    return read_set(folder, HEAD_FILES, read)
 
 
 def check_profile(config: HeadConfig, profile: AcceptanceProfile, path: Path) -> None:
@@ -276,16 +283,6 @@ def _config_object(config: HeadConfig, base: TargetModel) -> dict[str, Any]:
         "provenance": provenance(),
         **({} if base.chat_template is None else {"chat_template": base.chat_template}),
     }
-
-
-def _move_files(source: Path, folder: Path) -> None:
-    """Renames need no space, so a full disk cannot interrupt them."""
-    try:
-        for name in HEAD_FILES:
-            (source / name).replace(folder / name)
-        source.rmdir()
-    except OSError as error:
-        raise StorageError(f"cannot save {folder}: {error.strerror}; the new head is at {source}") from error
 
 
 def _read_config(method: str, options: Any, path: Path) -> HeadConfig:

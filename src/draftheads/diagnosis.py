@@ -30,7 +30,7 @@ from draftheads.files import check_writable
 from draftheads.machine import IDLE_CORES, Cores, OtherPrograms, find_cores, find_memory, has_nvidia_driver
 from draftheads.models.embedded import SMOLLM2_135M, find_gguf, place_in_cache
 from draftheads.provenance import processor, provenance
-from draftheads.zoo.registry import DATA_PACKAGE, DATA_PACKAGE_HEADS, zoo_heads
+from draftheads.zoo.registry import DATA_PACKAGE, DATA_PACKAGE_HEADS, DATA_PACKAGE_INSTALL, zoo_heads
 
 Level = Literal["ok", "optional", "advice", "unusable"]
 
@@ -380,8 +380,8 @@ def _heads() -> Iterator[Finding]:
     if version is not None:
         yield Finding(DATA_PACKAGE, version)
     elif missing := set(DATA_PACKAGE_HEADS).difference(heads.get(SMOLLM2_135M.name, [])):
-        advice = f"pip install {DATA_PACKAGE} (in a checkout: ./zoo)"
-        yield Finding(DATA_PACKAGE, f"not installed; it has {len(missing)} more of them", advice, "optional")
+        text = f"not installed; it has {len(missing)} more of them"
+        yield Finding(DATA_PACKAGE, text, DATA_PACKAGE_INSTALL, "optional")
 
 
 def _downloaded() -> dict[str, int] | str:

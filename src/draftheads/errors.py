@@ -151,6 +151,15 @@ class MissingDependency(DraftHeadsError):
         super().__init__(f"{message}; install it with: pip install {pip_install}" if pip_install else message)
 
 
+def close_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was probably meant; None if none is near.
+
+    >>> close_name("hydar", ["medusa", "hydra"])
+    'hydra'
+    """
+    return next(iter(get_close_matches(name, list(known), 1)), None)
+
+
 def no_such(what: str, name: str, known: Iterable[str], *, other_names: Mapping[str, str]) -> InvalidSettings:
     """The error for an unknown name, with the one that was probably meant.
 
@@ -164,7 +173,7 @@ def no_such(what: str, name: str, known: Iterable[str], *, other_names: Mapping[
     no setting 'top_q'; did you mean top_k?
     """
     known = sorted(known)
-    close = other_names.get(name) or next(iter(get_close_matches(name, known, 1)), None)
+    close = other_names.get(name) or close_name(name, known)
     hint = f"did you mean {close}?" if close else f"choose among {', '.join(known)}"
     return InvalidSettings(f"no {what} {name!r}; {hint}")
 

@@ -9,6 +9,7 @@ import errno
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -63,9 +64,7 @@ def check_writable(path: str | os.PathLike[str]) -> Path:
         if target.is_dir()
         else f"{folder} is not a folder"
         if not folder.is_dir()
-        else None
-        if os.access(folder, os.W_OK)
-        else f"no permission to write to {folder}; choose another folder"
+        else _why_not_writable(folder)
     )
     if problem is not None:
         raise StorageError(f"cannot save {target}: {problem}")
@@ -177,6 +176,8 @@ def locked(
     try:
         place.mkdir(parents=True, exist_ok=True)
         lock = FileLock(place / (f".{file}.lock" if file else ".lock"))
+        with tempfile.TemporaryFile(dir=place):  # without permission FileLock would wait, as if another held the lock
+            pass
         try:
             lock.acquire(timeout=0)
         except Timeout:
@@ -204,6 +205,15 @@ def remove_leftovers(path: str | os.PathLike[str]) -> None:
     target = Path(path)
     for leftover in target.parent.glob(f".{target.name}.*{_TEMPORARY_SUFFIX}"):
         _remove(leftover)
+
+
+def _why_not_writable(folder: Path) -> str | None:
+    """The reason why no file can be made in a folder. Permission bits are not the whole truth: the disk may be full."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return f"cannot write into {folder}: {error.strerror}; choose another folder"
 
 
 def _new_file(path: Path) -> BinaryIO:

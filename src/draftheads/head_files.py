@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from draftheads.acceptance_profile import PROFILE_FILE, AcceptanceProfile, read_profile
 from draftheads.errors import CheckpointCorrupt, ModelNotFound, UnknownMethod
+from draftheads.file_set import current, read_set
 from draftheads.heads import check_method
 from draftheads.models.model_names import kind_of_folder
 from draftheads.strict_json import checked, read_object
@@ -62,9 +63,14 @@ class HeadFiles:
     chat_template: str | None = None  # used in training; None: the tokenizer's own
 
     @property
+    def tensors_file(self) -> Path:
+        """Where its tensors are."""
+        return current(self.folder, TENSORS_FILE)
+
+    @property
     def digest(self) -> str:
         """Of the tensors' file: 16 hexadecimal digits."""
-        with (self.folder / TENSORS_FILE).open("rb") as file:
+        with self.tensors_file.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
     @property
@@ -75,12 +81,12 @@ class HeadFiles:
     @property
     def num_bytes(self) -> int:
         """Size of the tensors' file."""
-        return (self.folder / TENSORS_FILE).stat().st_size
+        return self.tensors_file.stat().st_size
 
     @property
     def card(self) -> str:
         """The text of the model card; empty if there is none."""
-        path = self.folder / CARD_FILE
+        path = current(self.folder, CARD_FILE)
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
@@ -99,16 +105,20 @@ def read_head_files(folder: str | PathLike[str], *, ignore_profile: bool = False
         InvalidTree: its profile's paths are not a tree.
     """
     folder = Path(folder)
+    return read_set(folder, HEAD_FILES, lambda: _read(folder, ignore_profile=ignore_profile))
+
+
+def _read(folder: Path, *, ignore_profile: bool) -> HeadFiles:
     _check_is_head(folder)
-    path = folder / CONFIG_FILE
+    path = current(folder, CONFIG_FILE)
     raw = checked({"chat_template": None, **read_object(_present(path), newest=FORMAT_VERSION)}, _CONFIG_KEYS, path)
     base = checked(raw["base"], _BASE_KEYS, path, "base")
     try:
         check_method(raw["method"])
     except UnknownMethod as error:
         raise UnknownMethod(f"{path}: {error}, or upgrade this package") from None
-    profile = AcceptanceProfile.assumed(1) if ignore_profile else read_profile(_present(folder / PROFILE_FILE))
-    shapes, types = _read_header(folder / TENSORS_FILE)
+    profile = AcceptanceProfile.assumed(1) if ignore_profile else read_profile(_present(current(folder, PROFILE_FILE)))
+    shapes, types = _read_header(current(folder, TENSORS_FILE))
     return HeadFiles(
         folder=folder,
         method=raw["method"],
@@ -130,7 +140,7 @@ def _check_is_head(folder: Path) -> None:
             f"no head at {folder}: no such folder; the bundled heads are loaded by name: load(MODEL, head=NAME)"
         )
     kind, inner = kind_of_folder(folder), folder / HEAD_FOLDER
-    if kind == "draft head" or (kind is None and (folder / CONFIG_FILE).exists()):
+    if kind == "draft head" or (kind is None and current(folder, CONFIG_FILE).exists()):
         return
     if kind_of_folder(inner) == "draft head":
         raise ModelNotFound(f"{folder} is not a draft head, but has one in {inner}: give that folder")

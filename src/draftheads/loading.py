@@ -38,6 +38,8 @@ from draftheads.errors import (
     require_at_least,
     require_bool,
 )
+from draftheads.file_set import read_set
+from draftheads.head_files import HEAD_FILES
 from draftheads.heads.base import DraftHead
 from draftheads.messages import short
 from draftheads.models.fast import return_freed_memory, rows_keep_their_bits
@@ -225,19 +227,22 @@ def engine_on(
         return Engine(target, max_batch_size=max_batch_size)
     if head in UNTRAINED:
         return Engine(target, UNTRAINED[str(head)](), max_batch_size=max_batch_size)
-    drafter = load_drafter(head, model, target, fast=fast)
-    return head_engine(
-        target,
-        drafter,
-        head=head,
-        model=model,
-        tree=tree,
-        profile=profile,
-        copy=copy,
-        corpus=corpus,
-        max_batch_size=max_batch_size,
-        keep_cost=keep_cost,
-    )
+
+    def read() -> Engine:
+        return head_engine(
+            target,
+            load_drafter(head, model, target, fast=fast),
+            head=head,
+            model=model,
+            tree=tree,
+            profile=profile,
+            copy=copy,
+            corpus=corpus,
+            max_batch_size=max_batch_size,
+            keep_cost=keep_cost,
+        )
+
+    return read_set(find_head(fspath(head), fspath(model)), HEAD_FILES, read)  # its profile belongs to its tensors
 
 
 def head_engine(

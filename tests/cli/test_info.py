@@ -12,7 +12,7 @@ import tyro
 
 from draftheads.acceptance_profile import AcceptanceProfile
 from draftheads.checkpoint import save_head
-from draftheads.cli.info import run
+from draftheads.cli.info import WORDS, run
 from draftheads.cli.options.info import InfoOptions
 from draftheads.errors import CheckpointCorrupt, InvalidSettings, InvalidTree, ModelNotFound
 from draftheads.heads.medusa import MedusaConfig, MedusaHead
@@ -82,7 +82,7 @@ def test_a_head_is_described(folder: Path, capsys: pytest.CaptureFixture[str]) -
         f"embedding {config['base']['fingerprints']['embedding'][:16]}",
         f"torch {torch.__version__}",
         "measured on 4 texts, 80 tokens at temperature 0",
-        "tokens/step, 4 nodes static 1.30, dynamic 1.36",
+        "tokens/step, 4 nodes static 1.30, growing 1.36",
         "4 nodes, root included; depth 2",
     ):
         assert line in lines(text), line
@@ -126,6 +126,21 @@ def test_a_missing_zoo_is_reported(
 ) -> None:
     monkeypatch.setattr(registry, "weights_folder", lambda: tmp_path / "none")
     assert "No heads are installed" in told(capsys, "")
+
+
+def test_the_words_are_explained_here_and_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(told(capsys, "").split())
+    page = (Path(__file__).parents[2] / "docs" / "trees.md").read_text(encoding="utf-8").replace("`", "")
+    for word, meaning in WORDS.items():
+        assert f" {word} {meaning}" in text
+        assert f"\n| {word} | {meaning} |\n" in page
+    assert {"static", "growing", "nodes", "profile", "tune", "bench"} <= WORDS.keys()
+
+
+def test_the_other_package_is_installed_from_where_it_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "More heads for smollm2-135m: pip install ./zoo (in a checkout of draftheads)\n" in told(capsys, "")
 
 
 @pytest.mark.parametrize("text", ["[[0],[1],[0,0]]", " [[0], [1], [0, 0]]"])

@@ -15,7 +15,7 @@ import torch
 
 from draftheads import kernel_choice
 from draftheads.cli.help import options_of as help_options
-from draftheads.cli.main import COMMANDS, _import_quickly, main, options_of
+from draftheads.cli.main import COMMANDS, import_quickly, main, options_of
 from draftheads.decode.engine import Engine
 from draftheads.kernel_choice import choose
 
@@ -52,7 +52,7 @@ def test_an_unknown_command(capsys: pytest.CaptureFixture[str]):
     assert main(["generat", "hello"]) == 2
     out, err = capsys.readouterr()
     assert not out
-    assert err.startswith("draftheads: no command 'generat'\n\nusage: draftheads COMMAND")
+    assert err.startswith("draftheads: no command 'generat'; did you mean generate?\n\nusage: draftheads COMMAND")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -153,13 +153,35 @@ def test_an_unknown_option(capsys: pytest.CaptureFixture[str]):
     assert "--max-new-tokens" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "meant"),
+    [
+        ("train --metod hydra", "no option --metod; did you mean --method?"),  # beside a required one that is missing
+        ("train --method hydra --out x --dta=y", "no option --dta=y; did you mean --data?"),
+        ("generate abc --no-fst", "no option --no-fst; did you mean --fast?"),
+        ("generate abc --max_new_token 3", "no option --max_new_token; did you mean --max-new-tokens?"),
+    ],
+)
+def test_the_option_that_was_meant_is_named(command: str, meant: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(shlex.split(command))
+    assert capsys.readouterr().err.endswith(f"error: {meant}\n")
+
+
+def test_only_an_unknown_option_is_named(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["generate", "abc", "--precision", "bf17", "--max_new_tokens", "3", "--no-fast", "--zzzzzz"])
+    assert "did you mean" not in capsys.readouterr().err
+
+
 # --- errors: one clear line ---
 
 ON_MODEL = "--model model"
 ERRORS = {
     "generate abc --model 'no such model'": "no such model is not a folder here",
+    "generate abc --model ./modle": "./modle (did you mean ./model?) is not a folder here",
     "generate abc --model medusa": "medusa",
-    f"generate abc {ON_MODEL} --head medusaa": "no head 'medusaa'",
+    f"generate abc {ON_MODEL} --head medusaa": "no head 'medusaa' (did you mean medusa?)",
     f"generate '' {ON_MODEL}": "the prompt is empty",
     f"generate {ON_MODEL}": "the prompt is empty",  # nothing on standard input
     f"generate abc ' ' {ON_MODEL}": "the prompt is empty",
@@ -227,7 +249,7 @@ def test_garbage_is_collected_again_after_the_imports(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("draftheads.cli.main.importlib.import_module", imported)
     with pytest.raises(ImportError):
-        _import_quickly("generate")
+        import_quickly("generate")
     assert seen == [False]
     assert gc.isenabled()
 

@@ -62,6 +62,20 @@ def test_a_file_gets_a_line_now_and_then_with_speed_and_time_left(clock: Clock):
     assert written(console) == "training\ntraining, loss 1.500: 1,200 of 4,000, 5.00/s, 9 min left\n"
 
 
+def test_a_file_gets_no_speed_before_it_is_known(clock: Clock):
+    """The first progress came late, and the next units soon after it: a batch that ended, or saved results."""
+    console = file_console()
+    with ProgressDisplay(console) as display:
+        display.stage("answering")
+        clock.seconds += 29
+        display.progress(0, 4000)
+        clock.seconds += 1
+        display.progress(2, 4000)
+        clock.seconds += 30
+        display.progress(62, 4000)
+    assert written(console) == "answering\nanswering: 2 of 4,000\nanswering: 62 of 4,000, 2.00/s, 33 min left\n"
+
+
 def test_a_terminal_shows_a_bar_and_keeps_a_line_of_each_finished_stage(clock: Clock):
     console = terminal()
     with ProgressDisplay(console) as display:

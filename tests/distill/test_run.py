@@ -16,7 +16,8 @@ from draftheads.decode.request import GenerationResult
 from draftheads.distill.dialogue import Dialogue
 from draftheads.distill.local import _add_result
 from draftheads.distill.prompts import SELF_TALK, Prompt
-from draftheads.errors import DataError, UnsupportedModel
+from draftheads.distill.run import distill
+from draftheads.errors import DataError, StorageError, UnsupportedModel
 from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
 from fake_progress import FakeProgress
@@ -36,6 +37,13 @@ def roles(record: dict[str, Any]) -> list[str]:
 
 def user_turns(record: dict[str, Any]) -> list[str]:
     return [message["content"] for message in record["messages"] if message["role"] == "user"]
+
+
+def test_a_place_that_cannot_be_written_is_an_error_before_the_model_is_loaded(tmp_path: Path):
+    (tmp_path / "file").touch()
+    for out, problem in ((tmp_path / "file" / "out.jsonl", "file is not a folder"), (tmp_path, "it is a folder")):
+        with pytest.raises(StorageError, match=problem):
+            distill(options(tmp_path, out=out), lambda: pytest.fail("the model was loaded"), FakeProgress())
 
 
 # --- answers ---

@@ -43,7 +43,9 @@ def install_package(site: Path, module: str, *, attribute: str = "register_heads
 
 
 def test_an_unknown_method_is_refused() -> None:
-    with pytest.raises(UnknownMethod, match=r"unknown method 'medus'; choose one of .*hydra.*medusa"):
+    with pytest.raises(
+        UnknownMethod, match=r"unknown method 'medus' \(did you mean medusa\?\); choose .*hydra.*medusa"
+    ):
         head_classes("medus")
 
 

@@ -14,7 +14,7 @@ import httpx2
 import pytest
 
 from cli_world import write_model
-from draftheads.cli import serve as cli_serve
+from draftheads.cli import serving
 from draftheads.cli.main import main
 from draftheads.cli.options.serve import ServeOptions
 from draftheads.errors import MissingDependency
@@ -66,6 +66,7 @@ def test_a_kill_a_restart_and_a_graceful_end(folder: Path):
         assert second.process.wait(600) == 0
     lines = "".join(second.errors)
     assert "POST /v1/chat/completions 200" in lines
+    assert "GET /ready" not in lines
     assert "a dog" not in lines
     assert expected[:20] not in lines
 
@@ -87,27 +88,37 @@ def test_a_signal_while_the_model_is_loaded_ends_the_process(folder: Path):
         assert process.wait(600) == 0
 
 
-def test_a_model_that_cannot_be_loaded_and_a_port_that_is_taken(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(cli_serve, "_log_to_stderr", lambda: None)  # it would change the loggers of other tests
+def test_a_model_that_cannot_be_loaded(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(serving, "_log_to_stderr", lambda: None)  # it would change the loggers of other tests
     monkeypatch.delenv("DRAFTHEADS_API_KEY", raising=False)
     assert main(["serve", "./none", "--port", "0", "--host", "0.0.0.0"]) == 1  # noqa: S104
     first, *_, last = capsys.readouterr().err.splitlines()
     assert first.startswith("warning: http://0.0.0.0")
     assert last.startswith("error: ")
+
+
+TAKEN = """
+import sys
+from draftheads.cli.main import main
+assert main(["serve", "./none", "--port", sys.argv[1]]) == 1
+sys.exit(bool({"torch", "transformers", "fastapi", "uvicorn"} & set(sys.modules)))
+"""
+
+
+def test_a_port_that_is_taken_is_named_before_anything_slow_is_imported():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert main(["serve", "./none", "--port", port]) == 1
-    assert f"--port {port}: cannot listen there" in capsys.readouterr().err
+        ended = subprocess.run([sys.executable, "-c", TAKEN, port], capture_output=True, text=True, check=False)
+    assert f"--port {port}: cannot listen there" in ended.stderr
+    assert ended.returncode == 0
 
 
 def test_a_missing_web_server_is_named(monkeypatch: pytest.MonkeyPatch):
-    for name in ("draftheads.serve.server", "draftheads.cli.serve"):
+    for name in ("draftheads.serve.server", "draftheads.cli.serving"):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(MissingDependency, match=r"pip install 'draftheads\[serve\]'"):
-        importlib.import_module("draftheads.cli.serve")
+        importlib.import_module("draftheads.cli.serving")
 
 
 @pytest.mark.parametrize(
@@ -122,9 +133,9 @@ def test_keys_come_from_options_a_file_and_the_environment(tmp_path: Path, monke
     (tmp_path / "keys").write_text("# ours\nfirst\n\nsecond\n", encoding="utf-8")
     monkeypatch.setenv("DRAFTHEADS_API_KEY", "third")
     options = ServeOptions(api_key=("fourth",), api_key_file=tmp_path / "keys")
-    assert cli_serve._api_keys(options) == ("fourth", "first", "second", "third")
+    assert serving._api_keys(options) == ("fourth", "first", "second", "third")
 
 
 @pytest.mark.parametrize(("waiting", "choices"), [(1, 1), (9, 4), (128, 64), (10_000, 128)])
 def test_a_request_has_no_more_answers_than_its_client_may_queue(waiting: int, choices: int) -> None:
-    assert cli_serve.http_limits(ServeOptions(max_waiting=waiting)).choices == choices
+    assert serving.http_limits(ServeOptions(max_waiting=waiting)).choices == choices

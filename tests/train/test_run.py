@@ -30,7 +30,7 @@ from draftheads.train.recipes import RECIPES
 from draftheads.train.report import Report, mean_loss, measure
 from draftheads.train.trainer import TrainingInterrupted
 from draftheads.train.training_data import plan_training
-from draftheads.train.verdict import training_verdict
+from draftheads.train.verdict import training_verdict, verdict_of
 from draftheads.tree import Tree
 from fake_progress import FakeProgress
 from families import fitting
@@ -386,7 +386,12 @@ def test_the_command_prints_a_table(
     assert "tree of 8 nodes" in printed.out
     report = Report.of(json.loads((tmp_path / "out" / "metrics.json").read_text()))
     assert f"│ mean │ {sum(report.losses) / 2:.3f} " in printed.out
-    assert f"\n{training_verdict(report.tokens_per_step_tree, num_steps=report.num_steps)}\n" in printed.out
+    assert f"\n{verdict_of(vars(report))}\n" in printed.out
+    assert "27 held-out texts with 252 answer tokens" in training_verdict(
+        2.0, num_texts=report.num_held_out_texts, num_tokens=report.num_held_out_tokens
+    )
+    assert report.share_in_other_texts is not None
+    assert 0 < report.share_in_other_texts < 1
     assert f"wrote {tmp_path / 'out' / 'report.html'}\n" in printed.out
 
 

@@ -37,6 +37,43 @@ def test_after_many_steps_the_settings_are_suspected() -> None:
     assert "more text" not in many
 
 
+@pytest.mark.parametrize(
+    ("texts", "tokens", "share", "said"),
+    [
+        (
+            4,
+            300,
+            0.1,
+            "2.41 tokens per step on held-out text (plain decoding: 1), but there are only 4 held-out texts ",
+        ),
+        (1, 5000, None, "but there is only 1 held-out text with 5,000 answer tokens, so other texts may give far less"),
+        (200, 999, 0.1, "but there are only 200 held-out texts with 999 answer tokens, so"),
+        (15, None, None, "but there are only 15 held-out texts, so"),
+        (200, 50_000, 0.93, "but 93% of the held-out answers is in other texts, too, so other texts may give far less"),
+        (
+            4,
+            300,
+            0.93,
+            "only 4 held-out texts with 300 answer tokens and 93% of the held-out answers is in other texts",
+        ),
+    ],
+)
+def test_few_or_similar_held_out_texts_are_no_proof(
+    texts: int | None, tokens: int | None, share: float | None, said: str
+) -> None:
+    facts = {"num_texts": texts, "num_tokens": tokens, "share_in_other_texts": share}
+    verdict = training_verdict(2.41, **facts)
+    assert said in verdict
+    assert "good" not in verdict
+    assert training_verdict(1.03, **facts) == training_verdict(1.03), "that it learned nothing needs no proof"
+
+
+@pytest.mark.parametrize(("texts", "tokens", "share"), [(16, 1000, 0.29), (200, None, None), (None, None, None)])
+def test_many_different_texts_are(texts: int | None, tokens: int | None, share: float | None) -> None:
+    verdict = training_verdict(2.41, num_texts=texts, num_tokens=tokens, share_in_other_texts=share)
+    assert verdict == training_verdict(2.41)
+
+
 @pytest.mark.parametrize("value", [1.0, 1.2, 2.0, None])
 @pytest.mark.parametrize("num_steps", [10, 10_000])
 def test_it_names_commands_that_exist(value: float | None, num_steps: int) -> None:

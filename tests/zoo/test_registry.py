@@ -83,7 +83,8 @@ def test_heads_of_the_data_package_are_found(zoo: Path, tmp_path: Path, monkeypa
 @pytest.mark.parametrize("method", registry.DATA_PACKAGE_HEADS)
 def test_without_the_data_package_the_error_names_it(method: str) -> None:
     with pytest.raises(
-        ModelNotFound, match=f"{re.escape(repr(method))} for smollm2.*: pip install draftheads-zoo .*/zoo"
+        ModelNotFound,
+        match=rf"{re.escape(repr(method))} for smollm2.* draftheads-zoo; .*: pip install \./zoo \(in a check",
     ):
         find_head(method, "smollm2-135m")
 
@@ -126,6 +127,8 @@ def test_a_folder_comes_before_the_hub(tmp_path: Path, monkeypatch: pytest.Monke
 def test_an_unknown_name_lists_what_is_bundled() -> None:
     with pytest.raises(ModelNotFound, match=r"no head 'telepathy': .*installed for smollm2-135m: hydra, medusa$"):
         find_head("telepathy", "smollm2-135m")
+    with pytest.raises(ModelNotFound, match=r"no head 'hydar' \(did you mean hydra\?\): neither"):
+        find_head("hydar", "smollm2-135m")
     with pytest.raises(ModelNotFound, match=r"installed for no-heads-1b, only medusa for other-1b, hydra for smollm"):
         find_head("telepathy", "no-heads-1b")
 

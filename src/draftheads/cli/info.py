@@ -21,8 +21,19 @@ from draftheads.heads import head_methods
 from draftheads.models.embedded import SMOLLM2_135M
 from draftheads.profiles import cached_profile
 from draftheads.tree import Tree
-from draftheads.zoo.registry import DATA_PACKAGE, DATA_PACKAGE_HEADS, ZooHead, find_head, zoo_heads
+from draftheads.zoo.registry import DATA_PACKAGE_HEADS, DATA_PACKAGE_INSTALL, ZooHead, find_head, zoo_heads
 
+WORDS = {  # the same table is in docs/trees.md
+    "nodes": "size of a draft tree: its draft tokens and its root, the token that is known already",
+    "static": "a tree that has the same nodes in every step",
+    "growing": "a tree that gets its nodes anew in every step, where the head is confident",
+    "profile": "acceptance.json of a head: tokens per step by kind and size of tree; from it and from the times of "
+    "this machine follows the size of each draft",
+    "train": "makes a head and stores its profile, measured on held-out texts; tune is not needed after it",
+    "tune": "measures the profile again, on the answers to your prompts",
+    "bench": "measures the speed of heads and of plain decoding, side by side on the same prompts",
+}
+_KIND_WORDS = {"static": "static", "dynamic": "growing"}
 _SIZES = (2, 4, 8, 16, 32, 64)  # of the trees whose tokens per step are shown
 
 
@@ -50,11 +61,9 @@ def _print_zoo(console: Console) -> None:
     else:
         console.print(_zoo_table(heads))
     if not {head.method for head in heads if head.base_name == SMOLLM2_135M.name}.issuperset(DATA_PACKAGE_HEADS):
-        console.print(
-            f"More heads for {SMOLLM2_135M.name}: pip install {DATA_PACKAGE} (in a checkout: pip install ./zoo)",
-            markup=False,
-        )
+        console.print(f"More heads for {SMOLLM2_135M.name}: {DATA_PACKAGE_INSTALL}", markup=False)
     console.print(f"Methods that can be trained: {', '.join(head_methods())}", markup=False, soft_wrap=True)
+    _print_section(console, "Words", WORDS)
 
 
 def _zoo_table(heads: Sequence[ZooHead]) -> Table:
@@ -106,7 +115,7 @@ def _described(profile: AcceptanceProfile) -> dict[str, object]:
     for nodes in _SIZES:
         gains = _at(profile, nodes)
         if any(nodes <= len(profile.tokens(kind)) for kind in KINDS):
-            words = ", ".join(f"{kind} {tokens:.2f}" for kind, tokens in gains.items())
+            words = ", ".join(f"{_KIND_WORDS[kind]} {tokens:.2f}" for kind, tokens in gains.items())
             shown[f"tokens/step, {counted(nodes, 'node')}"] = words
     odds = profile.copies or DEFAULT_ODDS
     lengths = sorted({1, 1 + len(odds) // 2, len(odds)})

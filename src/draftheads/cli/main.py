@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from draftheads.errors import DraftHeadsError, DraftHeadsWarning
+from draftheads.errors import DraftHeadsError, DraftHeadsWarning, close_name
 
 
 class Command(NamedTuple):
@@ -93,7 +93,9 @@ def _command(arguments: list[str]) -> int:
         print(version("draftheads"))
         return 0
     if arguments[0] not in COMMANDS:
-        print(f"draftheads: no command {arguments[0]!r}\n\n{_usage()}", file=sys.stderr)
+        close = close_name(arguments[0], COMMANDS)
+        hint = f"; did you mean {close}?" if close else ""
+        print(f"draftheads: no command {arguments[0]!r}{hint}\n\n{_usage()}", file=sys.stderr)
         return 2
     _run(arguments[0], arguments[1:])
     return 0
@@ -115,14 +117,29 @@ def _run(name: str, arguments: Sequence[str]) -> None:
     # some commands have defaults that depend on other options, such as --recipe
     default = {} if defaults is None else {"default": defaults(arguments)}
     marks = (tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName)
-    options = tyro.cli(kind, args=arguments, prog=f"draftheads {name}", config=marks, **default)
+    try:
+        options = tyro.cli(kind, args=arguments, prog=f"draftheads {name}", config=marks, **default)
+    except SystemExit:
+        _print_meant(given, kind, default.get("default"))
+        raise
     _show_notes()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it logs missing libraries on import
-    _import_quickly(name).run(options)
+    import_quickly(name).run(options)
 
 
-def _import_quickly(name: str) -> Any:
-    """The module of a command. Its imports make 600,000 objects that stay; to search them for garbage takes seconds."""
+def _print_meant(given: Sequence[str], kind: type, default: Any) -> None:
+    """Names the option that was probably meant; tyro does so only if no required option is missing."""
+    from draftheads.cli.help import options_of  # noqa: PLC0415 - slow to import
+
+    known = [f"--{option.name.replace('_', '-')}" for option in options_of(kind, default) if not option.is_positional]
+    for option in given:
+        flag = option.partition("=")[0].replace("_", "-").replace("--no-", "--")
+        if flag.startswith("--") and flag not in known and (close := close_name(flag, known)):
+            print(f"error: no option {option}; did you mean {close}?", file=sys.stderr)
+
+
+def import_quickly(name: str) -> Any:
+    """A module of this package; its imports make 600,000 objects that stay, and searching them for garbage is slow."""
     gc.disable()
     try:
         return importlib.import_module(f"draftheads.cli.{name.replace('-', '_')}")

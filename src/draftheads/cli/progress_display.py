@@ -19,6 +19,7 @@ from rich.progress import (
 from rich.text import Text
 
 SECONDS_BETWEEN_LINES = 30.0  # where the output is not a terminal
+SECONDS_TO_KNOW_SPEED = 10.0  # of progress; the first steps say little about the others
 _SECONDS_OF_SPEED = 600.0  # over which the bar averages the speed: some work ends in bursts
 
 
@@ -91,11 +92,15 @@ class ProgressDisplay:
             return
         now = time.monotonic()
         started, first = self._first = self._first or (now, done)
-        if now - self._last_line >= SECONDS_BETWEEN_LINES and done > first and now > started:
-            self._last_line = now
+        if now - self._last_line < SECONDS_BETWEEN_LINES or done == first:
+            return
+        self._last_line = now
+        line = f"{what}: {done:,} of {total:,}"
+        if now - started >= SECONDS_TO_KNOW_SPEED:
             per_second = (done - first) / (now - started)
             minutes = (total - done) / per_second / 60
-            self._print(f"{what}: {done:,} of {total:,}, {per_second:,.2f}/s, {minutes:,.0f} min left")
+            line += f", {per_second:,.2f}/s, {minutes:,.0f} min left"
+        self._print(line)
 
     def _print(self, line: str) -> None:
         self.console.print(line, soft_wrap=True, markup=False, highlight=False)

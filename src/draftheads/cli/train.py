@@ -16,7 +16,7 @@ from draftheads.train.options import RunOptions, TrainOptions
 from draftheads.train.recipes import recipe
 from draftheads.train.report import Report, mean_loss
 from draftheads.train.run import train
-from draftheads.train.verdict import training_verdict
+from draftheads.train.verdict import verdict_of
 
 
 def run(options: TrainOptions) -> None:
@@ -66,7 +66,7 @@ def print_results(console: Console, report: Report) -> None:
         f"{counted(report.num_steps, 'step')}; {report.tokens_per_second:,.0f} tokens of text per second, "
         f"{report.training_seconds:,.0f} s in this run"
     )
-    console.print(training_verdict(report.tokens_per_step_tree, num_steps=report.num_steps), soft_wrap=True)
+    console.print(verdict_of(vars(report)), soft_wrap=True)
 
 
 def recipe_table(options: RunOptions) -> Table:

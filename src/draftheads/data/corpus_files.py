@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from draftheads.cache import cache_folder
+from draftheads.data.json_lines import read_json_lines
 from draftheads.data.plain_text import read_texts
-from draftheads.data.records import chat_of, read_json_lines
+from draftheads.data.records import chat_of
 from draftheads.drafters.corpus import Corpus, index_texts
 from draftheads.errors import CacheWarning, DataError, InvalidSettings, StorageError
 from draftheads.files import atomic_directory, user_path

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from draftheads.data.chat import EncodedChat
-from draftheads.data.records import read_json_lines
+from draftheads.data.json_lines import read_json_lines
 from draftheads.errors import DataError
 from draftheads.messages import half_character, short
 

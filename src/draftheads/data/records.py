@@ -1,6 +1,6 @@
-"""The one reader of prompt and chat files: JSON lines, plain (``.jsonl``) or zipped (``.jsonl.gz``).
+"""The one reader of prompt and chat files, which :mod:`draftheads.data.json_lines` opens.
 
-Knows files and the three forms of a record; knows nothing of templates or tokens. A line is one JSON object with
+Knows the three forms of a record; knows nothing of templates or tokens. A line is one JSON object with
 
 * ``"prompt"``: what a user says, or a list of messages,
 * ``"messages"``: a list of ``{"role": …, "content": …}``, or
@@ -12,17 +12,15 @@ each other without a chat template, or two lists of messages. Or it was recorded
 of records and of messages, are ignored. Every error names the file and the line.
 """
 
-import gzip
-import json
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from draftheads.errors import DataError
+from draftheads.data.json_lines import read_json_lines
+from draftheads.errors import DataError, close_name
 from draftheads.messages import Message, message_problem, short
 
 TextPrompt = str | list[Message]  # a user's text, or a conversation
@@ -83,7 +81,7 @@ def read_prompts(*paths: Path) -> Iterator[Record]:
         for line_number, value in read_json_lines(path):
             record = _record(value, _PROMPT_FORMS, path, line_number)
             if record is None or not any(text.strip() for text in record.user_turns):
-                raise DataError(_NEEDED, path=path, line_number=line_number)
+                raise DataError(f"{_misspelt(value, _PROMPT_FORMS)}{_NEEDED}", path=path, line_number=line_number)
             yield record
 
 
@@ -110,7 +108,8 @@ def chat_of(value: Any, path: Path, line_number: int) -> Record:
     record = read(value, path=path, line_number=line_number)
     if record is None:
         fix = "; `draftheads distill` answers prompts" if "prompt" in given or "turns" in given else ""
-        raise DataError(f"{_NO_CHAT}, not {short(repr(value))}{fix}", path=path, line_number=line_number)
+        problem = f"{_misspelt(value, ('messages', 'prompt', 'completion'))}{_NO_CHAT}, not {short(repr(value))}{fix}"
+        raise DataError(problem, path=path, line_number=line_number)
     if not isinstance(record.finished, bool):
         problem = f"finished is {record.finished!r}; it must be true or false"
         raise DataError(problem, path=path, line_number=line_number)
@@ -154,30 +153,6 @@ def files_in(path: Path) -> list[Path]:
     inside = sorted({file.parent.name for file in path.glob("*/*.jsonl*")})
     fix = f"; give a folder in it: {', '.join(inside)}" if inside else ""
     raise DataError(f"cannot be read: the folder has no .jsonl file{fix}", path=path)
-
-
-def read_json_lines(path: Path, *, may_be_torn: bool = False) -> Iterator[tuple[int, Any]]:
-    """Line number (from 1) and value of each line; empty lines are skipped.
-
-    Args:
-        path: of the file.
-        may_be_torn: skip a last line without a line break: it may be incomplete.
-
-    Raises:
-        DataError: the file cannot be read, or a line is not JSON or nested too deeply.
-    """
-    line_number = 0
-    try:
-        with _open_text(path) as file:
-            for line_number, line in enumerate(file, start=1):
-                if line.strip() and not (may_be_torn and not line.endswith("\n")):
-                    yield line_number, _value(line, path, line_number)
-    except UnicodeDecodeError as error:
-        problem = f"not UTF-8 text: byte 0x{error.object[error.start]:02x}; give a .jsonl or .jsonl.gz file"
-        raise DataError(problem, path=path, line_number=line_number + 1) from None
-    except (OSError, EOFError, zlib.error) as error:
-        place = line_number + 1 if line_number else None
-        raise DataError(f"cannot be read: {error}", path=path, line_number=place) from None
 
 
 def check_readable(paths: Iterable[Path]) -> None:
@@ -237,6 +212,14 @@ def _record(value: Any, forms: Sequence[str], path: Path, line_number: int) -> R
     return Record(kept, path, line_number, is_text, labels, finished)
 
 
+def _misspelt(value: Any, known: Sequence[str]) -> str:
+    """The field of a JSON value that is probably a misspelt one, as the beginning of a message; empty without any."""
+    for name in value if isinstance(value, dict) else ():
+        if name not in known and (close := close_name(name, known)):
+            return f"unknown field {name!r}; did you mean {close!r}? "
+    return ""
+
+
 def _completion(value: Mapping[str, Any], path: Path, line_number: int) -> Record | None:
     """The record of a prompt and its completion.
 
@@ -253,22 +236,3 @@ def _completion(value: Mapping[str, Any], path: Path, line_number: int) -> Recor
         raise DataError(problem, path=path, line_number=line_number)
     record = _record({**value, "messages": messages}, ("messages",), path, line_number)
     return record and replace(record, is_completion=isinstance(prompt, str))
-
-
-def _open_text(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")
-
-
-def _value(line: str, path: Path, line_number: int) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        problem = f"not JSON: {error.msg} at character {error.pos + 1}; each line must be one JSON object"
-        raise DataError(problem, path=path, line_number=line_number) from None
-    except ValueError as error:
-        raise DataError(f"not JSON: {error}", path=path, line_number=line_number) from None
-    except RecursionError:
-        problem = f"nested too deeply to be read: {short(line.strip())!r}; a line is one object with few levels"
-        raise DataError(problem, path=path, line_number=line_number) from None

@@ -18,6 +18,7 @@ from draftheads.distill.journal import Counts, Journal
 from draftheads.distill.options import DistillOptions
 from draftheads.distill.prompts import SELF_TALK, Prompt, Seen, Survey, survey, unique_prompts
 from draftheads.errors import DistillationInterrupted
+from draftheads.files import check_writable
 from draftheads.progress import Progress
 from draftheads.provenance import provenance
 
@@ -65,6 +66,7 @@ def distill(options: DistillOptions, load_source: Callable[[], Source], progress
         DraftHeadsError: bad prompts or settings, an output of another run, a full disk, a server that fails, or Ctrl-C.
             Saved conversations stay, and the same call continues after them.
     """
+    check_writable(options.out)
     progress.stage("reading prompts")
     found = survey(options.prompts, options.documents)
     source = load_source()

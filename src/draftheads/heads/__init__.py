@@ -10,7 +10,7 @@ from functools import cache
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
-from draftheads.errors import InvalidSettings, UnknownMethod
+from draftheads.errors import InvalidSettings, UnknownMethod, close_name
 
 if TYPE_CHECKING:
     from draftheads.heads.base import DraftHead, HeadConfig
@@ -87,7 +87,9 @@ def check_method(method: str) -> None:
     if method not in HEADS:
         _load_entry_points()
     if method not in HEADS:
-        raise UnknownMethod(f"unknown method {method!r}; choose one of {', '.join(sorted(HEADS))}")
+        close = close_name(method, HEADS)
+        hint = f" (did you mean {close}?)" if close else ""
+        raise UnknownMethod(f"unknown method {method!r}{hint}; choose one of {', '.join(sorted(HEADS))}")
 
 
 @cache

@@ -5,11 +5,13 @@ Knows names, folders and the Hub. Knows nothing of weights, and imports nothing 
 
 import contextlib
 import json
+from collections.abc import Iterable
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Literal
 
-from draftheads.errors import CheckpointCorrupt, InvalidSettings, ModelNotFound, first_line
+from draftheads.errors import CheckpointCorrupt, InvalidSettings, ModelNotFound, close_name, first_line
+from draftheads.file_set import current
 from draftheads.files import user_path
 from draftheads.messages import short
 from draftheads.models.embedded import SMOLLM2_135M, converted_folder, place_in_cache
@@ -102,7 +104,7 @@ def kind_of_folder(folder: Path) -> Literal["adapter", "draft head", "model"] | 
     """What a folder holds, by its configuration files; None if it is none of these."""
     if (folder / ADAPTER_CONFIG).is_file():
         return "adapter"
-    config = _json(folder / "config.json")
+    config = _json(current(folder, "config.json"))
     if {"format_version", "method", "base"} <= set(config):
         return "draft head"
     return "model" if {"model_type", "architectures"} & set(config) else None
@@ -110,7 +112,7 @@ def kind_of_folder(folder: Path) -> Literal["adapter", "draft head", "model"] | 
 
 def _check_is_model(name: str, folder: Path) -> None:
     if kind_of_folder(folder) == "draft head":
-        config = _json(folder / "config.json")
+        config = _json(current(folder, "config.json"))
         base = config["base"].get("model_id") if isinstance(config["base"], dict) else None
         raise ModelNotFound(
             f"{name} is a draft head ({config['method']} for {base}), not a model: load({str(base)!r}, head={name!r})"
@@ -126,6 +128,21 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def hint_at(name: str, known: Iterable[str]) -> str:
+    """The known name, or the folder beside the missing one, that was probably meant, to be read after the name.
+
+    >>> hint_at("hydar", ["hydra", "medusa"])
+    ' (did you mean hydra?)'
+    """
+    close = close_name(name, known)
+    if close is None:
+        with contextlib.suppress(InvalidSettings, OSError):
+            path = user_path(name)
+            folder = close_name(path.name, [entry.name for entry in path.parent.iterdir() if entry.is_dir()])
+            close = folder and name.rstrip("/").removesuffix(path.name) + folder
+    return f" (did you mean {close}?)" if close else ""
 
 
 def model_id_of(name: str) -> str:
@@ -156,26 +173,27 @@ def _resolve_on_hub(model_id: str) -> Path | str:
         RepositoryNotFoundError,
     )
 
+    shown = model_id + hint_at(model_id, [SMOLLM2_135M.name])
     try:
         info = HfApi().model_info(model_id, timeout=_HUB_TIMEOUT_SECONDS)
         if any(file.rfilename == ADAPTER_CONFIG for file in info.siblings or ()):
             return Path(snapshot_download(model_id, allow_patterns=list(_ADAPTER_FILES)))
     except HFValidationError:
         raise ModelNotFound(
-            f"{model_id} is not a folder here, and cannot be an id on the Hugging Face Hub (owner/name)"
+            f"{shown} is not a folder here, and cannot be an id on the Hugging Face Hub (owner/name)"
         ) from None
     except GatedRepoError as error:
         raise ModelNotFound(f"{model_id} is gated: accept its terms on the Hub, then log in") from error
     except RepositoryNotFoundError as error:
         raise ModelNotFound(
-            f"{model_id} is not a folder here, and the Hugging Face Hub has no such model; if it is private, log in"
+            f"{shown} is not a folder here, and the Hugging Face Hub has no such model; if it is private, log in"
         ) from error
     except Exception as error:  # noqa: BLE001 - network errors; their classes depend on the Hub's client
         try:
             return Path(snapshot_download(model_id, local_files_only=True))
         except LocalEntryNotFoundError:
             raise ModelNotFound(
-                f"{model_id} is not a folder here, was not downloaded before, "
+                f"{shown} is not a folder here, was not downloaded before, "
                 f"and the Hugging Face Hub cannot be reached ({first_line(error)})"
             ) from error
     return model_id

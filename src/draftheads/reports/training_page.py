@@ -18,7 +18,7 @@ from draftheads.reports.plots import (
     loss_limit,
     smoothing,
 )
-from draftheads.train.verdict import training_verdict
+from draftheads.train.verdict import verdict_of
 
 Lines = list[dict[str, Any]]
 
@@ -35,7 +35,7 @@ def training_page(metrics: dict[str, Any], folder: Path) -> Page:
     others = [(name, value) for name, value in options.items() if name not in changed]
     return Page(
         title=f"{metrics['method']} heads for {metrics['model_id']}",
-        verdict=training_verdict(metrics["tokens_per_step_tree"], num_steps=metrics["num_steps"]),
+        verdict=verdict_of(metrics),
         note=(
             f"Measured on {held_out} with a tree of {counted(len(metrics['tree']) + 1, 'node')}. The last run took "
             f"{metrics['training_seconds']:,.0f} seconds at {metrics['tokens_per_second']:,.0f} tokens per second."

@@ -14,7 +14,8 @@ from draftheads.data.records import own_prompts, prompts_in
 from draftheads.decode.cost_profile import CostProfile, cost_of
 from draftheads.decode.engine import Prompt, prompt_list
 from draftheads.errors import InvalidSettings
-from draftheads.files import locked, user_path, write_atomic
+from draftheads.file_set import finish_replacing
+from draftheads.files import check_writable, locked, user_path, write_atomic
 from draftheads.loading import find_template, load_drafter, load_target
 from draftheads.models.model_names import model_name
 from draftheads.profiles import folder_to_write
@@ -79,10 +80,11 @@ def tune_head(
     prompts = prompts_in(own_prompts("calibration")) if prompts is None else prompt_list(prompts)
     model, head = model_name(model), head_name(head)
     saved = read_head(find_head(head, model), ignore_profile=True)
+    folder = user_path(out) if out else folder_to_write(saved)
+    check_writable(folder / PROFILE_FILE)
     template = find_template(chat_template, (head,), model)
     target = load_target(model, chat_template=template, precision=precision, **load_options)
     drafter = load_drafter(head, model, target, fast=load_options.get("fast", True), ignore_profile=True)
-    folder = user_path(out) if out else folder_to_write(saved)
     with locked(folder, "give --out"):
         answers = own_answers(
             target, encoded(target, prompts, settings), settings, folder=answers_folder(folder), progress=progress
@@ -102,6 +104,7 @@ def tune_head(
             "provenance": provenance(),
         }
         write_atomic(folder / RECORD, json.dumps(record).encode())
+        finish_replacing(folder)
         profile.save(folder / PROFILE_FILE)
     return Tuning(profile, record, folder)
 

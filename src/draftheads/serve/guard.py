@@ -19,6 +19,7 @@ _ACCESS = logging.getLogger("draftheads.access")
 _LOG = logging.getLogger(__name__)
 _PROTECTED = ("/v1/", "/metrics")  # need an API key, if there are keys
 _ADMIN = "/admin/"
+_POLLED = ("/health", "/ready", "/metrics")  # by machines, every few seconds: their usual answers are not logged
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 # the page runs its own script and style only, and talks to this server only
 _CONTENT_POLICY = (
@@ -82,7 +83,7 @@ class Guard:
         app: the application.
         access: who may send requests.
         count: called after each request with its path and status.
-        log_requests: write a line for each.
+        log_requests: write a line for each; not for health checks that succeed, nor while the model is loaded.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Guard:
                 await error.response()(scope, receive, send_safely)
         finally:
             self.count(scope["path"], status)
-            if self.log_requests:
+            if self.log_requests and not (scope["path"] in _POLLED and status in (200, 503)):
                 path = ascii(scope["path"][:200])[1:-1]
                 address = (scope.get("client") or ("-",))[0]
                 seconds = time.monotonic() - start

@@ -21,11 +21,13 @@ import torch
 
 from draftheads.acceptance_profile import DEFAULT_NODES
 from draftheads.data.batches import split_held_out
-from draftheads.data.records import RecordedTokens, own_prompts, prompts_in, read_json_lines
+from draftheads.data.json_lines import read_json_lines
+from draftheads.data.records import RecordedTokens, own_prompts, prompts_in
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult, Request, StreamEvent
 from draftheads.drafters.corpus import Corpus
 from draftheads.errors import DataError, DraftHeadsError, ModelNotFound, QueueFull
+from draftheads.file_set import current
 from draftheads.loading import engine_on
 from draftheads.models.fingerprint import tokenizer_print
 from draftheads.models.model_names import base_of
@@ -124,7 +126,7 @@ class HeadReplacement:
         if self._head_folder is not None and _NAME.fullmatch(head):
             root = self._head_folder.resolve()
             folder = (root / head).resolve()  # a link may lead elsewhere
-            if folder.is_relative_to(root) and (folder / "config.json").is_file():
+            if folder.is_relative_to(root) and current(folder, "config.json").is_file():
                 return folder
         where = "start the server with --head-folder" if self._head_folder is None else "it is not in --head-folder"
         names = ", ".join(installed) or "none"

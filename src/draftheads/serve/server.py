@@ -14,7 +14,6 @@ from typing import Any
 
 import uvicorn
 
-from draftheads.errors import InvalidSettings
 from draftheads.serve.app import create_app
 from draftheads.serve.connection import connections_with
 from draftheads.serve.scheduler import Scheduler
@@ -51,19 +50,6 @@ def http_server(service: Service) -> HttpServer:
         h11_max_incomplete_event_size=_HEADER_BYTES,
     )
     return HttpServer(config)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket.
-
-    Raises:
-        InvalidSettings: the address is in use or is none of this machine.
-    """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=2048)  # with SO_REUSEADDR
-    except (OSError, OverflowError) as error:
-        raise InvalidSettings(f"--host {host} --port {port}: cannot listen there ({error}); give another one") from None
 
 
 async def serve(

@@ -11,15 +11,13 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from draftheads.checkpoint import SavedHead, read_head
+from draftheads.checkpoint import SavedHead, read_head, read_tensors
 from draftheads.counts import counted
 from draftheads.data.features import Documents
 from draftheads.draft import TargetWeights
 from draftheads.errors import CheckpointMismatch, DraftHeadsError, InvalidSettings, ModelNotFound
-from draftheads.head_files import TENSORS_FILE
 from draftheads.heads import head_classes
 from draftheads.heads.attention import LayerConfig
 from draftheads.heads.base import DraftHead, EmbeddingConfig, HeadConfig
@@ -57,7 +55,7 @@ class Start:
             CheckpointMismatch: made for a model of other sizes or with another tokenizer.
             DraftHeadsError: no such head, or a corrupt one.
         """
-        saved = read_head(_folder(name, target.model_id))
+        saved, tensors = read_tensors(_folder(name, target.model_id))
         facts = (
             ("hidden_size", saved.config.hidden_size, target.hidden_size),
             ("vocab_size", saved.config.vocab_size, target.vocab_size),
@@ -69,7 +67,7 @@ class Start:
                     f"--start-from {name}: made for {saved.model_id} with {what} {theirs}, "
                     f"{target.model_id} has {ours}: start from a head of this model or of a tuned copy"
                 )
-        return cls(name, saved, load_file(saved.folder / TENSORS_FILE))
+        return cls(name, saved, tensors)
 
     def vocab(self, size: int) -> Tensor | None:
         """The draft vocabulary, ids (V',) in increasing order; None for the whole vocabulary. A new head has the same.

@@ -120,6 +120,9 @@ class Report:
     num_training_tokens: int = field(default=0, kw_only=True)  # of all training texts, prompts included
     num_answer_tokens: int = field(default=0, kw_only=True)  # those among them that heads learn to predict
 
+    num_held_out_tokens: int | None = field(default=None, kw_only=True)  # of held-out answers
+    share_in_other_texts: float | None = field(default=None, kw_only=True)  # of held-out answers: see `likeness.py`
+
     @classmethod
     def of(cls, metrics: Mapping[str, Any]) -> Self:
         """The report in the content of a ``metrics.json``."""

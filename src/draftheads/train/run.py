@@ -35,6 +35,7 @@ from draftheads.search.profile import NUM_TEXTS, measured_profile, recorded, sta
 from draftheads.search.settings import ReplaySettings
 from draftheads.train import processes
 from draftheads.train.learner import Learner, head_learner
+from draftheads.train.likeness import share_in_other_texts
 from draftheads.train.memory import check_sizes, reading_dtype
 from draftheads.train.new_head import Start, in_float32, layers_read, new_head, part_from_start
 from draftheads.train.options import RunOptions, TrainOptions
@@ -244,13 +245,19 @@ class Run:
         self.progress.stage(f"measuring on {counted(len(self.data.held_out), 'held-out text')}")
         found = self.measure(self.data.held_out)
         tree, store = self.reported_tree(found), self.data.store
+        held_out, training = (
+            [(store.token_ids[i], store.loss_masks[i]) for i in part]
+            for part in (self.data.held_out, self.data.training)
+        )
         report = Report(
             method=self.head.config.method,
             model_id=self.decoding_model.model_id,
             num_training_texts=len(self.data.training),
             num_held_out_texts=len(self.data.held_out),
-            num_training_tokens=sum(len(store.token_ids[i]) for i in self.data.training),
-            num_answer_tokens=sum(int(store.loss_masks[i].sum()) for i in self.data.training),
+            num_training_tokens=sum(len(token_ids) for token_ids, _ in training),
+            num_answer_tokens=sum(int(mask.sum()) for _, mask in training),
+            num_held_out_tokens=sum(int(mask.sum()) for _, mask in held_out),
+            share_in_other_texts=share_in_other_texts(held_out, training),
             num_steps=self.data.num_steps,
             **speed,
             accuracy_by_rank=[list(part) for part in zip(*map(found.accuracy, range(1, NUM_RANKS + 1)), strict=True)],

@@ -13,6 +13,7 @@ from typing import Any
 
 from draftheads.chat_template import read_template
 from draftheads.errors import DataError, InvalidSettings, ModelNotFound
+from draftheads.file_set import current
 from draftheads.files import locked, remove_leftovers, write_atomic
 from draftheads.identity import as_json_values, changes, require_same
 from draftheads.loading import find_template
@@ -95,7 +96,7 @@ class RunFolder:
             InvalidSettings: there is another trained head, or a run that is not complete and that is not resumed.
         """
         resume = self.options.resume
-        if (self.head / "config.json").exists():  # the last file of a head that is written
+        if current(self.head, "config.json").exists():
             path = self.path / "metrics.json"
             metrics: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
             found = self._changes(metrics) if resume else []

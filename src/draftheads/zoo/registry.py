@@ -14,9 +14,10 @@ from draftheads.errors import ModelNotFound, first_line
 from draftheads.files import user_path
 from draftheads.head_files import CONFIG_FILE, HEAD_FILES
 from draftheads.models.embedded import SMOLLM2_135M
-from draftheads.models.model_names import base_of, model_name
+from draftheads.models.model_names import base_of, hint_at, model_name
 
 DATA_PACKAGE = "draftheads-zoo"
+DATA_PACKAGE_INSTALL = "pip install ./zoo (in a checkout of draftheads)"
 # heads for smollm2-135m that the wheel of draftheads leaves out: zoo/pyproject.toml lists the same
 DATA_PACKAGE_HEADS = ("amphista", "eagle", "eagle3", "hydra++", "markov-medusa", "mlp-speculator", "small-llama")
 
@@ -84,14 +85,15 @@ def find_head(name: str | PathLike[str], base_name: str) -> Path:
         return folder
     if base_name == SMOLLM2_135M.name and name in DATA_PACKAGE_HEADS:
         raise ModelNotFound(
-            f"the head {name!r} for {base_name} is in another package; install it with: pip install {DATA_PACKAGE} "
-            "(in a checkout: pip install ./zoo)"
+            f"the head {name!r} for {base_name} is in the package {DATA_PACKAGE}; "
+            f"install it with: {DATA_PACKAGE_INSTALL}"
         )
     if match := _HUB_ID.fullmatch(name):
         return _download(match["repo"], match["subfolder"], base_name)
+    installed = [head.method for head in zoo_heads() if head.base_name == base_name]
     raise ModelNotFound(
-        f"no head {name!r}: neither a folder here nor an id on the Hugging Face Hub (owner/name); "
-        f"{_installed_for(base_name)}"
+        f"no head {name!r}{hint_at(name, installed)}: neither a folder here nor an id on the Hugging Face Hub "
+        f"(owner/name); {_installed_for(base_name)}"
     )
 
 

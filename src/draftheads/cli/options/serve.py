@@ -60,7 +60,8 @@ class ServeOptions:
     drain_seconds: float = 30.0
     """Time to finish answers after SIGTERM or Ctrl-C. A second signal ends at once."""
     log_requests: bool = True
-    """Write a line for each request: address, path, status, time. Prompts and answers are never written."""
+    """Write a line for each request: address, path, status, time. Prompts and answers are never written, and answers of
+    /health, /ready and /metrics only if they fail."""
     record: Path | None = None
     """Record prompts and answers in this folder, to train heads on them. Clients opt out with "store": false. Nothing
     is recorded when left out."""

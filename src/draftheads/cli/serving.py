@@ -1,0 +1,195 @@
+"""What ``draftheads serve`` does once it has its port: loads, serves, and prints what is served."""
+
+import asyncio
+import ipaddress
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterable
+
+from draftheads.cli.options.serve import ServeOptions
+from draftheads.cli.show import quiet_transformers
+from draftheads.counts import counted
+from draftheads.errors import InvalidSettings, MissingDependency
+from draftheads.files import user_path
+
+try:
+    from draftheads.serve.guard import LOCAL_NAMES, Access
+    from draftheads.serve.head_replacement import HeadReplacement
+    from draftheads.serve.http_limits import HttpLimits
+    from draftheads.serve.recorder import Recorder
+    from draftheads.serve.scheduler import Limits, Scheduler
+    from draftheads.serve.served import Served, default_kv_bytes, load_served, read_key_file
+    from draftheads.serve.server import serve
+    from draftheads.serve.service import ServedModel, Service
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] not in ("fastapi", "starlette", "uvicorn", "h11", "prometheus_client"):
+        raise
+    raise MissingDependency("draftheads serve needs a web server", pip_install="'draftheads[serve]'") from None
+
+_KEY_VARIABLE, _ADMIN_VARIABLE = "DRAFTHEADS_API_KEY", "DRAFTHEADS_ADMIN_KEY"
+
+
+def http_limits(options: ServeOptions) -> HttpLimits:
+    """A request may have as many answers as one client may have in the queue."""
+    return HttpLimits(
+        choices=max(1, min(HttpLimits.choices, options.max_waiting // 2)),
+        default_tokens=options.default_tokens,
+        request_seconds=_finite(options.request_seconds),
+    )
+
+
+def run(options: ServeOptions, listening: socket.socket) -> None:
+    """Serves until a signal comes."""
+    quiet_transformers()
+    _log_to_stderr()
+    keys = _api_keys(options)
+    local = _is_local(options.host)
+    hosts = frozenset(options.allow_host) | (LOCAL_NAMES | {options.host} if local else frozenset())
+    limits = http_limits(options)
+    access = Access(keys, hosts or None, _admin_keys(options))
+    service = Service(limits, access, log_requests=options.log_requests, recorder=_recorder(options))
+    address = _address(listening)
+    if not local and not keys:
+        print(
+            f"warning: {address} is open to other machines and needs no key: give --api-key-file or {_KEY_VARIABLE}",
+            file=sys.stderr,
+        )
+    print(f"loading {options.model}; {address}/ready tells when it is served", file=sys.stderr, flush=True)
+    loaded: list[tuple[Served, Limits]] = []
+
+    def load() -> tuple[Iterable[ServedModel], Scheduler]:
+        served, scheduler_limits = _load(options)
+        loaded.append((served, scheduler_limits))
+        scheduler = Scheduler(served.engines, scheduler_limits)
+        service.heads = HeadReplacement(
+            scheduler,
+            options.model,
+            head_folder=None if options.head_folder is None else user_path(options.head_folder),
+            recorder=service.recorder,
+            copy=options.copy,
+            corpus=loaded[0][0].corpus,
+            fast=options.load.fast,
+        )
+        return served.models, scheduler
+
+    def on_ready() -> None:
+        print(_welcome(address, *loaded[0], has_keys=bool(keys)), flush=True)
+
+    serving = serve(service, listening, load, drain_seconds=options.drain_seconds, on_ready=on_ready)
+    try:
+        is_idle = asyncio.run(serving)
+    finally:
+        if service.recorder is not None:
+            service.recorder.close()
+    if not is_idle:
+        sys.stdout.flush()
+        os._exit(0)  # Python would end under a thread that is inside of PyTorch, which aborts the process
+
+
+def _load(options: ServeOptions) -> tuple[Served, Limits]:
+    served = load_served(
+        options.model,
+        options.head,
+        options.load,
+        adapters=options.adapters,
+        name=options.name,
+        copy=options.copy,
+        corpus=options.corpus,
+        exact_bits=options.exact_bits,
+        max_rows=options.max_rows,
+    )
+    budget = options.kv_gib
+    return served, Limits(
+        max_rows=options.max_rows,
+        max_waiting=options.max_waiting,
+        kv_bytes=default_kv_bytes(served.target, options.max_rows) if budget is None else round(budget * 2**30),
+        chunk_tokens=options.chunk_tokens,
+    )
+
+
+def _welcome(address: str, served: Served, limits: Limits, *, has_keys: bool) -> str:
+    """What is served, and a command to try."""
+    target = served.target
+    names = [
+        f"  {model.name:<24} {model.head or 'plain decoding'}{', with an adapter' if model.adapter else ''}"
+        for model in served.models
+    ]
+    body = json.dumps(
+        {"model": served.models[0].name, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+    )
+    key = f' -H "Authorization: Bearer ${_KEY_VARIABLE}"' if has_keys else ""
+    return "\n".join(
+        [
+            f"serving {target.model_id} ({target.precision}, {target.device}) at {address}",
+            *names,
+            f"{counted(limits.max_rows, 'row')}, {limits.kv_bytes / 2**30:.1f} GiB for keys and values",
+            f"try: curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'",
+        ]
+    )
+
+
+def _recorder(options: ServeOptions) -> Recorder | None:
+    """Records answers, if that is wanted."""
+    if options.record is None:
+        return None
+    recorder = Recorder(user_path(options.record), max_bytes=round(options.record_gib * 2**30))
+    print(
+        f"recording prompts and answers in {recorder.folder}, at most {options.record_gib:g} GiB; "
+        'clients opt out with "store": false',
+        file=sys.stderr,
+    )
+    return recorder
+
+
+def _api_keys(options: ServeOptions) -> tuple[str, ...]:
+    keys = list(options.api_key)
+    if options.api_key_file is not None:
+        keys += read_key_file(options.api_key_file)
+    return _checked_keys(keys, _KEY_VARIABLE)
+
+
+def _admin_keys(options: ServeOptions) -> tuple[str, ...]:
+    path = options.admin_key_file
+    return _checked_keys([] if path is None else [*read_key_file(path, "--admin-key-file")], _ADMIN_VARIABLE)
+
+
+def _checked_keys(keys: list[str], variable_name: str) -> tuple[str, ...]:
+    """The keys and that of an environment variable."""
+    if variable := os.environ.get(variable_name):
+        keys.append(variable)
+    for key in keys:
+        if not key.isascii() or not key.isprintable() or not key or " " in key:
+            raise InvalidSettings("an API key must have printable ASCII characters and no space")
+    return tuple(dict.fromkeys(keys))
+
+
+def _is_local(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _address(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _finite(seconds: float) -> float | None:
+    return None if seconds == float("inf") else seconds
+
+
+def _log_to_stderr() -> None:
+    """Our own lines, and uvicorn's errors; an invalid request of a stranger is no error of the server."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    for name, level in (("draftheads", logging.INFO), ("uvicorn", logging.ERROR)):
+        logger = logging.getLogger(name)
+        logger.setLevel(level)
+        logger.handlers[:] = [handler]
+        logger.propagate = False

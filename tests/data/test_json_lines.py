@@ -1,0 +1,78 @@
+"""Lines and arrays are read alike, errors name the line, and an endless line is not read to its end."""
+
+import gzip
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from draftheads.data import json_lines
+from draftheads.data.json_lines import read_json_lines
+from draftheads.errors import DataError
+
+RECORDS = [{"a": 1}, {"b": ["x, ]", {"c": []}]}, {"d": "[\n"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("".join(json.dumps(record) + "\n" for record in RECORDS), [1, 2, 3]),
+        (json.dumps(RECORDS), [1, 1, 1]),
+        ("\n \n" + json.dumps(RECORDS), [3, 3, 3]),
+        (json.dumps(RECORDS, indent=1), [2, 5, 13]),
+        ("[\r\n" + ",\r\n".join(map(json.dumps, RECORDS)) + "\r\n]\r\n", [2, 3, 4]),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_an_array_is_read_as_lines_are(tmp_path: Path, text: str, lines: list[int], suffix: str) -> None:
+    path = tmp_path / f"chats.json{suffix}"
+    path.write_bytes(gzip.compress(text.encode()) if suffix else text.encode())
+    assert list(read_json_lines(path)) == list(zip(lines, RECORDS, strict=True))
+
+
+@pytest.mark.parametrize("text", ["[]", " [ \n ]\n", ""])
+def test_there_may_be_nothing_in_it(tmp_path: Path, text: str) -> None:
+    (tmp_path / "chats.json").write_text(text)
+    assert list(read_json_lines(tmp_path / "chats.json")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[\n{"a": 1}\n{"b": 2}\n]', "line 3: not JSON: Expecting ',' delimiter at character 1; a file that begins"),
+        ('[{"a": 1}]\n[{"a": 2}]', r"line 2: not JSON: Extra data at character 1; a file that begins with \[ must be"),
+        ('[\n{"a": 1},', "line 2: not JSON: .*; a file that begins with"),
+        ("[" * 100_000, "line 1: nested too deeply"),
+        ('{"a": 1}\n{"a": 1', "line 2: not JSON: .* at character 8; each line must be one JSON object"),
+        ('{"a": 1}\n[1,\n2]', "line 2: not JSON: .* at character 4; each line must be one JSON object"),
+        ("[" + "9" * 5000 + "]", "line 1: not JSON: Exceeds the limit"),
+    ],
+)
+def test_an_error_names_the_line(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "chats.json").write_text(text)
+    with pytest.raises(DataError, match=f"chats.json, {message}"):
+        list(read_json_lines(tmp_path / "chats.json"))
+
+
+@pytest.mark.parametrize(
+    ("start", "what"), [(b'{"a": 1}\n{"a": "', "line 2: the line"), (b'["', "line 1: the JSON array")]
+)
+def test_an_endless_line_is_not_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: bytes, what: str
+) -> None:
+    monkeypatch.setattr(json_lines, "MOST_CHARACTERS", 1 << 20)
+    path = tmp_path / "chats.jsonl.gz"
+    with gzip.open(path, "wb") as file:
+        file.write(start)
+        for _ in range(200):
+            file.write(b"a" * 1_000_000)
+    assert path.stat().st_size < 1_000_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match=f"{what} has more than 1,048,576 characters; each line must be one JSON"):
+            list(read_json_lines(path))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 16 << 20

@@ -1,0 +1,41 @@
+"""The access log: a line for each request, but not for what machines ask every few seconds."""
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from draftheads.serve.guard import Access, Guard
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "is_logged"),
+    [
+        ("/ready", 200, False),
+        ("/ready", 503, False),
+        ("/health", 200, False),
+        ("/metrics", 200, False),
+        ("/metrics", 401, True),
+        ("/health", 500, True),
+        ("/v1/models", 200, True),
+        ("/v1/models", 503, True),
+    ],
+)
+def test_polls_are_logged_only_if_they_fail(
+    path: str, status: int, *, is_logged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": status})
+        await send({"type": "http.response.body"})
+
+    async def ignore(_message: Any = None) -> Any:
+        return None
+
+    counted: list[tuple[str, int]] = []
+    guard = Guard(app, access=Access(), count=lambda *found: counted.append(found), log_requests=True)
+    scope = {"type": "http", "path": path, "method": "GET", "headers": [(b"host", b"localhost")]}
+    with caplog.at_level(logging.INFO, "draftheads.access"):
+        asyncio.run(guard(scope, ignore, ignore))
+    assert counted == [(path, status)]
+    assert [f" {path} {status} " in line for line in caplog.messages] == [True] * is_logged
