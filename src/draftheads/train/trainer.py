@@ -28,6 +28,7 @@ from draftheads.files import write_atomic
 from draftheads.kernel_choice import dtype_for_texts
 from draftheads.loading import kernels_folder
 from draftheads.models.pretrained import default_device, default_dtype
+from draftheads.models.threads import thread_choice
 from draftheads.progress import Progress
 from draftheads.train import processes
 from draftheads.train.muon import MuonAdamW
@@ -91,6 +92,7 @@ def fit(
         trainer.remove_callback(PrinterCallback)
         validation = _Validation(validations, validate, options.report.eval_steps)
         trainer.add_callback(_Callback(log, progress, interrupted, validation, trainer.take_means))
+        thread_choice().restore()  # decoding may have left fewer
         try:
             trainer.train(resume_from_checkpoint=checkpoint)
         except (OSError, SafetensorError, RuntimeError) as error:
