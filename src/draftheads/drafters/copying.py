@@ -18,8 +18,8 @@ from draftheads.drafters.text_index import RowTexts, TextIndex
 from draftheads.errors import InvalidSettings, require_at_least
 from draftheads.filling import likely_enough
 from draftheads.merging import merged
-from draftheads.models.transfer import to_device
 from draftheads.shapes import ROOT_ONLY, BestFirst, Shape
+from draftheads.transfer import to_device
 from draftheads.tree import Path, Tree
 
 # For static trees without measured values, close to hydra's: the probability of a node of rank 0 as a share of its
@@ -160,10 +160,14 @@ class CopyingSession:
         self._texts.keep(rows)
         self.session.keep(rows)
 
-    def watch(self, draft: Draft, logits: Tensor) -> None:
-        """Passes the target's logits on to a session that learns from them."""
+    def watch(self, draft: Draft, logits: Tensor) -> Tensor | None:
+        """What a session that learns from the target's logits has to know of them."""
+        return self.session.watch(draft, logits) if isinstance(self.session, Watcher) else None
+
+    def learn(self, watched: Sequence[Sequence[int]]) -> None:
+        """Passes it on to that session."""
         if isinstance(self.session, Watcher):
-            self.session.watch(draft, logits)
+            self.session.learn(watched)
 
     def _drafted(self, context: Context, shape: Shape) -> Draft:
         if shape != ROOT_ONLY:
@@ -202,7 +206,7 @@ class CopyingSession:
         """A draft on a static tree with the probabilities of its nodes."""
         if tree not in self._static:
             values = torch.tensor([node_values(tree, self.values)], dtype=torch.float32)
-            self._static[tree] = values.log().to(draft.token_ids.device)
+            self._static[tree] = to_device(values.log(), draft.token_ids.device)
         return replace(draft, path_log_probs=self._static[tree].expand_as(draft.token_ids))
 
 
