@@ -7,6 +7,7 @@ that it reads. The values are real, so what is computed on this device can be co
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -80,7 +81,7 @@ class FakeDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._can_decompose():
+        if _is_composite(func):
             with self:  # the parts of a composite operator
                 found = func.decompose(*args, **kwargs)
             if found is not NotImplemented:
@@ -106,11 +107,19 @@ class FakeDevice(TorchDispatchMode):
             self._note_transfer(to_host=True)
 
     def _note_transfer(self, *, to_host: bool) -> None:
-        place = _place()
+        places = _places()
+        place = next(places)
         if to_host:
             self.reads[place] += 1
+        elif place.startswith("transfer.py"):
+            self.copies[next(places)] += 1
         else:
-            (self.copies if "transfer.py" in place else self.waits)[place] += 1
+            self.waits[place] += 1
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    return bool(func._can_decompose())
 
 
 def _computed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -170,9 +179,11 @@ def _tensors(found: Any) -> Iterator[Tensor]:
             yield from _tensors(one)
 
 
-def _place() -> str:
-    """File and line of the package that are at work."""
+def _places() -> Iterator[str]:
+    """File and line of the package that are at work, and then those that called them."""
     frame = sys._getframe()
-    while frame is not None and not frame.f_code.co_filename.startswith(_SOURCES):
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_SOURCES):
+            yield f"{frame.f_code.co_filename.removeprefix(_SOURCES)}:{frame.f_lineno}"
         frame = frame.f_back
-    return "elsewhere" if frame is None else f"{frame.f_code.co_filename.removeprefix(_SOURCES)}:{frame.f_lineno}"
+    yield "elsewhere"

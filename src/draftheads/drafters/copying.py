@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, zip_longest
-from operator import gt
+from operator import sub
 
 import torch
 from torch import Tensor
@@ -124,7 +124,8 @@ class CopyingSession:
             shape: for the drafter.
             extra_nodes: how many nodes the tree may have beyond the shape's own.
             min_gains: where nothing but copies is drafted: tokens are copied only if for some n the expected number of
-                accepted ones among the first n of all rows is above ``min_gains[n-1]``. Empty: always.
+                accepted ones among the first n of all rows is above ``min_gains[n-1]``. Empty: always. On devices other
+                than a CPU the best n is how many nodes are added to any shape.
         """
         self._texts.read(context)
         draft = self._drafted(context, shape)
@@ -138,11 +139,16 @@ class CopyingSession:
             copies = [_allowed(tree, row, context.rules) for row, tree in enumerate(copies)]
         if not any(copies):
             return draft
-        if shape == ROOT_ONLY and min_gains:
+        is_cpu = context.root_ids.device.type == "cpu"
+        if min_gains and (shape == ROOT_ONLY or not is_cpu):
             found = [[node.probability for node in tree] for tree in copies]
             gains = accumulate(map(sum, zip_longest(*found, fillvalue=0.0)))
-            if not any(map(gt, gains, min_gains)):
+            worth = [0.0, *map(sub, gains, min_gains)]  # of 0, 1, … copied tokens
+            best = worth.index(max(worth))
+            if shape == ROOT_ONLY and not best:
                 return draft
+            if not is_cpu:  # there nobody cuts the tree: the host would wait for the probabilities
+                num_nodes = shape.num_nodes + min(best, extra_nodes)
         candidates = self._candidates(copies, context.root_ids)
         if isinstance(shape, Tree):
             return merged(self._valued(draft, shape), candidates, num_nodes)
