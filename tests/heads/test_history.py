@@ -37,7 +37,7 @@ def test_a_history_shrinks_when_its_longest_row_leaves() -> None:
         rows = slice(row, row + 1)
         positions, longest = history.span(rows, count)
         history.write(0, rows, KeysValues(texts[rows, :count], -texts[rows, :count]), positions, longest)
-        history.accept(rows, torch.tensor([count]))
+        history.accept(rows, torch.tensor([count]), [count])
     assert slots(history) == 3 * 1024
     history.keep(torch.tensor([0, 2]))
     assert slots(history) == 2 * 256
