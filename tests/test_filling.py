@@ -253,7 +253,7 @@ def test_rows_grow_as_if_alone(method: str, shape: BestFirst | BestPaths) -> Non
     together = proposed(head, shape, context)
     every = [nodes_of(together, row) for row in range(ROWS)]
     for row in range(ROWS):
-        alone = nodes_of(proposed(head, shape, context.keep(torch.tensor([row]))), 0)
+        alone = nodes_of(proposed(head, shape, context.keep([row])), 0)
         assert_equal(every[row], alone)
     assert len({tuple(node.tokens for node in nodes) for nodes in every}) == ROWS, "each row has its own tree"
 

@@ -6,7 +6,7 @@ Trees may be shared by all rows (leading dimension 1) or differ by row (leading 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Protocol, Self, runtime_checkable
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from draftheads.kernels import Product
 from draftheads.sampling import RowSettings
 from draftheads.shapes import Shape
+from draftheads.transfer import to_device
 from draftheads.tree import Tree
 
 
@@ -99,10 +100,10 @@ def tree_tensors(tree: Tree, device: torch.device) -> TreeTensors:
     """The tensors of ``tree`` on ``device``, made once."""
     with torch.inference_mode(mode=False):  # so that training can use the cached tensors
         return TreeTensors(
-            torch.tensor([tree.parents], device=device).clamp_min_(0),
-            torch.tensor([tree.depths], device=device),
-            tree.ancestor_mask[None].to(device),
-            torch.tensor(tree.ranks, device=device),
+            to_device([tree.parents], device).clamp_min_(0),
+            to_device([tree.depths], device),
+            to_device(tree.ancestor_mask[None], device),
+            to_device(tree.ranks, device),
         )
 
 
@@ -156,6 +157,24 @@ class Context:
     draws: Callable[[int], Tensor] | None = None  # n -> (B, n) float64 random numbers in [0, 1), new ones at each call
     text_tokens: int = 0  # tokens in the target's cache of the row that has most
     rules: TokenRules | None = None  # where a row has a grammar or logit biases
+    known_ids: Sequence[Sequence[int]] | None = None  # :attr:`ids`, where the host has them already
+
+    @cached_property
+    def ids(self) -> Sequence[Sequence[int]]:
+        """For each row the accepted tokens and then the root, on the host; read from the device if not known."""
+        if self.known_ids is not None:
+            return self.known_ids
+        counts, roots = self.num_accepted[:, None], self.root_ids[:, None]
+        packed = torch.cat([counts, roots, self.token_ids], 1).tolist()  # one transfer
+        return [[*ids[:count], root] for count, root, *ids in packed]
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """``num_accepted`` on the host; read from the device if not known."""
+        if self.known_ids is not None:
+            return [len(ids) - 1 for ids in self.known_ids]
+        counts: list[int] = self.num_accepted.tolist()
+        return counts
 
     @property
     def last_hidden(self) -> Tensor:
@@ -174,9 +193,16 @@ class Context:
             raise ValueError(f"the context has {batch} rows but {known} are at work: tell keep() which of them left")
         return batch - known
 
-    def keep(self, rows: Tensor) -> Self:
+    def keep(self, rows: Sequence[int]) -> Self:
         """The same context for the rows whose indices are given, in that order."""
-        return type(self)(self.hidden[rows], self.token_ids[rows], self.num_accepted[rows], self.root_ids[rows])
+        index = to_device(rows, self.root_ids.device, torch.long)
+        return type(self)(
+            self.hidden[index],
+            self.token_ids[index],
+            self.num_accepted[index],
+            self.root_ids[index],
+            known_ids=None if self.known_ids is None else [self.known_ids[row] for row in rows],
+        )
 
 
 @dataclass(frozen=True)
@@ -195,8 +221,11 @@ class TargetWeights:
 class Watcher(Protocol):
     """A session that learns from the target's logits at the nodes that it checks."""
 
-    def watch(self, draft: Draft, logits: Tensor) -> None:
-        """The target's logits (B, N, V) for its draft."""
+    def watch(self, draft: Draft, logits: Tensor) -> Tensor | None:
+        """What it needs on the host, (B, n) int64, of the target's logits (B, N, V) for its draft; None: nothing."""
+
+    def learn(self, watched: Sequence[Sequence[int]]) -> None:
+        """Receives it, (B, n); the host reads it together with the step's tokens."""
 
 
 class DraftSession(Protocol):
@@ -212,7 +241,7 @@ class DraftSession(Protocol):
         """Takes note of a context without drafting: this step checks the root alone."""
 
     def keep(self, rows: Tensor) -> None:
-        """Rows left or moved: row ``rows[i]`` is row i from now on."""
+        """Rows left or moved: row ``rows[i]`` is row i from now on. The tensor is on the host, (n,) int64."""
 
 
 class Drafter(Protocol):

@@ -18,6 +18,7 @@ from draftheads.draft import Context, Draft, tree_tensors
 from draftheads.masking import MaskedPredictor, Predictor
 from draftheads.sampling import RowSettings, draw, probabilities
 from draftheads.shapes import BestFirst, BestPaths, Sampled, Shape
+from draftheads.transfer import to_device
 from draftheads.tree import Tree
 
 Begin = Callable[[int], Any]  # the state at the roots, for a tree of that depth
@@ -63,7 +64,7 @@ def _levels(tree: Tree) -> tuple[_Level, ...]:
 @lru_cache(maxsize=1024)
 def _on_device(places: tuple[int, ...], device: torch.device) -> Tensor:
     with torch.inference_mode(mode=False):  # so that training can use the cached tensors
-        return torch.tensor(places, dtype=torch.long, device=device)
+        return to_device(places, device, torch.long)
 
 
 def fill(head: Predictor, shape: Shape, context: Context, *, begin: Begin, max_depth: int) -> Draft:
@@ -199,7 +200,9 @@ def _grow(head: Predictor, shape: BestFirst | BestPaths, context: Context, begin
         )
         priority = _best_path_through(found.path_log_probs, widths)
         counts = _nodes_on_paths(priority, shape, depth)
-        draft, _ = best_nodes(found, priority, int(counts.max()), depth)
+        is_cpu = counts.device.type == "cpu"  # elsewhere the host would wait for the number
+        most = int(counts.max()) if is_cpu else min(shape.most_nodes, priority.shape[1])
+        draft, _ = best_nodes(found, priority, most, depth)
         return draft.filled_up(torch.arange(draft.num_nodes, device=counts.device) >= counts[:, None])
     beams = _beams(shape, depth, reads_path=head.reads_path)
     depth = min(depth, len(beams))
@@ -321,8 +324,8 @@ def _likeliest(
 
 
 def likely_enough(path_log_probs: Tensor, num_nodes: int, threshold: float) -> int:
-    """The budget, or what the row with most draft tokens above the threshold needs of it."""
-    if threshold == 0.0:
+    """The budget, or what the row with most draft tokens above the threshold needs of it, if the host need not wait."""
+    if threshold == 0.0 or path_log_probs.device.type != "cpu":
         return num_nodes
     return min(num_nodes, int((path_log_probs.exp() >= threshold).sum(1).max()))
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from draftheads.draft import Draft, Places, TokenRules
+from draftheads.transfer import to_device
 
 
 class Predictor(Protocol):
@@ -75,9 +76,9 @@ def with_nodes(draft: Draft, nodes: Sequence[Sequence[int]], *, max_depth: int) 
     """
     device = draft.token_ids.device
     width = max(map(len, nodes))
-    order = torch.tensor([[*row, *[0] * (width - len(row))] for row in nodes], device=device)  # (B, n)
+    order = to_device([[*row, *[0] * (width - len(row))] for row in nodes], device)  # (B, n)
     numbers = torch.arange(width, device=device)
-    filling = numbers >= torch.tensor([[len(row)] for row in nodes], device=device)  # (B, n)
+    filling = numbers >= to_device([[len(row)] for row in nodes], device)  # (B, n)
     batch = torch.arange(len(nodes), device=device)[:, None]
     new = torch.zeros(len(nodes), draft.num_nodes + 1, dtype=torch.long, device=device)  # the number of each node
     new.scatter_(1, order.masked_fill(filling, draft.num_nodes), numbers.expand_as(order))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from draftheads.settings import SamplingSettings
+from draftheads.transfer import to_device
 
 _PART = 128  # tokens
 
@@ -47,7 +48,7 @@ class RowSettings:
         """Gathers the settings of the rows, in order."""
 
         def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
+            return to_device(values, device, dtype)
 
         # at temperature 0 the typical set is the most likely token: the exact rule gives the same and is cheaper
         best_root, sampled_root, rejection, block = (

@@ -30,7 +30,8 @@ class BestFirst:
     max_depth: int | None = None
     """How deep the tree may grow; as deep as there are heads, or confidence was measured, when left out."""
     threshold: float = 0.0
-    """Nodes with a lower path probability are left out, as far as this holds for every row of a step."""
+    """Nodes with a lower path probability are left out, as far as this holds for every row of a step. Only on a CPU:
+    elsewhere the host would wait for the number of nodes."""
     confidence: tuple[float, ...] = ()
     """Per depth, what logits are divided by so that the probabilities are calibrated; all 1 when empty."""
     min_reach: float | None = 0.0

@@ -285,17 +285,14 @@ def test_each_level_is_drafted_only_if_its_tokens_are_worth_its_time() -> None:
     assert asked.min_reach == pytest.approx(3.0 * rate / SHARE_OF_REACH, abs=0.005)
 
 
-def test_a_tree_on_an_accelerator_has_the_depth_that_the_profiles_choose() -> None:
-    """There no level can be left out."""
+def test_a_tree_on_an_accelerator_is_the_one_that_the_profiles_choose() -> None:
+    """There no level is left out and no node is cut, because the host would wait for the probabilities."""
     one = policy(by_depth("dynamic"), head_that_pays(3.0))
     shape, _, rate = one.choose(np.ones(1))
     assert isinstance(shape, BestFirst)
     here = context(1)
     there = replace(here, root_ids=here.root_ids.to("meta"))
-    asked = one._with_spare(shape, one._table(1, 0), there, rate)
-    assert isinstance(asked, BestFirst)
-    assert (asked.max_depth, asked.min_reach) == (shape.max_depth, 0.0)
-    assert asked.num_nodes > shape.num_nodes
+    assert one._with_spare(shape, one._table(1, 0), there, rate) == shape
 
 
 def test_levels_cost_what_they_cost_the_rows_together() -> None:
@@ -577,16 +574,23 @@ def test_several_rows_draft_only_for_a_tenth_more() -> None:
     assert [shape is not None for shape in shapes] == [True, False]
 
 
-def test_a_drafter_that_watches_gets_the_logits() -> None:
+def test_a_drafter_that_watches_gets_the_logits_and_what_it_asked_for() -> None:
+    asked = torch.tensor([[3, 4]])
+
     class Watching(Scripted):
         seen: Sequence[object] = ()
 
-        def watch(self, draft: Draft, logits: torch.Tensor) -> None:
+        def watch(self, draft: Draft, logits: torch.Tensor) -> torch.Tensor:
             self.seen = (*self.seen, draft, logits)
+            return asked
+
+        def learn(self, watched: Sequence[Sequence[int]]) -> None:
+            self.seen = (*self.seen, watched)
 
     drafter = Watching()
     one = policy(STATIC, machine(0.5), drafter)
     draft, logits = one.propose(context(1), ROOT_ONLY), torch.zeros(1, 1, 4)
-    one.watch(draft, logits)
-    assert drafter.seen == (draft, logits)
-    policy(STATIC, machine(0.5), Scripted()).watch(draft, logits)  # others need not watch
+    assert one.watch(draft, logits) is asked
+    one.learn([[3, 4]])
+    assert drafter.seen == (draft, logits, [[3, 4]])
+    assert policy(STATIC, machine(0.5), Scripted()).watch(draft, logits) is None  # others need not watch

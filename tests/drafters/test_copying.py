@@ -279,23 +279,29 @@ def test_a_static_tree_gives_up_its_least_likely_nodes() -> None:
 
 
 class Watching(PlantedDrafter):
-    """Records the drafts that it watches."""
+    """Records the tokens of the drafts that it watches, and asks for them."""
 
-    seen: list[Draft]
+    seen: list[list[list[int]]]
+    learnt: list[Sequence[Sequence[int]]]
 
-    def watch(self, draft: Draft, logits: torch.Tensor) -> None:
+    def watch(self, draft: Draft, logits: torch.Tensor) -> torch.Tensor:
         assert draft.token_ids.shape == logits.shape[:2]
-        self.seen.append(draft)
+        self.seen.append(draft.token_ids.tolist())
+        return draft.token_ids
+
+    def learn(self, watched: Sequence[Sequence[int]]) -> None:
+        self.learnt.append(watched)
 
 
-def test_a_drafter_that_watches_sees_what_was_checked() -> None:
+def test_a_drafter_that_watches_sees_what_was_checked_and_learns_what_it_asked_for() -> None:
     answers = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, plain("llama"), strict=True)}
     watching = Watching(Tree.chain(2), answers)
-    watching.seen = []
+    watching.seen, watching.learnt = [], []
     copying = Copying(watching)
     assert isinstance(copying.start(), Watcher)
     found = decode("llama", copying, batch_size=1)
     assert len(watching.seen) == sum(result.num_steps for result in found)
+    assert watching.learnt == watching.seen
 
 
 @pytest.mark.parametrize(

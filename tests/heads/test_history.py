@@ -17,13 +17,14 @@ def test_a_history_grows_and_keeps_what_was_written() -> None:
         new = torch.stack([texts[row, n : n + 4] for row, n in enumerate(done)])
         history.write(0, slice(0, 2), KeysValues(new, -new), positions, longest)
         counts = torch.randint(1, 5, (2,), generator=chance)
-        history.accept(slice(0, 2), counts)
+        history.accept(slice(0, 2), counts, counts.tolist())
         done = [n + count for n, count in zip(done, counts.tolist(), strict=True)]
     seen, mask = history.accepted(0)
     for row, count in enumerate(done):
         assert mask[row].sum() == count
         assert torch.equal(seen.keys[row, :count], texts[row, :count])
         assert torch.equal(seen.values[row, :count], -texts[row, :count])
+    assert history.lengths == history.counts.tolist() == done
     history.keep(torch.tensor([1]))
     assert torch.equal(history.accepted(0)[0].keys[0, : done[1]], texts[1, : done[1]])
 
@@ -36,7 +37,7 @@ def test_a_history_shrinks_when_its_longest_row_leaves() -> None:
         rows = slice(row, row + 1)
         positions, longest = history.span(rows, count)
         history.write(0, rows, KeysValues(texts[rows, :count], -texts[rows, :count]), positions, longest)
-        history.accept(rows, torch.tensor([count]))
+        history.accept(rows, torch.tensor([count]), [count])
     assert slots(history) == 3 * 1024
     history.keep(torch.tensor([0, 2]))
     assert slots(history) == 2 * 256

@@ -244,7 +244,7 @@ def test_the_cache_equals_a_dictionary_of_entries(data: st.DataObject, heads: in
             else:
                 kept = data.draw(st.permutations(range(twin.num_rows)))[: data.draw(st.integers(0, twin.num_rows))]
                 slots = data.draw(st.integers(0, twin.capacity))
-                cache.keep(torch.tensor(kept, dtype=torch.long), slots)
+                cache.keep(kept, slots)
                 twin.keep(kept, slots, block)
             check_equal(cache, twin, heads)
 

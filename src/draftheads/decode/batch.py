@@ -16,9 +16,9 @@ from draftheads.decode.token_rules import BatchRules
 from draftheads.draft import Context, Draft, Drafter, Places, Verdict, Watcher, hidden_layers_of
 from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
-from draftheads.models.transfer import to_device
 from draftheads.sampling import RowSettings, choose, token_logprobs
 from draftheads.shapes import ROOT_ONLY, Shape
+from draftheads.transfer import to_device
 
 
 class Batch:
@@ -88,8 +88,8 @@ class Batch:
         rules = self._rules_of(requests)
         scores = logits if rules is None else rules.verified(logits[:, None], rules.roots())[:, 0]
         roots = choose(scores, rows, seen, uniforms[:, 0])
-        context = self._prompt_context(requests, hidden, roots)
         new_ids = roots[:, None].tolist()
+        context = self._prompt_context(requests, hidden, roots, new_ids)
         logprobs = _logprobs(requests, logits[:, None], torch.zeros_like(roots)[:, None], new_ids, [1] * len(requests))
         events = [
             self._append(request, ids, num_drafted=0, **own)
@@ -126,8 +126,9 @@ class Batch:
         self.lap("draft")
         logits, hidden = self.target.verify(draft)
         self.lap("verify")
+        asked = None
         if isinstance(self.session, Watcher):
-            self.session.watch(draft, logits)
+            asked = self.session.watch(draft, logits)
             self.lap("watch")
         uniforms = self._uniforms(self.requests, draft.max_depth + 1)
         rejection_uniforms = None
@@ -135,9 +136,13 @@ class Batch:
             rejection_uniforms = self._numbers(num_rejection_uniforms(draft), "rejection")
         scores = logits if self._rules is None else self._rules.verified(logits, places)
         verdict = accept(draft, scores, self._rows, uniforms, self._seen, rejection_uniforms=rejection_uniforms)
-        new_ids, counts, copied, by_depth = _tokens_of(draft, verdict)  # the step's one transfer to the host
+        new_ids, counts, copied, by_depth, watched = _tokens_of(draft, verdict, asked)  # the step's one read
+        if isinstance(self.session, Watcher) and asked is not None:
+            self.session.learn(watched)
         self.target.commit(verdict, counts)
-        self._context = _advanced(draft, verdict, hidden)
+        # the first accepted token is the root of before
+        known = [[old[-1], *ids[:n]] for old, ids, n in zip(context.ids, new_ids, counts, strict=True)]
+        self._context = _advanced(draft, verdict, hidden, known)
         logprobs = _logprobs(self.requests, logits, verdict.path, new_ids, counts)
         self._note_hidden(counts)
         events = []
@@ -153,7 +158,7 @@ class Batch:
                 **logprobs[row],
             )
             events += [] if event is None else [event]
-        self._note_seen(new_ids, counts)
+        self._note_seen()
         if isinstance(self.session, SizePolicySession):
             self.session.note([count - 1 for count in counts])
         self._drop_ended()
@@ -195,13 +200,12 @@ class Batch:
         known = without_holes([row for row in going if row < self._stepped_rows])
         kept = [*known, *(row for row in going if row >= self._stepped_rows)]
         self.requests = [self.requests[row] for row in kept]
-        device = self.target.model.device
         assert self._context is not None
-        self._context = self._context.keep(torch.tensor(kept, dtype=torch.long, device=device))
+        self._context = self._context.keep(kept)
         self._hidden = [self._hidden[row] for row in kept] if self.on_leave is not None else []
         self.target.keep(kept)
         if len(known) < self._stepped_rows:
-            self.session.keep(torch.tensor(known, dtype=torch.long, device=device))
+            self.session.keep(torch.tensor(known, dtype=torch.long))
             self._stepped_rows = len(known)
         self._read_settings()
         return True
@@ -260,23 +264,32 @@ class Batch:
         seen = torch.zeros(len(requests), model.vocab_size, dtype=torch.bool)
         for row, request in enumerate(requests):
             seen[row, request.prompt_ids + request.token_ids] = True
-        return seen.to(model.device)
+        return to_device(seen, model.device)
 
-    def _note_seen(self, new_ids: list[list[int]], counts: list[int]) -> None:
+    def _note_seen(self) -> None:
+        """The tokens that the step accepted, and the new roots."""
         if self._seen is not None:
-            for row, (ids, count) in enumerate(zip(new_ids, counts, strict=True)):
-                self._seen[row, ids[:count]] = True
+            context = self._context
+            assert context is not None
+            roots = context.root_ids[:, None]
+            places = torch.arange(context.token_ids.shape[1], device=roots.device)
+            accepted = torch.where(places < context.num_accepted[:, None], context.token_ids, roots)
+            self._seen.scatter_(1, torch.cat([accepted, roots], 1), value=True)
 
-    def _prompt_context(self, requests: Sequence[Request], hidden: Tensor, roots: Tensor) -> Context:
+    def _prompt_context(
+        self, requests: Sequence[Request], hidden: Tensor, roots: Tensor, root_ids: Sequence[Sequence[int]]
+    ) -> Context:
         """What a drafter sees of new rows: the whole prompt if it keeps a history, else its last token."""
-        prompts = [torch.tensor(request.prompt_ids) for request in requests]
-        tokens = pad_sequence(prompts, batch_first=True).to(hidden.device)
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=hidden.device)
-        whole = Context(hidden, tokens, lengths, roots)
-        if self.drafter.needs_history:
-            return whole
-        last = tokens.gather(1, lengths[:, None] - 1)
-        return Context(whole.last_hidden[:, None], last, torch.ones_like(lengths), roots)
+        prompts = [
+            request.prompt_ids if self.drafter.needs_history else request.prompt_ids[-1:] for request in requests
+        ]
+        tokens = to_device(pad_sequence([torch.tensor(ids) for ids in prompts], batch_first=True), hidden.device)
+        lengths = to_device([len(ids) for ids in prompts], hidden.device)
+        if not self.drafter.needs_history:
+            ends = to_device([len(request.prompt_ids) - 1 for request in requests], hidden.device)
+            hidden = hidden[torch.arange(len(ends), device=ends.device), ends][:, None]
+        known = [[*ids, *root] for ids, root in zip(prompts, root_ids, strict=True)]
+        return Context(hidden, tokens, lengths, roots, known_ids=known)
 
 
 def without_holes(rows: Sequence[int]) -> list[int]:
@@ -290,12 +303,14 @@ def without_holes(rows: Sequence[int]) -> list[int]:
     return [row if row in staying else next(movers) for row in range(len(rows))]
 
 
-def _tokens_of(draft: Draft, verdict: Verdict) -> tuple[list[list[int]], list[int], list[int], list[list[int]]]:
+def _tokens_of(
+    draft: Draft, verdict: Verdict, asked: Tensor | None
+) -> tuple[list[list[int]], list[int], list[int], list[list[int]], list[list[int]]]:
     """What a step did, for each row.
 
     Returns:
         The accepted draft tokens and then the next token (entries beyond their number are not used), their number,
-        the number of copied ones, and the number of draft tokens at each depth.
+        the number of copied ones, the number of draft tokens at each depth, and what a :class:`Watcher` asked for.
     """
     accepted = draft.token_ids.gather(1, verdict.path)[:, 1:]  # (B, P-1)
     ids = torch.cat([accepted, verdict.next_ids[:, None]], 1)  # (B, P)
@@ -303,13 +318,16 @@ def _tokens_of(draft: Draft, verdict: Verdict) -> tuple[list[list[int]], list[in
     ids = ids.scatter(1, last, verdict.next_ids[:, None])
     depths = torch.arange(1, draft.max_depth + 1, device=ids.device)
     by_depth = (draft.depths[:, :, None] == depths).sum(1).expand(len(ids), -1)  # (B, depths)
-    packed = torch.cat([verdict.num_accepted[:, None], _num_copied(draft, verdict)[:, None], by_depth, ids], 1).tolist()
+    parts = [verdict.num_accepted[:, None], _num_copied(draft, verdict)[:, None], by_depth, ids]
+    packed = torch.cat(parts if asked is None else [*parts, asked], 1).tolist()
     first = 2 + draft.max_depth
+    end = first + ids.shape[1]
     return (
-        [row[first:] for row in packed],
+        [row[first:end] for row in packed],
         [row[0] for row in packed],
         [row[1] for row in packed],
         [_without_zeros(row[2:first]) for row in packed],
+        [row[end:] for row in packed],
     )
 
 
@@ -333,18 +351,21 @@ def _logprobs(
         counts: how many of them are new.
     """
     found: list[dict[str, Any]] = [{} for _ in requests]
-    num_top = [request.settings.logprobs for request in requests]
-    asked = {row: k for row, k in enumerate(num_top) if k is not None}
+    asked = {row: k for row, request in enumerate(requests) if (k := request.settings.logprobs) is not None}
     if not asked:
         return found
     rows = to_device(list(asked), logits.device)
     width = max(counts[row] for row in asked)
     tokens = to_device([new_ids[row][:width] for row in asked], logits.device)
     at = logits[rows[:, None], path[rows, :width]]  # (b, width, V)
-    parts = (part.tolist() for part in token_logprobs(at, tokens, max(asked.values())))
-    for (row, k), own, top, top_ids in zip(asked.items(), *parts, strict=True):
-        pairs: list[TopLogprobs] = [tuple(zip(*place, strict=True))[:k] for place in zip(top_ids, top, strict=True)]
-        found[row] = {"logprobs": own, "top_logprobs": pairs}
+    own, top, top_ids = token_logprobs(at, tokens, max(asked.values()))
+    packed = torch.cat([own[..., None].double(), top.double(), top_ids.double()], -1).tolist()  # one transfer
+    num_top = top.shape[-1]
+    for (row, k), places in zip(asked.items(), packed, strict=True):
+        pairs: list[TopLogprobs] = [
+            tuple(zip(map(int, place[1 + num_top :]), place[1 : 1 + num_top], strict=True))[:k] for place in places
+        ]
+        found[row] = {"logprobs": [place[0] for place in places], "top_logprobs": pairs}
     return found
 
 
@@ -357,7 +378,7 @@ def _num_copied(draft: Draft, verdict: Verdict) -> Tensor:
     return (draft.copied.gather(1, verdict.path) & accepted).sum(1)
 
 
-def _advanced(draft: Draft, verdict: Verdict, hidden: Tensor) -> Context:
+def _advanced(draft: Draft, verdict: Verdict, hidden: Tensor, known_ids: Sequence[Sequence[int]]) -> Context:
     """What the drafter sees next: the accepted tokens with the target's hidden states, and the new root."""
     batch = torch.arange(len(hidden), device=hidden.device)[:, None]
     return Context(
@@ -365,6 +386,7 @@ def _advanced(draft: Draft, verdict: Verdict, hidden: Tensor) -> Context:
         draft.token_ids.gather(1, verdict.path),
         verdict.num_accepted,
         verdict.next_ids,
+        known_ids=known_ids,
     )
 
 
@@ -383,4 +405,5 @@ def _merged(old: Context | None, new: Context) -> Context:
         torch.cat([wide(old.token_ids), wide(new.token_ids)]),
         torch.cat([old.num_accepted, new.num_accepted]),
         torch.cat([old.root_ids, new.root_ids]),
+        known_ids=[*old.ids, *new.ids],
     )

@@ -2,8 +2,8 @@
 
 The policy reads no clock: what it decides depends on tokens and on the two profiles only. A table gives the expected
 tokens and the milliseconds of each kind, depth and size of tree; the fastest is drafted, or nothing where plain
-decoding is as fast. A draft that comes with probabilities is then cut where a further node costs more time than it
-gains.
+decoding is as fast. On a CPU, a draft that comes with probabilities is then cut where a further node costs more time
+than it gains.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from draftheads.acceptance_profile import KINDS, AcceptanceProfile, Kind
@@ -107,6 +108,7 @@ class SizePolicySession:
         self.profile, self.cost, self.extra_nodes = policy.profile, policy.cost, policy.extra_nodes
         self._records: list[_Record] = []
         self._expected: Sequence[float] = ()  # of this step: expected accepted draft tokens per row
+        self._reads_expected = False  # of this step: whether they come from the device, with the step's tokens
         self._tables: dict[tuple[int, int], _Table] = {}  # by rows and tokens of the longest text
         self._drafting: dict[int, dict[Way, Floats]] = {}  # by rows
         self._levels: dict[tuple[int, int], float] = {}  # by rows and nodes
@@ -132,7 +134,7 @@ class SizePolicySession:
             draft = self.session.propose(context, chosen, extra_nodes=self.extra_nodes, min_gains=min_gains)
         else:
             draft = self.session.propose(context, chosen)
-        if draft.path_log_probs is None:
+        if draft.path_log_probs is None or draft.token_ids.device.type != "cpu":
             self._expected = (gain,) * batch
             return draft
         return self._cut(draft, ratios, rate, table)
@@ -146,10 +148,24 @@ class SizePolicySession:
         self._records = [self._records[row] for row in rows.tolist()]
         self.session.keep(rows)
 
-    def watch(self, draft: Draft, logits: Tensor) -> None:
-        """Passes the target's logits on to a session that learns from them."""
+    def watch(self, draft: Draft, logits: Tensor) -> Tensor | None:
+        """What the drafter's session has to know, and the expected number of accepted tokens where it is not known."""
+        asked = self.session.watch(draft, logits) if isinstance(self.session, Watcher) else None
+        self._reads_expected = draft.path_log_probs is not None and draft.token_ids.device.type != "cpu"
+        if draft.path_log_probs is None or not self._reads_expected:
+            return asked
+        expected = draft.path_log_probs.float().exp().sum(1, keepdim=True) - 1.0  # (B, 1); the root is no draft token
+        bits = expected.view(torch.int32).long()
+        return bits if asked is None else torch.cat([bits, asked], 1)
+
+    def learn(self, watched: Sequence[Sequence[int]]) -> None:
+        """Receives both."""
+        if self._reads_expected:
+            bits = np.array([row[0] for row in watched], dtype=np.int32)
+            self._expected = bits.view(np.float32).tolist()
+            watched = [row[1:] for row in watched]
         if isinstance(self.session, Watcher):
-            self.session.watch(draft, logits)
+            self.session.learn(watched)
 
     def note(self, num_accepted: Sequence[int]) -> None:
         """How many draft tokens of each row the last step accepted."""
@@ -218,6 +234,8 @@ class SizePolicySession:
     def _with_spare(self, shape: Shape, table: _Table, context: Context, rate: float) -> Shape:
         """A growing tree of twice the nodes, for :meth:`_cut` to choose among, where drafting them costs little.
 
+        Only on a CPU: elsewhere the host would have to wait for the probabilities, so nothing is cut.
+
         Where levels can be left out (:attr:`BestFirst.min_reach`) it may be as deep as the head was measured, but each
         level is drafted only if the tokens that it is likely to gain are worth its time.
 
@@ -227,7 +245,7 @@ class SizePolicySession:
             context: of these rows.
             rate: tokens per millisecond, as if all requests accepted what the profile expects.
         """
-        if not isinstance(shape, BestFirst):
+        if not isinstance(shape, BestFirst) or context.root_ids.device.type != "cpu":
             return shape
         way: Way = ("dynamic", shape.max_depth or self.profile.depth)
         costs = table.drafting[way]
@@ -235,8 +253,6 @@ class SizePolicySession:
         limit = costs[shape.num_nodes - 1] + _SPARE_COST * table.plain
         while most > shape.num_nodes and costs[most - 1] > limit:
             most -= 1
-        if context.root_ids.device.type != "cpu":
-            return self._shape(way, most)
         reach = rate * self._level_cost(len(context.root_ids), most) / SHARE_OF_REACH
         return replace(self.profile.growing(most), min_reach=round(reach, 2))
 

@@ -15,7 +15,7 @@ from draftheads.decode.grammar import GrammarState
 from draftheads.decode.request import Request
 from draftheads.draft import FORBIDDEN, Draft, Places
 from draftheads.masking import with_nodes
-from draftheads.models.transfer import to_device
+from draftheads.transfer import to_device
 
 
 class BatchRules:
@@ -37,7 +37,7 @@ class BatchRules:
             for row, request in enumerate(requests):
                 for token, value in request.settings.logit_bias:
                     bias[row, token] = value
-            self._bias = bias.to(device)
+            self._bias = to_device(bias, device)
 
     @classmethod
     def of(cls, requests: Sequence[Request], *, vocab_size: int, device: torch.device) -> Self | None:
@@ -116,7 +116,7 @@ class BatchRules:
             for j, place in enumerate(places[row]):
                 if place >= 0:
                     words[i, j] = state.masks[place]
-        allowed = _bits(torch.from_numpy(words).to(logits.device))
+        allowed = _bits(to_device(words, logits.device))
         allowed = allowed[..., : logits.shape[-1]] if target_ids is None else allowed[..., target_ids]
         if len(rows) == len(places):
             return torch.where(allowed, logits, -torch.inf)
@@ -144,4 +144,4 @@ def _eights(device: torch.device) -> Tensor:
     """(256,) int64: the eight bits of each byte as eight booleans."""
     numbers = np.arange(256, dtype=np.uint8)[:, None]
     with torch.inference_mode(mode=False):
-        return torch.from_numpy(np.unpackbits(numbers, axis=1, bitorder="little").view(np.int64)[:, 0]).to(device)
+        return to_device(np.unpackbits(numbers, axis=1, bitorder="little").view(np.int64)[:, 0], device)

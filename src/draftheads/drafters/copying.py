@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, zip_longest
-from operator import gt
+from operator import sub
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ from draftheads.drafters.text_index import RowTexts, TextIndex
 from draftheads.errors import InvalidSettings, require_at_least
 from draftheads.filling import likely_enough
 from draftheads.merging import merged
-from draftheads.models.transfer import to_device
 from draftheads.shapes import ROOT_ONLY, BestFirst, Shape
+from draftheads.transfer import to_device
 from draftheads.tree import Path, Tree
 
 # For static trees without measured values, close to hydra's: the probability of a node of rank 0 as a share of its
@@ -124,7 +124,8 @@ class CopyingSession:
             shape: for the drafter.
             extra_nodes: how many nodes the tree may have beyond the shape's own.
             min_gains: where nothing but copies is drafted: tokens are copied only if for some n the expected number of
-                accepted ones among the first n of all rows is above ``min_gains[n-1]``. Empty: always.
+                accepted ones among the first n of all rows is above ``min_gains[n-1]``. Empty: always. On devices other
+                than a CPU the best n is how many nodes are added to any shape.
         """
         self._texts.read(context)
         draft = self._drafted(context, shape)
@@ -138,11 +139,16 @@ class CopyingSession:
             copies = [_allowed(tree, row, context.rules) for row, tree in enumerate(copies)]
         if not any(copies):
             return draft
-        if shape == ROOT_ONLY and min_gains:
+        is_cpu = context.root_ids.device.type == "cpu"
+        if min_gains and (shape == ROOT_ONLY or not is_cpu):
             found = [[node.probability for node in tree] for tree in copies]
             gains = accumulate(map(sum, zip_longest(*found, fillvalue=0.0)))
-            if not any(map(gt, gains, min_gains)):
+            worth = [0.0, *map(sub, gains, min_gains)]  # of 0, 1, … copied tokens
+            best = worth.index(max(worth))
+            if shape == ROOT_ONLY and not best:
                 return draft
+            if not is_cpu:  # there nobody cuts the tree: the host would wait for the probabilities
+                num_nodes = shape.num_nodes + min(best, extra_nodes)
         candidates = self._candidates(copies, context.root_ids)
         if isinstance(shape, Tree):
             return merged(self._valued(draft, shape), candidates, num_nodes)
@@ -160,10 +166,14 @@ class CopyingSession:
         self._texts.keep(rows)
         self.session.keep(rows)
 
-    def watch(self, draft: Draft, logits: Tensor) -> None:
-        """Passes the target's logits on to a session that learns from them."""
+    def watch(self, draft: Draft, logits: Tensor) -> Tensor | None:
+        """What a session that learns from the target's logits has to know of them."""
+        return self.session.watch(draft, logits) if isinstance(self.session, Watcher) else None
+
+    def learn(self, watched: Sequence[Sequence[int]]) -> None:
+        """Passes it on to that session."""
         if isinstance(self.session, Watcher):
-            self.session.watch(draft, logits)
+            self.session.learn(watched)
 
     def _drafted(self, context: Context, shape: Shape) -> Draft:
         if shape != ROOT_ONLY:
@@ -202,7 +212,7 @@ class CopyingSession:
         """A draft on a static tree with the probabilities of its nodes."""
         if tree not in self._static:
             values = torch.tensor([node_values(tree, self.values)], dtype=torch.float32)
-            self._static[tree] = values.log().to(draft.token_ids.device)
+            self._static[tree] = to_device(values.log(), draft.token_ids.device)
         return replace(draft, path_log_probs=self._static[tree].expand_as(draft.token_ids))
 
 

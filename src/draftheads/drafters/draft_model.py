@@ -18,6 +18,7 @@ from draftheads.models.fingerprint import Fingerprints
 from draftheads.models.kv_target import Target, bytes_per_slot
 from draftheads.models.model import TargetModel
 from draftheads.shapes import Shape, check_ranks, depth_of
+from draftheads.transfer import to_device
 from draftheads.tree import Tree
 
 
@@ -150,14 +151,13 @@ class DraftModelSession:
         """Reads what was accepted, prompts of new rows included, and the roots, of which nothing is kept: (B, V)."""
         target, known = self._target, self._target.num_rows
         batch = known + context.num_new_rows(known)
-        counts = context.num_accepted.tolist()
+        counts = [*context.counts[:known], *[0] * (batch - known)]
         if batch > known:
-            tokens = self._known(context.token_ids[known:]).tolist()
-            target.prefill([ids[:count] for ids, count in zip(tokens, counts[known:], strict=True)])
-            counts[known:] = [0] * (batch - known)
+            last = self.drafter.model.vocab_size - 1
+            target.prefill([[min(token, last) for token in ids[:-1]] for ids in context.ids[known:]])
         width = max(counts) + 1
         device = context.root_ids.device
-        number = torch.tensor(counts, device=device)
+        number = to_device(counts, device) if batch > known else context.num_accepted
         steps = torch.arange(width, device=device)
         before = context.token_ids[:, :width] if known else context.root_ids[:, None]
         if before.shape[1] < width:

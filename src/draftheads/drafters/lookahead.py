@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from draftheads.candidates import ancestors_of
 from draftheads.draft import Context, Draft
 from draftheads.errors import require_at_least
 from draftheads.shapes import Shape
+from draftheads.transfer import to_device
 
 _POOL = 4096  # n-grams' first tokens that a row remembers, those used last
 
@@ -147,24 +147,25 @@ class LookaheadSession:
     def propose(self, context: Context, shape: Shape) -> Draft:
         """Each row's own tree; one that is smaller than others is filled up."""
         self._join(context)
-        roots = context.root_ids.tolist()
-        tries = [row.tree(root) for row, root in zip(self._rows, roots, strict=True)]
+        tries = [row.tree(ids[-1]) for row, ids in zip(self._rows, context.ids, strict=True)]
         nodes = max(len(trie.token_ids) for trie in tries)
         for trie in tries:
             missing = nodes - len(trie.token_ids)
             trie.token_ids += trie.token_ids[:1] * missing
             trie.parents += [0] * missing
             trie.depths += [0] * missing
-        device = context.root_ids.device
-        parents = torch.tensor([trie.parents for trie in tries], device=device)
-        depths = torch.tensor([trie.depths for trie in tries], device=device)
-        token_ids = torch.tensor([trie.token_ids for trie in tries], device=device)
+        packed = [[trie.token_ids, trie.parents, trie.depths] for trie in tries]
+        token_ids, parents, depths = to_device(packed, context.root_ids.device).unbind(1)
         deepest = max(max(trie.depths) for trie in tries)
         return Draft(token_ids, parents, depths, ancestors_of(parents, deepest), deepest, reads_all_nodes=True)
 
-    def watch(self, draft: Draft, logits: Tensor) -> None:
-        """The target's logits at every node, (B, N, V)."""
-        for row, outputs in zip(self._rows, logits.argmax(-1).tolist(), strict=True):
+    def watch(self, draft: Draft, logits: Tensor) -> Tensor:
+        """(B, N) the target's most likely token after every node, by its logits (B, N, V)."""
+        return logits.argmax(-1)
+
+    def learn(self, watched: Sequence[Sequence[int]]) -> None:
+        """N-grams from these tokens."""
+        for row, outputs in zip(self._rows, watched, strict=True):
             row.learn(outputs)
 
     def follow(self, context: Context) -> None:
@@ -176,8 +177,8 @@ class LookaheadSession:
         self._rows = [self._rows[row] for row in rows.tolist()]
 
     def _join(self, context: Context) -> None:
-        counts, known = context.num_accepted.tolist(), len(self._rows)
+        known = len(self._rows)
         for place in range(known, known + context.num_new_rows(known)):
             row = _Row(self.drafter.window, self.drafter.ngram, self.drafter.guesses)
-            row.seed = context.token_ids[place, : counts[place]].tolist()[-row.window :]
+            row.seed = list(context.ids[place][:-1])[-row.window :]
             self._rows.append(row)

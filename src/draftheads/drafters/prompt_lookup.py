@@ -1,12 +1,12 @@
 """Draft tokens copied from the text so far: what followed the last tokens the last time (prompt lookup decoding)."""
 
-import torch
 from torch import Tensor
 
 from draftheads.draft import Context, Draft
 from draftheads.drafters.text_index import RowTexts
 from draftheads.errors import require_at_least
 from draftheads.shapes import Shape
+from draftheads.transfer import to_device
 from draftheads.tree import Tree
 
 
@@ -54,10 +54,10 @@ class PromptLookupSession:
         copies = [text.copy(self.num_tokens)[0] for text in self._texts.rows]
         length = max(map(len, copies))
         chains = [[root, *(copy or [root] * length)] for root, copy in zip(roots, copies, strict=True)]
-        draft = Draft.on_tree(Tree.chain(length), torch.tensor(chains, device=context.root_ids.device))
+        draft = Draft.on_tree(Tree.chain(length), to_device(chains, context.root_ids.device))
         if all(copies) or not length:
             return draft
-        empty = torch.tensor([not copy for copy in copies], device=context.root_ids.device)[:, None]
+        empty = to_device([not copy for copy in copies], context.root_ids.device)[:, None]
         return draft.filled_up(empty & (draft.depths > 0))
 
     def follow(self, context: Context) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from draftheads.draft import Context
@@ -105,11 +104,9 @@ class RowTexts:
         known = len(self.rows)
         new = context.num_new_rows(known)
         self.rows += [TextIndex(max_ngram=self.max_ngram) for _ in range(new)]
-        counts, roots = context.num_accepted[:, None], context.root_ids[:, None]
-        packed = torch.cat([counts, roots, context.token_ids], 1).tolist()  # one transfer
-        for row, (text, (count, root, *ids)) in enumerate(zip(self.rows, packed, strict=True)):
+        for row, (text, ids) in enumerate(zip(self.rows, context.ids, strict=True)):
             # the first token of a known row was its root: it is in the text already
-            text.read([*ids[1 if row < known else 0 : count], root])
+            text.read(ids[1 if row < known else 0 :])
 
     def keep(self, rows: Tensor) -> None:
         """Row ``rows[i]`` is row i from now on."""

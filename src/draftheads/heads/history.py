@@ -3,10 +3,13 @@
 Knows nothing of heads. B rows, C slots, G key-value heads, d their size.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from draftheads.transfer import to_device
 
 _BLOCK_SLOTS = 128  # a history grows by as many slots as the target's cache
 
@@ -30,12 +33,13 @@ class History:
 
     def __init__(self, num_layers: int) -> None:
         self.layers: list[KeysValues | None] = [None] * num_layers
-        self.counts = torch.zeros(0, dtype=torch.long, device="cpu")  # (B,) tokens of each row
+        self.counts = torch.zeros(0, dtype=torch.long)  # (B,) tokens of each row
+        self.lengths: list[int] = []  # the same on the host
 
     @property
     def num_rows(self) -> int:
         """B."""
-        return len(self.counts)
+        return len(self.lengths)
 
     @property
     def bytes_per_slot(self) -> int:
@@ -45,13 +49,16 @@ class History:
 
     def join(self, batch: int, device: torch.device) -> None:
         """New rows stand behind the old ones, with nothing kept."""
-        counts = self.counts.to(device)
-        self.counts = torch.cat([counts, counts.new_zeros(batch - len(counts))])
+        if batch == self.num_rows:
+            return
+        new = torch.zeros(batch - self.num_rows, dtype=torch.long, device=device)
+        self.counts = torch.cat([self.counts, new]) if self.lengths else new
+        self.lengths += [0] * len(new)
 
     def span(self, rows: slice, length: int) -> tuple[Tensor, int]:
         """Positions of the next ``length`` tokens of some rows, (rows, length), and how many slots they make."""
         positions = self.counts[rows, None] + torch.arange(length, device=self.counts.device)
-        return positions, int(positions[:, -1].max()) + 1
+        return positions, max(self.lengths[rows]) + length
 
     def write(self, layer: int, rows: slice, new: KeysValues, positions: Tensor, longest: int) -> KeysValues:
         """Puts keys and values of some rows at positions (rows, P); returns those rows' slots up to ``longest``."""
@@ -65,23 +72,25 @@ class History:
         """What is kept of a layer: slots (B, C, G, d), and a mask (B, C) of those that count."""
         kept = self.layers[layer]
         assert kept is not None, "a history is read after it was written"
-        longest = int(self.counts.max())
+        longest = max(self.lengths)
         seen = KeysValues(*(part[: self.num_rows, :longest] for part in kept))
         return seen, torch.arange(longest, device=self.counts.device) < self.counts[:, None]
 
-    def accept(self, rows: slice, counts: Tensor) -> None:
-        """So many of the tokens written last are kept, (rows,)."""
+    def accept(self, rows: slice, counts: Tensor, lengths: Sequence[int]) -> None:
+        """So many of the tokens written last are kept: (rows,), on the device and on the host."""
         self.counts[rows] += counts
+        self.lengths[rows] = [old + new for old, new in zip(self.lengths[rows], lengths, strict=True)]
 
     def keep(self, rows: Tensor) -> None:
         """Rows left or moved: row ``rows[i]`` is row i from now on. Slots that no row needs any more are freed."""
+        self.lengths = [self.lengths[row] for row in rows.tolist()]
         if len(rows) == 0:
             self.layers = [None] * len(self.layers)
             self.counts = self.counts[:0]
             return
-        rows = rows.to(self.counts.device)
+        rows = to_device(rows, self.counts.device)
         self.counts = self.counts[rows]
-        num_slots = _whole_blocks(int(self.counts.max()))
+        num_slots = _whole_blocks(max(self.lengths))
         self.layers = [None if kept is None else kept.of(rows, num_slots) for kept in self.layers]
 
     def _with_room(self, layer: int, new: KeysValues, longest: int) -> KeysValues:

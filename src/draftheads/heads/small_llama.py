@@ -79,9 +79,9 @@ class SmallLlamaHead(StatefulHead):
 
     def read(self, context: Context, rows: slice, history: History) -> Tensor:
         """Features after the root, (rows, D). The root is read at once: what was accepted begins behind it."""
-        if not history.counts[rows].any():  # new rows: the first token of the prompt, too
+        if not any(history.lengths[rows]):  # new rows: the first token of the prompt, too
             self._step(context.token_ids[:, :1], rows, history)
-            history.accept(rows, torch.ones_like(context.num_accepted))
+            history.accept(rows, torch.ones_like(context.num_accepted), [1] * len(context.num_accepted))
         return last_of(self.norm(self._step(next_tokens(context), rows, history)), context.num_accepted)
 
     def _step(self, token_ids: Tensor, rows: slice, history: History) -> Tensor:

@@ -91,7 +91,8 @@ class StatefulSession(HeadSession):
         for rows in (slice(0, known), slice(known, batch)):
             if rows.start == rows.stop:
                 continue
-            width = int(context.num_accepted[rows].max()) if 0 < known < batch else context.hidden.shape[1]
+            counts = context.counts[rows]
+            width = max(counts) if 0 < known < batch else context.hidden.shape[1]
             part = Context(
                 context.hidden[rows, :width],
                 context.token_ids[rows, :width],
@@ -99,7 +100,7 @@ class StatefulSession(HeadSession):
                 context.root_ids[rows],
             )
             parts.append(self.head.read(part, rows, self.history))
-            self.history.accept(rows, part.num_accepted)
+            self.history.accept(rows, part.num_accepted, counts)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def follow(self, context: Context) -> None:
@@ -110,7 +111,7 @@ class StatefulSession(HeadSession):
             self.advance(context)
             return
         self.unread += [[] for _ in range(len(context.root_ids) - len(self.unread))]
-        for row, count in enumerate(context.num_accepted.tolist()):
+        for row, count in enumerate(context.counts):
             hidden, tokens = context.hidden[row, :count].clone(), context.token_ids[row, :count].clone()
             self.unread[row] += zip(hidden, tokens, strict=True)
 
@@ -124,11 +125,10 @@ class StatefulSession(HeadSession):
         if not self.unread:
             return context
         self.unread += [[] for _ in range(len(context.root_ids) - len(self.unread))]
-        counts = context.num_accepted.tolist()
         hidden, tokens = (
             [
                 torch.stack([*(old[part] for old in row), *new[:count]])
-                for row, new, count in zip(self.unread, values, counts, strict=True)
+                for row, new, count in zip(self.unread, values, context.counts, strict=True)
             ]
             for part, values in enumerate((context.hidden, context.token_ids))
         )
@@ -138,6 +138,7 @@ class StatefulSession(HeadSession):
             hidden=pad_sequence(hidden, batch_first=True),
             token_ids=pad_sequence(tokens, batch_first=True),
             num_accepted=torch.tensor([len(row) for row in tokens]),
+            known_ids=None,
         )
 
     def keep(self, rows: Tensor) -> None:

@@ -6,11 +6,14 @@ the other rows: its place is reused. Memory is freed when less than half of it i
 Knows ``transformers``' cache interface. Knows nothing of text or trees: callers choose the slots to write and to read.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from draftheads.transfer import to_device
 
 BLOCK_SLOTS = 128  # a small cache for short texts, yet few reallocations for long ones
 
@@ -111,9 +114,8 @@ class SlotLayer(CacheLayerMixin):
 
     def take(self, source: Tensor, target: Tensor) -> None:
         """Copies whole rows ``source`` (n,) to the rows ``target`` (n,)."""
-        if self.is_initialized:
-            for buffer in (self.keys, self.values):
-                buffer[target] = buffer[source]
+        for buffer in (self.keys, self.values):
+            buffer[target] = buffer[source]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The span of the window: every pass has its own mask over it."""
@@ -189,13 +191,14 @@ class SlotCache(Cache):
         if (self.num_rows, capacity) != (self.held_rows, self.capacity):
             self._resize(capacity)
 
-    def keep(self, rows: Tensor, num_slots: int) -> None:
-        """Keeps the given rows (n,), in that order, and at least ``num_slots`` slots of each."""
-        places = torch.arange(len(rows), device=rows.device)
-        moved = (rows != places).nonzero()[:, 0]
-        if len(moved):
+    def keep(self, rows: Sequence[int], num_slots: int) -> None:
+        """Keeps the given n rows, in that order, and at least ``num_slots`` slots of each."""
+        moved = [place for place, row in enumerate(rows) if row != place]
+        if moved and self.layers[0].is_initialized:
+            device = self.layers[0].keys.device
+            source, target = to_device([rows[place] for place in moved], device), to_device(moved, device)
             for layer in self.layers:
-                layer.take(rows[moved], moved)
+                layer.take(source, target)
         self.num_rows = len(rows)
         capacity = min(self.capacity, whole_blocks(num_slots))
         if 2 * self.num_rows * capacity <= self.held_rows * self.capacity:

@@ -19,7 +19,7 @@ from draftheads.models.kv_cache import RowEntries, SlotCache, whole_blocks
 from draftheads.models.masks import as_float_mask, tree_visibility, within_window
 from draftheads.models.model import TargetModel
 from draftheads.models.threads import thread_choice
-from draftheads.models.transfer import to_device
+from draftheads.transfer import to_device
 from draftheads.tree import Tree
 
 PREFILL_CHUNK = 512  # tokens of a long prompt per pass; limits the memory of mask and activations
@@ -81,11 +81,11 @@ class Target:
             return _side_by_side([self.prefill(group) for group in groups])
         device, old, lengths = self.model.device, self.num_rows, [len(prompt) for prompt in prompts]
         longest = max(lengths)
-        tokens = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True).to(device)
+        tokens = to_device(pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True), device)
         self.cache.reserve(old + len(prompts), longest)
         last, every = self._read(slice(old, old + len(prompts)), tokens, start=0)
         self.lengths += lengths
-        ends = last[torch.arange(len(prompts), device=device), torch.tensor(lengths, device=device) - 1]
+        ends = last[torch.arange(len(prompts), device=device), to_device(lengths, device) - 1]
         return self.model.logits(ends), every
 
     @torch.inference_mode()
@@ -144,7 +144,7 @@ class Target:
         if self._threads is not None and not rows:
             self._threads.restore()
         self.lengths = [self.lengths[row] for row in rows]
-        self.cache.keep(torch.tensor(rows, dtype=torch.long, device=self.model.device), max(self.lengths, default=0))
+        self.cache.keep(rows, max(self.lengths, default=0))
 
     def verify_static(
         self, tokens: Tensor, depths: Tensor, ancestors: Tensor, lengths: Tensor

@@ -3,16 +3,19 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 
-def to_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor on the device from numbers on the host.
+def to_device(
+    values: Sequence[Any] | npt.NDArray[Any] | Tensor, device: torch.device, dtype: torch.dtype | None = None
+) -> Tensor:
+    """A tensor on the device from numbers, an array or a tensor on the host.
 
     A plain copy to a GPU waits for all work of the GPU. A copy from pinned memory does not.
     """
-    tensor = torch.tensor(values, dtype=dtype)
+    tensor = torch.as_tensor(values, dtype=dtype)
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,465 @@
+"""Steps on a device other than the CPU: no mixed devices, the CPU's text, and one read by the host in each step."""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftheads.acceptance_profile import AcceptanceProfile
+from draftheads.data.batches import Batch as TrainingBatch
+from draftheads.decode.cost_profile import by_hand
+from draftheads.decode.engine import Engine
+from draftheads.decode.size_policy import SizePolicySession
+from draftheads.decode.step_timer import StepTimer
+from draftheads.draft import Context, Drafter
+from draftheads.drafters.copying import Copying
+from draftheads.drafters.corpus import index_texts
+from draftheads.drafters.draft_model import DraftModel
+from draftheads.drafters.lookahead import Lookahead
+from draftheads.drafters.prompt_lookup import PromptLookup
+from draftheads.heads import HEADS
+from draftheads.heads.base import DraftHead
+from draftheads.models.model import TargetModel
+from draftheads.progress import NoProgress
+from draftheads.search.calibrate import Answer
+from draftheads.search.replay import Replay
+from draftheads.search.settings import ReplaySettings
+from draftheads.settings import SamplingSettings
+from draftheads.shapes import ROOT_ONLY, Sampled, Shape
+from draftheads.train.learner import Learner, with_noise
+from draftheads.train.losses import objective
+from draftheads.train.report import _measure_batch
+from draftheads.transfer import to_device
+from draftheads.tree import Tree
+from fake_device import DEVICE, FakeDevice
+from families import FAMILIES, GROWING, PROMPTS, TREES, VOCAB, tiny_head, tiny_model, tiny_profile
+from structured_world import GRAMMARS, json_model
+from thorough import some
+
+TEXTS = [*PROMPTS, [5, 6, 7, 5, 6, 7, 5]]
+LENGTHS = [12, 4, 12, 9]  # tokens of the answers in batches of three: rows leave, and one joins
+SAMPLED = {"temperature": 0.8, "seed": 5, "top_k": 9, "top_p": 0.9}
+DRAWN = Sampled(Tree.from_paths([(0,), (1,), (0, 0)]))
+SHAPES: dict[str, Shape] = {**TREES, **GROWING, "drawn": DRAWN}
+BIAS = {3: 1.0, 7: -2.0}
+STEP = ["decode/batch.py"]  # where the host reads the tokens of a step
+SENT_ONCE = ("draft.py", "filling.py")  # a static tree, at its first use
+
+Make = Callable[[TargetModel], Drafter | None]  # a drafter for a model on the CPU
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """Between host and device in a step, by file and line."""
+
+    reads: Counter[str]  # the most of all steps
+    waits: Counter[str]  # the same
+    copies: Counter[str]  # the same of steps before which no row joined, and after which none left
+
+    def files_read(self) -> list[str]:
+        """The file of each read."""
+        return sorted(place.split(":")[0] for place in self.reads.elements())
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(one_thread: None) -> None:
+    """For all tests."""
+
+
+@pytest.fixture
+def device() -> Iterator[FakeDevice]:
+    with FakeDevice() as found:
+        yield found
+
+
+some_model = cache(tiny_model)
+
+
+def moved(model: TargetModel, *, graphs: bool = False) -> TargetModel:
+    """A copy of the model on the device."""
+    return TargetModel(copy.deepcopy(model.model).to(DEVICE), model.tokenizer, model.model_id, graphs=graphs)
+
+
+def moved_drafter(drafter: Any, model: TargetModel) -> Any:
+    """A copy of the drafter on the device, for the model there."""
+    if isinstance(drafter, DraftHead):
+        head = copy.deepcopy(drafter).to(DEVICE)
+        head.bind(model.weights)
+        return head
+    if isinstance(drafter, DraftModel):
+        return DraftModel(moved(drafter.model, graphs=model.has_static_steps), model)
+    if isinstance(drafter, Copying):
+        return Copying(moved_drafter(drafter.drafter, model), corpus=drafter.corpus)
+    return drafter
+
+
+def decoded(engine: Engine, device: FakeDevice, each: Sequence[SamplingSettings]) -> tuple[list[Any], Transfers]:
+    """The answers, and what the steps needed."""
+    requests = engine.requests(TEXTS, each)
+    steps: list[tuple[Counter[str], Counter[str]]] = []
+    quiet: list[Counter[str]] = []
+    is_new, num_ended = True, 0
+
+    def lap(part: str) -> None:
+        nonlocal is_new, num_ended
+        if part not in ("prompt", "rest"):
+            return
+        ended = sum(request.finish_reason is not None for request in requests)
+        if part == "rest":
+            steps.append((device.reads, device.waits))
+            if not is_new and ended == num_ended:
+                found = {place: count for place, count in device.copies.items() if not place.startswith(SENT_ONCE)}
+                quiet.append(Counter(found))
+        is_new, num_ended = part == "prompt", ended
+        device.clear()
+
+    for _ in engine.run(requests, lap=lap):
+        pass
+    reads, waits = (max(counts, key=Counter.total) for counts in zip(*steps, strict=True))
+    results = [request.result() for request in requests]
+    return results, Transfers(reads, waits, max(quiet, key=Counter.total))
+
+
+def transfers(
+    model: TargetModel,
+    make: Make = lambda _: None,
+    *,
+    shape: Shape | None = None,
+    graphs: bool = False,
+    profile: AcceptanceProfile | None = None,
+    each: Sequence[dict[str, Any]] = ({},),
+    **settings: Any,
+) -> Transfers:
+    """What a step needs on the device, where the answers are the CPU's."""
+    all_settings = [
+        SamplingSettings(**{"max_new_tokens": length, "ignore_eos": True, **settings, **each[row % len(each)]})
+        for row, length in enumerate(LENGTHS)
+    ]
+    cost = by_hand([("verify", 1, 1, 10.0), ("verify", 1, 33, 10.5), ("static", 1, 2, 0.1)])
+    drafter = make(model)
+    options: dict[str, Any] = {"shape": shape, "max_batch_size": 3, "profile": profile, "cost": profile and cost}
+    expected = Engine(model, drafter, **options).generate(TEXTS, all_settings)
+    with FakeDevice() as device:
+        there = moved(model, graphs=graphs)
+        results, found = decoded(Engine(there, moved_drafter(drafter, there), **options), device, all_settings)
+    for one, other in zip(results, expected, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == (other.logprobs and pytest.approx(other.logprobs, abs=1e-4))
+    return found
+
+
+def head(method: str, **options: Any) -> Make:
+    return lambda model: tiny_head(method, model, **options)
+
+
+def check(found: Transfers, *, reads: int = 1, copies: int) -> None:
+    """The host reads the tokens, and then what rows ask for; and waits for nothing else."""
+    assert found.files_read() == STEP * reads
+    assert not found.waits
+    assert found.copies.total() <= copies, found.copies
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["ordinary", "static"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_steps_of_every_family(family: str, graphs: bool) -> None:
+    """The lengths of the texts are sent."""
+    check(transfers(some_model(family), graphs=graphs), copies=1)
+
+
+@pytest.mark.parametrize("family", some(FAMILIES, "mixtral", "gpt2", "gemma3_text"))
+def test_static_steps_with_drafts(family: str) -> None:
+    """The lengths are sent twice: to verify, and to move what is accepted."""
+    check(
+        transfers(some_model(family), head("medusa"), shape=TREES["ragged"], graphs=True, max_new_tokens=24), copies=2
+    )
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_every_head(method: str) -> None:
+    model = some_model("llama")
+    check(transfers(model, head(method), shape=TREES["ragged"], graphs=True), copies=2)
+    check(transfers(model, head(method), shape=GROWING["best first"]), copies=2)
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_every_head_with_settings_that_need_more(method: str) -> None:
+    """Random numbers are sent, and which rows want the log-probabilities of which tokens."""
+    wanted = {**SAMPLED, "repetition_penalty": 1.1}
+    found = transfers(
+        some_model("llama"),
+        head(method),
+        shape=Tree.chain(3),
+        each=[wanted, {**wanted, "logprobs": 2}, {"logprobs": 1}],
+    )
+    check(found, reads=2, copies=5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("method", ["medusa", "hydra"])
+def test_every_shape(method: str, shape: str) -> None:
+    """Levels of drawn trees need random numbers, also for greedy rows."""
+    check(transfers(some_model("llama"), head(method), shape=SHAPES[shape]), copies=2 + 2 * (shape == "drawn"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "copies"),
+    [(Tree.chain(3), 3), (DRAWN, 6), (Sampled(Tree.chain(3)), 7)],
+    ids=["chain", "drawn", "drawn chain"],
+)
+@pytest.mark.parametrize("rule", ["exact", "rejection", "block", "typical", "typical-sampled"])
+def test_every_acceptance_rule(rule: str, shape: Shape, copies: int) -> None:
+    """Random numbers are sent: of the texts, of each level of drawn trees, and for rejection."""
+    found = transfers(some_model("llama"), head("hydra"), shape=shape, acceptance=rule, **SAMPLED)
+    check(found, copies=copies)
+
+
+def test_rows_of_different_settings() -> None:
+    each = [
+        {"repetition_penalty": 1.3},
+        {**SAMPLED, "acceptance": "rejection"},
+        {**SAMPLED, "acceptance": "typical", "logit_bias": BIAS},
+        {},
+    ]
+    check(transfers(some_model("llama"), head("hydra"), shape=DRAWN, each=each), copies=6)
+
+
+HEAD_OPTIONS: dict[str, Make] = {
+    "draft vocabulary": head("hydra", draft_vocab_size=16),
+    "own lm_head": head("hydra", lm_head="own"),
+    "low rank": head("medusa", lm_head="low_rank", lm_head_rank=4),
+    "coupled": head("amphista", coupling_size=4),
+}
+
+
+@pytest.mark.parametrize("options", HEAD_OPTIONS)
+def test_options_of_heads(options: str) -> None:
+    for shape in ("ragged", "best first"):
+        check(transfers(some_model("llama"), HEAD_OPTIONS[options], shape=SHAPES[shape]), copies=2)
+
+
+@pytest.mark.parametrize("shape", ["ragged", "best first", "drawn"])
+def test_logit_biases_with_a_draft_vocabulary(shape: str) -> None:
+    found = transfers(some_model("llama"), HEAD_OPTIONS["draft vocabulary"], shape=SHAPES[shape], logit_bias=BIAS)
+    check(found, copies=2 + 2 * (shape == "drawn"))
+
+
+def copying(method: str, **options: Any) -> Make:
+    return lambda model: Copying(tiny_head(method, model), **options)
+
+
+def draft_model(model: TargetModel) -> DraftModel:
+    return DraftModel(tiny_model("llama", seed=3), model)
+
+
+DRAFTERS: dict[str, tuple[Make, str | None, int]] = {  # how it is made, the shape, and the most copies
+    "prompt lookup": (lambda _: PromptLookup(), None, 4),
+    "lookahead": (lambda _: Lookahead(), None, 3),
+    "copying, static": (copying("hydra"), "ragged", 5),
+    "copying, growing": (copying("eagle"), "best first", 5),
+    "copying, threshold": (copying("hydra"), "sure ones", 5),
+    "corpus": (copying("medusa", corpus=index_texts([[5, 6, 7, 8, 9, 10, 11] * 3])), "best first", 5),
+    "draft model, static": (draft_model, "ragged", 6),
+    "draft model, growing": (draft_model, "best first", 9),
+}
+
+
+@pytest.mark.parametrize("graphs", some([False, True], False), ids=["ordinary", "static"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter(name: str, graphs: bool) -> None:
+    make, shape, copies = DRAFTERS[name]
+    found = transfers(some_model("llama"), make, shape=shape and SHAPES[shape], graphs=graphs, max_new_tokens=24)
+    check(found, copies=copies)
+
+
+@pytest.mark.parametrize(
+    ("make", "copies"),
+    [(head("medusa"), 2), (head("eagle"), 2), (copying("hydra"), 5)],
+    ids=["medusa", "eagle", "copying"],
+)
+def test_the_size_policy(make: Make, copies: int) -> None:
+    options: dict[str, Any] = {"profile": tiny_profile(TREES["ragged"]), "max_new_tokens": 24}
+    check(transfers(some_model("llama"), make, graphs=True, **options), copies=copies)
+    check(transfers(some_model("llama"), make, logprobs=1, **options), reads=2, copies=copies + 2)
+
+
+def test_the_size_policy_learns_how_many_tokens_were_expected(device: FakeDevice) -> None:
+    """On the device it reads with the step's tokens what the CPU reads before them."""
+    model, expected = some_model("llama"), {}
+    profile = tiny_profile(TREES["ragged"])
+    cost = by_hand([("verify", 1, 1, 10.0), ("verify", 1, 33, 10.0), ("static", 1, 2, 0.1)])
+    for place, target in (("cpu", model), ("device", moved(model))):
+        drafter = moved_drafter(tiny_head("medusa", model), target) if place == "device" else tiny_head("medusa", model)
+        engine = Engine(target, drafter, profile=profile, cost=cost)
+        batch = engine.batch()
+        batch.join(engine.requests(TEXTS, max_new_tokens=20, ignore_eos=True))
+        batch.step()
+        assert isinstance(batch.session, SizePolicySession)
+        expected[place] = batch.session._expected
+    assert len(set(expected["cpu"])) == len(TEXTS)
+    assert expected["device"] == pytest.approx(expected["cpu"], rel=1e-4)
+
+
+def test_as_many_copies_are_added_on_a_device_as_gain_most(device: FakeDevice) -> None:
+    """Nobody cuts the tree there. The first copied token is right with 0.9, both with 0.8."""
+    model = some_model("llama")
+    drafter = Copying(moved_drafter(tiny_head("medusa", model), moved(model)), odds=((0.5, 0.2), (0.9, 0.8)))
+    tokens = to_device([[5, 6, 7, 5]], DEVICE)
+    hidden = to_device(torch.zeros(1, 4, model.hidden_size), DEVICE)
+    context = Context(hidden, tokens, to_device([4], DEVICE), to_device([6], DEVICE), known_ids=[[5, 6, 7, 5, 6]])
+    device.clear()
+
+    def nodes(shape: Shape, *min_gains: float) -> int:
+        return drafter.start().propose(context, shape, extra_nodes=2, min_gains=min_gains).num_nodes
+
+    assert [nodes(Tree.chain(2), *least) for least in ((0.95, 1.75), (0.5, 1.5), (0.5, 1.0))] == [3, 4, 5]
+    assert [nodes(ROOT_ONLY, *least) for least in ((0.95, 1.75), (0.5, 1.5), (0.5, 1.0))] == [1, 2, 3]
+    assert not device.reads
+
+
+@pytest.mark.parametrize(
+    ("shape", "levels"), [(None, 0), ("ragged", 2), ("best first", 2), ("drawn", 1)], ids=["plain", *map(str, range(3))]
+)
+def test_grammars_read_the_draft_tokens(shape: str | None, levels: int) -> None:
+    """Which tokens may follow a draft token is computed on the host: a read for each level with children, and one."""
+    each = [{"grammar": GRAMMARS["person"]}, {"grammar": GRAMMARS["sums"], "logit_bias": {5: 1.0}}, {}]
+    make = head("hydra") if shape else lambda _: None
+    found = transfers(json_model(), make, shape=shape and SHAPES[shape], each=each, ignore_eos=False)
+    assert found.files_read() == [*STEP, *["decode/token_rules.py"] * (levels + 1)]
+    assert not found.waits
+    assert found.copies.total() <= 12
+
+
+OBJECTIVES = ["teacher", "hard", "kl", "tv", "nla", "lk", "amphista"]
+
+
+@pytest.mark.parametrize(
+    ("method", "loss", "options"),
+    [
+        *[("hydra", loss, {}) for loss in OBJECTIVES],
+        *[(method, "teacher", {}) for method in HEADS if method != "hydra"],
+        ("hydra", "teacher", {"draft_vocab_size": 16}),
+        ("medusa", "amphista", {"lm_head": "own"}),
+    ],
+)
+def test_training(device: FakeDevice, method: str, loss: Any, options: dict[str, Any]) -> None:
+    """Losses, gradients, and what is measured of held-out text equal the CPU's."""
+    model = some_model("llama")
+    untrained = tiny_head(method, model, **options)
+    states = 1 + len(untrained.hidden_layers)
+    generator = torch.Generator().manual_seed(0)
+    texts = TrainingBatch(
+        hidden=torch.randn(2, 16, states * model.hidden_size, generator=generator),
+        token_ids=torch.randint(VOCAB, (2, 16), generator=generator),
+        loss_mask=torch.arange(16).expand(2, 16) > 2,
+        lengths=torch.tensor([16, 16]),
+    )
+    found = []
+    for target in (model, moved(model)):
+        own = moved_drafter(untrained, target) if target is not model else untrained
+        own.requires_grad_(requires_grad=True)
+        predicts = own.predicts_hidden_states
+        learner = Learner(
+            own, target.weights, objective=objective(loss), depth_decay=0.8, feature_weight=0.1 * predicts
+        )
+        placed = {name: value.to(target.device) for name, value in vars(texts).items()}
+        losses = learner(**placed)
+        losses["loss"].backward()
+        with torch.no_grad():
+            sums, _, ranks, counts = _measure_batch(learner.eval(), texts)
+        with_noise(placed["hidden"], 15.0, placed["lengths"])
+        gradients = [0.0 if one.grad is None else float(one.grad.abs().sum()) for one in own.parameters()]
+        loss_values = [losses["loss"].item(), *losses["head_losses"].tolist(), *sums.tolist()]
+        found.append((loss_values, gradients, ranks.tolist(), counts.tolist()))
+    (expected, expected_gradients, *expected_ranks), (loss_values, gradients, *ranks) = found
+    assert loss_values == pytest.approx(expected, rel=1e-4)
+    assert any(gradients)
+    assert gradients == pytest.approx(expected_gradients, rel=1e-3, abs=1e-5)
+    assert ranks == expected_ranks
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3"])
+def test_measuring(device: FakeDevice, method: str) -> None:
+    """Trees along recorded answers equal the CPU's; costs can be measured."""
+    model = some_model("llama")
+    untrained = tiny_head(method, model)
+    ids = torch.randint(VOCAB, (3, 14), generator=torch.Generator().manual_seed(0)).tolist()
+    answers = [Answer(tuple(text[:4]), tuple(text[4 : 10 + row])) for row, text in enumerate(ids)]
+    settings = ReplaySettings(num_ranks=4, beam=2, max_nodes=8)
+    there = moved(model, graphs=True)
+    own = moved_drafter(untrained, there)
+    expected = Replay(model, untrained, settings, progress=NoProgress()).run(answers)
+    assert Replay(there, own, settings, progress=NoProgress()).run(answers)["dynamic"] == expected["dynamic"]
+    timer = StepTimer(there, own)
+    assert all(timer.milliseconds(part, 2, 6) > 0 for part in ("verify", "follow", "static", "dynamic"))
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        lambda x: x.sum().item(),
+        lambda x: int(x.max()),
+        lambda x: bool((x > 1).any()),
+        lambda x: x[: x.max()],
+        lambda x: x.tolist(),
+        lambda x: x.cpu(),
+        lambda x: x.to("cpu", torch.float64),
+        lambda x: torch.zeros(4).copy_(x),
+        lambda x: x[x > 1],
+        lambda x: x.nonzero(),
+        lambda x: torch.equal(x, x),
+        lambda x: x.repeat_interleave(x),
+    ],
+)
+@pytest.mark.parametrize("inference", [True, False])
+def test_reads_are_noted(device: FakeDevice, action: Callable[[Tensor], object], inference: bool) -> None:
+    with torch.inference_mode(inference):
+        action(torch.arange(4, device=DEVICE))
+    assert device.reads.total() == 1
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        lambda x: torch.tensor([1, 2], device=DEVICE),
+        lambda x: torch.ones(4).to(DEVICE),
+        lambda x: x.copy_(torch.ones(4)),
+        lambda x: x[torch.tensor([1])],
+        lambda x: x[[1, 2]],
+        lambda x: x.__setitem__([1, 2], 5),
+    ],
+)
+@pytest.mark.parametrize("inference", [True, False])
+def test_values_that_are_sent_are_noted(
+    device: FakeDevice, action: Callable[[Tensor], object], inference: bool
+) -> None:
+    with torch.inference_mode(inference):
+        x = torch.arange(4, device=DEVICE)
+        action(x)
+        assert (device.reads.total(), device.waits.total(), device.copies.total()) == (0, 1, 0)
+        to_device([1, 2], DEVICE)
+        assert (device.reads.total(), device.waits.total(), device.copies.total()) == (0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        lambda x: x + torch.ones(4),
+        lambda x: torch.cat([x, torch.ones(1)]),
+        lambda x: x.gather(0, torch.tensor([1])),
+        lambda x: torch.where(torch.ones(4) > 0, x, x),
+        lambda x: torch.nn.functional.linear(x, torch.ones(3, 4)),
+        lambda x: x.index_put_((torch.tensor([1], device=DEVICE),), torch.ones(1)),
+    ],
+)
+@pytest.mark.parametrize("inference", [True, False])
+def test_tensors_of_two_devices_do_not_meet(
+    device: FakeDevice, action: Callable[[Tensor], object], inference: bool
+) -> None:
+    with torch.inference_mode(inference), pytest.raises(RuntimeError, match="on the CPU meets tensors on lazy"):
+        action(torch.ones(4, device=DEVICE))
