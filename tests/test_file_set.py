@@ -67,6 +67,15 @@ def test_it_is_read_again_if_a_file_was_replaced_meanwhile(tmp_path: Path, name:
     assert read_set(tmp_path, NAMES, read) == texts(tmp_path) == tries[1] != tries[0]
 
 
+def test_a_file_that_is_moved_while_it_is_read_is_read_from_its_new_place(half_moved: Path) -> None:
+    def read() -> str:
+        path = current(half_moved, "b")
+        finish_replacing(half_moved)
+        return path.read_text()
+
+    assert read_set(half_moved, NAMES, read) == "new"
+
+
 def test_an_error_counts_only_if_nothing_was_replaced_meanwhile(tmp_path: Path) -> None:
     write(tmp_path, "old")
     tries = []

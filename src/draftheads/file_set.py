@@ -64,7 +64,7 @@ def current(folder: Path, name: str) -> Path:
 
 
 def read_set(folder: Path, names: Iterable[str], read: Callable[[], T]) -> T:
-    """What ``read`` returns or raises, called again if one of the files was replaced meanwhile.
+    """What ``read`` returns or raises, called again if one of the files was replaced or moved meanwhile.
 
     Raises:
         StorageError: this has happened 100 times.
@@ -83,8 +83,8 @@ def read_set(folder: Path, names: Iterable[str], read: Callable[[], T]) -> T:
     raise StorageError(f"{folder} was replaced {_MOST_READS} times while it was read: wait until it is written")
 
 
-def _identity(folder: Path, name: str, opened: contextlib.ExitStack) -> tuple[int, int] | None:
-    """Device and number of a file, which stays open; None if it cannot be opened."""
+def _identity(folder: Path, name: str, opened: contextlib.ExitStack) -> tuple[Path, int, int] | None:
+    """Place, device and number of a file, which stays open; None if it cannot be opened."""
     for path in (folder / _INCOMING / name, folder / name):
         try:
             descriptor = os.open(path, os.O_RDONLY)
@@ -92,5 +92,5 @@ def _identity(folder: Path, name: str, opened: contextlib.ExitStack) -> tuple[in
             continue
         opened.callback(os.close, descriptor)
         facts = os.fstat(descriptor)
-        return facts.st_dev, facts.st_ino
+        return path, facts.st_dev, facts.st_ino
     return None

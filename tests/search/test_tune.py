@@ -188,7 +188,7 @@ def test_impossible_searches_are_refused(here: Path, tmp_path: Path, capsys: pyt
     assert "no head" in refused(["tune", "./model", "./nothing", *out], capsys)
     assert "cannot be read" in refused(["tune", "./model", "./hydra", "--prompts", "none.jsonl", *out], capsys)
     (tmp_path / "file").write_text("")
-    assert "cannot write" in refused(tune("hydra", "--out", str(tmp_path / "file" / "x")), capsys)
+    assert "file is not a folder" in refused(tune("hydra", "--out", str(tmp_path / "file" / "x")), capsys)
 
 
 @pytest.mark.parametrize(
