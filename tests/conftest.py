@@ -43,13 +43,15 @@ def cost_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def _idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def _idle_machine() -> Iterator[None]:
     """Tests do not depend on what else the machine does: no other program runs, and steps take as long as before."""
-    monkeypatch.setattr(OtherPrograms, "busy_cores", lambda _, **__: 0.0)
-    monkeypatch.setattr(cost, "slowdown", lambda *_: 1.0)
-    for module in (cost, kernel_choice):  # where nothing is measured yet differs from run to run
-        monkeypatch.setattr(module.logger, "disabled", True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OtherPrograms, "busy_cores", lambda _, **__: 0.0)
+        patch.setattr(cost, "slowdown", lambda *_: 1.0)
+        for module in (cost, kernel_choice):  # where nothing is measured yet differs from run to run
+            patch.setattr(module.logger, "disabled", True)
+        yield
 
 
 @pytest.fixture

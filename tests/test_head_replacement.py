@@ -1,5 +1,6 @@
 """Saving over a head: after a kill, and to a reader at the same time, the folder holds the old head or the new one."""
 
+import os
 import subprocess
 import sys
 from itertools import cycle
@@ -86,7 +87,8 @@ for operation in range(1000):
 
 def test_a_kill_at_any_file_operation_leaves_the_old_or_the_new_head(tmp_path: Path) -> None:
     program = [sys.executable, "-c", KILLED, str(tmp_path / "head")]
-    run = subprocess.run(program, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    run = subprocess.run(program, capture_output=True, text=True, check=False, env=environment)
     assert run.returncode == 0, run.stderr
     found = run.stdout.split()
     assert found == sorted(found, reverse=True), "the old one up to a moment, and the new one from then on"

@@ -72,7 +72,8 @@ def test_the_demo_ends_with_one_json_object(shown: tuple[str, str]):
 
 def test_the_demo_shows_one_answer_and_a_table(shown: tuple[str, str], engine: Engine):
     out, err = shown
-    assert not err, "no bars, no warnings"
+    notes = ("measuring ", "warning: other programs use the processor")
+    assert all(line.startswith(notes) for line in err.splitlines()), "no bars, no other warnings"
     text = engine.generate(["[/b] ab"], max_new_tokens=24)[0].text
     title = "[/b] ab   (hydra)\n"
     assert out.startswith(f"{title}\n{text}\n\n")

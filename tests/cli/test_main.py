@@ -262,7 +262,7 @@ def test_what_takes_seconds_is_named_also_in_a_pipe(
             choose([torch.ones(32, 32)], folder=tmp_path)
         choose([torch.ones(32, 64)], folder=tmp_path)
 
-    monkeypatch.setattr("draftheads.cli.main._import_quickly", lambda _: SimpleNamespace(run=run))
+    monkeypatch.setattr("draftheads.cli.main.import_quickly", lambda _: SimpleNamespace(run=run))
     monkeypatch.setattr(kernel_choice, "BUDGET_SECONDS", 0.001)
     monkeypatch.setattr(kernel_choice.logger, "disabled", False)
     assert main(["doctor"]) == 0

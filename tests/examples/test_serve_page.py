@@ -48,7 +48,7 @@ def is_ready(address: str) -> bool:
     try:
         with urllib.request.urlopen(f"{address}/ready", timeout=5) as response:  # noqa: S310 - our own server
             return bool(response.status == 200)
-    except (urllib.error.URLError, ConnectionError):
+    except (urllib.error.URLError, ConnectionError, TimeoutError):  # the port is taken before anybody answers
         return False
 
 
