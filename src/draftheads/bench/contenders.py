@@ -18,12 +18,11 @@ from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
 from draftheads.loading import UNTRAINED, load_drafter, load_target
-from draftheads.models.embedded import SMOLLM2_135M
 from draftheads.models.model import TargetModel
 from draftheads.saved import identity_digest
 from draftheads.settings import Precision
 from draftheads.shapes import BestFirst, BestPaths, Shape
-from draftheads.zoo.registry import find_head, zoo_heads
+from draftheads.zoo.registry import base_in_zoo, find_head, zoo_heads
 
 DRAFT_MODEL = "draft-model"
 
@@ -40,8 +39,11 @@ class Contender:
 
 
 def heads_for(model: str) -> tuple[str, ...]:
-    """All bundled heads of a model, Medusa first (others are compared with it), and drafters that need no training."""
-    base = SMOLLM2_135M.name if model == SMOLLM2_135M.hub_id else model
+    """All bundled heads of a model or of the base that it is a tuned copy of, and drafters that need no training.
+
+    Medusa comes first: others are compared with it.
+    """
+    base = base_in_zoo(model)
     bundled = sorted((head.method for head in zoo_heads() if head.base_name == base), key=lambda m: (m != "medusa", m))
     return (*bundled, *UNTRAINED)
 
