@@ -36,6 +36,24 @@ def test_the_verdict_says_where_no_drafter_is_faster(speedup: float, start: str)
     assert "Texts can differ where rounding decides" in page.note
 
 
+def test_the_speed_with_the_defaults_comes_first() -> None:
+    usual = [
+        replace(bench_row("medusa", speedup=1.5), default_speedup=1.25, default_speedup_error=0.0625),
+        replace(bench_row("hydra", speedup=1.75), default_speedup=1.125, default_speedup_error=0.0625),
+        bench_row("copies", speedup=2.0),
+    ]
+    page = bench_page(record(*usual))
+    assert words(page.verdict).startswith(
+        "With the defaults on this machine: 1.25 ± 0.06 × plain decoding (medusa). copies is fastest: 2.00"
+    )
+    assert page.numbers[0] == ("1.25", "× plain with the defaults, medusa")
+    assert page.tables[0].columns[:3] == ["drafter", "× plain, defaults", "× plain"]
+    assert [words(row[1]) for row in page.tables[0].rows] == ["", "1.12 ± 0.06", "1.25 ± 0.06"]
+    assert (
+        "Defaults choose each draft's size for this machine; the other columns compare trees of 24 nodes." in page.note
+    )
+
+
 def test_drafters_within_the_errors_of_the_fastest_are_named() -> None:
     close, far = bench_row("close", speedup=1.51), bench_row("far", speedup=1.49)
     page = bench_page(record(close, far, bench_row("hydra", speedup=1.75)))
