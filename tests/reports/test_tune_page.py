@@ -27,9 +27,10 @@ def test_the_verdict_is_the_fastest_tree_for_the_smallest_number_of_requests() -
 
 def test_the_measured_speed_with_the_defaults_comes_first() -> None:
     page = tune_page({**TUNE, "defaults": {"speedup": 1.25, "error": 0.0625}})
-    assert page.verdict.startswith(
-        "With the defaults on this machine: 1.25 ± 0.06 × plain decoding (hydra). With one request, growing trees"
-    )
+    words = page.verdict.replace("\N{NO-BREAK SPACE}", " ")
+    assert words == "With the defaults on this machine: 1.25 ± 0.06 × plain decoding (hydra)."
+    assert "1.25 " not in page.verdict, "numbers stay in one piece"
+    assert page.note.startswith("With one request, growing trees of 3 nodes are fastest")
     assert page.numbers[0] == ("1.25", "× plain with the defaults, measured")
 
 

@@ -31,17 +31,18 @@ def _default_speedup(row: Row) -> float:
     return row.default_speedup or 0.0
 
 
-def verdict(rows: Iterable[Row], num_prompts: int) -> str:
-    """One sentence on the fastest drafter, with its standard error."""
+def verdict(rows: Iterable[Row], settings: BenchSettings, num_prompts: int) -> str:
+    """One sentence on the drafter that is fastest with trees of one size, with its standard error."""
+    trees = f"With trees of {counted(settings.num_nodes, 'node')}"
     best = max(rows, key=lambda row: row.speedup)
     speed = f"{best.speedup:.2f} ± {best.speedup_error:.2f} ×"
     same_text = f"with the same text in {num_prompts - best.num_different} of {counted(num_prompts, 'answer')}"
     if best.speedup - best.speedup_error > 1:
-        return f"{best.name} is fastest: {speed} plain decoding, {same_text}."
+        return f"{trees}, {best.name} is fastest: {speed} plain decoding, {same_text}."
     clearly = "clearly " if best.speedup > 1 else ""
     return (
-        f"No drafter is {clearly}faster than plain decoding: the fastest, {best.name}, reaches {speed} its speed, "
-        f"{same_text}."
+        f"{trees}, no drafter is {clearly}faster than plain decoding: the fastest, {best.name}, reaches {speed} its "
+        f"speed, {same_text}."
     )
 
 
@@ -51,8 +52,7 @@ def remarks(rows: Iterable[Row], settings: BenchSettings) -> list[str]:
     close = [row.name for row in others if best.speedup - row.speedup < best.speedup_error + row.speedup_error]
     found = []
     if any(row.default_speedup is not None for row in (best, *others)):
-        trees = f"trees of {counted(settings.num_nodes, 'node')}"
-        found.append(f"Defaults choose each draft's size for this machine; the other columns compare {trees}.")
+        found.append("Defaults choose the size of each draft for this machine.")
     if close:
         found.append(f"Within the errors, {' and '.join(close)} can be as fast as {best.name}.")
     if best.speedup - best.speedup_error <= 1:

@@ -92,5 +92,5 @@ def show(console: Console, rows: Sequence[Row], settings: BenchSettings, num_pro
     if different:
         numbers = ", ".join(f"{name} {number}" for name, number in different.items())
         console.print(f"answers that differ from plain decoding: {numbers}")
-    for sentence in (verdict(rows, num_prompts), *remarks(rows, settings)):
+    for sentence in (verdict(rows, settings, num_prompts), *remarks(rows, settings)):
         console.print(sentence.replace("`", ""), markup=False)

@@ -21,7 +21,7 @@ def bench_page(record: dict[str, Any]) -> Page:
     first = record["rows"][0]["name"]
     rows = sorted((Row(**row) for row in record["rows"]), key=lambda row: -row.speedup)
     best = fastest_with_defaults(rows)
-    sentences = (defaults_sentence(rows), verdict(rows, record["num_prompts"]))
+    first_sentence, *others = filter(None, (defaults_sentence(rows), verdict(rows, settings, record["num_prompts"])))
     made_with = {
         "model": record["model"],
         "precision": record["precision"],
@@ -31,8 +31,10 @@ def bench_page(record: dict[str, Any]) -> Page:
     }
     return Page(
         title=f"Draft heads for {record['model']}, compared",
-        verdict=_speed_unbroken(" ".join(filter(None, sentences))),
-        note=" ".join([prompts_in_words(record["num_prompts"], settings), *remarks(rows, settings)]),
+        verdict=_speed_unbroken(first_sentence),
+        note=" ".join(
+            [*map(_speed_unbroken, others), prompts_in_words(record["num_prompts"], settings), *remarks(rows, settings)]
+        ),
         numbers=[
             *([] if best is None else [(f"{best.default_speedup:.2f}", f"× plain with the defaults, {best.name}")]),
             (f"{rows[0].tokens_per_step:.2f}", f"tokens per step, {rows[0].name}"),

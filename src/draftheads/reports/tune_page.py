@@ -1,5 +1,6 @@
 """The page of what ``draftheads tune`` measured. Knows the names in ``tune.json``; knows nothing of models."""
 
+import re
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -29,11 +30,13 @@ def tune_page(record: Record) -> Page:
     answers = counted(record["num_texts"], "answer")
     temperatures = ", ".join(f"{value:.2f}" for value in record["confidence"]["temperatures"])
     settings = [*((name, record[name]) for name in _SETTINGS), ("confidence temperatures", temperatures)]
+    first_sentence, *others = filter(None, (_measured(record), _verdict(_winners(record)[0])))
     return Page(
         title=f"Trees for {record['head']} on {record['model_id']}",
-        verdict=f"{_measured(record)}{_verdict(_winners(record)[0])}",
+        verdict=first_sentence,
         note=(
-            f"{_limit(record)}Predicted means: the tokens per step of the head on {answers}, divided by the time of a "
+            f"{' '.join([*others, ''])}{_limit(record)}"
+            f"Predicted means: the tokens per step of the head on {answers}, divided by the time of a "
             "step on this machine; prompts, copies and other work of a step are not in it. `draftheads bench` compares "
             "heads."
         ),
@@ -49,10 +52,13 @@ def _winners(record: Record) -> list[Record]:
     return sorted(record["batches"], key=lambda winner: int(winner["batch_size"]))
 
 
-def _measured(record: Record) -> str:
+def _measured(record: Record) -> str | None:
     """The speed with the defaults; records of earlier versions have none."""
     found = record.get("defaults")
-    return f"{speed_sentence(record['head'], found['speedup'], found['error'])} " if found else ""
+    if found is None:
+        return None
+    sentence = speed_sentence(record["head"], found["speedup"], found["error"])
+    return re.sub(r"(?<=\d) (?=[±×])|(?<=±) ", "\N{NO-BREAK SPACE}", sentence)
 
 
 def _verdict(first: Record) -> str:
