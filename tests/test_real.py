@@ -142,7 +142,8 @@ def test_the_session_in_the_readme(verb: str, capsys: pytest.CaptureFixture[str]
     session = readme.split("```console\n")[1].split("```")[0]
     command, said = next(part for part in session.split("$ draftheads ") if part.startswith(verb)).split("\n", 1)
     assert main(shlex.split(command)) == 0
-    assert capsys.readouterr().out.strip() == said.strip()
+    shown = [line.rstrip() for line in capsys.readouterr().out.strip().splitlines()]
+    assert shown == said.strip().splitlines()
 
 
 def test_streamed_text_is_the_results_text():

@@ -237,7 +237,8 @@ def check_base(saved: SavedHead, base: TargetModel) -> None:
         if not apart <= MAX_DIFFERENCE:
             raise CheckpointMismatch(
                 f"{saved.folder}: trained for {saved.model_id}; the {name} of this model, {base.model_id}, differs "
-                f"by {apart:.0%}; a quantised copy differs by at most {MAX_DIFFERENCE:.0%}: {_fix(saved, base)}"
+                f"by {apart:.0%}; a quantised copy differs by at most {MAX_DIFFERENCE:.0%}: {_fix(saved, base)}, or "
+                f"with `--start-from {saved.folder}` if this is a tuned copy"
             )
 
     if None in (ours.layers, theirs.layers):

@@ -224,7 +224,7 @@ class ChatTemplateWarning(DraftHeadsWarning):
 
 
 class BaseModelWarning(DraftHeadsWarning):
-    """A head drafts for a model whose layers differ much from those that it was trained for."""
+    """A head drafts for a model that differs from the one it was trained for, by its layers or by what is accepted."""
 
 
 class SpeedWarning(DraftHeadsWarning):

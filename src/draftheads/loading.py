@@ -19,6 +19,7 @@ from draftheads.chat_template import read_template
 from draftheads.checkpoint import load_head, read_head
 from draftheads.counts import counted
 from draftheads.data.corpus_files import load_corpus
+from draftheads.decode.acceptance_check import AcceptanceCheck
 from draftheads.decode.cost_profile import cost_of
 from draftheads.decode.engine import Engine
 from draftheads.draft import Drafter
@@ -149,7 +150,8 @@ def load(
 
     Warns:
         CacheWarning: the cache of measured costs and kernels is damaged or cannot be written.
-        BaseModelWarning: the layers of the model differ much from those that the head was trained for.
+        BaseModelWarning: the layers of the model differ much from those that the head was trained for; or, once and
+            after an answer, far fewer draft tokens were accepted than the profile expects.
     """
     for argument in unknown:
         raise no_such("argument", argument, list(signature(load).parameters)[:-1], other_names=_OTHER_NAMES)
@@ -276,7 +278,10 @@ def head_engine(
             warnings.simplefilter("ignore", CacheWarning)
         cost = cost_of(target, drafter, extra_nodes=extra_nodes, keep=keep_cost)
     return_freed_memory()
-    return Engine(target, whole, max_batch_size=max_batch_size, profile=found, cost=cost)
+    check = None
+    if found.num_tokens and not found.temperature:  # measured on greedy answers
+        check = AcceptanceCheck(drafter.config.method, fspath(head), fspath(model))
+    return Engine(target, whole, max_batch_size=max_batch_size, profile=found, cost=cost, check=check)
 
 
 def copying(drafter: DraftHead, profile: AcceptanceProfile | None, corpus: Corpus | None = None) -> Copying:

@@ -136,6 +136,20 @@ def test_rows_describe_the_drafters(compared: tuple[Bench, list[Row]]) -> None:
     assert [row.tree for row in rows[2:]] == ["growing, 6", "its own, up to 9"]
 
 
+def test_drafters_are_also_timed_as_they_are_loaded(
+    model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = Engine(model, PromptLookup())
+    each = [
+        Contender("lookup", PromptLookup(), "lookup", defaults=usual),
+        Contender("other", PromptLookup(), "other"),
+    ]
+    monkeypatch.setattr(compare, "over_plain", lambda engines, _: dict.fromkeys(engines, (1.5, 0.25)))
+    lookup, other = bench(model, tmp_path, each, replace(SETTINGS, temperature=0.0)).run()
+    assert (lookup.default_speedup, lookup.default_speedup_error) == (1.5, 0.25)
+    assert other.default_speedup is None
+
+
 def test_answers_that_differ_from_plain_decoding_s_are_counted(model: TargetModel, tmp_path: Path) -> None:
     one = bench(model, tmp_path, [Contender("lookup", PromptLookup(), "lookup")], replace(SETTINGS, temperature=0.0))
     one.run()

@@ -1,18 +1,20 @@
 """Drafters of a comparison, and their names in the table."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from draftheads.bench.contenders import heads_for, load_contenders, names_of
 from draftheads.checkpoint import save_head
+from draftheads.drafters.copying import Copying
 from draftheads.drafters.corpus import index_texts
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
 from draftheads.loading import UNTRAINED, load_target
 from draftheads.shapes import BestFirst
-from families import tiny_head
+from families import TREES, tiny_head, tiny_profile
 
 
 def test_folders_with_the_same_name_keep_their_paths(tmp_path: Path) -> None:
@@ -49,6 +51,22 @@ def test_the_paths_of_an_mlp_speculator_keep_to_the_number_of_nodes(
     assert isinstance(lookup, PromptLookup)
     assert lookup.num_tokens <= num_nodes - 1
     assert isinstance(lookahead, Lookahead)
+
+
+@pytest.mark.usefixtures("cheap_nodes")
+def test_drafters_come_with_the_engine_that_users_have(world: Path, tmp_path: Path) -> None:
+    target = load_target(str(world / "model"), precision="fp32", fast=False)
+    profile = tiny_profile(TREES["ragged"])
+    save_head(tiny_head("hydra", target), tmp_path / "hydra", base=target, profile=profile)
+    shutil.copytree(tmp_path / "hydra", tmp_path / "broken")
+    (tmp_path / "broken" / "acceptance.json").write_text("{}")
+    named = {"hydra": str(tmp_path / "hydra"), "lookup": "prompt-lookup", "broken": str(tmp_path / "broken")}
+    hydra, lookup, broken = load_contenders(named, str(world / "model"), target, num_nodes=6)
+    assert hydra.defaults is not None
+    assert (hydra.defaults.profile, type(hydra.defaults.drafter)) == (profile, Copying)
+    assert lookup.defaults is not None
+    assert isinstance(lookup.defaults.drafter, PromptLookup)
+    assert broken.defaults is None, "such a head is compared, but cannot be loaded"
 
 
 def test_with_a_corpus_each_head_has_rows_with_copies(world: Path) -> None:

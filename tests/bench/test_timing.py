@@ -8,9 +8,20 @@ from typing import Any
 import pytest
 
 from draftheads.bench import timing
-from draftheads.bench.timing import Answers, Group, StepClock, Timings, Way, engine_way, stock_way, take_turns
+from draftheads.bench.timing import (
+    Answers,
+    Group,
+    StepClock,
+    Timings,
+    Way,
+    engine_way,
+    over_plain,
+    stock_way,
+    take_turns,
+)
 from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
+from draftheads.decode.plain import NoDraft
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.lookahead import Lookahead, LookaheadSession
 from draftheads.heads.base import HeadSession
@@ -48,6 +59,29 @@ def test_every_way_is_warmed_up_and_goes_first_in_turn() -> None:
     assert [number for _, number, _ in asked[3:]] == [number for number in range(6) for _ in "abc"]
     for name in "abc":
         assert [one.token_ids for one in timings.answers[name]] == [((number,),) for number in range(6)]
+
+
+@pytest.mark.parametrize(("number", "few"), [(4, [0, 1, 2, 3]), (12, [0, 2, 4, 6, 8, 10])])
+def test_engines_are_compared_with_plain_decoding_in_turns_on_a_few_prompts(
+    model: TargetModel, monkeypatch: pytest.MonkeyPatch, number: int, few: list[int]
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def way(name: str, engine: Engine) -> Way:
+        assert (name == "plain") == isinstance(engine.drafter, NoDraft)
+
+        def decode(group: Group, max_new_tokens: int) -> Answers:
+            if max_new_tokens == 64:
+                asked.append((name, group[0][0]))
+            return Answers(((1, 2, 3),), (2,), 1.0 if name == "plain" else 0.5)
+
+        return Way(name, decode)
+
+    monkeypatch.setattr(timing, "engine_way", way)
+    engines = {name: Engine(model, tiny_head("medusa", model)) for name in ("one", "two")}
+    assert over_plain(engines, [[prompt] for prompt in range(number)]) == {"one": (2.0, 0.0), "two": (2.0, 0.0)}
+    assert sorted(asked) == [(name, prompt) for name in ("one", "plain", "two") for prompt in few]
+    assert [name for name, _ in asked[:6]] == ["plain", "one", "two", "two", "one", "plain"]
 
 
 def test_after_each_answer_the_caller_is_told() -> None:

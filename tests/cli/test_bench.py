@@ -31,7 +31,13 @@ def test_it_writes_a_record_a_table_and_a_page(here: Path, tmp_path: Path, capsy
     record = json.loads((out / "bench.json").read_text())
     assert json.loads((tmp_path / "all.json").read_text()) == record
     assert "{" not in shown, "JSON only where it was asked for"
-    assert (out / "bench.md").read_text().startswith("| drafter |")
+    first, _, third, *_ = (out / "bench.md").read_text().splitlines()
+    assert 0 < shown.index(first) < shown.index("parameters")
+    best = max(record["rows"][:2], key=lambda row: row["default_speedup"])
+    speed = f"{best['default_speedup']:.2f} ± {best['default_speedup_error']:.2f}"
+    assert first == f"With the defaults on this machine: {speed} × plain decoding ({best['name']})."
+    assert record["rows"][2]["default_speedup"] is None, "a draft model is no head"
+    assert third.startswith("| drafter |")
     assert f"wrote {out / 'bench.html'}" in shown
     assert all(len(line) <= 80 for line in shown.splitlines() if "wrote" not in line)
     assert [row["name"] for row in record["rows"]] == ["hydra", "lookahead", "draft-model"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from draftheads.acceptance_profile import AcceptanceProfile
+from draftheads.decode.acceptance_check import AcceptanceCheck
 from draftheads.decode.cost_profile import CostPoint, CostProfile, by_hand
 from draftheads.decode.engine import Engine
 from draftheads.decode.size_policy import SHARE_OF_REACH, SizePolicy, SizePolicySession
@@ -115,6 +116,19 @@ def sizes(one: SizePolicySession, steps: int, accepted: Callable[[int, int], flo
         found.append(one.propose(context(batch), ROOT_ONLY).num_nodes)
         one.note([accepted(row, found[-1]) for row in range(batch)])  # type: ignore[misc]
     return found
+
+
+def test_the_check_is_told_what_the_head_gains_without_copies_in_rows_that_count() -> None:
+    check = AcceptanceCheck("scripted", "scripted", "tiny")
+    session = SizePolicy(Scripted(), STATIC, machine(0.01), check).start()
+    session.propose(context(3), ROOT_ONLY)
+    _, gain, _ = session.choose(np.ones(3))
+    session.note([5, 2, 4], [4, 0, 0], [True, True, False])
+    assert (check.num_steps, check.accepted, check.expected) == (2, 3, pytest.approx(2 * gain))
+    expensive = SizePolicy(Scripted(), STATIC, machine(100.0), check).start()
+    expensive.propose(context(1), ROOT_ONLY)
+    expensive.note([0], [0], [True])
+    assert check.num_steps == 2, "nothing was drafted"
 
 
 def best_size(cost: CostProfile, batch: int = 1, ratio: float = 1.0) -> int:

@@ -21,19 +21,34 @@ def record(*rows: Row) -> dict[str, Any]:
 
 def test_the_verdict_names_the_fastest_drafter_and_counts_equal_answers() -> None:
     assert words(bench_page(BENCH).verdict) == (
-        "hydra is fastest: 1.75 ± 0.12 × plain decoding, with the same text in 6 of 6 answers."
+        "With trees of 24 nodes, hydra is fastest: 1.75 ± 0.12 × plain decoding, with the same text in 6 of 6 answers."
     )
 
 
-@pytest.mark.parametrize(("speedup", "start"), [(0.9, "No drafter is faster"), (1.1, "No drafter is clearly faster")])
+@pytest.mark.parametrize(("speedup", "start"), [(0.9, "no drafter is faster"), (1.1, "no drafter is clearly faster")])
 def test_the_verdict_says_where_no_drafter_is_faster(speedup: float, start: str) -> None:
     page = bench_page(record(replace(bench_row("medusa", speedup=speedup), num_different=2)))
     assert words(page.verdict) == (
-        f"{start} than plain decoding: the fastest, medusa, reaches {speedup:.2f} ± 0.12 × its speed, with the same "
-        "text in 4 of 6 answers."
+        f"With trees of 24 nodes, {start} than plain decoding: the fastest, medusa, reaches {speedup:.2f} ± 0.12 × "
+        "its speed, with the same text in 4 of 6 answers."
     )
     assert "Trees of 24 nodes may be too large" in page.note
     assert "Texts can differ where rounding decides" in page.note
+
+
+def test_the_speed_with_the_defaults_comes_first() -> None:
+    usual = [
+        replace(bench_row("medusa", speedup=1.5), default_speedup=1.25, default_speedup_error=0.0625),
+        replace(bench_row("hydra", speedup=1.75), default_speedup=1.125, default_speedup_error=0.0625),
+        bench_row("copies", speedup=2.0),
+    ]
+    page = bench_page(record(*usual))
+    assert words(page.verdict) == "With the defaults on this machine: 1.25 ± 0.06 × plain decoding (medusa)."
+    assert words(page.note).startswith("With trees of 24 nodes, copies is fastest: 2.00")
+    assert page.numbers[0] == ("1.25", "× plain with the defaults, medusa")
+    assert page.tables[0].columns[:3] == ["drafter", "× plain, defaults", "× plain"]
+    assert [words(row[1]) for row in page.tables[0].rows] == ["", "1.12 ± 0.06", "1.25 ± 0.06"]
+    assert "Defaults choose the size of each draft for this machine." in page.note
 
 
 def test_drafters_within_the_errors_of_the_fastest_are_named() -> None:

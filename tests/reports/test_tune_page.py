@@ -17,12 +17,21 @@ def test_the_verdict_is_the_fastest_tree_for_the_smallest_number_of_requests() -
         "1.60\N{NO-BREAK SPACE}× plain decoding."
     )
     assert page.note.startswith("From 8 requests at a time, plain decoding is predicted to be fastest.")
-    assert "`draftheads bench` measures the speed" in page.note
+    assert "`draftheads bench` compares heads" in page.note
     assert {name: value for value, name in page.numbers} == {
         "tokens per step, 3 nodes": "1.88",
         "tokens per second, predicted": "80.0",
         "top-1 accuracy of head 1": "50%",
     }
+
+
+def test_the_measured_speed_with_the_defaults_comes_first() -> None:
+    page = tune_page({**TUNE, "defaults": {"speedup": 1.25, "error": 0.0625}})
+    words = page.verdict.replace("\N{NO-BREAK SPACE}", " ")
+    assert words == "With the defaults on this machine: 1.25 ± 0.06 × plain decoding (hydra)."
+    assert "1.25 " not in page.verdict, "numbers stay in one piece"
+    assert page.note.startswith("With one request, growing trees of 3 nodes are fastest")
+    assert page.numbers[0] == ("1.25", "× plain with the defaults, measured")
 
 
 def test_the_verdict_says_where_no_tree_is_faster() -> None:

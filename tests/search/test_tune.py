@@ -76,6 +76,8 @@ def test_it_leaves_a_profile_a_record_and_a_page(tuned: Path) -> None:
     assert all(batch["speedup"] >= 1 for batch in record["batches"])
     page = (tuned / "tune.html").read_text()
     assert page.count("<svg") == 3
+    assert record["defaults"].keys() == {"speedup", "error"}
+    assert f"{record['defaults']['speedup']:.2f} ± {record['defaults']['error']:.2f} × plain decoding" in page
 
 
 def test_a_tuned_head_is_loaded_with_its_profile_and_stays_lossless(here: Path, tuned: Path) -> None:
@@ -93,6 +95,9 @@ def test_the_profile_of_the_user_s_own_head_is_written_into_its_folder(
     assert main(tune("medusa")) == 0
     shown = capsys.readouterr().out
     assert "over plain" in shown
+    measured = json.loads(Path("medusa/tune.json").read_text())["defaults"]
+    speed = f"{measured['speedup']:.2f} ± {measured['error']:.2f} × plain decoding (./medusa)"
+    assert 0 < shown.index(f"With the defaults on this machine: {speed}.") < shown.index("growing, tokens/step")
     saved = read_profile("medusa/acceptance.json")
     engine = draftheads.load("./model", "./medusa", precision="fp32")
     assert engine.profile == saved != AcceptanceProfile.assumed(3)
@@ -141,6 +146,7 @@ def test_the_function_does_what_the_command_does(here: Path, tuned: Path, tmp_pa
         == read_profile(tmp_path / "again" / "acceptance.json")
         == read_profile(tuned / "acceptance.json")
     )
+    assert tuning.engine.profile == tuning.profile
     first, second = (json.loads((place / "tune.json").read_text()) for place in (tuned, tmp_path / "again"))
     for part in ("num_texts", "static", "dynamic", "accuracy", "confidence"):
         assert first[part] == second[part], "tuning twice finds the same"

@@ -2,7 +2,7 @@
 
 Each head drafts on its best tree of a given number of nodes, found on other prompts. Tokens per step do
 not depend on the clock: they are counted with several prompts at a time. Speeds are measured with one prompt at a time,
-the drafters in turn.
+the drafters in turn; on a few prompts also with each drafter as ``draftheads.load`` makes it.
 """
 
 import shutil
@@ -18,8 +18,8 @@ import torch
 
 from draftheads.bench.contenders import DRAFT_MODEL, Contender, heads_for, load_contenders, names_of
 from draftheads.bench.settings import BenchSettings
-from draftheads.bench.table import SAMPLED_FIELDS, Row, timed_row
-from draftheads.bench.timing import PLAIN, Answers, answers_of, engine_way, take_turns
+from draftheads.bench.table import DEFAULT_FIELDS, SAMPLED_FIELDS, Row, timed_row
+from draftheads.bench.timing import PLAIN, Answers, answers_of, engine_way, over_plain, spread, take_turns
 from draftheads.cache import cache_folder
 from draftheads.counts import counted
 from draftheads.data.corpus_files import load_corpus
@@ -194,7 +194,7 @@ class Bench:
         plain = self._count(f"{PLAIN}: greedy answers", f"greedy-{PLAIN}", self._engine(None), self.prompts)
         greedy = {one.name: self._greedy(one) for one in self.contenders}
         sampled = {one.name: self._sampled(one, found[one.name]) for one in self.contenders}
-        timed = self._timed()
+        timed, defaults = self._timed(), self._with_defaults()
         first = greedy[self.contenders[0].name].step_shares
         rows = []
         for contender in self.contenders:
@@ -205,6 +205,7 @@ class Bench:
             rows.append(
                 replace(
                     timed_row(name, timed[name], timed[PLAIN]),
+                    **defaults.get(name, {}),
                     num_parameters=contender.num_parameters,
                     tree=found[name]["words"],
                     tokens_per_step=tokens_per_step,
@@ -280,7 +281,7 @@ class Bench:
                 f"{contender.name}: {rule} acceptance, answers at temperature {temperature:g}",
                 f"{rule}-acceptance-at-{temperature:g}-{contender.identity}",
                 self._engine(contender.drafter, shape),
-                self._spread(self.settings.num_sampled_prompts),
+                spread(self.prompts, self.settings.num_sampled_prompts),
                 temperature=temperature,
                 acceptance=rule,
             )
@@ -311,16 +312,11 @@ class Bench:
         self.progress.stage(f"{stage} to {counted(len(prompts), 'prompt')}")
         return Answers.from_json(self._saved(f"{name}-{identity_digest(prompts)}", find))
 
-    def _spread(self, most: int) -> list[list[int]]:
-        """At most so many of the prompts, spread over all of them: files are often sorted by kind."""
-        count = min(most, len(self.prompts))
-        return [self.prompts[i * len(self.prompts) // count] for i in range(count)]
-
     # --- speed ---
 
     def _timed(self) -> dict[str, list[Answers]]:
         """Answers of plain decoding and of all contenders to each prompt that is timed."""
-        prompts = self._spread(self.settings.num_speed_prompts)
+        prompts = spread(self.prompts, self.settings.num_speed_prompts)
         engines = {PLAIN: self._engine(None, batch_size=1)}
         for one in self.contenders:
             engines[one.name] = self._engine(one.drafter, self._shapes[one.name], batch_size=1)
@@ -339,6 +335,15 @@ class Bench:
         for number in range(len(prompts)):
             self._path(f"timed-{key}-{number}").unlink()  # measured anew by the next comparison
         return timings.answers
+
+    def _with_defaults(self) -> dict[str, dict[str, Any]]:
+        """By drafter the speed of an engine as users have it, as fields of a row."""
+        engines = {one.name: one.defaults for one in self.contenders if one.defaults is not None}
+        if not engines:
+            return {}
+        self.progress.stage(f"timing {counted(len(engines), 'drafter')} with the defaults")
+        found = over_plain(engines, self.prompts)
+        return {name: dict(zip(DEFAULT_FIELDS, measured, strict=True)) for name, measured in found.items()}
 
     def _saved(self, name: str, find: Callable[[], Any]) -> Any:
         return saved_json(self._path(name), find)

@@ -1,7 +1,7 @@
 """What a comparison compares: drafters by the names that they have in the table."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -10,20 +10,21 @@ import torch
 
 from draftheads.bench.timing import PLAIN
 from draftheads.checkpoint import read_head
+from draftheads.decode.engine import Engine
 from draftheads.draft import Drafter
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.corpus import Corpus
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
-from draftheads.errors import InvalidSettings
-from draftheads.loading import UNTRAINED, load_drafter, load_target
-from draftheads.models.embedded import SMOLLM2_135M
+from draftheads.errors import CheckpointError, InvalidSettings, InvalidTree
+from draftheads.heads.base import DraftHead
+from draftheads.loading import UNTRAINED, engine_on, head_engine, load_drafter, load_target
 from draftheads.models.model import TargetModel
 from draftheads.saved import identity_digest
 from draftheads.settings import Precision
 from draftheads.shapes import BestFirst, BestPaths, Shape
-from draftheads.zoo.registry import find_head, zoo_heads
+from draftheads.zoo.registry import base_in_zoo, find_head, zoo_heads
 
 DRAFT_MODEL = "draft-model"
 
@@ -37,11 +38,15 @@ class Contender:
     identity: str  # differs for other weights, another drafter, or another way of drafting
     shape: Shape | None = None  # what it always drafts; for a head without one the best tree is found
     num_parameters: int = 0  # of the drafter
+    defaults: Engine | None = None  # as ``draftheads.load`` makes it, where that is possible
 
 
 def heads_for(model: str) -> tuple[str, ...]:
-    """All bundled heads of a model, Medusa first (others are compared with it), and drafters that need no training."""
-    base = SMOLLM2_135M.name if model == SMOLLM2_135M.hub_id else model
+    """All bundled heads of a model or of the base that it is a tuned copy of, and drafters that need no training.
+
+    Medusa comes first: others are compared with it.
+    """
+    base = base_in_zoo(model)
     bundled = sorted((head.method for head in zoo_heads() if head.base_name == base), key=lambda m: (m != "medusa", m))
     return (*bundled, *UNTRAINED)
 
@@ -94,12 +99,14 @@ def load_contenders(
     """
     for name, head_name in named.items():
         if head_name in UNTRAINED:
-            yield Contender(name, _untrained(head_name, num_nodes), f"{head_name}-{num_nodes}")
+            one = Contender(name, _untrained(head_name, num_nodes), f"{head_name}-{num_nodes}")
+            yield replace(one, defaults=engine_on(target, head_name, model=model, max_batch_size=1))
             continue
         saved = read_head(find_head(head_name, model), ignore_profile=True)
         head = load_drafter(head_name, model, target, fast=load_options.get("fast", True), ignore_profile=True)
         identity = f"{saved.method}-{saved.digest}-{identity_digest(saved.config.options())[:8]}"
-        yield Contender(name, head, identity, num_parameters=saved.num_parameters)
+        usual = _with_defaults(target, head, head_name, model)
+        yield Contender(name, head, identity, num_parameters=saved.num_parameters, defaults=usual)
         if corpus is not None:
             for what, texts in (("copies", None), (f"corpus-{corpus.digest}", corpus)):
                 copying = Copying(head, corpus=texts)
@@ -117,6 +124,14 @@ def load_contenders(
             count = type(small.model)(small.config).num_parameters()
         identity = f"{DRAFT_MODEL}-{small.weights_print}"
         yield Contender(DRAFT_MODEL, DraftModel(small, target), identity, num_parameters=count)
+
+
+def _with_defaults(target: TargetModel, drafter: DraftHead, head: str, model: str) -> Engine | None:
+    """The engine that users have; None if the head's profile cannot be read, as loading then fails."""
+    try:
+        return head_engine(target, drafter, head=head, model=model, max_batch_size=1)
+    except (CheckpointError, InvalidTree):
+        return None
 
 
 def _untrained(name: str, num_nodes: int) -> Drafter:

@@ -12,6 +12,8 @@ from draftheads.bench.timing import Answers
 from draftheads.counts import counted, short_count
 from draftheads.estimates import quartiles, ratio_with_error
 
+DEFAULTS = "× plain, defaults"  # heading of the speed of drafters as they are loaded …
+DEFAULT_FIELDS = ("default_speedup", "default_speedup_error")  # … and the fields of a row
 PARTS = ("drafting", "verification", "accept and rest")  # of a step
 # acceptance rules at the temperature, and the fields of a row with tokens per step and one standard error
 SAMPLED_FIELDS = {
@@ -36,6 +38,8 @@ class Row:
     tokens_per_second: float
     speedup: float  # over plain decoding: ratio of tokens per second
     speedup_error: float = 0.0
+    default_speedup: float | None = None  # over plain decoding, of an engine as ``draftheads.load`` makes it
+    default_speedup_error: float = 0.0
     speedup_quartiles: tuple[float, float] | None = None  # of the ratio prompt by prompt
     speedup_over_transformers: float | None = None
     draft_milliseconds: float = 0.0  # of a step
@@ -134,6 +138,7 @@ def columns(settings: BenchSettings, *, first: str, errors: bool = True) -> list
         Column("tokens/step", partial(number, field="tokens_per_step", error="tokens_per_step_error")),
         Column(f"× {first}", partial(number, field="over_first", error="over_first_error")),
         Column("tokens/s", lambda row: f"{row.tokens_per_second:.1f}", "speed"),
+        Column(DEFAULTS, partial(number, field=DEFAULT_FIELDS[0], error=DEFAULT_FIELDS[1]), "speed"),
         Column("× plain", partial(number, field="speedup", error="speedup_error"), "speed"),
         Column("draft ms/step", lambda row: f"{row.draft_milliseconds:.1f}", "speed"),
         Column("step ms", lambda row: f"{row.step_milliseconds:.1f}", "speed"),

@@ -14,7 +14,7 @@ import torch
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.step_timer import wait_for
-from draftheads.estimates import Share
+from draftheads.estimates import Share, ratio_with_error
 from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
 
@@ -25,6 +25,7 @@ _WARM_UP_TOKENS = 4
 _PROBE_TOKENS = 16  # of an answer that shows the speed of a way
 _MIN_TOKENS = 32  # of an answer, however slow the machine is
 _MIN_PROMPTS = 3  # answers get shorter before fewer prompts are answered than these
+_FEW_PROMPTS, _FEW_TOKENS, _FEW_SECONDS = 6, 64, 60.0  # of a short comparison with plain decoding
 _SAFETY = 0.9  # share of the time that is planned for: later tokens of a text take longer than the first ones
 
 
@@ -174,6 +175,31 @@ def answers_of(engine: Engine, group: Group, settings: Sequence[SamplingSettings
         rest_milliseconds=clock.milliseconds["rest"],
         num_timed_steps=clock.num_steps,
     )
+
+
+def over_plain(engines: Mapping[str, Engine], prompts: Sequence[Sequence[int]]) -> dict[str, tuple[float, float]]:
+    """How many times as fast as plain decoding each engine answers a few of the prompts, and one standard error.
+
+    Args:
+        engines: of one model, by name, at least one.
+        prompts: token ids; few of them are answered, one at a time, in at most about a minute.
+    """
+    few = spread(prompts, _FEW_PROMPTS)
+    plain = Engine(next(iter(engines.values())).model, max_batch_size=1)
+    ways = [engine_way(name, engine) for name, engine in {PLAIN: plain, **engines}.items()]
+    timings = take_turns(ways, [[prompt] for prompt in few], max_new_tokens=_FEW_TOKENS, max_seconds=_FEW_SECONDS)
+    speeds = {name: [one.speed_share for one in answers] for name, answers in timings.answers.items()}
+    return {name: ratio_with_error(speeds[name], speeds[PLAIN]) for name in engines}
+
+
+def spread(prompts: Sequence[Any], most: int) -> list[Any]:
+    """At most so many of the prompts, spread over all of them: files are often sorted by kind.
+
+    >>> spread("abcdef", 3)
+    ['a', 'c', 'e']
+    """
+    count = min(most, len(prompts))
+    return [prompts[i * len(prompts) // count] for i in range(count)]
 
 
 def take_turns(

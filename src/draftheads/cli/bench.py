@@ -11,7 +11,7 @@ from rich.console import Console
 from draftheads.bench.compare import MIN_PROMPTS, compare_heads
 from draftheads.bench.settings import BenchSettings
 from draftheads.bench.table import Row, columns, markdown
-from draftheads.bench.verdict import remarks, verdict
+from draftheads.bench.verdict import defaults_sentence, remarks, verdict
 from draftheads.cli.options.bench import BenchOptions
 from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.report import write_pages
@@ -69,13 +69,20 @@ def _make(out: Path) -> None:
 def _write(console: Console, out: Path, record: dict[str, Any], rows: Sequence[Row], settings: BenchSettings) -> None:
     write_atomic(out / "bench.json", json.dumps(record, indent=1).encode())
     table = out / "bench.md"
-    write_atomic(table, "".join(line + "\n" for line in markdown(rows, settings, record["num_prompts"])).encode())
+    first = defaults_sentence(rows)
+    lines = [*([] if first is None else [first, ""]), *markdown(rows, settings, record["num_prompts"])]
+    write_atomic(table, "".join(line + "\n" for line in lines).encode())
     console.print(f"wrote {table}", soft_wrap=True)
     write_pages(console, out, "bench")
 
 
 def show(console: Console, rows: Sequence[Row], settings: BenchSettings, num_prompts: int) -> None:
-    """A table of each kind of columns, so that they fit a terminal, and the verdict. The files have the errors, too."""
+    """The speed with the defaults, a table of each kind of columns, so that they fit a terminal, and the verdict.
+
+    The files have the errors, too.
+    """
+    if (first := defaults_sentence(rows)) is not None:
+        console.print(first, end="\n\n", markup=False)
     name, *others = columns(settings, first=rows[0].name, errors=False)
     for kind in ("greedy", "sampled", "speed"):
         if chosen := [column for column in others if column.kind == kind]:
@@ -85,5 +92,5 @@ def show(console: Console, rows: Sequence[Row], settings: BenchSettings, num_pro
     if different:
         numbers = ", ".join(f"{name} {number}" for name, number in different.items())
         console.print(f"answers that differ from plain decoding: {numbers}")
-    for sentence in (verdict(rows, num_prompts), *remarks(rows, settings)):
+    for sentence in (verdict(rows, settings, num_prompts), *remarks(rows, settings)):
         console.print(sentence.replace("`", ""), markup=False)

@@ -13,6 +13,7 @@ from draftheads.bench.demo import Demo, load_demo
 from draftheads.bench.margins import Scorer
 from draftheads.bench.table import SPEED_COLUMNS, Row
 from draftheads.bench.timing import PLAIN, STOCK, Timings, take_turns
+from draftheads.bench.verdict import speed_sentence
 from draftheads.cli.options.demo import DemoOptions
 from draftheads.cli.progress_display import ProgressDisplay, error_console
 from draftheads.cli.show import DRAFTED, check_json_path, quiet_transformers, show_stream, write_json
@@ -62,6 +63,11 @@ def run(options: DemoOptions) -> None:
     timings = _timed(demo, encoded, options, max_seconds=options.seconds - (time.perf_counter() - start))
     rows = demo.rows(timings, encoded, None if options.load.precision == "int8" else Scorer(demo.stock))
     scored = options.load.precision != "int8"
+    if heads := [row for row in rows if row.name in demo.heads]:
+        best = max(heads, key=lambda row: row.speedup)
+        given = "the defaults" if options.copy and not options.exact_bits else "these options"
+        first = speed_sentence(best.name, best.speedup, best.speedup_error, given=given)
+        console.print(first, end="\n\n", markup=False)
     print_table(rows, SPEED_COLUMNS if scored else SPEED_COLUMNS[:-1], console)
     longest = counted(timings.max_new_tokens, "token")
     words = f"{counted(timings.num_groups, 'prompt')}, answers of at most {longest}, {timings.seconds:.0f} s in all\n"

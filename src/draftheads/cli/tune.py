@@ -1,5 +1,6 @@
 """``draftheads tune``: measures how many tokens a head's trees gain on the user's prompts, and shows it."""
 
+import json
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -7,12 +8,16 @@ from rich.console import Console
 from rich.table import Table
 
 from draftheads.acceptance_profile import PROFILE_FILE, AcceptanceProfile
+from draftheads.bench.timing import over_plain
+from draftheads.bench.verdict import speed_sentence
 from draftheads.cli.options.tune import TuneOptions
 from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.report import write_pages
 from draftheads.cli.show import quiet_transformers
-from draftheads.data.records import prompts_in
-from draftheads.search.tune import tune_head
+from draftheads.data.records import own_prompts, prompts_in
+from draftheads.files import write_atomic
+from draftheads.search.replay import encoded
+from draftheads.search.tune import RECORD, tune_head
 from draftheads.zoo.registry import find_head
 
 _SHOWN = (1, 2, 4, 8, 10, 16, 32, 64)
@@ -23,7 +28,7 @@ def run(options: TuneOptions) -> None:
     console = Console(highlight=False)
     quiet_transformers()
     find_head(options.head, options.model)  # raises before the prompts are read
-    prompts = prompts_in(options.prompts) if options.prompts else None
+    prompts = prompts_in(options.prompts or own_prompts("calibration"))
     with ProgressDisplay(console) as progress:
         try:
             tuning = tune_head(
@@ -35,10 +40,16 @@ def run(options: TuneOptions) -> None:
                 **options.load.given(),
                 progress=progress,
             )
+            progress.stage("timing the defaults and plain decoding in turns")
+            asked = encoded(tuning.engine.model, prompts, options.settings)
+            speedup, error = over_plain({options.head: tuning.engine}, asked)[options.head]
         except KeyboardInterrupt:
             console.print("stopped; the same command continues from here")
             raise
-    _show(console, tuning.profile, tuning.record["batches"])
+    record = {**tuning.record, "defaults": {"speedup": speedup, "error": error}}
+    write_atomic(tuning.folder / RECORD, json.dumps(record).encode())
+    console.print(speed_sentence(options.head, speedup, error), end="\n\n", markup=False)
+    _show(console, tuning.profile, record["batches"])
     hint = "" if options.out is None else f"; to use it: `--head {options.head} --profile {tuning.folder}`"
     console.print(f"wrote {tuning.folder / PROFILE_FILE}{hint}", soft_wrap=True)
     write_pages(console, tuning.folder, "tune")

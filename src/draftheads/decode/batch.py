@@ -17,6 +17,7 @@ from draftheads.draft import Context, Draft, Drafter, Places, Verdict, Watcher, 
 from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
 from draftheads.sampling import RowSettings, choose, token_logprobs
+from draftheads.settings import SamplingSettings
 from draftheads.shapes import ROOT_ONLY, Shape
 from draftheads.transfer import to_device
 
@@ -58,6 +59,7 @@ class Batch:
         self._context: Context | None = None
         self._rows: RowSettings | None = None
         self._seen: Tensor | None = None  # (B, V) bool; only where a row has a repetition penalty
+        self._are_free: list[bool] = []  # rows that take the most likely token whatever it is
         self._rules: BatchRules | None = None  # only where a row has a grammar or logit biases
         self._stepped_rows = 0  # rows that the session has seen; they come first
         self._hidden: list[
@@ -82,6 +84,8 @@ class Batch:
 
     def _enter(self, requests: Sequence[Request], logits: Tensor, hidden: Tensor) -> list[StreamEvent]:
         """Gives rows whose prompts are in the cache their first token: logits (b, V), hidden states (b, T, …)."""
+        if isinstance(self.session, SizePolicySession) and self.session.check is not None:
+            self.session.check.warn()
         rows = self._settings(requests)
         seen = self._seen_of(requests, rows)
         uniforms = self._uniforms(requests, 1)
@@ -160,7 +164,7 @@ class Batch:
             events += [] if event is None else [event]
         self._note_seen()
         if isinstance(self.session, SizePolicySession):
-            self.session.note([count - 1 for count in counts])
+            self.session.note([count - 1 for count in counts], copied, self._are_free)
         self._drop_ended()
         self.lap("rest")
         return events
@@ -231,6 +235,7 @@ class Batch:
         self._rows = self._settings(self.requests)
         self._seen = self._seen_of(self.requests, self._rows)
         self._rules = self._rules_of(self.requests)
+        self._are_free = [_is_free(request.settings) for request in self.requests]
 
     def _rules_of(self, requests: Sequence[Request]) -> BatchRules | None:
         model = self.target.model
@@ -301,6 +306,12 @@ def without_holes(rows: Sequence[int]) -> list[int]:
     staying = {row for row in rows if row < len(rows)}
     movers = iter(sorted(set(rows) - staying, reverse=True))
     return [row if row in staying else next(movers) for row in range(len(rows))]
+
+
+def _is_free(settings: SamplingSettings) -> bool:
+    """Whether the target alone decides on the text, as for the answers of acceptance profiles."""
+    penalty = settings.repetition_penalty
+    return settings.temperature == 0 and penalty == 1 and settings.grammar is None and not settings.logit_bias
 
 
 def _tokens_of(

@@ -13,6 +13,7 @@ from typing import Any, cast
 from draftheads.acceptance_profile import MAX_NODES, AcceptanceProfile
 from draftheads.chat_template import BUILT_IN, render, template_of
 from draftheads.counts import counted
+from draftheads.decode.acceptance_check import AcceptanceCheck
 from draftheads.decode.batch import Batch
 from draftheads.decode.cost_profile import CostProfile
 from draftheads.decode.grammar import compiler_for
@@ -63,6 +64,7 @@ class Engine:
         shape: Shape | Sequence[Sequence[int]] | str | None = None,
         profile: AcceptanceProfile | None = None,
         cost: CostProfile | None = None,
+        check: AcceptanceCheck | None = None,
     ) -> None:
         """Puts the parts together.
 
@@ -74,6 +76,7 @@ class Engine:
                 list of rank paths, or as the JSON text of one.
             profile: what the drafter's trees gain. With ``cost`` it decides how much is drafted at each step.
             cost: what steps cost on this machine.
+            check: warns if draft tokens are accepted far less often than the profile expects.
 
         Raises:
             InvalidSettings: a model or drafter that is none, an impossible ``max_batch_size``, only one of the
@@ -99,15 +102,16 @@ class Engine:
         if shape is not None and not fills_shapes:
             raise InvalidSettings("a shape is for a drafter that fills trees, such as a draft head")
         shape = None if shape is None else as_shape(shape)
-        check = getattr(drafter, "check_shape", None)
-        if shape is not None and check is not None:
-            check(shape)
+        check_shape = getattr(drafter, "check_shape", None)
+        if shape is not None and check_shape is not None:
+            check_shape(shape)
         self.model = model
         self.drafter: Drafter = NoDraft() if drafter is None else drafter
         self.max_batch_size = max_batch_size
         self.shape = shape
         self.profile = profile
         self.cost = cost
+        self.check = check
         self._lock = Lock()  # threads take turns, step by step: two at once would only share the cores
 
     def generate(
@@ -206,6 +210,8 @@ class Engine:
                 with self._lock:
                     events = batch.step()
                 yield from events
+        if self.check is not None:
+            self.check.warn()
 
     def with_adapter(self, folder: str | PathLike[str]) -> "Engine":
         """An engine of the same model with a LoRA adapter (peft) on top, and of the same drafter.
@@ -219,13 +225,15 @@ class Engine:
         Raises:
             DraftHeadsError: as :meth:`draftheads.models.model.TargetModel.with_adapter`.
         """
+        model = self.model.with_adapter(folder)
         adapted = Engine(
-            self.model.with_adapter(folder),
+            model,
             self.drafter,
             max_batch_size=self.max_batch_size,
             shape=self.shape,
             profile=self.profile,
             cost=self.cost,
+            check=None if self.check is None else AcceptanceCheck(self.check.method, self.check.head, model.model_id),
         )
         adapted._lock = self._lock
         return adapted
@@ -249,7 +257,7 @@ class Engine:
             return Batch(self.model, self.drafter, shape=shape, lap=lap)
         drafter = self.drafter
         if self.profile is not None and self.cost is not None:
-            drafter = SizePolicy(drafter, self.profile, self.cost)
+            drafter = SizePolicy(drafter, self.profile, self.cost, self.check)
         return Batch(self.model, drafter, shape=self.shape, lap=lap)
 
     @property

@@ -9,6 +9,8 @@ than it gains.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress
+from operator import sub
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from draftheads.acceptance_profile import KINDS, AcceptanceProfile, Kind
+from draftheads.decode.acceptance_check import AcceptanceCheck
 from draftheads.decode.cost_profile import CostProfile
 from draftheads.draft import Context, Draft, Drafter, Watcher, hidden_layers_of
 from draftheads.drafters.copying import Copying, CopyingSession
@@ -75,14 +78,18 @@ class SizePolicy:
         drafter: fills the chosen shapes.
         profile: tokens per step by tree.
         cost: milliseconds by rows and nodes.
+        check: is told what the drafter gains, and what the profile expects.
     """
 
     default_shape = None
 
-    def __init__(self, drafter: Drafter, profile: AcceptanceProfile, cost: CostProfile) -> None:
+    def __init__(
+        self, drafter: Drafter, profile: AcceptanceProfile, cost: CostProfile, check: AcceptanceCheck | None = None
+    ) -> None:
         self.drafter = drafter
         self.profile = profile
         self.cost = cost
+        self.check = check
         self.extra_nodes = drafter.num_tokens if isinstance(drafter, Copying) else 0  # beyond a shape's own
 
     @property
@@ -106,6 +113,8 @@ class SizePolicySession:
     def __init__(self, policy: SizePolicy) -> None:
         self.session = policy.drafter.start()
         self.profile, self.cost, self.extra_nodes = policy.profile, policy.cost, policy.extra_nodes
+        self.check = policy.check
+        self._gain = 0.0  # of this step: expected accepted draft tokens of a row by the profile, without copies
         self._records: list[_Record] = []
         self._expected: Sequence[float] = ()  # of this step: expected accepted draft tokens per row
         self._reads_expected = False  # of this step: whether they come from the device, with the step's tokens
@@ -121,6 +130,7 @@ class SizePolicySession:
         ratios = np.array([record.ratio for record in self._records])
         table = self._table(batch, context.text_tokens)
         chosen, gain, rate = self.choose(ratios, context.text_tokens)
+        self._gain = gain
         if chosen is None and not self.extra_nodes:
             self.session.follow(context)
             self._expected = (0.0,) * batch
@@ -167,10 +177,20 @@ class SizePolicySession:
         if isinstance(self.session, Watcher):
             self.session.learn(watched)
 
-    def note(self, num_accepted: Sequence[int]) -> None:
-        """How many draft tokens of each row the last step accepted."""
+    def note(self, num_accepted: Sequence[int], num_copied: Sequence[int] = (), are_free: Sequence[bool] = ()) -> None:
+        """What the last step accepted.
+
+        Args:
+            num_accepted: draft tokens of each row.
+            num_copied: how many of them only a copy brought.
+            are_free: whether the row takes the most likely token whatever it is, as the profile expects.
+        """
         for record, accepted, expected in zip(self._records, num_accepted, self._expected, strict=True):
             record.note(accepted, expected)
+        if self._gain and self.check is not None:
+            num_rows = sum(are_free)
+            own = sum(compress(map(sub, num_accepted, num_copied), are_free))
+            self.check.note(num_rows, own, num_rows * self._gain)
 
     def choose(self, ratios: Floats, text_tokens: int = 0) -> tuple[Shape | None, float, float]:
         """The shape for rows with these ratios, its expected accepted tokens per row, and tokens per millisecond.

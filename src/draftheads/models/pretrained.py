@@ -94,7 +94,7 @@ def load_pretrained(
     source = resolve_model(name)
     adapter = find_adapter(source) if isinstance(source, Path) else None
     if check is not None or callable(dtype):
-        config = _config(_base_and_tokenizer(name)[0], name, trust_remote_code=trust_remote_code)
+        config = load_config(name, trust_remote_code=trust_remote_code)
         if check is not None:
             check(config)
         if callable(dtype):
@@ -139,8 +139,9 @@ def load_pretrained(
     return model.eval().requires_grad_(requires_grad=False), tokenizer, model_id_of(name)
 
 
-def _config(source: Path | str, name: str, *, trust_remote_code: bool) -> Any:
-    """The configuration of a model that is no adapter."""
+def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
+    """The configuration of the model ``name``; an adapter has its base's. Errors as of :func:`load_pretrained`."""
+    source, _ = _base_and_tokenizer(name)
     with _as_our_errors(name):
         from transformers import AutoConfig  # noqa: PLC0415
 
@@ -213,11 +214,7 @@ def max_positions_of(config: Any) -> int | None:
 
 def stored_dtype(name: str) -> torch.dtype:
     """The type of the weights in a model's files; fp32 if it is not given. Errors as of :func:`load_pretrained`."""
-    source, _ = _base_and_tokenizer(name)
-    with _as_our_errors(name):
-        from transformers import AutoConfig  # noqa: PLC0415
-
-        found = getattr(AutoConfig.from_pretrained(source), "dtype", None)
+    found = getattr(load_config(name), "dtype", None)
     return found if isinstance(found, torch.dtype) else torch.float32
 
 

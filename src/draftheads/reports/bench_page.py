@@ -5,12 +5,12 @@ from functools import partial
 from typing import Any
 
 from draftheads.bench.settings import BenchSettings
-from draftheads.bench.table import SAMPLED_FIELDS, Column, Row, columns, prompts_in_words
-from draftheads.bench.verdict import remarks, verdict
+from draftheads.bench.table import DEFAULTS, SAMPLED_FIELDS, Column, Row, columns, prompts_in_words
+from draftheads.bench.verdict import defaults_sentence, fastest_with_defaults, remarks, verdict
 from draftheads.reports.page import Figure, Page, Table
 from draftheads.reports.plots import as_svg, draw_bars
 
-_LEADING = ("× plain", "tokens/s", "tokens/step")  # columns that a narrow screen shows without scrolling
+_LEADING = (DEFAULTS, "× plain", "tokens/s", "tokens/step")  # columns that a narrow screen shows without scrolling
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 _ERROR = f"±{_NO_BREAK}is one standard error."
 
@@ -20,6 +20,8 @@ def bench_page(record: dict[str, Any]) -> Page:
     settings = BenchSettings(**record["settings"])
     first = record["rows"][0]["name"]
     rows = sorted((Row(**row) for row in record["rows"]), key=lambda row: -row.speedup)
+    best = fastest_with_defaults(rows)
+    first_sentence, *others = filter(None, (defaults_sentence(rows), verdict(rows, settings, record["num_prompts"])))
     made_with = {
         "model": record["model"],
         "precision": record["precision"],
@@ -29,9 +31,12 @@ def bench_page(record: dict[str, Any]) -> Page:
     }
     return Page(
         title=f"Draft heads for {record['model']}, compared",
-        verdict=_speed_unbroken(verdict(rows, record["num_prompts"])),
-        note=" ".join([prompts_in_words(record["num_prompts"], settings), *remarks(rows, settings)]),
+        verdict=_speed_unbroken(first_sentence),
+        note=" ".join(
+            [*map(_speed_unbroken, others), prompts_in_words(record["num_prompts"], settings), *remarks(rows, settings)]
+        ),
         numbers=[
+            *([] if best is None else [(f"{best.default_speedup:.2f}", f"× plain with the defaults, {best.name}")]),
             (f"{rows[0].tokens_per_step:.2f}", f"tokens per step, {rows[0].name}"),
             (f"{rows[0].tokens_per_second:.1f}", f"tokens per second, {rows[0].name}"),
             (f"{record['num_prompts']:,}", "prompts"),
@@ -54,7 +59,7 @@ def _tables(rows: list[Row], settings: BenchSettings, first: str, num_prompts: i
         cells = [[name.cell(row), *(_unbroken(column.cell(row)) for column in shown)] for row in rows]
         return Table(title, [name.heading, *(column.heading for column in shown)], cells, note, best=0, is_wide=True)
 
-    greedy = [column for column in others if column.kind != "sampled"]
+    greedy = [column for column in others if column.kind != "sampled" and any(map(column.cell, rows))]
     greedy.sort(key=lambda column: (*_LEADING, column.heading).index(column.heading))
     sampled = [column for column in others if column.kind == "sampled"]
     found = [

@@ -1,9 +1,11 @@
 """The page of what ``draftheads tune`` measured. Knows the names in ``tune.json``; knows nothing of models."""
 
+import re
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
+from draftheads.bench.verdict import speed_sentence
 from draftheads.counts import counted
 from draftheads.reports.page import Figure, Page, Table
 from draftheads.reports.plots import as_svg, draw_calibration, draw_speedups, draw_tree_sizes
@@ -28,12 +30,15 @@ def tune_page(record: Record) -> Page:
     answers = counted(record["num_texts"], "answer")
     temperatures = ", ".join(f"{value:.2f}" for value in record["confidence"]["temperatures"])
     settings = [*((name, record[name]) for name in _SETTINGS), ("confidence temperatures", temperatures)]
+    first_sentence, *others = filter(None, (_measured(record), _verdict(_winners(record)[0])))
     return Page(
         title=f"Trees for {record['head']} on {record['model_id']}",
-        verdict=_verdict(_winners(record)[0]),
+        verdict=first_sentence,
         note=(
-            f"{_limit(record)}Predicted means: the tokens per step of the head on {answers}, divided by the time of a "
-            "step on this machine; `draftheads bench` measures the speed."
+            f"{' '.join([*others, ''])}{_limit(record)}"
+            f"Predicted means: the tokens per step of the head on {answers}, divided by the time of a "
+            "step on this machine; prompts, copies and other work of a step are not in it. `draftheads bench` compares "
+            "heads."
         ),
         numbers=_numbers(record),
         figures=[_speedups(record), _tree_sizes(record), _calibration(record)],
@@ -45,6 +50,15 @@ def tune_page(record: Record) -> Page:
 def _winners(record: Record) -> list[Record]:
     """The fastest way for each number of requests, smallest first."""
     return sorted(record["batches"], key=lambda winner: int(winner["batch_size"]))
+
+
+def _measured(record: Record) -> str | None:
+    """The speed with the defaults; records of earlier versions have none."""
+    found = record.get("defaults")
+    if found is None:
+        return None
+    sentence = speed_sentence(record["head"], found["speedup"], found["error"])
+    return re.sub(r"(?<=\d) (?=[±×])|(?<=±) ", "\N{NO-BREAK SPACE}", sentence)
 
 
 def _verdict(first: Record) -> str:
@@ -72,7 +86,7 @@ def _requests(batch_size: int) -> str:
 
 
 def _numbers(record: Record) -> list[tuple[str, str]]:
-    first = _winners(record)[0]
+    first, measured = _winners(record)[0], record.get("defaults")
     found = [(f"{record['accuracy'][0][0]:.0%}", "top-1 accuracy of head 1")]
     if first["kind"] != "none":
         tokens = record[first["kind"]]["expected"][first["num_nodes"] - 1]
@@ -81,7 +95,7 @@ def _numbers(record: Record) -> list[tuple[str, str]]:
             (f"{first['tokens_per_second']:,.1f}", "tokens per second, predicted"),
             *found,
         ]
-    return found
+    return [(f"{measured['speedup']:.2f}", "× plain with the defaults, measured"), *found] if measured else found
 
 
 def _speeds(record: Record) -> Table:

@@ -12,11 +12,11 @@ from draftheads.cache import cache_folder
 from draftheads.checkpoint import read_head
 from draftheads.data.records import own_prompts, prompts_in
 from draftheads.decode.cost_profile import CostProfile, cost_of
-from draftheads.decode.engine import Prompt, prompt_list
+from draftheads.decode.engine import Engine, Prompt, prompt_list
 from draftheads.errors import InvalidSettings
 from draftheads.file_set import finish_replacing
 from draftheads.files import check_writable, locked, user_path, write_atomic
-from draftheads.loading import find_template, load_drafter, load_target
+from draftheads.loading import find_template, head_engine, load_drafter, load_target
 from draftheads.models.model_names import model_name
 from draftheads.profiles import folder_to_write
 from draftheads.progress import Progress, shown
@@ -40,6 +40,7 @@ class Tuning:
     profile: AcceptanceProfile
     record: dict[str, Any]  # as in ``tune.json``
     folder: Path  # where both are written
+    engine: Engine  # the model with the head, as it is loaded with this profile
 
 
 def tune_head(
@@ -106,7 +107,8 @@ def tune_head(
         write_atomic(folder / RECORD, json.dumps(record).encode())
         finish_replacing(folder)
         profile.save(folder / PROFILE_FILE)
-    return Tuning(profile, record, folder)
+    engine = head_engine(target, drafter, head=head, model=model, profile=folder, max_batch_size=1)
+    return Tuning(profile, record, folder, engine)
 
 
 def answers_folder(folder: Path) -> Path:

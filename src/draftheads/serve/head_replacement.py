@@ -30,12 +30,11 @@ from draftheads.errors import DataError, DraftHeadsError, ModelNotFound, QueueFu
 from draftheads.file_set import current
 from draftheads.loading import engine_on
 from draftheads.models.fingerprint import tokenizer_print
-from draftheads.models.model_names import base_of
 from draftheads.serve.jobs import Job, JobFailed, Lane
 from draftheads.serve.recorder import Recorder
 from draftheads.serve.scheduler import Scheduler
 from draftheads.settings import SamplingSettings
-from draftheads.zoo.registry import zoo_heads
+from draftheads.zoo.registry import base_in_zoo, zoo_heads
 
 _NUM_PROMPTS, _NUM_TOKENS = 16, 32  # answers are at most that long
 _FEWEST_RECORDS = 8  # held-out ones; if there are fewer, the bundled prompts are better
@@ -119,7 +118,7 @@ class HeadReplacement:
         Raises:
             ModelNotFound: there is none, or the name is not a plain path.
         """
-        base = base_of(self._model)
+        base = base_in_zoo(self._model)
         installed = {found.method: found.folder for found in zoo_heads() if found.base_name == base}
         if head in installed:
             return installed[head]
