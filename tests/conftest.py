@@ -15,6 +15,20 @@ from draftheads.decode import cost_profile as cost
 from draftheads.machine import OtherPrograms
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as thorough the variants of a test beyond those that its marker ``few`` leaves."""
+    variants: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("thorough"):
+            variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for same in variants.values():
+        (most,) = same[0].get_closest_marker("few").args
+        kept = {place * len(same) // most for place in range(most)}
+        for place, item in enumerate(same):
+            if place not in kept:
+                item.add_marker(pytest.mark.thorough)
+
+
 def pytest_report_header() -> str:
     return f"transformers {transformers.__version__}, torch {torch.__version__}"
 

@@ -114,6 +114,7 @@ def test_wrong_rules_are_detected(
     assert p_value(sampled_answers(model, drafter=head, shape=shape), exact) < ODDS
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("shape", some(["chain", "ragged", "64 nodes", *GROWING], "ragged", "sure ones"))
 @pytest.mark.parametrize("method", HEADS)
 def test_a_seeds_answer_is_plain_decodings_token_for_token(model: TargetModel, method: str, shape: str) -> None:

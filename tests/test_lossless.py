@@ -118,6 +118,7 @@ VARIANTS: dict[str, tuple[str, dict[str, int]]] = {
 }
 
 
+@pytest.mark.few(19)
 @pytest.mark.parametrize(
     ("name", "shape"),
     some_rows(
@@ -143,6 +144,7 @@ DEEP: dict[str, Shape] = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "gemma3_text"])
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "small-llama"])
 def test_trees_deeper_than_the_head_was_trained_equal_plain_in_batches(method: str, name: str) -> None:
@@ -231,6 +233,7 @@ KINDS: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("method", HEADS)
 @pytest.mark.parametrize("kind", some(KINDS, "low rank", "own, trimmed, deep"))
 def test_every_kind_of_head_equals_plain(method: str, kind: str) -> None:

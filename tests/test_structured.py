@@ -108,6 +108,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Draft, int]]:
     return drafts
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize(
     ("method", "shape"),
@@ -133,6 +134,7 @@ def test_families(family: str, settings: str):
     assert [result.token_ids for result in results] == plain(family, settings)
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
@@ -145,6 +147,7 @@ def test_trimmed_draft_vocabularies(method: str, shape: str, settings: str):
     )
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("name", ["prompt lookup", "lookahead", "copying", "copying static", "draft model"])
 def test_other_drafters(name: str, settings: str):
@@ -163,6 +166,7 @@ def other_drafter(name: str, model: TargetModel) -> tuple[Drafter, dict[str, Any
     return Copying(tiny_head("hydra", model)), {"shape": RAGGED if name == "copying static" else SHAPES["best first"]}
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("acceptance", ["rejection", "block", "typical", "typical-sampled"])
 @pytest.mark.parametrize("shape", [Sampled(Tree.chain(3)), SHAPES["sampled"], SHAPES["best first"]])
 @pytest.mark.parametrize("vocabulary", [None, 40])

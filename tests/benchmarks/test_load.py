@@ -176,6 +176,7 @@ def test_streams_that_end_before_the_long_prompt_comes_are_an_error(monkeypatch:
         asyncio.run(joining("plain", long, stream, prompts(4), streams=2, tokens=450))
 
 
+@pytest.mark.thorough
 def test_a_run_starts_our_server_and_names_the_servers_that_are_missing(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -218,6 +218,7 @@ def test_input_that_is_not_text_is_an_error(
     assert capsys.readouterr().err.startswith("error: standard input is not text")
 
 
+@pytest.mark.thorough
 @pytest.mark.real
 def test_a_chat_with_the_real_model_is_the_offline_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

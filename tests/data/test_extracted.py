@@ -105,6 +105,7 @@ def test_files_of_another_model_or_size_are_refused(tmp_path: Path) -> None:
         ExtractedStore(target, texts, tmp_path / "none")
 
 
+@pytest.mark.thorough
 @pytest.mark.real
 def test_layers_of_the_real_model_are_told_apart(tmp_path: Path) -> None:
     """The stock model in fp32 writes, as vLLM in another type would; the packed one reads."""

@@ -43,6 +43,7 @@ def check(model: TargetModel, prompts: list[list[int]], results: list[Generation
             assert len({token for token, _ in place}) == num_top
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("family", some(FAMILIES, "llama", "mistral", "gpt2", "granite", "gemma2"))
 def test_they_are_those_of_transformers_plain_and_drafted(family: str, temperature: float):

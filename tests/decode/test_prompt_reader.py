@@ -37,6 +37,7 @@ def check_text(model: TargetModel, text: ReadText, token_ids: list[int]) -> None
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", some(FAMILIES, "llama", "mistral", "gemma3_text", "gpt2"))
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_chunks_and_known_beginnings_change_nothing(name: str, chunk: int):
@@ -85,6 +86,7 @@ def drafters(model: TargetModel) -> dict[str, Drafter]:
     return {**heads, "lookahead": Lookahead(), "model": DraftModel(tiny_model("llama", num_hidden_layers=1), model)}
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize("method", ["hydra", "eagle", "eagle3", "small-llama", "lookahead", "model"])
 @pytest.mark.parametrize("chosen", [[0], [3], [0, 1, 2], [1, 4], [3, 4], [0, 4, 5], [0, 1, 2, 3, 4, 5]])
 def test_rows_leave_before_and_after_their_first_step(method: str, chosen: list[int]):

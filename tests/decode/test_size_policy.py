@@ -494,6 +494,7 @@ def family(request: pytest.FixtureRequest) -> TargetModel:
 BOTH = tiny_profile(Tree.from_paths([*TREES["cartesian"].paths[1:], (3,), (4,)]), num_heads=3)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("batch_size", some([1, 2], 2))
 @pytest.mark.parametrize("per_node", some([0.1, 1.0], 1.0))
 @pytest.mark.parametrize("method", some(["medusa", "hydra", "eagle", "amphista"], "medusa", "eagle"))

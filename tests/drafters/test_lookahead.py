@@ -134,6 +134,7 @@ def test_the_draft_is_a_tree_of_the_window_and_the_pool() -> None:
     assert len(session._rows) == 1
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "gemma3_text"])
 @pytest.mark.parametrize("kind", [Lookahead, PromptLookup])
 def test_drafters_without_a_model_change_nothing(kind: type[Lookahead | PromptLookup], family: str) -> None:
@@ -147,6 +148,7 @@ def test_drafters_without_a_model_change_nothing(kind: type[Lookahead | PromptLo
     assert max(result.tokens_per_step for result in found) > 1.2, "tiny models repeat themselves"
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "gemma3_text"])
 @pytest.mark.parametrize("kind", ["lookahead", "prompt lookup", "draft model", "draft model that grows"])
 def test_drafters_without_a_head_change_no_sampled_token(kind: str, family: str) -> None:

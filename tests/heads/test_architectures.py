@@ -191,6 +191,7 @@ WITHOUT_DRAFT: dict[str, Callable[[int], bool]] = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("name", "without_draft"),
     some_rows(

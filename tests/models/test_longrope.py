@@ -48,6 +48,7 @@ def expected(model: TargetModel) -> list[tuple[int, ...]]:
     return found
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_all_texts_equal_transformers_up_to_the_original_length(rows: int, *, static: bool) -> None:

@@ -38,6 +38,7 @@ def answers(engine: Engine) -> list[tuple[int, ...]]:
     return [result.token_ids for result in engine.generate(PROMPTS, max_new_tokens=24, ignore_eos=True)]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("family", "kind"),
     [*product(FAMILIES, ["stock", "fast"]), ("llama", "exact bits"), ("phi3", "exact bits"), ("llama", "int8")],
@@ -72,6 +73,7 @@ def test_static_steps_have_the_adapter_too(tmp_path: Path) -> None:
     assert answers(Engine(adapted, tiny_head("medusa", base), shape=GROWING["best first"])) == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.real
 def test_an_adapter_of_the_real_model_equals_the_merged_one(tmp_path: Path) -> None:
     base = TargetModel.load("smollm2-135m", dtype=torch.float32)

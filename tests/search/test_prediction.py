@@ -103,6 +103,7 @@ def test_growing_trees_take_as_many_steps_as_predicted(family: str, kind: str, t
     assert 1.0 < predicted[0] < predicted[2]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(("family", "kind"), [("llama", "eagle"), ("gpt2", "small-llama"), ("mistral", "eagle")])
 def test_trees_deeper_than_trained_take_as_many_steps_as_predicted(family: str, kind: str, temperature: float) -> None:

@@ -217,6 +217,7 @@ def test_a_replay_in_parts_equals_one_in_a_piece_and_predicts_decoding(
     assert found["dynamic"]["expected"][11] == foreseen
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "small-llama"])
 def test_heads_without_a_limit_are_replayed_deeper_as_far_as_it_gains(
     model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str

@@ -50,6 +50,7 @@ def family_of_prompts() -> list[list[int]]:
     ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", some(FAMILIES, "llama", "mistral", "gemma3_text", "gpt2"))
 @pytest.mark.parametrize("chunk", [7, 256])
 def test_in_any_lane_beside_any_others(name: str, chunk: int):

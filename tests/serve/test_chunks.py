@@ -15,6 +15,7 @@ from scheduler_world import Inbox, iterate, plain_answer, run_to_end, scheduler_
 CHUNK = 256
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", [None, "medusa", "eagle"])
 def test_no_stream_waits_longer_than_two_steps_and_a_chunk(method: str | None, monkeypatch: pytest.MonkeyPatch):
     model = tiny_model("llama", max_position_embeddings=4096)

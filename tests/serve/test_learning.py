@@ -75,6 +75,7 @@ def records(world: Path, model: str) -> list[dict]:
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
+@pytest.mark.thorough
 def test_adapters_are_served_by_name_beside_each_other(server: ServerProcess, world: Path) -> None:
     found = {model["id"]: model["draftheads"] for model in server.client.get("/v1/models").json()["data"]}
     assert found["tuned"] == {**found["model"], "adapter": "tuned"}
@@ -148,6 +149,7 @@ def test_only_the_admin_key_opens_it(server: ServerProcess, world: Path) -> None
         Access(("api-key",), admin_keys=("admin-key",)).client_of(scope)
 
 
+@pytest.mark.thorough
 def test_one_comparison_at_a_time(server: ServerProcess) -> None:
     with ThreadPoolExecutor(2) as pool:
         statuses = [pool.submit(server.replace_head, "hydra") for _ in range(2)]
@@ -188,6 +190,7 @@ def test_all_heads_copy_from_one_corpus(world: Path, tmp_path: Path) -> None:
         load_served(str(world / "model"), (), load, corpus=tmp_path / "a.txt")
 
 
+@pytest.mark.thorough
 def test_a_new_head_copies_from_the_same_corpus(world: Path) -> None:
     answer = plain(world / "model", "w5 w6", **SHORT)
     (world / "answers.txt").write_text(answer, encoding="utf-8")

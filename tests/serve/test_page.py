@@ -394,6 +394,7 @@ def test_clear_while_the_model_answers(world: World, visit: Callable[..., Any]):
     assert texts(wait_for_end(page)) == [world.offline("hello").text]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [320, 420, 1100])
 def test_nothing_is_wider_than_the_screen(width: int, scheme: str, world: World, visit: Callable[..., Any]):

@@ -52,7 +52,7 @@ def test_answers_beside_each_other_are_plain_decodings(tmp_path: Path):
             stream = client.chat.completions.create(
                 model=model,
                 messages=[{"role": "user", "content": question}],
-                max_tokens=32,
+                max_tokens=16,
                 temperature=temperature,
                 seed=SEED,
                 stream=True,
@@ -69,7 +69,7 @@ def test_answers_beside_each_other_are_plain_decodings(tmp_path: Path):
             found = list(pool.map(answer, cases))
             call = tool_call(client)
     settings = [
-        SamplingSettings(max_new_tokens=32, temperature=temperature, seed=SEED) for _, _, temperature, _ in cases
+        SamplingSettings(max_new_tokens=16, temperature=temperature, seed=SEED) for _, _, temperature, _ in cases
     ]
     expected = offline.generate([question for _, question, _, _ in cases], settings)
     assert found == [result.text for result in expected]

@@ -52,6 +52,7 @@ from training_world import (
 )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("method", "loss"),
     some_rows(
@@ -395,6 +396,7 @@ def test_the_command_prints_a_table(
     assert f"wrote {tmp_path / 'out' / 'report.html'}\n" in printed.out
 
 
+@pytest.mark.thorough
 def test_a_training_process_prints_no_warnings(features: Path, tmp_path: Path) -> None:
     """Warnings of transformers and accelerate belong in no user's terminal."""
     program = f"""

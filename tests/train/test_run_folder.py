@@ -319,6 +319,7 @@ MOMENTS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("moments", [MOMENTS[3::3], pytest.param(MOMENTS, marks=pytest.mark.thorough)], ids=len)
 def test_a_process_killed_several_times_trains_the_same_head_to_the_byte(

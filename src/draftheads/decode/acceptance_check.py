@@ -7,6 +7,7 @@ the text are not counted, and neither are requests with other settings than the 
 import warnings
 from dataclasses import dataclass
 
+from draftheads.counts import counted
 from draftheads.errors import BaseModelWarning
 
 _MIN_TOKENS = 200  # of steps with a draft, before anything is said
@@ -45,9 +46,9 @@ class AcceptanceCheck:
         measured, expected = (1 + count / self.num_steps for count in (self.accepted, self.expected))
         warnings.warn(
             f"{self.head} gives {measured:.2f} tokens per step with {self.model}, and its acceptance profile expects "
-            f"{expected:.2f} ({num_tokens} tokens, without copies): the model or these texts differ from those that it "
-            f"was trained for. Train it further: `draftheads train --method {self.method} --start-from {self.head} "
-            f"--model {self.model} --data … --out …`",
+            f"{expected:.2f} ({counted(num_tokens, 'token')}, without copies): the model or these texts differ from "
+            f"those that it was trained for. Train it further: `draftheads train --method {self.method} --start-from "
+            f"{self.head} --model {self.model} --data … --out …`",
             BaseModelWarning,
             stacklevel=2,
         )

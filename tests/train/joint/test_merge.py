@@ -70,6 +70,7 @@ def test_merging_gives_the_weights_of_the_definition(data: Path, tmp_path: Path,
         torch.testing.assert_close(model(input_ids=batch["token_ids"]).logits, logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("cheap_nodes")
 @pytest.mark.parametrize(
     ("method", "tied"),

@@ -82,6 +82,7 @@ def test_the_movement_equals_its_definition() -> None:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("method", "backbone_loss", "rise"), [("medusa", "text", "constant"), ("hydra", "original", "sine")]
 )
@@ -181,6 +182,7 @@ def test_validation_measures_the_tuned_model_and_does_not_change_the_training(da
     assert last["top1"] == report.top1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("stop", "after"),
     some_rows(  # after 3 steps it is in the first stage, after 10 in the second
@@ -207,6 +209,7 @@ def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(data: Path, tmp_path:
     assert lines(settings.out) == lines(whole.out)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_killed_joint_run_resumes_to_the_same_bytes(data: Path, tmp_path: Path) -> None:
     options = f"--model {on_disk(tmp_path / 'model')} --data {data} --num-heads 2 --draft-vocab-size 48 --epochs 2"
