@@ -20,6 +20,7 @@ from torch import Tensor
 from draftheads.acceptance_profile import KINDS, AcceptanceProfile, Kind
 from draftheads.decode.acceptance_check import AcceptanceCheck
 from draftheads.decode.cost_profile import CostProfile
+from draftheads.decode.step_timer import STEP_TOKENS
 from draftheads.draft import Context, Draft, Drafter, Watcher, hidden_layers_of
 from draftheads.drafters.copying import Copying, CopyingSession
 from draftheads.shapes import ROOT_ONLY, BestFirst, Shape
@@ -112,6 +113,9 @@ class SizePolicySession:
 
     def __init__(self, policy: SizePolicy) -> None:
         self.session = policy.drafter.start()
+        self._keeps_history = policy.needs_history
+        self._put_aside: int | None = 0  # tokens of all rows that the drafter has not read; None: it reads them at once
+        self._missed = 0.0  # milliseconds that drafting would have saved since it stopped
         self.profile, self.cost, self.extra_nodes = policy.profile, policy.cost, policy.extra_nodes
         self.check = policy.check
         self._gain = 0.0  # of this step: expected accepted draft tokens of a row by the profile, without copies
@@ -130,6 +134,8 @@ class SizePolicySession:
         ratios = np.array([record.ratio for record in self._records])
         table = self._table(batch, context.text_tokens)
         chosen, gain, rate = self.choose(ratios, context.text_tokens)
+        if self._waits(context, table, chosen, rate, batch + float(ratios.sum()) * gain):
+            chosen, gain, rate = None, 0.0, batch / table.plain
         self._gain = gain
         if chosen is None and not self.extra_nodes:
             self.session.follow(context)
@@ -148,6 +154,34 @@ class SizePolicySession:
             self._expected = (gain,) * batch
             return draft
         return self._cut(draft, ratios, rate, table)
+
+    def _waits(self, context: Context, table: _Table, chosen: Shape | None, rate: float, tokens: float) -> bool:
+        """Whether drafting waits, because the drafter would have to read much that was put aside.
+
+        Several rows that are decoded without drafts for a while may end soon. So drafting begins when it would have
+        saved as much time as reading takes, as in the ski rental problem: the loss is at most twice the least possible.
+
+        Args:
+            context: of the rows.
+            table: of these rows.
+            chosen: the shape that is fastest by the table, None for plain decoding.
+            rate: its tokens per millisecond.
+            tokens: that a step with it is expected to give.
+        """
+        batch = len(context.root_ids)
+        if not self._keeps_history or context.root_ids.device.type != "cpu":
+            return False
+        if self._put_aside is None and chosen is not None:
+            return False
+        self._put_aside = (self._put_aside or 0) + sum(context.counts)
+        if chosen is None:
+            return False
+        self._missed += tokens * (table.plain / batch - 1.0 / rate)
+        reading = self.cost.draft("dynamic", batch, 2, 1) / (batch * STEP_TOKENS)  # milliseconds for each token
+        if batch > 1 and self._missed < self._put_aside * reading:
+            return True
+        self._put_aside, self._missed = None, 0.0
+        return False
 
     def follow(self, context: Context) -> None:
         """As the drafter does."""

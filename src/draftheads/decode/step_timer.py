@@ -19,7 +19,7 @@ from draftheads.tree import Tree
 TEXT_TOKENS = 256  # tokens of each row, about as many as a short answer and its prompt have
 LONG_TEXT_TOKENS = 1024  # the same where the cost of a longer text is measured
 _DEPTH = 5  # of static trees, and of trees of heads without a limit; further levels cost as much as these
-_STEP_TOKENS = 3  # that a step adds to a row; of several rows the one with the most counts
+STEP_TOKENS = 3  # that a step adds to a row; of several rows the one with the most counts
 
 
 def wait_for(device: torch.device) -> None:
@@ -95,7 +95,7 @@ class StepTimer:
 
     def _draft(self, part: str, rows: int, nodes: int) -> float:
         drafter, shape = self._drafter(rows), self._shape(part, nodes)
-        context = self._context(rows, _STEP_TOKENS if self.drafter.needs_history else 1)
+        context = self._context(rows, STEP_TOKENS if self.drafter.needs_history else 1)
         if self.target.device.type == "cpu":  # as in decoding, where the target fills the CPU caches
             self.target.logits(self.target.hidden_states(self._tokens(1, 1)))
         start = self.now
@@ -137,7 +137,10 @@ class StepTimer:
         if rows not in self._drafters:
             self._drafters.clear()
             self._drafters[rows] = self.drafter.start()
-            self._drafters[rows].follow(self._context(rows, self.length if self.drafter.needs_history else 1))
+            # not by following, after which a head may have put the text aside
+            self._drafters[rows].propose(
+                self._context(rows, self.length if self.drafter.needs_history else 1), self._shape("static", 2)
+            )
         return self._drafters[rows]
 
     def _context(self, rows: int, length: int) -> Context:
