@@ -21,6 +21,7 @@ from draftheads.errors import CacheWarning, CheckpointError, SpeedWarning
 from draftheads.heads.base import DraftHead
 from draftheads.machine import OtherPrograms
 from draftheads.models.model import TargetModel
+from draftheads.models.threads import ThreadChoice
 from fake_cuda import GPU, FakeCuda
 from families import tiny_head, tiny_model
 from thorough import some_rows
@@ -469,6 +470,7 @@ def others(monkeypatch: pytest.MonkeyPatch) -> Others:
     found = Others()
     monkeypatch.setattr(OtherPrograms, "busy_cores", lambda *_, **__: found.cores)
     monkeypatch.setattr(module, "slowdown", lambda *_: found.slowdown)
+    monkeypatch.setattr(module, "thread_choice", lambda: ThreadChoice(OtherPrograms(), is_fixed=True))
     return found
 
 

@@ -131,6 +131,34 @@ def test_the_check_is_told_what_the_head_gains_without_copies_in_rows_that_count
     assert check.num_steps == 2, "nothing was drafted"
 
 
+class ReadingAll(Scripted):
+    """One that reads the whole text."""
+
+    needs_history = True
+
+
+@pytest.mark.parametrize(
+    ("rows", "prompt", "reads_all", "waits"),
+    [(4, 1, True, 0), (4, 2, True, 1), (4, 5, True, 7), (4, 5, False, 0), (1, 5, True, 0)],
+)
+def test_drafting_of_several_rows_begins_when_it_would_have_saved_what_reading_takes(
+    rows: int, prompt: int, reads_all: bool, waits: int
+) -> None:
+    """Four rows save 20 ms in a step and need 40 / 12 ms to read a token; each step puts four more aside."""
+    draft_time = 20.0 * GAINS[-1] - 20.0
+    cost = by_hand(
+        [("verify", 1, 1, 20.0), ("verify", 4, 1, 20.0), *(("dynamic", n, 2, n / 4 * draft_time) for n in (1, 4))]
+    )
+    drafter = ReadingAll() if reads_all else Scripted()
+    session = policy(GROWING, cost, drafter)
+    for step in range(20):
+        tokens = torch.zeros(rows, prompt if step == 0 else 1, dtype=torch.long)
+        counts = torch.full((rows,), tokens.shape[1])
+        session.propose(Context(torch.zeros(*tokens.shape, 1), tokens, counts, tokens[:, 0]), ROOT_ONLY)
+        session.note(session._expected)  # type: ignore[arg-type]
+    assert [shape is None for shape in drafter.asked] == [True] * waits + [False] * (20 - waits)
+
+
 def best_size(cost: CostProfile, batch: int = 1, ratio: float = 1.0) -> int:
     """By trying them all."""
     rates = [

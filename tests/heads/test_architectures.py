@@ -314,6 +314,22 @@ def test_steps_without_drafts_are_read_when_a_draft_is_wanted(method: str, model
     assert session.unread == []
 
 
+def test_a_row_that_has_put_much_aside_is_read_alone(model: TargetModel) -> None:
+    """Read together, each row would be as long as the longest."""
+    head = tiny_head("eagle", model)
+    hidden, tokens = random_text(3, 60, size=input_size(head))
+    read = []
+    head.read = lambda context, rows, *args, read_it=head.read: (  # type: ignore[method-assign]
+        read.append((rows, tuple(context.token_ids.shape))),
+        read_it(context, rows, *args),
+    )[1]
+    session = head.start()
+    session.follow(whole(hidden, tokens, [3, 50, 16]))
+    assert not read
+    session.propose(Context(hidden[:, :2], tokens[:, :2], torch.tensor([2, 1, 2]), tokens[:, 9]), head.default_shape)
+    assert read == [(slice(1, 2), (1, 50)), (slice(0, 3), (3, 18))]
+
+
 def test_few_tokens_are_put_aside(model: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prompt is read at once: its hidden states take more memory than what the head keeps of it."""
     monkeypatch.setattr("draftheads.heads.stateful._MOST_UNREAD", 12)

@@ -83,6 +83,9 @@ class History:
 
     def keep(self, rows: Tensor) -> None:
         """Rows left or moved: row ``rows[i]`` is row i from now on. Slots that no row needs any more are freed."""
+        for layer, kept in enumerate(self.layers):
+            if kept is not None:
+                self._with_room(layer, kept, 0)  # also for rows that have joined, of which nothing is written yet
         self.lengths = [self.lengths[row] for row in rows.tolist()]
         if len(rows) == 0:
             self.layers = [None] * len(self.layers)

@@ -17,7 +17,8 @@ from draftheads.heads.attention import LayerConfig, TransformerLayer, attend_wit
 from draftheads.heads.base import DraftHead, HeadSession, Root
 from draftheads.heads.history import History, KeysValues
 
-_MOST_UNREAD = 256  # tokens of a row that are put aside: they take memory, and reading more would delay other rows
+_MOST_UNREAD = 1024  # tokens of a row that are put aside: they take memory, and reading them delays other rows
+_FEW_UNREAD = 16  # tokens of a row that are read with those of other rows: more would make these as long
 
 
 class StatefulHead(DraftHead):
@@ -60,8 +61,8 @@ class StatefulHead(DraftHead):
 class StatefulSession(HeadSession):
     """The history of one batch.
 
-    On a CPU the tokens of steps without a draft are put aside. They are read before the next draft, or together when a
-    row has many of them, which costs less than to read them step by step.
+    On a CPU the tokens of steps without a draft are put aside. They are read before the next draft, so a head that is
+    not used costs nothing; or when a row has very many of them.
     """
 
     head: StatefulHead
@@ -84,6 +85,9 @@ class StatefulSession(HeadSession):
             ValueError: the context has fewer rows than the session: some left and ``keep`` was not called.
         """
         batch = self.num_rows + context.num_new_rows(self.num_rows)
+        for row, unread in enumerate(self.unread):
+            if len(unread) > _FEW_UNREAD:
+                self._read_row(row, context.token_ids[row, :1])
         context = self.head.in_own_type(self._with_unread(context))
         known = self.history.num_rows
         self.history.join(batch, context.root_ids.device)
@@ -104,16 +108,26 @@ class StatefulSession(HeadSession):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def follow(self, context: Context) -> None:
-        """Puts the new tokens aside, or reads them where that is no use or they have become many."""
-        joins_others = context.num_new_rows(self.num_rows) > 0 and self.history.num_rows > 0
-        many = max(map(len, self.unread), default=0) + context.hidden.shape[1] > _MOST_UNREAD
-        if context.root_ids.device.type != "cpu" or joins_others or many:
+        """Puts the new tokens aside, and reads those of a row that has many; on other devices it reads them at once."""
+        if context.root_ids.device.type != "cpu":
             self.advance(context)
             return
         self.unread += [[] for _ in range(len(context.root_ids) - len(self.unread))]
         for row, count in enumerate(context.counts):
             hidden, tokens = context.hidden[row, :count].clone(), context.token_ids[row, :count].clone()
             self.unread[row] += zip(hidden, tokens, strict=True)
+            if len(self.unread[row]) > _MOST_UNREAD:
+                self._read_row(row, context.root_ids[row : row + 1])
+
+    def _read_row(self, row: int, root_id: Tensor) -> None:
+        """Reads what was put aside of one row; ``root_id`` (1,) is the token after it."""
+        hidden, tokens = (torch.stack(parts)[None] for parts in zip(*self.unread[row], strict=True))
+        self.unread[row] = []
+        self.history.join(len(self.unread), root_id.device)
+        count, rows = tokens.shape[1], slice(row, row + 1)
+        part = self.head.in_own_type(Context(hidden, tokens, torch.tensor([count]), root_id))
+        self.head.read(part, rows, self.history)
+        self.history.accept(rows, part.num_accepted, [count])
 
     @property
     def num_rows(self) -> int:
@@ -144,6 +158,7 @@ class StatefulSession(HeadSession):
     def keep(self, rows: Tensor) -> None:
         """What is kept of the rows moves with them."""
         if self.history.num_rows:
+            self.history.join(self.num_rows, self.history.counts.device)
             self.history.keep(rows)
         if self.unread:
             self.unread = [self.unread[row] for row in rows.tolist()]
