@@ -334,13 +334,13 @@ def test_a_tree_on_an_accelerator_is_the_one_that_the_profiles_choose() -> None:
     assert isinstance(shape, BestFirst)
     here = context(1)
     there = replace(here, root_ids=here.root_ids.to("meta"))
-    assert one._with_spare(shape, one._table(1, 0), there, rate) == shape
+    assert one._with_spare(shape, one.policy.table(1, 0), there, rate) == shape
 
 
 def test_levels_cost_what_they_cost_the_rows_together() -> None:
     one = policy(by_depth("dynamic"), head_that_pays(0.2, rows=4))
     one.choose(np.ones(4))
-    assert [one._level_cost(rows, 8) for rows in (1, 4)] == pytest.approx([0.2, 0.8])
+    assert [one.policy.level_cost(rows, 8) for rows in (1, 4)] == pytest.approx([0.2, 0.8])
 
 
 def test_levels_must_reach_more_where_a_request_accepts_less_than_expected() -> None:
@@ -637,3 +637,9 @@ def test_a_drafter_that_watches_gets_the_logits_and_what_it_asked_for() -> None:
     one.learn([[3, 4]])
     assert drafter.seen == (draft, logits, [[3, 4]])
     assert policy(STATIC, machine(0.5), Scripted()).watch(draft, logits) is None  # others need not watch
+
+
+def test_the_batches_of_an_engine_share_tables() -> None:
+    policy_of_all = SizePolicy(Scripted(), GROWING, machine(0.2))
+    one, other = (policy_of_all.start().policy.table(2, 100) for _ in range(2))
+    assert one is other

@@ -92,6 +92,10 @@ class SizePolicy:
         self.cost = cost
         self.check = check
         self.extra_nodes = drafter.num_tokens if isinstance(drafter, Copying) else 0  # beyond a shape's own
+        self._tables: dict[tuple[int, int], _Table] = {}  # by rows and tokens of the longest text
+        self._drafting: dict[int, dict[Way, Floats]] = {}  # by rows
+        self._levels: dict[tuple[int, int], float] = {}  # by rows and nodes
+        self._shapes: dict[tuple[Way, int], Shape] = {}
 
     @property
     def needs_history(self) -> bool:
@@ -107,12 +111,57 @@ class SizePolicy:
         """A session in which nothing is known of the requests."""
         return SizePolicySession(self)
 
+    def table(self, batch: int, text_tokens: int) -> _Table:
+        """Of so many rows, the longest of which has so many tokens."""
+        text = -(-text_tokens // _TEXT_BLOCK) * _TEXT_BLOCK
+        if (batch, text) not in self._tables:
+            cost = self.cost
+            most = max(len(self.profile.tokens(kind)) for kind in KINDS) + self.extra_nodes
+            verifying = np.array([cost.verify(batch, nodes, text) for nodes in range(1, most + 1)])
+            plain = float(verifying[0]) + cost.follow(batch)
+            self._tables[batch, text] = _Table(plain, self.gains, self._drafting_of(batch), verifying)
+        return self._tables[batch, text]
+
+    @cached_property
+    def gains(self) -> dict[Way, Floats]:
+        """Expected draft tokens that are accepted, per row; entry n-1 is of trees of n nodes."""
+        ways = [(kind, depth) for kind in KINDS for depth in self.profile.depths(kind)]
+        gains = {way: np.array(self.profile.tokens(*way)) - 1.0 for way in ways}
+        return {way: some for way, some in gains.items() if len(some) > 1}
+
+    def _drafting_of(self, batch: int) -> dict[Way, Floats]:
+        if batch not in self._drafting:
+            self._drafting[batch] = {
+                (kind, depth): np.array(
+                    [
+                        self.cost.draft(kind, batch, nodes, levels)
+                        for nodes, levels in enumerate(self.profile.levels(kind, depth), 1)
+                    ]
+                )
+                for kind, depth in self.gains
+            }
+        return self._drafting[batch]
+
+    def level_cost(self, batch: int, num_nodes: int) -> float:
+        """Milliseconds of drafting another level of a growing tree; 0 where they are not known."""
+        if (batch, num_nodes) not in self._levels:
+            first, second = (self.cost.draft("dynamic", batch, num_nodes, depth) for depth in (1, 2))
+            self._levels[batch, num_nodes] = second - first
+        return self._levels[batch, num_nodes]
+
+    def shape(self, way: Way, num_nodes: int) -> Shape:
+        """The best of so many nodes."""
+        if (way, num_nodes) not in self._shapes:
+            kind, depth = way
+            self._shapes[way, num_nodes] = self.profile.shape(kind, num_nodes, depth)
+        return self._shapes[way, num_nodes]
+
 
 class SizePolicySession:
     """The records of one batch, and the drafter's session."""
 
     def __init__(self, policy: SizePolicy) -> None:
-        self.session = policy.drafter.start()
+        self.policy, self.session = policy, policy.drafter.start()
         self._keeps_history = policy.needs_history
         self._put_aside: int | None = 0  # tokens of all rows that the drafter has not read; None: it reads them at once
         self._missed = 0.0  # milliseconds that drafting would have saved since it stopped
@@ -122,17 +171,13 @@ class SizePolicySession:
         self._records: list[_Record] = []
         self._expected: Sequence[float] = ()  # of this step: expected accepted draft tokens per row
         self._reads_expected = False  # of this step: whether they come from the device, with the step's tokens
-        self._tables: dict[tuple[int, int], _Table] = {}  # by rows and tokens of the longest text
-        self._drafting: dict[int, dict[Way, Floats]] = {}  # by rows
-        self._levels: dict[tuple[int, int], float] = {}  # by rows and nodes
-        self._shapes: dict[tuple[Way, int], Shape] = {}
 
     def propose(self, context: Context, shape: Shape) -> Draft:
         """The drafter's draft, of the size that is fastest, or the root alone; whatever the given shape."""
         batch = len(context.root_ids)
         self._records += [_Record() for _ in range(batch - len(self._records))]
         ratios = np.array([record.ratio for record in self._records])
-        table = self._table(batch, context.text_tokens)
+        table = self.policy.table(batch, context.text_tokens)
         chosen, gain, rate = self.choose(ratios, context.text_tokens)
         if self._waits(context, table, chosen, rate, batch + float(ratios.sum()) * gain):
             chosen, gain, rate = None, 0.0, batch / table.plain
@@ -232,7 +277,7 @@ class SizePolicySession:
         The shape is None if plain decoding is as fast. ``text_tokens`` is the length of the longest row.
         """
         batch = len(ratios)
-        table = self._table(batch, text_tokens)
+        table = self.policy.table(batch, text_tokens)
         found: tuple[Shape | None, float, float] = (None, 0.0, batch / table.plain)
         fastest = (_SMALLEST_GAIN_OF_SEVERAL if batch > 1 else _SMALLEST_GAIN) * found[2]
         for way, gains in table.gains.items():
@@ -243,7 +288,7 @@ class SizePolicySession:
             rate = float(rates[best]) * (1.0 + (_CUT_GAIN / batch if way[0] == "dynamic" else 0.0))
             if rate > fastest:
                 fastest = rate
-                found = (self._shape(way, best + 1), float(gains[best]), float(rates[best]))
+                found = (self.policy.shape(way, best + 1), float(gains[best]), float(rates[best]))
         return found
 
     def _cut(self, draft: Draft, ratios: Floats, rate: float, table: _Table) -> Draft:
@@ -255,35 +300,6 @@ class SizePolicySession:
         nodes = int(worth.argmax()) + 1
         self._expected = likely[:, :nodes].sum(1).tolist()
         return draft.first(nodes)
-
-    def _table(self, batch: int, text_tokens: int) -> _Table:
-        text = -(-text_tokens // _TEXT_BLOCK) * _TEXT_BLOCK
-        if (batch, text) not in self._tables:
-            cost = self.cost
-            most = max(len(self.profile.tokens(kind)) for kind in KINDS) + self.extra_nodes
-            verifying = np.array([cost.verify(batch, nodes, text) for nodes in range(1, most + 1)])
-            plain = float(verifying[0]) + cost.follow(batch)
-            self._tables[batch, text] = _Table(plain, self._gains, self._drafting_of(batch), verifying)
-        return self._tables[batch, text]
-
-    @cached_property
-    def _gains(self) -> dict[Way, Floats]:
-        ways = [(kind, depth) for kind in KINDS for depth in self.profile.depths(kind)]
-        gains = {way: np.array(self.profile.tokens(*way)) - 1.0 for way in ways}
-        return {way: some for way, some in gains.items() if len(some) > 1}
-
-    def _drafting_of(self, batch: int) -> dict[Way, Floats]:
-        if batch not in self._drafting:
-            self._drafting[batch] = {
-                (kind, depth): np.array(
-                    [
-                        self.cost.draft(kind, batch, nodes, levels)
-                        for nodes, levels in enumerate(self.profile.levels(kind, depth), 1)
-                    ]
-                )
-                for kind, depth in self._gains
-            }
-        return self._drafting[batch]
 
     def _with_spare(self, shape: Shape, table: _Table, context: Context, rate: float) -> Shape:
         """A growing tree of twice the nodes, for :meth:`_cut` to choose among, where drafting them costs little.
@@ -307,18 +323,5 @@ class SizePolicySession:
         limit = costs[shape.num_nodes - 1] + _SPARE_COST * table.plain
         while most > shape.num_nodes and costs[most - 1] > limit:
             most -= 1
-        reach = rate * self._level_cost(len(context.root_ids), most) / SHARE_OF_REACH
+        reach = rate * self.policy.level_cost(len(context.root_ids), most) / SHARE_OF_REACH
         return replace(self.profile.growing(most), min_reach=round(reach, 2))
-
-    def _level_cost(self, batch: int, num_nodes: int) -> float:
-        """Milliseconds of drafting another level of a growing tree; 0 where they are not known."""
-        if (batch, num_nodes) not in self._levels:
-            first, second = (self.cost.draft("dynamic", batch, num_nodes, depth) for depth in (1, 2))
-            self._levels[batch, num_nodes] = second - first
-        return self._levels[batch, num_nodes]
-
-    def _shape(self, way: Way, num_nodes: int) -> Shape:
-        if (way, num_nodes) not in self._shapes:
-            kind, depth = way
-            self._shapes[way, num_nodes] = self.profile.shape(kind, num_nodes, depth)
-        return self._shapes[way, num_nodes]
