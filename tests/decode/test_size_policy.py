@@ -640,6 +640,13 @@ def test_a_drafter_that_watches_gets_the_logits_and_what_it_asked_for() -> None:
 
 
 def test_the_batches_of_an_engine_share_tables() -> None:
-    policy_of_all = SizePolicy(Scripted(), GROWING, machine(0.2))
-    one, other = (policy_of_all.start().policy.table(2, 100) for _ in range(2))
-    assert one is other
+    model = tiny_model("llama")
+    engine = Engine(model, tiny_head("hydra", model), profile=STATIC, cost=machine(0.2))
+    one, other = (engine.batch().session for _ in range(2))
+    assert isinstance(one, SizePolicySession)
+    assert isinstance(other, SizePolicySession)
+    assert one.policy.table(2, 100) is other.policy.table(2, 100)
+    engine.drafter = tiny_head("medusa", model)
+    changed = engine.batch().session
+    assert isinstance(changed, SizePolicySession)
+    assert changed.policy.drafter is engine.drafter

@@ -112,6 +112,7 @@ class Engine:
         self.profile = profile
         self.cost = cost
         self.check = check
+        self._policy: SizePolicy | None = None  # of the first batch: its tables serve the next ones
         self._lock = Lock()  # threads take turns, step by step: two at once would only share the cores
 
     def generate(
@@ -255,10 +256,11 @@ class Engine:
             confidence = () if self.profile is None else self.profile.confidence
             shape = calibrated(BestFirst(draft_nodes), confidence or getattr(self.shape, "confidence", ()))
             return Batch(self.model, self.drafter, shape=shape, lap=lap)
-        drafter = self.drafter
-        if self.profile is not None and self.cost is not None:
-            drafter = SizePolicy(drafter, self.profile, self.cost, self.check)
-        return Batch(self.model, drafter, shape=self.shape, lap=lap)
+        if self.profile is None or self.cost is None:
+            return Batch(self.model, self.drafter, shape=self.shape, lap=lap)
+        if self._policy is None or self._policy.drafter is not self.drafter:
+            self._policy = SizePolicy(self.drafter, self.profile, self.cost, self.check)
+        return Batch(self.model, self._policy, shape=self.shape, lap=lap)
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
