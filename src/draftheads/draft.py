@@ -158,6 +158,7 @@ class Context:
     text_tokens: int = 0  # tokens in the target's cache of the row that has most
     rules: TokenRules | None = None  # where a row has a grammar or logit biases
     known_ids: Sequence[Sequence[int]] | None = None  # :attr:`ids`, where the host has them already
+    room: Sequence[int] | None = None  # tokens that each row may still take, where no request waits for its place
 
     @cached_property
     def ids(self) -> Sequence[Sequence[int]]:

@@ -15,6 +15,7 @@ from draftheads.decode.cost_profile import CostPoint, CostProfile, by_hand
 from draftheads.decode.engine import Engine
 from draftheads.decode.size_policy import SHARE_OF_REACH, SizePolicy, SizePolicySession
 from draftheads.draft import Context, Draft
+from draftheads.drafters.copying import Copying as TextCopying
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
 from draftheads.models.model import TargetModel
@@ -495,6 +496,61 @@ def test_copies_come_on_top_of_a_tree_and_are_cut_with_it() -> None:
     best = best_size(cost)
     assert policy(GROWING, cost, Copying([0.99, 0.98])).propose(context(1), ROOT_ONLY).num_nodes == best + 2
     assert policy(GROWING, cost, Copying([0.0, 0.0])).propose(context(1), ROOT_ONLY).num_nodes <= best
+
+
+def test_what_copies_gain_says_nothing_of_the_drafter() -> None:
+    one = policy(GROWING, machine(0.5))
+    for _ in range(5):
+        one.propose(context(1), ROOT_ONLY)
+        one._expected, one._expected_copies = (1.0,), (2.0,)
+        one.note([4], [3])
+    assert one._records[0].ratio == 1.0
+    assert one._copies[0].ratio > 1.2
+
+
+def test_copied_nodes_are_cut_by_what_a_row_accepts_of_copies() -> None:
+    likely = Scripted(lambda _: [0.5] * 40)
+    kept = []
+    for never_copied in (False, True):
+        one = policy(GROWING, machine(0.5), likely)
+        one.propose(context(1), ROOT_ONLY)
+        if never_copied:
+            one._copies[0].note(0.0, 60.0)
+        draft = replace(grown(1, 12, likely.likely), copied=torch.arange(12)[None] > 5)
+        kept.append(
+            one._cut(draft, np.ones(1), np.array([one._copies[0].ratio]), 0.25, one.policy.table(1, 0)).num_nodes
+        )
+        assert len(one._expected_copies) == 1
+    assert kept == [12, 6]
+
+
+def test_of_the_last_rows_a_copy_counts_where_the_row_ends_last() -> None:
+    """Six tokens for 30 ms where four rows make four in 20: a gain, but the other rows end later."""
+    model = tiny_model("llama")
+    drafter = TextCopying(tiny_head("medusa", model), odds=((0.99, 0.98, 0.97, 0.96, 0.95),) * 2)
+    cost = by_hand([("verify", rows, nodes, 20.0 + 0.7 * (nodes - 1)) for rows in (1, 4) for nodes in (1, 20)])
+    text = torch.tensor([[*range(4, 10), *range(4, 8)]])
+    ids = torch.cat([text, torch.arange(50, 80).view(3, 10)])
+    here = Context(torch.zeros(4, 10, model.hidden_size), ids, torch.full((4,), 10), torch.tensor([8, 90, 91, 92]))
+    nodes = []
+    for room in (None, [40, 40, 40, 40], [80, 40, 40, 40], [40, 80, 80, 80]):
+        session = SizePolicy(drafter, tiny_profile(Tree.chain(0), dynamic_tokens=[1.0]), cost).start()
+        nodes.append(session.propose(replace(here, room=room), ROOT_ONLY).num_nodes > 1)
+    assert nodes == [True, False, True, False]
+
+
+def test_the_engine_says_when_no_request_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rooms = tiny_model("llama"), []
+    proposed = SizePolicySession.propose
+
+    def propose(self: SizePolicySession, here: Context, shape: Shape) -> Draft:
+        rooms.append(None if here.room is None else list(here.room))
+        return proposed(self, here, shape)
+
+    monkeypatch.setattr(SizePolicySession, "propose", propose)
+    engine = Engine(model, tiny_head("hydra", model), profile=STATIC, cost=machine(100.0), max_batch_size=2)
+    engine.generate([[5, 6], [7, 8, 9], [4, 4]], max_new_tokens=3, ignore_eos=True)
+    assert rooms == [None, None, [2], [1]], "the third request joins when the others have ended"
 
 
 # --- in the engine ---

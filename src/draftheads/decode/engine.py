@@ -207,6 +207,7 @@ class Engine:
                 with self._lock:
                     events = batch.join(joining)
                 yield from events
+            batch.is_last = not line
             if batch.requests:
                 with self._lock:
                     events = batch.step()

@@ -147,6 +147,11 @@ class Request:
         return self._max_new_tokens
 
     @property
+    def room(self) -> int:
+        """Tokens that may still follow."""
+        return self._max_new_tokens - len(self.token_ids)
+
+    @property
     def most_tokens(self) -> int:
         """Tokens of the prompt and of the longest possible answer."""
         return len(self.prompt_ids) + self._max_new_tokens
@@ -255,7 +260,7 @@ class Request:
             self.accepted_by_depth[place] += place < num_accepted
 
     def _until_stop_id(self, token_ids: Sequence[int]) -> list[int]:
-        room = self._max_new_tokens - len(self.token_ids)
+        room = self.room
         end = next((i + 1 for i, token in enumerate(token_ids) if token in self._stop_ids), len(token_ids))
         return list(token_ids[: min(end, room)])
 

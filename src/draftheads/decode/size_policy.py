@@ -41,6 +41,7 @@ _SPARE_COST = 0.03  # … as long as drafting them costs less than this share of
 # tokens that a further level gains, less what verifying them costs, per unit of the probability of the nodes that it
 # extends; measured, see "Growing trees stop early" in LOG.md
 SHARE_OF_REACH = 0.3
+_BEHIND = 4  # tokens by which one row must be behind all others to be the one that ends last
 _CUT_GAIN = 0.05  # relative speed that cutting each growing tree adds; divided by the number of rows
 
 
@@ -169,15 +170,22 @@ class SizePolicySession:
         self.check = policy.check
         self._gain = 0.0  # of this step: expected accepted draft tokens of a row by the profile, without copies
         self._records: list[_Record] = []
-        self._expected: Sequence[float] = ()  # of this step: expected accepted draft tokens per row
+        self._copies: list[_Record] = []  # of tokens that only copies brought
+        self._expected: Sequence[float] = ()  # of this step: expected accepted draft tokens per row, without copies
+        self._expected_copies: Sequence[float] = ()  # the same of copies
         self._reads_expected = False  # of this step: whether they come from the device, with the step's tokens
 
     def propose(self, context: Context, shape: Shape) -> Draft:
         """The drafter's draft, of the size that is fastest, or the root alone; whatever the given shape."""
         batch = len(context.root_ids)
-        self._records += [_Record() for _ in range(batch - len(self._records))]
-        ratios = np.array([record.ratio for record in self._records])
+        for records in (self._records, self._copies):
+            records += [_Record() for _ in range(batch - len(records))]
+        self._expected_copies = (0.0,) * batch
         table = self.policy.table(batch, context.text_tokens)
+        ratios = np.array([record.ratio for record in self._records])
+        copies = np.array([record.ratio for record in self._copies])
+        if context.room is not None and batch > 1:
+            copies *= weights(context.room, self.policy.table(1, context.text_tokens).plain, table.plain)
         chosen, gain, rate = self.choose(ratios, context.text_tokens)
         if self._waits(context, table, chosen, rate, batch + float(ratios.sum()) * gain):
             chosen, gain, rate = None, 0.0, batch / table.plain
@@ -191,14 +199,15 @@ class SizePolicySession:
             margin = _SMALLEST_GAIN_OF_SEVERAL if batch > 1 else 1.0
             further = table.verifying[1:] - table.verifying[0]
             needed = margin * rate * (table.plain + further) - rate * table.plain
-            min_gains = (needed / ratios.max()).tolist()
-            draft = self.session.propose(context, chosen, extra_nodes=self.extra_nodes, min_gains=min_gains)
+            draft = self.session.propose(
+                context, chosen, extra_nodes=self.extra_nodes, min_gains=needed.tolist(), weights=copies.tolist()
+            )
         else:
             draft = self.session.propose(context, chosen)
         if draft.path_log_probs is None or draft.token_ids.device.type != "cpu":
             self._expected = (gain,) * batch
             return draft
-        return self._cut(draft, ratios, rate, table)
+        return self._cut(draft, ratios, copies, rate, table)
 
     def _waits(self, context: Context, table: _Table, chosen: Shape | None, rate: float, tokens: float) -> bool:
         """Whether drafting waits, because the drafter would have to read much that was put aside.
@@ -235,6 +244,7 @@ class SizePolicySession:
     def keep(self, rows: Tensor) -> None:
         """Rows left or moved."""
         self._records = [self._records[row] for row in rows.tolist()]
+        self._copies = [self._copies[row] for row in rows.tolist()]
         self.session.keep(rows)
 
     def watch(self, draft: Draft, logits: Tensor) -> Tensor | None:
@@ -243,16 +253,19 @@ class SizePolicySession:
         self._reads_expected = draft.path_log_probs is not None and draft.token_ids.device.type != "cpu"
         if draft.path_log_probs is None or not self._reads_expected:
             return asked
-        expected = draft.path_log_probs.float().exp().sum(1, keepdim=True) - 1.0  # (B, 1); the root is no draft token
+        likely = draft.path_log_probs.float().exp()
+        likely[:, 0] = 0.0  # the root is no draft token
+        copied = torch.zeros_like(likely) if draft.copied is None else likely * draft.copied
+        expected = torch.stack([(likely - copied).sum(1), copied.sum(1)], 1)
         bits = expected.view(torch.int32).long()
         return bits if asked is None else torch.cat([bits, asked], 1)
 
     def learn(self, watched: Sequence[Sequence[int]]) -> None:
         """Receives both."""
         if self._reads_expected:
-            bits = np.array([row[0] for row in watched], dtype=np.int32)
-            self._expected = bits.view(np.float32).tolist()
-            watched = [row[1:] for row in watched]
+            bits = np.array([row[:2] for row in watched], dtype=np.int32)
+            self._expected, self._expected_copies = bits.view(np.float32).T.tolist()
+            watched = [row[2:] for row in watched]
         if isinstance(self.session, Watcher):
             self.session.learn(watched)
 
@@ -264,12 +277,17 @@ class SizePolicySession:
             num_copied: how many of them only a copy brought.
             are_free: whether the row takes the most likely token whatever it is, as the profile expects.
         """
-        for record, accepted, expected in zip(self._records, num_accepted, self._expected, strict=True):
-            record.note(accepted, expected)
+        num_copied = num_copied or (0,) * len(num_accepted)
+        own = list(map(sub, num_accepted, num_copied))
+        for records, accepted, expected in (
+            (self._records, own, self._expected),
+            (self._copies, num_copied, self._expected_copies),
+        ):
+            for record, number, most in zip(records, accepted, expected, strict=True):
+                record.note(number, most)
         if self._gain and self.check is not None:
             num_rows = sum(are_free)
-            own = sum(compress(map(sub, num_accepted, num_copied), are_free))
-            self.check.note(num_rows, own, num_rows * self._gain)
+            self.check.note(num_rows, sum(compress(own, are_free)), num_rows * self._gain)
 
     def choose(self, ratios: Floats, text_tokens: int = 0) -> tuple[Shape | None, float, float]:
         """The shape for rows with these ratios, its expected accepted tokens per row, and tokens per millisecond.
@@ -291,14 +309,20 @@ class SizePolicySession:
                 found = (self.policy.shape(way, best + 1), float(gains[best]), float(rates[best]))
         return found
 
-    def _cut(self, draft: Draft, ratios: Floats, rate: float, table: _Table) -> Draft:
-        """The first nodes of a draft, as many as gain more tokens than their time is worth at that rate."""
+    def _cut(self, draft: Draft, ratios: Floats, copies: Floats, rate: float, table: _Table) -> Draft:
+        """The first nodes of a draft, as many as gain more tokens than their time is worth at that rate.
+
+        A row accepts ``ratios`` times as many of the draft's own tokens as their probabilities say, and ``copies``
+        times as many copied ones.
+        """
         assert draft.path_log_probs is not None
         likely = draft.path_log_probs.exp().double().cpu().numpy()  # (B, N)
         likely[:, 0] = 0.0  # the root is no draft token
-        worth = (ratios @ likely).cumsum() - rate * table.verifying[: draft.num_nodes]
+        copied = np.zeros_like(likely) if draft.copied is None else likely * draft.copied.cpu().numpy()
+        worth = (ratios @ (likely - copied) + copies @ copied).cumsum() - rate * table.verifying[: draft.num_nodes]
         nodes = int(worth.argmax()) + 1
-        self._expected = likely[:, :nodes].sum(1).tolist()
+        self._expected = (likely - copied)[:, :nodes].sum(1).tolist()
+        self._expected_copies = copied[:, :nodes].sum(1).tolist()
         return draft.first(nodes)
 
     def _with_spare(self, shape: Shape, table: _Table, context: Context, rate: float) -> Shape:
@@ -325,3 +349,28 @@ class SizePolicySession:
             most -= 1
         reach = rate * self.policy.level_cost(len(context.root_ids), most) / SHARE_OF_REACH
         return replace(self.profile.growing(most), min_reach=round(reach, 2))
+
+
+def weights(room: Sequence[int], one: float, all_rows: float) -> Floats:
+    """How much a token counts that only one row gains, where no request waits for a place.
+
+    A plain step takes a little longer for each row, but most of its time is there for any number of them. So a row that
+    ends sooner saves little, unless it is the last one. What all rows gain counts 1 for each.
+
+    Args:
+        room: tokens that each row may still take.
+        one: milliseconds of a plain step of one row.
+        all_rows: the same of all rows together.
+
+    >>> weights([40, 40], 20.0, 22.0).round(2)
+    array([0.18, 0.18])
+    >>> weights([40, 80], 20.0, 22.0).round(2)
+    array([0.18, 1.82])
+    """
+    batch = len(room)
+    share = batch * max(0.0, (all_rows - one) / (batch - 1)) / all_rows
+    found = np.full(batch, share)
+    *_, second, first = sorted(room)
+    if first - second >= _BEHIND:
+        found[room.index(first)] += batch * (1.0 - share)
+    return found

@@ -115,7 +115,13 @@ class CopyingSession:
         self._static: dict[Tree, Tensor] = {}  # (1, N) log-probabilities of static trees' nodes
 
     def propose(
-        self, context: Context, shape: Shape, *, extra_nodes: int = 0, min_gains: Sequence[float] = ()
+        self,
+        context: Context,
+        shape: Shape,
+        *,
+        extra_nodes: int = 0,
+        min_gains: Sequence[float] = (),
+        weights: Sequence[float] = (),
     ) -> Draft:
         """The drafter's draft, with the copies of the rows that have a match.
 
@@ -126,6 +132,7 @@ class CopyingSession:
             min_gains: where nothing but copies is drafted: tokens are copied only if for some n the expected number of
                 accepted ones among the first n of all rows is above ``min_gains[n-1]``. Empty: always. On devices other
                 than a CPU the best n is how many nodes are added to any shape.
+            weights: how much an accepted token of each row counts there; empty: 1.
         """
         self._texts.read(context)
         draft = self._drafted(context, shape)
@@ -141,7 +148,8 @@ class CopyingSession:
             return draft
         is_cpu = context.root_ids.device.type == "cpu"
         if min_gains and (shape == ROOT_ONLY or not is_cpu):
-            found = [[node.probability for node in tree] for tree in copies]
+            counts = weights or [1.0] * len(copies)
+            found = [[weight * node.probability for node in tree] for tree, weight in zip(copies, counts, strict=True)]
             gains = accumulate(map(sum, zip_longest(*found, fillvalue=0.0)))
             worth = [0.0, *map(sub, gains, min_gains)]  # of 0, 1, … copied tokens
             best = worth.index(max(worth))
