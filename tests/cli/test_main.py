@@ -159,6 +159,7 @@ def test_an_unknown_option(capsys: pytest.CaptureFixture[str]):
         ("train --metod hydra", "no option --metod; did you mean --method?"),  # beside a required one that is missing
         ("train --method hydra --out x --dta=y", "no option --dta=y; did you mean --data?"),
         ("generate abc --no-fst", "no option --no-fst; did you mean --fast?"),
+        ("bench --model ./x", "no option --model: give [MODEL] without a name before it"),
         ("generate abc --max_new_token 3", "no option --max_new_token; did you mean --max-new-tokens?"),
     ],
 )
@@ -181,6 +182,7 @@ ERRORS = {
     "generate abc --model 'no such model'": "no such model is not a folder here",
     "generate abc --model ./modle": "./modle (did you mean ./model?) is not a folder here",
     "generate abc --model medusa": "medusa",
+    "generate abc --model ./modle --head hydra": "./modle (did you mean ./model?) is not a folder here",
     f"generate abc {ON_MODEL} --head medusaa": "no head 'medusaa' (did you mean medusa?)",
     f"generate '' {ON_MODEL}": "the prompt is empty",
     f"generate {ON_MODEL}": "the prompt is empty",  # nothing on standard input

@@ -131,10 +131,13 @@ def _print_meant(given: Sequence[str], kind: type, default: Any) -> None:
     """Names the option that was probably meant; tyro does so only if no required option is missing."""
     from draftheads.cli.help import options_of  # noqa: PLC0415 - slow to import
 
-    known = [f"--{option.name.replace('_', '-')}" for option in options_of(kind, default) if not option.is_positional]
+    options = {f"--{option.name.replace('_', '-')}": option for option in options_of(kind, default)}
+    known = [name for name, option in options.items() if not option.is_positional]
     for option in given:
         flag = option.partition("=")[0].replace("_", "-").replace("--no-", "--")
-        if flag.startswith("--") and flag not in known and (close := close_name(flag, known)):
+        if flag in options and flag not in known:
+            print(f"error: no option {option}: give {options[flag].flag} without a name before it", file=sys.stderr)
+        elif flag.startswith("--") and flag not in known and (close := close_name(flag, known)):
             print(f"error: no option {option}; did you mean {close}?", file=sys.stderr)
 
 

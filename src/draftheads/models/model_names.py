@@ -163,25 +163,41 @@ def _resolve_embedded_on_hub() -> Path | str:
         ) from error
 
 
+def check_model_can_exist(name: str) -> None:
+    """Whether the name is one of a folder that is here, or could be an id on the Hub; the Hub is not asked.
+
+    Raises:
+        ModelNotFound: it is neither.
+    """
+    from huggingface_hub.errors import HFValidationError  # noqa: PLC0415
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # noqa: PLC0415
+
+    if user_path(name).exists():
+        return
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        raise ModelNotFound(
+            f"{name}{hint_at(name, [SMOLLM2_135M.name])} is not a folder here, and cannot be an id on the Hugging Face "
+            "Hub (owner/name)"
+        ) from None
+
+
 def _resolve_on_hub(model_id: str) -> Path | str:
     """Finds a Hub model with one short request. Offline, the Hub's own client would retry for 23 s per file."""
     from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415
     from huggingface_hub.errors import (  # noqa: PLC0415
         GatedRepoError,
-        HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
     )
 
+    check_model_can_exist(model_id)
     shown = model_id + hint_at(model_id, [SMOLLM2_135M.name])
     try:
         info = HfApi().model_info(model_id, timeout=_HUB_TIMEOUT_SECONDS)
         if any(file.rfilename == ADAPTER_CONFIG for file in info.siblings or ()):
             return Path(snapshot_download(model_id, allow_patterns=list(_ADAPTER_FILES)))
-    except HFValidationError:
-        raise ModelNotFound(
-            f"{shown} is not a folder here, and cannot be an id on the Hugging Face Hub (owner/name)"
-        ) from None
     except GatedRepoError as error:
         raise ModelNotFound(f"{model_id} is gated: accept its terms on the Hub, then log in") from error
     except RepositoryNotFoundError as error:

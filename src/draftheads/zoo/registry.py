@@ -15,7 +15,7 @@ from draftheads.errors import ModelNotFound, first_line
 from draftheads.files import user_path
 from draftheads.head_files import CONFIG_FILE, HEAD_FILES
 from draftheads.models.embedded import SMOLLM2_135M
-from draftheads.models.model_names import base_of, hint_at, model_name
+from draftheads.models.model_names import base_of, check_model_can_exist, hint_at, model_name
 from draftheads.zoo.tuned_copies import differences
 
 DATA_PACKAGE = "draftheads-zoo"
@@ -132,6 +132,7 @@ def find_head(name: str | PathLike[str], base_name: str) -> Path:
         return _download(match["repo"], match["subfolder"], base_name)
     if found := _compared(base_name, name):
         raise ModelNotFound(_does_not_fit(name, base_name, found))
+    check_model_can_exist(base_name)
     base = base_in_zoo(base_name)
     installed = [head.method for head in zoo_heads() if head.base_name == base]
     raise ModelNotFound(
