@@ -150,6 +150,8 @@ def load(
 
     Warns:
         CacheWarning: the cache of measured costs and kernels is damaged or cannot be written.
+        SpeedWarning: the faster modules do not fit this version of transformers; or other programs use the processor.
+        LengthWarning: texts end before the model's own greatest length.
         BaseModelWarning: the layers of the model differ much from those that the head was trained for; or, once and
             after an answer, far fewer draft tokens were accepted than the profile expects.
     """

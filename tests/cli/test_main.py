@@ -182,6 +182,7 @@ ERRORS = {
     "generate abc --model 'no such model'": "no such model is not a folder here",
     "generate abc --model ./modle": "./modle (did you mean ./model?) is not a folder here",
     "generate abc --model medusa": "medusa",
+    "generate abc --model modle --head hydra": "modle (did you mean model?) is not a folder here",
     "generate abc --model ./modle --head hydra": "./modle (did you mean ./model?) is not a folder here",
     f"generate abc {ON_MODEL} --head medusaa": "no head 'medusaa' (did you mean medusa?)",
     f"generate '' {ON_MODEL}": "the prompt is empty",

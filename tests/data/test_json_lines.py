@@ -31,6 +31,13 @@ def test_an_array_is_read_as_lines_are(tmp_path: Path, text: str, lines: list[in
     assert list(read_json_lines(path)) == list(zip(lines, RECORDS, strict=True))
 
 
+@pytest.mark.parametrize("text", ['{"a": 1}\n', '[{"a": 1}]'])
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(text, encoding="utf-8-sig")
+    assert [value for _, value in read_json_lines(path)] == [{"a": 1}]
+
+
 @pytest.mark.parametrize("text", ["[]", " [ \n ]\n", ""])
 def test_there_may_be_nothing_in_it(tmp_path: Path, text: str) -> None:
     (tmp_path / "chats.json").write_text(text)

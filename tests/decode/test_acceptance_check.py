@@ -124,6 +124,16 @@ def test_a_profile_that_is_kept_is_not_warned_of() -> None:
     assert check.expected == pytest.approx(1.5 * check.num_steps)
 
 
+@pytest.mark.parametrize(("accepted", "is_said"), [(45, True), (55, False)])
+def test_half_of_the_expected_draft_tokens_is_little(accepted: int, is_said: bool) -> None:
+    check = AcceptanceCheck("hydra", "hydra", "tiny")
+    check.note(180, accepted, 100.0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        check.warn()
+    assert bool(said) == is_said
+
+
 def test_nothing_is_compared_with_a_profile_that_was_not_measured_on_greedy_answers(
     place: Path, tmp_path: Path
 ) -> None:

@@ -160,6 +160,14 @@ def test_drafting_of_several_rows_begins_when_it_would_have_saved_what_reading_t
     assert [shape is None for shape in drafter.asked] == [True] * waits + [False] * (20 - waits)
 
 
+def test_a_head_that_reads_nothing_does_not_wait_for_the_text_that_copies_need() -> None:
+    model = tiny_model("llama")
+    session = SizePolicy(TextCopying(tiny_head("medusa", model)), GROWING, machine(0.01)).start()
+    tokens = torch.arange(4, 84).view(1, 80).expand(4, -1)
+    here = Context(torch.zeros(4, 80, model.hidden_size), tokens, torch.full((4,), 80), tokens[:, 0])
+    assert session.propose(here, ROOT_ONLY).num_nodes > 1
+
+
 def best_size(cost: CostProfile, batch: int = 1, ratio: float = 1.0) -> int:
     """By trying them all."""
     rates = [

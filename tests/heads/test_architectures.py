@@ -330,6 +330,22 @@ def test_a_row_that_has_put_much_aside_is_read_alone(model: TargetModel) -> None
     assert read == [(slice(1, 2), (1, 50)), (slice(0, 3), (3, 18))]
 
 
+@pytest.mark.parametrize("method", STATEFUL)
+def test_rows_of_which_nothing_is_read_yet_move_with_the_others(method: str, model: TargetModel) -> None:
+    head = tiny_head(method, model)
+    hidden, tokens = random_text(3, 30, size=input_size(head))
+    session = head.start()
+    session.propose(whole(hidden[:2], tokens[:2], [9, 9]), head.default_shape)
+    session.follow(Context(hidden[:, 9:11], tokens[:, 9:11], torch.tensor([2, 1, 2]), tokens[:, 11]))
+    session.keep(torch.tensor([0, 2]))
+    rows = [0, 2]
+    part = Context(hidden[rows, 11:12], tokens[rows, 11:12], torch.tensor([1, 1]), tokens[rows, 12])
+    found = session.propose(part, head.default_shape)
+    for place, (row, start) in enumerate(((0, 0), (2, 9))):
+        scratch = propose(head, whole(hidden[row : row + 1, start:], tokens[row : row + 1, start:], [12 - start]))
+        assert found.token_ids[place].tolist() == scratch.token_ids[0].tolist()
+
+
 def test_few_tokens_are_put_aside(model: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prompt is read at once: its hidden states take more memory than what the head keeps of it."""
     monkeypatch.setattr("draftheads.heads.stateful._MOST_UNREAD", 12)

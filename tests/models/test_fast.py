@@ -39,6 +39,31 @@ def kinds(model: nn.Module) -> set[type]:
     return {type(module) for module in model.modules()}
 
 
+@pytest.mark.parametrize("part", ["layer", "attention"])
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_the_cache_has_two_names_and_nothing_else_is_ignored(part: str, name: str) -> None:
+    """transformers 5.24 renamed the argument; one that is overlooked would be a text without its beginning."""
+    model = tiny_model("llama").model
+    speed_up(model, exact_bits=False)
+    layer = model.get_decoder().layers[0]
+    assert isinstance(layer, FusedLayer)
+    module = layer if part == "layer" else layer.self_attn
+    x, ids = torch.randn(1, 3, 32), torch.arange(3)[None]
+    given = {"position_embeddings": model.get_decoder().rotary_emb(x, ids), "attention_mask": None}
+    written: list[int] = []
+
+    class Kept:
+        def update(self, key: Tensor, value: Tensor, index: int) -> tuple[Tensor, Tensor]:
+            written.append(key.shape[2])
+            return key, value
+
+    with torch.inference_mode():
+        module(x, **given, **{name: Kept()})
+        with pytest.raises(TypeError, match="surprise"):
+            module(x, **given, **{name: Kept()}, surprise=1)
+    assert written == [3]
+
+
 # --- modules ---
 
 

@@ -133,6 +133,14 @@ def test_an_unknown_name_lists_what_is_bundled() -> None:
         find_head("telepathy", "no-heads-1b")
 
 
+@pytest.mark.usefixtures("zoo")
+def test_a_missing_model_is_not_taken_for_a_missing_head() -> None:
+    with pytest.raises(
+        ModelNotFound, match=r"none is installed for smollm2-153m \(did you mean smollm2-135m\?\), only"
+    ):
+        find_head("hydra", "smollm2-153m")
+
+
 @pytest.mark.usefixtures("no_zoo")
 def test_without_installed_heads_the_error_says_so() -> None:
     with pytest.raises(ModelNotFound, match=r"none is installed for smollm2-135m$"):

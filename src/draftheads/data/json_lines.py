@@ -55,8 +55,8 @@ def read_json_lines(path: Path, *, may_be_torn: bool = False) -> Iterator[tuple[
 
 def _open_text(path: Path) -> IO[str]:
     if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")
+        return gzip.open(path, "rt", encoding="utf-8-sig")
+    return path.open(encoding="utf-8-sig")  # editors of Windows begin files with a byte order mark
 
 
 def _elements(text: str, path: Path, line_number: int) -> Iterator[tuple[int, Any]]:

@@ -41,7 +41,7 @@ class Batch:
 
     on_leave: Callable[[Request, ReadText], None] | None = None
     isolates_failures = False
-    is_last = False  # no request waits for the place of a row that ends
+    none_waits = False  # no request takes the place of a row that ends, and all answers are wanted together
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Batch:
             draws=self._draws,
             text_tokens=max(self.target.lengths),
             rules=self._rules,
-            room=[request.room for request in self.requests] if self.is_last else None,
+            room=[request.room for request in self.requests] if self.none_waits else None,
         )
         draft = self.session.propose(context, self.shape)
         places: Places = []

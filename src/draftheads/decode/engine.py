@@ -207,7 +207,7 @@ class Engine:
                 with self._lock:
                     events = batch.join(joining)
                 yield from events
-            batch.is_last = not line
+            batch.none_waits = not line
             if batch.requests:
                 with self._lock:
                     events = batch.step()

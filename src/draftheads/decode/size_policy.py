@@ -163,7 +163,8 @@ class SizePolicySession:
 
     def __init__(self, policy: SizePolicy) -> None:
         self.policy, self.session = policy, policy.drafter.start()
-        self._keeps_history = policy.needs_history
+        drafter = policy.drafter.drafter if isinstance(policy.drafter, Copying) else policy.drafter
+        self._reads_all = drafter.needs_history  # copies need the text, too, but take no time to read it
         self._put_aside: int | None = 0  # tokens of all rows that the drafter has not read; None: it reads them at once
         self._missed = 0.0  # milliseconds that drafting would have saved since it stopped
         self.profile, self.cost, self.extra_nodes = policy.profile, policy.cost, policy.extra_nodes
@@ -223,7 +224,7 @@ class SizePolicySession:
             tokens: that a step with it is expected to give.
         """
         batch = len(context.root_ids)
-        if not self._keeps_history or context.root_ids.device.type != "cpu":
+        if not self._reads_all or context.root_ids.device.type != "cpu":
             return False
         if self._put_aside is None and chosen is not None:
             return False
@@ -366,9 +367,11 @@ def weights(room: Sequence[int], one: float, all_rows: float) -> Floats:
     array([0.18, 0.18])
     >>> weights([40, 80], 20.0, 22.0).round(2)
     array([0.18, 1.82])
+    >>> weights([40, 80], 10.0, 30.0)
+    array([1., 1.])
     """
     batch = len(room)
-    share = batch * max(0.0, (all_rows - one) / (batch - 1)) / all_rows
+    share = min(1.0, batch * max(0.0, (all_rows - one) / (batch - 1)) / all_rows)
     found = np.full(batch, share)
     *_, second, first = sorted(room)
     if first - second >= _BEHIND:

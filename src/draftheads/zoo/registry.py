@@ -137,7 +137,7 @@ def find_head(name: str | PathLike[str], base_name: str) -> Path:
     installed = [head.method for head in zoo_heads() if head.base_name == base]
     raise ModelNotFound(
         f"no head {name!r}{hint_at(name, installed)}: neither a folder here nor an id on the Hugging Face Hub "
-        f"(owner/name); {_installed_for(base_name)}"
+        f"(owner/name); {_installed_for(base)}"
     )
 
 
@@ -176,4 +176,6 @@ def _installed_for(base_name: str) -> str:
     if own := [head.method for head in heads if head.base_name == base_name]:
         return f"installed for {base_name}: {', '.join(own)}"
     others = ", ".join(f"{head.method} for {head.base_name}" for head in heads)
-    return f"none is installed for {base_name}" + (f", only {others}" if others else "")
+    is_here = base_name == SMOLLM2_135M.name or user_path(base_name).exists()
+    meant = "" if is_here else hint_at(base_name, [SMOLLM2_135M.name])
+    return f"none is installed for {base_name}{meant}" + (f", only {others}" if others else "")
