@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM
 from draftheads.bench import compare
 from draftheads.checkpoint import read_head
 from draftheads.cli.main import main
+from draftheads.models.model import TargetModel
 
 PROMPTS = ["a dog", "hello", "fog and ice", "black ice on a hill"]
 QUICK = ["--num-calibration-prompts", "4", "--max-new-tokens", "8", "--num-nodes", "5", "--num-speed-prompts", "3"]
@@ -73,10 +74,13 @@ def test_fresh_ignores_what_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
         ("./model --heads ./hydra --prompts one.jsonl", "1 prompt: give at least 3"),
         ("./model --heads ./hydra ./hydra", "each must have a name of its own"),
         ("./model --heads nowhere", "no head 'nowhere'"),
-        ("./no-model --heads ./hydra nowhere", "no head 'nowhere'"),  # before the model is loaded
+        ("./no-model --heads ./hydra nowhere", "./no-model (did you mean ./model?) is not a folder here"),
         ("./model --heads ./hydra --out four.jsonl", "four.jsonl: File exists; choose another"),
     ],
 )
-def test_impossible_comparisons_are_refused(arguments: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_comparisons_are_refused_before_the_model_is_loaded(
+    arguments: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TargetModel, "load", lambda *_, **__: pytest.fail("the model was loaded first"))
     assert main(["bench", *arguments.split()]) == 1
     assert words in capsys.readouterr().err

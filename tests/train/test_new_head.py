@@ -341,10 +341,12 @@ def test_tuned_copies_of_a_model_can_start_from_its_bundled_heads(
 ) -> None:
     monkeypatch.setattr(registry, "weights_folder", lambda: tmp_path / "weights")
     shutil.copytree(hydra, tmp_path / "weights" / "tiny-chat" / "hydra")
-    tuned = TargetModel(chat_model(seed=1).model, chat_tokenizer(), "/a/tuned/one")
+    own = tmp_path / "tuned"
+    tuned = TargetModel(chat_model(seed=1).model, chat_tokenizer(), str(own))
+    tuned.model.config.save_pretrained(own)
     for model in (target, tuned):
         assert Start.read("hydra", model).saved.folder == tmp_path / "weights" / "tiny-chat" / "hydra"
-    with pytest.raises(ModelNotFound, match="none is installed for /a/tuned/one"):
+    with pytest.raises(ModelNotFound, match="installed for tiny-chat: hydra"):
         Start.read("medusa", tuned)
     shutil.copytree(hydra, tmp_path / "weights" / "other" / "hydra")
     with pytest.raises(ModelNotFound, match="no head 'hydra'"):
