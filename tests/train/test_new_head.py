@@ -349,7 +349,7 @@ def test_tuned_copies_of_a_model_can_start_from_its_bundled_heads(
     with pytest.raises(ModelNotFound, match="installed for tiny-chat: hydra"):
         Start.read("medusa", tuned)
     shutil.copytree(hydra, tmp_path / "weights" / "other" / "hydra")
-    with pytest.raises(ModelNotFound, match="no head 'hydra'"):
+    with pytest.raises(ModelNotFound, match="heads 'hydra' of several models fit"):
         Start.read("hydra", tuned)
 
 
