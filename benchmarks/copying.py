@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from draftheads.candidates import Candidates, best_nodes
-from draftheads.draft import Context
 from draftheads.drafters.copy_odds import DEFAULT_ODDS, votes_of
 from draftheads.drafters.copy_tree import Voter, copy_tree
 from draftheads.drafters.copying import MOST_PLACES, NUM_TOKENS
 from draftheads.drafters.text_index import RowTexts
-from draftheads.merging import merged
+from draftheads.speculation.candidates import Candidates, best_nodes
+from draftheads.speculation.draft import Context
+from draftheads.speculation.merging import merged
 
 NUM_NODES = 10
 TEXT_LENGTH = 8_000

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from load_client import Sample, throughput
 
-from draftheads.estimates import quartiles
+from draftheads.utils.estimates import quartiles
 
 PERCENTILES = (50, 90, 99)
 

@@ -7,7 +7,7 @@ from load_rows import LoadRow
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from draftheads.estimates import quartiles
+from draftheads.utils.estimates import quartiles
 
 CHUNK_TOKENS = 256  # of a prompt that our server reads between two steps
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from draftheads.provenance import provenance
+from draftheads.utils.provenance import provenance
 
 CPU_FLAGS = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16")  # of interest for products
 

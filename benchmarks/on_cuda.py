@@ -38,7 +38,6 @@ from draftheads.cli.show import quiet_transformers
 from draftheads.decode.engine import Engine, Prompt
 from draftheads.decode.request import Request
 from draftheads.decode.step_timer import StepTimer, wait_for
-from draftheads.draft import Draft
 from draftheads.drafters.copying import Copying
 from draftheads.errors import MissingDependency, ModelNotFound
 from draftheads.heads import head_classes
@@ -48,8 +47,9 @@ from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
 from draftheads.models.pretrained import default_dtype
 from draftheads.settings import SamplingSettings
-from draftheads.shapes import BestFirst, Shape
-from draftheads.tree import Tree
+from draftheads.speculation.draft import Draft
+from draftheads.speculation.shapes import BestFirst, Shape
+from draftheads.speculation.tree import Tree
 
 Row = dict[str, Any]
 RANDOM = "random"  # in place of the name of a model

@@ -22,9 +22,9 @@ from transformers import AutoTokenizer
 from worker_process import Ids, WorkerFailed, WorkerProcess
 
 from draftheads.data.records import TextPrompt, prompts_in
-from draftheads.estimates import quartiles
 from draftheads.models.embedded import SMOLLM2_135M, converted_folder, find_gguf
 from draftheads.models.pretrained import default_dtype
+from draftheads.utils.estimates import quartiles
 
 HERE = Path(__file__).parent
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}

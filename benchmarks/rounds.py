@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from worker_process import Ids, Reply, WorkerFailed
 
-from draftheads.estimates import quartiles
+from draftheads.utils.estimates import quartiles
 
 _PAUSE_SECONDS = 0.25  # threads of the peer before spin for up to 0.2 s after their work (OpenMP)
 

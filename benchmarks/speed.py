@@ -28,7 +28,7 @@ from draftheads.decode.engine import Engine, Prompt
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.loading import head_engine, load_drafter, load_target
 from draftheads.settings import Precision
-from draftheads.shapes import BestFirst
+from draftheads.speculation.shapes import BestFirst
 
 _QUEUE = 4  # prompts in a group for each one that is at work
 TASKS = Path(__file__).parent / "tasks.jsonl"

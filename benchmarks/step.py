@@ -20,13 +20,13 @@ from rich.table import Table
 from torch import Tensor
 
 from draftheads.cli.show import quiet_transformers
-from draftheads.draft import Draft
-from draftheads.kernels import PackedLinear, Product
+from draftheads.cpu.kernels import PackedLinear, Product
 from draftheads.loading import load_target
 from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
 from draftheads.settings import Precision
-from draftheads.tree import Tree
+from draftheads.speculation.draft import Draft
+from draftheads.speculation.tree import Tree
 
 
 @dataclass(frozen=True)

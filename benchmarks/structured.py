@@ -27,7 +27,7 @@ from draftheads.decode.request import GenerationResult
 from draftheads.decode.token_rules import BatchRules
 from draftheads.loading import load
 from draftheads.settings import Grammar, Precision, SamplingSettings
-from draftheads.shapes import BestFirst
+from draftheads.speculation.shapes import BestFirst
 
 
 def _record(**properties: Any) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import draftheads
-from draftheads.acceptance_profile import AcceptanceProfile
 from draftheads.models.model import TargetModel
+from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from families import SMALL, VOCAB, tiny_head
 
 LETTERS = "abcdefghijklmnop \n\té"

@@ -10,9 +10,11 @@ import torch
 import transformers
 
 from cli_world import PROMPTS, write_model
-from draftheads import kernel_choice, loading, profiles
+from draftheads import loading
+from draftheads.checkpoints import profile_store
+from draftheads.cpu import kernel_choice
 from draftheads.decode import cost_profile as cost
-from draftheads.machine import OtherPrograms
+from draftheads.utils.machine import OtherPrograms
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -53,7 +55,7 @@ def cost_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cost, "cache_folder", place)
         patch.setattr(loading, "cache_folder", place)
-        patch.setattr(profiles, "cache_folder", place)
+        patch.setattr(profile_store, "cache_folder", place)
         yield
 
 

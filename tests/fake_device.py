@@ -57,7 +57,7 @@ class FakeDevice(TorchDispatchMode):
     Attributes:
         reads: how often the host read values, by file and line. It waits for the device each time.
         waits: how often it sent values such that it waits for the device, too.
-        copies: how often it sent values without waiting, by :func:`draftheads.transfer.to_device`.
+        copies: how often it sent values without waiting, by :func:`draftheads.utils.transfer.to_device`.
     """
 
     def __init__(self) -> None:

@@ -6,13 +6,13 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from draftheads.acceptance_profile import AcceptanceProfile
-from draftheads.draft import Context, Draft, Drafter
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
-from draftheads.shapes import BestFirst, BestPaths, Shape
-from draftheads.tree import Tree
+from draftheads.speculation.acceptance_profile import AcceptanceProfile
+from draftheads.speculation.draft import Context, Draft, Drafter
+from draftheads.speculation.shapes import BestFirst, BestPaths, Shape
+from draftheads.speculation.tree import Tree
 
 # few enough tokens that untrained heads are right now and then, so that paths of all lengths are accepted
 VOCAB = 24

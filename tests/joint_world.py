@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftheads.data.extract import load_texts
-from draftheads.data.live import LiveStore
+from draftheads.data.compute_features import load_texts
+from draftheads.data.live_features import LiveStore
 from draftheads.models.adapter import Adapter
 from draftheads.models.model import TargetModel
 from draftheads.train.joint.learner import JointLearner
-from draftheads.train.joint.lora import TunedModel
+from draftheads.train.joint.merged_view import TunedModel
 from draftheads.train.joint.options import JointOptions
 from draftheads.train.learner import Learner
 from draftheads.train.losses import objective

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftheads.draft import Context
 from draftheads.heads.base import DraftHead, HeadSession, Root
 from draftheads.heads.hydra import HydraConfig, HydraHead
 from draftheads.models.model import TargetModel
@@ -14,7 +13,8 @@ from draftheads.search.calibrate import (
     draft_along,
     observe,
 )
-from draftheads.shapes import BestFirst
+from draftheads.speculation.draft import Context
+from draftheads.speculation.shapes import BestFirst
 from families import tiny_head
 
 K = 3

@@ -14,17 +14,17 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from byte_tokenizers import byte_level
-from draftheads.chat_template import read_template
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult
+from draftheads.models.chat_template import read_template
 from draftheads.models.model import TargetModel
 from draftheads.serve.guard import Access
 from draftheads.serve.http_limits import HttpLimits
+from draftheads.serve.http_server import HttpServer, http_server
 from draftheads.serve.listening import listen
 from draftheads.serve.scheduler import Limits, Scheduler
-from draftheads.serve.server import HttpServer, http_server
-from draftheads.serve.service import ServedModel, Service
-from draftheads.shapes import BestFirst
+from draftheads.serve.state import ServedModel, Service
+from draftheads.speculation.shapes import BestFirst
 from families import SMALL, tiny_head
 
 NAME = "tiny"

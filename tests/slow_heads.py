@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftheads.draft import Context, TargetWeights
 from draftheads.heads import head_classes
 from draftheads.heads.attention import LayerConfig, TransformerLayer
 from draftheads.heads.base import DraftHead
+from draftheads.speculation.draft import Context, TargetWeights
 
 D, V, K = 12, 20, 3
 METHODS = ["medusa", "hydra"]

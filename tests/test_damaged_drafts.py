@@ -13,12 +13,12 @@ from torch import Tensor
 from distribution import ODDS, SAMPLED, joint_distribution, p_value
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult
-from draftheads.draft import Context, Drafter
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel, DraftModelSession
 from draftheads.heads.base import DraftHead
 from draftheads.settings import SamplingSettings
-from draftheads.shapes import BestFirst, BestPaths, Sampled, Shape
+from draftheads.speculation.draft import Context, Drafter
+from draftheads.speculation.shapes import BestFirst, BestPaths, Sampled, Shape
 from families import GROWING, PROMPTS, TREES, propose, tiny_head, tiny_model
 from structured_world import GRAMMARS, json_model
 from thorough import some

@@ -18,17 +18,17 @@ from distribution import (
     p_value,
     sampled_answers,
 )
-from draftheads.accept import accept
 from draftheads.decode.engine import Engine
-from draftheads.draft import Context, Draft, Verdict
 from draftheads.drafters.copying import Copying
 from draftheads.heads import HEADS
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
-from draftheads.sampling import RowSettings, choose
 from draftheads.settings import SamplingSettings
-from draftheads.shapes import BestFirst, BestPaths, Shape
-from draftheads.tree import Tree
+from draftheads.speculation.accept import accept
+from draftheads.speculation.draft import Context, Draft, Verdict
+from draftheads.speculation.sampling import RowSettings, choose
+from draftheads.speculation.shapes import BestFirst, BestPaths, Shape
+from draftheads.speculation.tree import Tree
 from families import GROWING, PROMPTS, TREES, tiny_head, tiny_model
 from thorough import some
 

@@ -12,13 +12,13 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from draftheads import export_head
-from draftheads.checkpoint import save_head
+from draftheads.checkpoints.checkpoint import save_head
 from draftheads.cli.main import main
 from draftheads.errors import InvalidSettings, StorageError
 from draftheads.export import eagle3_layout
 from draftheads.heads.eagle3 import Eagle3Config, Eagle3Head
 from draftheads.models.model import TargetModel
-from draftheads.tree import Tree
+from draftheads.speculation.tree import Tree
 from families import VOCAB, tiny_head, tiny_model, tiny_profile
 from joint_world import on_disk
 

@@ -11,13 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftheads.acceptance_profile import AcceptanceProfile
 from draftheads.data.batches import Batch as TrainingBatch
 from draftheads.decode.cost_profile import by_hand
 from draftheads.decode.engine import Engine
 from draftheads.decode.size_policy import SizePolicySession
 from draftheads.decode.step_timer import StepTimer
-from draftheads.draft import Context, Drafter
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.corpus import index_texts
 from draftheads.drafters.draft_model import DraftModel
@@ -26,17 +24,19 @@ from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.heads import HEADS
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
-from draftheads.progress import NoProgress
 from draftheads.search.calibrate import Answer
 from draftheads.search.replay import Replay
 from draftheads.search.settings import ReplaySettings
 from draftheads.settings import SamplingSettings
-from draftheads.shapes import ROOT_ONLY, Sampled, Shape
+from draftheads.speculation.acceptance_profile import AcceptanceProfile
+from draftheads.speculation.draft import Context, Drafter
+from draftheads.speculation.shapes import ROOT_ONLY, Sampled, Shape
+from draftheads.speculation.tree import Tree
 from draftheads.train.learner import Learner, with_noise
 from draftheads.train.losses import objective
 from draftheads.train.report import _measure_batch
-from draftheads.transfer import to_device
-from draftheads.tree import Tree
+from draftheads.utils.progress import NoProgress
+from draftheads.utils.transfer import to_device
 from fake_device import DEVICE, FakeDevice
 from families import FAMILIES, GROWING, PROMPTS, TREES, VOCAB, tiny_head, tiny_model, tiny_profile
 from structured_world import GRAMMARS, json_model

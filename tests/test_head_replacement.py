@@ -10,9 +10,9 @@ from threading import Event, Thread
 import pytest
 import torch
 
-from draftheads.checkpoint import load_head, read_head, save_head
+from draftheads.checkpoints.checkpoint import load_head, read_head, save_head
 from draftheads.models.model import TargetModel
-from draftheads.tree import Tree
+from draftheads.speculation.tree import Tree
 from families import tiny_head, tiny_model, tiny_profile
 
 VALUES = {"old": 2.0, "new": 4.0}  # of all weights and in the profile; names, shapes and sizes are the same

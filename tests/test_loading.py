@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import draftheads
 from draftheads import loading
-from draftheads.acceptance_profile import AcceptanceProfile
-from draftheads.checkpoint import read_head, save_head
+from draftheads.checkpoints.checkpoint import read_head, save_head
+from draftheads.checkpoints.profile_store import cached_profile_folder
 from draftheads.cli.main import main
 from draftheads.decode.cost_profile import CostProfile, by_hand
 from draftheads.decode.engine import Engine
@@ -22,9 +22,9 @@ from draftheads.errors import (
     ModelNotFound,
 )
 from draftheads.loading import find_template, load_target
-from draftheads.profiles import cached_profile_folder
-from draftheads.shapes import BestFirst
-from draftheads.tree import Tree
+from draftheads.speculation.acceptance_profile import AcceptanceProfile
+from draftheads.speculation.shapes import BestFirst
+from draftheads.speculation.tree import Tree
 from families import SMALL, tiny_head, tiny_profile
 from training_world import VOCAB, chat_tokenizer
 

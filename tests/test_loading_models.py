@@ -15,8 +15,12 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 import draftheads
 from draftheads import loading
-from draftheads.checkpoint import load_head, read_head, save_head
+from draftheads.checkpoints.checkpoint import load_head, read_head, save_head
+from draftheads.checkpoints.registry import zoo_heads
 from draftheads.cli.main import main
+from draftheads.cpu.fused_modules import FusedAttention
+from draftheads.cpu.kernels import PackedLinear
+from draftheads.cpu.optimise import kernels_of
 from draftheads.decode.engine import Engine
 from draftheads.errors import (
     CheckpointCorrupt,
@@ -28,18 +32,14 @@ from draftheads.errors import (
     SpeedWarning,
     UnsupportedModel,
 )
-from draftheads.kernels import PackedLinear
 from draftheads.loading import load_target
-from draftheads.models.fast import kernels_of
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import base_of
-from draftheads.models.modules import FusedAttention
 from draftheads.models.pretrained import load_tokenizer, stored_dtype
-from draftheads.shapes import BestFirst
+from draftheads.speculation.shapes import BestFirst
+from draftheads.speculation.tree import Tree
 from draftheads.train.joint.merge import merge
 from draftheads.train.joint.options import MergeOptions
-from draftheads.tree import Tree
-from draftheads.zoo.registry import zoo_heads
 from families import SMALL, tiny_head, tiny_profile
 from training_world import VOCAB, chat_tokenizer
 

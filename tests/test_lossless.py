@@ -7,16 +7,16 @@ from typing import Self
 import pytest
 import torch
 
+from draftheads.cpu.optimise import speed_up
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult
-from draftheads.draft import Context, Draft
 from draftheads.heads import HEADS
 from draftheads.heads.base import DraftHead
-from draftheads.models.fast import speed_up
 from draftheads.models.kv_target import check_trees
 from draftheads.models.model import TargetModel
-from draftheads.shapes import BestFirst, Shape
-from draftheads.tree import Tree
+from draftheads.speculation.draft import Context, Draft
+from draftheads.speculation.shapes import BestFirst, Shape
+from draftheads.speculation.tree import Tree
 from families import (
     FAMILIES,
     FURTHER_FAMILIES,

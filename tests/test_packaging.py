@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
-from draftheads.zoo.registry import DATA_PACKAGE_HEADS
+from draftheads.checkpoints.registry import DATA_PACKAGE_HEADS
 
 ROOT = Path(__file__).parents[1]
 HEAD_FILES = {"README.md", "acceptance.json", "config.json", "model.safetensors"}

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from draftheads import BestFirst, Engine, GenerationResult, TargetModel, Tree
-from draftheads.acceptance_profile import read_profile
 from draftheads.bench.margins import Scorer
+from draftheads.checkpoints.registry import find_head, zoo_heads
 from draftheads.cli.main import main
 from draftheads.errors import InvalidSettings
 from draftheads.loading import head_engine, load_drafter, load_target
-from draftheads.zoo.registry import find_head, zoo_heads
+from draftheads.speculation.acceptance_profile import read_profile
 from families import PlantedDrafter
 from thorough import some
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult
-from draftheads.draft import Draft, Drafter
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
@@ -20,8 +19,9 @@ from draftheads.loading import load_drafter, load_target
 from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
 from draftheads.settings import Grammar, SamplingSettings
-from draftheads.shapes import BestFirst, BestPaths, Sampled, Shape
-from draftheads.tree import Tree
+from draftheads.speculation.draft import Draft, Drafter
+from draftheads.speculation.shapes import BestFirst, BestPaths, Sampled, Shape
+from draftheads.speculation.tree import Tree
 from families import tiny_head
 from structured_world import EOS, GRAMMARS, VOCAB, SlowGrammar, json_model, slow_answer
 from thorough import some, some_rows

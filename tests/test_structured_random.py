@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from draftheads.decode.engine import Engine
 from draftheads.settings import SamplingSettings
-from draftheads.shapes import BestFirst, Sampled
-from draftheads.tree import Tree
+from draftheads.speculation.shapes import BestFirst, Sampled
+from draftheads.speculation.tree import Tree
 from families import tiny_head
 from structured_world import json_model
 

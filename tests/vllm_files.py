@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from draftheads.data.chat import EncodedChat
-from draftheads.data.extracted import last_norm
+from draftheads.data.chat_tokens import EncodedChat
+from draftheads.data.vllm_features import last_norm
 from draftheads.models.model import TargetModel
 
 

@@ -23,19 +23,19 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from draftheads.checkpoint import read_head
+from draftheads.checkpoints.checkpoint import read_head
 from draftheads.cli.options.train import defaults
 from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.report import write_pages
 from draftheads.cli.show import quiet_transformers
 from draftheads.errors import DraftHeadsError, InvalidSettings
-from draftheads.files import write_atomic
-from draftheads.progress import Progress
-from draftheads.provenance import provenance
 from draftheads.train import processes
 from draftheads.train.options import RunOptions, TrainOptions
 from draftheads.train.report import Report
 from draftheads.train.run import train
+from draftheads.utils.files import write_atomic
+from draftheads.utils.progress import Progress
+from draftheads.utils.provenance import provenance
 
 RECORD, TABLE = "ablation.json", "ablation.md"
 Changes = Mapping[str, Any]  # settings of a variant

@@ -23,12 +23,12 @@ from typing import Annotated, Any
 import jinja2
 import tyro
 
-from draftheads.checkpoint import CARD_FILE, CONFIG_FILE, HEAD_FILES, read_head
+from draftheads.checkpoints import registry
+from draftheads.checkpoints.checkpoint import CARD_FILE, CONFIG_FILE, HEAD_FILES, read_head
 from draftheads.cli.main import main as draftheads
 from draftheads.errors import DraftHeadsError
-from draftheads.files import atomic_directory, write_atomic
 from draftheads.train.options import TrainOptions
-from draftheads.zoo import registry
+from draftheads.utils.files import atomic_directory, write_atomic
 
 BASE = "smollm2-135m"
 COMMON = "--recipe small --max-length 512 --tree-nodes 10"

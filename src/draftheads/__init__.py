@@ -9,12 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # `draftheads --help` must not wait two seconds for torch
-    from draftheads.acceptance_profile import AcceptanceProfile
     from draftheads.bench.compare import compare_heads
-    from draftheads.checkpoint import load_head, save_head
+    from draftheads.checkpoints.checkpoint import load_head, save_head
     from draftheads.decode.engine import Engine
     from draftheads.decode.request import GenerationResult, StreamEvent
-    from draftheads.draft import Drafter
     from draftheads.errors import DraftHeadsError
     from draftheads.export import export_head
     from draftheads.heads import register
@@ -23,9 +21,11 @@ if TYPE_CHECKING:  # `draftheads --help` must not wait two seconds for torch
     from draftheads.models.model import TargetModel
     from draftheads.search.tune import tune_head
     from draftheads.settings import Grammar, SamplingSettings
-    from draftheads.shapes import BestFirst, BestPaths, Sampled
+    from draftheads.speculation.acceptance_profile import AcceptanceProfile
+    from draftheads.speculation.draft import Drafter
+    from draftheads.speculation.shapes import BestFirst, BestPaths, Sampled
+    from draftheads.speculation.tree import Tree
     from draftheads.train.train_head import train_head
-    from draftheads.tree import Tree
 
 __all__ = [
     "AcceptanceProfile",
@@ -54,27 +54,27 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AcceptanceProfile": "draftheads.acceptance_profile",
-    "BestFirst": "draftheads.shapes",
-    "BestPaths": "draftheads.shapes",
+    "AcceptanceProfile": "draftheads.speculation.acceptance_profile",
+    "BestFirst": "draftheads.speculation.shapes",
+    "BestPaths": "draftheads.speculation.shapes",
     "DraftHead": "draftheads.heads.base",
     "DraftHeadsError": "draftheads.errors",
-    "Drafter": "draftheads.draft",
+    "Drafter": "draftheads.speculation.draft",
     "Engine": "draftheads.decode.engine",
     "GenerationResult": "draftheads.decode.request",
     "Grammar": "draftheads.settings",
     "HeadConfig": "draftheads.heads.base",
-    "Sampled": "draftheads.shapes",
+    "Sampled": "draftheads.speculation.shapes",
     "SamplingSettings": "draftheads.settings",
     "StreamEvent": "draftheads.decode.request",
     "TargetModel": "draftheads.models.model",
-    "Tree": "draftheads.tree",
+    "Tree": "draftheads.speculation.tree",
     "compare_heads": "draftheads.bench.compare",
     "export_head": "draftheads.export",
     "load": "draftheads.loading",
-    "load_head": "draftheads.checkpoint",
+    "load_head": "draftheads.checkpoints.checkpoint",
     "register": "draftheads.heads",
-    "save_head": "draftheads.checkpoint",
+    "save_head": "draftheads.checkpoints.checkpoint",
     "train_head": "draftheads.train.train_head",
     "tune_head": "draftheads.search.tune",
 }

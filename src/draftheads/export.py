@@ -13,15 +13,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftheads.checkpoint import load_head
-from draftheads.counts import counted
+from draftheads.checkpoints.checkpoint import load_head
+from draftheads.checkpoints.head_files import CONFIG_FILE, TENSORS_FILE, read_head_files
+from draftheads.checkpoints.registry import find_head
 from draftheads.errors import InvalidSettings
-from draftheads.files import atomic_directory, user_path
-from draftheads.head_files import CONFIG_FILE, TENSORS_FILE, read_head_files
 from draftheads.heads.eagle3 import Eagle3Config, Eagle3Head
 from draftheads.loading import Loadable, load_target, name_of
 from draftheads.models.model import TargetModel, three_layers
-from draftheads.zoo.registry import find_head
+from draftheads.utils.counts import counted
+from draftheads.utils.files import atomic_directory, user_path
 
 _NUM_STATES = 3  # hidden states of a token that engines give to a head
 _NAMES = {

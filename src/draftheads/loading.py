@@ -13,16 +13,16 @@ import torch
 import transformers
 from torch import Tensor
 
-from draftheads.acceptance_profile import AcceptanceProfile
-from draftheads.cache import cache_folder
-from draftheads.chat_template import read_template
-from draftheads.checkpoint import load_head, read_head
-from draftheads.counts import counted
+from draftheads.checkpoints.checkpoint import load_head, read_head
+from draftheads.checkpoints.head_files import HEAD_FILES
+from draftheads.checkpoints.profile_store import find_profile
+from draftheads.checkpoints.registry import find_head
+from draftheads.cpu.optimise import return_freed_memory, rows_keep_their_bits
+from draftheads.cpu.threads import thread_choice
 from draftheads.data.corpus_files import load_corpus
 from draftheads.decode.acceptance_check import AcceptanceCheck
 from draftheads.decode.cost_profile import cost_of
 from draftheads.decode.engine import Engine
-from draftheads.draft import Drafter
 from draftheads.drafters.copy_odds import DEFAULT_ODDS
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.corpus import Corpus
@@ -39,21 +39,21 @@ from draftheads.errors import (
     require_at_least,
     require_bool,
 )
-from draftheads.file_set import read_set
-from draftheads.head_files import HEAD_FILES
 from draftheads.heads.base import DraftHead
-from draftheads.messages import short
-from draftheads.models.fast import return_freed_memory, rows_keep_their_bits
+from draftheads.models.chat_template import read_template
 from draftheads.models.kv_target import check_trees
 from draftheads.models.model import TargetModel, name_of_loaded
 from draftheads.models.model_names import model_name
 from draftheads.models.pretrained import DTYPES, LoadOptions, device_named, load_tokenizer
-from draftheads.models.threads import thread_choice
-from draftheads.profiles import find_profile
 from draftheads.settings import Precision
-from draftheads.shapes import Shape, as_shape, calibrated
-from draftheads.tree import Tree
-from draftheads.zoo.registry import find_head
+from draftheads.speculation.acceptance_profile import AcceptanceProfile
+from draftheads.speculation.draft import Drafter
+from draftheads.speculation.shapes import Shape, as_shape, calibrated
+from draftheads.speculation.tree import Tree
+from draftheads.utils.cache import cache_folder
+from draftheads.utils.counts import counted
+from draftheads.utils.file_set import read_set
+from draftheads.utils.messages import short
 
 # what drafts without a head, by name
 UNTRAINED: dict[str, Callable[[], Drafter]] = {"prompt-lookup": PromptLookup, "lookahead": Lookahead}

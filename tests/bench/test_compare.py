@@ -17,7 +17,7 @@ from draftheads.bench.contenders import Contender
 from draftheads.bench.settings import BenchSettings
 from draftheads.bench.table import SAMPLED_FIELDS, Row
 from draftheads.bench.timing import Answers
-from draftheads.checkpoint import save_head
+from draftheads.checkpoints.checkpoint import save_head
 from draftheads.decode.engine import Engine
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.prompt_lookup import PromptLookup
@@ -25,10 +25,10 @@ from draftheads.errors import DataError, InvalidSettings
 from draftheads.heads.base import DraftHead
 from draftheads.loading import load_target
 from draftheads.models.model import TargetModel
-from draftheads.progress import NoProgress
 from draftheads.search.replay import Replay
-from draftheads.shapes import BestFirst, BestPaths, Sampled
-from draftheads.tree import Tree
+from draftheads.speculation.shapes import BestFirst, BestPaths, Sampled
+from draftheads.speculation.tree import Tree
+from draftheads.utils.progress import NoProgress
 from families import tiny_head, tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

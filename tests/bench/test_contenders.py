@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from draftheads.bench.contenders import heads_for, load_contenders, names_of
-from draftheads.checkpoint import save_head
+from draftheads.checkpoints.checkpoint import save_head
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.corpus import index_texts
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
 from draftheads.loading import UNTRAINED, load_target
-from draftheads.shapes import BestFirst
+from draftheads.speculation.shapes import BestFirst
 from families import TREES, tiny_head, tiny_profile
 
 

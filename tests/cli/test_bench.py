@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from draftheads.bench import compare
-from draftheads.checkpoint import read_head
+from draftheads.checkpoints.checkpoint import read_head
 from draftheads.cli.main import main
 from draftheads.models.model import TargetModel
 

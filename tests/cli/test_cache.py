@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from draftheads.cli.main import main
-from draftheads.files import locked
+from draftheads.utils.files import locked
 
 COST = "costs/04d6347cd77c26e13234ed0c.json"
 BENCH = "bench/0123456789abcdef/found/0.json"

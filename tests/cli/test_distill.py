@@ -13,7 +13,7 @@ from draftheads.cli.main import main
 from draftheads.decode.engine import Engine
 from draftheads.distill.options import DistillOptions
 from draftheads.models.model import TargetModel
-from draftheads.tree import Tree
+from draftheads.speculation.tree import Tree
 from training_world import chat_model
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from cli_world import run_process
 from draftheads.cli import doctor
+from draftheads.cli.diagnosis import Finding
 from draftheads.cli.main import main
-from draftheads.diagnosis import Finding
 
 LONG = "one two three " * 12
 GROUPS = {

@@ -20,8 +20,8 @@ from draftheads.data.records import prompts_in
 from draftheads.decode.engine import Engine
 from draftheads.decode.size_policy import SizePolicySession
 from draftheads.settings import SamplingSettings
-from draftheads.shapes import BestFirst, BestPaths, Sampled
-from draftheads.tree import Tree
+from draftheads.speculation.shapes import BestFirst, BestPaths, Sampled
+from draftheads.speculation.tree import Tree
 
 TOKENS = ["--max-new-tokens", "12"]
 DEFAULTS = {

@@ -10,15 +10,15 @@ import pytest
 import torch
 import tyro
 
-from draftheads.acceptance_profile import AcceptanceProfile
-from draftheads.checkpoint import save_head
+from draftheads.checkpoints import registry
+from draftheads.checkpoints.checkpoint import save_head
 from draftheads.cli.info import WORDS, run
 from draftheads.cli.options.info import InfoOptions
 from draftheads.errors import CheckpointCorrupt, InvalidSettings, InvalidTree, ModelNotFound
 from draftheads.heads.medusa import MedusaConfig, MedusaHead
 from draftheads.models.model import TargetModel
-from draftheads.tree import Tree
-from draftheads.zoo import registry
+from draftheads.speculation.acceptance_profile import AcceptanceProfile
+from draftheads.speculation.tree import Tree
 from families import VOCAB, tiny_model, tiny_profile
 
 TREE = Tree.from_paths([(0,), (1,), (0, 0)])

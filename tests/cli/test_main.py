@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from draftheads import kernel_choice
 from draftheads.cli.help import options_of as help_options
 from draftheads.cli.main import COMMANDS, import_quickly, main, options_of
+from draftheads.cpu import kernel_choice
+from draftheads.cpu.kernel_choice import choose
 from draftheads.decode.engine import Engine
-from draftheads.kernel_choice import choose
 
 
 def test_the_command_is_installed():

@@ -15,7 +15,7 @@ from transformers.utils import logging
 from draftheads.cli.main import main
 from draftheads.cli.options.show_batch import ShowBatchOptions
 from draftheads.cli.show_batch import bracketed, coloured, planned_batch
-from draftheads.data.extract import load_texts
+from draftheads.data.compute_features import load_texts
 from draftheads.errors import InvalidSettings
 from draftheads.models.model import TargetModel
 from draftheads.models.pretrained import load_tokenizer

@@ -13,7 +13,7 @@ from draftheads.cli.bench import show
 from draftheads.decode import cost_profile as cost
 from draftheads.decode.engine import Engine
 from draftheads.drafters.copying import Copying
-from draftheads.tree import Tree
+from draftheads.speculation.tree import Tree
 from families import tiny_head, tiny_profile
 
 

@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from draftheads.data import extract
-from draftheads.data.chat import EncodedChat
-from draftheads.data.extract import load_texts
+from draftheads.data import compute_features
+from draftheads.data.chat_tokens import EncodedChat
+from draftheads.data.compute_features import load_texts
 from draftheads.models.model import TargetModel
 from training_world import chat_model, counting_chats, write_chats
 
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extract, "DOCUMENTS_PER_SHARD", 4)
+    monkeypatch.setattr(compute_features, "DOCUMENTS_PER_SHARD", 4)
 
 
 @pytest.fixture(scope="module")

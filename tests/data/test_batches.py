@@ -17,11 +17,11 @@ from draftheads.data.batches import (
     plan_batches,
     split_held_out,
 )
-from draftheads.data.chat import EncodedChat
-from draftheads.data.extract import build_features
+from draftheads.data.chat_tokens import EncodedChat
+from draftheads.data.compute_features import build_features
 from draftheads.data.features import Document
 from draftheads.models.model import TargetModel
-from draftheads.progress import NoProgress
+from draftheads.utils.progress import NoProgress
 
 
 def test_skipping_prompts_keeps_answers_and_the_position_before_them(

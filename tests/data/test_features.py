@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from draftheads.data.chat import EncodedChat
-from draftheads.data.extract import build_features
+from draftheads.data.chat_tokens import EncodedChat
+from draftheads.data.compute_features import build_features
 from draftheads.data.features import FeatureStore, shard_path
-from draftheads.data.live import LiveStore
+from draftheads.data.live_features import LiveStore
 from draftheads.errors import DataError
 from draftheads.models.model import TargetModel
-from draftheads.progress import NoProgress
+from draftheads.utils.progress import NoProgress
 
 
 def damages() -> Iterator[Any]:

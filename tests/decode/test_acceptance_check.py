@@ -10,13 +10,13 @@ import pytest
 import draftheads
 from adapter_world import saved_adapter
 from cli_world import PROMPTS, write_model
-from draftheads.acceptance_profile import AcceptanceProfile
 from draftheads.cli.main import main
 from draftheads.decode.acceptance_check import AcceptanceCheck
 from draftheads.decode.cost_profile import by_hand
 from draftheads.decode.engine import Engine
 from draftheads.errors import BaseModelWarning
-from draftheads.tree import Tree
+from draftheads.speculation.acceptance_profile import AcceptanceProfile
+from draftheads.speculation.tree import Tree
 from families import TREES, PlantedDrafter, tiny_model, tiny_profile
 
 pytestmark = pytest.mark.usefixtures("one_thread", "cheap_nodes")

@@ -8,13 +8,13 @@ import torch
 from draftheads.decode import batch as batch_module
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult, StreamEvent
-from draftheads.draft import Drafter
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
-from draftheads.shapes import Sampled, Shape
-from draftheads.tree import Tree
+from draftheads.speculation.draft import Drafter
+from draftheads.speculation.shapes import Sampled, Shape
+from draftheads.speculation.tree import Tree
 from families import FAMILIES, GROWING, PROMPTS, TREES, VOCAB, PlantedRandomTrees, tiny_head, tiny_model
 from thorough import some
 

@@ -13,15 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftheads.cpu.threads import ThreadChoice
 from draftheads.decode import cost_profile as module
 from draftheads.decode.cost_profile import CostPoint, CostProfile, by_hand, cost_key, cost_of, measure_cost, read_cost
 from draftheads.decode.step_timer import StepTimer, typical_tree, wait_for
-from draftheads.draft import Draft
 from draftheads.errors import CacheWarning, CheckpointError, SpeedWarning
 from draftheads.heads.base import DraftHead
-from draftheads.machine import OtherPrograms
 from draftheads.models.model import TargetModel
-from draftheads.models.threads import ThreadChoice
+from draftheads.speculation.draft import Draft
+from draftheads.utils.machine import OtherPrograms
 from fake_cuda import GPU, FakeCuda
 from families import tiny_head, tiny_model
 from thorough import some_rows

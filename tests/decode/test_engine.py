@@ -13,9 +13,9 @@ import torch
 
 import draftheads
 from draftheads import Engine, GenerationResult, SamplingSettings, StreamEvent, TargetModel, Tree, loading
-from draftheads.checkpoint import save_head
+from draftheads.checkpoints.checkpoint import save_head
+from draftheads.cpu.kernels import PackedLinear
 from draftheads.decode.batch import Batch
-from draftheads.draft import Context, Draft
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.prompt_lookup import PromptLookup
@@ -28,9 +28,9 @@ from draftheads.errors import (
     ModelNotFound,
     UnsupportedModel,
 )
-from draftheads.kernels import PackedLinear
 from draftheads.models.kv_target import Target
-from draftheads.shapes import BestFirst, Shape
+from draftheads.speculation.draft import Context, Draft
+from draftheads.speculation.shapes import BestFirst, Shape
 from fake_progress import FakeProgress
 from families import PROMPTS, TREES, VOCAB, IntegerTokenizer, PlantedDrafter, tiny_head, tiny_model, tiny_profile
 from training_world import VOCAB as VOCAB_OF_CHATS

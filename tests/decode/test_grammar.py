@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 import draftheads.decode.grammar as module
 from draftheads.decode.engine import Engine
 from draftheads.decode.grammar import GrammarState, compiler_for, tokens_of
-from draftheads.draft import AFTER_END, FORBIDDEN
 from draftheads.errors import GrammarFailed, InvalidSettings, MissingDependency
 from draftheads.settings import DEEPEST_SCHEMA, MOST_GRAMMAR_CHARACTERS, Grammar, SamplingSettings
+from draftheads.speculation.draft import AFTER_END, FORBIDDEN
 from families import tiny_head, tiny_model
 from structured_world import EOS, GRAMMARS, VOCAB, SlowGrammar, json_model, json_tokenizer
 

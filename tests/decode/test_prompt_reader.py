@@ -7,11 +7,11 @@ from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 from draftheads.decode.prompt_reader import PromptReader, ReadText
 from draftheads.decode.request import Request
-from draftheads.draft import Drafter
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.models.model import TargetModel
+from draftheads.speculation.draft import Drafter
 from families import FAMILIES, TREES, tiny_head, tiny_model
 from scheduler_world import plain_answer, request_of
 from thorough import some

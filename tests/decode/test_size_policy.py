@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from draftheads.acceptance_profile import AcceptanceProfile
 from draftheads.decode.acceptance_check import AcceptanceCheck
 from draftheads.decode.cost_profile import CostPoint, CostProfile, by_hand
 from draftheads.decode.engine import Engine
 from draftheads.decode.size_policy import SHARE_OF_REACH, SizePolicy, SizePolicySession
-from draftheads.draft import Context, Draft
 from draftheads.drafters.copying import Copying as TextCopying
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
 from draftheads.models.model import TargetModel
-from draftheads.shapes import ROOT_ONLY, BestFirst, Shape
-from draftheads.tree import Tree
+from draftheads.speculation.acceptance_profile import AcceptanceProfile
+from draftheads.speculation.draft import Context, Draft
+from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, Shape
+from draftheads.speculation.tree import Tree
 from families import PROMPTS, TREES, PlantedDrafter, tiny_head, tiny_model, tiny_profile
 from thorough import some
 

@@ -7,7 +7,7 @@ import pytest
 
 import draftheads.distill.run as distill_run
 from distill_world import manifest, options, records, run
-from draftheads.data.extract import load_texts
+from draftheads.data.compute_features import load_texts
 from draftheads.decode.engine import Engine
 from draftheads.distill.options import DistillOptions
 from draftheads.errors import InvalidSettings

@@ -14,7 +14,7 @@ import pytest
 
 from distill_world import RECORDS, manifest, options, records, write_prompts
 from draftheads.distill import journal
-from draftheads.distill.dialogue import Dialogue, OnProgress
+from draftheads.distill.conversation import Dialogue, OnProgress
 from draftheads.distill.journal import Journal, manifest_path, part_path
 from draftheads.distill.options import DistillOptions
 from draftheads.distill.run import Outcome, distill

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from distill_world import RECORDS, manifest, options, records, run, write_prompts
-from draftheads.data.extract import load_texts
+from draftheads.data.compute_features import load_texts
 from draftheads.data.records import read_chats
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult
-from draftheads.distill.dialogue import Dialogue
+from draftheads.distill.conversation import Dialogue
 from draftheads.distill.local import _add_result
 from draftheads.distill.prompts import SELF_TALK, Prompt
 from draftheads.distill.run import distill

@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from draftheads.acceptance_profile import AcceptanceProfile
 from draftheads.decode.cost_profile import by_hand
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult, Request
 from draftheads.decode.size_policy import SizePolicy
-from draftheads.draft import Context, Draft, Drafter, Watcher
 from draftheads.drafters.copying import Copying, CopyingSession
 from draftheads.drafters.corpus import index_texts
 from draftheads.drafters.draft_model import DraftModel
@@ -21,8 +19,10 @@ from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
 from draftheads.heads import HEADS
 from draftheads.settings import SamplingSettings
-from draftheads.shapes import ROOT_ONLY, BestFirst, BestPaths, Sampled, Shape
-from draftheads.tree import Tree
+from draftheads.speculation.acceptance_profile import AcceptanceProfile
+from draftheads.speculation.draft import Context, Draft, Drafter, Watcher
+from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, BestPaths, Sampled, Shape
+from draftheads.speculation.tree import Tree
 from families import IntegerTokenizer, PlantedDrafter, propose, tiny_head, tiny_model
 from thorough import some
 

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from draftheads.decode.engine import Engine
-from draftheads.draft import Context, bytes_per_slot_of
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel, DraftModelSession
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.models.model import TargetModel
-from draftheads.shapes import ROOT_ONLY, BestFirst, BestPaths, Shape
-from draftheads.tree import Tree
+from draftheads.speculation.draft import Context, bytes_per_slot_of
+from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, BestPaths, Shape
+from draftheads.speculation.tree import Tree
 from families import PROMPTS, VOCAB, tiny_head, tiny_model
 from thorough import some, some_rows
 

@@ -10,15 +10,15 @@ from torch import Tensor
 
 import draftheads
 from draftheads.decode.engine import Engine
-from draftheads.draft import Context, Draft, Drafter
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
 from draftheads.settings import SamplingSettings
-from draftheads.shapes import ROOT_ONLY, BestFirst, BestPaths, Sampled, Shape
-from draftheads.tree import Tree
+from draftheads.speculation.draft import Context, Draft, Drafter
+from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, BestPaths, Sampled, Shape
+from draftheads.speculation.tree import Tree
 from families import PROMPTS, tiny_head, tiny_model
 
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from draftheads.draft import Context
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.drafters.text_index import TextIndex
 from draftheads.errors import InvalidSettings
-from draftheads.shapes import ROOT_ONLY
+from draftheads.speculation.draft import Context
+from draftheads.speculation.shapes import ROOT_ONLY
 
 
 def copy_of(text: list[int], max_ngram: int) -> list[int]:

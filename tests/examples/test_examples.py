@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftheads.checkpoint import save_head
+from draftheads.checkpoints.checkpoint import save_head
 from draftheads.heads.medusa import MedusaConfig, MedusaHead
 from training_world import chat_model, counting_chats, write_chats
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from draftheads.checkpoint import save_head
+from draftheads.checkpoints.checkpoint import save_head
 from families import tiny_head
 from structured_world import json_model
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftheads.draft import Context
 from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.heads import HEADS, head_classes
 from draftheads.heads.amphista import AmphistaHead
@@ -21,10 +20,11 @@ from draftheads.heads.base import DraftHead, EmbeddingConfig
 from draftheads.heads.head_options import parse_head_options
 from draftheads.heads.stateful import StatefulHead, StatefulSession
 from draftheads.models.model import TargetModel, layer_sizes
-from draftheads.sampling import RowSettings
 from draftheads.settings import SamplingSettings
-from draftheads.shapes import BestFirst, BestPaths, Sampled
-from draftheads.tree import Tree
+from draftheads.speculation.draft import Context
+from draftheads.speculation.sampling import RowSettings
+from draftheads.speculation.shapes import BestFirst, BestPaths, Sampled
+from draftheads.speculation.tree import Tree
 from families import FAMILIES, TREES, VOCAB, propose, tiny_head, tiny_model
 from slow_heads import slow_attention
 from thorough import some_rows

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftheads.draft import TargetWeights
 from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.heads import HEADS, head_classes
 from draftheads.heads.base import DraftHead
-from draftheads.tree import Path, Tree
+from draftheads.speculation.draft import TargetWeights
+from draftheads.speculation.tree import Path, Tree
 from families import fitting, propose, tiny_head, tiny_model
 from slow_heads import (
     DRAFT_VOCAB,

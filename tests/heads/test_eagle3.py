@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from draftheads.cpu.optimise import speed_up
 from draftheads.decode.engine import Engine
-from draftheads.draft import Context
 from draftheads.errors import InvalidSettings
-from draftheads.models.fast import speed_up
 from draftheads.models.layer_inputs import layer_inputs
 from draftheads.search.calibrate import Answer, observe
-from draftheads.tree import Tree
+from draftheads.speculation.draft import Context
+from draftheads.speculation.tree import Tree
 from families import FAMILIES, PROMPTS, TREES, VOCAB, propose, tiny_head, tiny_model
 
 TEXT = torch.tensor([[3, 4, 5, 6, 7, 8, 9]])

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from draftheads.decode.engine import Engine
-from draftheads.draft import Draft, Verdict
 from draftheads.models import kv_cache
 from draftheads.models import kv_target as target
 from draftheads.models.graphs import Outputs, StaticOnly, StepGraphs, capture_for
 from draftheads.models.kv_target import Target, padded_nodes
 from draftheads.models.model import TargetModel
-from draftheads.tree import Tree
+from draftheads.speculation.draft import Draft, Verdict
+from draftheads.speculation.tree import Tree
 from fake_cuda import GPU, FakeCuda, Place
 from families import FAMILIES, GROWING, PROMPTS, TREES, VOCAB, PlantedDrafter, PlantedRandomTrees, tiny_head, tiny_model
 from thorough import some

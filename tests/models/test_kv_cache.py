@@ -11,13 +11,13 @@ from torch import Tensor
 
 from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
-from draftheads.draft import Draft, Verdict
 from draftheads.models import kv_target
 from draftheads.models.kv_cache import BLOCK_SLOTS, SlotCache
 from draftheads.models.kv_target import Target
 from draftheads.models.masks import as_float_mask, tree_visibility, within_window
 from draftheads.models.model import TargetModel
-from draftheads.tree import Tree
+from draftheads.speculation.draft import Draft, Verdict
+from draftheads.speculation.tree import Tree
 from families import PROMPTS, TREES, PlantedDrafter, tiny_model
 
 LAYERS, KV_HEADS, HEAD_SIZE = 2, 2, 8  # of the tiny llama

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from draftheads.data.extract import load_texts
+from draftheads.data.compute_features import load_texts
 from draftheads.decode.engine import Engine
-from draftheads.draft import Drafter
 from draftheads.errors import LengthWarning, PromptTooLong
 from draftheads.models.model import TargetModel
 from draftheads.models.pretrained import ModelTokenizer, max_positions_of
-from draftheads.shapes import BestFirst
+from draftheads.speculation.draft import Drafter
+from draftheads.speculation.shapes import BestFirst
 from draftheads.train.training_data import read_texts
 from families import PlantedRandomTrees, tiny_head, tiny_model
 from training_world import chat, chat_model, chat_options, chat_tokenizer, write_chats

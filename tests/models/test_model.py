@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from draftheads.cpu.kernels import PackedLinear
+from draftheads.cpu.optimise import speed_up
 from draftheads.errors import UnsupportedModel
-from draftheads.kernels import PackedLinear
-from draftheads.models.fast import speed_up
 from draftheads.models.kv_target import check_trees
 from draftheads.models.model import TargetModel
 from families import FAMILIES, SMALL, VOCAB, IntegerTokenizer, tiny_model

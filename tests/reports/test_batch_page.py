@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftheads.data.batches import collate
-from draftheads.data.chat import EncodedChat
+from draftheads.data.chat_tokens import EncodedChat
 from draftheads.data.features import Document
 from draftheads.reports.batch_page import PlannedBatch, batch_page, num_read, padding_share
 from draftheads.reports.page import Page, render

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from draftheads.reports.training_page import training_page
-from draftheads.train.verdict import training_verdict
+from draftheads.train.summary import training_verdict
 from report_records import METRICS, MOVEMENT, write_training_run
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from draftheads.decode.engine import Engine
-from draftheads.draft import Context, Draft
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.search import calibrate
@@ -21,7 +20,8 @@ from draftheads.search.calibrate import (
     reached,
     reliability,
 )
-from draftheads.shapes import BestFirst
+from draftheads.speculation.draft import Context, Draft
+from draftheads.speculation.shapes import BestFirst
 from families import PROMPTS, tiny_head, tiny_model
 from observed_heads import HEADS, K, drafted_along, head_of
 

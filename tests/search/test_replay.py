@@ -12,13 +12,13 @@ from draftheads.decode.engine import Engine
 from draftheads.errors import DataError
 from draftheads.heads.base import DraftHead, HeadSession
 from draftheads.models.model import TargetModel
-from draftheads.progress import NoProgress
 from draftheads.search import replay
 from draftheads.search.calibrate import Answer, Observation
 from draftheads.search.replay import Replay, accuracies, encoded, own_answers, samplings
 from draftheads.search.settings import ReplaySettings
-from draftheads.shapes import BestFirst
-from draftheads.tree import Path as RankPath
+from draftheads.speculation.shapes import BestFirst
+from draftheads.speculation.tree import Path as RankPath
+from draftheads.utils.progress import NoProgress
 from families import PROMPTS, tiny_head, tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

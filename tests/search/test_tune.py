@@ -15,15 +15,15 @@ import pytest
 
 import draftheads
 from cli_world import PROMPTS
-from draftheads.acceptance_profile import AcceptanceProfile, read_profile
-from draftheads.checkpoint import read_head
+from draftheads.checkpoints.checkpoint import read_head
+from draftheads.checkpoints.profile_store import cached_profile, cached_profile_folder, find_profile, folder_to_write
+from draftheads.checkpoints.registry import zoo_heads
 from draftheads.cli.main import main
 from draftheads.errors import CheckpointCorrupt, InvalidSettings
-from draftheads.files import locked
-from draftheads.profiles import cached_profile, cached_profile_folder, find_profile, folder_to_write
 from draftheads.search.settings import ReplaySettings
 from draftheads.search.tune import answers_folder
-from draftheads.zoo.registry import zoo_heads
+from draftheads.speculation.acceptance_profile import AcceptanceProfile, read_profile
+from draftheads.utils.files import locked
 from nursery import Nursery
 
 QUICK = ["--num-prompts", "6", "--max-new-tokens", "10", "--max-nodes", "6"]

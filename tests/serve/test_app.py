@@ -13,7 +13,7 @@ import pytest
 from draftheads.serve.api_error import ApiError
 from draftheads.serve.guard import Access
 from draftheads.serve.http_limits import HttpLimits
-from draftheads.serve.service import Service
+from draftheads.serve.state import Service
 from serve_world import NAME, USER, Running, running, tiny_engines
 
 

@@ -19,10 +19,10 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult
 from draftheads.models.model import TargetModel
 from draftheads.serve.guard import Access
+from draftheads.serve.http_server import http_server
 from draftheads.serve.listening import listen
 from draftheads.serve.scheduler import Limits, Scheduler
-from draftheads.serve.server import http_server
-from draftheads.serve.service import ServedModel, Service
+from draftheads.serve.state import ServedModel, Service
 from families import TREES, tiny_head, tiny_model
 from serve_process import wait_until
 

@@ -9,9 +9,9 @@ from typing import Any
 import openai
 import pytest
 
-from draftheads.cache import cache_folder
 from draftheads.loading import load
 from draftheads.settings import SamplingSettings
+from draftheads.utils.cache import cache_folder
 from serve_process import ServerProcess
 
 pytestmark = pytest.mark.real

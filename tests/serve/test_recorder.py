@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from draftheads.data.extract import load_texts
+from draftheads.data.compute_features import load_texts
 from draftheads.data.records import check_readable
 from draftheads.errors import DataError, InvalidSettings, StorageError
 from draftheads.models.fingerprint import tokenizer_print

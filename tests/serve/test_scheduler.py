@@ -14,13 +14,13 @@ from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 from draftheads.decode.prompt_reader import PromptReader
 from draftheads.decode.request import StreamEvent
-from draftheads.draft import bytes_per_slot_of
 from draftheads.drafters.copying import Copying, CopyingSession
 from draftheads.errors import InvalidSettings, QueueFull, ShuttingDown, TooLarge
 from draftheads.heads.stateful import StatefulSession
 from draftheads.models.model import TargetModel
 from draftheads.serve.decoder import RunningLane
 from draftheads.serve.scheduler import Job, JobFailed, Lane, Limits, Scheduler
+from draftheads.speculation.draft import bytes_per_slot_of
 from families import GROWING, TREES, tiny_head, tiny_model
 from scheduler_world import (
     Clock,

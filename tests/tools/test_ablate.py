@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from draftheads.checkpoint import read_head
+from draftheads.checkpoints.checkpoint import read_head
 from draftheads.errors import InvalidSettings
 from draftheads.heads import head_classes
 from draftheads.heads.head_options import parse_head_options

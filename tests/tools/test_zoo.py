@@ -14,7 +14,8 @@ import tyro
 from safetensors.torch import load_file
 
 from draftheads.bench.table import Row
-from draftheads.checkpoint import load_head, read_head
+from draftheads.checkpoints import registry
+from draftheads.checkpoints.checkpoint import load_head, read_head
 from draftheads.cli.options.train import defaults
 from draftheads.heads import head_classes
 from draftheads.heads.attention import LayerConfig
@@ -22,7 +23,6 @@ from draftheads.heads.head_options import parse_head_options
 from draftheads.models.model import TargetModel
 from draftheads.train import run
 from draftheads.train.options import TrainOptions
-from draftheads.zoo import registry
 from training_world import chat_model, counting_chats, write_chats
 
 pytestmark = pytest.mark.usefixtures("one_thread")

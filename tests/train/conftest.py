@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from draftheads.data.extract import build_features, load_texts
+from draftheads.data.compute_features import build_features, load_texts
 from draftheads.models.model import TargetModel
-from draftheads.progress import NoProgress
+from draftheads.utils.progress import NoProgress
 from training_world import chat_model, counting_chats, distilled_chats, write_chats
 
 

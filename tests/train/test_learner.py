@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftheads.checkpoint import load_head
+from draftheads.checkpoints.checkpoint import load_head
 from draftheads.data.batches import collate
 from draftheads.data.features import FeatureStore
 from draftheads.errors import DataError, InvalidSettings

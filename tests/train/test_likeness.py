@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftheads.train.likeness import PHRASE, Text, share_in_other_texts
-from draftheads.train.verdict import _ALIKE
+from draftheads.train.summary import _ALIKE
 
 
 def random_texts(count: int, *, vocab: int, seed: int) -> list[Text]:

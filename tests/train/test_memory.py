@@ -9,7 +9,6 @@ import torch
 from draftheads.errors import InvalidSettings
 from draftheads.heads import HEADS
 from draftheads.heads.base import DraftHead
-from draftheads.machine import Memory
 from draftheads.models.model import TargetModel
 from draftheads.train import memory
 from draftheads.train.joint.run import train_jointly
@@ -17,6 +16,7 @@ from draftheads.train.memory import check_sizes, memory_bytes, num_parameters, r
 from draftheads.train.new_head import new_head
 from draftheads.train.options import HeadOptions
 from draftheads.train.run import train
+from draftheads.utils.machine import Memory
 from fake_progress import FakeProgress
 from families import fitting
 from joint_world import joint_options, on_disk

@@ -11,22 +11,22 @@ import torch
 import tyro
 from safetensors.torch import load_file
 
-from draftheads.checkpoint import load_head, read_head, save_head
+from draftheads.checkpoints import registry
+from draftheads.checkpoints.checkpoint import load_head, read_head, save_head
 from draftheads.cli.main import main
 from draftheads.cli.options import train as command
-from draftheads.data.extract import build_features, load_texts
+from draftheads.data.compute_features import build_features, load_texts
 from draftheads.data.features import FeatureStore
 from draftheads.errors import BaseModelWarning, CheckpointMismatch, InvalidSettings, ModelNotFound
 from draftheads.heads.hydra import HydraConfig, HydraHead
 from draftheads.models.model import TargetModel
-from draftheads.progress import NoProgress
 from draftheads.train import run
 from draftheads.train.joint.options import JointOptions
 from draftheads.train.joint.run import train_jointly_for
 from draftheads.train.new_head import Start, frequent_tokens, new_head
 from draftheads.train.options import HeadOptions, TrainOptions
 from draftheads.train.trainer import TrainingInterrupted
-from draftheads.zoo import registry
+from draftheads.utils.progress import NoProgress
 from fake_progress import FakeProgress
 from thorough import some
 from training_world import (

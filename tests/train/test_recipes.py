@@ -11,13 +11,13 @@ from draftheads.cli.main import main
 from draftheads.cli.options import train as command
 from draftheads.cli.options import train_joint
 from draftheads.models.model import TargetModel
-from draftheads.progress import NoProgress
 from draftheads.train import run
 from draftheads.train.joint.options import JointOptions
 from draftheads.train.joint.run import train_jointly_for
 from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import RECIPES
 from draftheads.train.report import Report
+from draftheads.utils.progress import NoProgress
 from thorough import some
 from training_world import (
     chat_model,

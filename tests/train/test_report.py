@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftheads.checkpoint import load_head
+from draftheads.checkpoints.checkpoint import load_head
 from draftheads.data.batches import split_held_out
 from draftheads.data.features import FeatureStore
-from draftheads.draft import Context
 from draftheads.models.model import TargetModel
+from draftheads.speculation.draft import Context
+from draftheads.speculation.tree import Tree
+from draftheads.speculation.tree_search import best_tree, expected_tokens
 from draftheads.train import run
 from draftheads.train.new_head import new_head
 from draftheads.train.report import NUM_RANKS, Measurement
-from draftheads.tree import Tree
-from draftheads.tree_search import best_tree, expected_tokens
 from fake_progress import FakeProgress
 from families import propose
 from training_world import measured, train_options

@@ -15,23 +15,23 @@ import pytest
 import torch
 
 import draftheads
-from draftheads.checkpoint import load_head, read_head
+from draftheads.checkpoints.checkpoint import load_head, read_head
 from draftheads.cli import train as command
 from draftheads.cli.main import main
-from draftheads.data import extract
+from draftheads.data import compute_features
 from draftheads.data.features import FeatureStore, shard_path
 from draftheads.errors import DataError, InvalidSettings, StorageError
 from draftheads.heads import HEADS
 from draftheads.models.model import TargetModel
-from draftheads.progress import Bars, NoProgress
+from draftheads.speculation.tree import Tree
 from draftheads.train import run
 from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import RECIPES
 from draftheads.train.report import Report, mean_loss, measure
+from draftheads.train.summary import training_verdict, verdict_of
 from draftheads.train.trainer import TrainingInterrupted
 from draftheads.train.training_data import plan_training
-from draftheads.train.verdict import training_verdict, verdict_of
-from draftheads.tree import Tree
+from draftheads.utils.progress import Bars, NoProgress
 from fake_progress import FakeProgress
 from families import fitting
 from thorough import some_rows
@@ -286,7 +286,7 @@ def test_resuming_with_other_data_is_an_error(target: TargetModel, tmp_path: Pat
 def test_ctrl_c_keeps_the_hidden_states_that_were_computed(
     target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extract, "DOCUMENTS_PER_SHARD", 15)
+    monkeypatch.setattr(compute_features, "DOCUMENTS_PER_SHARD", 15)
     data = write_chats(tmp_path / "chats.jsonl", counting_chats(40))
     settings = train_options(tmp_path / "out", None, data=(data,), keep_features=True)
 
@@ -456,7 +456,7 @@ def test_the_public_function_takes_defaults_from_a_recipe(tmp_path: Path, monkey
 def test_only_the_first_process_shows_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
     monkeypatch.setattr("draftheads.train.train_head.train", lambda _, progress: seen.append(progress))
-    monkeypatch.setattr("draftheads.progress.in_notebook", lambda: True)
+    monkeypatch.setattr("draftheads.utils.progress.in_notebook", lambda: True)
     own = FakeProgress()
     for first, progress in ((True, True), (False, True), (True, False), (False, own)):
         monkeypatch.setattr("draftheads.train.processes.is_first", lambda first=first: first)

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from draftheads.errors import InvalidSettings, StorageError
-from draftheads.files import locked
 from draftheads.models.model import TargetModel
 from draftheads.train import processes, run
 from draftheads.train.joint.options import JointOptions
 from draftheads.train.joint.run import train_jointly
 from draftheads.train.options import TrainOptions
 from draftheads.train.run_folder import RunFolder, find_checkpoint
+from draftheads.utils.files import locked
 from fake_progress import FakeProgress
 from nursery import Nursery
 from thorough import some

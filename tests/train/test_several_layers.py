@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftheads.checkpoint import load_head
-from draftheads.data.extract import build_features, load_texts, needed_bytes
+from draftheads.checkpoints.checkpoint import load_head
+from draftheads.data.compute_features import build_features, load_texts, needed_bytes
 from draftheads.data.features import FeatureStore, shard_path
-from draftheads.data.live import LiveStore
+from draftheads.data.live_features import LiveStore
 from draftheads.decode.engine import Engine
 from draftheads.errors import DataError, InvalidSettings
 from draftheads.models.model import TargetModel
-from draftheads.progress import NoProgress
 from draftheads.train.learner import head_learner
 from draftheads.train.new_head import in_float32, new_head
 from draftheads.train.run import train_for
+from draftheads.utils.progress import NoProgress
 from fake_progress import FakeProgress
 from training_world import lines, train_options
 

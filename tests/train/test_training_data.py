@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from draftheads.data import extract
+from draftheads.data import compute_features
 from draftheads.data.batches import split_held_out
-from draftheads.data.extract import build_features, load_texts, needed_bytes
-from draftheads.data.live import LiveStore
+from draftheads.data.compute_features import build_features, load_texts, needed_bytes
+from draftheads.data.live_features import LiveStore
 from draftheads.data.plain_text import load_blocks
 from draftheads.errors import DataError, InvalidSettings, StorageError
 from draftheads.models.model import TargetModel
-from draftheads.progress import NoProgress
 from draftheads.train import run, training_data
 from draftheads.train.report import measure
 from draftheads.train.run_folder import RunFolder, find_checkpoint
 from draftheads.train.schedule import rise_and_cosine
 from draftheads.train.training_data import plan_training, read_texts
+from draftheads.utils.progress import NoProgress
 from fake_progress import FakeProgress
 from training_world import (
     EOS,
@@ -77,8 +77,8 @@ def test_states_that_vllm_extracted_train_nearly_the_same_head(
     own = run.train_for(target, chat_options(tmp_path / "own", data=(chats,), method=method), FakeProgress())
     states = tmp_path / "states"
     extract_as_vllm(target, load_texts(target, [chats], max_length=64), states, [0, 1, 2])
-    monkeypatch.delattr(extract, "read_alone")
-    monkeypatch.delattr("draftheads.data.live.read_alone")
+    monkeypatch.delattr(compute_features, "read_alone")
+    monkeypatch.delattr("draftheads.data.live_features.read_alone")
     settings = chat_options(tmp_path / "out", data=(chats,), method=method, extracted=states)
     found = run.train_for(target, settings, FakeProgress())
     assert own is not None
@@ -151,7 +151,7 @@ def test_a_disk_that_is_too_small_fails_before_the_model_reads(
     build_features(target, texts, tmp_path / "there", NoProgress())
     made = sum(path.stat().st_size for path in (tmp_path / "there").glob("shard-*"))
     assert 0.9 * made < needed < 1.1 * made
-    monkeypatch.setattr(extract.shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
+    monkeypatch.setattr(compute_features.shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
     monkeypatch.setattr(TargetModel, "hidden_states", None)
     build_features(target, texts, tmp_path / "there", NoProgress())  # complete ones need no room
     message = r"need 0\.00 GB and the disk has 0\.00 GB left: .*--features, .*--max-tokens, .*--features-budget 0"

@@ -20,30 +20,30 @@ from draftheads.bench.contenders import DRAFT_MODEL, Contender, heads_for, load_
 from draftheads.bench.settings import BenchSettings
 from draftheads.bench.table import DEFAULT_FIELDS, SAMPLED_FIELDS, Row, timed_row
 from draftheads.bench.timing import PLAIN, Answers, answers_of, engine_way, over_plain, spread, take_turns
-from draftheads.cache import cache_folder
-from draftheads.counts import counted
+from draftheads.checkpoints.registry import head_name
 from draftheads.data.corpus_files import load_corpus
 from draftheads.data.records import own_prompts, prompts_in
 from draftheads.decode.cost_profile import machine_of
 from draftheads.decode.engine import Engine, Prompt, prompt_list
-from draftheads.draft import Drafter
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.errors import DataError, InvalidSettings
-from draftheads.estimates import ratio_with_error
-from draftheads.files import locked
 from draftheads.heads.base import DraftHead
 from draftheads.loading import find_template, load_target
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import model_name
-from draftheads.progress import Progress, counted_stage, shown
-from draftheads.provenance import provenance
-from draftheads.saved import identity_digest, saved_json
 from draftheads.search.replay import Replay, encoded, own_answers
 from draftheads.settings import Precision, SamplingSettings
-from draftheads.shapes import BestFirst, Sampled, Shape, in_words
-from draftheads.tree import Path as RankPath
-from draftheads.tree import Tree
-from draftheads.zoo.registry import head_name
+from draftheads.speculation.draft import Drafter
+from draftheads.speculation.shapes import BestFirst, Sampled, Shape, in_words
+from draftheads.speculation.tree import Path as RankPath
+from draftheads.speculation.tree import Tree
+from draftheads.utils.cache import cache_folder
+from draftheads.utils.counts import counted
+from draftheads.utils.estimates import ratio_with_error
+from draftheads.utils.files import locked
+from draftheads.utils.progress import Progress, counted_stage, shown
+from draftheads.utils.provenance import provenance
+from draftheads.utils.saved import identity_digest, saved_json
 
 MIN_PROMPTS = 3  # for a standard error
 _SEED = 1 << 30  # of the first sampled answer

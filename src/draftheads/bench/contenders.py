@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from draftheads.bench.timing import PLAIN
-from draftheads.checkpoint import read_head
+from draftheads.checkpoints.checkpoint import read_head
+from draftheads.checkpoints.registry import base_in_zoo, find_head, zoo_heads
 from draftheads.decode.engine import Engine
-from draftheads.draft import Drafter
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.corpus import Corpus
 from draftheads.drafters.draft_model import DraftModel
@@ -21,10 +21,10 @@ from draftheads.errors import CheckpointError, InvalidSettings, InvalidTree
 from draftheads.heads.base import DraftHead
 from draftheads.loading import UNTRAINED, engine_on, head_engine, load_drafter, load_target
 from draftheads.models.model import TargetModel
-from draftheads.saved import identity_digest
 from draftheads.settings import Precision
-from draftheads.shapes import BestFirst, BestPaths, Shape
-from draftheads.zoo.registry import base_in_zoo, find_head, zoo_heads
+from draftheads.speculation.draft import Drafter
+from draftheads.speculation.shapes import BestFirst, BestPaths, Shape
+from draftheads.utils.saved import identity_digest
 
 DRAFT_MODEL = "draft-model"
 

@@ -9,10 +9,10 @@ from draftheads.bench.contenders import names_of
 from draftheads.bench.margins import Scorer
 from draftheads.bench.table import Row, timed_row
 from draftheads.bench.timing import PLAIN, STOCK, Timings, Way, engine_way, stock_way
+from draftheads.cpu.optimise import rows_keep_their_bits
 from draftheads.decode.engine import Engine
 from draftheads.errors import InvalidSettings
 from draftheads.loading import find_template, head_engine, kernels_folder, load_drafter, load_target
-from draftheads.models.fast import rows_keep_their_bits
 from draftheads.models.model import TargetModel
 from draftheads.settings import Precision
 

@@ -9,8 +9,8 @@ from functools import partial
 
 from draftheads.bench.settings import BenchSettings
 from draftheads.bench.timing import Answers
-from draftheads.counts import counted, short_count
-from draftheads.estimates import quartiles, ratio_with_error
+from draftheads.utils.counts import counted, short_count
+from draftheads.utils.estimates import quartiles, ratio_with_error
 
 DEFAULTS = "× plain, defaults"  # heading of the speed of drafters as they are loaded …
 DEFAULT_FIELDS = ("default_speedup", "default_speedup_error")  # … and the fields of a row

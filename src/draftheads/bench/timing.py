@@ -14,9 +14,9 @@ import torch
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.step_timer import wait_for
-from draftheads.estimates import Share, ratio_with_error
 from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
+from draftheads.utils.estimates import Share, ratio_with_error
 
 PLAIN = "plain"
 STOCK = "transformers"

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from draftheads.bench.compare import MIN_PROMPTS, compare_heads
 from draftheads.bench.settings import BenchSettings
+from draftheads.bench.summary import defaults_sentence, remarks, verdict
 from draftheads.bench.table import Row, columns, markdown
-from draftheads.bench.verdict import defaults_sentence, remarks, verdict
 from draftheads.cli.options.bench import BenchOptions
 from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.report import write_pages
@@ -19,7 +19,7 @@ from draftheads.cli.show import check_json_path, quiet_transformers, write_json
 from draftheads.cli.show_comparison import print_table
 from draftheads.data.records import own_prompts, prompts_in
 from draftheads.errors import InvalidSettings, StorageError
-from draftheads.files import user_path, write_atomic
+from draftheads.utils.files import user_path, write_atomic
 
 
 def run(options: BenchOptions) -> None:

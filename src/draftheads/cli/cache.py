@@ -8,7 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftheads.cache import (
+from draftheads.cli.options.cache import CacheOptions
+from draftheads.errors import InvalidSettings
+from draftheads.utils.cache import (
     PARTS,
     CachePart,
     Contents,
@@ -18,9 +20,7 @@ from draftheads.cache import (
     contents_of,
     other_entries,
 )
-from draftheads.cli.options.cache import CacheOptions
-from draftheads.counts import byte_size, counted
-from draftheads.errors import InvalidSettings
+from draftheads.utils.counts import byte_size, counted
 
 Found = list[tuple[CachePart, Contents]]
 

@@ -13,21 +13,21 @@ from contextlib import suppress
 from rich.console import Console
 from rich.text import Text
 
-from draftheads.cli.conversation import Conversation
+from draftheads.cli.chat_history import Conversation
 from draftheads.cli.generate import load_engine, no_draft_sentence
 from draftheads.cli.options.chat import ChatOptions
 from draftheads.cli.progress_display import ProgressDisplay, error_console
 from draftheads.cli.show import DRAFTED, quiet_transformers, show_stream, speed_words
-from draftheads.counts import counted
 from draftheads.data.corpus_files import load_corpus
 from draftheads.decode.engine import Engine
 from draftheads.decode.prefix_cache import PrefixCache
 from draftheads.decode.prompt_reader import PromptReader
 from draftheads.decode.request import Request, StreamEvent
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings, no_such
-from draftheads.files import check_writable, write_atomic
 from draftheads.loading import UNTRAINED, engine_on, find_template, name_of
 from draftheads.settings import SamplingSettings
+from draftheads.utils.counts import counted
+from draftheads.utils.files import check_writable, write_atomic
 
 NO_HEAD = "none"  # in place of a head's name
 KEPT_BYTES = 1 << 30  # of what the model has read for earlier answers

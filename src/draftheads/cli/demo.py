@@ -11,9 +11,9 @@ from rich.text import Text
 from draftheads.bench.contenders import names_of
 from draftheads.bench.demo import Demo, load_demo
 from draftheads.bench.margins import Scorer
+from draftheads.bench.summary import speed_sentence
 from draftheads.bench.table import SPEED_COLUMNS, Row
 from draftheads.bench.timing import PLAIN, STOCK, Timings, take_turns
-from draftheads.bench.verdict import speed_sentence
 from draftheads.cli.options.demo import DemoOptions
 from draftheads.cli.progress_display import ProgressDisplay, error_console
 from draftheads.cli.show import DRAFTED, check_json_path, quiet_transformers, show_stream, write_json
@@ -25,12 +25,12 @@ from draftheads.cli.show_comparison import (
     slower_sentences,
     tree_sentence,
 )
-from draftheads.counts import counted
 from draftheads.data.records import TextPrompt, own_prompts, prompts_in
 from draftheads.decode.engine import Engine
 from draftheads.errors import DataError, InvalidSettings
-from draftheads.progress import counted_stage
-from draftheads.provenance import provenance
+from draftheads.utils.counts import counted
+from draftheads.utils.progress import counted_stage
+from draftheads.utils.provenance import provenance
 
 # fields of a row in the JSON object
 _FIELDS = (

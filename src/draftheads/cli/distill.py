@@ -5,15 +5,15 @@ from rich.table import Table
 
 from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.show import quiet_transformers
-from draftheads.distill.dialogue import Source
+from draftheads.distill.conversation import Source
 from draftheads.distill.endpoint import EndpointSource
 from draftheads.distill.journal import manifest_path
 from draftheads.distill.local import EngineSource
 from draftheads.distill.options import DistillOptions
 from draftheads.distill.run import Outcome, distill
 from draftheads.loading import load
-from draftheads.progress import Progress
-from draftheads.tree import Tree
+from draftheads.speculation.tree import Tree
+from draftheads.utils.progress import Progress
 
 
 def run(options: DistillOptions) -> None:

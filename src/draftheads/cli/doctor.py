@@ -1,4 +1,4 @@
-"""``draftheads doctor``: prints what :mod:`draftheads.diagnosis` finds on this machine."""
+"""``draftheads doctor``: prints what :mod:`draftheads.cli.diagnosis` finds on this machine."""
 
 import textwrap
 from dataclasses import asdict
@@ -6,11 +6,11 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.text import Text
 
+from draftheads.cli.diagnosis import Finding, examine
 from draftheads.cli.options.doctor import DoctorOptions
 from draftheads.cli.show import check_json_path, write_json
-from draftheads.counts import counted
-from draftheads.diagnosis import Finding, examine
 from draftheads.errors import MissingDependency
+from draftheads.utils.counts import counted
 
 _MARKS = {  # where there is UTF-8, elsewhere, and the style
     "ok": ("✓", "+", "green"),

@@ -16,15 +16,15 @@ from draftheads.cli.options.chat import ChatOptions
 from draftheads.cli.options.generate import GenerateOptions
 from draftheads.cli.progress_display import ProgressDisplay, error_console
 from draftheads.cli.show import drafted_text, print_logprobs, quiet_transformers, show_stream, speed_words
-from draftheads.counts import counted
 from draftheads.data.records import read_prompts
 from draftheads.decode.engine import Engine, Prompt
 from draftheads.decode.request import GenerationResult
 from draftheads.decode.size_policy import SizePolicySession
 from draftheads.errors import InvalidPrompt
-from draftheads.files import check_writable, write_atomic
 from draftheads.loading import load
-from draftheads.progress import Progress
+from draftheads.utils.counts import counted
+from draftheads.utils.files import check_writable, write_atomic
+from draftheads.utils.progress import Progress
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,17 @@ from rich.markdown import Markdown
 from rich.table import Table
 from rich.text import Text
 
-from draftheads.acceptance_profile import DEFAULT_NODES, KINDS, AcceptanceProfile, read_profile
+from draftheads.checkpoints.head_files import HeadFiles, read_head_files
+from draftheads.checkpoints.profile_store import cached_profile
+from draftheads.checkpoints.registry import DATA_PACKAGE_HEADS, DATA_PACKAGE_INSTALL, ZooHead, find_head, zoo_heads
 from draftheads.cli.options.generate import read_tree
 from draftheads.cli.options.info import InfoOptions
-from draftheads.counts import byte_size, counted
 from draftheads.drafters.copy_odds import DEFAULT_ODDS
-from draftheads.head_files import HeadFiles, read_head_files
 from draftheads.heads import head_methods
 from draftheads.models.embedded import SMOLLM2_135M
-from draftheads.profiles import cached_profile
-from draftheads.tree import Tree
-from draftheads.zoo.registry import DATA_PACKAGE_HEADS, DATA_PACKAGE_INSTALL, ZooHead, find_head, zoo_heads
+from draftheads.speculation.acceptance_profile import DEFAULT_NODES, KINDS, AcceptanceProfile, read_profile
+from draftheads.speculation.tree import Tree
+from draftheads.utils.counts import byte_size, counted
 
 WORDS = {  # the same table is in docs/trees.md
     "nodes": "size of a draft tree: its draft tokens and its root, the token that is known already",

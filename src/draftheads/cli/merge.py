@@ -1,6 +1,6 @@
 """``draftheads merge``: one ordinary model folder with its head in it."""
 
-from draftheads.head_files import HEAD_FOLDER
+from draftheads.checkpoints.head_files import HEAD_FOLDER
 from draftheads.train.joint.merge import merge
 from draftheads.train.joint.options import MergeOptions
 

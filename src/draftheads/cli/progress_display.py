@@ -31,7 +31,7 @@ def error_console() -> Console:
 
 
 class ProgressDisplay:
-    """Shows a :class:`draftheads.progress.Progress` on a console; a context manager.
+    """Shows a :class:`draftheads.utils.progress.Progress` on a console; a context manager.
 
     Each finished stage leaves a line with its seconds.
 

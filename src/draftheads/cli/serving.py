@@ -11,19 +11,19 @@ from collections.abc import Iterable
 
 from draftheads.cli.options.serve import ServeOptions
 from draftheads.cli.show import quiet_transformers
-from draftheads.counts import counted
 from draftheads.errors import InvalidSettings, MissingDependency
-from draftheads.files import user_path
+from draftheads.utils.counts import counted
+from draftheads.utils.files import user_path
 
 try:
     from draftheads.serve.guard import LOCAL_NAMES, Access
     from draftheads.serve.head_replacement import HeadReplacement
     from draftheads.serve.http_limits import HttpLimits
+    from draftheads.serve.http_server import serve
+    from draftheads.serve.load_models import Served, default_kv_bytes, load_served, read_key_file
     from draftheads.serve.recorder import Recorder
     from draftheads.serve.scheduler import Limits, Scheduler
-    from draftheads.serve.served import Served, default_kv_bytes, load_served, read_key_file
-    from draftheads.serve.server import serve
-    from draftheads.serve.service import ServedModel, Service
+    from draftheads.serve.state import ServedModel, Service
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] not in ("fastapi", "starlette", "uvicorn", "h11", "prometheus_client"):
         raise

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftheads.counts import counted
 from draftheads.decode.text import TextStream
-from draftheads.files import check_writable, user_path, write_atomic
+from draftheads.utils.counts import counted
+from draftheads.utils.files import check_writable, user_path, write_atomic
 
 if TYPE_CHECKING:  # `doctor` writes JSON, too, and must not wait for models
     from draftheads.decode.request import GenerationResult, Request, StreamEvent

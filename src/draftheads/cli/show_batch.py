@@ -11,18 +11,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftheads.chat_template import ChatReader, read_template
 from draftheads.cli.options.show_batch import ShowBatchOptions
 from draftheads.cli.show import quiet_transformers
 from draftheads.data.batches import choose_texts, plan_batches
-from draftheads.data.extract import load_and_count
+from draftheads.data.compute_features import load_and_count
 from draftheads.errors import InvalidSettings
-from draftheads.files import write_atomic
+from draftheads.models.chat_template import ChatReader, read_template
 from draftheads.models.pretrained import load_tokenizer
-from draftheads.provenance import provenance
 from draftheads.reports.batch_page import PlannedBatch, batch_page
 from draftheads.reports.page import render
 from draftheads.reports.spans import KINDS, Span, spans
+from draftheads.utils.files import write_atomic
+from draftheads.utils.provenance import provenance
 
 _STYLES = {  # by Span.is_learned, Span.is_special
     (False, False): "dim",

@@ -10,12 +10,12 @@ from rich.text import Text
 
 from draftheads.bench.table import PARTS, Column, Row
 from draftheads.bench.timing import PLAIN, STOCK
-from draftheads.counts import counted
 from draftheads.decode.engine import Engine
 from draftheads.decode.size_policy import SizePolicySession
 from draftheads.drafters.copying import CopyingSession
-from draftheads.shapes import BestFirst
-from draftheads.tree import Tree
+from draftheads.speculation.shapes import BestFirst
+from draftheads.speculation.tree import Tree
+from draftheads.utils.counts import counted
 
 NEAR_TIES = """\
 In bf16, adding numbers in another order changes their last bits. Then one of

@@ -9,14 +9,14 @@ from rich.table import Table
 from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.report import write_pages
 from draftheads.cli.show import quiet_transformers
-from draftheads.counts import counted
-from draftheads.progress import Progress
 from draftheads.train import processes
 from draftheads.train.options import RunOptions, TrainOptions
 from draftheads.train.recipes import recipe
 from draftheads.train.report import Report, mean_loss
 from draftheads.train.run import train
-from draftheads.train.verdict import verdict_of
+from draftheads.train.summary import verdict_of
+from draftheads.utils.counts import counted
+from draftheads.utils.progress import Progress
 
 
 def run(options: TrainOptions) -> None:

@@ -3,10 +3,10 @@
 from rich.table import Table
 
 from draftheads.cli.train import run_and_print
-from draftheads.counts import counted
 from draftheads.train.joint.movement import Movement
 from draftheads.train.joint.options import JointOptions
 from draftheads.train.joint.run import train_jointly
+from draftheads.utils.counts import counted
 
 
 def run(options: JointOptions) -> None:

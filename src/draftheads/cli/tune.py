@@ -7,18 +7,18 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from draftheads.acceptance_profile import PROFILE_FILE, AcceptanceProfile
+from draftheads.bench.summary import speed_sentence
 from draftheads.bench.timing import over_plain
-from draftheads.bench.verdict import speed_sentence
+from draftheads.checkpoints.registry import find_head
 from draftheads.cli.options.tune import TuneOptions
 from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.report import write_pages
 from draftheads.cli.show import quiet_transformers
 from draftheads.data.records import own_prompts, prompts_in
-from draftheads.files import write_atomic
 from draftheads.search.replay import encoded
 from draftheads.search.tune import RECORD, tune_head
-from draftheads.zoo.registry import find_head
+from draftheads.speculation.acceptance_profile import PROFILE_FILE, AcceptanceProfile
+from draftheads.utils.files import write_atomic
 
 _SHOWN = (1, 2, 4, 8, 10, 16, 32, 64)
 

@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from draftheads.cache import cache_folder
 from draftheads.data.json_lines import read_json_lines
 from draftheads.data.plain_text import read_texts
 from draftheads.data.records import chat_of
 from draftheads.drafters.corpus import Corpus, index_texts
 from draftheads.errors import CacheWarning, DataError, InvalidSettings, StorageError
-from draftheads.files import atomic_directory, user_path
-from draftheads.messages import half_character
 from draftheads.models.fingerprint import tokenizer_print
-from draftheads.progress import Progress, counted_stage, shown
+from draftheads.utils.cache import cache_folder
+from draftheads.utils.files import atomic_directory, user_path
+from draftheads.utils.messages import half_character
+from draftheads.utils.progress import Progress, counted_stage, shown
 
 MOST_KEPT = 4  # indices in the cache; each folder of records that grows makes a new one at each start
 MOST_TOKENS = 1 << 24  # of a corpus; they take 128 MiB, and up to 1.8 GiB while they are read and sorted

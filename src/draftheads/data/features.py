@@ -22,10 +22,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from draftheads.counts import counted
 from draftheads.errors import CheckpointError, DataError
-from draftheads.files import write_atomic
-from draftheads.strict_json import read_dataclass, read_object
+from draftheads.utils.counts import counted
+from draftheads.utils.files import write_atomic
+from draftheads.utils.strict_json import read_dataclass, read_object
 
 FORMAT_VERSION = 1
 DOCUMENTS_PER_SHARD = 256

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from draftheads.errors import DataError
-from draftheads.messages import short
+from draftheads.utils.messages import short
 
 MOST_CHARACTERS = 1 << 26  # of a line or of an array; a small zipped file may expand to an endless line
 

@@ -9,10 +9,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from draftheads.data.chat import EncodedChat
+from draftheads.data.chat_tokens import EncodedChat
 from draftheads.data.json_lines import read_json_lines
 from draftheads.errors import DataError
-from draftheads.messages import half_character, short
+from draftheads.utils.messages import half_character, short
 
 
 def read_texts(path: Path) -> Iterator[tuple[str, str]]:

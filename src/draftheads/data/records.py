@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from draftheads.data.json_lines import read_json_lines
 from draftheads.errors import DataError, close_name
-from draftheads.messages import Message, message_problem, short
+from draftheads.utils.messages import Message, message_problem, short
 
 TextPrompt = str | list[Message]  # a user's text, or a conversation
 _PROMPT_FORMS = ("prompt", "messages", "turns")  # the first one of them that is there counts

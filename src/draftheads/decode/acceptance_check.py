@@ -7,8 +7,8 @@ the text are not counted, and neither are requests with other settings than the 
 import warnings
 from dataclasses import dataclass
 
-from draftheads.counts import counted
 from draftheads.errors import BaseModelWarning
+from draftheads.utils.counts import counted
 
 _MIN_TOKENS = 200  # of steps with a draft, before anything is said
 # accepted draft tokens for each expected one; measured, see "Heads of tuned copies" in LOG.md

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftheads.accept import accept, num_rejection_uniforms
 from draftheads.decode.prompt_reader import PromptReader, ReadText
 from draftheads.decode.request import Request, StreamEvent, TopLogprobs
 from draftheads.decode.size_policy import SizePolicySession
 from draftheads.decode.token_rules import BatchRules
-from draftheads.draft import Context, Draft, Drafter, Places, Verdict, Watcher, hidden_layers_of
 from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
-from draftheads.sampling import RowSettings, choose, token_logprobs
 from draftheads.settings import SamplingSettings
-from draftheads.shapes import ROOT_ONLY, Shape
-from draftheads.transfer import to_device
+from draftheads.speculation.accept import accept, num_rejection_uniforms
+from draftheads.speculation.draft import Context, Draft, Drafter, Places, Verdict, Watcher, hidden_layers_of
+from draftheads.speculation.sampling import RowSettings, choose, token_logprobs
+from draftheads.speculation.shapes import ROOT_ONLY, Shape
+from draftheads.utils.transfer import to_device
 
 
 class Batch:

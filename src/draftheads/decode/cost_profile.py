@@ -20,18 +20,18 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from draftheads.cache import cache_folder
+from draftheads.cpu.kernels import PackedLinear
+from draftheads.cpu.optimise import kernels_of
+from draftheads.cpu.threads import thread_choice
 from draftheads.decode.step_timer import TEXT_TOKENS, StepTimer
 from draftheads.errors import CacheWarning, CheckpointError, InvalidSettings, SpeedWarning, StorageError
-from draftheads.files import write_atomic
 from draftheads.heads.base import DraftHead
-from draftheads.kernels import PackedLinear
-from draftheads.machine import OtherPrograms
-from draftheads.models.fast import kernels_of
 from draftheads.models.model import TargetModel
-from draftheads.models.threads import thread_choice
-from draftheads.provenance import provenance
-from draftheads.strict_json import checked, read_dataclass, read_object
+from draftheads.utils.cache import cache_folder
+from draftheads.utils.files import write_atomic
+from draftheads.utils.machine import OtherPrograms
+from draftheads.utils.provenance import provenance
+from draftheads.utils.strict_json import checked, read_dataclass, read_object
 
 logger = logging.getLogger(__name__)
 

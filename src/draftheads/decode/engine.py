@@ -10,9 +10,6 @@ from os import PathLike
 from threading import Lock
 from typing import Any, cast
 
-from draftheads.acceptance_profile import MAX_NODES, AcceptanceProfile
-from draftheads.chat_template import BUILT_IN, render, template_of
-from draftheads.counts import counted
 from draftheads.decode.acceptance_check import AcceptanceCheck
 from draftheads.decode.batch import Batch
 from draftheads.decode.cost_profile import CostProfile
@@ -20,7 +17,6 @@ from draftheads.decode.grammar import compiler_for
 from draftheads.decode.plain import NoDraft
 from draftheads.decode.request import GenerationResult, Request, StreamEvent
 from draftheads.decode.size_policy import SizePolicy
-from draftheads.draft import Drafter, hidden_layers_of
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.errors import (
@@ -32,11 +28,15 @@ from draftheads.errors import (
     require_at_least,
 )
 from draftheads.heads.base import DraftHead
-from draftheads.messages import Message, half_character, message_problem, short
+from draftheads.models.chat_template import BUILT_IN, render, template_of
 from draftheads.models.model import TargetModel
-from draftheads.progress import Progress, counted_stage, shown
 from draftheads.settings import SamplingSettings
-from draftheads.shapes import BestFirst, Shape, as_shape, calibrated, in_words, most_nodes_of
+from draftheads.speculation.acceptance_profile import MAX_NODES, AcceptanceProfile
+from draftheads.speculation.draft import Drafter, hidden_layers_of
+from draftheads.speculation.shapes import BestFirst, Shape, as_shape, calibrated, in_words, most_nodes_of
+from draftheads.utils.counts import counted
+from draftheads.utils.messages import Message, half_character, message_problem, short
+from draftheads.utils.progress import Progress, counted_stage, shown
 
 Prompt = str | Sequence[Message] | Sequence[int]  # a user's text, a list of messages, or token ids as they are
 # names of other libraries, where they are not close to ours

@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from draftheads.draft import AFTER_END, FORBIDDEN
 from draftheads.errors import GrammarFailed, InvalidSettings, MissingDependency
 from draftheads.settings import Grammar
+from draftheads.speculation.draft import AFTER_END, FORBIDDEN
 
 try:
     import llguidance

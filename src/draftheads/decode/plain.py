@@ -4,8 +4,8 @@ from typing import Self
 
 import torch
 
-from draftheads.draft import Context, Draft
-from draftheads.shapes import ROOT_ONLY, Shape
+from draftheads.speculation.draft import Context, Draft
+from draftheads.speculation.shapes import ROOT_ONLY, Shape
 
 
 class NoDraft:

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import torch
 
-from draftheads.counts import counted
 from draftheads.decode.grammar import GrammarState
 from draftheads.decode.text import StopText, TextStream, pieces_of
 from draftheads.settings import SamplingSettings
+from draftheads.utils.counts import counted
 
 FinishReason = Literal["stop", "length"]
 TopLogprobs = tuple[tuple[int, float], ...]  # (id, log-probability) of the most likely tokens, best first

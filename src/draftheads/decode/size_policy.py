@@ -17,13 +17,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from draftheads.acceptance_profile import KINDS, AcceptanceProfile, Kind
 from draftheads.decode.acceptance_check import AcceptanceCheck
 from draftheads.decode.cost_profile import CostProfile
 from draftheads.decode.step_timer import STEP_TOKENS
-from draftheads.draft import Context, Draft, Drafter, Watcher, hidden_layers_of
 from draftheads.drafters.copying import Copying, CopyingSession
-from draftheads.shapes import ROOT_ONLY, BestFirst, Shape
+from draftheads.speculation.acceptance_profile import KINDS, AcceptanceProfile, Kind
+from draftheads.speculation.draft import Context, Draft, Drafter, Watcher, hidden_layers_of
+from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, Shape
 
 Floats = npt.NDArray[np.float64]
 Way = tuple[Kind, int]  # of drafting: a kind of tree, and its greatest depth

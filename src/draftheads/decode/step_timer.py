@@ -6,15 +6,15 @@ from itertools import chain, product
 import torch
 from torch import Tensor
 
-from draftheads.accept import accept
-from draftheads.draft import Context, Draft
 from draftheads.heads.base import DraftHead, HeadSession
 from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
-from draftheads.sampling import RowSettings, most_likely
 from draftheads.settings import SamplingSettings
-from draftheads.shapes import BestFirst, Shape
-from draftheads.tree import Tree
+from draftheads.speculation.accept import accept
+from draftheads.speculation.draft import Context, Draft
+from draftheads.speculation.sampling import RowSettings, most_likely
+from draftheads.speculation.shapes import BestFirst, Shape
+from draftheads.speculation.tree import Tree
 
 TEXT_TOKENS = 256  # tokens of each row, about as many as a short answer and its prompt have
 LONG_TEXT_TOKENS = 1024  # the same where the cost of a longer text is measured

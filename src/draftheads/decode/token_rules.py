@@ -13,13 +13,13 @@ from torch import Tensor
 
 from draftheads.decode.grammar import GrammarState
 from draftheads.decode.request import Request
-from draftheads.draft import FORBIDDEN, Draft, Places
-from draftheads.masking import with_nodes
-from draftheads.transfer import to_device
+from draftheads.speculation.draft import FORBIDDEN, Draft, Places
+from draftheads.speculation.masking import with_nodes
+from draftheads.utils.transfer import to_device
 
 
 class BatchRules:
-    """The rules of B rows; see :class:`draftheads.draft.TokenRules`.
+    """The rules of B rows; see :class:`draftheads.speculation.draft.TokenRules`.
 
     Args:
         requests: of the rows.

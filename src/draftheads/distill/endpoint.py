@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from draftheads.counts import counted
-from draftheads.distill.dialogue import Dialogue, OnProgress
+from draftheads.distill.conversation import Dialogue, OnProgress
 from draftheads.distill.options import DistillOptions
 from draftheads.errors import EndpointError, InvalidSettings, MissingDependency, PromptTooLong
+from draftheads.utils.counts import counted
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient, Response

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from draftheads.errors import DataError, InvalidSettings
-from draftheads.files import append_synced, locked, remove_leftovers, write_atomic
-from draftheads.identity import as_json_values, require_same
+from draftheads.utils.files import append_synced, locked, remove_leftovers, write_atomic
+from draftheads.utils.identity import as_json_values, require_same
 
 _FORMAT = 1
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
 
-from draftheads.chat_template import BUILT_IN, template_of
 from draftheads.decode.engine import Engine, Prompt
 from draftheads.decode.request import Request
-from draftheads.distill.dialogue import Dialogue, OnProgress
+from draftheads.distill.conversation import Dialogue, OnProgress
 from draftheads.distill.options import DistillOptions
 from draftheads.distill.template import TurnEnd, user_turn_end, user_turn_opening
 from draftheads.errors import DataError, InvalidPrompt, PromptTooLong, UnsupportedModel
+from draftheads.models.chat_template import BUILT_IN, template_of
 from draftheads.models.fingerprint import Fingerprints
 from draftheads.settings import SamplingSettings
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from draftheads.data.plain_text import read_texts
 from draftheads.data.records import Record, read_prompts
 from draftheads.errors import DataError
-from draftheads.messages import short
+from draftheads.utils.messages import short
 
 SELF_TALK = "self-talk"
 _ROLES = {"system", "user", "assistant"}

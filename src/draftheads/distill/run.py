@@ -1,8 +1,8 @@
 """A distillation: prompts to conversations, in chunks; each chunk is saved before the next one begins.
 
-Knows the order of the work; shows nothing: it reports to a :class:`~draftheads.progress.Progress`. Each chunk starts
-with an empty batch. So after a kill a chunk is computed again with the same neighbours in every batch, and the file is
-the same to the byte even where kernels round by batch size.
+Knows the order of the work; shows nothing: it reports to a ``Progress``. Each chunk starts with an empty batch. So
+after a kill a chunk is computed again with the same neighbours in every batch, and the file is the same to the byte
+even where kernels round by batch size.
 """
 
 import json
@@ -12,15 +12,15 @@ from dataclasses import asdict, dataclass
 from itertools import chain, islice, repeat
 from typing import Any
 
-from draftheads.counts import counted
-from draftheads.distill.dialogue import Dialogue, Source
+from draftheads.distill.conversation import Dialogue, Source
 from draftheads.distill.journal import Counts, Journal
 from draftheads.distill.options import DistillOptions
 from draftheads.distill.prompts import SELF_TALK, Prompt, Seen, Survey, survey, unique_prompts
 from draftheads.errors import DistillationInterrupted
-from draftheads.files import check_writable
-from draftheads.progress import Progress
-from draftheads.provenance import provenance
+from draftheads.utils.counts import counted
+from draftheads.utils.files import check_writable
+from draftheads.utils.progress import Progress
+from draftheads.utils.provenance import provenance
 
 _MAY_CHANGE = frozenset(  # the answers do not depend on these (batch_size only by rounding)
     {

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from draftheads.chat_template import ChatReader, continuing_ids, render, special_ids
 from draftheads.errors import UnsupportedModel
+from draftheads.models.chat_template import ChatReader, continuing_ids, render, special_ids
 
 _WORDS = "seventeen purple elephants"  # stands for the user's words; templates strip white space around them
 

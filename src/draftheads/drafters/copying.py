@@ -9,18 +9,26 @@ from operator import sub
 import torch
 from torch import Tensor
 
-from draftheads.candidates import Candidates
-from draftheads.draft import Context, Draft, Drafter, TokenRules, Watcher, bytes_per_slot_of, hidden_layers_of
 from draftheads.drafters.copy_odds import DEFAULT_ODDS, MAX_NGRAM, Odds, check_odds, votes_of
 from draftheads.drafters.copy_tree import Copied, Voter, copy_tree
 from draftheads.drafters.corpus import LONGEST_MATCH, Corpus
 from draftheads.drafters.text_index import RowTexts, TextIndex
 from draftheads.errors import InvalidSettings, require_at_least
-from draftheads.filling import likely_enough
-from draftheads.merging import merged
-from draftheads.shapes import ROOT_ONLY, BestFirst, Shape
-from draftheads.transfer import to_device
-from draftheads.tree import Path, Tree
+from draftheads.speculation.candidates import Candidates
+from draftheads.speculation.draft import (
+    Context,
+    Draft,
+    Drafter,
+    TokenRules,
+    Watcher,
+    bytes_per_slot_of,
+    hidden_layers_of,
+)
+from draftheads.speculation.growing import likely_enough
+from draftheads.speculation.merging import merged
+from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, Shape
+from draftheads.speculation.tree import Path, Tree
+from draftheads.utils.transfer import to_device
 
 # For static trees without measured values, close to hydra's: the probability of a node of rank 0 as a share of its
 # parent's, and of a node of each next rank as a share of the rank before.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from draftheads.progress import NoProgress, Progress
+from draftheads.utils.progress import NoProgress, Progress
 
 Ids = npt.NDArray[np.int32]
 

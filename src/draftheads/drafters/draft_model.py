@@ -10,16 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftheads.candidates import ancestors_of
-from draftheads.draft import Context, Draft, Verdict
 from draftheads.errors import InvalidSettings
-from draftheads.filling import fill
 from draftheads.models.fingerprint import Fingerprints
 from draftheads.models.kv_target import Target, bytes_per_slot
 from draftheads.models.model import TargetModel
-from draftheads.shapes import Shape, check_ranks, depth_of
-from draftheads.transfer import to_device
-from draftheads.tree import Tree
+from draftheads.speculation.candidates import ancestors_of
+from draftheads.speculation.draft import Context, Draft, Verdict
+from draftheads.speculation.growing import fill
+from draftheads.speculation.shapes import Shape, check_ranks, depth_of
+from draftheads.speculation.tree import Tree
+from draftheads.utils.transfer import to_device
 
 
 class _State(NamedTuple):

@@ -15,11 +15,11 @@ from typing import Self
 
 from torch import Tensor
 
-from draftheads.candidates import ancestors_of
-from draftheads.draft import Context, Draft
 from draftheads.errors import require_at_least
-from draftheads.shapes import Shape
-from draftheads.transfer import to_device
+from draftheads.speculation.candidates import ancestors_of
+from draftheads.speculation.draft import Context, Draft
+from draftheads.speculation.shapes import Shape
+from draftheads.utils.transfer import to_device
 
 _POOL = 4096  # n-grams' first tokens that a row remembers, those used last
 

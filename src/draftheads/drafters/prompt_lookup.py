@@ -2,12 +2,12 @@
 
 from torch import Tensor
 
-from draftheads.draft import Context, Draft
 from draftheads.drafters.text_index import RowTexts
 from draftheads.errors import require_at_least
-from draftheads.shapes import Shape
-from draftheads.transfer import to_device
-from draftheads.tree import Tree
+from draftheads.speculation.draft import Context, Draft
+from draftheads.speculation.shapes import Shape
+from draftheads.speculation.tree import Tree
+from draftheads.utils.transfer import to_device
 
 
 class PromptLookup:

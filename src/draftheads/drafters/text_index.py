@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from draftheads.draft import Context
+from draftheads.speculation.draft import Context
 
 
 class TextIndex:

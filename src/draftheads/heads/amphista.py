@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftheads.draft import Context
 from draftheads.errors import InvalidSettings, require_at_least
 from draftheads.heads.attention import LayerConfig, TransformerLayer
 from draftheads.heads.base import EmbeddingConfig, Root
 from draftheads.heads.history import History
 from draftheads.heads.layers import ResidualBlock, fusion
 from draftheads.heads.stateful import StatefulHead, last_of, next_tokens
+from draftheads.speculation.draft import Context
 
 
 @dataclass(frozen=True)

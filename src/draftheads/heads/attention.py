@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftheads.counts import counted
+from draftheads.cpu.kernels import PackedLinear, stacked
 from draftheads.errors import InvalidSettings, require_at_least
 from draftheads.heads.base import HeadConfig
 from draftheads.heads.history import History, KeysValues
-from draftheads.kernels import PackedLinear, stacked
+from draftheads.utils.counts import counted
 
 
 @dataclass(frozen=True)

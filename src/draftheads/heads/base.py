@@ -15,17 +15,17 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from draftheads.counts import counted
-from draftheads.draft import Context, Draft, TargetWeights
+from draftheads.cpu.kernel_choice import pack
+from draftheads.cpu.kernels import replace_linears
 from draftheads.errors import InvalidSettings, InvalidTree, require_at_least
-from draftheads.filling import fill
 from draftheads.heads.history import History
 from draftheads.heads.layers import Fusable, LmHeads
-from draftheads.kernel_choice import pack
-from draftheads.kernels import replace_linears
 from draftheads.settings import LmHeadKind
-from draftheads.shapes import BestFirst, BestPaths, Shape, check_ranks, depth_of
-from draftheads.tree import Tree
+from draftheads.speculation.draft import Context, Draft, TargetWeights
+from draftheads.speculation.growing import fill
+from draftheads.speculation.shapes import BestFirst, BestPaths, Shape, check_ranks, depth_of
+from draftheads.speculation.tree import Tree
+from draftheads.utils.counts import counted
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class HeadConfig:
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose inputs it reads in place of h_t; see :func:`draftheads.draft.hidden_layers_of`."""
+        """Layers of the target whose inputs it reads in place of h_t; see ``hidden_layers_of``."""
         return ()
 
     @property

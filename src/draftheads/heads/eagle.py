@@ -11,13 +11,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from draftheads.draft import Context
 from draftheads.errors import InvalidSettings
 from draftheads.heads.attention import LayerConfig, TransformerLayer, attend, attend_with_path
 from draftheads.heads.base import EmbeddingConfig, Root
 from draftheads.heads.history import History, KeysValues
 from draftheads.heads.layers import fusion
 from draftheads.heads.stateful import PathState, StatefulHead, last_of, next_tokens
+from draftheads.speculation.draft import Context
 
 
 @dataclass(frozen=True)

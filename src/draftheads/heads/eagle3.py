@@ -13,11 +13,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from draftheads.draft import TargetWeights
 from draftheads.errors import InvalidSettings
 from draftheads.heads.attention import LayerConfig, RmsNorm, TransformerLayer
 from draftheads.heads.base import EmbeddingConfig
 from draftheads.heads.eagle import OneLayerHead
+from draftheads.speculation.draft import TargetWeights
 
 _TOKENS_PER_NUMBER = 4  # for the start: tokens for each number that is read of a token
 _RIDGE = 1e-3  # of each number's own size

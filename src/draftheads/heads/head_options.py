@@ -12,7 +12,7 @@ from draftheads.errors import InvalidSettings
 from draftheads.heads import head_classes
 from draftheads.heads.base import HeadConfig
 from draftheads.heads.layers import Block
-from draftheads.strict_json import in_words, matches
+from draftheads.utils.strict_json import in_words, matches
 
 # larger values would only take long to fail
 _MOST_MODULES = 1024  # of what an option counts

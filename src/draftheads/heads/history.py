@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftheads.transfer import to_device
+from draftheads.utils.transfer import to_device
 
 _BLOCK_SLOTS = 128  # a history grows by as many slots as the target's cache
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from draftheads.cpu.kernels import PackedLinear, stacked
 from draftheads.heads.base import DraftHead, EmbeddingConfig, Root
 from draftheads.heads.layers import Block, ResidualBlock
-from draftheads.kernels import PackedLinear, stacked
 
 
 @dataclass(frozen=True)

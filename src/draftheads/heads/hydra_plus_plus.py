@@ -9,11 +9,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from draftheads.draft import Context, TargetWeights
 from draftheads.heads.attention import LayerConfig, RmsNorm, TransformerLayer
 from draftheads.heads.history import History
 from draftheads.heads.hydra import HydraConfig, HydraHead
 from draftheads.heads.stateful import StatefulHead, last_of
+from draftheads.speculation.draft import Context, TargetWeights
 
 
 @dataclass(frozen=True)

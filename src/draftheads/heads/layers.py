@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftheads.draft import TargetWeights
-from draftheads.kernels import PackedLinear, Plain, Product
+from draftheads.cpu.kernels import PackedLinear, Plain, Product
+from draftheads.speculation.draft import TargetWeights
 
 
 @runtime_checkable

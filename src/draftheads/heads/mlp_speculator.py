@@ -1,7 +1,7 @@
 """IBM's MLP Speculator: a small recurrent network over the draft tokens so far (Wertheimer et al. 2024, section 3).
 
 Of its own way of drafting, the top k of each stage expanded and the likeliest whole candidates kept, see
-:class:`draftheads.shapes.BestPaths`.
+:class:`draftheads.speculation.shapes.BestPaths`.
 """
 
 import math
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftheads.draft import TargetWeights
 from draftheads.errors import InvalidSettings, InvalidTree, require_at_least
 from draftheads.heads.base import DraftHead, EmbeddingConfig, Root
-from draftheads.shapes import BestPaths, Shape
+from draftheads.speculation.draft import TargetWeights
+from draftheads.speculation.shapes import BestPaths, Shape
 
 Embeddings = Literal["own", "target"]
 _EPSILON = 1e-6

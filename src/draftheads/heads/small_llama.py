@@ -12,11 +12,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from draftheads.draft import Context, TargetWeights
 from draftheads.heads.attention import LayerConfig, RmsNorm, TransformerLayer
 from draftheads.heads.base import EmbeddingConfig, Root
 from draftheads.heads.history import History
 from draftheads.heads.stateful import PathState, StatefulHead, last_of, next_tokens
+from draftheads.speculation.draft import Context, TargetWeights
 
 
 @dataclass(frozen=True)

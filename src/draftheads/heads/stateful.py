@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftheads.draft import Context
 from draftheads.heads.attention import LayerConfig, TransformerLayer, attend_with_path
 from draftheads.heads.base import DraftHead, HeadSession, Root
 from draftheads.heads.history import History, KeysValues
+from draftheads.speculation.draft import Context
 
 _MOST_UNREAD = 1024  # tokens of a row that are put aside: they take memory, and reading them delays other rows
 _FEW_UNREAD = 16  # tokens of a row that are read with those of other rows: more would make these as long

@@ -12,9 +12,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftheads.cache import cache_folder
 from draftheads.errors import MissingDependency, ModelNotFound, UnsupportedModel
-from draftheads.files import atomic_directory, locked, remove_leftovers
+from draftheads.utils.cache import cache_folder
+from draftheads.utils.files import atomic_directory, locked, remove_leftovers
 
 if TYPE_CHECKING:  # each import takes a second, and a start from the cache needs none
     from gguf import GGUFReader, ReaderTensor

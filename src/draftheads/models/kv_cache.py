@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from draftheads.transfer import to_device
+from draftheads.utils.transfer import to_device
 
 BLOCK_SLOTS = 128  # a small cache for short texts, yet few reallocations for long ones
 

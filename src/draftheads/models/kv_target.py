@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from draftheads.draft import Draft, Verdict
+from draftheads.cpu.attention import by_products
+from draftheads.cpu.threads import thread_choice
 from draftheads.errors import UnsupportedModel
-from draftheads.models.attention import by_products
 from draftheads.models.graphs import StepGraphs, capture_for
 from draftheads.models.kv_cache import RowEntries, SlotCache, whole_blocks
 from draftheads.models.masks import as_float_mask, tree_visibility, within_window
 from draftheads.models.model import TargetModel
-from draftheads.models.threads import thread_choice
-from draftheads.transfer import to_device
-from draftheads.tree import Tree
+from draftheads.speculation.draft import Draft, Verdict
+from draftheads.speculation.tree import Tree
+from draftheads.utils.transfer import to_device
 
 PREFILL_CHUNK = 512  # tokens of a long prompt per pass; limits the memory of mask and activations
 PREFILL_TOKENS = 2048  # tokens of a pass over several prompts, padding included; larger passes are not faster

@@ -18,18 +18,15 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from draftheads.counts import counted
-from draftheads.draft import TargetWeights
+from draftheads.cpu.attention import EXACT_ATTENTION
+from draftheads.cpu.kernels import PackedLinear
+from draftheads.cpu.optimise import speed_up
 from draftheads.errors import InvalidSettings, LengthWarning, UnsupportedModel
-from draftheads.files import user_path
-from draftheads.kernels import PackedLinear
 from draftheads.models.adapter import read_lora
 from draftheads.models.adapter_base import check_base
-from draftheads.models.attention import EXACT_ATTENTION
-from draftheads.models.fast import speed_up
 from draftheads.models.fingerprint import sampled_layers
 from draftheads.models.layer_inputs import layer_inputs
-from draftheads.models.lora import add_lora
+from draftheads.models.lora_layers import add_lora
 from draftheads.models.model_names import find_adapter, model_id_of
 from draftheads.models.pretrained import (
     ATTENTION,
@@ -40,6 +37,9 @@ from draftheads.models.pretrained import (
     max_positions_of,
 )
 from draftheads.models.torchao_int8 import quantise
+from draftheads.speculation.draft import TargetWeights
+from draftheads.utils.counts import counted
+from draftheads.utils.files import user_path
 
 # varied text, on which int8 finds the layers' large inputs
 TYPICAL_TEXT = """
@@ -205,7 +205,7 @@ class TargetModel:
     def speed_up(
         self, *, exact_bits: bool = False, int8: bool = False, fused: bool = True, folder: Path | None = None
     ) -> None:
-        """Uses faster kernels on a CPU, or 8 bits on a GPU; in place. See :func:`draftheads.models.fast.speed_up`."""
+        """Uses faster kernels on a CPU, or 8 bits on a GPU; in place. See :func:`draftheads.cpu.optimise.speed_up`."""
         _ = self.weights_print, self.layers_print, self.dtype  # cached before packing, which changes them
         if int8 and self.device.type == "cuda":
             self.__dict__["precision"] = quantise(self.model)

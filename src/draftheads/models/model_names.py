@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftheads.errors import CheckpointCorrupt, InvalidSettings, ModelNotFound, close_name, first_line
-from draftheads.file_set import current
-from draftheads.files import user_path
-from draftheads.messages import short
 from draftheads.models.embedded import SMOLLM2_135M, converted_folder, place_in_cache
+from draftheads.utils.file_set import current
+from draftheads.utils.files import user_path
+from draftheads.utils.messages import short
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FOLDER, BASE_FILE = "adapter", "base.json"  # of a `draftheads train-joint` run

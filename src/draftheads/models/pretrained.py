@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
 
-from draftheads.counts import counted
+from draftheads.cpu.kernels import native_bf16
 from draftheads.errors import (
     DraftHeadsError,
     InvalidSettings,
@@ -23,9 +23,9 @@ from draftheads.errors import (
     UnsupportedModel,
     first_line,
 )
-from draftheads.kernels import native_bf16
 from draftheads.models.adapter import Adapter, require_peft
 from draftheads.models.model_names import ADAPTER_CONFIG, base_of, find_adapter, model_id_of, model_name, resolve_model
+from draftheads.utils.counts import counted
 
 if TYPE_CHECKING:  # its import takes three seconds
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draftheads.counts import counted
 from draftheads.data.batches import padded_length
-from draftheads.data.chat import EncodedChat
-from draftheads.identity import as_json_values
+from draftheads.data.chat_tokens import EncodedChat
 from draftheads.reports.page import Page, Piece, Table, Text
 from draftheads.reports.spans import KINDS, Span, spans
+from draftheads.utils.counts import counted
+from draftheads.utils.identity import as_json_values
 
 
 @dataclass(frozen=True)

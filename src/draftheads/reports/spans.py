@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from draftheads.chat_template import special_ids
-from draftheads.data.chat import EncodedChat
+from draftheads.data.chat_tokens import EncodedChat
+from draftheads.models.chat_template import special_ids
 
 _UNFINISHED = "\ufffd"  # what a tokenizer gives for bytes that are not a whole character yet
 _VISIBLE = str.maketrans(  # control characters, which a terminal would execute

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from draftheads.counts import counted
 from draftheads.reports.page import Figure, Page, Table
 from draftheads.reports.plots import (
     as_svg,
@@ -18,7 +17,8 @@ from draftheads.reports.plots import (
     loss_limit,
     smoothing,
 )
-from draftheads.train.verdict import verdict_of
+from draftheads.train.summary import verdict_of
+from draftheads.utils.counts import counted
 
 Lines = list[dict[str, Any]]
 

@@ -5,10 +5,10 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from draftheads.bench.verdict import speed_sentence
-from draftheads.counts import counted
+from draftheads.bench.summary import speed_sentence
 from draftheads.reports.page import Figure, Page, Table
 from draftheads.reports.plots import as_svg, draw_calibration, draw_speedups, draw_tree_sizes
+from draftheads.utils.counts import counted
 
 _FORMAT_VERSION = 2
 _SETTINGS = ("method", "model_id", "head", "dtype", "temperature", "num_texts", "num_tokens", "format_version")

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from draftheads.errors import DataError
-from draftheads.files import write_atomic
 from draftheads.reports.bench_page import bench_page
 from draftheads.reports.page import Page, render
 from draftheads.reports.training_page import training_page
 from draftheads.reports.tune_page import tune_page
+from draftheads.utils.files import write_atomic
 
 PageKind = Literal["training", "tune", "bench"]
 

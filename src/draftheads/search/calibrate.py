@@ -12,13 +12,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from draftheads.draft import Context
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
-from draftheads.sampling import RowSettings, probabilities
 from draftheads.settings import SamplingSettings
-from draftheads.shapes import BestFirst
-from draftheads.tree_search import NEVER
+from draftheads.speculation.draft import Context
+from draftheads.speculation.sampling import RowSettings, probabilities
+from draftheads.speculation.shapes import BestFirst
+from draftheads.speculation.tree_search import NEVER
 
 # candidates for the number that a head's logits are divided by, in steps of 6 %
 DIVISORS = torch.logspace(-0.4, 0.6, 41, base=10.0, dtype=torch.float64)
@@ -172,7 +172,7 @@ def draft_along(
 
     Returns:
         For each answer (K, m, K): entry d-1 is the smallest size of tree of at most depth d that contains the true
-        token at each depth, as :func:`draftheads.tree_search.entries`. A token that the given shape does not have is in
+        token at each depth, as in ``tree_search.entries``. A token that the given shape does not have is in
         no tree.
     """
     session = head.start()

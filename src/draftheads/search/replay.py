@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftheads.counts import counted
 from draftheads.decode.engine import Engine, Prompt
 from draftheads.errors import DataError
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
-from draftheads.progress import Progress, counted_stage
-from draftheads.saved import identity_digest, saved_json
 from draftheads.search.calibrate import Answer, Observation, draft_along, fit_confidence, observe, reliability
 from draftheads.search.settings import ReplaySettings
 from draftheads.settings import SamplingSettings
-from draftheads.shapes import BestFirst
-from draftheads.tree import Path as RankPath
-from draftheads.tree_search import entries, joint_order, path_counts, path_shares, simulate
+from draftheads.speculation.shapes import BestFirst
+from draftheads.speculation.tree import Path as RankPath
+from draftheads.speculation.tree_search import entries, joint_order, path_counts, path_shares, simulate
+from draftheads.utils.counts import counted
+from draftheads.utils.progress import Progress, counted_stage
+from draftheads.utils.saved import identity_digest, saved_json
 
 _ANSWERS_AT_ONCE = 16
 _ROWS_AT_ONCE = 64  # answers along which growing trees are drafted together

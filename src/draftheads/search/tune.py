@@ -7,25 +7,25 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from draftheads.acceptance_profile import KINDS, PROFILE_FILE, AcceptanceProfile
-from draftheads.cache import cache_folder
-from draftheads.checkpoint import read_head
+from draftheads.checkpoints.checkpoint import read_head
+from draftheads.checkpoints.profile_store import folder_to_write
+from draftheads.checkpoints.registry import find_head, head_name
 from draftheads.data.records import own_prompts, prompts_in
 from draftheads.decode.cost_profile import CostProfile, cost_of
 from draftheads.decode.engine import Engine, Prompt, prompt_list
 from draftheads.errors import InvalidSettings
-from draftheads.file_set import finish_replacing
-from draftheads.files import check_writable, locked, user_path, write_atomic
 from draftheads.loading import find_template, head_engine, load_drafter, load_target
 from draftheads.models.model_names import model_name
-from draftheads.profiles import folder_to_write
-from draftheads.progress import Progress, shown
-from draftheads.provenance import provenance
-from draftheads.search.profile import measured_profile
+from draftheads.search.measure_acceptance import measured_profile
 from draftheads.search.replay import encoded, own_answers
 from draftheads.search.settings import ReplaySettings
 from draftheads.settings import Precision
-from draftheads.zoo.registry import find_head, head_name
+from draftheads.speculation.acceptance_profile import KINDS, PROFILE_FILE, AcceptanceProfile
+from draftheads.utils.cache import cache_folder
+from draftheads.utils.file_set import finish_replacing
+from draftheads.utils.files import check_writable, locked, user_path, write_atomic
+from draftheads.utils.progress import Progress, shown
+from draftheads.utils.provenance import provenance
 
 RECORD = "tune.json"
 BATCH_SIZES = (1, 2, 4, 8, 16)  # for which speeds are predicted

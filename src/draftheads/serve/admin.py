@@ -11,7 +11,7 @@ from draftheads.serve.api_error import ApiError, api_error_of
 from draftheads.serve.body import read_body, read_json
 from draftheads.serve.fields import Fields
 from draftheads.serve.head_replacement import Busy
-from draftheads.serve.service import Service
+from draftheads.serve.state import Service
 
 
 def add_admin_routes(app: FastAPI, service: Service) -> None:

@@ -12,9 +12,9 @@ from starlette.types import Receive
 from draftheads.decode.request import Request, StreamEvent
 from draftheads.errors import DraftHeadsError
 from draftheads.serve.api_error import ApiError, api_error_of
-from draftheads.serve.asked import Asked
+from draftheads.serve.request_params import Asked
 from draftheads.serve.scheduler import Job, JobFailed
-from draftheads.serve.service import Service
+from draftheads.serve.state import Service
 
 _STATUS = {"error": 500, "deadline": 504, "shutdown": 503}
 T = TypeVar("T")

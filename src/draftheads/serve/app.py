@@ -15,12 +15,12 @@ from draftheads.serve.admin import add_admin_routes
 from draftheads.serve.answers import Answers, unless_gone
 from draftheads.serve.api_error import ApiError, api_error_of
 from draftheads.serve.body import read_body
-from draftheads.serve.chat import ChatCall, read_chat
+from draftheads.serve.chat_completions import ChatCall, read_chat
 from draftheads.serve.completions import CompletionCall, read_completion
 from draftheads.serve.event_stream import EventStream
 from draftheads.serve.guard import Guard
 from draftheads.serve.scoring import score
-from draftheads.serve.service import ServedModel, Service
+from draftheads.serve.state import ServedModel, Service
 
 _PAGE = Path(__file__).parent / "page"
 

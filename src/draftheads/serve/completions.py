@@ -7,24 +7,24 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from draftheads.counts import counted
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import Request, StreamEvent, TopLogprobs
 from draftheads.errors import DraftHeadsError
-from draftheads.messages import half_character
 from draftheads.serve.answers import Answers
 from draftheads.serve.api_error import api_error_of
-from draftheads.serve.asked import Asked, read_asked
 from draftheads.serve.body import read_json
-from draftheads.serve.chat import num_shown
+from draftheads.serve.chat_completions import num_shown
 from draftheads.serve.fields import Fields
 from draftheads.serve.logprobs import completion_logprobs
+from draftheads.serve.request_params import Asked, read_asked
 from draftheads.serve.scoring import PromptScores
-from draftheads.serve.service import Service
+from draftheads.serve.state import Service
 from draftheads.serve.structured import read_response_format
 from draftheads.serve.token_names import TokenNames
 from draftheads.serve.usage import DraftPieces, usage_of
 from draftheads.settings import MOST_LOGPROBS
+from draftheads.utils.counts import counted
+from draftheads.utils.messages import half_character
 
 _DEFAULT_TOKENS = 16  # OpenAI's
 

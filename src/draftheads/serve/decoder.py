@@ -11,10 +11,10 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.prefix_cache import PrefixCache
 from draftheads.decode.prompt_reader import PromptReader, ReadText
 from draftheads.decode.request import Request, StreamEvent
-from draftheads.draft import bytes_per_slot_of
 from draftheads.errors import first_line
 from draftheads.models.kv_target import bytes_per_slot, slots_for
 from draftheads.serve.jobs import Job, JobFailed, Lane, Limits
+from draftheads.speculation.draft import bytes_per_slot_of
 
 logger = logging.getLogger(__name__)
 

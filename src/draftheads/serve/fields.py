@@ -5,8 +5,8 @@ from difflib import get_close_matches
 from reprlib import repr as short_repr
 from typing import Any
 
-from draftheads.messages import half_character
 from draftheads.serve.api_error import ApiError
+from draftheads.utils.messages import half_character
 
 # fields of OpenAI's API that change no answer of ours
 _WITHOUT_EFFECT = frozenset(

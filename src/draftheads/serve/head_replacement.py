@@ -19,7 +19,7 @@ from typing import Literal
 
 import torch
 
-from draftheads.acceptance_profile import DEFAULT_NODES
+from draftheads.checkpoints.registry import base_in_zoo, zoo_heads
 from draftheads.data.batches import split_held_out
 from draftheads.data.json_lines import read_json_lines
 from draftheads.data.records import RecordedTokens, own_prompts, prompts_in
@@ -27,14 +27,14 @@ from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult, Request, StreamEvent
 from draftheads.drafters.corpus import Corpus
 from draftheads.errors import DataError, DraftHeadsError, ModelNotFound, QueueFull
-from draftheads.file_set import current
 from draftheads.loading import engine_on
 from draftheads.models.fingerprint import tokenizer_print
 from draftheads.serve.jobs import Job, JobFailed, Lane
 from draftheads.serve.recorder import Recorder
 from draftheads.serve.scheduler import Scheduler
 from draftheads.settings import SamplingSettings
-from draftheads.zoo.registry import base_in_zoo, zoo_heads
+from draftheads.speculation.acceptance_profile import DEFAULT_NODES
+from draftheads.utils.file_set import current
 
 _NUM_PROMPTS, _NUM_TOKENS = 16, 32  # answers are at most that long
 _FEWEST_RECORDS = 8  # held-out ones; if there are fewer, the bundled prompts are better

@@ -23,7 +23,7 @@ from threading import Lock, Thread
 from typing import Any
 
 from draftheads.errors import InvalidSettings, StorageError
-from draftheads.files import append_synced, locked
+from draftheads.utils.files import append_synced, locked
 
 _LOG = logging.getLogger(__name__)
 _MAX_WAITING = 1024  # exchanges; more are dropped, so that a slow disk costs no memory

@@ -12,7 +12,7 @@ from dataclasses import replace
 from threading import Condition, Thread, current_thread
 from typing import Any, Literal, TypeVar
 
-from draftheads.counts import counted
+from draftheads.cpu.optimise import return_freed_memory
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import StreamEvent
 from draftheads.errors import (
@@ -24,10 +24,10 @@ from draftheads.errors import (
     first_line,
     no_such,
 )
-from draftheads.models.fast import return_freed_memory
 from draftheads.serve.decoder import Decoder, SlotBytes
 from draftheads.serve.fair_queue import FairQueue
 from draftheads.serve.jobs import Job, JobFailed, Lane, Limits, Snapshot
+from draftheads.utils.counts import counted
 
 __all__ = ["Job", "JobFailed", "Lane", "Limits", "Scheduler", "Snapshot"]
 

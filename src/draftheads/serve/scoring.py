@@ -10,8 +10,8 @@ import torch
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import TopLogprobs
 from draftheads.models.kv_target import Target
-from draftheads.sampling import token_logprobs
 from draftheads.serve.scheduler import Scheduler
+from draftheads.speculation.sampling import token_logprobs
 
 
 @dataclass(frozen=True)

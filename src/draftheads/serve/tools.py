@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draftheads.chat_template import render
+from draftheads.models.chat_template import render
 from draftheads.models.model import TargetModel
 from draftheads.serve.api_error import ApiError
 from draftheads.serve.body import depth_of

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftheads.draft import TargetWeights
 from draftheads.errors import DataError
 from draftheads.heads.base import DraftHead
 from draftheads.heads.layers import Block
+from draftheads.speculation.draft import TargetWeights
 from draftheads.train.losses import Labels, Objective, objective
 from draftheads.train.objectives import NUM_ROWS, LabelMaker, Predictions, depth_weights, find_predictions, head_losses
 from draftheads.train.options import ObjectiveOptions

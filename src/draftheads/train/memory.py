@@ -4,16 +4,16 @@ from typing import Any
 
 import torch
 
-from draftheads.counts import byte_size, short_count
 from draftheads.errors import InvalidSettings
 from draftheads.heads import head_classes
-from draftheads.machine import find_memory
 from draftheads.models.model import head_sizes
 from draftheads.models.pretrained import default_dtype, num_weights
 from draftheads.train import processes
 from draftheads.train.new_head import head_config
 from draftheads.train.options import HeadOptions, RunOptions
 from draftheads.train.recipes import RECIPES
+from draftheads.utils.counts import byte_size, short_count
+from draftheads.utils.machine import find_memory
 
 # weights, gradients and Adam's two moments: fp32 each, or moments of 8 bits; at most so much with Muon's one moment
 BYTES_PER_PARAMETER = {"adamw": 16, "adamw-8bit": 10, "muon": 16}

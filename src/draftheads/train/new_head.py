@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftheads.checkpoint import SavedHead, read_head, read_tensors
-from draftheads.counts import counted
+from draftheads.checkpoints.checkpoint import SavedHead, read_head, read_tensors
+from draftheads.checkpoints.registry import find_head, zoo_heads
 from draftheads.data.features import Documents
-from draftheads.draft import TargetWeights
 from draftheads.errors import CheckpointMismatch, DraftHeadsError, InvalidSettings, ModelNotFound
 from draftheads.heads import head_classes
 from draftheads.heads.attention import LayerConfig
@@ -24,8 +23,9 @@ from draftheads.heads.base import DraftHead, EmbeddingConfig, HeadConfig
 from draftheads.heads.head_options import parse_head_options
 from draftheads.models.fingerprint import Fingerprints
 from draftheads.models.model import TargetModel
+from draftheads.speculation.draft import TargetWeights
 from draftheads.train.options import HeadOptions
-from draftheads.zoo.registry import find_head, zoo_heads
+from draftheads.utils.counts import counted
 
 _VOCAB = "draft_vocab"
 # architectures that extend another one, whose layers have the same names
@@ -46,7 +46,7 @@ class Start:
 
     @classmethod
     def read(cls, name: str, target: TargetModel) -> "Start":
-        """A bundled head, a folder or an id of the Hub, as :func:`~draftheads.zoo.registry.find_head` takes it.
+        """A bundled head, a folder or an id of the Hub, as :func:`~draftheads.checkpoints.registry.find_head` takes it.
 
         The model may have been tuned since, so its name and its weights may differ. Sizes and tokenizer must be the
         same.

@@ -12,14 +12,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from draftheads.counts import counted
 from draftheads.data.batches import Batch, bucket_by_length, collate
 from draftheads.data.features import Documents
 from draftheads.errors import DataError
+from draftheads.speculation.tree import Tree
+from draftheads.speculation.tree_search import best_tree, expected_tokens
 from draftheads.train.learner import Learner
 from draftheads.train.objectives import CHUNK_SIZE, find_predictions
-from draftheads.tree import Tree
-from draftheads.tree_search import best_tree, expected_tokens
+from draftheads.utils.counts import counted
 
 NUM_RANKS = 10  # ranks 0 … 9 are recorded; this number means a miss
 

@@ -2,7 +2,7 @@
 
 :class:`Run` has the order of the work. :class:`HeadRun` has the steps of training heads for a frozen model, and
 ``joint/run.py`` those of training heads and model together. Nothing is printed: progress goes to a
-:class:`~draftheads.progress.Progress`.
+:class:`~draftheads.utils.progress.Progress`.
 """
 
 import shutil
@@ -16,23 +16,21 @@ from typing import Any
 
 from torch import nn
 
-from draftheads.acceptance_profile import AcceptanceProfile
-from draftheads.checkpoint import copy_for, save_head
-from draftheads.counts import counted
+from draftheads.checkpoints.checkpoint import copy_for, save_head
 from draftheads.data.batches import PlannedBatches, PlannedTexts
-from draftheads.data.extract import check_stored_layers
+from draftheads.data.compute_features import check_stored_layers
 from draftheads.data.features import FeatureStore, read_meta
-from draftheads.data.live import LiveStore
+from draftheads.data.live_features import LiveStore
 from draftheads.data.plain_text import read_texts as plain_texts
 from draftheads.data.records import check_readable, read_chats
 from draftheads.errors import DataError, InvalidSettings, MissingDependency
-from draftheads.files import write_atomic
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.models.shard import shard_layers
-from draftheads.progress import NoProgress, Progress
-from draftheads.search.profile import NUM_TEXTS, measured_profile, recorded, static_profile
+from draftheads.search.measure_acceptance import NUM_TEXTS, measured_profile, recorded, static_profile
 from draftheads.search.settings import ReplaySettings
+from draftheads.speculation.acceptance_profile import AcceptanceProfile
+from draftheads.speculation.tree import Tree
 from draftheads.train import processes
 from draftheads.train.learner import Learner, head_learner
 from draftheads.train.likeness import share_in_other_texts
@@ -43,7 +41,9 @@ from draftheads.train.report import NUM_RANKS, Measurement, Report, measure, mod
 from draftheads.train.run_folder import RunFolder, as_json, chat_template_text
 from draftheads.train.trainer import HeadTrainer, TrainingInterrupted, computes_in_bf16, fit
 from draftheads.train.training_data import TrainingData, plan_training, read_texts, with_hidden_states
-from draftheads.tree import Tree
+from draftheads.utils.counts import counted
+from draftheads.utils.files import write_atomic
+from draftheads.utils.progress import NoProgress, Progress
 
 
 def train(options: TrainOptions, progress: Progress) -> Report | None:

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftheads.chat_template import read_template
 from draftheads.errors import DataError, InvalidSettings, ModelNotFound
-from draftheads.file_set import current
-from draftheads.files import locked, remove_leftovers, write_atomic
-from draftheads.identity import as_json_values, changes, require_same
 from draftheads.loading import find_template
+from draftheads.models.chat_template import read_template
 from draftheads.models.model_names import kind_of_folder
-from draftheads.provenance import provenance
 from draftheads.train import processes
 from draftheads.train.new_head import Start, digest_of
 from draftheads.train.options import RunOptions
 from draftheads.train.training_data import TrainingData
+from draftheads.utils.file_set import current
+from draftheads.utils.files import locked, remove_leftovers, write_atomic
+from draftheads.utils.identity import as_json_values, changes, require_same
+from draftheads.utils.provenance import provenance
 
 # settings that do not change the result: a complete run is the same with other values
 _WITHOUT_EFFECT = frozenset(

@@ -6,12 +6,12 @@ from typing import Any
 
 from draftheads.errors import InvalidSettings
 from draftheads.models.model_names import model_name
-from draftheads.progress import Progress, shown
 from draftheads.train import processes
 from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import defaults_from
 from draftheads.train.report import Report
 from draftheads.train.run import train
+from draftheads.utils.progress import Progress, shown
 
 
 def train_head(

@@ -22,20 +22,20 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
+from draftheads.cpu.kernel_choice import dtype_for_texts
+from draftheads.cpu.threads import thread_choice
 from draftheads.data.batches import PlannedTexts
 from draftheads.errors import NonFiniteLoss, StorageError, TrainingError
-from draftheads.files import write_atomic
-from draftheads.kernel_choice import dtype_for_texts
 from draftheads.loading import kernels_folder
 from draftheads.models.pretrained import default_device, default_dtype
-from draftheads.models.threads import thread_choice
-from draftheads.progress import Progress
 from draftheads.train import processes
 from draftheads.train.muon import MuonAdamW
 from draftheads.train.options import HardwareOptions, RunOptions
 from draftheads.train.report import mean_loss
 from draftheads.train.run_folder import RunFolder
 from draftheads.train.schedule import Stage, staged_rate
+from draftheads.utils.files import write_atomic
+from draftheads.utils.progress import Progress
 
 Rate = Callable[[int], float]  # by step, the part of the highest learning rate
 Validate = Callable[[], dict[str, Any]]  # measures the head as it is now

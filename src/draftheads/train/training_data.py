@@ -10,18 +10,18 @@ from itertools import accumulate
 import torch
 
 from draftheads.data.batches import NUM_MEASURED, choose_texts, in_whole_steps, plan_batches, trainable
-from draftheads.data.chat import EncodedChat
-from draftheads.data.extract import build_shards, claim, limited, load_texts, missing_shards, needed_bytes
-from draftheads.data.extracted import ExtractedStore
+from draftheads.data.chat_tokens import EncodedChat
+from draftheads.data.compute_features import build_shards, claim, limited, load_texts, missing_shards, needed_bytes
 from draftheads.data.features import Documents, FeatureStore
-from draftheads.data.live import LiveStore, read_alone
+from draftheads.data.live_features import LiveStore, read_alone
 from draftheads.data.plain_text import is_plain, load_blocks
+from draftheads.data.vllm_features import ExtractedStore
 from draftheads.errors import InvalidSettings
 from draftheads.models.model import TargetModel
-from draftheads.progress import Progress
 from draftheads.train import processes
 from draftheads.train.options import PlainTextOptions, RunOptions, TrainOptions
 from draftheads.train.schedule import Stage
+from draftheads.utils.progress import Progress
 
 
 @dataclass(frozen=True)

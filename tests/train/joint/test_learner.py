@@ -13,7 +13,7 @@ from draftheads.errors import (
 )
 from draftheads.models.model import TargetModel
 from draftheads.train.joint.learner import JointLearner
-from draftheads.train.joint.lora import update_of
+from draftheads.train.joint.merged_view import update_of
 from joint_world import harness, on_disk
 from training_world import chat_model
 

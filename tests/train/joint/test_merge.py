@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import draftheads
-from draftheads.checkpoint import load_head
+from draftheads.checkpoints.checkpoint import load_head
 from draftheads.errors import (
     CheckpointCorrupt,
     CheckpointMismatch,

@@ -19,13 +19,14 @@ from safetensors.torch import load_file
 from draftheads.cli import merge as merge_command
 from draftheads.cli import train_joint as command
 from draftheads.data.batches import split_held_out
-from draftheads.data.extract import load_texts
-from draftheads.data.live import LiveStore
+from draftheads.data.compute_features import load_texts
+from draftheads.data.live_features import LiveStore
 from draftheads.errors import (
     InvalidSettings,
     MissingDependency,
     NonFiniteLoss,
 )
+from draftheads.speculation.tree import Tree
 from draftheads.train import run
 from draftheads.train.joint.movement import Movement, compare
 from draftheads.train.joint.options import MergeOptions
@@ -36,7 +37,6 @@ from draftheads.train.new_head import new_head
 from draftheads.train.options import TrainOptions
 from draftheads.train.report import measure
 from draftheads.train.trainer import TrainingInterrupted
-from draftheads.tree import Tree
 from fake_progress import FakeProgress
 from joint_world import joint_options, on_disk
 from nursery import Nursery

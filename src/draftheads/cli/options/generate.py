@@ -6,12 +6,12 @@ from typing import Annotated, ClassVar
 
 import tyro
 
-from draftheads.acceptance_profile import DEFAULT_NODES, read_profile
 from draftheads.errors import InvalidSettings, InvalidTree
-from draftheads.files import user_path
 from draftheads.settings import Grammar, LoadSettings, SamplingOptions, SamplingSettings
-from draftheads.shapes import BestFirst, BestPaths, Sampled
-from draftheads.tree import Tree
+from draftheads.speculation.acceptance_profile import DEFAULT_NODES, read_profile
+from draftheads.speculation.shapes import BestFirst, BestPaths, Sampled
+from draftheads.speculation.tree import Tree
+from draftheads.utils.files import user_path
 
 
 @dataclass(frozen=True)

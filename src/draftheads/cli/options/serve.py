@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar
 import tyro
 
 from draftheads.errors import InvalidSettings, require_at_least
-from draftheads.files import user_path
 from draftheads.settings import LoadSettings
+from draftheads.utils.files import user_path
 
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from draftheads.errors import CheckpointCorrupt
 from draftheads.models.adapter import Adapter
-from draftheads.train.joint.lora import TunedModel
+from draftheads.train.joint.merged_view import TunedModel
 from draftheads.train.learner import Learner
 from draftheads.train.losses import Labels, objective
 from draftheads.train.objectives import Predictions, head_losses

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 
-from draftheads.checkpoint import load_head, read_head, save_head
+from draftheads.checkpoints.checkpoint import load_head, read_head, save_head
+from draftheads.checkpoints.head_files import HEAD_FOLDER
 from draftheads.errors import ModelNotFound
-from draftheads.files import atomic_directory, user_path
-from draftheads.head_files import HEAD_FOLDER
 from draftheads.models.adapter_base import check_adapter_base
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import (
@@ -25,6 +24,7 @@ from draftheads.models.model_names import (
 )
 from draftheads.models.pretrained import DTYPES, cast_weights, stored_dtype, with_adapter, without_bars
 from draftheads.train.joint.options import MergeOptions
+from draftheads.utils.files import atomic_directory, user_path
 
 
 def merge(options: MergeOptions) -> None:

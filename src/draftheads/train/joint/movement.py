@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftheads.counts import counted
 from draftheads.data.features import Documents
 from draftheads.errors import DataError
 from draftheads.models.adapter import Adapter
 from draftheads.train.joint.learner import precedes_answer
-from draftheads.train.joint.lora import TunedModel
+from draftheads.train.joint.merged_view import TunedModel
 from draftheads.train.objectives import CHUNK_SIZE
+from draftheads.utils.counts import counted
 
 
 @dataclass(frozen=True)

@@ -14,23 +14,21 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from draftheads.acceptance_profile import AcceptanceProfile
-from draftheads.checkpoint import load_head, read_head
+from draftheads.checkpoints.checkpoint import load_head, read_head
+from draftheads.checkpoints.head_files import HEAD_FOLDER
 from draftheads.data.batches import PlannedTexts
-from draftheads.data.extract import load_texts
-from draftheads.data.live import LiveStore
+from draftheads.data.compute_features import load_texts
+from draftheads.data.live_features import LiveStore
 from draftheads.errors import BaseModelWarning
-from draftheads.files import atomic_directory, write_atomic
-from draftheads.head_files import HEAD_FOLDER
 from draftheads.heads.base import DraftHead
 from draftheads.models.adapter import Adapter, require_peft
 from draftheads.models.adapter_base import FORMAT_VERSION
 from draftheads.models.fingerprint import Fingerprints
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import ADAPTER_FOLDER, BASE_FILE
-from draftheads.progress import Progress
+from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.train.joint.learner import JointLearner
-from draftheads.train.joint.lora import TunedModel
+from draftheads.train.joint.merged_view import TunedModel
 from draftheads.train.joint.movement import Movement, measure_movement
 from draftheads.train.joint.options import JointOptions
 from draftheads.train.learner import Learner, head_learner
@@ -42,6 +40,8 @@ from draftheads.train.run_folder import as_json, chat_template_text
 from draftheads.train.schedule import JointSchedule
 from draftheads.train.trainer import HeadTrainer, computes_in_bf16
 from draftheads.train.training_data import TrainingData, plan_training
+from draftheads.utils.files import atomic_directory, write_atomic
+from draftheads.utils.progress import Progress
 
 
 @dataclass(frozen=True)

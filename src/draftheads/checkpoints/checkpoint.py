@@ -1,0 +1,335 @@
+"""A draft head on disk: written atomically and read strictly.
+
+Knows heads and the fingerprints of their base model. Knows nothing of decoding or of where heads come from.
+The files of a head and their keys: :mod:`draftheads.checkpoints.head_files`.
+"""
+
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draftheads.checkpoints.head_files import (
+    CARD_FILE,
+    CONFIG_FILE,
+    FORMAT_VERSION,
+    HEAD_FILES,
+    TENSORS_FILE,
+    HeadFiles,
+    read_head_files,
+)
+from draftheads.errors import (
+    BaseModelWarning,
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    InvalidSettings,
+    InvalidTree,
+)
+from draftheads.heads import head_classes
+from draftheads.heads.base import DraftHead, HeadConfig
+from draftheads.models.fingerprint import MAX_DIFFERENCE, TUNED_DIFFERENCE, Fingerprints, difference
+from draftheads.models.model import TargetModel
+from draftheads.models.pretrained import dtype_named
+from draftheads.speculation.acceptance_profile import DEFAULT_NODES, PROFILE_FILE, AcceptanceProfile
+from draftheads.utils.counts import counted
+from draftheads.utils.file_set import read_set, replaced_set
+from draftheads.utils.files import atomic_directory, user_path
+from draftheads.utils.provenance import provenance
+from draftheads.utils.strict_json import read_dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedHead(HeadFiles):
+    """A head's folder, checked against its architecture; this needs no base model."""
+
+    config: HeadConfig
+    fingerprints: Fingerprints  # of the base model
+
+
+def save_head(
+    head: DraftHead,
+    folder: str | PathLike[str],
+    *,
+    base: TargetModel,
+    profile: AcceptanceProfile | None = None,
+    card: str = "",
+    dtype: torch.dtype | str = torch.bfloat16,
+) -> None:
+    """Writes a head and its acceptance profile to a folder.
+
+    A new folder appears complete or not at all. In an existing folder, the files of a head are replaced together and
+    other files stay: after a kill at any moment, :func:`load_head` finds the old head or the new one.
+
+    Args:
+        head: on any device, in any floating type.
+        folder: to write; created if missing.
+        base: the model it was trained for; a chat template that was given for it is saved, too.
+        profile: its acceptance profile; by default an assumed one, which decoding corrects.
+        card: Markdown; by default a line with the method and the base model.
+        dtype: of the saved floating-point tensors.
+
+    Raises:
+        StorageError: it cannot be written (a full disk, …); the previous content is unchanged.
+        InvalidSettings: an argument of another type.
+        InvalidTree, CheckpointCorrupt: the profile does not fit the head.
+    """
+    if not isinstance(head, DraftHead):
+        raise InvalidSettings(f"head is of type {type(head).__name__}; save_head takes a DraftHead")
+    _check_target(base)
+    folder, dtype = user_path(_path(folder)), dtype_named(dtype) or torch.bfloat16
+    profile = profile or AcceptanceProfile.assumed(head.config.num_heads)
+    check_profile(head.config, profile, folder / PROFILE_FILE)
+    tensors = {name: _cast(tensor.cpu(), dtype).contiguous() for name, tensor in head.state_dict().items()}
+    texts = {
+        PROFILE_FILE: profile.to_json().rstrip("\n"),
+        CARD_FILE: (card or f"# {head.config.method} head for {base.model_id}").rstrip("\n"),
+        CONFIG_FILE: json.dumps(_config_object(head.config, base), indent=2),
+    }
+    with (replaced_set if folder.is_dir() else atomic_directory)(folder) as staged:
+        save_file(tensors, staged / TENSORS_FILE, metadata={"format": "pt"})
+        for name, text in texts.items():
+            (staged / name).write_text(text + "\n", encoding="utf-8")
+
+
+def load_head(
+    folder: str | PathLike[str],
+    base: TargetModel,
+    *,
+    dtype: torch.dtype | str | None = None,
+    ignore_profile: bool = False,
+) -> DraftHead:
+    """A saved head, ready to draft for ``base``: on the same device, bound to its weights, frozen.
+
+    Its ``shape`` is the best static tree of 10 nodes.
+
+    Args:
+        folder: written by :func:`save_head`.
+        base: the model that the head was trained for.
+        dtype: of the head; by default the base model's.
+        ignore_profile: as for :func:`read_head`.
+
+    Raises:
+        CheckpointMismatch: made for another model or tokenizer.
+        ModelNotFound, CheckpointError, UnknownMethod, InvalidTree: as for :func:`read_head`.
+        InvalidSettings: an argument of another type.
+    """
+    _check_target(base)
+    dtype = dtype_named(dtype)
+    saved, tensors = read_tensors(user_path(_path(folder)), device=base.device, ignore_profile=ignore_profile)
+    check_base(saved, base)
+    _check_draft_vocab(saved, tensors)
+    head = _filled(saved.config, tensors, base, dtype or base.dtype)
+    if unsaved := [name for name, buffer in head.named_buffers() if buffer.is_meta]:
+        raise AssertionError(f"{saved.method} heads compute {unsaved} when built: save or derive them instead")
+    head.default_shape = saved.profile.tree(DEFAULT_NODES)
+    return head
+
+
+def _path(folder: object) -> str:
+    if isinstance(folder, str | PathLike) and str(folder):
+        return str(folder)
+    raise InvalidSettings(f"folder is {folder!r}; give the path of a head's folder")
+
+
+def _check_target(base: object) -> None:
+    if not isinstance(base, TargetModel):
+        raise InvalidSettings(
+            f"base is of type {type(base).__name__}; give a TargetModel, such as TargetModel.load(NAME)"
+        )
+
+
+def copy_for(head: DraftHead, base: TargetModel) -> DraftHead:
+    """A copy of a head in the base model's type and bound to its weights, ready to draft."""
+    return _filled(head.config, head.state_dict(), base, base.dtype)
+
+
+def _filled(config: HeadConfig, tensors: Mapping[str, Tensor], base: TargetModel, dtype: torch.dtype) -> DraftHead:
+    """A head with these values in a type, bound to a model's weights and frozen."""
+    head = _skeleton(config)
+    values = {name: _cast(tensor, dtype) for name, tensor in tensors.items()}
+    head.load_state_dict(values, strict=True, assign=True)
+    head.bind(base.weights)
+    return head.eval().requires_grad_(requires_grad=False)
+
+
+def read_head(folder: str | PathLike[str], *, ignore_profile: bool = False) -> SavedHead:
+    """Reads and checks everything but the values of the tensors; needs no base model.
+
+    Args:
+        folder: written by :func:`save_head`.
+        ignore_profile: do not read ``acceptance.json``, and use an assumed profile: for commands that write a new one.
+
+    Raises:
+        ModelNotFound: no such folder.
+        CheckpointCorrupt: a file, key or tensor is missing, surplus, or not what it should be.
+        CheckpointMismatch: made by a newer version of this package.
+        UnknownMethod: no such architecture here.
+        InvalidTree: its profile's paths are not a tree, or are deeper than its heads.
+    """
+    files = read_head_files(folder, ignore_profile=ignore_profile)
+    path = files.folder / CONFIG_FILE
+    config = _read_config(files.method, files.options, path)
+    profile = AcceptanceProfile.assumed(config.num_heads) if ignore_profile else files.profile
+    check_profile(config, profile, files.folder / PROFILE_FILE)
+    _check_tensors(files, _skeleton(config))
+    prints = {"layers": None, **files.base_prints}
+    return SavedHead(
+        **{**vars(files), "profile": profile},
+        config=config,
+        fingerprints=read_dataclass(Fingerprints, prints, path, "base.fingerprints"),
+    )
+
+
+def read_tensors(
+    folder: Path, *, device: torch.device | str = "cpu", ignore_profile: bool = False
+) -> tuple[SavedHead, dict[str, Tensor]]:
+    """A saved head and its tensors by name; arguments and errors as for :func:`read_head`."""
+
+    def read() -> tuple[SavedHead, dict[str, Tensor]]:
+        saved = read_head(folder, ignore_profile=ignore_profile)
+        return saved, load_file(saved.tensors_file, device=str(device))
+
+    return read_set(folder, HEAD_FILES, read)
+
+
+def check_profile(config: HeadConfig, profile: AcceptanceProfile, path: Path) -> None:
+    """Checks that the profile at ``path`` fits a head of this configuration.
+
+    Raises:
+        InvalidTree: its trees are too deep or too wide for the head.
+        CheckpointCorrupt: its number of heads is not the head's.
+    """
+    skeleton = _skeleton(config)
+    try:
+        skeleton.check_shape(profile.tree(len(profile.paths) + 1))
+    except InvalidTree as error:
+        raise InvalidTree(f"{path}: {error}") from None
+    has_fewer, differ = profile.depth < config.num_heads, profile.depth != config.num_heads
+    if has_fewer if skeleton.depth_limit is None else differ:
+        raise CheckpointCorrupt(
+            f"{path}: confidence has {counted(profile.depth, 'number')} but the head has "
+            f"{counted(config.num_heads, 'head')}"
+        )
+
+
+def check_base(saved: SavedHead, base: TargetModel) -> None:
+    """Checks that this is the model that the head was trained for.
+
+    Raises:
+        CheckpointMismatch: other sizes, another tokenizer, or another embedding or lm_head.
+
+    Warns:
+        BaseModelWarning: the layers between them differ much.
+    """
+    _check_same(saved, base, "hidden_size", saved.config.hidden_size, base.hidden_size)
+    _check_same(saved, base, "vocab_size", saved.config.vocab_size, base.vocab_size)
+    ours, theirs = saved.fingerprints, Fingerprints.of(base)
+    _check_same(saved, base, "tokenizer fingerprint", ours.tokenizer, theirs.tokenizer)
+    for name in ("embedding", "lm_head"):
+        apart = _apart(saved, name, theirs)
+        if not apart <= MAX_DIFFERENCE:
+            raise CheckpointMismatch(
+                f"{saved.folder}: trained for {saved.model_id}; the {name} of this model, {base.model_id}, differs "
+                f"by {apart:.0%}; a quantised copy differs by at most {MAX_DIFFERENCE:.0%}: {_fix(saved, base)}, or "
+                f"with `--start-from {saved.folder}` if this is a tuned copy"
+            )
+
+    if None in (ours.layers, theirs.layers):
+        return
+    apart = _apart(saved, "layers", theirs)
+    if not apart <= TUNED_DIFFERENCE:
+        warnings.warn(
+            f"the layers of {base.model_id} differ by {apart:.0%} from those of {saved.model_id}, for which the head "
+            f"{saved.folder} was trained, so fewer draft tokens are accepted. Train it further: `draftheads train "
+            f"--method {saved.method} --start-from {saved.folder} --model {base.model_id} --data … --out …`",
+            BaseModelWarning,
+            stacklevel=3,
+        )
+
+
+def _apart(saved: SavedHead, name: str, theirs: Fingerprints) -> float:
+    """The relative difference of a part of the base model."""
+    try:
+        return difference(getattr(saved.fingerprints, name), getattr(theirs, name))
+    except ValueError as error:
+        raise CheckpointCorrupt(f"{saved.folder / CONFIG_FILE}: {name}: {error}") from None
+
+
+def _check_same(saved: SavedHead, base: TargetModel, what: str, ours: object, theirs: object) -> None:
+    if ours != theirs:
+        raise CheckpointMismatch(
+            f"{saved.folder}: trained for {saved.model_id} with {what} {ours}, "
+            f"this model, {base.model_id}, has {theirs}: {_fix(saved, base)}"
+        )
+
+
+def _fix(saved: SavedHead, base: TargetModel) -> str:
+    train = f"draftheads train --method {saved.method} --model {base.model_id}"
+    return f"load the head with its own base model, or train a new head with `{train}`"
+
+
+def _config_object(config: HeadConfig, base: TargetModel) -> dict[str, Any]:
+    return {
+        "format_version": FORMAT_VERSION,
+        "method": config.method,
+        "head": config.options(),
+        "base": {"model_id": base.model_id, "fingerprints": asdict(Fingerprints.of(base))},
+        "provenance": provenance(),
+        **({} if base.chat_template is None else {"chat_template": base.chat_template}),
+    }
+
+
+def _read_config(method: str, options: Any, path: Path) -> HeadConfig:
+    config_class, _ = head_classes(method)
+    try:
+        return read_dataclass(config_class, {**config_class.optional_defaults(), **options}, path, "head")
+    except InvalidSettings as error:
+        raise CheckpointCorrupt(f"{path}: head: {error}") from None
+
+
+def _skeleton(config: HeadConfig) -> DraftHead:
+    """The module on the meta device: it takes no memory and draws no random numbers."""
+    _, head_class = head_classes(config.method)
+    with torch.device("meta"):
+        return head_class(config)
+
+
+def _check_tensors(files: HeadFiles, skeleton: DraftHead) -> None:
+    """Names, shapes and types of the saved tensors must be those of the skeleton."""
+    path, expected = files.folder / TENSORS_FILE, skeleton.state_dict()
+    _check_names(path, set(files.shapes), set(expected))
+    for name, tensor in expected.items():
+        if files.shapes[name] != tuple(tensor.shape):
+            raise CheckpointCorrupt(
+                f"{path}: tensor {name} is {files.shapes[name]}; {CONFIG_FILE} makes it {tuple(tensor.shape)}"
+            )
+        if files.types[name].startswith(("F", "BF")) != tensor.is_floating_point():
+            raise CheckpointCorrupt(f"{path}: tensor {name} holds {files.types[name]}; it must be {tensor.dtype}")
+
+
+def _check_names(path: Path, found: set[str], expected: set[str]) -> None:
+    for kind, names in (("missing", expected - found), ("surplus", found - expected)):
+        if names:
+            counts = f"it has {counted(len(found), 'tensor')}, {CONFIG_FILE} needs {len(expected)}"
+            raise CheckpointCorrupt(f"{path}: {kind} tensor {min(names)}: {counts}")
+
+
+def _check_draft_vocab(saved: SavedHead, tensors: Mapping[str, Tensor]) -> None:
+    if saved.config.draft_vocab_size is None:
+        return
+    ids = tensors["draft_vocab"]
+    low, high, size = int(ids.min()), int(ids.max()), saved.config.vocab_size
+    if low < 0 or high >= size:
+        path = saved.folder / TENSORS_FILE
+        raise CheckpointCorrupt(f"{path}: draft_vocab has ids {low} … {high}; they must lie in 0 … {size - 1}")
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

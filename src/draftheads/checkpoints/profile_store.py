@@ -1,0 +1,76 @@
+"""Where the acceptance profiles of heads are stored: in the head's folder, or in the user's cache.
+
+``draftheads tune`` writes into the folder of a head that belongs to the user. For a bundled head or one in the Hub's
+cache it writes into the user's cache, under the head's digest. Loading looks there first.
+"""
+
+import contextlib
+from os import PathLike, fspath
+from pathlib import Path
+
+from draftheads.checkpoints.head_files import HeadFiles
+from draftheads.checkpoints.registry import find_head, zoo_heads
+from draftheads.errors import InvalidSettings, ModelNotFound
+from draftheads.speculation.acceptance_profile import PROFILE_FILE, AcceptanceProfile, read_profile
+from draftheads.utils.cache import cache_folder
+from draftheads.utils.files import user_path
+
+
+def find_profile(
+    head: str | PathLike[str], model: str | PathLike[str], *, profile: str | PathLike[str] = "auto"
+) -> AcceptanceProfile:
+    """The acceptance profile of a head; arguments as for :func:`draftheads.load`.
+
+    Raises:
+        CheckpointCorrupt, CheckpointMismatch, InvalidTree: the profile is damaged, or is not one for this head.
+        ModelNotFound: there is no such file.
+    """
+    from draftheads.checkpoints.checkpoint import check_profile, read_head  # noqa: PLC0415 - slow to import
+
+    saved = read_head(find_head(fspath(head), fspath(model)))
+    path = _profile_file(profile) if profile != "auto" else cached_profile(saved)
+    if path is None:
+        return saved.profile
+    found = read_profile(path)
+    check_profile(saved.config, found, path)
+    return found
+
+
+def cached_profile(saved: HeadFiles) -> Path | None:
+    """The head's profile in the user's cache; None where there is none or the cache cannot be read."""
+    with contextlib.suppress(InvalidSettings, OSError):
+        path = cached_profile_folder(saved) / PROFILE_FILE
+        return path if path.is_file() else None
+    return None
+
+
+def cached_profile_folder(saved: HeadFiles) -> Path:
+    """The folder in the user's cache for the head's profile.
+
+    Raises:
+        InvalidSettings: the user has no cache folder.
+    """
+    return cache_folder() / "profiles" / f"{saved.method}-{saved.digest}"
+
+
+def folder_to_write(saved: HeadFiles) -> Path:
+    """Where a new profile belongs: the head's folder, or the user's cache for a bundled or downloaded head.
+
+    Raises:
+        InvalidSettings: the user has no cache folder.
+    """
+    from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415 - slow to import
+
+    folder = saved.folder.resolve()
+    bundled = [head.folder.resolve() for head in zoo_heads()]
+    if folder in bundled or folder.is_relative_to(Path(HF_HUB_CACHE).resolve()):
+        return cached_profile_folder(saved)
+    return saved.folder
+
+
+def _profile_file(profile: str | PathLike[str]) -> Path:
+    path = user_path(profile)
+    path = path / PROFILE_FILE if path.is_dir() else path
+    if not path.is_file():
+        raise ModelNotFound(f"no acceptance profile at {profile}: no such file; `draftheads tune` makes one")
+    return path

@@ -1,0 +1,181 @@
+"""Finds a head by its name: bundled, in the data package ``draftheads-zoo``, a folder, or on the Hugging Face Hub.
+
+Knows names and places; ``checkpoint.py`` knows what is in a head's folder and which model it belongs to.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from importlib.util import find_spec
+from os import PathLike
+from pathlib import Path
+from typing import NamedTuple
+
+from draftheads.checkpoints.head_files import CONFIG_FILE, HEAD_FILES
+from draftheads.checkpoints.tuned_copies import differences
+from draftheads.errors import ModelNotFound, first_line
+from draftheads.models.embedded import SMOLLM2_135M
+from draftheads.models.model_names import base_of, check_model_can_exist, hint_at, model_name
+from draftheads.utils.files import user_path
+
+DATA_PACKAGE = "draftheads-zoo"
+DATA_PACKAGE_INSTALL = "pip install ./zoo (in a checkout of draftheads)"
+# heads for smollm2-135m that the wheel of draftheads leaves out: zoo/pyproject.toml lists the same
+DATA_PACKAGE_HEADS = ("amphista", "eagle", "eagle3", "hydra++", "markov-medusa", "mlp-speculator", "small-llama")
+
+_HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:/(?P<subfolder>\w[\w.+-]*(?:/\w[\w.+-]*)*))?")
+_HUB_TIMEOUT_SECONDS = 10.0
+
+
+class ZooHead(NamedTuple):
+    """A trained head that is installed with a package."""
+
+    base_name: str  # of its base model, as in ``draftheads.load("smollm2-135m")``
+    method: str  # the name it is loaded by
+    folder: Path
+
+
+def weights_folder() -> Path:
+    """The folder of the heads in this package, BASE/METHOD each."""
+    return Path(str(resources.files("draftheads"))) / "zoo" / "weights"
+
+
+def data_package_folder() -> Path | None:
+    """The folder of the heads in the package ``draftheads-zoo``; None where it is not installed."""
+    spec = find_spec(DATA_PACKAGE.replace("-", "_"))
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent / "weights"
+
+
+def zoo_heads() -> list[ZooHead]:
+    """All installed heads, sorted by base and method; one in this package comes before the data package's."""
+    found: dict[tuple[str, str], ZooHead] = {}
+    for root in (weights_folder(), data_package_folder()):
+        for path in root.glob(f"*/*/{CONFIG_FILE}") if root is not None else ():
+            head = ZooHead(path.parent.parent.name, path.parent.name, path.parent)
+            found.setdefault(head[:2], head)
+    return [found[key] for key in sorted(found)]
+
+
+def head_name(name: object) -> str:
+    """The name of a head as a text.
+
+    Raises:
+        InvalidSettings: it is not a name.
+    """
+    return model_name(name, "head", fix="give a bundled head's name, a folder or a Hugging Face id")
+
+
+def base_in_zoo(model: str, method: str | None = None) -> str:
+    """The base of the installed heads that draft for a model: the model itself, or the one that it is a tuned copy of.
+
+    An adapter counts as its base model. A tuned copy is known by its sizes and its tokenizer.
+
+    Args:
+        model: its name.
+        method: of the head that is needed; None: any.
+
+    Returns:
+        The base's name; the model's own where no installed head fits, or those of several bases do.
+
+    Raises:
+        ModelNotFound: no such model.
+        CheckpointError: an installed head cannot be read.
+    """
+    base = base_of(model)
+    fitting = [name for name, found in _compared(base, method).items() if not found]
+    return fitting[0] if len(fitting) == 1 else base
+
+
+def _compared(base_name: str, method: str | None) -> dict[str, list[str]]:
+    """What a model that is no base in the zoo does not have in common with the bases of such a head."""
+    heads = zoo_heads()
+    if base_name in {head.base_name for head in heads}:
+        return {}
+    if not user_path(base_name).is_dir() and not _HUB_ID.fullmatch(base_name):
+        return {}  # of a loaded model
+    with_data_package = SMOLLM2_135M.name if method in DATA_PACKAGE_HEADS else None
+    bases = {
+        head.base_name: head.folder
+        for head in heads
+        if method in (None, head.method) or head.base_name == with_data_package
+    }
+    return differences(base_name, bases) if bases else {}
+
+
+def find_head(name: str | PathLike[str], base_name: str) -> Path:
+    """The folder of a head. A head on the Hub is downloaded.
+
+    Args:
+        name: a method that is installed for the base (``medusa``; write ``./medusa`` for a folder of that name), a
+            folder, or a Hub repository (``owner/name``, or ``owner/name/subfolder``). They are tried in this order.
+        base_name: the model that the head drafts for, such as ``smollm2-135m`` or its Hub id. An adapter in a folder
+            counts as its base model, and heads of a base are also those of its tuned copies.
+
+    Raises:
+        ModelNotFound: the name is none of these, or the download fails. The message lists the installed heads and in
+            what their bases differ, and names the package to install where that has the head.
+    """
+    name, base_name = head_name(name), base_of(base_name)
+    if (own := _installed(name, base_name)) is not None:
+        return own
+    folder = user_path(name)
+    if folder.is_dir():
+        return folder
+    copied = base_in_zoo(base_name, name)
+    if (own := _installed(name, copied)) is not None:
+        return own
+    if copied == SMOLLM2_135M.name and name in DATA_PACKAGE_HEADS:
+        raise ModelNotFound(
+            f"the head {name!r} for {copied} is in the package {DATA_PACKAGE}; install it with: {DATA_PACKAGE_INSTALL}"
+        )
+    if match := _HUB_ID.fullmatch(name):
+        return _download(match["repo"], match["subfolder"], base_name)
+    if found := _compared(base_name, name):
+        raise ModelNotFound(_does_not_fit(name, base_name, found))
+    check_model_can_exist(base_name)
+    base = base_in_zoo(base_name)
+    installed = [head.method for head in zoo_heads() if head.base_name == base]
+    raise ModelNotFound(
+        f"no head {name!r}{hint_at(name, installed)}: neither a folder here nor an id on the Hugging Face Hub "
+        f"(owner/name); {_installed_for(base)}"
+    )
+
+
+def _installed(method: str, base_name: str) -> Path | None:
+    return next((head.folder for head in zoo_heads() if (head.base_name, head.method) == (base_name, method)), None)
+
+
+def _download(repo: str, subfolder: str | None, base_name: str) -> Path:
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - most heads need no network
+
+    files = [f"{subfolder}/{name}" if subfolder else name for name in HEAD_FILES]
+    try:
+        folder = Path(snapshot_download(repo, allow_patterns=files, etag_timeout=_HUB_TIMEOUT_SECONDS))
+    except Exception as error:  # the errors of its network client are not documented
+        raise ModelNotFound(
+            f"no head {repo!r}: there is no such folder here, and the download from the Hugging Face Hub failed "
+            f"({first_line(error)}); {_installed_for(base_name)}"
+        ) from error
+    if subfolder and not (folder / subfolder).is_dir():
+        raise ModelNotFound(f"the repository {repo} on the Hugging Face Hub has no head in a folder {subfolder}")
+    return folder / (subfolder or "")
+
+
+def _does_not_fit(method: str, model: str, found: Mapping[str, Sequence[str]]) -> str:
+    if fitting := [str(head.folder) for head in zoo_heads() if head.method == method and not found[head.base_name]]:
+        return f"heads {method!r} of several models fit {model}: give the folder of one, {' or '.join(fitting)}"
+    differing = "; ".join(f"the one for {base}: {', '.join(values)}" for base, values in found.items())
+    return (
+        f"no head {method!r} for {model}. Other sizes or another tokenizer than in its training: {differing}. Train a "
+        f"head: `draftheads train --method {method} --model {model} --data … --out …`"
+    )
+
+
+def _installed_for(base_name: str) -> str:
+    heads = zoo_heads()
+    if own := [head.method for head in heads if head.base_name == base_name]:
+        return f"installed for {base_name}: {', '.join(own)}"
+    others = ", ".join(f"{head.method} for {head.base_name}" for head in heads)
+    is_here = base_name == SMOLLM2_135M.name or user_path(base_name).exists()
+    meant = "" if is_here else hint_at(base_name, [SMOLLM2_135M.name])
+    return f"none is installed for {base_name}{meant}" + (f", only {others}" if others else "")

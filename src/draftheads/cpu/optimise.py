@@ -1,0 +1,162 @@
+"""Makes a model faster on a CPU, in place: the fastest kernel for each layer, and fewer small operators.
+
+``exact_bits`` makes the bits of a token independent of the other tokens of the pass. Otherwise plain decoding, with one
+token, and a tree, with many, may differ in the last bits, because kernels add in another order. It covers layers that
+are ``nn.Linear`` (not GPT-2's Conv1D or Mixtral's experts) and trees of at most 128 rows.
+
+``int8`` quantises the linear layers. This is another model; lossless then means: equal to its own plain decoding.
+"""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftheads.cpu.attention import (
+    EXACT_ATTENTION,
+    GROUPED_ATTENTION,
+    exact_attention,
+    grouped_attention,
+    scores_keep_their_bits,
+)
+from draftheads.cpu.fused_modules import fuse, halve_embedding
+from draftheads.cpu.kernel_choice import pack
+from draftheads.cpu.kernels import Int8, PackedLinear, Plain, keeps_bits, replace_linears
+from draftheads.errors import InvalidSettings
+
+_SMALLEST_SHARE = 0.5  # int8 must cover this share of the weights, embeddings excluded
+_TYPES = (torch.float32, torch.bfloat16)
+
+
+def speed_up(
+    model: Any,
+    *,
+    exact_bits: bool,
+    int8: bool = False,
+    fused: bool = True,
+    typical_ids: Tensor | None = None,
+    folder: Path | None = None,
+) -> None:
+    """Gives a stock model faster kernels and modules. Its results stay the same, up to rounding (or int8).
+
+    Each weight is stored once, in the format of its kernel. ``layer.weight`` unpacks it.
+
+    Args:
+        model: a transformers causal LM in fp32 or bf16 on a CPU; other models are not changed.
+        exact_bits: see the module's docstring.
+        int8: quantise the linear layers; this implies exact_bits.
+        fused: replace modules by fused ones; False keeps the stock modules, with faster products in them.
+        typical_ids: (1, T) a text on which int8 finds outliers in the layers' inputs; without it the loss is larger.
+        folder: the cache of measured kernel choices.
+
+    Raises:
+        InvalidSettings: ``int8``, but most weights are not in ``nn.Linear`` layers; or ``int8`` or ``exact_bits``, but
+            the model's attention is not sdpa.
+    """
+    embedding = model.get_input_embeddings().weight
+    if embedding.device.type != "cpu" or embedding.dtype not in _TYPES:
+        return
+    exact_bits = exact_bits or int8
+    if int8:
+        _check_quantisable(model)
+    attention = None
+    kind = model.config.get_text_config()._attn_implementation
+    if exact_bits and kind != "sdpa":
+        what = "precision int8" if int8 else "exact_bits"
+        raise InvalidSettings(f"{what} needs attention of kind sdpa; this model was loaded with {kind}")
+    if kind == "sdpa":
+        model.set_attn_implementation(EXACT_ATTENTION if exact_bits else GROUPED_ATTENTION)
+        attention = exact_attention if exact_bits else grouped_attention
+    with torch.inference_mode(mode=False), torch.no_grad():  # so that training can use these tensors later
+        if fused:
+            fuse(model, attention)
+        layers = replace_linears(model)
+        if typical_ids is not None and int8:
+            _observe_inputs(model, layers, typical_ids)
+        pack(layers, exact_bits=exact_bits, int8=int8, folder=folder)
+        halve_embedding(model)
+        _let_go_of_file(model)
+        _tie(model)
+
+
+def return_freed_memory() -> None:
+    """Returns freed memory to the system. After loading, glibc keeps more of it than the weights take."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
+
+
+def kernels_of(model: Any) -> str:
+    """``fast``, ``exact_bits``, or ``stock`` if :func:`speed_up` changed nothing."""
+    attention = model.config.get_text_config()._attn_implementation
+    return {GROUPED_ATTENTION: "fast", EXACT_ATTENTION: "exact_bits"}.get(attention, "stock")
+
+
+@torch.inference_mode()
+def rows_keep_their_bits(model: Any) -> bool:
+    """Whether a row's bits are independent of the other rows on this machine, in a model with ``exact_bits``."""
+    layers = {(m.out_features, m.in_features): m for m in model.modules() if isinstance(m, PackedLinear)}
+    config = model.config.get_text_config()
+    size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return all(keeps_bits(layer.product) for layer in layers.values()) and scores_keep_their_bits(size)
+
+
+def _check_quantisable(model: Any) -> None:
+    if not Int8.fits(torch.ones(2, 2)):
+        raise InvalidSettings(f"precision int8 needs FBGEMM's int8 products, and PyTorch {torch.__version__} has none")
+    embeddings = {id(model.get_input_embeddings().weight)}
+    everything = sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in embeddings)
+    linears = sum(m.weight.numel() for m in model.modules() if type(m) is nn.Linear and id(m.weight) not in embeddings)
+    if linears < _SMALLEST_SHARE * everything:
+        raise InvalidSettings(
+            f"precision int8 needs nn.Linear layers; only {linears / max(1, everything):.0%} of the weights of this "
+            f"{model.config.model_type} are in such layers: use fp32 or bf16"
+        )
+
+
+@torch.inference_mode()
+def _observe_inputs(model: Any, layers: Sequence[PackedLinear], token_ids: Tensor) -> None:
+    """Reads a text and records each layer's largest inputs, each row divided by its maximum, as int8 does."""
+
+    class Observing(Plain):
+        def __call__(self, rows: Tensor) -> Tensor:
+            size = rows.abs().float()
+            seen[id(self)] = (size / size.amax(1, keepdim=True).clamp_min(1e-12)).amax(0)
+            return super().__call__(rows)
+
+    seen: dict[int, Tensor] = {}
+    plain = [layer.product for layer in layers]
+    for layer in layers:
+        layer.product = Observing(layer.product.weight, layer.bias)
+    model(input_ids=token_ids, use_cache=False)
+    for layer, product in zip(layers, plain, strict=True):
+        layer.inputs = seen.get(id(layer.product))
+        layer.product = product
+
+
+def _let_go_of_file(model: Any) -> None:
+    """Copies the tensors that are not packed, such as norms. Otherwise they keep the whole mapped file in memory."""
+    copies: dict[tuple[int, torch.Size], Tensor] = {}  # a tensor that two modules share stays shared
+
+    def copied(old: Tensor) -> Tensor:
+        place = (old.data_ptr(), old.shape)
+        if place not in copies:
+            copies[place] = old.detach().clone()
+        return copies[place]
+
+    for module in model.modules():
+        for name, old in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(copied(old), requires_grad=old.requires_grad))
+        if isinstance(module, PackedLinear) and type(module.product) is Plain:
+            module.product = Plain(copied(module.product.weight), module.product.bias)
+
+
+def _tie(model: Any) -> None:
+    """A tied lm_head returns the embedding as its weight instead of unpacking its own."""
+    lm_head = model.get_output_embeddings()
+    if isinstance(lm_head, PackedLinear) and bool(getattr(model.config, "tie_word_embeddings", False)):
+        lm_head.tied = model.get_input_embeddings().weight

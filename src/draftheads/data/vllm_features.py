@@ -1,0 +1,208 @@
+"""Texts whose hidden states vLLM extracted (its method ``extract_hidden_states``), read from its files on access.
+
+vLLM writes a file for each request: ``token_ids`` (T,) and ``hidden_states`` (T, n, D), the outputs of n chosen layers.
+Those of the last layer are not normed; h_t is, so the target's last norm is applied here. A file does not say which
+layers it has. They are found by comparing the beginning of a few texts with what the target computes for them.
+
+Knows the target model; knows nothing of heads or training.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from draftheads.data.chat_tokens import EncodedChat
+from draftheads.data.features import Document
+from draftheads.data.live_features import LiveStore, read_alone
+from draftheads.errors import DataError, UnsupportedModel
+from draftheads.models.model import TargetModel
+from draftheads.utils.counts import counted
+
+NUM_COMPARED = 3  # texts
+MOST_COMPARED = 256  # tokens of each
+LIMIT = 0.15  # of differences, see _difference; bf16 and fp32 differ by 0.02, neighbouring layers by 0.3 or more
+
+
+class ExtractedStore(LiveStore):
+    """The same texts as of a :class:`LiveStore`, with the hidden states of vLLM's files in place of the target's."""
+
+    def __init__(
+        self, target: TargetModel, texts: Sequence[EncodedChat], folder: Path, layers: Sequence[int] = ()
+    ) -> None:
+        """Finds the file of each text, and the layers in the files.
+
+        Args:
+            target: the model that vLLM served.
+            texts: a file may have further tokens after those of its text.
+            folder: of the files.
+            layers: n layers whose inputs a head reads. Index i is the output of layer i - 1, vLLM's layer id i.
+
+        Raises:
+            DataError: a text has no file, a file is damaged, or its hidden states are not those of this model.
+            UnsupportedModel: the model's last norm is not found.
+        """
+        super().__init__(target, texts, layers)
+        self._files = _files_of(self, folder)
+        self._norm = last_norm(target)
+        self._places = self._find_places()
+
+    def __getitem__(self, index: int) -> Document:
+        token_ids = self.token_ids[index]
+        states = self._states(index)
+        *inputs, last = (states[:, place] for place in self._places)
+        hidden = torch.cat([*inputs, self._normed(last)], -1)
+        return Document(hidden.to("cpu", torch.bfloat16), token_ids, self.loss_masks[index])
+
+    def _states(self, index: int) -> Tensor:
+        """(T, n, D) of a text, in the target's type."""
+        path = self._files[index]
+        length, size = len(self.token_ids[index]), self.target.hidden_size
+        with _opened(path) as file:
+            found = file.get_slice("hidden_states")
+            shape = found.get_shape()
+            if len(shape) != 3 or shape[0] < length or shape[2] != size:
+                raise DataError(f"{path}: hidden_states are {shape}, expected [{length} tokens, layers, {size}]")
+            states: Tensor = found[:length]
+        return states.to(self.target.device, self.target.dtype)
+
+    @torch.inference_mode()
+    def _normed(self, states: Tensor) -> Tensor:
+        """h_t of the outputs of the last layer: (T, D) -> (T, D)."""
+        normed: Tensor = self._norm(states[None])[0]
+        return normed
+
+    def _find_places(self) -> list[int]:
+        """Where the files have the inputs of each of the ``layers``, and then the last layer's outputs."""
+        texts = range(min(NUM_COMPARED, len(self)))
+        own = [read_alone(self.target, self.token_ids[i][:MOST_COMPARED], self.layers).float() for i in texts]
+        read = [self._states(i)[:MOST_COMPARED] for i in texts]
+        widths = sorted({states.shape[1] for states in read})
+        if len(widths) > 1:
+            raise DataError(f"{self._files[0].parent}: files of {widths[0]} and of {widths[1]} layers; give one kind")
+        size = self.target.hidden_size
+        expected = torch.cat(own).to(self.target.device).split(size, -1)
+        candidates = torch.cat(read).unbind(1)
+        places = []
+        for layer, wanted in zip((*self.layers, None), expected, strict=True):
+            if layer is None:
+                logits = self._logits(wanted)
+                differences = [_difference(self._logits(self._normed(one)), logits) for one in candidates]
+            else:
+                differences = [_difference(one.float(), wanted) for one in candidates]
+            places.append(self._least(differences, layer))
+        return places
+
+    @torch.inference_mode()
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.target.logits(hidden.to(self.target.dtype)).float()
+
+    def _least(self, differences: list[float], layer: int | None) -> int:
+        """The place of the smallest difference.
+
+        Raises:
+            DataError: it is too large.
+        """
+        least = min(differences)
+        if not least <= LIMIT:
+            number = len(self.target.layer_kinds)
+            what, vllm_id = ("logits", number) if layer is None else (f"inputs of layer {layer}", layer)
+            raise DataError(
+                f"{self._files[0].parent}: the {what} of {self.target.model_id} are in none of "
+                f"{counted(len(differences), 'layer')} of the files: the nearest differs by {least:.1%}, and at most "
+                f"{LIMIT:.0%} is allowed. Give the model that vLLM served, and add {vllm_id} to "
+                "eagle_aux_hidden_state_layer_ids when you extract"
+            )
+        return differences.index(least)
+
+
+def last_norm(target: TargetModel) -> nn.Module:
+    """The module whose output is h_t.
+
+    Raises:
+        UnsupportedModel: there is none.
+    """
+    calls: list[tuple[nn.Module, Tensor]] = []
+
+    def note(module: nn.Module, _: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            calls.append((module, output))
+
+    leaves = [module for module in target.decoder.modules() if not list(module.children())]
+    handles = [module.register_forward_hook(note) for module in leaves]
+    try:
+        last = target.hidden_states(torch.zeros(1, 2, dtype=torch.long, device=target.device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    for module, output in reversed(calls):
+        if output.numel() == last.numel() and torch.equal(output.reshape(last.shape), last):
+            return module
+    raise UnsupportedModel(f"{target.model_id}: no last norm is found, which the outputs of the last layer need")
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """The median over tokens of |a - b| / |b|, b without its mean, which no softmax and no layer norm sees.
+
+    Few tokens, such as the first one, have states that are far larger than the others'; a median does not count them.
+    """
+    spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
+    return float(((found - expected).norm(dim=-1) / spread).median())
+
+
+def _files_of(store: LiveStore, folder: Path) -> list[Path]:
+    """The file of each text.
+
+    Raises:
+        DataError: a text has none.
+    """
+    files: list[tuple[bytes, Path]] = []
+    for path in folder.rglob("*.safetensors"):
+        with _opened(path) as file:
+            files.append((_key(file.get_tensor("token_ids").flatten()), path))
+    if not files:
+        raise DataError(f"{folder} has no .safetensors file")
+    files.sort()
+    found: list[Path] = []
+    missing: list[int] = []
+    for index, token_ids in enumerate(store.token_ids):
+        key = _key(token_ids)
+        place = bisect_left(files, key, key=itemgetter(0))  # the first of those that begin with the key, if any does
+        if place < len(files) and files[place][0].startswith(key):
+            found.append(files[place][1])
+        else:
+            missing.append(index)
+    if missing:
+        source = store.sources[missing[0]] or f"text {missing[0]}"
+        raise DataError(
+            f"{folder} has no hidden states of {counted(len(missing), 'text')} of {len(store)}, the first is {source}: "
+            "a file must begin with the tokens that training reads; give vLLM these tokens as prompts"
+        )
+    return found
+
+
+def _key(token_ids: Tensor) -> bytes:
+    """Bytes in the order of the tokens: a text that begins another one is a prefix of it, and comes right before it."""
+    return token_ids.numpy().astype(">i4").tobytes()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A file with both tensors.
+
+    Raises:
+        DataError: it is damaged, or of another kind.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            if missing := {"token_ids", "hidden_states"} - set(file.keys()):
+                raise DataError(f"{path} has no {' and no '.join(sorted(missing))}, so it is not one of vLLM's files")
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{path}: {error}; delete it and extract its text again") from None

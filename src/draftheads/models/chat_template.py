@@ -1,0 +1,113 @@
+"""Chat templates: chats to text, and text to token ids that continue other tokens.
+
+Knows ``transformers`` tokenizers; knows nothing of models or files of chats. A template is given by the name of a
+built-in one (``assets/chat_templates``) or as a file, and takes the place of the tokenizer's own. It is never set on
+the tokenizer, which other models may share.
+"""
+
+from collections.abc import Mapping, Sequence
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, Protocol
+
+from draftheads.errors import InvalidSettings
+from draftheads.utils.files import user_path
+from draftheads.utils.messages import Message
+
+_FOLDER = Path(__file__).parents[1] / "assets" / "chat_templates"
+BUILT_IN = tuple(sorted(path.stem for path in _FOLDER.glob("*.jinja")))  # chatml, hermes, llama-2, vicuna
+_ANCHORS = ("\n", ":")  # texts before a continuation; a tokenizer may merge one of them with what follows
+
+
+class ChatReader(Protocol):
+    """How a model reads chats: the model itself, or only this part of it."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """A ``transformers`` tokenizer."""
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Token ids that end a text."""
+
+    @property
+    def chat_template(self) -> str | None:
+        """A template in place of the tokenizer's own; None: the tokenizer's own."""
+
+    @property
+    def max_positions(self) -> int | None:
+        """The maximal number of tokens in a text; None if it is not known."""
+
+
+def read_template(name_or_file: str | PathLike[str] | None) -> str | None:
+    """The text of a built-in template (``chatml``, ``hermes``, ``llama-2``, ``vicuna``) or of a file; None for None.
+
+    Raises:
+        InvalidSettings: it is neither a built-in name nor a file that can be read.
+    """
+    if name_or_file is None:
+        return None
+    name = fspath(name_or_file)
+    path = _FOLDER / f"{name}.jinja" if name in BUILT_IN else user_path(name)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidSettings(
+            f"chat template {name!r} cannot be read ({error}): give a Jinja file, or one of {', '.join(BUILT_IN)}"
+        ) from None
+
+
+def template_of(reader: ChatReader) -> Any:
+    """The template in use: the given one, else the tokenizer's own; None where there is neither."""
+    return reader.chat_template or getattr(reader.tokenizer, "chat_template", None) or None
+
+
+def render(
+    reader: ChatReader,
+    messages: Sequence[Message | Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
+    """A chat as text.
+
+    Args:
+        reader: the model.
+        messages: may have more than a role and a content, where the template reads more.
+        add_generation_prompt: end with the beginning of an answer.
+        tools: functions that the model may call, as JSON schemas; templates may ignore them.
+
+    Raises:
+        Exception: anything, since a template is a program of the model's author.
+    """
+    given = {} if reader.chat_template is None else {"chat_template": reader.chat_template}
+    chat = [dict(message) for message in messages]
+    options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "tokenize": False, **given}
+    if tools:
+        options["tools"] = [dict(tool) for tool in tools]
+    return str(reader.tokenizer.apply_chat_template(chat, **options))
+
+
+def continuing_ids(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text that follows other tokens; none for an empty text.
+
+    Some tokenizers (Llama-2, Vicuna) put a space before every text. A model does not generate this space when it
+    continues a prompt, so ``text`` is tokenized after another text, whose tokens are then removed.
+    """
+    if not text:
+        return []
+    for anchor in _ANCHORS:
+        before, whole = _ids(tokenizer, anchor), _ids(tokenizer, anchor + text)
+        if whole[: len(before)] == before:
+            return whole[len(before) :]
+    return _ids(tokenizer, text)
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Token ids of a ``transformers`` tokenizer that are not text, such as the end of a turn."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {*tokenizer.all_special_ids, *(token_id for token_id, token in added.items() if token.special)}
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -1,0 +1,96 @@
+"""LoRA beside its base model: the layers share their weights with the base, and each adds its own low-rank product.
+
+The layers keep their kernels, also packed, fused and quantised ones. So a pass of the base does not change, and an
+adapter needs memory for its own matrices only.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from draftheads.cpu.kernels import PackedLinear, Plain, Product
+from draftheads.models.adapter import LowRank
+
+
+class WithLora(Product):
+    """X Wᵀ + b + (X Aᵀ) Bᵀ; the product by W is the base model's own."""
+
+    name = "lora"
+    exact_rows = Plain.exact_rows
+
+    def __init__(self, base: Product, a: Tensor, b: Tensor) -> None:
+        self.out_features, self.in_features, self.dtype = base.out_features, base.in_features, base.dtype
+        self.bias = base.bias
+        self._base = base
+        self._a = a.to(self.dtype)  # (r, in)
+        self._b = b.to(self.dtype).T.contiguous()  # (r, out)
+
+    @classmethod
+    def fits(cls, weight: Tensor) -> bool:  # noqa: ARG003 - the interface
+        """Fits no weight alone."""
+        return False
+
+    @property
+    def weight(self) -> Tensor:
+        """(out, in): W + B A."""
+        return torch.addmm(self._base.weight, self._b.T, self._a)
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """(n, in) -> (n, out)."""
+        return self._base.multiply(rows).addmm_(F.linear(rows, self._a), self._b)
+
+
+def add_lora(model: Any, matrices: Mapping[str, LowRank], *, exact_bits: bool) -> None:
+    """Adds the low-rank products to the layers of a model, in place; the layers' own weights do not change.
+
+    Args:
+        model: the base model, stock or with faster modules.
+        matrices: by the names of the stock model's layers.
+        exact_bits: keep the bits of a row independent of the other rows.
+    """
+    modules: dict[str, Any] = dict(model.named_modules())
+    fused: dict[str, dict[str, LowRank]] = {}
+    for name, pair in matrices.items():
+        parent, _, part = name.rpartition(".")
+        if name in modules:
+            _add(modules[name], pair, exact_bits=exact_bits)
+        else:
+            together = next(whole for whole, parts in modules[parent].fused_parts.items() if part in parts)
+            fused.setdefault(f"{parent}.{together}", {})[part] = pair
+    for name, pairs in fused.items():
+        parent, _, together = name.rpartition(".")
+        parts = modules[parent].fused_parts[together]
+        pieces = [(pairs.get(part), size) for part, size in parts.items()]
+        _add(modules[name], _stacked(pieces), exact_bits=exact_bits)
+
+
+def _stacked(pieces: Sequence[tuple[LowRank | None, int]]) -> LowRank:
+    """One pair for layers whose outputs are concatenated: A below A, and the B along a diagonal.
+
+    Args:
+        pieces: of each layer its pair, or None, and its number of outputs.
+    """
+    a = torch.cat([pair.a for pair, _ in pieces if pair is not None])
+    b = [pair.b if pair is not None else torch.zeros(size, 0) for pair, size in pieces]
+    return LowRank(a, torch.block_diag(*b))
+
+
+def _add(layer: nn.Module, pair: LowRank, *, exact_bits: bool) -> None:
+    if isinstance(layer, PackedLinear):
+        layer.product = WithLora(layer.product, pair.a, pair.b)
+        layer.tied = None  # the adapter changes the lm_head, but not the embedding
+        if exact_bits:
+            layer.multiple = math.lcm(layer.multiple, WithLora.exact_rows)
+        return
+    weight = next(layer.parameters())
+    dtype = weight.dtype if weight.is_floating_point() else torch.get_default_dtype()
+    a, b = (matrix.to(weight.device, dtype) for matrix in (pair.a, pair.b))
+
+    def added(_: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        return out + F.linear(F.linear(inputs[0].to(dtype), a), b).to(out.dtype)
+
+    layer.register_forward_hook(added)

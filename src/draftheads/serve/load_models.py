@@ -1,0 +1,124 @@
+"""From names to what is served: one loaded model, an engine for each head, and the memory that they may use."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from draftheads.data.corpus_files import load_corpus
+from draftheads.decode.engine import Engine
+from draftheads.drafters.corpus import Corpus
+from draftheads.errors import InvalidSettings
+from draftheads.loading import check_corpus, engine_on, find_template, load_target, name_of
+from draftheads.models.kv_target import bytes_per_slot
+from draftheads.models.model import TargetModel
+from draftheads.serve.state import ServedModel
+from draftheads.settings import LoadSettings
+from draftheads.utils.files import user_path
+from draftheads.utils.machine import find_memory
+
+_UNKNOWN_MEMORY = 1 << 30  # a budget where the free memory is not known
+_CONTEXT = 8192  # of models without a limit
+
+
+@dataclass(frozen=True)
+class Served:
+    """Everything that was loaded."""
+
+    models: tuple[ServedModel, ...]
+    engines: Mapping[str, Engine]  # by served name
+    corpus: Corpus | None = None  # from which is copied
+
+    @property
+    def target(self) -> TargetModel:
+        """The model itself."""
+        return next(iter(self.engines.values())).model
+
+
+def load_served(
+    model: str,
+    heads: Sequence[str],
+    load: LoadSettings,
+    *,
+    adapters: Mapping[str, Path] | None = None,
+    name: str | None = None,
+    copy: bool = True,
+    corpus: Path | None = None,
+    exact_bits: bool = False,
+    max_rows: int = 16,
+) -> Served:
+    """Loads a model once, and its heads.
+
+    Args:
+        model: a name, a folder or a Hub id.
+        heads: the first is used by the model's own name, each further one by NAME:HEAD; none decodes plainly.
+        load: how the model is loaded.
+        adapters: folders of LoRA adapters by the names under which they are served; the first head drafts for them.
+        name: under which it is served; the model's own name when left out.
+        copy: drafts hold copies from the text, too.
+        corpus: texts or earlier answers from which is copied, too.
+        exact_bits: drafted answers equal plain ones to the bit.
+        max_rows: answers that are decoded together.
+
+    Raises:
+        DraftHeadsError: as :func:`draftheads.load`, or an adapter does not fit; or two names are the same.
+    """
+    check_corpus(corpus, heads[0] if heads else None, copy=copy)
+    template = find_template(load.chat_template, heads, name_of(model))
+    given = {key: value for key, value in load.given().items() if key not in ("chat_template", "fast")}
+    target = load_target(model, chat_template=template, exact_bits=exact_bits, fast=load.fast, **given)
+    index = None if corpus is None else load_corpus(corpus, target.tokenizer, vocab_size=target.vocab_size)
+    own = name or _short_name(model)
+    models: list[ServedModel] = []
+    engines: dict[str, Engine] = {}
+    for head in heads or (None,):
+        served = own if not engines else f"{own}:{_short_name(str(head))}"
+        if served in engines:
+            raise InvalidSettings(f"--head {head}: there are two heads of this name; rename the folder of one")
+        engines[served] = engine_on(
+            target, head, model=model, copy=copy, corpus=index, max_batch_size=max_rows, fast=load.fast
+        )
+        models.append(ServedModel(served, own, None if head is None else _short_name(head)))
+    for adapter, folder in (adapters or {}).items():
+        if adapter in engines:
+            raise InvalidSettings(f"--adapter {adapter}={folder}: {adapter} is served already; give another name")
+        engines[adapter] = engines[own].with_adapter(folder)
+        models.append(replace(models[0], name=adapter, adapter=adapter))
+    return Served(tuple(models), engines, index)
+
+
+def _short_name(name: str) -> str:
+    """A folder's own name; other names as they are. No path of this machine is shown to clients."""
+    folder = user_path(name)
+    return folder.resolve().name if folder.exists() else name
+
+
+def default_kv_bytes(target: TargetModel, max_rows: int) -> int:
+    """A budget for keys and values: half of the free memory, and at most what all rows can use twice over."""
+    most = 2 * max_rows * (target.max_positions or _CONTEXT) * bytes_per_slot(target)
+    return max(1, min(most, _free_bytes(target) // 2))
+
+
+def _free_bytes(target: TargetModel) -> int:
+    if target.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(target.device)[0])
+    memory = find_memory()
+    known = [amount for amount in (memory.available or memory.total, memory.limit) if amount]
+    return min(known, default=2 * _UNKNOWN_MEMORY)
+
+
+def read_key_file(path: Path, option: str = "--api-key-file") -> tuple[str, ...]:
+    """API keys of a file, one in each line; lines that begin with # are comments.
+
+    Raises:
+        InvalidSettings: it cannot be read, or has no key.
+    """
+    try:
+        lines = [line.strip() for line in user_path(path).read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidSettings(f"{option} {path} cannot be read: {error}") from None
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise InvalidSettings(f"{option} {path} has no key; write one in each line")
+    return keys

@@ -1,0 +1,193 @@
+"""Acceptance: which path of a verified tree is accepted, and the next token. Tensors in, a Verdict out.
+
+* exact — the token at every node is chosen as plain decoding would choose it (argmax, or a draw from the processed
+  distribution), and the walk continues at the child that equals it. Greedy rows have the text of plain decoding, and
+  sampled rows the target's distribution. If the context determines the draft, no other lossless rule accepts more: a
+  node cannot be accepted with a higher probability than the target gives its path.
+* rejection, block — for draft tokens that were drawn (``Sampled`` shapes). They keep the target's
+  distribution and accept more, see ``rejection.py``. On other drafts, and for greedy rows, they are exact.
+* typical — keeps draft tokens that are likely enough, p(x) > min(ε, δ·exp(−H(p))) (Medusa section 3.3.1).
+  It does **not** keep the distribution. The longest path wins, among equals the likelier. As in the paper, the token
+  after it is the most likely one, so no random number is used.
+* typical-sampled — the same, but the token after the path is drawn.
+
+B rows, N nodes, V vocabulary, P = depth of the tree + 1.
+"""
+
+import torch
+from torch import Tensor
+
+from draftheads.speculation.draft import Draft, Verdict
+from draftheads.speculation.rejection import block_chances, sibling_chances
+from draftheads.speculation.sampling import RowSettings, choose, draw, penalised, probabilities
+
+
+def accept(
+    draft: Draft,
+    logits: Tensor,
+    rows: RowSettings,
+    uniforms: Tensor,
+    seen: Tensor | None = None,
+    *,
+    rejection_uniforms: Tensor | None = None,
+) -> Verdict:
+    """The verdict on every row.
+
+    Args:
+        draft: the tree that was verified. Its nodes are determined by the context, or drawn with other random numbers
+            than those given here.
+        logits: (B, N, V) the target's logits at each node.
+        rows: settings of the B rows.
+        uniforms: (B, P) float64 in [0, 1): for each place after the root, that place's random number.
+        seen: (B, V) bool, tokens of the text including the root; needed when a row has a repetition penalty.
+        rejection_uniforms: (B, :func:`num_rejection_uniforms`) float64 in [0, 1), for drafts that were drawn, where
+            a row asks for rejection.
+    """
+    verdict = _walk(draft, logits, rows, uniforms, seen)
+    if rows.any_typical:
+        verdict = _where(rows.typical, _longest_typical(draft, logits, rows, uniforms, seen), verdict)
+    if rows.any_rejection and draft.sampled:
+        assert rejection_uniforms is not None, "rejection needs uniform numbers"
+        rejection = _rejection_walk(draft, logits, rows, rejection_uniforms, seen)
+        is_chain = draft.max_siblings <= 1
+        by_sibling = rows.rejection if is_chain else rows.rejection | rows.block
+        verdict = _where(by_sibling, rejection, verdict)
+        if is_chain:
+            verdict = _where(rows.block, _longest_block(draft, logits, rows, rejection_uniforms, seen), verdict)
+    return verdict
+
+
+def num_rejection_uniforms(draft: Draft) -> int:
+    """How many random numbers rejection needs for each row: at each depth one for each sibling and one more."""
+    return (draft.max_depth + 1) * (draft.max_siblings + 1)
+
+
+def _where(chosen: Tensor, one: Verdict, other: Verdict) -> Verdict:
+    """Of two verdicts the first one for the rows that are chosen."""
+    return Verdict(
+        torch.where(chosen[:, None], one.path, other.path),
+        torch.where(chosen, one.num_accepted, other.num_accepted),
+        torch.where(chosen, one.next_ids, other.next_ids),
+    )
+
+
+def _rejection_walk(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None) -> Verdict:
+    """At each node try the children in turn; step into the first that is accepted, or draw from what is left."""
+    assert draft.probs is not None
+    assert draft.log_probs is not None
+    batch = torch.arange(len(logits), device=logits.device)
+    places = torch.arange(draft.num_nodes, 0, -1, device=logits.device)
+    uniforms = uniforms.view(len(logits), draft.max_depth + 1, -1)
+    node = torch.zeros_like(batch)
+    going = torch.ones_like(batch, dtype=torch.bool)
+    num_accepted = torch.ones_like(batch)
+    path = node[:, None].repeat(1, draft.max_depth + 1)
+    next_ids = node
+    width = min(draft.max_siblings, draft.num_nodes)
+    for depth in range(draft.max_depth + 1):
+        p = probabilities(penalised(logits[batch, node], rows, seen), rows)
+        is_child = (draft.parents == node[:, None]) & (draft.depths > 0)
+        order = (is_child * places).expand(len(logits), -1).topk(width, dim=1)  # the first child first
+        children = order.indices  # (B, k)
+        present = (order.values > 0) & (draft.log_probs.gather(1, children) > -torch.inf)
+        tokens = draft.token_ids.gather(1, children)
+        chances, left = sibling_chances(p, draft.probs[batch, node].double(), tokens, present)
+        accepted = uniforms[:, depth, :width] < chances
+        steps = going & accepted.any(1)
+        first = accepted.int().argmax(1) if width else node
+        taken = tokens[batch, first] if width else node
+        next_ids = torch.where(going & ~steps, draw(left, uniforms[:, depth, -1]), next_ids)
+        going = steps
+        if depth == draft.max_depth or (going.device.type == "cpu" and not going.any()):
+            break
+        node = torch.where(going, children[batch, first], node)
+        path[:, depth + 1] = node
+        num_accepted = num_accepted + going
+        if seen is not None:
+            seen = seen.clone()
+            seen[batch, taken] |= going
+    return Verdict(path, num_accepted, next_ids)
+
+
+def _longest_block(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None) -> Verdict:
+    """The longest beginning of a chain that is accepted, and a draw from what is left there."""
+    assert draft.probs is not None
+    assert draft.log_probs is not None
+    batch = torch.arange(len(logits), device=logits.device)
+    length = draft.num_nodes - 1
+    ancestors = draft.ancestors.expand(len(logits), -1, -1)
+    seen_nodes = None if seen is None else _seen_at_nodes(draft, ancestors, seen)
+    p = probabilities(penalised(logits, rows, seen_nodes), rows)  # (B, L + 1, V)
+    chances, left = block_chances(p, draft.probs[:, :-1].double(), draft.token_ids[:, 1:])
+    present = (draft.log_probs[:, 1:] > -torch.inf).int().cumprod(1).bool()
+    uniforms = uniforms.view(len(logits), length + 1, -1)
+    kept = (uniforms[:, :length, 0] < chances) & present  # (B, L)
+    steps = torch.arange(1, length + 1, device=logits.device)
+    count = (kept * steps).amax(1) if length else torch.zeros_like(batch)
+    path = torch.arange(length + 1, device=logits.device).expand(len(logits), -1)
+    path = torch.where(path <= count[:, None], path, 0)
+    return Verdict(path, count + 1, draw(left[batch, count], uniforms[batch, count, -1]))
+
+
+def _walk(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None) -> Verdict:
+    """Choose at the node, step into the child that was chosen, until there is none."""
+    batch = torch.arange(len(logits), device=logits.device)
+    node = torch.zeros_like(batch)
+    going = torch.ones_like(batch, dtype=torch.bool)
+    num_accepted = torch.ones_like(batch)
+    path = node[:, None].repeat(1, draft.max_depth + 1)
+    next_ids = node
+    below_root = draft.depths > 0
+    for depth in range(draft.max_depth + 1):
+        chosen = choose(logits[batch, node], rows, seen, uniforms[:, depth])
+        next_ids = torch.where(going, chosen, next_ids)
+        child = (draft.parents == node[:, None]) & (draft.token_ids == chosen[:, None]) & below_root  # (B, N)
+        going = going & child.any(1)
+        if depth == draft.max_depth or (going.device.type == "cpu" and not going.any()):
+            break
+        node = torch.where(going, child.int().argmax(1), node)
+        path[:, depth + 1] = node
+        num_accepted = num_accepted + going
+        if seen is not None:
+            seen = seen.clone()
+            seen[batch, chosen] |= going
+    return Verdict(path, num_accepted, next_ids)
+
+
+def _longest_typical(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None) -> Verdict:
+    """Judge every node by its parent's distribution, then keep the deepest node whose whole path passed."""
+    batch = torch.arange(len(logits), device=logits.device)
+    parents = draft.parents.expand_as(draft.token_ids)
+    ancestors = draft.ancestors.expand(len(logits), -1, -1)
+    seen_nodes = None if seen is None else _seen_at_nodes(draft, ancestors, seen)
+    probs = probabilities(penalised(logits, rows, seen_nodes), rows)  # (B, N, V)
+    entropy = torch.special.entr(probs).sum(-1)  # (B, N)
+    threshold = torch.minimum(rows.epsilon[:, None], rows.delta[:, None] * (-entropy).exp())
+    likelihood = probs[batch[:, None], parents, draft.token_ids]  # (B, N)
+    is_typical = (likelihood > threshold.gather(1, parents)) & (draft.depths > 0)
+    is_typical[:, 0] = True  # the root is decided
+    kept = (is_typical[:, None] | ~ancestors).all(-1)
+    log_path = (likelihood.log().masked_fill(draft.depths == 0, 0.0)[:, None] * ancestors).nan_to_num(0.0).sum(-1)
+    depths = draft.depths.expand_as(kept).masked_fill(~kept, -1)
+    deepest = depths.amax(1, keepdim=True)
+    node = log_path.masked_fill(depths < deepest, -torch.inf).argmax(1)
+    num_accepted = deepest[:, 0] + 1
+    steps = torch.arange(draft.max_depth + 1, device=logits.device)
+    # the path's nodes by depth: node indices grow along a path, so sorting its ancestors lists them
+    on_path = ancestors[batch, node].int() * torch.arange(draft.num_nodes, 0, -1, device=logits.device)
+    path = draft.num_nodes - on_path.topk(min(draft.max_depth + 1, draft.num_nodes), dim=1).values
+    path = torch.where(steps < num_accepted[:, None], path, 0)
+    next_ids = choose(logits[batch, node], rows, _row(seen_nodes, batch, node), uniforms[batch, num_accepted - 1])
+    return Verdict(path, num_accepted, next_ids)
+
+
+def _seen_at_nodes(draft: Draft, ancestors: Tensor, seen: Tensor) -> Tensor:
+    """(B, N, V) bool: the text and the tokens on each node's own path."""
+    nodes = draft.num_nodes
+    tokens = draft.token_ids[:, None].expand(-1, nodes, nodes)
+    on_path = torch.zeros(*ancestors.shape[:2], seen.shape[-1], dtype=torch.int32, device=seen.device)
+    return seen[:, None] | (on_path.scatter_add_(2, tokens, ancestors.int()) > 0)
+
+
+def _row(seen_nodes: Tensor | None, batch: Tensor, node: Tensor) -> Tensor | None:
+    return None if seen_nodes is None else seen_nodes[batch, node]

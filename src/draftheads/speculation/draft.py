@@ -1,0 +1,278 @@
+"""What drafter, target and acceptance rule hand to each other in a step; knows nothing of models.
+
+Alphabet: B rows, N nodes of a tree (root included), P tokens accepted in a step, D hidden size, V vocabulary.
+Trees may be shared by all rows (leading dimension 1) or differ by row (leading dimension B).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Protocol, Self, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from draftheads.cpu.kernels import Product
+from draftheads.speculation.sampling import RowSettings
+from draftheads.speculation.shapes import Shape
+from draftheads.speculation.tree import Tree
+from draftheads.utils.transfer import to_device
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A tree filled with tokens. Node 0 is the root: decided, but not yet in the target's cache.
+
+    A parent's index is lower than its children's. Nodes of depth 0 behind the root fill up rows that have less to
+    draft than others; no rule accepts them.
+    """
+
+    token_ids: Tensor  # (B, N) int64
+    parents: Tensor  # (1 or B, N) int64: node index of the parent; 0 for the root itself
+    depths: Tensor  # (1 or B, N) int64: root 0
+    ancestors: Tensor  # (1 or B, N, N) bool: [n, m] says that m lies on the path from the root to n, n included
+    max_depth: int  # at least the depth of the deepest node, known without asking the device
+    log_probs: Tensor | None = None  # (B, N): the drafter's log-probability of each node given its path, if it has one
+    path_log_probs: Tensor | None = None  # (B, N): of each node's whole path; falls along what grew best first
+    probs: Tensor | None = None  # (B, N, V) float32, of sampled drafts: what a node's children were drawn from
+    max_siblings: int = 0  # of sampled drafts: the most children that a node has
+    copied: Tensor | None = None  # (B, N) bool: nodes that only a copy from the text so far brought
+    reads_all_nodes: bool = False  # whether the drafter reads the target's logits at all nodes, accepted or not
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the nodes were drawn: a node's children one after the other, without replacement, in this order."""
+        return self.probs is not None
+
+    @property
+    def num_nodes(self) -> int:
+        """N, root included."""
+        return self.token_ids.shape[1]
+
+    def first(self, num_nodes: int) -> Self:
+        """The tree of the first ``num_nodes`` nodes; they must form a tree, as in grown trees."""
+        if num_nodes >= self.num_nodes:
+            return self
+        return replace(
+            self,
+            token_ids=self.token_ids[:, :num_nodes],
+            parents=self.parents[:, :num_nodes],
+            depths=self.depths[:, :num_nodes],
+            ancestors=self.ancestors[:, :num_nodes, :num_nodes],
+            max_depth=min(self.max_depth, num_nodes - 1),
+            log_probs=None if self.log_probs is None else self.log_probs[:, :num_nodes],
+            path_log_probs=None if self.path_log_probs is None else self.path_log_probs[:, :num_nodes],
+            probs=None if self.probs is None else self.probs[:, :num_nodes],
+            copied=None if self.copied is None else self.copied[:, :num_nodes],
+        )
+
+    def filled_up(self, filling: Tensor) -> Self:
+        """The same draft where some nodes, (B, N) bool, and the nodes below them only fill up their row."""
+        alone = torch.eye(self.num_nodes, dtype=torch.bool, device=filling.device)
+        alone[:, 0] = True
+        return replace(
+            self,
+            parents=self.parents.masked_fill(filling, 0),
+            depths=self.depths.masked_fill(filling, 0),
+            ancestors=torch.where(filling[:, :, None], alone, self.ancestors),
+            copied=None if self.copied is None else self.copied & ~filling,
+        )
+
+    @classmethod
+    def on_tree(cls, tree: Tree, token_ids: Tensor, *, log_probs: Tensor | None = None) -> Self:
+        """A draft on one static tree for all rows; ``token_ids`` is (B, N) in the tree's node order."""
+        shape = tree_tensors(tree, token_ids.device)
+        return cls(token_ids, shape.parents, shape.depths, shape.ancestors, tree.max_depth, log_probs)
+
+
+@dataclass(frozen=True)
+class TreeTensors:
+    """A static tree as tensors on one device; leading dimension 1."""
+
+    parents: Tensor  # (1, N) int64, root its own parent
+    depths: Tensor  # (1, N) int64
+    ancestors: Tensor  # (1, N, N) bool
+    ranks: Tensor  # (N,) int64
+
+
+@lru_cache(maxsize=256)
+def tree_tensors(tree: Tree, device: torch.device) -> TreeTensors:
+    """The tensors of ``tree`` on ``device``, made once."""
+    with torch.inference_mode(mode=False):  # so that training can use the cached tensors
+        return TreeTensors(
+            to_device([tree.parents], device).clamp_min_(0),
+            to_device([tree.depths], device),
+            to_device(tree.ancestor_mask[None], device),
+            to_device(tree.ranks, device),
+        )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a step keeps: per row an accepted path (root first) and the token decided after it."""
+
+    path: Tensor  # (B, P) int64 node indices, root first; entries at num_accepted and beyond are meaningless
+    num_accepted: Tensor  # (B,) int64 in 1 … P: nodes kept, root included
+    next_ids: Tensor  # (B,) int64: the next step's root
+
+
+Places = list[list[int]]  # (B, W): points of the rows' texts, as :class:`TokenRules` numbers them; the root's is 0
+FORBIDDEN = -1  # the place after a token that the rules forbid, or after another such place
+AFTER_END = -2  # the place after the token that ends an answer
+
+
+class TokenRules(Protocol):
+    """The tokens that rows with a grammar allow at each place below their roots, and logit biases."""
+
+    def roots(self) -> Places:
+        """(B, 1) the places of the roots."""
+
+    def below(self, places: Places, parents: Tensor, token_ids: Tensor) -> Places:
+        """The places (B, W') of children, from the indices (B, W') of their parents' places and their tokens."""
+
+    def num_allowed(self, row: int, token_ids: Sequence[int]) -> int:
+        """How many tokens of a chain below the root are allowed."""
+
+    def drafted(self, logits: Tensor, places: Places, target_ids: Tensor | None = None) -> Tensor:
+        """A drafter's logits at places, (B, W or 1, V') -> (B, W, V'): minus infinity for forbidden tokens.
+
+        ``target_ids`` are the tokens (V',) of a draft vocabulary; None if they are the first tokens of the vocabulary.
+        """
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a drafter sees: the tokens that entered the target's cache since it was last asked, and the new root.
+
+    In the papers' terms the last accepted token is x_t, ``last_hidden`` is h_t and ``root_ids`` is x_{t+1}.
+    """
+
+    # (B, P, D): the target's last hidden states (after its final norm) of the accepted tokens; for a drafter that reads
+    # the inputs of n layers (B, P, n·D)
+    hidden: Tensor
+    token_ids: Tensor  # (B, P) int64: those tokens
+    num_accepted: Tensor  # (B,) int64: how many of the P entries are real, counted from the left
+    root_ids: Tensor  # (B,) int64: x_{t+1}
+    rows: RowSettings | None = None  # how the next tokens of the B rows are chosen
+    draws: Callable[[int], Tensor] | None = None  # n -> (B, n) float64 random numbers in [0, 1), new ones at each call
+    text_tokens: int = 0  # tokens in the target's cache of the row that has most
+    rules: TokenRules | None = None  # where a row has a grammar or logit biases
+    known_ids: Sequence[Sequence[int]] | None = None  # :attr:`ids`, where the host has them already
+    room: Sequence[int] | None = None  # tokens that each row may still take, where no request waits for its place
+
+    @cached_property
+    def ids(self) -> Sequence[Sequence[int]]:
+        """For each row the accepted tokens and then the root, on the host; read from the device if not known."""
+        if self.known_ids is not None:
+            return self.known_ids
+        counts, roots = self.num_accepted[:, None], self.root_ids[:, None]
+        packed = torch.cat([counts, roots, self.token_ids], 1).tolist()  # one transfer
+        return [[*ids[:count], root] for count, root, *ids in packed]
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """``num_accepted`` on the host; read from the device if not known."""
+        if self.known_ids is not None:
+            return [len(ids) - 1 for ids in self.known_ids]
+        counts: list[int] = self.num_accepted.tolist()
+        return counts
+
+    @property
+    def last_hidden(self) -> Tensor:
+        """h_t, (B, D); or the inputs of n layers at t, (B, n·D)."""
+        rows = torch.arange(self.hidden.shape[0], device=self.hidden.device)
+        return self.hidden[rows, self.num_accepted - 1]
+
+    def num_new_rows(self, known: int) -> int:
+        """How many rows have joined those that a drafter knows; new ones are the last.
+
+        Raises:
+            ValueError: there are fewer rows: some left and ``keep`` was not called.
+        """
+        batch = len(self.root_ids)
+        if batch < known:
+            raise ValueError(f"the context has {batch} rows but {known} are at work: tell keep() which of them left")
+        return batch - known
+
+    def keep(self, rows: Sequence[int]) -> Self:
+        """The same context for the rows whose indices are given, in that order."""
+        index = to_device(rows, self.root_ids.device, torch.long)
+        return type(self)(
+            self.hidden[index],
+            self.token_ids[index],
+            self.num_accepted[index],
+            self.root_ids[index],
+            known_ids=None if self.known_ids is None else [self.known_ids[row] for row in rows],
+        )
+
+
+@dataclass(frozen=True)
+class TargetWeights:
+    """The frozen tensors of the target that a draft head may read."""
+
+    embedding: Tensor  # (V, D)
+    lm_head: Tensor  # (V, D)
+    lm_head_bias: Tensor | None = None  # (V,)
+    logit_scale: float = 1.0  # what the target multiplies its logits by
+    logit_softcap: float | None = None  # c where the target then takes c · tanh(logits / c)
+    lm_head_product: Product | None = None  # the lm_head in its kernel's form, if it is packed
+
+
+@runtime_checkable
+class Watcher(Protocol):
+    """A session that learns from the target's logits at the nodes that it checks."""
+
+    def watch(self, draft: Draft, logits: Tensor) -> Tensor | None:
+        """What it needs on the host, (B, n) int64, of the target's logits (B, N, V) for its draft; None: nothing."""
+
+    def learn(self, watched: Sequence[Sequence[int]]) -> None:
+        """Receives it, (B, n); the host reads it together with the step's tokens."""
+
+
+class DraftSession(Protocol):
+    """What a drafter keeps of one batch: the rows, their history and its caches."""
+
+    def propose(self, context: Context, shape: Shape) -> Draft:
+        """Draft tokens for every row of the context, in the given shape.
+
+        A drafter without a ``default_shape`` makes trees of its own, whatever the shape.
+        """
+
+    def follow(self, context: Context) -> None:
+        """Takes note of a context without drafting: this step checks the root alone."""
+
+    def keep(self, rows: Tensor) -> None:
+        """Rows left or moved: row ``rows[i]`` is row i from now on. The tensor is on the host, (n,) int64."""
+
+
+class Drafter(Protocol):
+    """Weights and settings of what drafts: a draft head, a small model, a lookup in the text so far.
+
+    Drafting does not change a drafter, so batches and threads share it. Each batch has a session of its own. A drafter
+    may have ``hidden_layers``, see :func:`hidden_layers_of`, and ``bytes_per_slot``, see :func:`bytes_per_slot_of`.
+    """
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a context must carry all accepted tokens (stateful) or the last one only (stateless)."""
+
+    @property
+    def default_shape(self) -> Shape | None:
+        """What is drafted where no shape is given; None for a drafter that makes trees of its own."""
+
+    def start(self) -> DraftSession:
+        """A session for a batch, which has no rows yet."""
+
+
+def hidden_layers_of(drafter: Drafter) -> tuple[int, ...]:
+    """The layers of the target whose inputs a drafter reads, its ``hidden_layers``; empty for one that reads h_t.
+
+    Index 0 is the first layer, whose input are the embeddings; so index i is ``hidden_states[i]`` of transformers.
+    """
+    layers: tuple[int, ...] = getattr(drafter, "hidden_layers", ())
+    return layers
+
+
+def bytes_per_slot_of(drafter: Drafter) -> int:
+    """Memory of what a session keeps of one token, the drafter's ``bytes_per_slot``; 0 for one that keeps little."""
+    return int(getattr(drafter, "bytes_per_slot", 0))

@@ -1,0 +1,197 @@
+"""How the next token is chosen from logits: per-row settings and pure functions on tensors.
+
+The same functions serve plain and speculative decoding, so both obey the same settings. Randomness comes in as one
+uniform number per row and token: the token at place j of an answer uses the j-th number of its row's seed, whoever
+drafted it. Therefore a sampled answer does not depend on the drafter, the tree or the other rows.
+
+B rows, V vocabulary. Order of processing as in transformers: repetition penalty, temperature, top-k, top-p.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from draftheads.settings import SamplingSettings
+from draftheads.utils.transfer import to_device
+
+_PART = 128  # tokens
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """The settings of B rows as tensors."""
+
+    vocab_size: int  # V
+    temperature: Tensor  # (B,) float64; 0 is greedy
+    top_k: Tensor  # (B,) int64; V where off
+    top_p: Tensor  # (B,) float64; 1 where off
+    repetition_penalty: Tensor  # (B,) float32
+    epsilon: Tensor  # (B,) float64
+    delta: Tensor  # (B,) float64
+    typical: Tensor  # (B,) bool; typical-sampled, too
+    takes_best: Tensor  # (B,) bool: the next token is the most likely one, as in greedy and typical rows
+    rejection: Tensor  # (B,) bool
+    block: Tensor  # (B,) bool
+    drawn: Tensor  # (S,) int64: the other rows, whose next token is drawn
+    any_sampled: bool  # these five are known on the host, so that nothing is computed in vain
+    any_filtered: bool
+    any_penalty: bool
+    any_typical: bool
+    any_rejection: bool  # or block
+
+    @classmethod
+    def of(cls, settings: Sequence[SamplingSettings], *, vocab_size: int, device: torch.device) -> Self:
+        """Gathers the settings of the rows, in order."""
+
+        def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+            return to_device(values, device, dtype)
+
+        # at temperature 0 the typical set is the most likely token: the exact rule gives the same and is cheaper
+        best_root, sampled_root, rejection, block = (
+            [s.acceptance == rule and s.temperature > 0 for s in settings]
+            for rule in ("typical", "typical-sampled", "rejection", "block")
+        )
+        typical = [one or other for one, other in zip(best_root, sampled_root, strict=True)]
+        takes_best = [s.temperature == 0 or best for s, best in zip(settings, best_root, strict=True)]
+        return cls(
+            vocab_size=vocab_size,
+            temperature=column([s.temperature for s in settings], torch.float64),
+            top_k=column([min(s.top_k or vocab_size, vocab_size) for s in settings], torch.int64),
+            top_p=column([s.top_p for s in settings], torch.float64),
+            repetition_penalty=column([s.repetition_penalty for s in settings], torch.float32),
+            epsilon=column([s.typical_epsilon for s in settings], torch.float64),
+            delta=column([s.typical_delta or s.typical_epsilon**0.5 for s in settings], torch.float64),
+            typical=column(typical, torch.bool),
+            takes_best=column(takes_best, torch.bool),
+            rejection=column(rejection, torch.bool),
+            block=column(block, torch.bool),
+            drawn=column([row for row, best in enumerate(takes_best) if not best], torch.int64),
+            any_sampled=not all(takes_best),
+            any_filtered=any(s.temperature > 0 and (s.top_k is not None or s.top_p < 1.0) for s in settings),
+            any_penalty=any(s.repetition_penalty != 1.0 for s in settings),
+            any_typical=any(typical),
+            any_rejection=any(rejection) or any(block),
+        )
+
+    @cached_property
+    def greedy(self) -> Tensor:
+        """(B,) bool."""
+        return self.temperature == 0.0
+
+    @cached_property
+    def of_drawn(self) -> Self:
+        """The settings of the S rows whose next token is drawn."""
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        picked: dict[str, Any] = {
+            name: column[self.drawn]
+            for name, column in columns.items()
+            if name != "drawn" and isinstance(column, Tensor)
+        }
+        return replace(self, **picked, drawn=torch.arange(len(self.drawn), device=self.drawn.device))
+
+
+def penalised(logits: Tensor, rows: RowSettings, seen: Tensor | None) -> Tensor:
+    """Logits (B, …, V) after the repetition penalty, in fp32 at least, as in transformers.
+
+    ``seen`` is (B, …, V) bool; None where no row asks for a penalty, and then the logits do not change.
+    """
+    if not rows.any_penalty or seen is None:
+        return logits
+    penalty = _per_row(rows.repetition_penalty, logits)  # in fp32: a product with bf16 logits is not rounded
+    changed = torch.where(logits < 0, logits * penalty, logits / penalty)
+    return torch.where(seen, changed, logits)
+
+
+def probabilities(scores: Tensor, rows: RowSettings) -> Tensor:
+    """The distribution that rows with a temperature sample from: penalised logits (B, …, V) -> (B, …, V) float64.
+
+    Greedy rows get the distribution at temperature 1; nothing reads it.
+    """
+    temperature = torch.where(rows.greedy, 1.0, rows.temperature)
+    scaled = scores.double() / _per_row(temperature, scores)
+    if rows.any_filtered:
+        scaled = _filtered(scaled, _per_row(rows.top_k, scores), _per_row(rows.top_p, scores))
+    return scaled.softmax(-1)
+
+
+def choose(logits: Tensor, rows: RowSettings, seen: Tensor | None, uniforms: Tensor) -> Tensor:
+    """The next token of every row: argmax for greedy and typical rows, else the draw by ``uniforms`` (B,).
+
+    Args:
+        logits: (B, V).
+        rows: settings of the B rows.
+        seen: (B, V) bool, tokens in the text so far; only for the repetition penalty.
+        uniforms: (B,) float64 in [0, 1).
+
+    Returns:
+        (B,) int64 token ids.
+    """
+    scores = penalised(logits, rows, seen)
+    best = most_likely(scores)
+    if not rows.any_sampled:
+        return best
+    drawn = rows.drawn
+    if len(drawn) < len(scores):  # a distribution is expensive: none for rows that do not need it
+        scores, rows, uniforms = scores[drawn], rows.of_drawn, uniforms[drawn]
+    return best.index_copy(0, drawn, draw(probabilities(scores, rows), uniforms))
+
+
+def most_likely(scores: Tensor) -> Tensor:
+    """(…, V) -> (…): the first of the highest scores.
+
+    On a CPU argmax uses no vector instructions, but amax does: first the part of the vocabulary, then the token in it.
+    """
+    size = scores.shape[-1]
+    if scores.device.type != "cpu" or size % _PART or size < _PART**2:
+        return scores.argmax(-1)
+    parts = scores.unflatten(-1, (-1, _PART))
+    part = parts.amax(-1).argmax(-1, keepdim=True)  # (…, 1)
+    inside = parts.take_along_dim(part[..., None], -2)[..., 0, :].argmax(-1)
+    found: Tensor = part[..., 0] * _PART + inside
+    return found
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of tokens (…) by the model's logits (…, V), in float32.
+
+    Returns:
+        Those of the tokens (…), those of the ``num_top`` most likely tokens, best first (…, num_top), and their ids.
+    """
+    log_probs = logits.float().log_softmax(-1)
+    top = log_probs.topk(min(num_top, log_probs.shape[-1]), -1)
+    return log_probs.gather(-1, token_ids[..., None])[..., 0], top.values, top.indices
+
+
+def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Inverse transform sampling: the token in whose stretch of [0, 1) the uniform number falls.
+
+    >>> draw(torch.tensor([[0.5, 0.0, 0.5]]).double(), torch.tensor([0.5]).double()).tolist()
+    [2]
+    """
+    cumulative = probs.cumsum(-1)  # (B, V)
+    total = cumulative[:, -1:]
+    ids = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
+    last = (cumulative < total).sum(-1, keepdim=True)  # rounding must not step past the last possible token
+    return torch.minimum(ids, last)[:, 0]
+
+
+def _filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Minus infinity outside the k most likely (ties stay) and outside the nucleus; shapes (B, …, V) and (B, …, 1)."""
+    ordered, order = scaled.sort(-1, descending=True)
+    last = top_k.clamp(max=scaled.shape[-1]) - 1  # a drafter may know fewer tokens
+    kth = ordered.gather(-1, last.expand(*ordered.shape[:-1], 1))
+    ordered = ordered.masked_fill(ordered < kth, -torch.inf)
+    probs = ordered.softmax(-1)
+    before = probs.cumsum(-1) - probs  # mass of what is more likely
+    outside = (before >= top_p) & (top_p < 1.0)
+    outside[..., 0] = False
+    ordered = ordered.masked_fill(outside, -torch.inf)
+    return torch.empty_like(scaled).scatter_(-1, order, ordered)
+
+
+def _per_row(values: Tensor, like: Tensor) -> Tensor:
+    return values.reshape(-1, *(1 for _ in like.shape[1:]))

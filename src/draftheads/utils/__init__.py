@@ -1,0 +1,1 @@
+"""What any program needs: files, caches, progress, counts in words, facts about the machine."""

@@ -1,1 +1,0 @@
-"""Trained heads that come with the package."""

@@ -1,0 +1,726 @@
+"""A saved head is loaded unchanged, for its own base model only; errors name the broken file and the cause."""
+
+import errno
+import json
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from draftheads.checkpoints import checkpoint
+from draftheads.checkpoints.checkpoint import (
+    CARD_FILE,
+    CONFIG_FILE,
+    HEAD_FILES,
+    PROFILE_FILE,
+    TENSORS_FILE,
+    copy_for,
+    load_head,
+    read_head,
+    save_head,
+)
+from draftheads.errors import (
+    BaseModelWarning,
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    DraftHeadsError,
+    InvalidTree,
+    ModelNotFound,
+    StorageError,
+    UnknownMethod,
+)
+from draftheads.heads import HEADS, head_classes
+from draftheads.heads.attention import Turns
+from draftheads.heads.base import DraftHead
+from draftheads.heads.hydra_plus_plus import HydraPlusPlusHead
+from draftheads.heads.medusa import MedusaConfig, MedusaHead
+from draftheads.models import fingerprint
+from draftheads.models.fingerprint import Fingerprints, difference
+from draftheads.models.model import TargetModel
+from draftheads.speculation.acceptance_profile import AcceptanceProfile
+from draftheads.speculation.draft import Context
+from draftheads.speculation.shapes import BestFirst
+from draftheads.speculation.tree import Tree
+from families import fitting, propose, tiny_head, tiny_profile
+
+VOCAB, SIZE = 64, 32
+TREE = Tree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
+
+
+def tiny_tokenizer(*, swap: bool = False) -> Any:
+    words = [f"w{i}" for i in range(VOCAB - 2)]
+    if swap:
+        words[0], words[1] = words[1], words[0]
+    vocabulary = {word: i for i, word in enumerate(["<unk>", "the", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def tiny_base(
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    tokenizer: Any = None,
+    tied: bool = False,
+    **sizes: Any,
+) -> TargetModel:
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": VOCAB, "hidden_size": SIZE, **sizes}
+    config = LlamaConfig(
+        **sizes,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        initializer_range=0.4,
+        tie_word_embeddings=tied,
+    )
+    model: Any = LlamaForCausalLM(config)
+    model = model.to(dtype).eval().requires_grad_(requires_grad=False)
+    return TargetModel(model, tokenizer or tiny_tokenizer(), f"tiny-{seed}")
+
+
+def random_head(base: TargetModel, method: str = "medusa", *, seed: int = 1, **options: Any) -> DraftHead:
+    """A head whose values, and whose draft vocabulary, say something."""
+    config_class, head_class = head_classes(method)
+    sizes = {"hidden_size": base.hidden_size, "vocab_size": base.vocab_size}
+    config = config_class(**sizes, **fitting(method, num_heads=3, **options))
+    head = head_class(config)
+    size = config.draft_vocab_size
+    head.initialise(base.weights, None if size is None else torch.arange(size).flip(0) * 3 + 1)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.normal_(0, 0.5, generator=generator)
+    return head.eval()
+
+
+def context(*, num_rows: int = 5, dtype: torch.dtype = torch.float32) -> Context:
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(VOCAB, (num_rows, 2), generator=generator)
+    hidden = torch.randn(num_rows, 2, SIZE, generator=generator).to(dtype)
+    return Context(hidden, tokens, torch.tensor([1, 2, 1, 2, 2])[:num_rows], tokens[:, 0])
+
+
+@pytest.fixture(scope="module")
+def base() -> TargetModel:
+    return tiny_base()
+
+
+@pytest.fixture
+def folder(base: TargetModel, tmp_path: Path) -> Path:
+    """A good head's folder, to be broken."""
+    save_head(random_head(base, draft_vocab_size=16), tmp_path / "head", base=base, profile=tiny_profile(TREE))
+    return tmp_path / "head"
+
+
+# --- chat templates ---
+
+
+def test_a_given_chat_template_is_saved_with_the_head(base: TargetModel, tmp_path: Path):
+    given = TargetModel(base.model, base.tokenizer, base.model_id, "{{ messages[0]['content'] }}")
+    save_head(random_head(base), tmp_path / "head", base=given, profile=tiny_profile(TREE))
+    assert read_head(tmp_path / "head").chat_template == "{{ messages[0]['content'] }}"
+    load_head(tmp_path / "head", base)
+
+
+# --- rotary positions ---
+
+
+def test_rotary_positions_are_saved_where_they_are_scaled(base: TargetModel, tmp_path: Path) -> None:
+    """Heads from before, and heads for other targets, have no such keys."""
+    scaled: dict[str, Any] = {"rope_frequencies": [1.0, 0.5, 0.25, 0.125, 0.1, 0.01, 0.001, 0.0], "rope_scale": 1.25}
+    for name, options in (("plain", {}), ("scaled", scaled)):
+        head = random_head(base, "hydra++", **options)
+        save_head(head, tmp_path / name, base=base, profile=tiny_profile(TREE))
+        saved = json.loads((tmp_path / name / CONFIG_FILE).read_text())["head"]
+        assert {key: value for key, value in saved.items() if key in scaled} == options
+        loaded = load_head(tmp_path / name, base, dtype=torch.float32)
+        assert loaded.config == head.config
+        assert isinstance(loaded, HydraPlusPlusHead)
+        expected = Turns(10000.0, tuple(scaled["rope_frequencies"]), 1.25) if options else Turns(10000.0, None, 1.0)
+        assert loaded.prefix.turns == expected
+
+
+def test_the_size_of_amphistas_coupling_is_saved_where_there_is_one(base: TargetModel, tmp_path: Path) -> None:
+    """Heads from before have neither the key nor its tensors."""
+    for size in (0, 3):
+        head = random_head(base, "amphista", **({"coupling_size": size} if size else {}))
+        save_head(head, tmp_path / str(size), base=base, dtype=torch.float32)
+        saved = json.loads((tmp_path / str(size) / CONFIG_FILE).read_text())["head"]
+        assert saved.get("coupling_size", 0) == size
+        assert ("coupling_size" in saved) == (size > 0)
+        names = {name.split(".")[0] for name in load_file(tmp_path / str(size) / TENSORS_FILE)}
+        assert {name for name in names if "coupling" in name} == (
+            {"coupling_inputs", "coupling_outputs"} if size else set()
+        )
+        loaded = load_head(tmp_path / str(size), base)
+        assert (loaded.config, loaded.reads_path) == (head.config, size > 0)
+        ours, theirs = (propose(one, context(), BestFirst(12)) for one in (head, loaded))
+        assert torch.equal(ours.token_ids, theirs.token_ids)
+        assert ours.log_probs is not None
+        assert theirs.log_probs is not None
+        assert torch.equal(ours.log_probs, theirs.log_probs)
+
+
+# --- there and back ---
+
+
+@pytest.mark.parametrize("method", sorted(HEADS))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"draft_vocab_size": 16},
+        {"lm_head": "own", "num_layers": 2},
+        {"lm_head": "low_rank", "lm_head_rank": 5},
+    ],
+)
+def test_a_loaded_head_proposes_what_the_saved_one_did(
+    base: TargetModel, tmp_path: Path, method: str, options: dict[str, Any]
+) -> None:
+    head = random_head(base, method, **options)
+    save_head(head, tmp_path / "head", base=base, dtype=torch.float32)
+    loaded = load_head(tmp_path / "head", base)
+    assert torch.equal(propose(head, context()).token_ids, propose(loaded, context()).token_ids)
+    assert loaded.default_shape == head.default_shape, "the assumed profile's"
+    ours, theirs = (propose(one, context(), BestFirst(12)) for one in (head, loaded))
+    assert torch.equal(ours.token_ids, theirs.token_ids)
+    assert ours.log_probs is not None
+    assert theirs.log_probs is not None
+    assert torch.equal(ours.log_probs, theirs.log_probs)
+    assert type(loaded) is type(head)
+    assert loaded.config == head.config
+
+
+def test_a_head_is_saved_in_bf16_and_still_proposes_the_same_tokens(base: TargetModel, tmp_path: Path) -> None:
+    head = random_head(base, "hydra", draft_vocab_size=16).to(torch.bfloat16).float()
+    head.bind(base.weights)
+    save_head(head, tmp_path / "head", base=base, profile=tiny_profile(TREE))
+    kinds = {name: tensor.dtype for name, tensor in load_file(tmp_path / "head" / TENSORS_FILE).items()}
+    assert kinds.pop("draft_vocab") == torch.int64
+    assert set(kinds.values()) == {torch.bfloat16}
+    loaded = load_head(tmp_path / "head", base)
+    assert torch.equal(propose(head, context(), TREE).token_ids, propose(loaded, context()).token_ids)
+
+
+@pytest.mark.parametrize("base_dtype", [torch.float32, torch.bfloat16])
+def test_a_loaded_head_is_frozen_and_of_the_bases_type(folder: Path, base_dtype: torch.dtype) -> None:
+    base = tiny_base(dtype=base_dtype)
+    head = load_head(folder, base)
+    assert not head.training
+    assert {parameter.dtype for parameter in head.parameters()} == {base_dtype}
+    assert not any(parameter.requires_grad for parameter in head.parameters())
+    assert propose(head, context(dtype=base_dtype)).num_nodes == TREE.num_nodes
+
+
+def test_a_head_of_another_type_than_its_base_computes_in_its_own_type(folder: Path) -> None:
+    base = tiny_base(dtype=torch.bfloat16)
+    head = load_head(folder, base, dtype=torch.float32)
+    assert {parameter.dtype for parameter in head.parameters()} == {torch.float32}
+    assert head.target_embedding.data_ptr() == base.weights.embedding.data_ptr(), "the embedding is not copied"
+    assert head.embedded(torch.tensor([1])).dtype == torch.float32
+    assert propose(head, context()).num_nodes == TREE.num_nodes
+
+
+def test_a_bias_of_the_lm_head_follows_the_heads_type(folder: Path) -> None:
+    base = tiny_base(dtype=torch.bfloat16)
+    base.lm_head.bias = torch.nn.Parameter(torch.arange(VOCAB, dtype=torch.bfloat16))
+    head = load_head(folder, base, dtype=torch.float32)
+    assert head.lm_heads.shared_bias is not None
+    assert torch.equal(head.lm_heads.shared_bias, head.draft_vocab.float())
+    assert propose(head, context()).num_nodes == TREE.num_nodes
+
+
+def test_a_head_of_the_bases_type_shares_its_matrices(base: TargetModel, tmp_path: Path) -> None:
+    save_head(random_head(base), tmp_path / "head", base=base)
+    head = load_head(tmp_path / "head", base)
+    assert head.target_embedding.data_ptr() == base.weights.embedding.data_ptr()
+    assert head.lm_heads.shared is not None
+    assert head.lm_heads.shared.data_ptr() == base.weights.lm_head.data_ptr()
+
+
+def test_loading_draws_no_random_numbers(base: TargetModel, folder: Path) -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    load_head(folder, base)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_the_files_on_the_disk(base: TargetModel, tmp_path: Path) -> None:
+    head = random_head(base, lm_head="low_rank", lm_head_rank=5)
+    save_head(head, tmp_path / "head", base=base, card="# Card\nfast", profile=tiny_profile(TREE))
+    config = json.loads((tmp_path / "head" / CONFIG_FILE).read_text())
+    profile = json.loads((tmp_path / "head" / PROFILE_FILE).read_text())
+
+    assert list(config) == ["format_version", "method", "head", "base", "provenance"]
+    assert config["format_version"] == 1
+    assert config["method"] == "medusa"
+    assert config["head"] == {
+        "hidden_size": SIZE,
+        "vocab_size": VOCAB,
+        "num_heads": 3,
+        "num_layers": 1,
+        "lm_head": "low_rank",
+        "lm_head_rank": 5,
+        "draft_vocab_size": None,
+    }
+    assert config["base"]["model_id"] == "tiny-0"
+    assert set(config["base"]["fingerprints"]) == {"embedding", "lm_head", "tokenizer", "layers"}
+    assert config["provenance"]["torch"] == torch.__version__
+    assert profile["format_version"] == 2
+    assert profile["paths"] == [list(path) for path in TREE.paths[1:]]
+    assert profile["confidence"] == [1.0, 1.0, 1.0]
+    assert (tmp_path / "head" / CARD_FILE).read_text() == "# Card\nfast\n"
+
+
+def test_a_saved_head_is_described_without_its_base(base: TargetModel, tmp_path: Path) -> None:
+    head = random_head(base)
+    save_head(head, tmp_path / "head", base=base, profile=tiny_profile(TREE, confidence=[0.5, 1.5, 2.0]))
+    saved = read_head(tmp_path / "head")
+    assert saved.method == "medusa"
+    assert saved.config == head.config
+    assert saved.model_id == "tiny-0"
+    assert saved.fingerprints == Fingerprints.of(base)
+    assert saved.profile == tiny_profile(TREE, confidence=[0.5, 1.5, 2.0])
+    loaded = load_head(tmp_path / "head", base)
+    assert loaded.default_shape == TREE
+    assert saved.num_parameters == 3 * (SIZE * SIZE + SIZE)
+    assert saved.num_bytes == (tmp_path / "head" / TENSORS_FILE).stat().st_size
+    assert saved.card.startswith("# medusa head for tiny-0")
+
+
+def test_the_map_of_a_trimmed_vocabulary_does_not_count_as_parameters(base: TargetModel, tmp_path: Path) -> None:
+    head = tiny_head("medusa", base, draft_vocab_size=7)
+    save_head(head, tmp_path / "head", base=base)
+    assert read_head(tmp_path / "head").num_parameters == sum(weight.numel() for weight in head.parameters())
+
+
+def test_a_card_may_be_missing(base: TargetModel, folder: Path) -> None:
+    (folder / CARD_FILE).unlink()
+    assert read_head(folder).card == ""
+    load_head(folder, base)
+
+
+def test_a_head_without_a_measured_profile_has_an_assumed_one(base: TargetModel, tmp_path: Path) -> None:
+    save_head(random_head(base), tmp_path / "head", base=base)
+    assert read_head(tmp_path / "head").profile == AcceptanceProfile.assumed(3)
+
+
+def test_a_profile_of_another_head_is_not_saved(base: TargetModel, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointCorrupt, match="confidence has 2 numbers but the head has 3 heads"):
+        save_head(random_head(base), tmp_path / "head", base=base, profile=AcceptanceProfile.assumed(2))
+    assert not (tmp_path / "head").exists()
+
+
+def test_a_copy_for_a_base_of_another_type_drafts_the_same_and_leaves_the_head(folder: Path) -> None:
+    base = tiny_base(dtype=torch.bfloat16)
+    head = load_head(folder, base, dtype=torch.float32)
+    twin = copy_for(head, base)
+    assert {parameter.dtype for parameter in twin.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in head.parameters()} == {torch.float32}
+    ours, theirs = propose(head, context(), TREE), propose(twin, context(dtype=torch.bfloat16), TREE)
+    assert (ours.token_ids == theirs.token_ids).double().mean() > 0.8, "up to near-ties"
+
+
+# --- saving is all or nothing ---
+
+
+class FullDisk:
+    """Stands in for ``save_file`` on a disk that fills up after half of the tensors."""
+
+    def __call__(self, tensors: object, path: Path, **_: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_leaves_nothing(base: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "save_file", FullDisk())
+    with pytest.raises(StorageError, match="no space left"):
+        save_head(random_head(base), tmp_path / "head", base=base)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_the_old_head(base: TargetModel, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    monkeypatch.setattr(checkpoint, "save_file", FullDisk())
+    with pytest.raises(StorageError, match="no space left"):
+        save_head(random_head(base, seed=2), folder, base=base)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_new_head_replaces_the_old_one_and_leaves_other_files(base: TargetModel, folder: Path) -> None:
+    (folder / "checkpoint-10").mkdir()
+    (folder / "log.txt").write_text("of the training")
+    save_head(random_head(base, "hydra"), folder, base=base)
+    assert read_head(folder).method == "hydra"
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*HEAD_FILES, "checkpoint-10", "log.txt"])
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir() if path.name in HEAD_FILES}
+    assert len(modes) == 1
+
+
+def test_a_file_with_the_name_of_the_folder_stays(base: TargetModel, tmp_path: Path) -> None:
+    (tmp_path / "head").write_text("a letter")
+    with pytest.raises(StorageError):
+        save_head(random_head(base), tmp_path / "head", base=base)
+    assert (tmp_path / "head").read_text() == "a letter"
+
+
+def test_a_folder_in_a_files_place_is_named(base: TargetModel, tmp_path: Path) -> None:
+    (tmp_path / "head" / CONFIG_FILE / "inner").mkdir(parents=True)
+    with pytest.raises(StorageError, match="the new file is at"):
+        save_head(random_head(base), tmp_path / "head", base=base)
+
+
+# --- whose head is it? ---
+
+
+def test_fingerprints_do_not_depend_on_the_dtype() -> None:
+    assert Fingerprints.of(tiny_base()) == Fingerprints.of(tiny_base(dtype=torch.bfloat16))
+
+
+def test_fingerprints_of_the_parts_are_independent(base: TargetModel) -> None:
+    ours = Fingerprints.of(base)
+    assert difference(ours.embedding, ours.lm_head) > 1
+    assert [len(digits) for digits in vars(ours).values()] == [256, 256, 16, 256]
+    retokenized = Fingerprints.of(tiny_base(tokenizer=tiny_tokenizer(swap=True)))
+    assert retokenized == replace(ours, tokenizer=retokenized.tokenizer)
+    tied = Fingerprints.of(tiny_base(tied=True))
+    assert tied.embedding == tied.lm_head == ours.embedding
+
+
+def test_a_fingerprint_covers_the_whole_matrix() -> None:
+    matrix = torch.zeros(10_000, 2)
+    matrix[0, 0] = 3
+    matrix[-1, 63 * 37 % 2] = 4
+    digits = fingerprint._sampled(matrix)
+    assert (digits[:4], digits[-4:]) == ("4040", "4080")
+    assert float(fingerprint._numbers(digits).norm()) == 5
+    assert difference(digits, fingerprint._sampled(torch.zeros(10_000, 2))) == 1
+
+
+def tuned_base(noise: float) -> TargetModel:
+    """With other layers, and the embedding and lm_head of the base."""
+    tuned = tiny_base()
+    for weight in tuned.layer_matrices():
+        weight.add_(noise * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+    return tuned
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_head_of_a_model_that_was_tuned_since_is_loaded_with_a_warning(folder: Path) -> None:
+    load_head(folder, tuned_base(0.01))  # as close as a quantised copy
+    with pytest.warns(
+        BaseModelWarning, match=r"layers of tiny-0 differ by \d+%.* --start-from .*head --model tiny-0 "
+    ) as said:
+        assert load_head(folder, tuned_base(1.0)).config == read_head(folder).config
+    assert len(said) == 1
+    assert said[0].filename == __file__
+
+
+def test_a_head_without_a_print_of_the_layers_is_loaded_as_before(folder: Path) -> None:
+    change_json(folder / CONFIG_FILE, drop("base", "fingerprints", "layers"))
+    assert read_head(folder).fingerprints == replace(Fingerprints.of(tiny_base()), layers=None)
+    load_head(folder, tuned_base(1.0))
+
+
+def test_the_print_of_the_layers_covers_all_layers_and_kernels_keep_it() -> None:
+    model, other = tiny_base(), tiny_base()
+    matrices = model.layer_matrices()
+    assert {id(matrix) for matrix in matrices} == {
+        id(weight) for name, weight in model.model.model.layers.named_parameters() if "norm" not in name
+    }
+    other.layer_matrices()[-1].add_(1)
+    assert other.layers_print != model.layers_print
+    expected = tiny_base().layers_print
+    other = tiny_base()
+    other.speed_up()
+    assert other.layers_print == expected
+    assert TargetModel(other.model, other.tokenizer, "packed").layers_print is None
+    assert fingerprint.sampled_layers([torch.zeros(2, 2, dtype=torch.int8)]) is None
+
+
+@pytest.mark.parametrize(("noise", "is_accepted"), [(0.01, True), (0.2, False)])
+def test_a_head_is_accepted_for_a_quantised_copy_of_its_base(folder: Path, noise: float, is_accepted: bool) -> None:
+    copy = tiny_base()
+    for weight in (copy.lm_head.weight, copy.model.get_input_embeddings().weight):
+        weight.add_(noise * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+    if is_accepted:
+        load_head(folder, copy)
+    else:
+        with pytest.raises(CheckpointMismatch, match=r"embedding of this model, tiny-0, differs by \d+%"):
+            load_head(folder, copy)
+
+
+def test_the_tokenizers_fingerprint_depends_on_words_ids_and_splitting_only() -> None:
+    ours = fingerprint.tokenizer_print(tiny_tokenizer())
+    padded = tiny_tokenizer()
+    padded.padding_side = "left"
+    padded(["the", "the w1"], padding=False, truncation=True, max_length=1)
+    assert fingerprint.tokenizer_print(padded) == ours
+    assert fingerprint.tokenizer_print(tiny_tokenizer(swap=True)) != ours
+    bytewise = tiny_tokenizer()
+    bytewise.backend_tokenizer.pre_tokenizer = pre_tokenizers.CharDelimiterSplit("t")
+    assert fingerprint.tokenizer_print(bytewise) != ours
+
+
+def test_the_tokenizers_fingerprint_survives_saving_and_loading(tmp_path: Path) -> None:
+    tiny_tokenizer().save_pretrained(tmp_path)
+    loaded = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert fingerprint.tokenizer_print(loaded) == fingerprint.tokenizer_print(tiny_tokenizer())
+
+
+def other_embedding() -> TargetModel:
+    base = tiny_base()
+    base.model.get_input_embeddings().weight[::2] += 1
+    return base
+
+
+@pytest.mark.parametrize(
+    ("make_other", "what"),
+    [
+        (lambda: tiny_base(seed=5), "the embedding of this model"),
+        (other_embedding, "the embedding of this model"),
+        (lambda: tiny_base(tied=True), "the lm_head of this model"),
+        (lambda: tiny_base(tokenizer=tiny_tokenizer(swap=True)), "tokenizer fingerprint"),
+        (lambda: tiny_base(hidden_size=16), "hidden_size 32, this model, tiny-0, has 16"),
+        (lambda: tiny_base(vocab_size=65), "vocab_size 64, this model, tiny-0, has 65"),
+    ],
+)
+def test_a_head_of_another_model_is_refused(folder: Path, make_other: Callable[[], TargetModel], what: str) -> None:
+    other = make_other()
+    with pytest.raises(CheckpointMismatch, match=what) as caught:
+        load_head(folder, other)
+    saved = read_head(folder)
+    name = what.partition(" ")[0]
+    if "fingerprint" in what:
+        assert getattr(saved.fingerprints, name) in str(caught.value)
+        assert getattr(Fingerprints.of(other), name) in str(caught.value)
+    assert "trained for tiny-0" in str(caught.value)
+    assert f"draftheads train --method medusa --model {other.model_id}" in str(caught.value)
+
+
+# --- broken folders ---
+
+
+def change_json(path: Path, change: Callable[[Any], object]) -> None:
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def change_tensors(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    change(tensors)
+    save_file(tensors, path)
+
+
+@dataclass
+class Broken:
+    """One way to break a folder, and what the error must say."""
+
+    file: str
+    change: Callable[[Any], object]
+    error: type[DraftHeadsError]
+    words: str
+
+
+def put(*keys: str, value: object) -> Callable[[Any], object]:
+    """Sets ``config[keys[0]][keys[1]]… = value``."""
+
+    def change(config: dict[str, Any]) -> None:
+        for key in keys[:-1]:
+            config = config[key]
+        config[keys[-1]] = value
+
+    return change
+
+
+def drop(*keys: str) -> Callable[[Any], object]:
+    """Removes ``config[keys[0]][keys[1]]…``."""
+
+    def change(config: dict[str, Any]) -> None:
+        for key in keys[:-1]:
+            config = config[key]
+        del config[keys[-1]]
+
+    return change
+
+
+BIAS = "blocks.0.0.linear.bias"
+BROKEN = [
+    Broken(CONFIG_FILE, put("surprise", value=1), CheckpointCorrupt, "unknown key surprise; known are base"),
+    Broken(CONFIG_FILE, put("head", "surprise", value=1), CheckpointCorrupt, r"unknown key head\.surprise"),
+    Broken(CONFIG_FILE, put("base", "surprise", value=1), CheckpointCorrupt, r"unknown key base\.surprise"),
+    Broken(CONFIG_FILE, drop("provenance"), CheckpointCorrupt, "provenance is missing"),
+    Broken(CONFIG_FILE, drop("head", "num_heads"), CheckpointCorrupt, r"head\.num_heads is missing"),
+    Broken(CONFIG_FILE, drop("head", "draft_vocab_size"), CheckpointCorrupt, "draft_vocab_size is missing"),
+    Broken(
+        CONFIG_FILE,
+        drop("base", "fingerprints", "lm_head"),
+        CheckpointCorrupt,
+        r"base\.fingerprints\.lm_head is missing",
+    ),
+    Broken(CONFIG_FILE, put("base", value=[]), CheckpointCorrupt, r"base is \[\]; it must be dict"),
+    Broken(
+        CONFIG_FILE,
+        put("base", "model_id", value=3),
+        CheckpointCorrupt,
+        r"base\.model_id is 3; it must be str",
+    ),
+    Broken(CONFIG_FILE, put("head", "num_heads", value="four"), CheckpointCorrupt, "num_heads is 'four'; .* int"),
+    Broken(CONFIG_FILE, put("head", "num_heads", value=True), CheckpointCorrupt, "num_heads is True; .* int"),
+    Broken(CONFIG_FILE, put("head", "num_heads", value=2.0), CheckpointCorrupt, r"num_heads is 2\.0; .* int"),
+    Broken(CONFIG_FILE, put("head", "num_heads", value=0), CheckpointCorrupt, "num_heads is 0; .* at least 1"),
+    Broken(
+        CONFIG_FILE,
+        put("head", "draft_vocab_size", value="all"),
+        CheckpointCorrupt,
+        "is 'all'; .* int or null",
+    ),
+    Broken(
+        CONFIG_FILE,
+        put("head", "lm_head", value="mine"),
+        CheckpointCorrupt,
+        "is 'mine'; .* 'shared' or 'own' or 'low_rank'",
+    ),
+    Broken(
+        CONFIG_FILE,
+        put("method", value="telepathy"),
+        UnknownMethod,
+        "'telepathy'; choose one of amphista, eagle, eagle3, hydra, ",
+    ),
+    Broken(CONFIG_FILE, put("format_version", value=2), CheckpointMismatch, "is 2 .* up to 1: upgrade"),
+    Broken(CONFIG_FILE, put("format_version", value=0), CheckpointCorrupt, "format_version is 0"),
+    Broken(CONFIG_FILE, put("format_version", value="1"), CheckpointCorrupt, "format_version is '1'"),
+    Broken(CONFIG_FILE, drop("format_version"), CheckpointCorrupt, "is this a file of draftheads"),
+    Broken(PROFILE_FILE, put("surprise", value=1), CheckpointCorrupt, "unknown key surprise"),
+    Broken(PROFILE_FILE, drop("paths"), CheckpointCorrupt, "paths is missing"),
+    Broken(PROFILE_FILE, put("beam", value="3"), CheckpointCorrupt, "beam is '3'; it must be int"),
+    Broken(
+        PROFILE_FILE, put("confidence", value=[1.0]), CheckpointCorrupt, "a node of depth 3; confidence has 1 depth"
+    ),
+    Broken(
+        PROFILE_FILE,
+        lambda profile: profile.update(paths=[[0]], static_tokens=[1.0, 1.5], confidence=[1.0], shallower_tokens=[]),
+        CheckpointCorrupt,
+        "confidence has 1 number but .* 3 heads",
+    ),
+    Broken(PROFILE_FILE, put("format_version", value=3), CheckpointMismatch, "is 3 .* up to 2: upgrade"),
+    Broken(
+        PROFILE_FILE,
+        put("paths", value=[[0, 0]]),
+        InvalidTree,
+        r"acceptance\.json: path \[0, 0\] has no parent",
+    ),
+    Broken(
+        PROFILE_FILE,
+        lambda profile: profile.update(
+            paths=[[0] * d for d in range(1, 5)], static_tokens=[1.0] * 5, confidence=[1.0] * 4, shallower_tokens=[]
+        ),
+        InvalidTree,
+        r"acceptance\.json: the tree is 4 deep but the head has 3 heads",
+    ),
+    Broken(
+        PROFILE_FILE,
+        lambda profile: profile.update(paths=[[rank] for rank in range(17)], static_tokens=[1.0] * 18),
+        InvalidTree,
+        "rank 16 is beyond the draft vocabulary of 16",
+    ),
+    Broken(TENSORS_FILE, drop(BIAS), CheckpointCorrupt, f"missing tensor {BIAS}: it has 6 tensors, .* needs 7"),
+    Broken(TENSORS_FILE, put("extra", value=torch.zeros(1)), CheckpointCorrupt, "surplus tensor extra: it has 8"),
+    Broken(TENSORS_FILE, put(BIAS, value=torch.zeros(31)), CheckpointCorrupt, r"is \(31,\); .* makes it \(32,\)"),
+    Broken(
+        TENSORS_FILE,
+        put(BIAS, value=torch.zeros(32).int()),
+        CheckpointCorrupt,
+        r"holds I32; it must be torch\.float",
+    ),
+    Broken(
+        TENSORS_FILE,
+        put("draft_vocab", value=torch.zeros(16)),
+        CheckpointCorrupt,
+        r"holds F32; .* torch\.int64",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", BROKEN, ids=lambda case: f"{case.file}: {case.words}")
+def test_a_broken_folder_is_an_error_that_names_the_cause(base: TargetModel, folder: Path, case: Broken) -> None:
+    change = change_tensors if case.file == TENSORS_FILE else change_json
+    change(folder / case.file, case.change)
+    with pytest.raises(case.error, match=case.words) as caught:
+        load_head(folder, base)
+    assert str(folder / case.file) in str(caught.value)
+    with pytest.raises(case.error, match=case.words):
+        read_head(folder)
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB])
+def test_a_draft_vocabulary_beyond_the_targets_is_refused(base: TargetModel, folder: Path, token: int) -> None:
+    change_tensors(folder / TENSORS_FILE, lambda tensors: tensors["draft_vocab"].__setitem__(2, token))
+    with pytest.raises(CheckpointCorrupt, match=r"draft_vocab has ids .* must lie in 0 … 63"):
+        load_head(folder, base)
+
+
+@pytest.mark.parametrize("file", [CONFIG_FILE, PROFILE_FILE, TENSORS_FILE])
+def test_a_missing_file_is_named(base: TargetModel, folder: Path, file: str) -> None:
+    (folder / file).unlink()
+    with pytest.raises(CheckpointCorrupt, match=f"{file} is missing; a head's folder has README.md, accept"):
+        load_head(folder, base)
+
+
+@pytest.mark.parametrize("file", [CONFIG_FILE, PROFILE_FILE])
+@pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe{}", pytest.param(b"[" * 100_000, id="deep")])
+def test_a_file_that_is_not_json_is_named(base: TargetModel, folder: Path, file: str, content: bytes) -> None:
+    (folder / file).write_bytes(content)
+    with pytest.raises(CheckpointCorrupt, match=f"{file} cannot be read as JSON"):
+        load_head(folder, base)
+
+
+@pytest.mark.parametrize("file", [CONFIG_FILE, PROFILE_FILE])
+def test_json_that_is_not_an_object_is_named(base: TargetModel, folder: Path, file: str) -> None:
+    (folder / file).write_text("[1]")
+    with pytest.raises(CheckpointCorrupt, match=rf"{file}: it is \[1\]; it must be an object"):
+        load_head(folder, base)
+
+
+@pytest.mark.parametrize("length", [0, 100, 2000])
+def test_a_truncated_tensor_file_is_named(base: TargetModel, folder: Path, length: int) -> None:
+    content = (folder / TENSORS_FILE).read_bytes()
+    assert length < len(content)
+    (folder / TENSORS_FILE).write_bytes(content[:length])
+    with pytest.raises(CheckpointCorrupt, match="is not a complete safetensors file"):
+        load_head(folder, base)
+
+
+def test_a_missing_folder_is_named(base: TargetModel, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="nowhere: no such folder"):
+        load_head(tmp_path / "nowhere", base)
+
+
+class ComputingHead(MedusaHead):
+    """Breaks the rule that what a head has is saved, or made from its configuration when needed."""
+
+    table: Tensor
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__(config)
+        self.register_buffer("table", torch.arange(4), persistent=False)
+
+
+def test_a_head_that_computes_buffers_when_built_fails_an_assertion(
+    base: TargetModel, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(HEADS, "medusa", (MedusaConfig, ComputingHead))
+    with pytest.raises(AssertionError, match="table"):
+        load_head(folder, base)

@@ -1,0 +1,211 @@
+"""A head is found by its name: installed, a folder, or on the Hub; the error lists the installed heads."""
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from draftheads.checkpoints import registry
+from draftheads.checkpoints.registry import ZooHead, find_head, zoo_heads
+from draftheads.errors import InvalidSettings, ModelNotFound
+
+
+@pytest.fixture
+def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three bundled heads, and folders that are none; the working directory is an empty one beside it."""
+    root = tmp_path / "weights"
+    for name in ("smollm2-135m/medusa", "smollm2-135m/hydra", "other-1b/medusa"):
+        (root / name).mkdir(parents=True)
+        (root / name / "config.json").write_text("{}")
+    (root / "smollm2-135m" / "unfinished").mkdir()
+    (root / "config.json").write_text("{}")
+    monkeypatch.setattr(registry, "weights_folder", lambda: root)
+    monkeypatch.setattr(registry, "data_package_folder", lambda: None)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return root
+
+
+@pytest.fixture
+def no_zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "weights_folder", lambda: tmp_path / "weights")
+    monkeypatch.setattr(registry, "data_package_folder", lambda: None)
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hub's own switch for having no network, as its client read it on import."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+def test_the_zoo_is_listed_by_base_and_method(zoo: Path) -> None:
+    assert zoo_heads() == [
+        ZooHead("other-1b", "medusa", zoo / "other-1b" / "medusa"),
+        ZooHead("smollm2-135m", "hydra", zoo / "smollm2-135m" / "hydra"),
+        ZooHead("smollm2-135m", "medusa", zoo / "smollm2-135m" / "medusa"),
+    ]
+
+
+@pytest.mark.usefixtures("no_zoo")
+def test_a_zoo_may_be_empty() -> None:
+    assert zoo_heads() == []
+
+
+def test_the_packages_own_zoo_lies_within_the_package() -> None:
+    assert registry.weights_folder() == Path(registry.__file__).parents[1] / "zoo" / "weights"
+    assert all((head.folder / "config.json").is_file() for head in zoo_heads())
+
+
+def install_data_package(site: Path, *methods: str) -> Path:
+    """A package draftheads_zoo in ``site`` with these heads; returns the folder of the heads."""
+    weights = site / "draftheads_zoo" / "weights" / "smollm2-135m"
+    for method in methods:
+        (weights / method).mkdir(parents=True)
+        (weights / method / "config.json").write_text("{}")
+    (site / "draftheads_zoo" / "__init__.py").touch()
+    return weights
+
+
+def test_heads_of_the_data_package_are_found(zoo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(registry, "weights_folder", lambda: zoo)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    weights = install_data_package(tmp_path / "site", "eagle", "medusa")
+    assert find_head("eagle", "smollm2-135m") == weights / "eagle"
+    assert find_head("medusa", "smollm2-135m") == zoo / "smollm2-135m" / "medusa"
+    assert [head.method for head in zoo_heads() if head.base_name == "smollm2-135m"] == ["eagle", "hydra", "medusa"]
+
+
+@pytest.mark.usefixtures("zoo")
+@pytest.mark.parametrize("method", registry.DATA_PACKAGE_HEADS)
+def test_without_the_data_package_the_error_names_it(method: str) -> None:
+    with pytest.raises(
+        ModelNotFound,
+        match=rf"{re.escape(repr(method))} for smollm2.* draftheads-zoo; .*: pip install \./zoo \(in a check",
+    ):
+        find_head(method, "smollm2-135m")
+
+
+def test_a_method_is_found_for_its_base(zoo: Path) -> None:
+    assert find_head("medusa", "smollm2-135m") == zoo / "smollm2-135m" / "medusa"
+    assert find_head("medusa", "other-1b") == zoo / "other-1b" / "medusa"
+
+
+def test_a_bundled_head_does_not_depend_on_the_working_directory(zoo: Path) -> None:
+    Path("medusa").mkdir()
+    assert find_head("medusa", "smollm2-135m") == zoo / "smollm2-135m" / "medusa"
+    assert find_head("./medusa", "smollm2-135m").resolve() == Path.cwd() / "medusa"
+    assert find_head("medusa", "no-heads-1b").resolve() == Path.cwd() / "medusa"
+
+
+@pytest.mark.usefixtures("no_zoo")
+def test_a_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    assert find_head(str(tmp_path / "runs" / "mine"), "any") == tmp_path / "runs" / "mine"
+    assert find_head("~/runs/mine", "any") == tmp_path / "runs" / "mine"
+
+
+@pytest.mark.usefixtures("no_zoo")
+def test_a_folder_in_an_unknown_home_is_an_error() -> None:
+    with pytest.raises(InvalidSettings, match="~nobody-9/x: no home folder is known for ~nobody-9"):
+        find_head("~nobody-9/x", "any")
+
+
+@pytest.mark.usefixtures("no_zoo")
+def test_a_folder_comes_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("owner/head").mkdir(parents=True)
+    assert find_head("owner/head", "any") == Path("owner/head")
+
+
+@pytest.mark.usefixtures("zoo")
+def test_an_unknown_name_lists_what_is_bundled() -> None:
+    with pytest.raises(ModelNotFound, match=r"no head 'telepathy': .*installed for smollm2-135m: hydra, medusa$"):
+        find_head("telepathy", "smollm2-135m")
+    with pytest.raises(ModelNotFound, match=r"no head 'hydar' \(did you mean hydra\?\): neither"):
+        find_head("hydar", "smollm2-135m")
+    with pytest.raises(ModelNotFound, match=r"installed for no-heads-1b, only medusa for other-1b, hydra for smollm"):
+        find_head("telepathy", "no-heads-1b")
+
+
+@pytest.mark.usefixtures("zoo")
+def test_a_missing_model_is_not_taken_for_a_missing_head() -> None:
+    with pytest.raises(
+        ModelNotFound, match=r"none is installed for smollm2-153m \(did you mean smollm2-135m\?\), only"
+    ):
+        find_head("hydra", "smollm2-153m")
+
+
+@pytest.mark.usefixtures("no_zoo")
+def test_without_installed_heads_the_error_says_so() -> None:
+    with pytest.raises(ModelNotFound, match=r"none is installed for smollm2-135m$"):
+        find_head("medusa", "smollm2-135m")
+
+
+@pytest.mark.usefixtures("zoo")
+@pytest.mark.parametrize(
+    "name", ["./runs/head", "../head", "/no/such/head", "a/b/../c", "a/b/c/", "owner/", "/head", "a b/c"]
+)
+def test_a_name_that_is_not_a_hub_id_causes_no_request(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
+    with pytest.raises(ModelNotFound, match="nor an id on the Hugging Face Hub"):
+        find_head(name, "smollm2-135m")
+
+
+@pytest.mark.usefixtures("zoo")
+def test_only_the_files_of_a_head_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def snapshot_download(repo_id: str, **options: Any) -> str:
+        asked.update(options, repo_id=repo_id)
+        return str(tmp_path / "snapshot")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert find_head("owner/a-head_1.0", "smollm2-135m") == tmp_path / "snapshot"
+    assert asked["repo_id"] == "owner/a-head_1.0"
+    assert sorted(asked["allow_patterns"]) == ["README.md", "acceptance.json", "config.json", "model.safetensors"]
+
+
+@pytest.mark.usefixtures("zoo")
+def test_a_head_in_a_subfolder_of_a_repository_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def snapshot_download(repo_id: str, **options: Any) -> str:
+        asked.update(options, repo_id=repo_id)
+        (tmp_path / "tiny" / "hydra++").mkdir(parents=True)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert find_head("owner/heads/tiny/hydra++", "smollm2-135m") == tmp_path / "tiny" / "hydra++"
+    assert asked["repo_id"] == "owner/heads"
+    assert "tiny/hydra++/config.json" in asked["allow_patterns"]
+
+
+@pytest.mark.usefixtures("zoo")
+def test_a_missing_subfolder_of_a_repository_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(ModelNotFound, match=r"the repository owner/heads .* has no head in a folder medusa"):
+        find_head("owner/heads/medusa", "smollm2-135m")
+
+
+@pytest.mark.usefixtures("zoo", "offline")
+def test_offline_the_error_comes_at_once() -> None:
+    start = time.perf_counter()
+    with pytest.raises(ModelNotFound, match=r"'owner/head': .*the Hugging Face Hub failed \(.+\); installed for"):
+        find_head("owner/head", "smollm2-135m")
+    assert time.perf_counter() - start < 5
+
+
+@pytest.mark.usefixtures("zoo")
+def test_an_error_without_a_message_is_named_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(*_: object, **__: object) -> str:
+        raise ConnectionResetError
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ModelNotFound, match="ConnectionResetError"):
+        find_head("owner/head", "smollm2-135m")

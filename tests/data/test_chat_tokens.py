@@ -1,0 +1,130 @@
+"""Chats become tokens with a mask of exactly what the model would have said."""
+
+from typing import Any
+
+import pytest
+
+from draftheads.data.chat_tokens import EncodedChat, encode_chat
+from draftheads.errors import DataError
+from draftheads.models.chat_template import read_template, render
+from draftheads.models.pretrained import ModelTokenizer
+from spaced_tokenizer import spaced_tokenizer
+from training_world import EOS, TEMPLATE, VOCAB, chat, chat_tokenizer
+
+
+def encode(record: dict[str, Any], *, max_length: int = 100, template: str = TEMPLATE, eos: int = EOS) -> EncodedChat:
+    reader = ModelTokenizer(chat_tokenizer(template), frozenset({eos}))
+    return encode_chat(reader, record["messages"], finished=record.get("finished", True), max_length=max_length)
+
+
+def said(text: EncodedChat) -> list[str]:
+    return [VOCAB[token] for token, is_said in zip(text.token_ids, text.loss_mask, strict=True) if is_said]
+
+
+def words(text: EncodedChat) -> str:
+    return " ".join(VOCAB[token] for token in text.token_ids)
+
+
+def test_the_loss_covers_the_answer_and_the_token_that_ends_it() -> None:
+    text = encode(chat("w1 w2", "w3 w4"))
+    assert words(text) == "<s> user \n w1 w2 <e> \n <s> assistant \n w3 w4 <e>"
+    assert said(text) == ["w3", "w4", "<e>"]
+
+
+def test_the_loss_covers_every_assistant_turn_and_the_text_is_the_rendered_chat() -> None:
+    record = chat("w1", "w2 w3", "w4", "w5")
+    text = encode(record)
+    assert said(text) == ["w2", "w3", "<e>", "w5", "<e>"]
+    rendered = chat_tokenizer().apply_chat_template(record["messages"], tokenize=False)
+    assert list(text.token_ids) == chat_tokenizer()(rendered, add_special_tokens=False)["input_ids"][:-1]
+
+
+def test_a_cut_off_answer_has_no_end() -> None:
+    text = encode(chat("w1", "w2 w3", "w4", "w5 w6", finished=False))
+    assert said(text) == ["w2", "w3", "<e>", "w5", "w6"]
+    assert words(text).endswith("w5 w6")
+
+
+def test_what_follows_the_last_answer_is_left_out() -> None:
+    assert encode(chat("w1", "w2", "w3")) == encode(chat("w1", "w2"))
+
+
+def test_an_end_of_turn_that_does_not_end_the_text_is_not_learned() -> None:
+    text = encode(chat("w1", "w2", "w3", "w4"), eos=1)
+    assert said(text) == ["w2", "w4"]
+    assert "w2 <e> \n <s> user \n w3" in words(text)
+
+
+def test_spaces_that_the_template_strips_are_ignored() -> None:
+    template = TEMPLATE.replace("m['content']", "m['content'] | trim")
+    assert encode(chat("w1", " \n w2 \n "), template=template) == encode(chat("w1", "w2"))
+
+
+def test_spaces_that_the_template_keeps_are_learned() -> None:
+    assert said(encode(chat("w1", "w2 \n"))) == ["w2", "\n", "<e>"]
+
+
+def test_of_an_empty_answer_only_its_end_is_learned() -> None:
+    assert said(encode(chat("w1", ""))) == ["<e>"]
+
+
+@pytest.mark.parametrize("length", range(1, 20))
+def test_cutting_keeps_the_beginning(length: int) -> None:
+    record = chat("w1", "w2 w3", "w4", "w5")
+    whole, cut = encode(record), encode(record, max_length=length)
+    assert cut.token_ids == whole.token_ids[:length]
+    assert cut.loss_mask == whole.loss_mask[:length]
+    assert cut.is_cut == (length < len(whole.token_ids))
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (TEMPLATE.replace("m['content']", "m['content'] | upper"), "hides or changes .* message 1"),
+        (
+            TEMPLATE.replace("m['content']", "'' if m['role'] == 'assistant' else m['content']"),
+            "hides or changes",
+        ),
+        (TEMPLATE.replace("m['content']", "m['content'] if loop.last else 'w9'"), "changes the chat up to"),
+        (TEMPLATE.replace("<s> assistant", "<s> w7"), "another text than its generation prompt"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        (TEMPLATE.replace("{{ m['content'] }}", "w8 {{ m['content'] }}"), "hides or changes"),
+    ],
+)
+def test_a_template_that_hides_or_changes_words_is_an_error(template: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        encode(chat("w1", "w2 w3", "w4", "w5"), template=template)
+
+
+def test_no_chat_template_is_an_error() -> None:
+    with pytest.raises(DataError, match="no chat template: give one by --chat-template"):
+        encode(chat("w1", "w2"), template="")
+
+
+def test_a_given_template_takes_the_place_of_the_tokenizers_own() -> None:
+    tokenizer, messages = chat_tokenizer("{{ raise_exception('not this one') }}"), chat("w1", "w2")["messages"]
+    found = encode_chat(ModelTokenizer(tokenizer, frozenset({EOS}), TEMPLATE), messages, finished=True, max_length=9)
+    assert found == encode(chat("w1", "w2"), max_length=9)
+    assert "not this one" in tokenizer.chat_template
+
+
+@pytest.mark.parametrize("style", ["prepend", "metaspace"])
+@pytest.mark.parametrize("template", ["vicuna", "llama-2"])
+def test_no_second_space_is_put_before_an_answer(style: str, template: str) -> None:
+    """Some tokenizers put a space before each text. The model generates none between its prompt and its first word."""
+    tokenizer = spaced_tokenizer(style)
+    reader = ModelTokenizer(tokenizer, frozenset({tokenizer.eos_token_id}), read_template(template))
+    messages = chat("hi", "yes  b", "go", "no")["messages"]
+    text = encode_chat(reader, messages, finished=True, max_length=2000)
+    words = tokenizer.convert_ids_to_tokens(list(text.token_ids))
+    said = "".join(word for word, is_said in zip(words, text.loss_mask, strict=True) if is_said)
+    assert said == "▁yes▁▁b</s>▁no</s>"
+    for turn in (1, 3):  # each answer follows the tokens that generation reads as its prompt
+        prompt = render(reader, messages[:turn], add_generation_prompt=True)
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        assert list(text.token_ids[: len(ids)]) == ids
+
+
+def test_no_answer_is_an_error() -> None:
+    with pytest.raises(DataError, match="assistant"):
+        encode(chat("w1"))

@@ -1,0 +1,127 @@
+"""Hidden states in vLLM's files: the same as the model's own, or an error."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from draftheads.data.chat_tokens import EncodedChat
+from draftheads.data.live_features import LiveStore
+from draftheads.data.vllm_features import ExtractedStore
+from draftheads.errors import DataError
+from draftheads.loading import load_target
+from draftheads.models.model import TYPICAL_TEXT, TargetModel
+from families import FAMILIES, tiny_model
+from vllm_files import extract_as_vllm
+
+
+def texts_of(target: TargetModel, number: int = 5, length: int = 40) -> list[EncodedChat]:
+    """Random texts of several lengths."""
+    torch.manual_seed(3)
+    sizes = [length - 3 * i for i in range(number)]
+    ids = [tuple(torch.randint(3, target.vocab_size, (size,)).tolist()) for size in sizes]
+    return [EncodedChat(one, (False, *[True] * (len(one) - 1)), f"chats.jsonl:{i}") for i, one in enumerate(ids, 1)]
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_they_are_the_models_own(family: str, tmp_path: Path) -> None:
+    """In files that also have other layers, and further tokens."""
+    target = tiny_model(family)
+    texts = texts_of(target)
+    extract_as_vllm(target, texts, tmp_path / "states", [1, 2, 0], further=2)
+    for layers in ((), (0, 1)):
+        own = LiveStore(target, texts, layers)
+        found = ExtractedStore(target, texts, tmp_path / "states", layers)
+        assert found.fingerprint == own.fingerprint
+        for expected, document in zip(own, found, strict=True):
+            assert torch.equal(document.token_ids, expected.token_ids)
+            assert torch.equal(document.loss_mask, expected.loss_mask)
+            assert document.hidden.dtype == torch.bfloat16
+            torch.testing.assert_close(document.hidden, expected.hidden, rtol=0.03, atol=0.06)
+
+
+def test_texts_that_training_cuts_have_their_files(tmp_path: Path) -> None:
+    target = tiny_model("llama")
+    texts = texts_of(target)
+    extract_as_vllm(target, texts, tmp_path / "states", [2])
+    cut = [EncodedChat(text.token_ids[:30], text.loss_mask[:30]) for text in texts]
+    found = ExtractedStore(target, cut, tmp_path / "states")
+    assert [len(document.hidden) for document in found] == [min(30, len(text.token_ids)) for text in texts]
+
+
+def change(folder: Path, **tensors: Any) -> None:
+    """Other content in the first file."""
+    save_file(tensors, min(folder.glob("*.safetensors")))
+
+
+IDS = torch.arange(40)
+
+
+@pytest.mark.parametrize(
+    ("layer_ids", "tensors", "words"),
+    [
+        (
+            [1],
+            {},
+            r"the logits of .* are in none of 1 layer .*differs by \d+\.\d%, and at most 15%.* add 2 to eagle_aux",
+        ),
+        ([2], {}, r"the inputs of layer 1 of .* are in none of 1 layer .* add 1 to eagle_aux"),
+        ([1, 2], {"token_ids": IDS}, r"has no hidden_states, so it is not one of vLLM's files"),
+        (
+            [1, 2],
+            {"token_ids": IDS, "hidden_states": torch.ones(40, 2, 32)},
+            r"1 text of 5, the first is chats\.jsonl:1:",
+        ),
+        ([1, 2], None, r"0-.*safetensors: .*; delete it and extract its text again"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    tmp_path: Path, layer_ids: list[int], tensors: dict[str, Any] | None, words: str
+) -> None:
+    target = tiny_model("llama")
+    folder = tmp_path / "states"
+    extract_as_vllm(target, texts_of(target), folder, layer_ids)
+    if tensors is None:
+        path = min(folder.glob("*.safetensors"))
+        path.write_bytes(path.read_bytes()[:-100])
+    elif tensors:
+        change(folder, **tensors)
+    with pytest.raises(DataError, match=words):
+        ExtractedStore(target, texts_of(target), folder, (1,) if layer_ids != [1] else ())
+
+
+def test_files_of_another_model_or_size_are_refused(tmp_path: Path) -> None:
+    target, texts = tiny_model("llama"), texts_of(tiny_model("llama"))
+    extract_as_vllm(tiny_model("llama", seed=1), texts, tmp_path / "other", [1, 2])
+    with pytest.raises(DataError, match="the nearest differs by"):
+        ExtractedStore(target, texts, tmp_path / "other")
+    extract_as_vllm(tiny_model("llama", hidden_size=64), texts, tmp_path / "wide", [1, 2])
+    with pytest.raises(DataError, match=r"hidden_states are \[40, 2, 64\], expected \[40 tokens, layers, 32\]"):
+        ExtractedStore(target, texts, tmp_path / "wide")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match=r"has no \.safetensors file"):
+        ExtractedStore(target, texts, tmp_path / "none")
+
+
+@pytest.mark.thorough
+@pytest.mark.real
+def test_layers_of_the_real_model_are_told_apart(tmp_path: Path) -> None:
+    """The stock model in fp32 writes, as vLLM in another type would; the packed one reads."""
+    stock = load_target("smollm2-135m", precision="fp32", fast=False, exact_bits=False)
+    ids = [tuple(stock.tokenizer(text)["input_ids"]) for text in (TYPICAL_TEXT, TYPICAL_TEXT[300:])]
+    texts = [EncodedChat(one, (True,) * len(one)) for one in ids]
+    extract_as_vllm(stock, texts, tmp_path / "states", [27, 2, 30, 15])
+    target = load_target("smollm2-135m", precision="bf16")
+    for layers in ((), (2, 15, 27)):
+        found = ExtractedStore(target, texts, tmp_path / "states", layers)
+        for expected, document in zip(LiveStore(target, texts, layers), found, strict=True):
+            for own, states in zip(
+                expected.hidden.float().split(576, -1), document.hidden.float().split(576, -1), strict=True
+            ):
+                assert float(((states - own).norm(dim=-1) / own.norm(dim=-1)).median()) < 0.03
+    extract_as_vllm(stock, texts, tmp_path / "others", [1, 14, 16, 29])
+    for layers, words in (((), "logits"), ((2,), "inputs of layer 2"), ((15,), "inputs of layer 15")):
+        with pytest.raises(DataError, match=f"the {words} of .* are in none of 4 layers"):
+            ExtractedStore(target, texts, tmp_path / "others", layers)

@@ -1,0 +1,199 @@
+"""Adapters beside their base: each equals its merged model, the base does not change, and the weights are shared."""
+
+import json
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import draftheads
+from adapter_world import change_config, merged, saved_adapter
+from draftheads.cpu.kernels import PackedLinear
+from draftheads.decode.engine import Engine
+from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, ModelNotFound, UnsupportedModel
+from draftheads.models.fingerprint import Fingerprints
+from draftheads.models.model import TargetModel
+from families import FAMILIES, GROWING, PROMPTS, tiny_head, tiny_model
+from joint_world import on_disk
+from training_world import chat_model
+
+TEXT = torch.tensor([[5, 6, 7, 8, 9, 20, 11, 3]])
+KINDS = {"stock": None, "fast": {}, "exact bits": {"exact_bits": True}, "int8": {"int8": True}}
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where kernels that were measured once are kept."""
+    return tmp_path_factory.mktemp("kernels")
+
+
+def logits_of(target: TargetModel) -> torch.Tensor:
+    return target.logits(target.hidden_states(TEXT)).float()
+
+
+def answers(engine: Engine) -> list[tuple[int, ...]]:
+    return [result.token_ids for result in engine.generate(PROMPTS, max_new_tokens=24, ignore_eos=True)]
+
+
+@pytest.mark.few(8)
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [*product(FAMILIES, ["stock", "fast"]), ("llama", "exact bits"), ("phi3", "exact bits"), ("llama", "int8")],
+)
+def test_an_adapter_equals_its_merged_model_and_its_base_does_not_change(
+    family: str, kind: str, tmp_path: Path, kernels: Path
+) -> None:
+    base = tiny_model(family)
+    folders = [saved_adapter(base, tmp_path / str(seed), seed=seed) for seed in (1, 2)]
+    expected = [merged(base, folder) for folder in folders]
+    if KINDS[kind] is not None:
+        base.speed_up(folder=kernels, **KINDS[kind])
+    before = logits_of(base)
+    adapted = [base.with_adapter(folder) for folder in folders]
+    assert torch.equal(logits_of(base), before)
+    for one, whole in zip(adapted, expected, strict=True):
+        assert float((logits_of(one) - before).abs().max()) > 0.1
+        if kind != "int8":  # which rounds the weights, merged or not
+            torch.testing.assert_close(logits_of(one), logits_of(whole), rtol=1e-4, atol=1e-4)
+            assert answers(Engine(one)) == answers(Engine(whole))
+        head = tiny_head("hydra", base)
+        assert answers(Engine(one, head, shape=GROWING["best first"])) == answers(Engine(one))
+
+
+def test_static_steps_have_the_adapter_too(tmp_path: Path) -> None:
+    base = tiny_model("llama")
+    folder = saved_adapter(base, tmp_path / "a")
+    expected = answers(Engine(merged(base, folder)))
+    base.set_graphs(on=True)  # as on CUDA, without capturing
+    adapted = base.with_adapter(folder)
+    assert adapted.has_static_steps
+    assert answers(Engine(adapted, tiny_head("medusa", base), shape=GROWING["best first"])) == expected
+
+
+@pytest.mark.thorough
+@pytest.mark.real
+def test_an_adapter_of_the_real_model_equals_the_merged_one(tmp_path: Path) -> None:
+    base = TargetModel.load("smollm2-135m", dtype=torch.float32)
+    folder = saved_adapter(base, tmp_path / "a", rank=8, scale=0.01)
+    plain = draftheads.load("smollm2-135m", precision="fp32")
+    prompts = ["Why is the sky blue?", "Write a function that adds two numbers."]
+    alone, beside, without = (
+        [result.token_ids for result in engine.generate(prompts, max_new_tokens=24)]
+        for engine in (draftheads.load(folder, precision="fp32"), plain.with_adapter(folder), plain)
+    )
+    assert beside == alone
+    assert beside != without
+    hydra = draftheads.load("smollm2-135m", "hydra", precision="fp32").with_adapter(folder)
+    assert [result.token_ids for result in hydra.generate(prompts, max_new_tokens=24)] == alone
+
+
+def test_the_weights_are_shared_and_adapters_differ(tmp_path: Path, kernels: Path) -> None:
+    base = tiny_model("llama", tie_word_embeddings=True)
+    folder, second = (saved_adapter(base, tmp_path / str(seed), seed=seed) for seed in (1, 2))
+    base.speed_up(folder=kernels)
+    adapted, other = base.with_adapter(folder), base.with_adapter(second)
+    ours, theirs = (dict(target.model.named_parameters()) for target in (adapted, base))
+    assert ours.keys() == theirs.keys()
+    assert all(weight is theirs[name] for name, weight in ours.items())
+    packed = [m for m in adapted.model.modules() if isinstance(m, PackedLinear)]
+    originals = [m for m in base.model.modules() if isinstance(m, PackedLinear)]
+    assert packed
+    assert all(m.product._base is o.product for m, o in zip(packed, originals, strict=True))
+    assert len({base.weights_print, adapted.weights_print, other.weights_print}) == 3
+    assert (adapted.dtype, adapted.precision) == (base.dtype, base.precision)
+    # the adapter changes the lm_head, and not the embedding that it is tied to
+    assert torch.equal(adapted.weights.embedding, base.weights.embedding)
+    assert not torch.allclose(adapted.lm_head.weight, adapted.weights.embedding, atol=0.01)
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("v_proj",), ("up_proj", "o_proj"), ("lm_head",)])
+def test_adapters_of_some_layers_fit_fused_ones(targets: tuple[str, ...], tmp_path: Path, kernels: Path) -> None:
+    base = tiny_model("llama")
+    folder = saved_adapter(base, tmp_path / "a", targets=targets)
+    expected = logits_of(merged(base, folder))
+    base.speed_up(folder=kernels)
+    torch.testing.assert_close(logits_of(base.with_adapter(folder)), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_and_factors_of_single_layers_count(tmp_path: Path) -> None:
+    base = tiny_model("llama")
+    folder = saved_adapter(base, tmp_path / "a", alpha_pattern={"q_proj": 9}, use_rslora=True)
+    expected = logits_of(merged(base, folder))
+    torch.testing.assert_close(logits_of(base.with_adapter(folder)), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_exact_bits_do_not_depend_on_the_other_rows(tmp_path: Path, kernels: Path) -> None:
+    base = tiny_model("llama", hidden_size=64, dtype=torch.bfloat16)
+    folder = saved_adapter(base, tmp_path / "a")
+    base.speed_up(folder=kernels, exact_bits=True)
+    adapted = base.with_adapter(folder)
+    alone = adapted.hidden_states(TEXT[:, :1])
+    for length in range(2, 9):
+        assert torch.equal(adapted.hidden_states(TEXT[:, :length])[:, :1], alone)
+
+
+def test_an_engine_with_an_adapter_equals_loading_the_adapter(tmp_path: Path) -> None:
+    name = on_disk(tmp_path / "base")
+    base = chat_model()
+    folder = saved_adapter(base, tmp_path / "adapter", base_model_name_or_path=name)
+    prompts = [f"w{i} w{i + 1}" for i in range(8)]
+    plain = draftheads.load(folder, precision="fp32").generate(prompts, max_new_tokens=24)
+    engine = draftheads.load(name, precision="fp32")
+    assert [r.token_ids for r in engine.with_adapter(folder).generate(prompts, max_new_tokens=24)] == [
+        r.token_ids for r in plain
+    ]
+    assert [r.token_ids for r in engine.generate(prompts, max_new_tokens=24)] != [r.token_ids for r in plain]
+    # its own chat template is used, as if it were loaded alone
+    base.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} w9 {% endfor %}"
+    base.tokenizer.save_pretrained(folder)
+    alone, beside = draftheads.load(folder, precision="fp32"), engine.with_adapter(folder)
+    assert beside.encode("w3") == alone.encode("w3") != engine.encode("w3")
+    base.tokenizer.add_tokens(["w99"])
+    base.tokenizer.save_pretrained(folder)
+    with pytest.raises(UnsupportedModel, match=r"adds tokens: its tokenizer has 65 .* 64"):
+        engine.with_adapter(folder)
+
+
+def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    base = tiny_model("llama")
+    with pytest.raises(ModelNotFound, match="no adapter at"):
+        base.with_adapter(tmp_path)
+    folder = saved_adapter(base, tmp_path / "a")
+    change_config(folder, base_model_name_or_path="other/model")
+    with pytest.raises(CheckpointMismatch, match="for other/model, and this model is tiny-llama"):
+        base.with_adapter(folder)
+    change_config(folder, base_model_name_or_path="tiny-llama")
+    with pytest.raises(CheckpointCorrupt, match=r"lora_A.weight has shape \(2, 32\); the model needs \(2, 40\)"):
+        tiny_model("llama", hidden_size=40, head_dim=8).with_adapter(folder)
+    change_config(folder, use_dora=True)
+    with pytest.raises(UnsupportedModel, match=r"is DoRA.*draftheads merge"):
+        base.with_adapter(folder)
+    change_config(folder, use_dora=False)
+    weights = folder / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    save_file({**tensors, "base_model.model.model.norm.weight": torch.ones(32)}, weights)
+    with pytest.raises(UnsupportedModel, match=r"norm.weight.*does not belong to a linear layer"):
+        base.with_adapter(folder)
+    missing = next(iter(tensors))
+    save_file({name: tensor for name, tensor in tensors.items() if name != missing}, weights)
+    with pytest.raises(CheckpointCorrupt, match=f"{missing} is missing"):
+        base.with_adapter(folder)
+    weights.write_bytes(b"no safetensors")
+    with pytest.raises(CheckpointCorrupt, match="cannot be read"):
+        base.with_adapter(folder)
+    weights.unlink()
+    with pytest.raises(ModelNotFound, match=r"has no adapter_model\.safetensors"):
+        base.with_adapter(folder)
+
+
+def test_the_record_of_a_joint_run_decides_about_the_base(tmp_path: Path) -> None:
+    base = chat_model()
+    folder = saved_adapter(base, tmp_path / "a", base_model_name_or_path="moved/elsewhere")
+    record = {"model_id": "moved/elsewhere", "fingerprints": asdict(Fingerprints.of(base))}
+    (folder / "base.json").write_text(json.dumps({"format_version": 1, "base": record}))
+    assert base.with_adapter(folder).vocab_size == 64
+    with pytest.raises(CheckpointMismatch, match="embedding and lm_head are those of another model"):
+        chat_model(seed=1).with_adapter(folder)

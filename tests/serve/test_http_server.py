@@ -1,0 +1,141 @@
+"""The command in a process of its own: its start, its end by a signal, and its restart after a kill."""
+
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from cli_world import write_model
+from draftheads.cli import serving
+from draftheads.cli.main import main
+from draftheads.cli.options.serve import ServeOptions
+from draftheads.errors import MissingDependency
+from draftheads.loading import load
+from serve_process import ServerProcess
+
+LONG = {"max_tokens": 400, "temperature": 0, "n": 8}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("serve"))
+
+
+def chat(fields: dict[str, object]) -> dict[str, object]:
+    return {"model": "model", "messages": [{"role": "user", "content": "a dog"}], **fields}
+
+
+def chunks(response: httpx2.Response) -> Iterator[dict[str, object]]:
+    for line in response.iter_lines():
+        if line.startswith("data: {"):
+            yield json.loads(line.removeprefix("data: "))
+
+
+def test_a_kill_a_restart_and_a_graceful_end(folder: Path):
+    expected = load(str(folder / "model"), precision="fp32").generate(["a dog"], max_new_tokens=400)[0].text
+    arguments = ("model", "--head", "medusa", "--precision", "fp32", "--drain-seconds", "60")
+    first = ServerProcess(folder, *arguments)
+    port = first.client.base_url.port
+    assert port is not None
+    with first.client.stream("POST", "/v1/chat/completions", json=chat({**LONG, "stream": True})) as response:
+        next(chunks(response))
+        first.stop(signal.SIGKILL)
+    with ServerProcess(folder, *arguments, port=port) as second:  # the old one's connections hold nothing
+        assert second.text("a dog", max_tokens=400) == expected
+        texts = [""] * 8
+        with second.client.stream("POST", "/v1/chat/completions", json=chat({**LONG, "stream": True})) as response:
+            stream = chunks(response)
+            next(stream)
+            second.process.send_signal(signal.SIGTERM)
+            with httpx2.Client(base_url=second.client.base_url) as other:
+                assert other.get("/ready").status_code == 503
+                refused = other.post("/v1/chat/completions", json=chat({}))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+            for chunk in stream:
+                for choice in chunk["choices"]:
+                    texts[choice["index"]] += choice["delta"].get("content") or ""
+        assert texts == [expected] * 8
+        assert second.process.wait(600) == 0
+    lines = "".join(second.errors)
+    assert "POST /v1/chat/completions 200" in lines
+    assert "GET /ready" not in lines
+    assert "a dog" not in lines
+    assert expected[:20] not in lines
+
+
+def test_a_signal_while_the_model_is_loaded_ends_the_process(folder: Path):
+    """The port is open before; loading waits here for a model that comes from a pipe that nobody writes."""
+    slow = folder / "slow"
+    slow.mkdir()
+    os.mkfifo(slow / "config.json")
+    command = [sys.executable, "-m", "draftheads", "serve", "slow", "--port", "0"]
+    with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        address = line.split()[2].removesuffix("/ready")
+        assert httpx2.get(address + "/health").status_code == 200
+        refused = httpx2.get(address + "/v1/models")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "loading")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(600) == 0
+
+
+def test_a_model_that_cannot_be_loaded(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(serving, "_log_to_stderr", lambda: None)  # it would change the loggers of other tests
+    monkeypatch.delenv("DRAFTHEADS_API_KEY", raising=False)
+    assert main(["serve", "./none", "--port", "0", "--host", "0.0.0.0"]) == 1  # noqa: S104
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("warning: http://0.0.0.0")
+    assert last.startswith("error: ")
+
+
+TAKEN = """
+import sys
+from draftheads.cli.main import main
+assert main(["serve", "./none", "--port", sys.argv[1]]) == 1
+sys.exit(bool({"torch", "transformers", "fastapi", "uvicorn"} & set(sys.modules)))
+"""
+
+
+def test_a_port_that_is_taken_is_named_before_anything_slow_is_imported():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ended = subprocess.run([sys.executable, "-c", TAKEN, port], capture_output=True, text=True, check=False)
+    assert f"--port {port}: cannot listen there" in ended.stderr
+    assert ended.returncode == 0
+
+
+def test_a_missing_web_server_is_named(monkeypatch: pytest.MonkeyPatch):
+    for name in ("draftheads.serve.http_server", "draftheads.cli.serving"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(MissingDependency, match=r"pip install 'draftheads\[serve\]'"):
+        importlib.import_module("draftheads.cli.serving")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--port", "70000"), ("--kv-gib", "0"), ("--drain-seconds", "-1"), ("--api-key", "a b")]
+)
+def test_wrong_options(capsys: pytest.CaptureFixture[str], option: str, value: str):
+    assert main(["serve", option, value]) == 1
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_keys_come_from_options_a_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "keys").write_text("# ours\nfirst\n\nsecond\n", encoding="utf-8")
+    monkeypatch.setenv("DRAFTHEADS_API_KEY", "third")
+    options = ServeOptions(api_key=("fourth",), api_key_file=tmp_path / "keys")
+    assert serving._api_keys(options) == ("fourth", "first", "second", "third")
+
+
+@pytest.mark.parametrize(("waiting", "choices"), [(1, 1), (9, 4), (128, 64), (10_000, 128)])
+def test_a_request_has_no_more_answers_than_its_client_may_queue(waiting: int, choices: int) -> None:
+    assert serving.http_limits(ServeOptions(max_waiting=waiting)).choices == choices

@@ -1,0 +1,584 @@
+"""The acceptance rules against enumeration and slow twins, on targets where every context has its own distribution."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from draftheads.settings import SamplingSettings
+from draftheads.speculation.accept import accept
+from draftheads.speculation.draft import Context, Draft, Verdict
+from draftheads.speculation.growing import fill
+from draftheads.speculation.sampling import RowSettings, choose
+from draftheads.speculation.shapes import BestFirst, BestPaths, Shape
+from draftheads.speculation.tree import Tree
+
+CPU = torch.device("cpu")
+TABLE_ROWS = 997  # contexts share distributions only where their codes collide
+
+
+# --- slow twins: one row, plain Python numbers ---
+
+
+def slow_distribution(logits: Sequence[float], text: Sequence[int], own: SamplingSettings) -> list[float]:
+    """What a row with these settings samples from after ``text``; at temperature 0 what it would be at 1."""
+    penalty = own.repetition_penalty
+    scores = [(x * penalty if x < 0 else x / penalty) if token in text else x for token, x in enumerate(logits)]
+    scores = [x / (own.temperature or 1.0) for x in scores]
+    if own.top_k is not None:
+        least = sorted(scores, reverse=True)[: own.top_k][-1]
+        scores = [x if x >= least else -math.inf for x in scores]
+    weights = [math.exp(x - max(scores)) for x in scores]
+    probs = [weight / sum(weights) for weight in weights]
+    kept, mass = set(), 0.0
+    for token in sorted(range(len(probs)), key=lambda token: -probs[token]):
+        if own.top_p == 1.0 or mass < own.top_p:
+            kept.add(token)
+        mass += probs[token]
+    total = sum(probs[token] for token in kept)
+    return [p / total if token in kept else 0.0 for token, p in enumerate(probs)]
+
+
+def slow_choice(logits: Sequence[float], text: Sequence[int], own: SamplingSettings, uniform: float) -> int:
+    probs = slow_distribution(logits, text, own)
+    if own.temperature == 0:
+        return max(range(len(probs)), key=lambda token: probs[token])
+    mass = 0.0
+    for token, p in enumerate(probs):
+        mass += p
+        if uniform < mass:
+            return token
+    raise AssertionError("the uniform number lies beyond the last token")
+
+
+# --- exact, by enumeration ---
+
+V = 3
+RAGGED = Tree.from_paths([(0,), (1,), (0, 0), (1, 0), (1, 2)])  # depth 2; rank 2 at depth 1 is left out
+ANSWER = 3  # tokens
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A target and a drafter that are both fixed functions of the context, with a table row per context."""
+
+    logits: Tensor  # (rows, V) float64
+    guesses: Tensor  # (rows, V): the drafter's logits
+    shape: Shape
+    reads_path = True
+
+    @classmethod
+    def random(cls, seed: int, shape: Shape) -> "Toy":
+        generator = torch.Generator().manual_seed(seed)
+        rows = (sum(V**length for length in range(ANSWER + 2)), V)
+        logits = 1.5 * torch.randn(rows, generator=generator, dtype=torch.float64)
+        return cls(logits, logits.float() + 1.5 * torch.randn(rows, generator=generator), shape)
+
+    def begin(self, context: Context, depth: int) -> Tensor:
+        """Codes of contexts; the last hidden state is the code of the text."""
+        return context.last_hidden.long()
+
+    def predict(self, state: Tensor, depth: int) -> Tensor:
+        return self.guesses[state]
+
+    def descend(self, state: Tensor, depth: int, parents: Tensor, token_ids: Tensor) -> Tensor:
+        return state.gather(1, parents) * V + token_ids + 1
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        return draft_ids
+
+    def draft(self, texts: list[list[int]]) -> tuple[Draft, Tensor]:
+        """The tree after each text, whose last token is the root, and the target's logits at its nodes."""
+        codes = torch.tensor([[context_code(text)] for text in texts])
+        roots = torch.tensor([text[-1] for text in texts])
+        context = Context(codes[:, :, None].double(), roots[:, None], torch.ones_like(roots), roots)
+        shape = self.shape
+        draft = fill(self, shape, context, begin=partial(self.begin, context), max_depth=2)
+        parents = draft.parents.expand_as(draft.token_ids)
+        for node in range(1, draft.num_nodes):
+            above = codes.gather(1, parents[:, node, None])
+            codes = torch.cat([codes, above * V + draft.token_ids[:, node, None] + 1], 1)
+        return draft, self.logits[codes]
+
+
+def context_code(context: Sequence[int]) -> int:
+    code = 0
+    for token in context:
+        code = code * V + token + 1
+    return code
+
+
+def contexts(length: int) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = [()]
+    for _ in range(length):
+        found = [(*context, token) for context in found for token in range(V)]
+    return found
+
+
+def breakpoints(toy: Toy, own: SamplingSettings, place: int) -> Tensor:
+    """Where the choice at a place of the answer can change: all steps of all cumulative distributions there."""
+    points = {0.0, 1.0}
+    for context in contexts(place):
+        probs = slow_distribution(toy.logits[context_code(context)].tolist(), context, own)
+        points |= {min(1.0, sum(probs[: token + 1])) for token in range(V)}
+    return torch.tensor(sorted(points), dtype=torch.float64)
+
+
+def cells(toy: Toy, own: SamplingSettings, *, where: float) -> tuple[Tensor, Tensor]:
+    """A point in each cell of the product grid, (C, 3), ``where`` of the way through it, and the cells' measures."""
+    edges = [breakpoints(toy, own, place) for place in range(ANSWER)]
+    points = torch.cartesian_prod(*(edge[:-1] + where * edge.diff() for edge in edges))
+    measures = torch.cartesian_prod(*(edge.diff() for edge in edges)).prod(-1)
+    return points, measures
+
+
+def seen_in(texts: list[list[int]]) -> Tensor:
+    seen = torch.zeros(len(texts), V, dtype=torch.bool)
+    for row, text in enumerate(texts):
+        seen[row, text] = True
+    return seen
+
+
+def answers(toy: Toy, own: SamplingSettings, points: Tensor) -> tuple[list[tuple[int, ...]], Tensor]:
+    """Speculative decoding of three tokens from each row of uniform numbers, and what each row's first step kept."""
+    every = RowSettings.of([own] * len(points), vocab_size=V, device=CPU)
+    start = toy.logits[:1].expand(len(points), -1)
+    roots = choose(start, every, torch.zeros_like(start, dtype=torch.bool), points[:, 0])
+    texts = [[root] for root in roots.tolist()]
+    uniforms = torch.cat([points, torch.full_like(points, 0.5)], 1)  # numbers past the third token do not matter
+    first: Tensor | None = None
+    while going := [row for row, text in enumerate(texts) if len(text) < ANSWER]:
+        texts_now = [texts[row] for row in going]
+        draft, logits = toy.draft(texts_now)
+        rows = RowSettings.of([own] * len(going), vocab_size=V, device=CPU)
+        numbers = torch.stack([uniforms[row, len(texts[row]) : len(texts[row]) + draft.max_depth + 1] for row in going])
+        verdict = accept(draft, logits, rows, numbers, seen_in(texts_now))
+        first = verdict.num_accepted if first is None else first
+        for i, row in enumerate(going):
+            kept = verdict.path[i, 1 : verdict.num_accepted[i]]
+            texts[row] += [*draft.token_ids[i, kept].tolist(), int(verdict.next_ids[i])]
+    assert first is not None
+    return [tuple(text[:ANSWER]) for text in texts], first
+
+
+SHAPES = {
+    "static": RAGGED,
+    "best first": BestFirst(5, num_ranks=3, beam=2),
+    "best paths": BestPaths((3, 2), 2),
+    "fewer nodes than depths": BestFirst(2),
+}
+EXACT = {
+    "plain softmax": SamplingSettings(temperature=1.0),
+    "temperature": SamplingSettings(temperature=0.6),
+    "top-k": SamplingSettings(temperature=1.3, top_k=2),
+    "top-p": SamplingSettings(temperature=1.0, top_p=0.8),
+    "all": SamplingSettings(temperature=0.8, top_k=2, top_p=0.85, repetition_penalty=1.25),
+}
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_gives_the_targets_distribution(name: str, shape: str, seed: int) -> None:
+    own, toy = EXACT[name], Toy.random(seed, SHAPES[shape])
+    points, measures = cells(toy, own, where=0.5)
+    found, _ = answers(toy, own, points)
+    assert answers(toy, own, cells(toy, own, where=0.02)[0])[0] == found, "a cell holds two outcomes"
+    output: dict[tuple[int, ...], float] = defaultdict(float)
+    for answer, measure in zip(found, measures.tolist(), strict=True):
+        output[answer] += measure
+    distance = 0.0
+    for answer in contexts(ANSWER):
+        expected = 1.0
+        for place, token in enumerate(answer):
+            context = answer[:place]
+            logits = toy.logits[context_code(context)].tolist()
+            expected *= slow_distribution(logits, context, own)[token]
+        distance += abs(output.pop(answer, 0.0) - expected) / 2
+    assert not output
+    assert distance < 1e-9
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_keeps_as_much_as_any_lossless_rule_can(name: str, shape: str) -> None:
+    """A node is kept with the target's own probability of its path, and never less."""
+    own, toy = EXACT[name], Toy.random(4, SHAPES[shape])
+    points, measures = cells(toy, own, where=0.5)
+    _, num_accepted = answers(toy, own, points)
+    expected = 0.0
+    for root, mass in enumerate(slow_distribution(toy.logits[0].tolist(), [], own)):
+        draft, logits = toy.draft([[root]])
+        masses = [mass]
+        for node in range(1, draft.num_nodes):
+            parent = int(draft.parents[0, node])
+            path = [int(draft.token_ids[0, n]) for n in range(node) if draft.ancestors[0, parent, n]]
+            probs = slow_distribution(logits[0, parent].tolist(), path, own)
+            masses.append(masses[parent] * probs[int(draft.token_ids[0, node])])
+        expected += sum(masses)
+    assert float((measures * num_accepted).sum()) == pytest.approx(expected, abs=1e-9)
+    assert 1.2 < expected < 3.0, "the tree helps nowhere or everywhere"
+
+
+# --- any rule on any tree, against slow twins ---
+
+WIDE = 5  # tokens: few, so that guesses are often right and siblings often equal
+
+
+@dataclass(frozen=True)
+class World:
+    """A batch of filled trees, the target's logits at their nodes, and the rows' settings."""
+
+    parents: list[list[int]]  # of each row's nodes; a single list where all rows share a tree
+    tokens: list[list[int]]  # of each row's nodes
+    texts: list[list[int]]  # of each row, root included
+    settings: list[SamplingSettings]
+    seeds: list[int]  # of the rows' uniform numbers
+    seed: int  # of the target
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.tokens[0])
+
+    def tree(self, row: int) -> list[int]:
+        return self.parents[row if len(self.parents) > 1 else 0]
+
+    def ancestry(self, row: int, node: int) -> list[int]:
+        """Node indices from the root to the node."""
+        return ([] if node == 0 else self.ancestry(row, self.tree(row)[node])) + [node]
+
+    def path_tokens(self, row: int, node: int) -> list[int]:
+        return [self.tokens[row][n] for n in self.ancestry(row, node)]
+
+    @property
+    def logits(self) -> Tensor:
+        """(B, N, V) float64, as a target gives them: a function of the tokens up to the node."""
+        generator = torch.Generator().manual_seed(self.seed)
+        table = 1.5 * torch.randn(TABLE_ROWS, WIDE, generator=generator, dtype=torch.float64)
+        codes = torch.zeros(self.num_rows, self.num_nodes, dtype=torch.long)
+        for row in range(self.num_rows):
+            for node in range(self.num_nodes):
+                code = 0
+                for token in self.path_tokens(row, node):
+                    code = code * (WIDE + 1) + token + 1
+                codes[row, node] = code % TABLE_ROWS
+        return table[codes]
+
+    @property
+    def draft(self) -> Draft:
+        depths = [
+            [len(self.ancestry(row, node)) - 1 for node in range(self.num_nodes)] for row in range(len(self.parents))
+        ]
+        ancestors = torch.zeros(len(self.parents), self.num_nodes, self.num_nodes, dtype=torch.bool)
+        for row in range(len(self.parents)):
+            for node in range(self.num_nodes):
+                ancestors[row, node, self.ancestry(row, node)] = True
+        return Draft(
+            torch.tensor(self.tokens),
+            torch.tensor(self.parents),
+            torch.tensor(depths),
+            ancestors,
+            max(map(max, depths)),
+        )
+
+    @property
+    def uniforms(self) -> Tensor:
+        """(B, N): enough for any depth."""
+        generators = [torch.Generator().manual_seed(seed) for seed in self.seeds]
+        numbers = [torch.rand(self.num_nodes, generator=g, dtype=torch.float64) for g in generators]
+        return torch.stack(numbers)
+
+    @property
+    def seen(self) -> Tensor:
+        seen = torch.zeros(self.num_rows, WIDE, dtype=torch.bool)
+        for row, text in enumerate(self.texts):
+            seen[row, text] = True
+        return seen
+
+    def verdict(self, draft: Draft | None = None) -> Verdict:
+        draft = self.draft if draft is None else draft
+        rows = RowSettings.of(self.settings, vocab_size=WIDE, device=CPU)
+        uniforms = self.uniforms[:, : draft.max_depth + 1]
+        return accept(draft, self.logits, rows, uniforms, self.seen if rows.any_penalty else None)
+
+    def alone(self, row: int) -> "World":
+        one = slice(row, row + 1)
+        return World(
+            [self.tree(row)],
+            self.tokens[one],
+            self.texts[one],
+            self.settings[one],
+            self.seeds[one],
+            self.seed,
+        )
+
+
+def kept_nodes(verdict: Verdict, row: int) -> list[int]:
+    nodes: list[int] = verdict.path[row, : verdict.num_accepted[row]].tolist()
+    return nodes
+
+
+def outcomes(world: World) -> list[tuple[list[int], int]]:
+    """Per row the nodes that are kept and the token after them."""
+    verdict = world.verdict()
+    return [(kept_nodes(verdict, row), int(verdict.next_ids[row])) for row in range(world.num_rows)]
+
+
+def slow_exact(world: World, row: int) -> tuple[list[int], int]:
+    """A row's outcome by walking."""
+    own, node, logits = world.settings[row], 0, world.logits[row].tolist()
+    while True:
+        path = world.ancestry(row, node)
+        text = [*world.texts[row], *world.path_tokens(row, node)]
+        token = slow_choice(logits[node], text, own, float(world.uniforms[row, len(path) - 1]))
+        children = [n for n in range(1, world.num_nodes) if world.tree(row)[n] == node]
+        fitting = [n for n in children if world.tokens[row][n] == token]
+        if not fitting:
+            return path, token
+        node = fitting[0]
+
+
+def slow_typical(world: World, row: int) -> tuple[list[int], int]:
+    """The same by judging node after node: p(x) > min(ε, δ·exp(−H))."""
+    own, logits = world.settings[row], world.logits[row].tolist()
+    delta = math.sqrt(own.typical_epsilon) if own.typical_delta is None else own.typical_delta
+    log_probs = {0: 0.0}  # of the nodes whose whole path is typical
+    for node in range(1, world.num_nodes):
+        parent = world.tree(row)[node]
+        if parent not in log_probs:
+            continue
+        text = [*world.texts[row], *world.path_tokens(row, parent)]
+        probs = slow_distribution(logits[parent], text, own)
+        entropy = -sum(p * math.log(p) for p in probs if p > 0)
+        likelihood = probs[world.tokens[row][node]]
+        if likelihood > min(own.typical_epsilon, delta * math.exp(-entropy)):
+            log_probs[node] = log_probs[parent] + math.log(likelihood)
+    best = max(log_probs, key=lambda node: (len(world.ancestry(row, node)), log_probs[node]))
+    path = world.ancestry(row, best)
+    text = [*world.texts[row], *world.path_tokens(row, best)]
+    after = own if own.acceptance == "typical-sampled" else replace(own, temperature=0.0)  # greedy
+    return path, slow_choice(logits[best], text, after, float(world.uniforms[row, len(path) - 1]))
+
+
+def row_settings(*, typical: bool | None = None) -> st.SearchStrategy[SamplingSettings]:
+    rules = st.sampled_from(["exact"] * (not typical) + ["typical", "typical-sampled"] * (typical is not False))
+    return st.builds(
+        SamplingSettings,
+        temperature=st.sampled_from([0.5, 1.0, 2.0] if typical else [0.0, 0.5, 1.0, 2.0]),
+        top_k=st.sampled_from([None, None, 1, 2, 3, 9]),
+        top_p=st.sampled_from([1.0, 1.0, 0.9, 0.5]),
+        repetition_penalty=st.sampled_from([1.0, 1.0, 1.25, 2.0, 0.5]),
+        acceptance=rules,
+        typical_epsilon=st.sampled_from([0.01, 0.09, 0.3, 1.0]),
+        typical_delta=st.sampled_from([None, 0.05, 0.5, 2.0]),
+    )
+
+
+@st.composite
+def worlds(draw: st.DrawFn, own: st.SearchStrategy[SamplingSettings], *, shared: bool | None = None) -> World:
+    num_rows, num_nodes, seed = draw(st.integers(1, 4)), draw(st.integers(1, 10)), draw(st.integers(0, 2**20))
+    num_trees = 1 if (draw(st.booleans()) if shared is None else shared) else num_rows
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(rows: int, columns: int, below: Tensor | int) -> list[list[int]]:
+        numbers: list[list[int]] = (torch.rand(rows, columns, generator=generator) * below).long().tolist()
+        return numbers
+
+    tokens = integers(num_rows, num_nodes, WIDE)
+    return World(
+        parents=integers(num_trees, num_nodes, torch.arange(num_nodes)),  # any tree whose parents come first
+        tokens=tokens,
+        texts=[[*text, row[0]] for text, row in zip(integers(num_rows, 2, WIDE), tokens, strict=True)],
+        settings=draw(st.lists(own, min_size=num_rows, max_size=num_rows)),
+        seeds=[row[0] for row in integers(num_rows, 1, 2**20)],
+        seed=seed,
+    )
+
+
+@settings(deadline=None)
+@given(worlds(row_settings(typical=False)))
+def test_exact_equals_walking(world: World) -> None:
+    assert outcomes(world) == [slow_exact(world, row) for row in range(world.num_rows)]
+
+
+@settings(deadline=None, max_examples=150)
+@given(worlds(row_settings(typical=True)))
+def test_typical_equals_its_formula(world: World) -> None:
+    for row, (nodes, token) in enumerate(outcomes(world)):
+        expected, expected_token = slow_typical(world, row)
+        # where siblings are equal either may be kept: what counts is the tokens, and that they are a path
+        assert nodes == world.ancestry(row, nodes[-1])
+        assert world.path_tokens(row, nodes[-1]) == world.path_tokens(row, expected[-1])
+        assert token == expected_token
+
+
+@settings(deadline=None)
+@given(worlds(row_settings(), shared=True) | worlds(row_settings(), shared=False))
+def test_a_row_is_judged_as_if_alone(world: World) -> None:
+    """Greedy, exact and typical rows in one batch, on a shared tree or on a tree each."""
+    together = outcomes(world)
+    assert together == [outcome for row in range(world.num_rows) for outcome in outcomes(world.alone(row))]
+
+
+@settings(deadline=None)
+@given(worlds(row_settings()), st.integers(0, 9))
+def test_a_tree_may_be_shallower_than_its_max_depth(world: World, depth: int) -> None:
+    """As grown trees may be, whose depth is not asked for; it is never as deep as it has nodes."""
+    draft = world.draft
+    deep = replace(draft, max_depth=min(max(depth, draft.max_depth), draft.num_nodes - 1))
+    verdict = world.verdict(deep)
+    found = [(kept_nodes(verdict, row), int(verdict.next_ids[row])) for row in range(world.num_rows)]
+    assert found == outcomes(world)
+    assert verdict.path.shape == (world.num_rows, deep.max_depth + 1)
+    assert int(verdict.path.max()) < world.num_nodes, "what is not accepted is looked up, too"
+
+
+@settings(deadline=None, max_examples=30)
+@given(worlds(row_settings(typical=True)))
+def test_typical_at_temperature_zero_is_greedy(world: World) -> None:
+    cold = replace(world, settings=[replace(own, temperature=0.0) for own in world.settings])
+    assert outcomes(cold) == [slow_exact(cold, row) for row in range(cold.num_rows)]
+
+
+# --- single cases ---
+
+
+def peaked(rows: list[list[int]], num_tokens: int = 10) -> Tensor:
+    """(B, N, V) logits whose best token at each node is the given one."""
+    return 20.0 * torch.nn.functional.one_hot(torch.tensor(rows), num_tokens).double()
+
+
+def judge(tree: Tree, tokens: list[int], best: list[int], own: SamplingSettings) -> tuple[list[int], int]:
+    rows = RowSettings.of([own], vocab_size=10, device=CPU)
+    uniforms = torch.full((1, tree.max_depth + 1), 0.5, dtype=torch.float64)
+    verdict = accept(Draft.on_tree(tree, torch.tensor([tokens])), peaked([best]), rows, uniforms)
+    return kept_nodes(verdict, 0), int(verdict.next_ids[0])
+
+
+RULES = {
+    "greedy": SamplingSettings(),
+    "exact": SamplingSettings(temperature=1.0),
+    "typical": SamplingSettings(temperature=1.0, acceptance="typical"),
+    "typical-sampled": SamplingSettings(temperature=1.0, acceptance="typical-sampled"),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_token_zero_after_a_short_path_is_not_taken_for_its_padding(rule: str) -> None:
+    # paths (0) and (1, 0): after the short one the target says 0, as a padded path would
+    tree = Tree.from_paths([(0,), (1,), (1, 0)])
+    assert judge(tree, [5, 7, 8, 9], [7, 0, 0, 0], RULES[rule]) == ([0, 1], 0)
+    # a real guess of 0 is as good as any other
+    assert judge(tree, [5, 7, 8, 0], [8, 3, 0, 6], RULES[rule]) == ([0, 2, 3], 6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_root_is_not_its_own_child(rule: str) -> None:
+    assert judge(Tree.chain(0), [5], [5], RULES[rule]) == ([0], 5)
+    assert judge(Tree.chain(2), [5, 6, 6], [5, 6, 6], RULES[rule]) == ([0], 5)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_right_token_below_a_wrong_parent_does_not_count(rule: str) -> None:
+    tree = Tree.from_paths([(0,), (1,), (0, 0), (1, 0)])
+    # the target wants 3, 4; node 4 holds 4, but below 8
+    assert judge(tree, [5, 3, 8, 9, 4], [3, 4, 4, 1, 1], RULES[rule]) == ([0, 1], 4)
+    # … and a grandchild that equals what the root wants is no child
+    assert judge(tree, [5, 7, 8, 3, 3], [3, 3, 3, 1, 1], RULES[rule]) == ([0], 3)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_equal_siblings_are_kept_once(rule: str) -> None:
+    tree = Tree.from_paths([(0,), (1,), (0, 0)])
+    assert judge(tree, [5, 4, 4, 2], [4, 2, 2, 9], RULES[rule]) == ([0, 1, 3], 9)
+
+
+def test_the_likelier_of_two_typical_paths_of_one_length_wins() -> None:
+    tree = Tree.from_paths([(0,), (1,)])
+    rows = RowSettings.of([RULES["typical"]], vocab_size=3, device=CPU)
+    probs = torch.tensor([[0.1, 0.3, 0.6]]).double().log().expand(1, 3, 3)
+    uniforms = torch.zeros(1, 2, dtype=torch.float64)
+    verdict = accept(Draft.on_tree(tree, torch.tensor([[0, 1, 2]])), probs, rows, uniforms)
+    assert kept_nodes(verdict, 0) == [0, 2]
+
+
+def test_a_longer_typical_path_wins_over_a_likelier_one() -> None:
+    tree = Tree.from_paths([(0,), (1,), (1, 0)])
+    rows = RowSettings.of([RULES["typical"]], vocab_size=3, device=CPU)
+    logits = torch.tensor([[0.1, 0.7, 0.2]]).double().log().expand(1, 4, 3)
+    uniforms = torch.zeros(1, 3, dtype=torch.float64)
+    verdict = accept(Draft.on_tree(tree, torch.tensor([[0, 1, 2, 2]])), logits, rows, uniforms)
+    assert kept_nodes(verdict, 0) == [0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("probs", "epsilon", "is_accepted"),
+    [
+        # H = 0.6·ln(1/0.6) + 0.3·ln(1/0.3) + 0.1·ln(1/0.1) = 0.897946, exp(-H) = 0.407406, times √0.09: 0.122222
+        ([0.6, 0.3, 0.1], 0.09, True),  # 0.1 > min(0.09, 0.122222)
+        # H = 0.3065 + 0.3646 + 0.2021 = 0.873158, exp(-H) = 0.417631, times √0.09: 0.125289
+        ([0.6, 0.32, 0.08], 0.09, False),  # 0.08 < min(0.09, 0.125289)
+        # H = 3·ln(10) · 0.1 + 0.7·ln(1/0.7) = 0.940448, exp(-H) = 0.390453, times √0.04: 0.078091
+        ([0.7, 0.1, 0.1, 0.1], 0.04, True),  # 0.1 > min(0.04, 0.078091)
+        # eight tokens of 1/8: exp(-H) = 1/8, times √0.25: 0.0625
+        ([0.125] * 8, 0.25, True),  # 0.125 > min(0.25, 0.0625)
+    ],
+)
+def test_typical_acceptance_by_hand(probs: list[float], epsilon: float, is_accepted: bool) -> None:
+    """Medusa, section 3.3.1, δ = √ε: the last token is drafted, and the greedy token follows, whatever the number."""
+    logits = torch.tensor([probs, probs[::-1]]).double().log()[None]
+    best = [probs.index(max(probs)), probs[::-1].index(max(probs))]
+    drafted = Draft.on_tree(Tree.chain(1), torch.tensor([[0, len(probs) - 1]]))
+    for rule, number in (("typical", 0.0), ("typical", 0.999), ("typical-sampled", 0.999)):
+        own = SamplingSettings(temperature=1.0, acceptance=rule, typical_epsilon=epsilon)
+        rows = RowSettings.of([own], vocab_size=len(probs), device=CPU)
+        verdict = accept(drafted, logits, rows, torch.full((1, 2), number, dtype=torch.float64))
+        assert kept_nodes(verdict, 0) == [0, 1][: 1 + is_accepted]
+        is_last = rule == "typical-sampled"
+        assert verdict.next_ids.tolist() == [len(probs) - 1 if is_last else best[is_accepted]]
+
+
+def test_typical_acceptance_uses_the_distribution_at_the_parent() -> None:
+    """Not by that of what comes after it: a flat one allows what a sharp one does not."""
+    own = SamplingSettings(temperature=1.0, acceptance="typical", typical_epsilon=0.3, typical_delta=0.5)
+    rows = RowSettings.of([own], vocab_size=10, device=CPU)
+    logits = torch.stack([torch.zeros(10), 20.0 * torch.eye(10)[3]])[None].double()
+    draft = Draft.on_tree(Tree.chain(1), torch.tensor([[5, 6]]))
+    assert kept_nodes(accept(draft, logits, rows, torch.zeros(1, 2, dtype=torch.float64)), 0) == [0, 1]
+
+
+def test_as_likely_as_the_threshold_is_not_enough() -> None:
+    own = SamplingSettings(temperature=1.0, acceptance="typical", typical_epsilon=0.5, typical_delta=9.0)
+    rows = RowSettings.of([own], vocab_size=2, device=CPU)
+    draft = Draft.on_tree(Tree.chain(1), torch.tensor([[0, 1]]))
+    verdict = accept(draft, torch.zeros(1, 2, 2), rows, torch.zeros(1, 2, dtype=torch.float64))
+    assert kept_nodes(verdict, 0) == [0]
+
+
+def test_the_callers_record_of_seen_tokens_is_left_alone() -> None:
+    rows = RowSettings.of([SamplingSettings(repetition_penalty=1.25)], vocab_size=10, device=CPU)
+    seen = torch.zeros(1, 10, dtype=torch.bool)
+    draft = Draft.on_tree(Tree.chain(2), torch.tensor([[5, 6, 7]]))
+    verdict = accept(draft, peaked([[6, 7, 8]]), rows, torch.zeros(1, 3, dtype=torch.float64), seen)
+    assert kept_nodes(verdict, 0) == [0, 1, 2]
+    assert not seen.any()
+
+
+def test_rejection_of_drawn_tokens_needs_uniform_numbers() -> None:
+    draft = Draft.on_tree(Tree.chain(0), torch.tensor([[5]]), log_probs=torch.zeros(1, 1))
+    draft = replace(draft, probs=torch.zeros(1, 1, 10))
+    settings = SamplingSettings(temperature=1.0, acceptance="rejection")
+    rows = RowSettings.of([settings], vocab_size=10, device=CPU)
+    with pytest.raises(AssertionError, match="rejection needs uniform numbers"):
+        accept(draft, peaked([[5]]), rows, torch.zeros(1, 1, dtype=torch.float64))

@@ -1,0 +1,196 @@
+"""Copies merged into drafts: against dictionaries, node by node, and what holds of every merged tree."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from draftheads.speculation.candidates import Candidates, ancestors_of, best_nodes
+from draftheads.speculation.draft import Draft
+from draftheads.speculation.merging import merged
+from draftheads.speculation.tree import Tree
+
+Tokens = tuple[int, ...]  # below the root
+Row = dict[Tokens, float]  # a tree by the tokens of its paths, with the log-probability of each
+ROOT = 9
+FEW = 4  # so few tokens that copies often meet the draft
+
+
+@st.composite
+def rows(draw: st.DrawFn, num_nodes: int, *, equal: bool) -> Row:
+    """A tree of so many nodes, in an order in which it could have grown; probabilities do not rise along a path."""
+    tree: Row = {(): 0.0}
+    while len(tree) < num_nodes:
+        parent = draw(st.sampled_from(sorted(tree)))
+        free = [token for token in range(FEW) if (*parent, token) not in tree]
+        if free:
+            fall = draw(st.sampled_from([0.0, 0.5]) if equal else st.floats(0.01, 3.0))
+            tree[(*parent, draw(st.sampled_from(free)))] = tree[parent] - fall
+    return tree
+
+
+@st.composite
+def copied_rows(draw: st.DrawFn, most: int, *, equal: bool) -> Row:
+    """Copies: a tree of up to so many tokens below the root, all less probable than the root."""
+    number = draw(st.integers(0, most))
+    tree = draw(rows(1 + number, equal=equal))
+    return {path: value - 0.25 * bool(path) for path, value in tree.items()}
+
+
+def copies_of(trees: list[Row], most: int) -> Candidates:
+    """Rows of copies, filled up with tokens of probability 0."""
+    paths = [list(tree) for tree in trees]
+    missing = [1 + most - len(row) for row in paths]
+    return Candidates(
+        token_ids=torch.tensor(
+            [
+                [*(path[-1] if path else ROOT for path in row), *[0] * more]
+                for row, more in zip(paths, missing, strict=True)
+            ]
+        ),
+        parents=torch.tensor(
+            [[*(row.index(path[:-1]) for path in row), *[0] * more] for row, more in zip(paths, missing, strict=True)]
+        ),
+        path_log_probs=torch.tensor(
+            [[*tree.values(), *[-math.inf] * more] for tree, more in zip(trees, missing, strict=True)]
+        ),
+    )
+
+
+def chain_of(chain: list[int], log_probs: list[float]) -> Row:
+    """Copies that do not branch."""
+    return {(): 0.0, **{tuple(chain[: n + 1]): value for n, value in enumerate(log_probs)}}
+
+
+def draft_of(trees: list[Row]) -> Draft:
+    """Rows of equal size as a draft, nodes in the order of the dictionary."""
+    paths = [list(tree) for tree in trees]
+    parents = torch.tensor([[row.index(path[:-1]) for path in row] for row in paths])
+    depths = torch.tensor([[len(path) for path in row] for row in paths])
+    return Draft(
+        token_ids=torch.tensor([[path[-1] if path else ROOT for path in row] for row in paths]),
+        parents=parents,
+        depths=depths,
+        ancestors=torch.tensor([[[node[: len(m)] == m for m in row] for node in row] for row in paths]),
+        max_depth=int(depths.max()),
+        path_log_probs=torch.tensor([list(tree.values()) for tree in trees]),
+    )
+
+
+def slow_merged(tree: Row, copies: Row, num_nodes: int) -> list[tuple[Tokens, float]]:
+    """Path and log-probability of the nodes that are kept."""
+    found = dict(tree)
+    for path, log_prob in copies.items():
+        found[path] = max(found.get(path, -math.inf), log_prob)
+    order = sorted(found, key=lambda path: -found[path])  # stable
+    return [(path, found[path]) for path in order[:num_nodes]]
+
+
+def distinct(tree: Row, copies: Row) -> bool:
+    """Whether no two nodes are so close that float32, which the draft has, sees one value."""
+    values = [value for _, value in slow_merged(tree, copies, len(tree) + len(copies))]
+    return all(before - after > 1e-5 for before, after in pairwise(values))
+
+
+def paths_of(draft: Draft, row: int) -> list[Tokens]:
+    """Of a row's nodes, read by parents; everything else is held against them. Filling nodes stand at the end."""
+    parents, depths = draft.parents[row].tolist(), draft.depths[row].tolist()
+    size = 1 + sum(depth > 0 for depth in depths)
+    assert depths[0] == parents[0] == 0
+    assert all(depth == 0 for depth in depths[size:])
+    paths: list[Tokens] = [()]
+    for node in range(1, size):
+        assert parents[node] < node, "so the first n nodes are a tree"
+        paths.append((*paths[parents[node]], int(draft.token_ids[row, node])))
+        assert depths[node] == len(paths[node]) <= draft.max_depth
+    assert len(set(paths)) == len(paths), "no two siblings have the same token"
+    for node, path in enumerate(paths):
+        seen = draft.ancestors[row, node].tolist()
+        assert seen == [path[: len(other)] == other for other in paths] + [False] * (draft.num_nodes - size)
+    for node in range(size, draft.num_nodes):
+        assert parents[node] == 0
+        assert draft.ancestors[row, node].nonzero()[:, 0].tolist() == [0, node]
+    return paths
+
+
+@pytest.mark.parametrize("equal", [False, True])
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_merging_equals_merging_dictionaries(equal: bool, data: st.DataObject) -> None:
+    batch, size, most = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 8)), data.draw(st.integers(1, 7))
+    num_nodes = data.draw(st.integers(1, 16))
+    trees = [data.draw(rows(size, equal=equal)) for _ in range(batch)]
+    copies = [data.draw(copied_rows(most, equal=equal)) for _ in range(batch)]
+    found = merged(draft_of(trees), copies_of(copies, most), num_nodes)
+    assert found.num_nodes == min(num_nodes, size + most)
+    for row, (tree, own) in enumerate(zip(trees, copies, strict=True)):
+        expected = slow_merged(tree, own, num_nodes)
+        paths = paths_of(found, row)
+        kept = len(paths)
+        assert kept == len(expected)
+        assert found.path_log_probs is not None
+        assert found.copied is not None
+        values = found.path_log_probs[row].tolist()
+        assert values[:kept] == pytest.approx([value for _, value in expected], abs=1e-5)
+        assert values[kept:] == [-math.inf] * (found.num_nodes - kept)
+        assert not found.copied[row, kept:].any()
+        if distinct(tree, own):  # of equals either may be kept
+            assert paths == [path for path, _ in expected]
+        assert found.copied[row, :kept].tolist() == [path not in tree for path in paths]
+
+
+def test_an_example() -> None:
+    """The copy 1 2 3 meets the draft in 1, raises it, and goes on from there; so does the copy 0 5."""
+    draft = draft_of([{(): 0.0, (0,): -1.0, (1,): -2.0, (0, 0): -2.5, (1, 0): -3.0}])
+    copies = chain_of([1, 2, 3], [-0.5, -1.5, -4.0]) | chain_of([0, 5], [-1.2, -2.0])
+    found = merged(draft, copies_of([copies], 5), 6)
+    assert paths_of(found, 0) == [(), (1,), (0,), (1, 2), (0, 5), (0, 0)]
+    assert found.path_log_probs is not None
+    assert found.path_log_probs.tolist() == [[0.0, -0.5, -1.0, -1.5, -2.0, -2.5]]
+    assert found.copied is not None
+    assert found.copied.tolist() == [[False, False, False, True, True, False]]
+
+
+def test_the_first_nodes_of_a_merged_tree_are_the_merged_tree_of_so_many() -> None:
+    draft = draft_of([{(): 0.0, (0,): -1.0, (1,): -2.0, (0, 0): -2.5, (1, 0): -3.0}])
+    copies = copies_of([chain_of([1, 2, 3], [-0.5, -1.5, -4.0])], 3)
+    whole = merged(draft, copies, 8)
+    for count in range(1, 8):
+        part, small = whole.first(count), merged(draft, copies, count)
+        for name in ("token_ids", "parents", "depths", "ancestors", "path_log_probs", "copied"):
+            assert torch.equal(getattr(part, name), getattr(small, name)), name
+
+
+def test_a_static_tree_of_all_rows_becomes_one_of_each_row() -> None:
+    tree = Tree.from_paths([(0,), (1,), (0, 0)])
+    draft = Draft.on_tree(tree, torch.tensor([[9, 1, 2, 3], [9, 2, 1, 3]]))
+    draft = replace(draft, path_log_probs=torch.tensor([[0.0, -1.0, -3.0, -2.0]]).expand(2, -1))
+    found = merged(draft, copies_of([chain_of([2, 5], [-0.5, -0.6])] * 2, 2), 4)
+    assert [paths_of(found, row) for row in range(2)] == [[(), (2,), (2, 5), (1,)], [(), (2,), (2, 5), (2, 3)]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_ancestors_by_squaring(data: st.DataObject) -> None:
+    tree = data.draw(rows(data.draw(st.integers(1, 12)), equal=False))
+    draft = draft_of([tree, tree])
+    assert torch.equal(ancestors_of(draft.parents, draft.max_depth), draft.ancestors)
+    assert torch.equal(ancestors_of(draft.parents, 11), draft.ancestors), "a depth that is too large is no harm"
+
+
+def test_ancestors_of_a_long_chain() -> None:
+    parents = torch.arange(300).sub(1).clamp_min(0)[None]
+    assert torch.equal(ancestors_of(parents, 299)[0], torch.ones(300, 300, dtype=torch.bool).tril())
+
+
+def test_of_equals_the_parent_stands_before_its_child() -> None:
+    zeros: Tensor = torch.zeros(1, 4)
+    found = Candidates(torch.tensor([[9, 1, 2, 3]]), torch.tensor([[0, 0, 1, 2]]), zeros)
+    draft, order = best_nodes(found, zeros, 3, 3)
+    assert order.tolist() == [[0, 1, 2]]
+    assert paths_of(draft, 0) == [(), (1,), (1, 2)]

@@ -1,0 +1,524 @@
+"""Guesses that are drawn: the rules keep the target's law, by enumeration and by counting."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from distribution import (
+    NUM_ANSWERS,
+    ODDS,
+    PROMPT,
+    SAMPLED,
+    Answer,
+    joint_distribution,
+    p_value,
+)
+from draftheads.decode.engine import Engine
+from draftheads.drafters.draft_model import DraftModel
+from draftheads.errors import InvalidSettings, InvalidTree
+from draftheads.heads.base import HeadSession
+from draftheads.models.model import TargetModel
+from draftheads.settings import SamplingSettings
+from draftheads.speculation.accept import accept, num_rejection_uniforms
+from draftheads.speculation.draft import Context, Draft
+from draftheads.speculation.growing import fill
+from draftheads.speculation.rejection import block_chances, sibling_chances
+from draftheads.speculation.sampling import RowSettings
+from draftheads.speculation.shapes import Sampled, Shape
+from draftheads.speculation.tree import Tree
+from families import PROMPTS, VOCAB, tiny_head, tiny_model
+from thorough import some, some_rows
+
+V = 3
+Path = tuple[int, ...]
+SHAPES = {
+    "one": Sampled(Tree.chain(1)),
+    "chain": Sampled(Tree.chain(3)),
+    "siblings": Sampled(Tree.cartesian([3])),
+    "tree": Sampled(Tree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)])),
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> TargetModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def exact(model: TargetModel) -> dict[Answer, float]:
+    return joint_distribution(model)
+
+
+def random_laws(seed: int, *, sharpness: float = 1.5, zeros: bool = False) -> dict[Path, Tensor]:
+    """A distribution of the next token after each beginning of up to three tokens."""
+    chance = torch.Generator().manual_seed(seed)
+    laws = {}
+    for length in range(4):
+        for path in itertools.product(range(V), repeat=length):
+            scores = sharpness * torch.randn(V, generator=chance, dtype=torch.float64)
+            if zeros and torch.rand(1, generator=chance) < 0.5:
+                scores[int(torch.randint(0, V, (1,), generator=chance))] = -torch.inf
+            laws[path] = scores.softmax(0)
+    return laws
+
+
+def whole(found: dict[Path, float], target: dict[Path, Tensor], length: int) -> dict[Path, float]:
+    """What was emitted, continued by the target to that length."""
+    done: dict[Path, float] = {}
+    for path, mass in found.items():
+        if len(path) == length:
+            done[path] = done.get(path, 0.0) + mass
+            continue
+        longer = {(*path, token): mass * float(p) for token, p in enumerate(target[path])}
+        for key, value in whole(longer, target, length).items():
+            done[key] = done.get(key, 0.0) + value
+    return done
+
+
+def distance(found: dict[Path, float], target: dict[Path, Tensor], length: int) -> float:
+    """Total variation from the target's own law of that many tokens."""
+    own = whole({(): 1.0}, target, length)
+    got = whole(found, target, length)
+    return 0.5 * sum(abs(own.get(path, 0.0) - got.get(path, 0.0)) for path in own.keys() | got.keys())
+
+
+def by_siblings(
+    target: dict[Path, Tensor], drafter: dict[Path, Tensor], widths: list[int], path: Path = ()
+) -> tuple[dict[Path, float], float]:
+    """Everything that a step can emit with its probability, and how many guesses it keeps on average."""
+    if len(path) == len(widths):
+        return {(*path, token): float(p) for token, p in enumerate(target[path])}, 0.0
+    emitted: dict[Path, float] = {}
+    kept = 0.0
+    width = widths[len(path)]
+    support = [token for token in range(V) if drafter[path][token] > 0]  # no more than these can be drawn
+    for drawn in itertools.permutations(support, min(width, len(support))):
+        mass, left = 1.0, 1.0
+        for token in drawn:
+            mass *= float(drafter[path][token]) / left
+            left -= float(drafter[path][token])
+        absent = width - len(drawn)
+        ids = torch.tensor([[*drawn, *[0] * absent]])
+        present = torch.tensor([[True] * len(drawn) + [False] * absent])
+        chances, rest = sibling_chances(target[path][None], drafter[path][None], ids, present)
+        going = mass
+        for token, accepted in zip(drawn, chances[0].tolist(), strict=False):
+            below, deeper = by_siblings(target, drafter, widths, (*path, token))
+            for key, value in below.items():
+                emitted[key] = emitted.get(key, 0.0) + going * accepted * value
+            kept += going * accepted * (1 + deeper)
+            going *= 1 - accepted
+        for token, p in enumerate(rest[0].tolist()):
+            emitted[*path, token] = emitted.get((*path, token), 0.0) + going * p
+    return emitted, kept
+
+
+def by_blocks(target: dict[Path, Tensor], drafter: dict[Path, Tensor], length: int) -> tuple[dict[Path, float], float]:
+    """The same for a chain that is judged as a whole."""
+    emitted: dict[Path, float] = {}
+    kept = 0.0
+    for drawn in itertools.product(range(V), repeat=length):
+        mass = 1.0
+        for i, token in enumerate(drawn):
+            mass *= float(drafter[drawn[:i]][token])
+        if mass == 0:
+            continue
+        p = torch.stack([target[drawn[:i]] for i in range(length + 1)])[None]
+        q = torch.stack([drafter[drawn[:i]] for i in range(length)])[None]
+        chances, left = block_chances(p, q, torch.tensor([drawn]))
+        going = mass
+        for count in range(length, -1, -1):
+            accepted = going * (float(chances[0, count - 1]) if count else 1.0)
+            for token, share in enumerate(left[0, count].tolist()):
+                key = (*drawn[:count], token)
+                emitted[key] = emitted.get(key, 0.0) + accepted * share
+            kept += accepted * count
+            going -= accepted
+    return emitted, kept
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("widths", [[1], [2], [3], [1, 1], [2, 1], [2, 2], [1, 2, 1], [3, 2]])
+@pytest.mark.parametrize("seed", some(range(3), 0))
+def test_siblings_keep_the_targets_law(seed: int, widths: list[int], zeros: bool) -> None:
+    target, drafter = random_laws(seed, zeros=zeros), random_laws(seed + 100, zeros=zeros)
+    emitted, kept = by_siblings(target, drafter, widths)
+    assert sum(emitted.values()) == pytest.approx(1.0)
+    assert distance(emitted, target, len(widths) + 1) < 1e-12
+    same, all_kept = by_siblings(target, target, widths)
+    assert distance(same, target, len(widths) + 1) < 1e-12
+    assert all_kept == pytest.approx(len(widths)), "what is drawn from the target itself is always kept"
+    assert kept < len(widths) or zeros or V in widths
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("seed", some(range(4), 0))
+def test_block_acceptance_keeps_the_target_distribution_and_accepts_more(seed: int, length: int, zeros: bool) -> None:
+    target, drafter = random_laws(seed, zeros=zeros), random_laws(seed + 100, zeros=zeros)
+    emitted, kept = by_blocks(target, drafter, length)
+    assert sum(emitted.values()) == pytest.approx(1.0)
+    assert distance(emitted, target, length + 1) < 1e-12
+    _, one_by_one = by_siblings(target, drafter, [1] * length)
+    assert kept >= one_by_one - 1e-12
+    if length == 3 and not zeros:
+        assert kept > one_by_one + 1e-4
+
+
+def test_more_siblings_keep_more_and_rejection_more_than_matching() -> None:
+    target, drafter = random_laws(0), random_laws(100)
+    kept = [by_siblings(target, drafter, [width])[1] for width in (1, 2, 3)]
+    assert kept[0] < kept[1] < kept[2]
+    assert kept[2] == pytest.approx(1.0), "all tokens there are"
+    matching = float((target[()] * drafter[()]).sum())
+    assert matching < kept[0]
+    assert kept[0] == pytest.approx(float(torch.minimum(target[()], drafter[()]).sum()))
+
+
+def test_siblings_that_are_not_there_are_not_tried() -> None:
+    p, q = random_laws(0)[()][None], random_laws(1)[()][None]
+    ids = torch.tensor([[1, 0]])
+    chances, left = sibling_chances(p, q, ids, torch.tensor([[True, False]]))
+    alone, rest = sibling_chances(p, q, ids[:, :1], torch.tensor([[True]]))
+    assert float(chances[0, 1]) == 0.0
+    torch.testing.assert_close(chances[:, :1], alone)
+    torch.testing.assert_close(left, rest)
+    none, same = sibling_chances(p, q, ids[:, :0], torch.zeros(1, 0).bool())
+    assert none.shape == (1, 0)
+    assert torch.equal(same, p)
+
+
+# --- the rules at work ---
+
+
+def number(path: Path) -> int:
+    """Of a path: its digits to the base V behind a one."""
+    found = 1
+    for token in path:
+        found = found * V + token
+    return found
+
+
+def table_of(laws: dict[Path, Tensor]) -> Tensor:
+    """Log-probabilities (paths, V) by number."""
+    table = torch.zeros(2 * V**3, V, dtype=torch.float64)
+    for path, law in laws.items():
+        table[number(path)] = law.log()
+    return table
+
+
+class Laws:
+    """A drafter over V tokens whose laws are known; it reads the path."""
+
+    reads_path = True
+
+    def __init__(self, laws: dict[Path, Tensor]) -> None:
+        self.table = table_of(laws)
+
+    def begin(self, context: Context, depth: int) -> Tensor:
+        return torch.ones(len(context.root_ids), 1, dtype=torch.long)
+
+    def predict(self, state: Tensor, depth: int) -> Tensor:
+        return self.table[state]
+
+    def descend(self, state: Tensor, depth: int, parents: Tensor, token_ids: Tensor) -> Tensor:
+        return state.gather(1, parents) * V + token_ids
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        return draft_ids
+
+
+def sample(laws: "Laws", shape: Shape, context: Context) -> Draft:
+    return fill(laws, shape, context, begin=partial(laws.begin, context), max_depth=3)
+
+
+COUNT = 2500
+
+
+def many(settings: SamplingSettings, seed: int) -> tuple[Context, Callable[[int], Tensor], RowSettings]:
+    """A context of many equal rows with their random numbers."""
+    chance = torch.Generator().manual_seed(seed)
+    rows = RowSettings.of([settings] * COUNT, vocab_size=V, device=torch.device("cpu"))
+
+    def draws(count: int) -> Tensor:
+        return torch.rand(COUNT, count, generator=chance, dtype=torch.float64)
+
+    one = torch.zeros(COUNT, 1, dtype=torch.long)
+    context = Context(torch.zeros(COUNT, 1, 1), one, one[:, 0] + 1, one[:, 0], rows, draws)
+    return context, draws, rows
+
+
+def paths_of(draft: Draft) -> list[list[Path]]:
+    found = []
+    for row in range(len(draft.token_ids)):
+        ids, parents = draft.token_ids[row].tolist(), draft.parents[0].tolist()
+        paths: list[Path] = [()]
+        for node in range(1, len(ids)):
+            paths.append((*paths[parents[node]], ids[node]))
+        found.append(paths)
+    return found
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "exact"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_step_emits_by_the_targets_law(shape: str, rule: Any) -> None:
+    target, drafter = random_laws(3), random_laws(4)
+    context, draws, rows = many(SamplingSettings(temperature=1.0, acceptance=rule), seed=7)
+    draft = sample(Laws(drafter), SHAPES[shape], context)
+    logits = table_of(target)[torch.tensor([[number(path) for path in row] for row in paths_of(draft)])]
+    verdict = accept(
+        draft, logits, rows, draws(draft.max_depth + 1), None, rejection_uniforms=draws(num_rejection_uniforms(draft))
+    )
+    emitted: Counter[Path] = Counter()
+    for row, paths in enumerate(paths_of(draft)):
+        count = int(verdict.num_accepted[row])
+        last = paths[int(verdict.path[row, count - 1])]
+        assert len(last) == count - 1
+        assert [paths[node] for node in verdict.path[row, :count].tolist()] == [last[:n] for n in range(count)]
+        emitted[*last, int(verdict.next_ids[row])] += 1
+    # what follows is the target's by construction, so the first token and the second one after it tell all
+    first = Counter({(token,): sum(n for path, n in emitted.items() if path[0] == token) for token in range(V)})
+    assert chi_square(first, {(token,): float(p) for token, p in enumerate(target[()])}) > ODDS
+    for token in range(V):
+        second = Counter({path[:2]: 0 for path in emitted if path[0] == token})
+        for path, n in emitted.items():
+            if path[0] == token and len(path) > 1:
+                second[path[:2]] += n
+        if second.total() > 200 and rule != "block":  # given that the first is kept, the second is by the law, too
+            law = {(token, other): float(p) for other, p in enumerate(target[token,])}
+            assert chi_square(second, law) > ODDS
+    mean = sum((len(path) - 1) * n for path, n in emitted.items()) / COUNT
+    tree = SHAPES[shape].tree
+    if rule == "block" and tree.num_nodes == tree.max_depth + 1:
+        expected = by_blocks(target, drafter, tree.max_depth)[1]
+    elif rule != "exact" and shape != "tree":
+        expected = by_siblings(target, drafter, {"one": [1], "chain": [1] * 3, "siblings": [3]}[shape])[1]
+    else:
+        return
+    assert mean == pytest.approx(expected, abs=4 * (tree.max_depth / COUNT) ** 0.5)
+
+
+def chi_square(counts: Counter[Path], law: dict[Path, float]) -> float:
+    total = counts.total()
+    cells = [(counts[path], mass * total) for path, mass in law.items() if mass > 0]
+    statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
+    half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_drawn_tokens_have_the_drafters_distribution(shape: str, rule: Any) -> None:
+    """Drawn as often as the drafter says, siblings never twice, each with its probability given those before."""
+    drafter = random_laws(4)
+    context, _, _ = many(SamplingSettings(temperature=1.0, acceptance=rule), seed=1)
+    draft = sample(Laws(drafter), SHAPES[shape], context)
+    assert draft.sampled
+    assert draft.log_probs is not None
+    assert draft.probs is not None
+    paths = paths_of(draft)
+    law = drafter[()]
+    first = Counter((row[1][0],) for row in paths)
+    assert chi_square(first, {(token,): float(p) for token, p in enumerate(law)}) > ODDS
+    for row in range(0, COUNT, 500):
+        assert len(set(paths[row])) == len(paths[row])
+        torch.testing.assert_close(draft.probs[row, 0], law.float())
+        assert float(draft.log_probs[row, 1]) == pytest.approx(float(law[paths[row][1][0]].log()), abs=1e-5)
+    if shape in ("siblings", "tree"):
+        second = [row for row, path in enumerate(paths) if path[1] == (0,)]
+        law = law.clone()
+        law[0] = 0
+        law /= law.sum()
+        found = Counter((paths[row][2][0],) for row in second)
+        assert chi_square(found, {(token,): float(p) for token, p in enumerate(law)}) > ODDS
+        row = second[0]
+        assert float(draft.log_probs[row, 2]) == pytest.approx(float(law[paths[row][2][0]].log()), abs=1e-5)
+
+
+def test_a_drafter_without_further_tokens_leaves_children_out() -> None:
+    laws = {path: torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64) for path in random_laws(0)}
+    context, draws, rows = many(SamplingSettings(temperature=1.0, acceptance="rejection"), seed=1)
+    draft = sample(Laws(laws), Sampled(Tree.cartesian([2])), context)
+    assert draft.log_probs is not None
+    assert (draft.log_probs[:, 1] == 0).all()
+    assert (draft.log_probs[:, 2] == -torch.inf).all()
+    target = random_laws(3)[()]
+    verdict = accept(
+        draft,
+        target.log().expand(COUNT, 3, V),
+        rows,
+        draws(2),
+        None,
+        rejection_uniforms=draws(num_rejection_uniforms(draft)),
+    )
+    first = torch.where(
+        verdict.num_accepted > 1, draft.token_ids[torch.arange(COUNT), verdict.path[:, 1]], verdict.next_ids
+    )
+    counts = Counter((token,) for token in first.tolist())
+    assert chi_square(counts, {(token,): float(p) for token, p in enumerate(target)}) > ODDS
+
+
+def test_ranks_of_drawn_children_have_no_gaps() -> None:
+    with pytest.raises(
+        InvalidTree, match=r"below \[0\] the tree has ranks \[1\]: children that are drawn are numbered 0"
+    ):
+        Sampled(Tree.from_paths([(0,), (0, 1)]))
+    with pytest.raises(InvalidTree, match=r"below \[\] the tree has ranks \[0, 2\]"):
+        Sampled(Tree.from_paths([(0,), (2,)]))
+    with pytest.raises(ValueError, match="to draw tokens a context needs rows and draws"):
+        sample(Laws(random_laws(0)), SHAPES["one"], Context(*[torch.zeros(1, 1)] * 3, torch.zeros(1).long()))
+
+
+# --- whole answers ---
+
+
+def drafter_of(model: TargetModel, kind: str) -> Any:
+    if kind == "draft model":
+        return DraftModel(tiny_model("llama", seed=5, num_hidden_layers=1), model)
+    return tiny_head(kind, model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "rule"),
+    some_rows(
+        [
+            (kind, shape, rule)
+            for rule in ("rejection", "block")
+            for kind, shape in (
+                ("hydra", "tree"),
+                ("medusa", "chain"),
+                ("draft model", "tree"),
+                ("hydra++", "tree"),
+                ("eagle", "chain"),
+            )
+        ],
+        *[("draft model", "tree", "rejection"), ("eagle", "chain", "rejection"), ("eagle", "chain", "block")],
+        *[("hydra", "tree", "rejection"), ("medusa", "chain", "block")],
+    ),
+)
+def test_answers_have_the_models_distribution(
+    model: TargetModel, exact: dict[Answer, float], kind: str, shape: str, rule: Any
+) -> None:
+    engine = Engine(model, drafter_of(model, kind), shape=SHAPES[shape], max_batch_size=NUM_ANSWERS)
+    settings = [replace(SAMPLED, acceptance=rule, seed=seed) for seed in range(NUM_ANSWERS)]
+    counts = Counter(result.token_ids for result in engine.generate([PROMPT] * NUM_ANSWERS, settings))
+    assert set(counts) <= set(exact)
+    assert p_value(counts, exact) > ODDS
+
+
+@pytest.mark.parametrize(("shape", "rule"), [("tree", "rejection"), ("chain", "rejection"), ("chain", "block")])
+def test_penalised_answers_have_the_models_distribution(model: TargetModel, shape: str, rule: Any) -> None:
+    """The penalty counts what was kept within the step, too."""
+    penalty = 1.6
+    engine = Engine(model, tiny_head("hydra", model), shape=SHAPES[shape], max_batch_size=NUM_ANSWERS)
+    penalised = replace(SAMPLED, acceptance=rule, repetition_penalty=penalty)
+    settings = [replace(penalised, seed=seed) for seed in range(NUM_ANSWERS)]
+    counts = Counter(result.token_ids for result in engine.generate([PROMPT] * NUM_ANSWERS, settings))
+    expected = joint_distribution(model, penalty)
+    assert set(counts) <= set(expected)
+    assert p_value(counts, expected) > ODDS
+
+
+def test_rejection_of_tokens_that_were_not_drawn_is_detected(
+    model: TargetModel, exact: dict[Answer, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best guesses passed off as drawn ones: what the rule is not made for."""
+    head = tiny_head("hydra", model)
+    drawing = HeadSession.propose
+
+    def best(session: HeadSession, context: Context, shape: Shape) -> Draft:
+        drawn = drawing(session, context, Sampled(Tree.chain(2)))
+        return replace(drawn, token_ids=drawing(session, context, Tree.chain(2)).token_ids)
+
+    monkeypatch.setattr(HeadSession, "propose", best)
+    engine = Engine(model, head, max_batch_size=NUM_ANSWERS)
+    settings = [replace(SAMPLED, acceptance="rejection", seed=seed) for seed in range(NUM_ANSWERS)]
+    counts = Counter(result.token_ids for result in engine.generate([PROMPT] * NUM_ANSWERS, settings))
+    assert p_value(counts, exact) < ODDS
+
+
+@pytest.mark.parametrize("kind", ["hydra", "eagle", "draft model"])
+@pytest.mark.parametrize("rule", some(["exact", "rejection", "block", "typical"], "rejection", "block"))
+def test_drawn_drafts_change_no_greedy_text(model: TargetModel, kind: str, rule: Any) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True, "acceptance": rule}
+    expected = [result.token_ids for result in Engine(model).generate(PROMPTS, **options)]
+    for shape in SHAPES.values():
+        found = Engine(model, drafter_of(model, kind), shape=shape).generate(PROMPTS, **options)
+        assert [result.token_ids for result in found] == expected
+
+
+def test_exact_acceptance_of_drawn_drafts_gives_the_tokens_of_plain_decoding(model: TargetModel) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True, "temperature": 0.9, "seed": 3}
+    expected = [result.token_ids for result in Engine(model).generate(PROMPTS, **options)]
+    found = Engine(model, tiny_head("hydra", model), shape=SHAPES["tree"]).generate(PROMPTS, **options)
+    assert [result.token_ids for result in found] == expected
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_seed_fixes_the_answer_whatever_the_other_rows(model: TargetModel, rule: Any) -> None:
+    options: dict[str, Any] = {
+        "max_new_tokens": 30,
+        "ignore_eos": True,
+        "temperature": 0.9,
+        "seed": 3,
+        "acceptance": rule,
+    }
+    engine = Engine(model, tiny_head("hydra", model), shape=SHAPES["chain"])
+    together = [result.token_ids for result in engine.generate(PROMPTS, **options)]
+    alone = [engine.generate([prompt], **options)[0].token_ids for prompt in PROMPTS]
+    assert together == alone
+    other = [result.token_ids for result in engine.generate(PROMPTS, **{**options, "seed": 4})]
+    assert other != together
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_model_that_drafts_for_itself_is_always_right(model: TargetModel, rule: Any, penalty: float) -> None:
+    drafter = DraftModel(model, model)
+    options: dict[str, Any] = {"max_new_tokens": 41, "ignore_eos": True, "temperature": 0.9, "acceptance": rule}
+    engine = Engine(model, drafter, shape=SHAPES["chain"])
+    found = engine.generate(PROMPTS, **options, repetition_penalty=penalty, seed=1)
+    for result in found:
+        assert (result.tokens_per_step == 4.0) == (penalty == 1.0), "the draft model knows no penalty"
+
+
+def test_unknown_rules_name_all() -> None:
+    with pytest.raises(InvalidSettings, match="acceptance is 'hope'; it must be 'exact' or 'rejection' or 'block' or"):
+        SamplingSettings(acceptance="hope")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 20}])
+def test_a_drafter_of_fewer_tokens_draws_among_those(model: TargetModel, options: dict[str, Any]) -> None:
+    """Beside a row of its own settings, and a greedy one."""
+    settings = SamplingSettings(max_new_tokens=20, temperature=0.8, acceptance="rejection", ignore_eos=True, seed=1)
+    rows = [replace(settings, **options), settings, replace(settings, temperature=0.0)]
+    head = tiny_head("hydra", model, draft_vocab_size=12)
+    small = DraftModel(tiny_model("llama", seed=5, vocab_size=VOCAB - 4), model)
+    plain = Engine(model).generate(PROMPTS, rows)[2].token_ids
+    for drafter in (head, small):
+        results = Engine(model, drafter, shape=SHAPES["tree"]).generate(PROMPTS, rows)
+        assert results[2].token_ids == plain
+        assert max(result.tokens_per_step for result in results) > 1.0
+
+
+def test_a_tree_cut_to_siblings_is_no_chain() -> None:
+    """The deepest node is gone, the tree says it could still be there."""
+    target, drafter = random_laws(3), random_laws(4)
+    context, draws, rows = many(SamplingSettings(temperature=1.0, acceptance="block"), seed=7)
+    draft = sample(Laws(drafter), Sampled(Tree.from_paths([(0,), (1,), (0, 0)])), context).first(3)
+    assert draft.num_nodes == draft.max_depth + 1 == 3
+    logits = table_of(target)[torch.tensor([[number(path) for path in row] for row in paths_of(draft)])]
+    verdict = accept(draft, logits, rows, draws(3), None, rejection_uniforms=draws(num_rejection_uniforms(draft)))
+    assert int(verdict.num_accepted.max()) == 2
+    first = torch.where(
+        verdict.num_accepted > 1, draft.token_ids[torch.arange(COUNT), verdict.path[:, 1]], verdict.next_ids
+    )
+    law = {(token,): float(p) for token, p in enumerate(target[()])}
+    assert chi_square(Counter((token,) for token in first.tolist()), law) > ODDS

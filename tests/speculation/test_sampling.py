@@ -1,0 +1,247 @@
+"""Sampling: processing as transformers does it, draws that obey their distribution."""
+
+from dataclasses import replace
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import (
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from draftheads.settings import SamplingSettings
+from draftheads.speculation import sampling
+from draftheads.speculation.sampling import RowSettings, choose, draw, most_likely, penalised, probabilities
+
+CPU = torch.device("cpu")
+V = 40
+BELOW_ONE = 1 - 2**-53
+
+sampled_settings = st.builds(
+    SamplingSettings,
+    temperature=st.sampled_from([0.3, 0.7, 1.0, 1.9]),
+    top_k=st.sampled_from([None, 1, 2, 7, V, V + 5]),
+    top_p=st.sampled_from([1.0, 0.95, 0.6, 0.01]),
+    # float32 holds these exactly, so no rounding moves a token over the edge of a nucleus
+    repetition_penalty=st.sampled_from([1.0, 1.25, 2.0, 0.5]),
+)
+
+
+def of(*own: SamplingSettings, vocab_size: int = V) -> RowSettings:
+    return RowSettings.of(own, vocab_size=vocab_size, device=CPU)
+
+
+def seen_in(texts: Tensor) -> Tensor:
+    return torch.zeros(len(texts), V, dtype=torch.bool).scatter_(1, texts, value=True)
+
+
+def as_transformers(logits: Tensor, text: Tensor, own: SamplingSettings) -> Tensor:
+    """(V,) logits of one row -> (V,) probabilities, by transformers' own processors in its order."""
+    scores = RepetitionPenaltyLogitsProcessor(own.repetition_penalty)(text[None], logits[None])
+    scores = TemperatureLogitsWarper(own.temperature)(text[None], scores)
+    if own.top_k is not None:
+        scores = TopKLogitsWarper(own.top_k)(text[None], scores)
+    if own.top_p < 1.0:
+        scores = TopPLogitsWarper(own.top_p)(text[None], scores)
+    probs: Tensor = scores[0].softmax(-1)
+    return probs
+
+
+@settings(deadline=None)
+@given(st.lists(sampled_settings, min_size=1, max_size=5), st.integers(0, 2**20))
+def test_processing_equals_transformers(own: list[SamplingSettings], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(len(own), V, generator=generator, dtype=torch.float64)
+    texts = torch.randint(0, V, (len(own), 12), generator=generator)
+    rows = of(*own)
+    found = probabilities(penalised(logits, rows, seen_in(texts)), rows)
+    expected = torch.stack([as_transformers(*each) for each in zip(logits, texts, own, strict=True)])
+    assert torch.equal(found > 0, expected > 0)
+    assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_nodes_of_a_tree_are_processed_by_their_rows_settings() -> None:
+    own = [
+        SamplingSettings(temperature=0.5, top_k=3, repetition_penalty=1.25),
+        SamplingSettings(temperature=2.0, top_p=0.5, repetition_penalty=2.0),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 4, V, generator=generator, dtype=torch.float64)
+    texts = torch.randint(0, V, (2, 4, 12), generator=generator)
+    seen = torch.stack([seen_in(text) for text in texts])
+    found = probabilities(penalised(logits, of(*own), seen), of(*own))
+    for row in range(2):
+        for node in range(4):
+            expected = as_transformers(logits[row, node], texts[row, node], own[row])
+            assert torch.allclose(found[row, node], expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_probabilities_are_computed_in_double_precision(dtype: torch.dtype) -> None:
+    logits = torch.randn(3, V, generator=torch.Generator().manual_seed(0)).to(dtype)
+    rows = of(*[SamplingSettings(temperature=0.7)] * 3)
+    found = probabilities(logits, rows)
+    assert found.dtype == torch.float64
+    assert torch.allclose(found, (logits.double() / 0.7).softmax(-1), rtol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("penalty", [1.003, 1.05, 1.1, 0.9])
+def test_penalties_are_transformers_own_in_every_type(dtype: torch.dtype, penalty: float) -> None:
+    """transformers processes logits in fp32: in bf16 a penalty of 1.003 would be 1."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(20, V, generator=generator)).to(dtype)
+    texts = torch.randint(0, V, (20, 12), generator=generator)
+    rows = of(*[SamplingSettings(repetition_penalty=penalty)] * 20)
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(texts, logits.float())
+    assert torch.equal(penalised(logits, rows, seen_in(texts)), expected)
+    uniforms = torch.zeros(20, dtype=torch.float64)
+    assert torch.equal(choose(logits, rows, seen_in(texts), uniforms), expected.argmax(-1))
+
+
+def test_without_a_penalty_the_logits_are_untouched() -> None:
+    logits = torch.randn(2, V)
+    everything = torch.ones(2, V, dtype=torch.bool)
+    assert penalised(logits, of(SamplingSettings(), SamplingSettings()), everything) is logits
+    some = penalised(logits, of(SamplingSettings(), SamplingSettings(repetition_penalty=1.25)), everything)
+    assert torch.equal(some[0], logits[0])
+    assert not torch.equal(some[1], logits[1])
+
+
+def test_tokens_as_likely_as_the_kth_stay() -> None:
+    probs = probabilities(
+        torch.tensor([[1.0, 2.0, 1.0, 0.0]]), of(SamplingSettings(temperature=1.0, top_k=2), vocab_size=4)
+    )
+    assert (probs > 0).tolist() == [[True, True, True, False]]
+
+
+def test_a_nucleus_of_everything_leaves_nothing_out() -> None:
+    """Not even what is too small to be seen beside the likeliest token, in a batch where others are filtered."""
+    rows = of(SamplingSettings(temperature=1.0, top_k=2), vocab_size=3)
+    probs = probabilities(torch.tensor([[60.0, 0.0, -5.0]]), rows)
+    assert (probs > 0).tolist() == [[True, True, False]]
+
+
+# --- choose ---
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.builds(replace, sampled_settings, temperature=st.sampled_from([0.0, 0.8])), min_size=1, max_size=5),
+    st.integers(0, 2**20),
+)
+def test_rows_choose_as_if_alone(own: list[SamplingSettings], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(own), V, generator=generator)
+    seen = seen_in(torch.randint(0, V, (len(own), 12), generator=generator))
+    uniforms = torch.rand(len(own), generator=generator, dtype=torch.float64)
+    chosen = choose(logits, of(*own), seen, uniforms)
+    for row, settings_ in enumerate(own):
+        one = slice(row, row + 1)
+        assert chosen[row] == choose(logits[one], of(settings_), seen[one], uniforms[one])[0]
+        scores = penalised(logits[one], of(settings_), seen[one])
+        if settings_.temperature == 0:
+            assert chosen[row] == scores[0].argmax()
+        else:
+            assert chosen[row] == slow_draw(probabilities(scores, of(settings_))[0].tolist(), float(uniforms[row]))
+
+
+def test_only_rows_that_draw_get_a_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+
+    def recorded(scores: Tensor, own: RowSettings) -> Tensor:
+        given.append((scores, own))
+        return probabilities(scores, own)
+
+    monkeypatch.setattr(sampling, "probabilities", recorded)
+    rows = of(*(SamplingSettings(temperature=temperature) for temperature in (0.0, 0.5, 0.0, 2.0)))
+    logits = torch.randn(4, V)
+    choose(logits, rows, None, torch.full((4,), 0.5, dtype=torch.float64))
+    ((scores, own),) = given
+    assert torch.equal(scores, logits[[1, 3]])
+    assert own.temperature.tolist() == [0.5, 2.0]
+
+
+def test_greedy_takes_no_notice_of_its_number() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]])
+    rows = of(SamplingSettings(), SamplingSettings(), vocab_size=3)
+    assert choose(logits, rows, None, torch.tensor([0.0, BELOW_ONE]).double()).tolist() == [1, 0]
+    mixed = of(SamplingSettings(), SamplingSettings(temperature=1.0), vocab_size=3)
+    assert choose(logits, mixed, None, torch.tensor([BELOW_ONE] * 2, dtype=torch.float64)).tolist() == [1, 2]
+
+
+# --- draw ---
+
+
+def slow_draw(probs: list[float], uniform: float) -> int:
+    """The first token at which the running sum passes the uniform number's share of the total."""
+    running = list(accumulate(probs))
+    return next(token for token, mass in enumerate(running) if mass > uniform * running[-1])
+
+
+weights = st.lists(st.sampled_from([0.0, 0.0]) | st.floats(1e-300, 1.0), min_size=1, max_size=12).filter(any)
+uniform_numbers = st.floats(0.0, 1.0, exclude_max=True) | st.sampled_from([0.0, BELOW_ONE, 0.5])
+
+
+@settings(deadline=None)
+@given(weights, uniform_numbers)
+def test_a_draw_is_the_token_whose_stretch_holds_the_number(probs: list[float], uniform: float) -> None:
+    numbers = torch.tensor([uniform], dtype=torch.float64)
+    found = int(draw(torch.tensor([probs], dtype=torch.float64), numbers)[0])
+    assert found == slow_draw(probs, uniform)
+    assert probs[found] > 0
+
+
+@settings(deadline=None)
+@given(weights)
+def test_the_ends_of_the_interval_draw_the_first_and_the_last_possible_token(probs: list[float]) -> None:
+    ends = torch.tensor([0.0, BELOW_ONE], dtype=torch.float64)
+    running = list(accumulate(probs))
+    first = next(token for token, p in enumerate(probs) if p > 0)
+    last = running.index(running[-1])  # what comes later is too small to be told from nothing
+    assert draw(torch.tensor([probs, probs], dtype=torch.float64), ends).tolist() == [first, last]
+
+
+def test_draws_are_as_frequent_as_their_probabilities() -> None:
+    probs = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.125, 0.125, 0.0], dtype=torch.float64)
+    numbers = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    counts = draw(probs.expand(1000, -1), numbers).bincount(minlength=7)
+    assert counts.tolist() == [0, 250, 0, 500, 125, 125, 0]
+
+
+def test_rows_know_what_they_need() -> None:
+    off = of(SamplingSettings(), SamplingSettings(top_k=3, top_p=0.5, acceptance="typical"))
+    # at temperature 0 there is nothing to filter, and the typical rule is the exact one
+    assert not any((off.any_sampled, off.any_filtered, off.any_penalty, off.any_typical))
+    assert off.greedy.tolist() == [True, True]
+    on = of(
+        SamplingSettings(),
+        SamplingSettings(temperature=0.5, top_k=99, acceptance="typical"),
+        SamplingSettings(repetition_penalty=1.5, typical_delta=0.7),
+        SamplingSettings(temperature=0.5, acceptance="typical-sampled"),
+    )
+    assert all((on.any_sampled, on.any_filtered, on.any_penalty, on.any_typical))
+    assert on.greedy.tolist() == [True, False, True, False]
+    assert on.typical.tolist() == [False, True, False, True]
+    assert on.takes_best.tolist() == [True, True, True, False]
+    assert on.top_k.tolist() == [V, V, V, V]
+    assert not of(SamplingSettings(), SamplingSettings(temperature=0.5, acceptance="typical")).any_sampled
+    assert on.epsilon.tolist() == [0.09] * 4
+    assert on.delta.tolist() == pytest.approx([0.3, 0.3, 0.7, 0.3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [100, 16_384, 16_385, 49_152])
+def test_the_most_likely_token_is_the_first_of_equals(size: int, dtype: torch.dtype) -> None:
+    """Also in vocabularies so large that it is found in two stages; bf16 has many equals."""
+    generator = torch.Generator().manual_seed(size)
+    scores = torch.randn(2, 3, size, generator=generator).to(dtype)
+    assert torch.equal(most_likely(scores), scores.float().argmax(-1))
+    scores[0, 0, [size - 1, 7, size // 2]] = 50.0
+    assert int(most_likely(scores)[0, 0]) == 7

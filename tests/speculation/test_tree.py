@@ -1,0 +1,198 @@
+"""Trees: whatever builds one, its nodes, parents, depths and masks say the same; and what is no tree is refused."""
+
+import itertools
+import json
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftheads.errors import InvalidTree
+from draftheads.speculation.draft import Draft, tree_tensors
+from draftheads.speculation.tree import Path, Tree
+
+
+def with_ancestors(paths: list[Path]) -> list[Path]:
+    return sorted({path[:length] for path in paths for length in range(1, len(path) + 1)})
+
+
+path_lists = st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=5).map(tuple), max_size=12).map(with_ancestors)
+trees = path_lists.map(Tree.from_paths)
+
+
+@settings(deadline=None)
+@given(path_lists, st.randoms(use_true_random=False), st.booleans())
+def test_the_order_of_the_paths_does_not_matter(paths: list[Path], random: Random, root: bool) -> None:
+    shuffled = [*paths, ()] if root else list(paths)
+    random.shuffle(shuffled)
+    tree = Tree.from_paths(shuffled)
+    assert tree == Tree.from_paths(paths)
+    assert tree.paths == tuple(sorted([(), *paths], key=lambda path: (len(path), path)))
+
+
+@settings(deadline=None)
+@given(trees)
+def test_json_round_trip(tree: Tree) -> None:
+    assert Tree.from_json(tree.to_json()) == tree
+    assert [tuple(path) for path in json.loads(tree.to_json())] == list(tree.paths[1:])
+
+
+@settings(deadline=None)
+@given(trees)
+def test_parents_come_before_their_children(tree: Tree) -> None:
+    assert tree.parents[0] == -1
+    for node in range(1, tree.num_nodes):
+        assert 0 <= tree.parents[node] < node
+        assert tree.paths[node] == (*tree.paths[tree.parents[node]], tree.ranks[node])
+    assert tree.ranks[0] == 0
+
+
+@settings(deadline=None)
+@given(trees)
+def test_depths_grow_and_their_neighbours_share_a_depth(tree: Tree) -> None:
+    assert list(tree.depths) == [len(path) for path in tree.paths] == sorted(tree.depths)
+    assert tree.max_depth == max(tree.depths)
+    assert tree.num_nodes == len(tree.paths)
+
+
+@settings(deadline=None)
+@given(trees)
+def test_the_ancestor_mask_marks_the_beginnings_of_each_path(tree: Tree) -> None:
+    slow = [[path[: len(other)] == other for other in tree.paths] for path in tree.paths]
+    assert tree.ancestor_mask.dtype == torch.bool
+    assert tree.ancestor_mask.tolist() == slow
+
+
+@settings(deadline=None)
+@given(trees)
+def test_the_tensors_of_a_tree_equal_its_tuples(tree: Tree) -> None:
+    tensors = tree_tensors(tree, torch.device("cpu"))
+    assert tensors.parents.tolist() == [[max(parent, 0) for parent in tree.parents]]
+    assert tensors.depths.tolist() == [list(tree.depths)]
+    assert tensors.ranks.tolist() == list(tree.ranks)
+    assert torch.equal(tensors.ancestors[0], tree.ancestor_mask)
+    draft = Draft.on_tree(tree, torch.zeros(2, tree.num_nodes, dtype=torch.long))
+    assert (draft.num_nodes, draft.max_depth, draft.sampled) == (tree.num_nodes, tree.max_depth, False)
+    assert draft.parents is tensors.parents, "the tensors of a tree are made once"
+
+
+@settings(deadline=None)
+@given(trees)
+def test_the_drawing_can_be_read_back(tree: Tree) -> None:
+    """Depth is indentation, and every branch goes down to its last child."""
+    root, *lines = tree.draw().splitlines()
+    assert root == "root"
+    path: Path = ()
+    read = []
+    for line in lines:
+        stem, rank = line.split("── ")
+        depth = len(stem) // 4 + 1
+        path = (*path[: depth - 1], int(rank))
+        read.append(path)
+        siblings = [other for other in tree.paths if len(other) == depth and other[:-1] == path[:-1]]
+        assert stem[-1] == ("└" if path == max(siblings) else "├")
+        for above in range(1, depth):
+            uncles = [other for other in tree.paths if len(other) == above and other[:-1] == path[: above - 1]]
+            bar = " " if path[:above] == max(uncles) else "│"
+            assert stem[4 * (above - 1) : 4 * above] == f"{bar}   "
+    assert read == sorted(tree.paths[1:]), "children in the order of their ranks, each below its parent"
+
+
+def test_a_drawing() -> None:
+    tree = Tree.from_paths([(0,), (3,), (0, 0), (0, 12), (0, 0, 1), (3, 1)])
+    lines = ["root", "├── 0", "│   ├── 0", "│   │   └── 1", "│   └── 12", "└── 3", "    └── 1"]
+    assert tree.draw().splitlines() == lines
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 4), max_size=4))
+def test_cartesian_holds_every_combination(widths: list[int]) -> None:
+    tree = Tree.cartesian(widths)
+    sizes = list(itertools.accumulate(widths, lambda size, width: size * width, initial=1))
+    assert [tree.depths.count(depth) for depth in range(len(widths) + 1)] == sizes
+    assert tree.num_nodes == sum(sizes)
+    assert all(rank < width for path in tree.paths for rank, width in zip(path, widths, strict=False))
+    assert tree == Tree.from_paths(tree.paths)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 9))
+def test_a_chain_has_the_best_token_at_each_depth(depth: int) -> None:
+    tree = Tree.chain(depth)
+    assert tree == Tree.cartesian([1] * depth)
+    assert tree.parents == tuple(range(-1, depth))
+    assert tree.max_depth == depth
+
+
+def test_no_paths_are_the_root_alone() -> None:
+    assert Tree.from_paths([]) == Tree.from_json("[]") == Tree.cartesian([]) == Tree.chain(0)
+    assert Tree.chain(0).draw() == "root"
+    assert Tree.chain(0).max_depth == 0
+
+
+# --- what is no tree ---
+
+
+@pytest.mark.parametrize("rank", [-1, 1.0, "0", None, True])
+def test_a_rank_that_is_none(rank: object) -> None:
+    with pytest.raises(InvalidTree, match=r"every rank must be an integer of at least 0") as caught:
+        Tree.from_paths([(0,), (0, rank)])  # type: ignore[list-item]
+    assert str([0, rank]) in str(caught.value)
+
+
+@pytest.mark.parametrize("paths", [[(0,), (1,), (0,)], [(), (0,), ()]])
+def test_a_path_twice(paths: list[Path]) -> None:
+    with pytest.raises(InvalidTree, match="is there twice"):
+        Tree.from_paths(paths)
+
+
+@pytest.mark.parametrize("paths", [[(0, 1)], [(0,), (1, 0)], [(0,), (0, 0, 0)]])
+def test_a_path_without_its_parent(paths: list[Path]) -> None:
+    with pytest.raises(InvalidTree, match="has no parent: add") as caught:
+        Tree.from_paths(paths)
+    assert str(list(paths[-1])) in str(caught.value)
+    assert str(list(paths[-1][:-1])) in str(caught.value)
+
+
+@pytest.mark.parametrize("widths", [[0], [2, 0], [3, -1, 2]])
+def test_a_width_of_nothing(widths: list[int]) -> None:
+    with pytest.raises(InvalidTree, match="every width must be at least 1"):
+        Tree.cartesian(widths)
+
+
+def test_a_chain_of_less_than_nothing() -> None:
+    with pytest.raises(InvalidTree):
+        Tree.chain(-1)
+
+
+@pytest.mark.parametrize("text", ["", "[[0]", "{}", "3", "null", '"[[0]]"', "[0]", "[[0], 1]", '["00"]', "[[[0]]]"])
+def test_json_that_is_no_list_of_paths(text: str) -> None:
+    with pytest.raises(InvalidTree):
+        Tree.from_json(text)
+
+
+def test_json_that_is_nested_too_deeply() -> None:
+    with pytest.raises(InvalidTree, match="must be a JSON list of rank paths"):
+        Tree.from_json("[" * 100_000)
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        (),
+        ((0,),),
+        ((), (1,), (0,)),
+        ((), (0,), (0, 0), (1,)),
+        ((), (0,), (0,)),
+    ],
+)
+def test_nodes_that_are_not_in_order(paths: tuple[Path, ...]) -> None:
+    with pytest.raises(InvalidTree, match="unique, start with the root"):
+        Tree(paths)
+
+
+def test_a_path_without_its_parent_is_refused_by_every_constructor() -> None:
+    with pytest.raises(InvalidTree, match="has no parent"):
+        Tree(((), (0, 0)))

@@ -1,0 +1,254 @@
+"""The cache folder and its parts: what is counted, what is deleted, and what never is."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from draftheads.checkpoints.checkpoint import read_head
+from draftheads.checkpoints.profile_store import cached_profile_folder
+from draftheads.cpu.kernel_choice import choose
+from draftheads.errors import InvalidSettings, StorageError
+from draftheads.models.embedded import SMOLLM2_135M, place_in_cache
+from draftheads.utils.cache import PARTS, CachePart, cache_folder, clear, clearable_folder, contents_of, other_entries
+from draftheads.utils.files import locked
+from draftheads.utils.saved import identity_digest
+
+PART = {part.name: part for part in PARTS}
+FILES = {
+    "smollm2-135m": "smollm2-135m-v1/model.safetensors",
+    "kernels": "kernels/04d6347cd77c26e13234ed0c.json",
+    "costs": "costs/04d6347cd77c26e13234ed0c.json",
+    "profiles": "profiles/markov-medusa-0123456789abcdef/acceptance.json",
+    "corpora": "corpora/04d6347cd77c26e13234ed0c/ids.npy",
+    "answers": "answers/0123456789abcdef/answers-000.json",
+    "bench": "bench/0123456789abcdef/found/0.json",
+}
+
+
+def write(path: Path, text: str = "12345") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def files_below(folder: Path) -> list[str]:
+    """All files, without locks."""
+    found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()]
+    return sorted(name for name in found if not name.endswith(".lock"))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache with a file of five bytes in each part."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(folder))
+    for name in FILES.values():
+        write(folder / name)
+    return folder
+
+
+# --- where it is ---
+
+
+def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "a"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
+    assert cache_folder() == tmp_path / "a"
+    monkeypatch.delenv("DRAFTHEADS_CACHE")
+    assert cache_folder() == tmp_path / "b" / "draftheads"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "c"))
+    assert cache_folder() == tmp_path / "c" / ".cache" / "draftheads"
+
+
+def test_an_unknown_home_folder_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTHEADS_CACHE", "~nobody-9/cache")
+    with pytest.raises(
+        InvalidSettings, match=r"no folder for .*: ~nobody-9/cache: .* into the variable DRAFTHEADS_CACHE"
+    ):
+        cache_folder()
+
+
+def test_it_imports_nothing_slow() -> None:
+    code = "import sys, draftheads.utils.cache; print(sorted({'numpy', 'torch', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+# --- what is in it ---
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_each_part_has_its_files_and_no_others(cache: Path, part: CachePart) -> None:
+    found = contents_of(part, cache)
+    assert (found.num_files, found.num_bytes) == (1, 5)
+    deleted, in_use = clear(part, cache)
+    assert (deleted, in_use) == (found, [])
+    assert files_below(cache) == sorted(set(FILES.values()) - {FILES[part.name]})
+    left = [path.name for path in (cache / part.folder).iterdir() if path.is_dir()] if part.folder else []
+    assert left == []
+
+
+def test_an_empty_or_missing_cache_has_nothing(tmp_path: Path) -> None:
+    for part in PARTS:
+        assert contents_of(part, tmp_path / "none").num_files == 0
+        assert clear(part, tmp_path / "none")[0].num_files == 0
+    assert other_entries(tmp_path / "none") == []
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_parts_have_the_names_that_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: Path
+) -> None:
+    """By the functions that name or write them. The names of cost profiles are made like those of kernel choices."""
+    import torch  # noqa: PLC0415
+
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path))
+    assert PART["smollm2-135m"].is_own(place_in_cache(SMOLLM2_135M).name)
+    saved = read_head(world / "medusa")
+    assert PART["profiles"].is_own(cached_profile_folder(saved).name)
+    for name in ("answers", "bench"):
+        assert PART[name].is_own(identity_digest(["anything"]))
+    choose([torch.randn(8, 8)], folder=tmp_path / "kernels")
+    assert contents_of(PART["kernels"], tmp_path).num_files == 1
+
+
+# --- what is not deleted ---
+
+
+def test_files_of_others_are_named_and_stay(cache: Path) -> None:
+    """As in a folder that another program uses, too."""
+    others = ["answers/mine.txt", "bench/2024/results.csv", "costs/rent.json", "hub/models--a--b/x", "notes.txt"]
+    for name in others:
+        write(cache / name)
+    assert [path.as_posix() for path in other_entries(cache)] == [
+        "hub",
+        "notes.txt",
+        "answers/mine.txt",
+        "bench/2024",
+        "costs/rent.json",
+    ]
+    for part in PARTS:
+        clear(part, cache)
+    assert files_below(cache) == others
+
+
+def test_links_are_deleted_and_not_what_they_point_to(cache: Path, tmp_path: Path) -> None:
+    elsewhere = write(tmp_path / "elsewhere" / "0123456789abcdef" / "precious")
+    (cache / "bench" / "fedcba9876543210").symlink_to(elsewhere.parent)  # a folder
+    (cache / "bench" / "0123456789abcdef" / "link").symlink_to(elsewhere)  # a file
+    assert contents_of(PART["bench"], cache).num_bytes == 5
+    assert clear(PART["bench"], cache)[0].num_files == 3
+    assert elsewhere.read_text(encoding="utf-8") == "12345"
+    assert list((cache / "bench").iterdir()) == []
+
+
+def test_a_part_that_is_a_link_stays(cache: Path, tmp_path: Path) -> None:
+    elsewhere = write(tmp_path / "elsewhere" / Path(FILES["costs"]).name)
+    (cache / FILES["costs"]).unlink()
+    (cache / "costs").rmdir()
+    (cache / "costs").symlink_to(elsewhere.parent)
+    assert clear(PART["costs"], cache)[0].num_files == 0
+    assert elsewhere.exists()
+    assert other_entries(cache) == [Path("costs")]
+
+
+@pytest.mark.parametrize("name", ["bench", "profiles"])
+def test_what_another_process_has_locked_stays(cache: Path, name: str) -> None:
+    own = cache / Path(FILES[name]).parts[0] / Path(FILES[name]).parts[1]
+    second = write(own.parent / "hydra-fedcba9876543210" / "x").parent
+    second = second.rename(own.parent / ("fedcba9876543210" if name == "bench" else second.name))
+    with locked(own, ""):
+        deleted, in_use = clear(PART[name], cache)
+    assert in_use == [own]
+    assert deleted.num_files == 1
+    assert (cache / FILES[name]).exists()
+    assert not second.exists()
+
+
+def test_a_model_that_is_being_converted_stays(cache: Path) -> None:
+    """With the files of the conversion; an older version of the folder goes."""
+    old = write(cache / "smollm2-135m-v0" / "model.safetensors")
+    running = write(cache / ".smollm2-135m-v1.0a1b2c3d.tmp" / "model.safetensors")
+    os.utime(running.parent, (0, 0))
+    with locked(cache, "", file="smollm2-135m-v1"):
+        _, in_use = clear(PART["smollm2-135m"], cache)
+    assert in_use == [running.parent, cache / "smollm2-135m-v1"]
+    assert running.exists()
+    assert not old.exists()
+    clear(PART["smollm2-135m"], cache)
+    assert not running.exists()
+
+
+def test_a_file_that_is_being_written_stays(cache: Path) -> None:
+    young = write(cache / "costs" / ".04d6347cd77c26e13234ed0c.json.0a1b2c3d.tmp")
+    inside = write(cache / "answers" / "0123456789abcdef" / ".answers-001.json.0a1b2c3d.tmp")
+    old = write(cache / "costs" / ".04d6347cd77c26e13234ed0c.json.0a1b2c3e.tmp")
+    os.utime(old, (time.time() - 7200, time.time() - 7200))
+    assert contents_of(PART["costs"], cache).num_files == 2
+    assert contents_of(PART["answers"], cache).num_files == 1
+    for name in ("costs", "answers"):
+        clear(PART[name], cache)
+    assert files_below(cache / "costs") == [young.name]
+    assert files_below(cache / "answers") == [inside.relative_to(cache / "answers").as_posix()]
+
+
+def test_a_file_that_cannot_be_deleted_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(StorageError, match=r"cannot delete .*04d6347cd77c26e13234ed0c.json: Operation not permitted"):
+        clear(PART["costs"], cache)
+
+
+def test_an_unreadable_cache_is_an_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(StorageError, match=r"cannot read .*cache: Permission denied; set DRAFTHEADS_CACHE"):
+        contents_of(PART["smollm2-135m"], cache)
+
+
+# --- folders that are never cleared ---
+
+
+def test_the_folder_to_clear_has_no_links(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "link").symlink_to(cache)
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "link"))
+    assert clearable_folder() == cache.resolve()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "what"),
+    [
+        ("/", "the root of the file system"),
+        ("~", "your home folder"),
+        ("HOME/..", "a folder above your home folder"),
+        ("HOME/repository", "a git repository"),
+    ],
+)
+def test_a_folder_of_something_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str, what: str
+) -> None:
+    (tmp_path / "home" / "repository" / ".git").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    chosen = chosen.replace("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("DRAFTHEADS_CACHE", chosen)
+    told = rf"^nothing was deleted: the cache folder is .*, which is {what}; set DRAFTHEADS_CACHE"
+    with pytest.raises(InvalidSettings, match=told):
+        clearable_folder()
+
+
+def test_the_home_folder_is_found_through_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "home")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path / "link"))
+    with pytest.raises(InvalidSettings, match="your home folder"):
+        clearable_folder()

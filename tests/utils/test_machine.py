@@ -1,0 +1,167 @@
+"""Facts of the operating system, from folders that look like /proc and /sys of other machines."""
+
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import psutil
+import pytest
+
+from draftheads.utils.machine import Cores, OtherPrograms, find_cores, find_memory, has_nvidia_driver
+
+busy_cores = OtherPrograms.busy_cores
+
+CPUINFO = "".join(
+    f"processor\t: {i}\nphysical id\t: {i // 4}\ncore id\t\t: {i % 4 // 2}\nmodel name\t: A\n\n" for i in range(8)
+)
+MEMINFO = "MemTotal:       16000000 kB\nMemFree:          100000 kB\nMemAvailable:    8000000 kB\n"
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with two sockets of two cores, each with two threads, all for this process."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    write(tmp_path, {"proc/cpuinfo": CPUINFO, "proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/\n"})
+    return tmp_path
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+
+
+def test_a_machine_without_limits(root: Path) -> None:
+    write(root, {"sys/fs/cgroup/cpu.max": "max 100000\n", "sys/fs/cgroup/memory.max": "max\n"})
+    cores = find_cores(root)
+    assert cores == Cores(logical=8, physical=4, allowed=8, quota=None)
+    assert cores.usable == 8
+    assert find_memory(root) == (16_384_000_000, 8_192_000_000, None)
+
+
+def test_the_smallest_limit_of_the_groups_above_counts(root: Path) -> None:
+    """Version 2 of control groups."""
+    groups = "sys/fs/cgroup"
+    write(
+        root,
+        {
+            "proc/self/cgroup": "0::/user.slice/job\n",
+            f"{groups}/user.slice/job/cpu.max": "400000 100000\n",
+            f"{groups}/user.slice/cpu.max": "250000 100000\n",
+            f"{groups}/user.slice/job/memory.max": "max\n",
+            f"{groups}/user.slice/memory.max": "4000000000\n",
+        },
+    )
+    cores = find_cores(root)
+    assert cores.quota == 2.5
+    assert cores.usable == 3
+    assert find_memory(root).limit == 4_000_000_000
+
+
+def test_the_limits_of_a_container_are_in_the_mount(root: Path) -> None:
+    """Where the path of the group is the host's."""
+    write(root, {"proc/self/cgroup": "0::/../../docker/123\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"})
+    assert find_cores(root).quota == 1.5
+
+
+def test_version_1_of_control_groups(root: Path) -> None:
+    write(
+        root,
+        {
+            "proc/self/cgroup": "5:memory:/docker/1\n4:cpu,cpuacct:/docker/1\n3:cpuset:/\n",
+            "sys/fs/cgroup/cpu/docker/1/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu/docker/1/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "25000\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/memory/docker/1/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "2000000000\n",
+        },
+    )
+    assert find_cores(root).quota == 0.25
+    assert find_cores(root).usable == 1  # not 0
+    assert find_memory(root).limit == 2_000_000_000
+    (root / "sys/fs/cgroup/memory/memory.limit_in_bytes").unlink()
+    assert find_memory(root).limit is None  # the other one is the number for "no limit"
+
+
+def test_a_process_may_be_bound_to_some_cores(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5})
+    assert find_cores(root).usable == 2
+
+
+def test_another_system_has_fewer_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.delattr(os, "sysconf", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert find_cores(tmp_path) == Cores(logical=6, physical=None, allowed=6, quota=None)
+    assert find_memory(tmp_path) == (None, None, None)
+
+
+def test_an_nvidia_driver_is_found(tmp_path: Path) -> None:
+    assert not has_nvidia_driver(tmp_path)
+    write(tmp_path, {"proc/driver/nvidia/version": "NVRM version: 570\n"})
+    assert has_nvidia_driver(tmp_path)
+
+
+def test_this_machine() -> None:
+    cores = find_cores()
+    assert 1 <= cores.usable <= cores.logical
+    memory = find_memory()
+    assert memory.total is None or memory.total > 10**8
+
+
+# --- other programs ---
+
+
+class Times(NamedTuple):
+    """As psutil's: seconds of one core by what it did."""
+
+    user: float
+    idle: float
+    steal: float = 0.0
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Three cores, of which this process may use two, and its own seconds."""
+    now = SimpleNamespace(cores=[Times(5.0, 10.0)] * 3, own=2.0)
+    monkeypatch.setattr(psutil, "cpu_times", lambda *, percpu: now.cores)
+    monkeypatch.setattr(time, "process_time", lambda: now.own)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr(OtherPrograms, "busy_cores", busy_cores)
+    return now
+
+
+def test_the_cores_that_other_programs_use(machine: SimpleNamespace) -> None:
+    others = OtherPrograms()
+    assert others.num_cores == 2
+    assert others.busy_cores() is None, "no time has passed"
+    # four seconds: core 0 was busy for three and core 1 for one, of which this process used 1.6; core 2 is not ours
+    machine.cores, machine.own = [Times(8.0, 11.0), Times(6.0, 13.0), Times(99.0, 99.0)], 3.6
+    assert others.busy_cores(least_seconds=9.0) is None, "a longer time is asked for, and the time goes on"
+    assert others.busy_cores() == pytest.approx(2.4 / 4.0)
+    assert others.busy_cores() is None
+    machine.cores, machine.own = [Times(9.0, 11.0), Times(7.0, 13.0)], 5.6
+    assert others.busy_cores() == pytest.approx(0.0)
+    machine.cores = [Times(9.0, 11.0, 1.0), Times(7.0, 14.0)]
+    assert others.busy_cores() == pytest.approx(1.0), "another virtual machine has the core"
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(1, False), (2, True)])
+def test_other_programs_disturb_threads_that_need_their_core(
+    machine: SimpleNamespace, threads: int, expected: bool
+) -> None:
+    others = OtherPrograms()
+    machine.cores, machine.own = [Times(6.0, 10.0), Times(6.0, 10.0)], 3.0
+    assert others.disturb(threads) is expected
+
+
+def test_this_machine_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OtherPrograms, "busy_cores", busy_cores)
+    others, found = OtherPrograms(), None
+    while found is None:  # the system counts in hundredths of a second
+        found = others.busy_cores()
+    assert 0.0 <= found <= others.num_cores
