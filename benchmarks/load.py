@@ -95,7 +95,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Way:
+class DecodingMethod:
     """A row of the tables: requests to one server with the same fields."""
 
     name: str
@@ -103,18 +103,18 @@ class Way:
     body: dict[str, Any]
 
 
-def ways_of(server: str, models: Sequence[dict[str, Any]], fixed_nodes: Sequence[int]) -> list[Way]:
+def ways_of(server: str, models: Sequence[dict[str, Any]], fixed_nodes: Sequence[int]) -> list[DecodingMethod]:
     """The rows of a server: of ours plain decoding, each head, and fixed sizes; of others the model."""
     first = models[0]["id"]
     if server != "draftheads":
-        return [Way(server, server, {"model": first})]
+        return [DecodingMethod(server, server, {"model": first})]
     named = [(model["draftheads"]["head"], model["id"]) for model in models]
-    plain = Way(PLAIN, server, {"model": first, "draft_nodes": 0})
+    plain = DecodingMethod(PLAIN, server, {"model": first, "draft_nodes": 0})
     fixed = [(f"{named[0][0]}, {nodes} nodes", nodes) for nodes in fixed_nodes]
     return [
         plain,
-        *(Way(head, server, {"model": name}) for head, name in named),
-        *(Way(name, server, {"model": first, "draft_nodes": nodes}) for name, nodes in fixed),
+        *(DecodingMethod(head, server, {"model": name}) for head, name in named),
+        *(DecodingMethod(name, server, {"model": first, "draft_nodes": nodes}) for name, nodes in fixed),
     ]
 
 
@@ -153,7 +153,7 @@ class Measurement:
         self.joinings: list[Joining] = []
         self.problems: dict[str, str] = {}
         self._urls: dict[str, str] = {}
-        self._all_ways: list[Way] = []
+        self._all_ways: list[DecodingMethod] = []
 
     @property
     def loads(self) -> list[Load]:
@@ -181,7 +181,7 @@ class Measurement:
         self._all_ways += ways_of(command.name, server.models, options.fixed_nodes)
         self.versions.append(command.version())
 
-    def _ways(self) -> list[Way]:
+    def _ways(self) -> list[DecodingMethod]:
         return [way for way in self._all_ways if way.name not in self.problems]
 
     async def _measure(self) -> None:
@@ -205,7 +205,7 @@ class Measurement:
                         await self._round(http, way, load, turn)
                     self.write()
 
-    async def _round(self, http: Any, way: Way, load: Load, turn: int) -> None:
+    async def _round(self, http: Any, way: DecodingMethod, load: Load, turn: int) -> None:
         _say(f"round {turn + 1} of {self.options.rounds}, {load}: {way.name}")
         asked, prompts = self._ask(http, way, self.options.max_tokens, salt=f"{load}, {turn}"), self._part(load)
         if load.users is not None:
@@ -221,13 +221,13 @@ class Measurement:
         return [self.prompts[number * len(self.prompts) // count % len(self.prompts)] for number in range(count)]
 
     def _ask(
-        self, http: Any, way: Way, tokens: int, *, salt: str = ""
+        self, http: Any, way: DecodingMethod, tokens: int, *, salt: str = ""
     ) -> Callable[[Messages], Coroutine[Any, Any, Sample]]:
         """Requests of a way. With the salt, a server reads prompts again that it read in another round or way."""
         body = {**way.body, "max_tokens": tokens, "cache_salt": f"{way.name}, {salt}"}
         return partial(ask, http, self._urls[way.server], body)
 
-    async def _tried(self, way: Way, work: Coroutine[Any, Any, Any]) -> Any:
+    async def _tried(self, way: DecodingMethod, work: Coroutine[Any, Any, Any]) -> Any:
         """The result; None if a request failed, and then nothing more is sent this way."""
         try:
             return await work

@@ -63,7 +63,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Way:
+class DecodingMethod:
     """A row of the table: a peer with its settings."""
 
     name: str
@@ -71,7 +71,7 @@ class Way:
     settings: dict[str, Any]
 
 
-def all_ways(options: Options, longest_prompt: int) -> list[Way]:
+def all_ways(options: Options, longest_prompt: int) -> list[DecodingMethod]:
     """All rows that there can be, in the table's order."""
     precision = options.precision
     if precision == "auto":
@@ -84,7 +84,7 @@ def all_ways(options: Options, longest_prompt: int) -> list[Way]:
         "max_batch_size": max(options.batch_sizes),
     }
     ways = [
-        Way(
+        DecodingMethod(
             " ".join(filter(None, ("draftheads", kind, head))),
             "draftheads",
             {"name": SMOLLM2_135M.name, "head": head, "precision": kind, **common},
@@ -102,11 +102,11 @@ def all_ways(options: Options, longest_prompt: int) -> list[Way]:
     for name, environment, settings in others:
         for lookup in (False, True):
             own = {**settings, "lookup": lookup, **common}
-            ways.append(Way(name + " lookup" * lookup, environment, own))
+            ways.append(DecodingMethod(name + " lookup" * lookup, environment, own))
     return ways
 
 
-def chosen(ways: Sequence[Way], names: Sequence[str]) -> list[Way]:
+def chosen(ways: Sequence[DecodingMethod], names: Sequence[str]) -> list[DecodingMethod]:
     """The ways whose environment or name was asked for; exits where a name fits none."""
     for name in names:
         if not any(name in (way.environment, way.name) for way in ways):
@@ -135,7 +135,9 @@ def spread(prompts: Sequence[TextPrompt], limit: int) -> list[TextPrompt]:
 class Comparison:
     """Starts the peers, measures round by round, and keeps the rows."""
 
-    def __init__(self, options: Options, ways: Sequence[Way], prompts: Sequence[Ids], facts: dict[str, Any]) -> None:
+    def __init__(
+        self, options: Options, ways: Sequence[DecodingMethod], prompts: Sequence[Ids], facts: dict[str, Any]
+    ) -> None:
         self.options, self.ways, self.prompts, self.facts = options, ways, prompts, facts
         self.rows = {(way.name, size): Row(way.name, size) for size in options.batch_sizes for way in ways}
         self.versions: dict[str, str] = {}
@@ -157,7 +159,7 @@ class Comparison:
             for peer in self._peers.values():
                 peer.stop()
 
-    def _start(self, way: Way) -> None:
+    def _start(self, way: DecodingMethod) -> None:
         """Load a peer and let it answer once at each batch size, so that nothing is built or measured later."""
         options = self.options
         try:
@@ -180,7 +182,7 @@ class Comparison:
             except WorkerFailed as error:
                 self._failed(self.rows[way.name, size], error)
 
-    def _python(self, way: Way) -> Path:
+    def _python(self, way: DecodingMethod) -> Path:
         if way.environment == "draftheads":
             return Path(sys.executable)
         if way.environment == _NEEDS_AVX512 and "avx512f" not in self.facts["cpu_flags"]:

@@ -21,7 +21,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from draftheads.bench.table import SPEED_COLUMNS, Column, Row, timed_row
-from draftheads.bench.timing import PLAIN, STOCK, engine_way, stock_way, take_turns
+from draftheads.bench.timing import PLAIN, STOCK, engine_method, stock_method, take_turns
 from draftheads.cli.show import quiet_transformers
 from draftheads.data.records import prompts_in
 from draftheads.decode.engine import Engine, Prompt
@@ -111,9 +111,9 @@ def measure(options: Options) -> list[tuple[str, Row]]:
     for cell, size, groups in cells(options, engines[PLAIN]):
         for engine in engines.values():
             engine.max_batch_size = size
-        ways = [engine_way(name, engine) for name, engine in engines.items()]
+        ways = [engine_method(name, engine) for name, engine in engines.items()]
         if stock is not None and size == 1:
-            ways.append(stock_way(stock))
+            ways.append(stock_method(stock))
         with Progress(console=Console(stderr=True)) as progress:
             task = progress.add_task(cell, total=options.rounds * len(groups) * len(ways))
             timings = take_turns(

@@ -153,9 +153,9 @@ TREES = {
 
 # rules by which each row's tree grows at each step
 GROWING: dict[str, BestFirst | BestPaths] = {
-    "best first": BestFirst(24, num_ranks=6, beam=4),
-    "sure ones": BestFirst(40, num_ranks=VOCAB, beam=6, threshold=0.03),
-    "fewer nodes than depths": BestFirst(3, num_ranks=2),
+    "best first": BestFirst(24, top_k=6, beam=4),
+    "sure ones": BestFirst(40, top_k=VOCAB, beam=6, threshold=0.03),
+    "fewer nodes than depths": BestFirst(3, top_k=2),
     "best paths": BestPaths((6, 3, 2), 5),
 }
 
@@ -215,7 +215,7 @@ def tiny_profile(tree: Tree, num_heads: int = 3, **changes: Any) -> AcceptancePr
         "paths": paths,
         "static_tokens": [round(1.0 + 0.5 * n / (n + 2), 4) for n in range(len(paths) + 1)],
         "dynamic_tokens": [round(1.0 + 0.6 * n / (n + 2), 4) for n in range(24)],
-        "num_ranks": 6,
+        "top_k": 6,
         "beam": 4,
     }
     return AcceptanceProfile(**{**values, **changes})

@@ -84,7 +84,7 @@ def head_of(kind: str, model: TargetModel) -> DraftHead:
 
 def drafted_along(head: DraftHead, model: TargetModel, answers: list[Answer], shape: BestFirst) -> list[Tensor]:
     """(K, m, K) of each answer, with states as they are observed."""
-    hidden = [observe(head, model, answer, num_ranks=2, temperature=0.0)[1] for answer in answers]
+    hidden = [observe(head, model, answer, top_k=2, temperature=0.0)[1] for answer in answers]
     layers = head.hidden_layers
     prompts = [head.split(model.hidden_states(torch.tensor([one.prompt_ids]), layers))[0][0] for one in answers]
     return draft_along(head, shape, answers, hidden, prompts)

@@ -27,7 +27,7 @@ NAN, INF = float("nan"), float("inf")
 SHAPES: dict[str, Shape] = {
     **GROWING,
     "two nodes": BestFirst(2),
-    "calibrated": BestFirst(12, confidence=(0.9, 1.1, 1.0)),
+    "calibrated": BestFirst(12, temperatures=(0.9, 1.1, 1.0)),
     "static": TREES["ragged"],
     "drawn": Sampled(TREES["cartesian"]),
 }

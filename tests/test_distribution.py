@@ -25,7 +25,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.accept import accept
-from draftheads.speculation.draft import Context, Draft, Verdict
+from draftheads.speculation.draft import AcceptResult, Context, Draft
 from draftheads.speculation.sampling import RowSettings, choose
 from draftheads.speculation.shapes import BestFirst, BestPaths, Shape
 from draftheads.speculation.tree import Tree
@@ -53,8 +53,8 @@ def exact(model: TargetModel) -> dict[Answer, float]:
         ("plain", WIDE, 0),
         ("medusa", WIDE, 10_000),
         ("hydra", WIDE, 20_000),
-        ("medusa", BestFirst(16, num_ranks=6), 30_000),
-        ("hydra", BestFirst(16, num_ranks=6, beam=3, threshold=0.03), 40_000),
+        ("medusa", BestFirst(16, top_k=6), 30_000),
+        ("hydra", BestFirst(16, top_k=6, beam=3, threshold=0.03), 40_000),
         ("hydra", BestPaths((5, 3), 5), 50_000),
     ],
 )
@@ -76,7 +76,7 @@ def resampling(
     seen: Tensor | None = None,
     *,
     rejection_uniforms: object = None,
-) -> Verdict:
+) -> AcceptResult:
     """A wrong rule: where no guess is right, the next token is drawn anew, as if nothing had been tried."""
     verdict = accept(draft, logits, rows, uniforms, seen)
     batch = torch.arange(len(logits))
@@ -84,7 +84,7 @@ def resampling(
     again = (uniforms[batch, last] * 7919.0) % 1.0
     fresh = choose(logits[batch, verdict.path[batch, last]], rows, seen, again)
     rejected = last < draft.max_depth
-    return Verdict(verdict.path, verdict.num_accepted, torch.where(rejected, fresh, verdict.next_ids))
+    return AcceptResult(verdict.path, verdict.num_accepted, torch.where(rejected, fresh, verdict.next_ids))
 
 
 def greedy_root(
@@ -95,16 +95,16 @@ def greedy_root(
     seen: Tensor | None = None,
     *,
     rejection_uniforms: object = None,
-) -> Verdict:
+) -> AcceptResult:
     """Another: the token after the accepted path is the likeliest."""
     verdict = accept(draft, logits, rows, uniforms, seen)
     batch = torch.arange(len(logits))
     best = logits[batch, verdict.path[batch, verdict.num_accepted - 1]].argmax(-1)
-    return Verdict(verdict.path, verdict.num_accepted, best)
+    return AcceptResult(verdict.path, verdict.num_accepted, best)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "shape"), [(resampling, WIDE), (greedy_root, WIDE), (resampling, BestFirst(16, num_ranks=6, beam=3))]
+    ("wrong", "shape"), [(resampling, WIDE), (greedy_root, WIDE), (resampling, BestFirst(16, top_k=6, beam=3))]
 )
 def test_wrong_rules_are_detected(
     model: TargetModel, exact: dict[Answer, float], monkeypatch: pytest.MonkeyPatch, wrong: object, shape: Shape

@@ -106,7 +106,7 @@ def decoded(engine: Engine, device: FakeDevice, each: Sequence[SamplingSettings]
     quiet: list[Counter[str]] = []
     is_new, num_ended = True, 0
 
-    def lap(part: str) -> None:
+    def on_phase(part: str) -> None:
         nonlocal is_new, num_ended
         if part not in ("prompt", "rest"):
             return
@@ -119,7 +119,7 @@ def decoded(engine: Engine, device: FakeDevice, each: Sequence[SamplingSettings]
         is_new, num_ended = part == "prompt", ended
         device.clear()
 
-    for _ in engine.run(requests, lap=lap):
+    for _ in engine.run(requests, on_phase=on_phase):
         pass
     reads, waits = (max(counts, key=Counter.total) for counts in zip(*steps, strict=True))
     results = [request.result() for request in requests]
@@ -390,7 +390,7 @@ def test_measuring(device: FakeDevice, method: str) -> None:
     untrained = tiny_head(method, model)
     ids = torch.randint(VOCAB, (3, 14), generator=torch.Generator().manual_seed(0)).tolist()
     answers = [Answer(tuple(text[:4]), tuple(text[4 : 10 + row])) for row, text in enumerate(ids)]
-    settings = ReplaySettings(num_ranks=4, beam=2, max_nodes=8)
+    settings = ReplaySettings(top_k=4, beam=2, max_nodes=8)
     there = moved(model, graphs=True)
     own = moved_drafter(untrained, there)
     expected = Replay(model, untrained, settings, progress=NoProgress()).run(answers)

@@ -31,14 +31,14 @@ def save(kind: str, folder: Path, base: TargetModel) -> None:
         for parameter in head.parameters():
             parameter.fill_(VALUES[kind])
     named = TargetModel(base.model, base.tokenizer, kind)
-    profile = tiny_profile(TREES[kind], confidence=[VALUES[kind]] * 2)
+    profile = tiny_profile(TREES[kind], temperatures=[VALUES[kind]] * 2)
     save_head(head, folder, base=named, profile=profile, card=kind)
 
 
 def kinds_of(folder: Path, base: TargetModel) -> tuple[str, str]:
     """Of the head that each way to read it finds, in files of one kind."""
     saved = read_head(folder)
-    assert saved.profile.confidence == [VALUES[saved.model_id]] * 2
+    assert saved.profile.temperatures == [VALUES[saved.model_id]] * 2
     head = load_head(folder, base)
     (value,) = {float(value) for parameter in head.parameters() for value in parameter.flatten()}
     (kind,) = (kind for kind in VALUES if VALUES[kind] == value)

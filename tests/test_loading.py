@@ -29,8 +29,8 @@ from families import SMALL, tiny_head, tiny_profile
 from training_world import VOCAB, chat_tokenizer
 
 FP32: dict[str, Any] = {"precision": "fp32", "device": "cpu"}
-OWN = tiny_profile(Tree.chain(3), confidence=[1.5, 1.25, 1.0])
-OTHER = tiny_profile(Tree.from_paths([(0,), (1,)]), confidence=[0.5, 0.75, 1.0])
+OWN = tiny_profile(Tree.chain(3), temperatures=[1.5, 1.25, 1.0])
+OTHER = tiny_profile(Tree.from_paths([(0,), (1,)]), temperatures=[0.5, 0.75, 1.0])
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +64,18 @@ def load(world: Path, **options: Any) -> Engine:
     return draftheads.load(world / "model", world / "head", **{**FP32, **options})
 
 
-def confidence(engine: Engine) -> tuple[float, ...]:
+def temperatures(engine: Engine) -> tuple[float, ...]:
     """Of growing trees."""
     if engine.profile is not None:
-        return engine.profile.growing(2).confidence
+        return engine.profile.growing(2).temperatures
     assert isinstance(engine.shape, BestFirst)
-    return engine.shape.confidence
+    return engine.shape.temperatures
 
 
 def test_the_head_s_own_profile_and_the_machine_s_costs_size_the_drafts(world: Path, cost: CostProfile) -> None:
     engine = load(world)
     assert (engine.profile, engine.cost) == (OWN, cost)
-    assert confidence(engine) == (1.5, 1.25, 1.0)
+    assert temperatures(engine) == (1.5, 1.25, 1.0)
     assert isinstance(engine.batch().session, SizePolicySession)
 
 
@@ -87,9 +87,9 @@ def test_the_user_s_profile_comes_before_the_head_s(world: Path, cache: Path) ->
     OTHER.save(folder / "acceptance.json")
     engine = load(world)
     assert engine.profile == OTHER
-    assert confidence(engine) == (0.5, 0.75, 1.0)
+    assert temperatures(engine) == (0.5, 0.75, 1.0)
     assert load(world, profile=world / "head").profile == OWN
-    assert confidence(load(world, tree=BestFirst(8))) == (0.5, 0.75, 1.0)
+    assert temperatures(load(world, tree=BestFirst(8))) == (0.5, 0.75, 1.0)
 
 
 @pytest.mark.usefixtures("cost")
@@ -112,9 +112,9 @@ def test_a_fixed_tree_needs_no_costs(world: Path, monkeypatch: pytest.MonkeyPatc
     for options, shape in (
         ({"profile": None}, Tree.chain(3)),
         ({"tree": Tree.chain(1)}, Tree.chain(1)),
-        ({"tree": BestFirst(5)}, BestFirst(5, confidence=(1.5, 1.25, 1.0))),
-        ({"tree": BestFirst(5), "profile": None}, BestFirst(5, confidence=(1.5, 1.25, 1.0))),
-        ({"tree": BestFirst(5, confidence=(2.0, 2.0, 2.0))}, BestFirst(5, confidence=(2.0, 2.0, 2.0))),
+        ({"tree": BestFirst(5)}, BestFirst(5, temperatures=(1.5, 1.25, 1.0))),
+        ({"tree": BestFirst(5), "profile": None}, BestFirst(5, temperatures=(1.5, 1.25, 1.0))),
+        ({"tree": BestFirst(5, temperatures=(2.0, 2.0, 2.0))}, BestFirst(5, temperatures=(2.0, 2.0, 2.0))),
     ):
         engine = load(world, **options)
         assert (engine.profile, engine.cost) == (None, None)
@@ -136,7 +136,7 @@ def test_the_command_line_warns_in_one_line(world: Path, cache: Path, capsys: py
 @pytest.mark.usefixtures("cost")
 def test_a_profile_that_does_not_fit_is_named(world: Path, tmp_path: Path) -> None:
     AcceptanceProfile.assumed(2).save(tmp_path / "acceptance.json")
-    with pytest.raises(CheckpointCorrupt, match="confidence has 2 numbers but the head has 3 heads") as caught:
+    with pytest.raises(CheckpointCorrupt, match="temperatures has 2 numbers but the head has 3 heads") as caught:
         load(world, profile=tmp_path)
     assert str(tmp_path) in str(caught.value)
 

@@ -238,7 +238,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
         "four_bit is True and quantization_config is a Bi",
     ),
     ({"four_bit": True, "precision": "int8"}, "precision int8 and four_bit=True: give one of them"),
-    ({"four_bit": True, "exact_bits": True}, "exact_bits and four_bit=True: give one of them"),
+    ({"four_bit": True, "batch_invariant": True}, "batch_invariant and four_bit=True: give one of them"),
     ({"quantization_config": 3}, "quantization_config is 3; give one of transformers"),
     ({"device": "cpu", "device_map": "auto"}, "device is 'cpu' and device_map is 'auto': give one of them"),
     ({"device_map": "nowhere"}, "device is 'nowhere'; give cpu, cuda"),
@@ -461,7 +461,7 @@ def test_the_command_line_warns_of_a_tuned_base_in_one_line(
 
 @pytest.mark.real
 def test_the_bundled_heads_have_the_print_of_their_base() -> None:
-    layers = TargetModel.load("smollm2-135m", dtype="fp32", device="cpu").layers_print
+    layers = TargetModel.load("smollm2-135m", dtype="fp32", device="cpu").layers_fingerprint
     assert {read_head(head.folder).fingerprints.layers for head in zoo_heads() if head.base_name == "smollm2-135m"} == {
         layers
     }
@@ -553,4 +553,4 @@ def test_without_any_faster_module_the_model_is_stock(world: Path, monkeypatch: 
     assert ids(engine) == expected
     assert kernels_of(engine.model.model) == "stock"
     with pytest.raises(UnsupportedModel, match="differ from those of the stock modules by"):
-        draftheads.load(world / "model", **FP32, exact_bits=True)
+        draftheads.load(world / "model", **FP32, batch_invariant=True)

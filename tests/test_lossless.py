@@ -139,8 +139,8 @@ def test_every_head_equals_plain_in_batches(variant: str, name: str, shape: str)
 
 DEEP: dict[str, Shape] = {
     "static": Tree.from_paths([(0,), (1,), *((0,) * depth for depth in range(2, 7)), (1, 0), (0, 0, 0, 1)]),
-    "growing": BestFirst(24, num_ranks=4, beam=3, max_depth=7),
-    "as deep as its confidence": BestFirst(20, num_ranks=3, beam=2, confidence=(0.5,) * 6),
+    "growing": BestFirst(24, top_k=4, beam=3, max_depth=7),
+    "as deep as its temperatures": BestFirst(20, top_k=3, beam=2, temperatures=(0.5,) * 6),
 }
 
 
@@ -247,11 +247,11 @@ def test_every_kind_of_head_equals_plain(method: str, kind: str) -> None:
         assert ids(decode(Engine(model, head, shape=rule), PROMPTS)) == plain
 
 
-@pytest.mark.parametrize("exact_bits", [False, True])
-def test_the_fast_path_equals_the_stock_model(exact_bits: bool) -> None:
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_the_fast_path_equals_the_stock_model(batch_invariant: bool) -> None:
     stock = decode(Engine(tiny_model("llama")), EIGHT)
     fast = tiny_model("llama")
-    speed_up(fast.model, exact_bits=exact_bits)
+    speed_up(fast.model, batch_invariant=batch_invariant)
     assert ids(decode(Engine(fast), EIGHT)) == ids(stock)
     head = tiny_head("hydra", fast)
     for shape in (TREES["64 nodes"], *GROWING.values()):
@@ -324,7 +324,7 @@ def test_larger_trees_need_no_more_steps() -> None:
     plain = decode(Engine(model), EIGHT)
     steps = []
     for num_nodes in (1, 2, 4, 16, 64, 256):
-        results = decode(Engine(model, head, shape=BestFirst(num_nodes, num_ranks=VOCAB)), EIGHT)
+        results = decode(Engine(model, head, shape=BestFirst(num_nodes, top_k=VOCAB)), EIGHT)
         assert ids(results) == ids(plain)
         steps.append(sum(result.num_steps for result in results))
     assert all(before >= after for before, after in pairwise(steps))

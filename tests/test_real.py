@@ -53,7 +53,7 @@ def ids(results: list[GenerationResult]) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def stock() -> TargetModel:
-    return load_target(MODEL, precision="fp32", fast=False, exact_bits=False)
+    return load_target(MODEL, precision="fp32", fast=False, batch_invariant=False)
 
 
 @cache
@@ -80,9 +80,11 @@ def test_plain_text_is_transformers_text(stock: TargetModel):
 
 
 @pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16]))
-def test_with_exact_bits_speculative_text_is_plains(dtype: torch.dtype):
+def test_with_batch_invariant_speculative_text_is_plains(dtype: torch.dtype):
     try:
-        target = load_target(MODEL, precision={torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype], exact_bits=True)
+        target = load_target(
+            MODEL, precision={torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype], batch_invariant=True
+        )
     except InvalidSettings as error:
         pytest.skip(str(error))
     plain = answers(Engine(target), 24)
@@ -95,7 +97,7 @@ def test_with_exact_bits_speculative_text_is_plains(dtype: torch.dtype):
 
 @pytest.mark.thorough
 def test_the_worst_margin_is_no_larger_with_drafts(stock: TargetModel):
-    target = load_target(MODEL, exact_bits=False)
+    target = load_target(MODEL, batch_invariant=False)
     plain = answers(Engine(target, max_batch_size=1), 24)
     engine = Engine(target)
     engine.drafter = oracle(engine, plain)

@@ -32,8 +32,8 @@ RAGGED = Tree.from_paths([(0,), (1,), (4,), (0, 0), (0, 2), (4, 1), (0, 2, 0), (
 SHAPES: dict[str, Shape] = {
     "chain": Tree.chain(3),
     "ragged": RAGGED,
-    "best first": BestFirst(12, num_ranks=4, beam=4),
-    "threshold": BestFirst(24, num_ranks=8, beam=6, max_depth=3, threshold=0.02, confidence=(0.7, 0.8, 0.9)),
+    "best first": BestFirst(12, top_k=4, beam=4),
+    "threshold": BestFirst(24, top_k=8, beam=6, max_depth=3, threshold=0.02, temperatures=(0.7, 0.8, 0.9)),
     "best paths": BestPaths((4, 2, 2), 4),
     "sampled": Sampled(Tree.from_paths([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])),
 }
@@ -307,7 +307,7 @@ def test_forbidden_copies_take_no_place_in_the_tree(verified: list[tuple[Draft, 
     spelling = " ".join(f"<[{token}]>" for token in yes)
     grammar = Grammar.lark(f"start: {spelling} DIGITS\nDIGITS: /[0-9]{{3}}/")
     drafter = Copying(tiny_head("hydra", model), odds=((0.9, 0.8, 0.7),) * 4)
-    Engine(model, drafter, shape=BestFirst(3, num_ranks=2)).generate([prompt], grammar=grammar)
+    Engine(model, drafter, shape=BestFirst(3, top_k=2)).generate([prompt], grammar=grammar)
     assert [draft.num_nodes for draft, _ in verified][: len(yes)] == [3] * len(yes)
 
 

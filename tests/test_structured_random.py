@@ -140,7 +140,7 @@ def test_answers_are_valid_and_the_same_as_plain(schema: dict[str, Any], tempera
     model = json_model()
     own = SamplingSettings(grammar=schema, max_new_tokens=230, temperature=temperature, seed=1)
     head = tiny_head("hydra", model)
-    shape = Sampled(Tree.from_paths([(0,), (1,), (0, 0)])) if drawn else BestFirst(8, num_ranks=4, beam=4)
+    shape = Sampled(Tree.from_paths([(0,), (1,), (0, 0)])) if drawn else BestFirst(8, top_k=4, beam=4)
     (plain,) = Engine(model).generate([[40, 41]], own)
     (result,) = Engine(model, head, shape=shape).generate([[40, 41]], own)
     assert result.finish_reason == "stop"

@@ -92,7 +92,7 @@ def load(
     device: str | int | torch.device | None = None,
     max_batch_size: int = 16,
     fast: bool = True,
-    exact_bits: bool = False,
+    batch_invariant: bool = False,
     four_bit: bool = False,
     quantization_config: Any = None,
     device_map: Any = None,
@@ -128,8 +128,8 @@ def load(
         device: where; CUDA if there is one.
         max_batch_size: requests that are decoded together.
         fast: on a CPU, packed weights and grouped attention; on CUDA, steps captured as graphs; off is the stock model.
-        exact_bits: compute so that plain and speculative text are equal to the bit on a CPU, also in bf16; a step takes
-            8 to 17 % longer. Without it they are equal in fp32, and in bf16 up to near-ties.
+        batch_invariant: compute so that plain and speculative text are equal to the bit on a CPU, also in bf16; a step
+            takes 8 to 17 % longer. Without it they are equal in fp32, and in bf16 up to near-ties.
         four_bit: 4-bit linear layers (NF4) by bitsandbytes. It changes the model.
         quantization_config: another quantisation of ``transformers``, such as ``BitsAndBytesConfig``.
         device_map: where ``transformers`` puts the weights, in place of ``device``. They must come to one device.
@@ -143,9 +143,9 @@ def load(
         InvalidTree: ``tree`` is deeper than the head.
         DataError: the corpus cannot be read.
         InvalidSettings: ``tree``, ``profile`` or ``corpus`` without a drafter, ``tree`` and ``profile``, ``corpus``
-            with ``copy=False``, ``head`` and ``draft_model``, a draft model of another tokenizer, or ``exact_bits`` on
-            a machine whose kernels do not keep it; a value of another type, or other arguments that contradict each
-            other.
+            with ``copy=False``, ``head`` and ``draft_model``, a draft model of another tokenizer, or
+            ``batch_invariant`` on a machine whose kernels do not keep it; a value of another type, or other arguments
+            that contradict each other.
         MissingDependency: an adapter, ``four_bit`` or the model needs a package that is not installed.
 
     Warns:
@@ -157,7 +157,9 @@ def load(
     """
     for argument in unknown:
         raise no_such("argument", argument, list(signature(load).parameters)[:-1], other_names=_OTHER_NAMES)
-    require_bool(copy=copy, fast=fast, exact_bits=exact_bits, four_bit=four_bit, trust_remote_code=trust_remote_code)
+    require_bool(
+        copy=copy, fast=fast, batch_invariant=batch_invariant, four_bit=four_bit, trust_remote_code=trust_remote_code
+    )
     require_at_least(1, max_batch_size=max_batch_size)
     _check_paths(head=head, profile=profile, chat_template=chat_template, corpus=corpus)
     tree = None if tree is None else as_shape(tree)
@@ -172,7 +174,7 @@ def load(
         precision=precision,
         device=device,
         fast=fast,
-        exact_bits=exact_bits,
+        batch_invariant=batch_invariant,
         four_bit=four_bit,
         quantization_config=quantization_config,
         device_map=device_map,
@@ -271,7 +273,7 @@ def head_engine(
     if tree is not None:
         drafter.check_shape(tree)
         known = found or read_head(find_head(fspath(head), fspath(model))).profile
-        return Engine(target, whole, shape=calibrated(tree, known.confidence), max_batch_size=max_batch_size)
+        return Engine(target, whole, shape=calibrated(tree, known.temperatures), max_batch_size=max_batch_size)
     if found is None:
         return Engine(target, whole, max_batch_size=max_batch_size)
     extra_nodes = whole.num_tokens if isinstance(whole, Copying) else 0
@@ -390,7 +392,7 @@ def load_target(
     precision: Precision = "auto",
     device: str | int | torch.device | None = None,
     fast: bool = True,
-    exact_bits: bool = False,
+    batch_invariant: bool = False,
     **options: Unpack[LoadOptions],
 ) -> TargetModel:
     """The model alone; arguments and errors as for :func:`load`, but ``chat_template`` is a template's text."""
@@ -398,7 +400,7 @@ def load_target(
         raise InvalidSettings(f"precision is {precision!r}; choose among {', '.join(PRECISIONS)}")
     int8 = precision == "int8"
     _check_whole(
-        precision, exact_bits, "four_bit=True" if options.get("four_bit") else options.get("quantization_config")
+        precision, batch_invariant, "four_bit=True" if options.get("four_bit") else options.get("quantization_config")
     )
     thread_choice()  # what other programs use is averaged from now on
     place = device_named(device)
@@ -419,25 +421,25 @@ def load_target(
 
     target = read()
     stock = check_trees(target)
-    if exact_bits and target.device.type != "cpu":
-        raise InvalidSettings(f"exact_bits is for CPUs; the model is on {target.device}")
+    if batch_invariant and target.device.type != "cpu":
+        raise InvalidSettings(f"batch_invariant is for CPUs; the model is on {target.device}")
     if int8 and target.device.type not in ("cpu", "cuda"):
         raise InvalidSettings(f"precision int8 is for CPUs and CUDA; the model is on {target.device}")
     if int8 and not fast:
         raise InvalidSettings("precision int8 needs fast=True: it is one of the faster kernels")
-    if (int8 or exact_bits) and target.is_quantised:
-        _check_whole(precision, exact_bits, f"{target.model_id}, whose weights are quantised")
-    if fast or exact_bits:
-        target = _sped_up(target, read, stock, exact_bits=exact_bits, int8=int8)
-    if (exact_bits or int8) and target.device.type == "cpu" and not rows_keep_their_bits(target.model):
-        what = "precision int8" if int8 else "exact_bits"
+    if (int8 or batch_invariant) and target.is_quantised:
+        _check_whole(precision, batch_invariant, f"{target.model_id}, whose weights are quantised")
+    if fast or batch_invariant:
+        target = _sped_up(target, read, stock, batch_invariant=batch_invariant, int8=int8)
+    if (batch_invariant or int8) and target.device.type == "cpu" and not rows_keep_their_bits(target.model):
+        what = "precision int8" if int8 else "batch_invariant"
         raise InvalidSettings(f"{what}: this CPU's kernels change a row's bits with the number of rows")
     return_freed_memory()
     return target
 
 
 def _sped_up(
-    target: TargetModel, read: Callable[[], TargetModel], stock: Tensor, *, exact_bits: bool, int8: bool
+    target: TargetModel, read: Callable[[], TargetModel], stock: Tensor, *, batch_invariant: bool, int8: bool
 ) -> TargetModel:
     """The target with faster modules if they have the stock modules' logits, else a new one that keeps the latter.
 
@@ -447,11 +449,11 @@ def _sped_up(
         target: as it was read; it is changed.
         read: reads it again.
         stock: its logits by :func:`check_trees`.
-        exact_bits: as for :func:`load`.
+        batch_invariant: as for :func:`load`.
         int8: as for :func:`load`.
 
     Raises:
-        UnsupportedModel, RuntimeError, …: not even the stock modules work with ``exact_bits`` or int8.
+        UnsupportedModel, RuntimeError, …: not even the stock modules work with ``batch_invariant`` or int8.
 
     Warns:
         SpeedWarning: the faster modules cannot be used.
@@ -461,10 +463,10 @@ def _sped_up(
     for fused in (True, False):
         try:
             with thread_choice().unchanged():
-                target.speed_up(exact_bits=exact_bits, int8=int8, fused=fused, folder=folder)
+                target.speed_up(batch_invariant=batch_invariant, int8=int8, fused=fused, folder=folder)
             check_trees(target, stock=None if int8 else stock)
         except _MISFITS as error:
-            if not fused and (exact_bits or int8):
+            if not fused and (batch_invariant or int8):
                 raise
             problem = problem or first_line(error)
         else:
@@ -516,10 +518,10 @@ def _check_as_loaded(
         )
 
 
-def _check_whole(precision: str, exact_bits: bool, quantised: object) -> None:  # noqa: FBT001 - as the user gave it
+def _check_whole(precision: str, batch_invariant: bool, quantised: object) -> None:  # noqa: FBT001 - as the user gave it
     """Quantised layers have kernels of their own."""
-    if quantised is not None and (precision == "int8" or exact_bits):
-        what = "precision int8" if precision == "int8" else "exact_bits"
+    if quantised is not None and (precision == "int8" or batch_invariant):
+        what = "precision int8" if precision == "int8" else "batch_invariant"
         raise InvalidSettings(f"{what} and {short(str(quantised))}: give one of them; {what} needs nn.Linear layers")
 
 

@@ -187,7 +187,7 @@ def test_a_head_drafts_on_the_tree_that_is_predicted_to_be_best(
     one._prepare(one.contenders[0])
     shape = one._shapes["hydra"]
     if grows:
-        assert shape == BestFirst(6, num_ranks=10, beam=6, confidence=(1.5, 1.25, 0.75))
+        assert shape == BestFirst(6, top_k=10, beam=6, temperatures=(1.5, 1.25, 0.75))
     else:
         assert isinstance(shape, Tree)
         assert shape.num_nodes == 6
@@ -217,7 +217,7 @@ class Counter:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counted, self.timed = 0, 0
         self.stop_at: int | None = None
-        real_count, real_way = compare.answers_of, compare.engine_way
+        real_count, real_way = compare.answers_of, compare.engine_method
 
         def count(*arguments: Any) -> Answers:
             self.counted += 1
@@ -235,7 +235,7 @@ class Counter:
             return replace(real, decode=decode)
 
         monkeypatch.setattr(compare, "answers_of", count)
-        monkeypatch.setattr(compare, "engine_way", way)
+        monkeypatch.setattr(compare, "engine_method", way)
 
     def of(self, one: Bench) -> tuple[int, int]:
         """Countings and timed answers of a run."""

@@ -10,13 +10,13 @@ import pytest
 from draftheads.bench import timing
 from draftheads.bench.timing import (
     Answers,
+    DecodingMethod,
     Group,
     StepClock,
     Timings,
-    Way,
-    engine_way,
+    engine_method,
     over_plain,
-    stock_way,
+    stock_method,
     take_turns,
 )
 from draftheads.decode.batch import Batch
@@ -39,14 +39,14 @@ def model() -> TargetModel:
 # --- turns ---
 
 
-def recorder(name: str, asked: list[tuple[str, int, int]]) -> Way:
+def recorder(name: str, asked: list[tuple[str, int, int]]) -> DecodingMethod:
     """A way that notes its name, the prompt and the number of tokens."""
 
     def decode(group: Group, max_new_tokens: int) -> Answers:
         asked.append((name, group[0][0], max_new_tokens))
         return Answers(((group[0][0],),), (1,), 1.0)
 
-    return Way(name, decode)
+    return DecodingMethod(name, decode)
 
 
 def test_every_way_is_warmed_up_and_goes_first_in_turn() -> None:
@@ -67,7 +67,7 @@ def test_engines_are_compared_with_plain_decoding_in_turns_on_a_few_prompts(
 ) -> None:
     asked: list[tuple[str, int]] = []
 
-    def way(name: str, engine: Engine) -> Way:
+    def way(name: str, engine: Engine) -> DecodingMethod:
         assert (name == "plain") == isinstance(engine.drafter, NoDraft)
 
         def decode(group: Group, max_new_tokens: int) -> Answers:
@@ -75,9 +75,9 @@ def test_engines_are_compared_with_plain_decoding_in_turns_on_a_few_prompts(
                 asked.append((name, group[0][0]))
             return Answers(((1, 2, 3),), (2,), 1.0 if name == "plain" else 0.5)
 
-        return Way(name, decode)
+        return DecodingMethod(name, decode)
 
-    monkeypatch.setattr(timing, "engine_way", way)
+    monkeypatch.setattr(timing, "engine_method", way)
     engines = {name: Engine(model, tiny_head("medusa", model)) for name in ("one", "two")}
     assert over_plain(engines, [[prompt] for prompt in range(number)]) == {"one": (2.0, 0.0), "two": (2.0, 0.0)}
     assert sorted(asked) == [(name, prompt) for name in ("one", "plain", "two") for prompt in few]
@@ -122,13 +122,13 @@ class Machine:
     def clock(self) -> float:
         return self.now
 
-    def _way(self, name: str, reading: float, per_token: float) -> Way:
+    def _way(self, name: str, reading: float, per_token: float) -> DecodingMethod:
         def decode(_: Group, max_new_tokens: int) -> Answers:
             seconds = reading + per_token * max_new_tokens
             self.now += seconds
             return Answers(((7,) * max_new_tokens,), (max_new_tokens - 1,), seconds)
 
-        return Way(name, decode)
+        return DecodingMethod(name, decode)
 
     def run(self, seconds: float, *, most: int = 128) -> Timings:
         groups = [[[number]] for number in range(6)]
@@ -186,7 +186,7 @@ def test_an_engine_s_answers_are_its_own_and_are_counted(model: TargetModel, gro
     engine = Engine(model, Copying(tiny_head("hydra", model), odds=[[0.9, 0.8, 0.7, 0.6]]), max_batch_size=2)
     results = engine.generate(group, max_new_tokens=20)
     start = time.perf_counter()
-    found = engine_way("hydra", engine).decode(group, 20)
+    found = engine_method("hydra", engine).decode(group, 20)
     assert 0 < found.seconds <= time.perf_counter() - start
     assert found.token_ids == tuple(result.token_ids for result in results)
     assert found.num_steps == tuple(result.num_steps for result in results)
@@ -199,20 +199,20 @@ def test_an_engine_s_answers_are_its_own_and_are_counted(model: TargetModel, gro
 
 
 def test_plain_decoding_drafts_nothing(model: TargetModel) -> None:
-    found = engine_way("plain", Engine(model)).decode(PROMPTS[:1], 20)
+    found = engine_method("plain", Engine(model)).decode(PROMPTS[:1], 20)
     assert (found.num_drafted, found.num_copied) == (0, 0)
     assert found.step_shares == [(found.num_tokens - 1, found.num_tokens - 1)]
 
 
 def test_transformers_way_stops_at_the_end_of_text() -> None:
     stock = tiny_model("llama")
-    free = stock_way(stock).decode(PROMPTS[:1], 20).token_ids[0]
+    free = stock_method(stock).decode(PROMPTS[:1], 20).token_ids[0]
     place = next(place for place in range(3, 20) if free[place] not in free[:place])
     stock.model.generation_config.eos_token_id = [free[place]]
     again = TargetModel(stock.model, stock.tokenizer, "again")
-    found = stock_way(again).decode(PROMPTS[:1], 20)
+    found = stock_method(again).decode(PROMPTS[:1], 20)
     assert found.token_ids == (free[: place + 1],)
-    assert found.token_ids == engine_way("plain", Engine(again)).decode(PROMPTS[:1], 20).token_ids
+    assert found.token_ids == engine_method("plain", Engine(again)).decode(PROMPTS[:1], 20).token_ids
     assert found.num_steps == (place,)
 
 
@@ -224,17 +224,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds that a test sets: verifying takes 2, the rest 0.5, reading a prompt 100."""
     now = [0.0]
     monkeypatch.setattr(timing.StepClock, "now", property(lambda _: now[0]))
-    lap, join = StepClock.lap, Batch.join
+    on_phase, join = StepClock.on_phase, Batch.join
 
     def later(self: StepClock, part: str) -> None:
         now[0] += {"verify": 2.0, "rest": 0.5}.get(part, 0.0)
-        lap(self, part)
+        on_phase(self, part)
 
     def reading(self: Batch, sequences: Any) -> Any:
         now[0] += 100.0
         return join(self, sequences)
 
-    monkeypatch.setattr(StepClock, "lap", later)
+    monkeypatch.setattr(StepClock, "on_phase", later)
     monkeypatch.setattr(Batch, "join", reading)
     return now
 
@@ -250,7 +250,7 @@ def test_parts_are_of_all_steps_but_the_first_after_a_prompt(
         return propose(self, *arguments)
 
     monkeypatch.setattr(HeadSession, "propose", drafting)
-    found = engine_way("medusa", Engine(model, head)).decode(PROMPTS[:1], 10)
+    found = engine_method("medusa", Engine(model, head)).decode(PROMPTS[:1], 10)
     steps = found.num_steps[0] - 1
     assert 2 <= steps <= 8
     assert found.num_timed_steps == steps
@@ -270,11 +270,11 @@ def test_learning_from_a_step_counts_as_drafting(
         watch(self, draft, logits)
 
     monkeypatch.setattr(LookaheadSession, "watch", learning)
-    found = engine_way("lookahead", Engine(model, Lookahead())).decode(PROMPTS[:1], 10)
+    found = engine_method("lookahead", Engine(model, Lookahead())).decode(PROMPTS[:1], 10)
     assert found.draft_milliseconds == 1e3 * found.num_timed_steps > 1e3
 
 
 def test_an_answer_without_a_step_has_no_parts(model: TargetModel) -> None:
-    found = engine_way("plain", Engine(model)).decode(PROMPTS[:1], 1)
+    found = engine_method("plain", Engine(model)).decode(PROMPTS[:1], 1)
     assert (found.num_timed_steps, found.verify_milliseconds) == (0, 0.0)
     assert isinstance(found.token_ids, Sequence)

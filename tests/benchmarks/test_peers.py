@@ -73,7 +73,7 @@ def comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> peers.Compari
     options = peers.Options(
         environments=tmp_path, rounds=3, batch_sizes=(1, 2), threads=1, timeout=600, json=tmp_path / "out.json"
     )
-    ways = [peers.Way(name, name, {}) for name in ("good", "no_batches", "dies", "absent")]
+    ways = [peers.DecodingMethod(name, name, {}) for name in ("good", "no_batches", "dies", "absent")]
     return peers.Comparison(options, ways, PROMPTS, FACTS)
 
 
@@ -134,7 +134,7 @@ def test_a_peer_that_does_not_answer_is_ended(comparison: peers.Comparison):
 
 def test_an_unknown_peer_is_refused():
     with pytest.raises(SystemExit, match="no peer 'nonsense'; choose among"):
-        peers.chosen([peers.Way("good", "good", {})], ["nonsense"])
+        peers.chosen([peers.DecodingMethod("good", "good", {})], ["nonsense"])
 
 
 @pytest.mark.parametrize("module", [machine, peers])

@@ -38,7 +38,7 @@ from draftheads.errors import (
     UnknownMethod,
 )
 from draftheads.heads import HEADS, head_classes
-from draftheads.heads.attention import Turns
+from draftheads.heads.attention import RotaryConfig
 from draftheads.heads.base import DraftHead
 from draftheads.heads.hydra_plus_plus import HydraPlusPlusHead
 from draftheads.heads.medusa import MedusaConfig, MedusaHead
@@ -146,7 +146,11 @@ def test_rotary_positions_are_saved_where_they_are_scaled(base: TargetModel, tmp
         loaded = load_head(tmp_path / name, base, dtype=torch.float32)
         assert loaded.config == head.config
         assert isinstance(loaded, HydraPlusPlusHead)
-        expected = Turns(10000.0, tuple(scaled["rope_frequencies"]), 1.25) if options else Turns(10000.0, None, 1.0)
+        expected = (
+            RotaryConfig(10000.0, tuple(scaled["rope_frequencies"]), 1.25)
+            if options
+            else RotaryConfig(10000.0, None, 1.0)
+        )
         assert loaded.prefix.turns == expected
 
 
@@ -279,19 +283,19 @@ def test_the_files_on_the_disk(base: TargetModel, tmp_path: Path) -> None:
     assert config["provenance"]["torch"] == torch.__version__
     assert profile["format_version"] == 2
     assert profile["paths"] == [list(path) for path in TREE.paths[1:]]
-    assert profile["confidence"] == [1.0, 1.0, 1.0]
+    assert profile["temperatures"] == [1.0, 1.0, 1.0]
     assert (tmp_path / "head" / CARD_FILE).read_text() == "# Card\nfast\n"
 
 
 def test_a_saved_head_is_described_without_its_base(base: TargetModel, tmp_path: Path) -> None:
     head = random_head(base)
-    save_head(head, tmp_path / "head", base=base, profile=tiny_profile(TREE, confidence=[0.5, 1.5, 2.0]))
+    save_head(head, tmp_path / "head", base=base, profile=tiny_profile(TREE, temperatures=[0.5, 1.5, 2.0]))
     saved = read_head(tmp_path / "head")
     assert saved.method == "medusa"
     assert saved.config == head.config
     assert saved.model_id == "tiny-0"
     assert saved.fingerprints == Fingerprints.of(base)
-    assert saved.profile == tiny_profile(TREE, confidence=[0.5, 1.5, 2.0])
+    assert saved.profile == tiny_profile(TREE, temperatures=[0.5, 1.5, 2.0])
     loaded = load_head(tmp_path / "head", base)
     assert loaded.default_shape == TREE
     assert saved.num_parameters == 3 * (SIZE * SIZE + SIZE)
@@ -317,7 +321,7 @@ def test_a_head_without_a_measured_profile_has_an_assumed_one(base: TargetModel,
 
 
 def test_a_profile_of_another_head_is_not_saved(base: TargetModel, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointCorrupt, match="confidence has 2 numbers but the head has 3 heads"):
+    with pytest.raises(CheckpointCorrupt, match="temperatures has 2 numbers but the head has 3 heads"):
         save_head(random_head(base), tmp_path / "head", base=base, profile=AcceptanceProfile.assumed(2))
     assert not (tmp_path / "head").exists()
 
@@ -440,12 +444,12 @@ def test_the_print_of_the_layers_covers_all_layers_and_kernels_keep_it() -> None
         id(weight) for name, weight in model.model.model.layers.named_parameters() if "norm" not in name
     }
     other.layer_matrices()[-1].add_(1)
-    assert other.layers_print != model.layers_print
-    expected = tiny_base().layers_print
+    assert other.layers_fingerprint != model.layers_fingerprint
+    expected = tiny_base().layers_fingerprint
     other = tiny_base()
     other.speed_up()
-    assert other.layers_print == expected
-    assert TargetModel(other.model, other.tokenizer, "packed").layers_print is None
+    assert other.layers_fingerprint == expected
+    assert TargetModel(other.model, other.tokenizer, "packed").layers_fingerprint is None
     assert fingerprint.sampled_layers([torch.zeros(2, 2, dtype=torch.int8)]) is None
 
 
@@ -462,21 +466,21 @@ def test_a_head_is_accepted_for_a_quantised_copy_of_its_base(folder: Path, noise
 
 
 def test_the_tokenizers_fingerprint_depends_on_words_ids_and_splitting_only() -> None:
-    ours = fingerprint.tokenizer_print(tiny_tokenizer())
+    ours = fingerprint.tokenizer_fingerprint(tiny_tokenizer())
     padded = tiny_tokenizer()
     padded.padding_side = "left"
     padded(["the", "the w1"], padding=False, truncation=True, max_length=1)
-    assert fingerprint.tokenizer_print(padded) == ours
-    assert fingerprint.tokenizer_print(tiny_tokenizer(swap=True)) != ours
+    assert fingerprint.tokenizer_fingerprint(padded) == ours
+    assert fingerprint.tokenizer_fingerprint(tiny_tokenizer(swap=True)) != ours
     bytewise = tiny_tokenizer()
     bytewise.backend_tokenizer.pre_tokenizer = pre_tokenizers.CharDelimiterSplit("t")
-    assert fingerprint.tokenizer_print(bytewise) != ours
+    assert fingerprint.tokenizer_fingerprint(bytewise) != ours
 
 
 def test_the_tokenizers_fingerprint_survives_saving_and_loading(tmp_path: Path) -> None:
     tiny_tokenizer().save_pretrained(tmp_path)
     loaded = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    assert fingerprint.tokenizer_print(loaded) == fingerprint.tokenizer_print(tiny_tokenizer())
+    assert fingerprint.tokenizer_fingerprint(loaded) == fingerprint.tokenizer_fingerprint(tiny_tokenizer())
 
 
 def other_embedding() -> TargetModel:
@@ -607,13 +611,13 @@ BROKEN = [
     Broken(PROFILE_FILE, drop("paths"), CheckpointCorrupt, "paths is missing"),
     Broken(PROFILE_FILE, put("beam", value="3"), CheckpointCorrupt, "beam is '3'; it must be int"),
     Broken(
-        PROFILE_FILE, put("confidence", value=[1.0]), CheckpointCorrupt, "a node of depth 3; confidence has 1 depth"
+        PROFILE_FILE, put("temperatures", value=[1.0]), CheckpointCorrupt, "a node of depth 3; temperatures has 1 depth"
     ),
     Broken(
         PROFILE_FILE,
-        lambda profile: profile.update(paths=[[0]], static_tokens=[1.0, 1.5], confidence=[1.0], shallower_tokens=[]),
+        lambda profile: profile.update(paths=[[0]], static_tokens=[1.0, 1.5], temperatures=[1.0], shallower_tokens=[]),
         CheckpointCorrupt,
-        "confidence has 1 number but .* 3 heads",
+        "temperatures has 1 number but .* 3 heads",
     ),
     Broken(PROFILE_FILE, put("format_version", value=3), CheckpointMismatch, "is 3 .* up to 2: upgrade"),
     Broken(
@@ -625,7 +629,7 @@ BROKEN = [
     Broken(
         PROFILE_FILE,
         lambda profile: profile.update(
-            paths=[[0] * d for d in range(1, 5)], static_tokens=[1.0] * 5, confidence=[1.0] * 4, shallower_tokens=[]
+            paths=[[0] * d for d in range(1, 5)], static_tokens=[1.0] * 5, temperatures=[1.0] * 4, shallower_tokens=[]
         ),
         InvalidTree,
         r"acceptance\.json: the tree is 4 deep but the head has 3 heads",

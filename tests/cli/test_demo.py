@@ -45,10 +45,20 @@ def test_the_demo_ends_with_one_json_object(shown: tuple[str, str]):
     lines = shown[0].splitlines()
     record = json.loads(lines[-1])
     assert list(record) == [
-        *("model", "precision", "threads", "exact_bits", "copy", "num_prompts", "max_new_tokens", "seconds", "rows"),
+        *(
+            "model",
+            "precision",
+            "threads",
+            "batch_invariant",
+            "copy",
+            "num_prompts",
+            "max_new_tokens",
+            "seconds",
+            "rows",
+        ),
         *("step_milliseconds", "sentences", "provenance"),
     ]
-    assert (record["model"], record["precision"], record["exact_bits"]) == ("model", "fp32", False)
+    assert (record["model"], record["precision"], record["batch_invariant"]) == ("model", "fp32", False)
     assert (record["num_prompts"], record["max_new_tokens"], record["copy"]) == (2, 24, True)
     assert isinstance(record["threads"], int)
     assert 0 < record["seconds"] < 100
@@ -129,12 +139,12 @@ def test_the_demo_explains_texts_that_differ(capsys: pytest.CaptureFixture[str],
             assert main([*DEMO, "--heads", "./hydra", "--limit", "1", "--precision", precision]) == 0
             out = capsys.readouterr().out
             said[precision, differing] = [
-                words for words in ("--exact-bits", "please report", "another model than int8") if words in out
+                words for words in ("--batch-invariant", "please report", "another model than int8") if words in out
             ]
             assert all(len(line) <= 80 for line in out.splitlines())
     assert said == {
         ("bf16", False): [],
-        ("bf16", True): ["--exact-bits"],
+        ("bf16", True): ["--batch-invariant"],
         ("fp32", False): [],
         ("fp32", True): ["please report"],
         ("int8", False): [],
@@ -165,7 +175,7 @@ def test_the_demo_in_int8_compares_with_plain_int8(capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     assert "margin" not in out.split("provenance")[0].split('{"model"')[0]
     record = json.loads(out.splitlines()[-1])
-    assert (record["precision"], record["exact_bits"]) == ("int8", True)
+    assert (record["precision"], record["batch_invariant"]) == ("int8", True)
     assert [row["worst_margin"] for row in record["rows"]] == [None] * 3
     rows = {row["method"]: row for row in record["rows"]}
     assert rows["plain"]["identical"]
@@ -173,7 +183,7 @@ def test_the_demo_in_int8_compares_with_plain_int8(capsys: pytest.CaptureFixture
     assert rows["hydra"]["tokens_per_step"] > 1.0
 
 
-def test_the_demo_with_exact_bits_compares_with_plain_of_the_same_kernels(
+def test_the_demo_with_batch_invariant_compares_with_plain_of_the_same_kernels(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     references: list[Any] = []
@@ -187,17 +197,19 @@ def test_the_demo_with_exact_bits_compares_with_plain_of_the_same_kernels(
     monkeypatch.setattr(demo, "rows_keep_their_bits", lambda _: True)
     arguments = ["demo", "--model", "model", "--limit", "2", "--no-stream", "--max-new-tokens", "10", "--heads"]
     arguments += ["hydra", "--precision", "fp32", "--json", "-"]
-    assert main([*arguments, "--exact-bits"]) == 0
+    assert main([*arguments, "--batch-invariant"]) == 0
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert record["exact_bits"] is True
+    assert record["batch_invariant"] is True
     assert all(row["identical"] for row in record["rows"])
     assert [len(answer) for answer in references[0]] == [10, 10]
     assert main(arguments) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["exact_bits"] is False
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["batch_invariant"] is False
     assert references[1] is None
 
 
-def test_exact_bits_that_cannot_be_kept_are_an_error(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any):
+def test_batch_invariant_that_cannot_be_kept_are_an_error(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+):
     monkeypatch.setattr(demo, "rows_keep_their_bits", lambda _: False)
-    assert main(["demo", "--model", "model", "--heads", "hydra", "--exact-bits"]) == 1
-    assert "error: exact_bits: this machine's kernels change a row's bits" in capsys.readouterr().err
+    assert main(["demo", "--model", "model", "--heads", "hydra", "--batch-invariant"]) == 1
+    assert "error: batch_invariant: this machine's kernels change a row's bits" in capsys.readouterr().err

@@ -86,12 +86,12 @@ def test_measuring_stops_after_its_time_budget(kinds: list[type[Product]], monke
     assert CLOCK.now - start < 1.5 * BUDGET_SECONDS
 
 
-def test_products_that_do_not_keep_bits_are_no_candidates_for_exact_bits(kinds: list[type[Product]]):
+def test_products_that_do_not_keep_bits_are_no_candidates_for_batch_invariant(kinds: list[type[Product]]):
     kinds[:] = [Moody, Steady]
     assert choose(weights((8, 4)), clock=CLOCK) == {(8, 4): Moody}
-    assert choose(weights((8, 4)), exact_bits=True, clock=CLOCK) == {(8, 4): Steady}
+    assert choose(weights((8, 4)), batch_invariant=True, clock=CLOCK) == {(8, 4): Steady}
     kinds[:] = [Moody]
-    assert choose(weights((8, 4)), exact_bits=True, clock=CLOCK) == {(8, 4): Plain}
+    assert choose(weights((8, 4)), batch_invariant=True, clock=CLOCK) == {(8, 4): Plain}
 
 
 def test_a_choice_is_stored(kinds: list[type[Product]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -151,7 +151,7 @@ def test_a_layer_gets_the_chosen_product_only_if_its_weight_fits(monkeypatch: py
     last = layers[2].product.weight
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        pack(layers, exact_bits=True)
+        pack(layers, batch_invariant=True)
     assert [type(layer.product) for layer in layers] == [Steady, Steady, Plain]
     assert all(torch.equal(layer.weight, weight) for layer, weight in zip(layers, expected, strict=True))
     assert [layer.multiple for layer in layers] == [8, 8, 8]

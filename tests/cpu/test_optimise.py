@@ -44,7 +44,7 @@ def kinds(model: nn.Module) -> set[type]:
 def test_the_cache_has_two_names_and_nothing_else_is_ignored(part: str, name: str) -> None:
     """transformers 5.24 renamed the argument; one that is overlooked would be a text without its beginning."""
     model = tiny_model("llama").model
-    speed_up(model, exact_bits=False)
+    speed_up(model, batch_invariant=False)
     layer = model.get_decoder().layers[0]
     assert isinstance(layer, FusedLayer)
     module = layer if part == "layer" else layer.self_attn
@@ -70,7 +70,7 @@ def test_the_cache_has_two_names_and_nothing_else_is_ignored(part: str, name: st
 @pytest.mark.parametrize("family", ROTARY)
 def test_layers_of_common_families_are_fused(family: str):
     model = tiny_model(family).model
-    speed_up(model, exact_bits=False)
+    speed_up(model, batch_invariant=False)
     assert {FusedLayer, FusedAttention, FusedMlp, FusedNorm, PackedLinear} <= kinds(model)
     assert nn.Linear not in kinds(model)
     assert not [kind for kind in kinds(model) if kind.__name__.endswith("RMSNorm")], "norms inside attention, too"
@@ -80,7 +80,7 @@ def test_layers_of_common_families_are_fused(family: str):
 def test_layers_with_another_computation_are_not_fused(family: str):
     """Granite scales what it adds, OLMo norms elsewhere, Gemma has more norms, Mixtral has experts."""
     model = tiny_model(family, **({"residual_multiplier": 0.5} if family == "granite" else {})).model
-    speed_up(model, exact_bits=False)
+    speed_up(model, batch_invariant=False)
     assert FusedLayer not in kinds(model)
     assert FusedNorm in kinds(model)
 
@@ -101,7 +101,7 @@ def test_a_module_with_the_same_names_but_another_result_is_not_replaced():
     target, stock = tiny_model("llama"), tiny_model("llama")
     for model in (target.model, stock.model):
         model.model.layers[0].mlp = Impostor(model.model.layers[0].mlp)
-    speed_up(target.model, exact_bits=False)
+    speed_up(target.model, batch_invariant=False)
     assert type(target.model.model.layers[0].mlp) is Impostor
     text = torch.arange(12)[None]
     torch.testing.assert_close(target.model(text).logits, stock.model(text).logits, rtol=1e-4, atol=1e-4)
@@ -112,7 +112,7 @@ def test_a_module_with_the_same_names_but_another_result_is_not_replaced():
 @torch.inference_mode()
 def test_the_fast_model_equals_the_stock_model(family: str, dtype: torch.dtype):
     target, stock = tiny_model(family, dtype=dtype), tiny_model(family)
-    speed_up(target.model, exact_bits=False)
+    speed_up(target.model, batch_invariant=False)
     text = torch.arange(40).view(2, 20) % VOCAB
     found, expected = target.model(text).logits.float(), stock.model(text).logits
     # bf16 weights are rounded, so its bound is coarse; fp32 differs in the order of sums only
@@ -176,16 +176,16 @@ def test_an_untied_lm_head_is_unpacked():
 def test_the_digest_of_the_weights_is_computed_before_packing():
     model, stock = tiny_model("qwen2"), tiny_model("qwen2")
     model.speed_up()
-    assert model.weights_print == stock.weights_print
+    assert model.weights_fingerprint == stock.weights_fingerprint
     assert (model.hidden_size, model.vocab_size, model.dtype) == (stock.hidden_size, stock.vocab_size, stock.dtype)
 
 
-def test_other_attention_is_not_replaced_and_has_no_exact_bits():
+def test_other_attention_is_not_replaced_and_has_no_batch_invariant():
     target = tiny_model("llama")
     target.model.set_attn_implementation("eager")
-    speed_up(target.model, exact_bits=False)
+    speed_up(target.model, batch_invariant=False)
     assert target.config._attn_implementation == "eager"
-    for options in ({"exact_bits": True}, {"exact_bits": False, "int8": True}):
+    for options in ({"batch_invariant": True}, {"batch_invariant": False, "int8": True}):
         other = tiny_model("llama")
         other.model.set_attn_implementation("eager")
         with pytest.raises(InvalidSettings, match="needs attention of kind sdpa; this model was loaded with eager"):
@@ -326,7 +326,7 @@ def test_many_scores_in_bf16_read_whole_blocks(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(attention_module, "native_bf16", lambda: True)
     monkeypatch.setattr(attention_module, "_MANY_SCORES", 10_000)
     model = tiny_model("llama", dtype=torch.bfloat16)
-    speed_up(model.model, exact_bits=False)
+    speed_up(model.model, batch_invariant=False)
     spans: list[int] = []
     by_products = attention_module._by_products
 
@@ -376,7 +376,7 @@ def test_exact_attention_does_not_depend_on_the_slots_of_the_keys(dtype: torch.d
 def test_a_token_has_the_same_bits_alone_and_in_a_tree(family: str, int8: bool):
     """In a tree its ancestors stand in other slots, and other nodes are computed beside it."""
     model = tiny_model(family, hidden_size=64, intermediate_size=128)
-    speed_up(model.model, exact_bits=True, int8=int8)
+    speed_up(model.model, batch_invariant=True, int8=int8)
     if not rows_keep_their_bits(model.model):
         pytest.skip("this CPU's kernels change a row's bits with the number of rows")
     prompt = [3 + n % 20 for n in range(30)]
@@ -408,7 +408,7 @@ class Shifty(Plain):
 @pytest.mark.parametrize("from_rows", [16, 24, 40, 64, 128])
 def test_kernels_that_change_bits_are_detected(monkeypatch: pytest.MonkeyPatch, from_rows: int):
     model = tiny_model("llama").model
-    speed_up(model, exact_bits=True)
+    speed_up(model, batch_invariant=True)
     layer = model.model.layers[1].mlp.down_proj
     monkeypatch.setattr(Shifty, "from_rows", MAX_TREE_ROWS + 1)
     layer.product = Shifty(layer.weight, None)
@@ -422,14 +422,14 @@ def test_kernels_that_change_bits_are_detected(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize(
-    ("family", "exact_bits"),
+    ("family", "batch_invariant"),
     [(name, exact) for name in FAMILIES for exact in (False, True) if not (exact and name == "gemma2")],  # not sdpa
 )
 @torch.inference_mode()
-def test_whole_texts_and_transformers_generation_stay_correct(family: str, exact_bits: bool):
+def test_whole_texts_and_transformers_generation_stay_correct(family: str, batch_invariant: bool):
     """Passes without a mask of ours, past the sliding windows (8); padding on the left; a cache that is not ours."""
     stock, target = tiny_model(family), tiny_model(family)
-    speed_up(target.model, exact_bits=exact_bits)
+    speed_up(target.model, batch_invariant=batch_invariant)
     text = torch.arange(24).view(2, 12) % 20 + 3
     torch.testing.assert_close(target.hidden_states(text), stock.hidden_states(text), rtol=1e-5, atol=2e-5)
     padding = torch.ones_like(text)
@@ -439,17 +439,19 @@ def test_whole_texts_and_transformers_generation_stay_correct(family: str, exact
 
 
 @pytest.mark.parametrize(
-    ("exact_bits", "passes"),
+    ("batch_invariant", "passes"),
     [
         (False, [(3, 20), (1, 21), (1, 70)]),  # neighbours share a pass until it is full; a longer prompt has its own
         (True, [(1, 9), (1, 10), (1, 20), (1, 21), (1, 70)]),  # results must not depend on the other prompts
     ],
 )
-def test_prompts_are_read_in_groups(exact_bits: bool, passes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch):
+def test_prompts_are_read_in_groups(
+    batch_invariant: bool, passes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(target_module, "PREFILL_TOKENS", 60)
     model = tiny_model("llama")
-    if exact_bits:
-        speed_up(model.model, exact_bits=True)
+    if batch_invariant:
+        speed_up(model.model, batch_invariant=True)
     prompts = [[(3 * token + row) % VOCAB for token in range(length)] for row, length in enumerate((9, 10, 20, 21, 70))]
     alone = [Target(model).prefill([prompt]) for prompt in prompts]
     read: list[tuple[int, ...]] = []
@@ -465,17 +467,17 @@ def test_prompts_are_read_in_groups(exact_bits: bool, passes: list[tuple[int, in
     assert read == passes
     assert target.lengths == [9, 10, 20, 21, 70]
     assert hidden.shape[:2] == (5, 70)
-    bound = 0.0 if exact_bits else 1e-4
+    bound = 0.0 if batch_invariant else 1e-4
     for row, (expected, states) in enumerate(alone):
         torch.testing.assert_close(logits[row], expected[0], rtol=bound, atol=bound)
         torch.testing.assert_close(hidden[row, : states.shape[1]], states[0], rtol=bound, atol=bound)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("exact_bits", [False, True])
-def test_the_name_of_the_kernels_is_known(dtype: torch.dtype, *, exact_bits: bool) -> None:
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_the_name_of_the_kernels_is_known(dtype: torch.dtype, *, batch_invariant: bool) -> None:
     model = tiny_model("llama", dtype=dtype).model
     assert kernels_of(model) == "stock"
-    speed_up(model, exact_bits=exact_bits)
-    assert kernels_of(model) == ("exact_bits" if exact_bits else "fast")
-    assert model.config._attn_implementation == (EXACT_ATTENTION if exact_bits else GROUPED_ATTENTION)
+    speed_up(model, batch_invariant=batch_invariant)
+    assert kernels_of(model) == ("batch_invariant" if batch_invariant else "fast")
+    assert model.config._attn_implementation == (EXACT_ATTENTION if batch_invariant else GROUPED_ATTENTION)

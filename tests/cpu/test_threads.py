@@ -91,9 +91,9 @@ def test_a_number_from_the_environment_stays(monkeypatch: pytest.MonkeyPatch):
         torch.set_num_threads(4)
 
 
-@pytest.mark.parametrize(("exact_bits", "expected"), [(False, {4, 2}), (True, {4})])
+@pytest.mark.parametrize(("batch_invariant", "expected"), [(False, {4, 2}), (True, {4})])
 def test_decoding_uses_the_chosen_number_and_then_restores_it(
-    exact_bits: bool, expected: set[int], monkeypatch: pytest.MonkeyPatch
+    batch_invariant: bool, expected: set[int], monkeypatch: pytest.MonkeyPatch
 ):
     """Bits were compared with one number of threads, so exact bits keep it."""
     others = Others()
@@ -101,8 +101,8 @@ def test_decoding_uses_the_chosen_number_and_then_restores_it(
     choice = ThreadChoice(others, is_fixed=False)
     monkeypatch.setattr(kv_target, "thread_choice", lambda: choice)
     model = tiny_model("llama")
-    if exact_bits:
-        model.speed_up(exact_bits=True)
+    if batch_invariant:
+        model.speed_up(batch_invariant=True)
     seen = set()
     own = type(model).run
     monkeypatch.setattr(type(model), "run", lambda *a, **k: seen.add(torch.get_num_threads()) or own(*a, **k))

@@ -13,7 +13,7 @@ from draftheads.data import corpus_files
 from draftheads.data.corpus_files import load_corpus
 from draftheads.drafters.corpus import Corpus
 from draftheads.errors import CacheWarning, DataError
-from draftheads.models.fingerprint import tokenizer_print
+from draftheads.models.fingerprint import tokenizer_fingerprint
 
 
 class Letters:
@@ -47,7 +47,7 @@ def test_texts_chats_and_recorded_answers_of_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     write(folder / "a.txt", "one text\nof two lines")
     messages = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}]
-    recorded = {"prompt_ids": [100], "answer_ids": [101, 102], "tokenizer": tokenizer_print(Letters())}
+    recorded = {"prompt_ids": [100], "answer_ids": [101, 102], "tokenizer": tokenizer_fingerprint(Letters())}
     write(folder / "b.jsonl", {"text": "two"}, {"messages": [*messages, *messages]}, recorded)
     write(folder / "inside" / "c.jsonl.gz", {"prompt": "ask", "completion": "answer"})
     write(folder / "d.csv", "not read")

@@ -375,8 +375,8 @@ def test_drafting_is_timed_with_all_levels(target: TargetModel, nodes: int, monk
 
 def test_typical_trees_hang_together() -> None:
     for nodes in range(1, 65):
-        assert typical_tree(nodes, depth=4, num_ranks=4).num_nodes == nodes
-    assert typical_tree(64, depth=1, num_ranks=3).num_nodes == 4
+        assert typical_tree(nodes, depth=4, top_k=4).num_nodes == nodes
+    assert typical_tree(64, depth=1, top_k=3).num_nodes == 4
 
 
 # --- the cache ---

@@ -565,23 +565,23 @@ def test_kernels_of_a_loaded_model(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(loading, "rows_keep_their_bits", lambda _: True)
     bf16: dict[str, Any] = {"precision": "bf16"}
     assert layers_of(draftheads.load("tiny", fast=False)) == {torch.nn.Linear}
-    assert exact(**bf16, exact_bits=True) == {True}
+    assert exact(**bf16, batch_invariant=True) == {True}
     assert True not in exact() | exact(**bf16)
-    for options in ({"exact_bits": True}, {"fast": False, "exact_bits": True}):
-        assert draftheads.load("tiny", **options).model.exact_bits
+    for options in ({"batch_invariant": True}, {"fast": False, "batch_invariant": True}):
+        assert draftheads.load("tiny", **options).model.batch_invariant
     monkeypatch.setattr(loading, "rows_keep_their_bits", lambda _: False)
-    with pytest.raises(InvalidSettings, match="exact_bits: this CPU's kernels change a row's bits"):
-        exact(exact_bits=True)
+    with pytest.raises(InvalidSettings, match="batch_invariant: this CPU's kernels change a row's bits"):
+        exact(batch_invariant=True)
 
 
-def test_exact_bits_are_for_cpus(monkeypatch: pytest.MonkeyPatch):
+def test_batch_invariant_are_for_cpus(monkeypatch: pytest.MonkeyPatch):
     elsewhere = TargetModel.__new__(TargetModel)
     monkeypatch.setattr(TargetModel, "load", lambda *_, **__: elsewhere)
     monkeypatch.setattr(TargetModel, "device", torch.device("meta"))
     monkeypatch.setattr(TargetModel, "dtype", torch.float32)
     monkeypatch.setattr(loading, "check_trees", lambda _: None)
-    with pytest.raises(InvalidSettings, match="exact_bits is for CPUs; the model is on meta"):
-        draftheads.load("tiny", exact_bits=True)
+    with pytest.raises(InvalidSettings, match="batch_invariant is for CPUs; the model is on meta"):
+        draftheads.load("tiny", batch_invariant=True)
 
 
 def test_a_model_that_cannot_read_trees_is_refused_on_loading(monkeypatch: pytest.MonkeyPatch):

@@ -12,7 +12,7 @@ import torch
 from draftheads.decode.acceptance_check import AcceptanceCheck
 from draftheads.decode.cost_profile import CostPoint, CostProfile, by_hand
 from draftheads.decode.engine import Engine
-from draftheads.decode.size_policy import SHARE_OF_REACH, SizePolicy, SizePolicySession
+from draftheads.decode.size_policy import LEVEL_GAIN, SizePolicy, SizePolicySession
 from draftheads.drafters.copying import Copying as TextCopying
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
@@ -333,7 +333,7 @@ def test_each_level_is_drafted_only_if_its_tokens_are_worth_its_time() -> None:
     (asked,) = one.session.asked  # type: ignore[attr-defined]
     assert asked.num_nodes > shape.num_nodes
     assert asked.max_depth is None, "as deep as the head was measured"
-    assert asked.min_reach == pytest.approx(3.0 * rate / SHARE_OF_REACH, abs=0.005)
+    assert asked.min_level_probability == pytest.approx(3.0 * rate / LEVEL_GAIN, abs=0.005)
 
 
 def test_a_tree_on_an_accelerator_is_the_one_that_the_profiles_choose() -> None:
@@ -358,7 +358,7 @@ def test_levels_must_reach_more_where_a_request_accepts_less_than_expected() -> 
     for _ in range(10):
         one.propose(context(1), ROOT_ONLY)
         one.note([0])
-        reaches.append(one.session.asked[-1].min_reach)  # type: ignore[attr-defined]
+        reaches.append(one.session.asked[-1].min_level_probability)  # type: ignore[attr-defined]
     assert reaches[-1] > reaches[0] > 0
 
 

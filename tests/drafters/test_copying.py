@@ -39,8 +39,8 @@ PROMPTS = [
 SHAPES: dict[str, Shape] = {
     "chain": Tree.chain(3),
     "ragged": Tree.from_paths([(0,), (1,), (4,), (0, 0), (0, 2), (4, 1), (0, 2, 0), (4, 1, 3)]),
-    "best first": BestFirst(10, num_ranks=6, beam=4),
-    "sure ones": BestFirst(20, num_ranks=6, beam=4, threshold=0.05),
+    "best first": BestFirst(10, top_k=6, beam=4),
+    "sure ones": BestFirst(20, top_k=6, beam=4, threshold=0.05),
 }
 some_model = cache(tiny_model)
 

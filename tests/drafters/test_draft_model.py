@@ -27,7 +27,7 @@ def model() -> TargetModel:
 TREES: dict[str, Shape] = {
     "chain": Tree.chain(3),
     "ragged": Tree.from_paths([(0,), (1,), (4,), (0, 0), (0, 2), (4, 1), (0, 2, 0), (4, 1, 3)]),
-    "best first": BestFirst(12, num_ranks=4, beam=3, max_depth=4),
+    "best first": BestFirst(12, top_k=4, beam=3, max_depth=4),
     "best paths": BestPaths((4, 2, 1), 4),
 }
 
@@ -134,13 +134,11 @@ def test_a_draft_model_needs_the_same_tokenizer(model: TargetModel) -> None:
 
 def test_a_draft_model_grows_trees_up_to_max_depth(model: TargetModel) -> None:
     drafter = DraftModel(model, model, max_depth=2)
-    results = Engine(model, drafter, shape=BestFirst(8, num_ranks=1)).generate(
-        [[3, 4]], max_new_tokens=25, ignore_eos=True
-    )
+    results = Engine(model, drafter, shape=BestFirst(8, top_k=1)).generate([[3, 4]], max_new_tokens=25, ignore_eos=True)
     assert results[0].num_steps == 24 / 3
 
 
-@pytest.mark.parametrize("shape", [BestFirst(12, num_ranks=1, beam=1, max_depth=8), BestPaths((1,) * 8, 1)])
+@pytest.mark.parametrize("shape", [BestFirst(12, top_k=1, beam=1, max_depth=8), BestPaths((1,) * 8, 1)])
 def test_a_draft_model_drafts_as_deep_as_the_shape_says(shape: Shape, model: TargetModel) -> None:
     """Also where the shape is deeper than ``max_depth``, which is for shapes without a depth."""
     drafter = DraftModel(model, model, max_depth=2)
@@ -153,7 +151,7 @@ def test_a_draft_model_fills_no_tree_that_is_wider_than_its_vocabulary(shape: Sh
     drafter = DraftModel(tiny_model("llama", seed=5), model)
     with pytest.raises(InvalidTree, match=f"rank {VOCAB} is beyond the draft vocabulary of {VOCAB}"):
         Engine(model, drafter, shape=shape).generate([[3, 4]])
-    drafter.check_shape(BestFirst(8, num_ranks=VOCAB + 4))
+    drafter.check_shape(BestFirst(8, top_k=VOCAB + 4))
 
 
 def test_a_draft_model_of_a_smaller_vocabulary_changes_no_text(model: TargetModel) -> None:

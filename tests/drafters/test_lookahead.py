@@ -158,7 +158,7 @@ def test_drafters_without_a_head_change_no_sampled_token(kind: str, family: str)
         "lookahead": (Lookahead(), None),
         "prompt lookup": (PromptLookup(), None),
         "draft model": (DraftModel(small, target), Tree.cartesian([3, 2])),
-        "draft model that grows": (DraftModel(small, target), BestFirst(12, num_ranks=4)),
+        "draft model that grows": (DraftModel(small, target), BestFirst(12, top_k=4)),
     }[kind]
     options: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 0.7, "seed": 5}
     expected = [result.token_ids for result in Engine(target).generate(PROMPTS, **options)]

@@ -216,7 +216,7 @@ def test_drafting_with_a_history_is_drafting_from_scratch(
         monkeypatch.setattr("draftheads.heads.stateful._MOST_UNREAD", 6)
     head = variant(name, model)
     # heads without a limit of depth: beyond the depth that they are trained for
-    shape = BestFirst(12, num_ranks=4, beam=3, max_depth=None if head.depth_limit else 6)
+    shape = BestFirst(12, top_k=4, beam=3, max_depth=None if head.depth_limit else 6)
     hidden, tokens = random_text(6, 200, size=input_size(head), seed=3)
     chance = torch.Generator().manual_seed(5)
     session = head.start()
@@ -273,14 +273,14 @@ def test_a_head_drafts_deeper_than_it_was_trained_as_one_of_that_depth_does(name
     hidden, tokens = random_text(2, 14, size=input_size(head))
     context = whole(hidden, tokens, [12, 7])
     assert (head.depth_limit, head.config.num_heads) == (None, 3)
-    for shape in (Tree.chain(6), BestFirst(30, num_ranks=4, beam=3, max_depth=6)):
+    for shape in (Tree.chain(6), BestFirst(30, top_k=4, beam=3, max_depth=6)):
         found, expected = propose(head, context, shape), propose(deep, context, shape)
         assert found.max_depth == 6
         assert torch.equal(found.token_ids, expected.token_ids)
         assert torch.equal(found.parents, expected.parents)
-    by_confidence = propose(head, context, BestFirst(30, num_ranks=4, beam=3, confidence=(1.0,) * 6))
+    by_confidence = propose(head, context, BestFirst(30, top_k=4, beam=3, temperatures=(1.0,) * 6))
     assert torch.equal(by_confidence.token_ids, found.token_ids)
-    assert propose(head, context, BestFirst(30, num_ranks=4, beam=3)).max_depth == 3
+    assert propose(head, context, BestFirst(30, top_k=4, beam=3)).max_depth == 3
     deeper = head.with_depth(6)
     assert head.config.num_heads == 3
     torch.testing.assert_close(deeper(hidden, tokens), deep(hidden, tokens))
@@ -293,7 +293,7 @@ def test_heads_with_weights_for_each_depth_draft_no_deeper_than_trained(name: st
         with pytest.raises(InvalidTree, match="the tree is 4 deep but the head has 3 heads"):
             head.check_shape(shape)
     hidden, tokens = random_text(1, 9, size=model.hidden_size)
-    shape = BestFirst(9, confidence=(1.0,) * 5)
+    shape = BestFirst(9, temperatures=(1.0,) * 5)
     assert propose(head, whole(hidden, tokens, [7]), shape).max_depth == 3
 
 
@@ -382,7 +382,7 @@ def test_drafting_does_not_change_a_head(name: str, model: TargetModel) -> None:
     session.follow(whole(hidden, tokens, [5, 8]))
     for shape in (
         head.default_shape,
-        BestFirst(12, num_ranks=4, beam=3),
+        BestFirst(12, top_k=4, beam=3),
         BestPaths((2, 1, 1, 1)[: head.config.num_heads], 2),
     ):
         session.propose(Context(hidden[:, :1], tokens[:, :1], torch.tensor([1, 1]), tokens[:, 9]), shape)
@@ -762,7 +762,7 @@ def test_an_amphista_whose_coupling_adds_nothing_is_the_papers(model: TargetMode
     hidden, tokens = random_text(3, 12, size=model.hidden_size)
     assert torch.equal(head(hidden, tokens), base(hidden, tokens))
     context = whole(hidden, tokens, [11, 6, 1])
-    for shape in (Tree.chain(0), *TREES.values(), BestFirst(24, num_ranks=6, beam=24), BestPaths((6, 3, 2), 5)):
+    for shape in (Tree.chain(0), *TREES.values(), BestFirst(24, top_k=6, beam=24), BestPaths((6, 3, 2), 5)):
         found, expected = propose(head, context, shape), propose(base, context, shape)
         assert torch.equal(found.token_ids, expected.token_ids)
         assert torch.equal(found.parents, expected.parents)

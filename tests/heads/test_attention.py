@@ -7,7 +7,7 @@ import torch
 
 from draftheads.heads import head_classes
 from draftheads.heads.attention import LayerConfig, RmsNorm, TransformerLayer, attend, attend_with_path
-from draftheads.heads.history import KeysValues
+from draftheads.heads.kv_cache import KeysValues
 from families import VOCAB
 from slow_heads import slow_attention
 

@@ -210,7 +210,7 @@ def test_the_targets_tensors_do_not_become_a_heads_weights(method: str) -> None:
     theirs = {weight.data_ptr() for weight in target.model.parameters()}
     head = tiny_head(method, target)  # which changes all weights of the head
     assert not [name for name, weight in head.named_parameters() if weight.data_ptr() in theirs]
-    assert tiny_model("phi").weights_print == target.weights_print
+    assert tiny_model("phi").weights_fingerprint == target.weights_fingerprint
 
 
 # --- errors ---

@@ -25,7 +25,7 @@ def test_states_are_those_of_transformers(family: str, fast: bool) -> None:
     model = tiny_model(family)
     expected = model.model(TEXT, output_hidden_states=True).hidden_states
     if fast:
-        speed_up(model.model, exact_bits=False)
+        speed_up(model.model, batch_invariant=False)
     last, states = model.run((1, 0), input_ids=TEXT, use_cache=False)
     torch.testing.assert_close(states, torch.cat([expected[1], expected[0]], -1), rtol=1e-5, atol=2e-5)
     torch.testing.assert_close(last, expected[-1], rtol=1e-5, atol=2e-5)
@@ -138,7 +138,7 @@ def test_layers_that_the_model_does_not_have_are_refused() -> None:
 def test_observed_probabilities_are_the_targets_own() -> None:
     model = tiny_model("llama")
     answer = Answer((5, 6, 7), (8, 9, 10, 11, 12))
-    seen, _ = observe(tiny_head("eagle3", model), model, answer, num_ranks=VOCAB, temperature=1.0)
+    seen, _ = observe(tiny_head("eagle3", model), model, answer, top_k=VOCAB, temperature=1.0)
     logits = model.model(torch.tensor([answer.prompt_ids + answer.token_ids])).logits[0]
     for head, place in ((0, 0), (0, 3), (1, 2), (2, 1)):
         expected = logits[3 + place + head].softmax(-1).sort().values

@@ -17,7 +17,7 @@ from draftheads.models import kv_target as target
 from draftheads.models.graphs import Outputs, StaticOnly, StepGraphs, capture_for
 from draftheads.models.kv_target import Target, padded_nodes
 from draftheads.models.model import TargetModel
-from draftheads.speculation.draft import Draft, Verdict
+from draftheads.speculation.draft import AcceptResult, Draft
 from draftheads.speculation.tree import Tree
 from fake_cuda import GPU, FakeCuda, Place
 from families import FAMILIES, GROWING, PROMPTS, TREES, VOCAB, PlantedDrafter, PlantedRandomTrees, tiny_head, tiny_model
@@ -60,7 +60,7 @@ def test_static_steps_equal_ordinary_ones(family: str, tree: str) -> None:
     tokens = torch.randint(3, VOCAB, (3, shape.num_nodes), generator=torch.Generator().manual_seed(1))
     deepest = max(shape.paths, key=len)
     path = [shape.paths.index(deepest[:depth]) for depth in range(len(deepest) + 1)]
-    verdict = Verdict(
+    verdict = AcceptResult(
         torch.tensor([path, [0] * len(path), path]), torch.tensor([len(path), 1, 2]), torch.tensor([4, 5, 6])
     )
     for each in (ordinary, fixed):
@@ -223,7 +223,7 @@ def test_entries_are_moved_once_where_only_the_capture_fails(place: Place, cuda:
         each.prefill([[5, 6, 7]])
     for step in range(3):
         draft = Draft.on_tree(tree, torch.tensor([[3 + step, 4, 5, 6]]))
-        verdict = Verdict(torch.tensor([[0, 2, 3]]), torch.tensor([3]), torch.tensor([9]))
+        verdict = AcceptResult(torch.tensor([[0, 2, 3]]), torch.tensor([3]), torch.tensor([9]))
         expected, found = ordinary.verify(draft)[0], captured.verify(draft)[0]
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=3e-5)
         ordinary.commit(verdict, [3])
@@ -355,5 +355,5 @@ def test_cuda_graphs_give_the_results_of_the_function() -> None:
         counts = torch.tensor([3, 1, 8], device="cuda")
         path = torch.arange(8, device="cuda").repeat(3, 1)
         for each in (captured, plain):
-            each.commit(Verdict(path, counts, counts), counts.tolist())
+            each.commit(AcceptResult(path, counts, counts), counts.tolist())
     assert len(captured.graphs) == 2

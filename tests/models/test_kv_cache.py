@@ -16,7 +16,7 @@ from draftheads.models.kv_cache import BLOCK_SLOTS, SlotCache
 from draftheads.models.kv_target import Target
 from draftheads.models.masks import as_float_mask, tree_visibility, within_window
 from draftheads.models.model import TargetModel
-from draftheads.speculation.draft import Draft, Verdict
+from draftheads.speculation.draft import AcceptResult, Draft
 from draftheads.speculation.tree import Tree
 from families import PROMPTS, TREES, PlantedDrafter, tiny_model
 
@@ -40,7 +40,7 @@ def advance(target: Target) -> None:
     rows = target.num_rows
     zeros = torch.zeros(rows, 1, dtype=torch.long)
     target.verify(Draft.on_tree(Tree.chain(0), zeros + 5))
-    target.commit(Verdict(zeros, zeros[:, 0] + 1, zeros[:, 0]), [1] * rows)
+    target.commit(AcceptResult(zeros, zeros[:, 0] + 1, zeros[:, 0]), [1] * rows)
 
 
 # --- bytes ---
@@ -258,7 +258,7 @@ def test_commit_moves_the_accepted_path_behind_the_text(model: TargetModel):
     target = Target(model)
     target.prefill([[5, 6, 7], [9]])
     target.verify(Draft.on_tree(tree, tokens))
-    target.commit(Verdict(torch.tensor([path, [0, 0, 0, 0]]), torch.tensor([4, 1]), torch.tensor([1, 1])), [4, 1])
+    target.commit(AcceptResult(torch.tensor([path, [0, 0, 0, 0]]), torch.tensor([4, 1]), torch.tensor([1, 1])), [4, 1])
     assert target.lengths == [7, 2]
     assert tree.depths[node] == 3
     for row, text in enumerate([[5, 6, 7, *tokens[0, path].tolist()], [9, int(tokens[1, 0])]]):

@@ -21,7 +21,7 @@ from joint_world import on_disk
 from training_world import chat_model
 
 TEXT = torch.tensor([[5, 6, 7, 8, 9, 20, 11, 3]])
-KINDS = {"stock": None, "fast": {}, "exact bits": {"exact_bits": True}, "int8": {"int8": True}}
+KINDS = {"stock": None, "fast": {}, "exact bits": {"batch_invariant": True}, "int8": {"int8": True}}
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_the_weights_are_shared_and_adapters_differ(tmp_path: Path, kernels: Pat
     originals = [m for m in base.model.modules() if isinstance(m, PackedLinear)]
     assert packed
     assert all(m.product._base is o.product for m, o in zip(packed, originals, strict=True))
-    assert len({base.weights_print, adapted.weights_print, other.weights_print}) == 3
+    assert len({base.weights_fingerprint, adapted.weights_fingerprint, other.weights_fingerprint}) == 3
     assert (adapted.dtype, adapted.precision) == (base.dtype, base.precision)
     # the adapter changes the lm_head, and not the embedding that it is tied to
     assert torch.equal(adapted.weights.embedding, base.weights.embedding)
@@ -125,10 +125,10 @@ def test_ranks_and_factors_of_single_layers_count(tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(base.with_adapter(folder)), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_exact_bits_do_not_depend_on_the_other_rows(tmp_path: Path, kernels: Path) -> None:
+def test_batch_invariant_do_not_depend_on_the_other_rows(tmp_path: Path, kernels: Path) -> None:
     base = tiny_model("llama", hidden_size=64, dtype=torch.bfloat16)
     folder = saved_adapter(base, tmp_path / "a")
-    base.speed_up(folder=kernels, exact_bits=True)
+    base.speed_up(folder=kernels, batch_invariant=True)
     adapted = base.with_adapter(folder)
     alone = adapted.hidden_states(TEXT[:, :1])
     for length in range(2, 9):

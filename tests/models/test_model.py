@@ -256,7 +256,7 @@ def test_a_twin_shares_weights_and_nothing_else():
     assert not {id(module) for module in target.model.modules()} & {id(module) for module in twin.model.modules()}
     assert torch.equal(twin.model(text).logits, expected)
 
-    speed_up(twin.model, exact_bits=True)
+    speed_up(twin.model, batch_invariant=True)
     assert any(isinstance(module, PackedLinear) for module in twin.model.modules())
     assert not any(isinstance(module, PackedLinear) for module in target.model.modules())
     assert twin.config._attn_implementation != target.config._attn_implementation == "sdpa"

@@ -86,16 +86,16 @@ def chances_after(model: TargetModel, answer: Answer, place: int, temperature: f
     ],
 )
 def test_an_observation_equals_the_head_s_logits_token_by_token(family: str, kind: str, temperature: float) -> None:
-    num_ranks = 5
+    top_k = 5
     model = model_of(family)
     method, options = HEADS[kind]
     head = tiny_head(method, model, num_heads=K, **options)
     misses = 0
     for answer in said(model, temperature=temperature)[:2]:
         length = len(answer.token_ids)
-        seen, hidden = observe(head, model, answer, num_ranks=num_ranks, temperature=temperature)
+        seen, hidden = observe(head, model, answer, top_k=top_k, temperature=temperature)
         assert seen.ranks.shape == (length, K)
-        assert seen.probs.shape == seen.top_logits.shape == (length, K, num_ranks)
+        assert seen.probs.shape == seen.top_logits.shape == (length, K, top_k)
         assert seen.log_norms.shape == (length, K, len(DIVISORS))
         assert seen.complete.tolist() == [place + K < length for place in range(length)]
         for place in range(length):
@@ -103,9 +103,9 @@ def test_an_observation_equals_the_head_s_logits_token_by_token(family: str, kin
             every = logits_at(head, model, answer, place)
             for depth, logits in enumerate(every):
                 truth = answer.token_ids[place + 1 + depth]
-                best = logits.sort(descending=True, stable=True).indices[:num_ranks].tolist()
+                best = logits.sort(descending=True, stable=True).indices[:top_k].tolist()
                 guesses = [int(head.to_target_ids(torch.tensor(guess))) for guess in best]
-                assert seen.ranks[place, depth] == (guesses.index(truth) if truth in guesses else num_ranks)
+                assert seen.ranks[place, depth] == (guesses.index(truth) if truth in guesses else top_k)
                 misses += truth not in guesses
                 if temperature:
                     chances = chances_after(model, answer, place + depth, temperature)[guesses].float()
@@ -115,7 +115,7 @@ def test_an_observation_equals_the_head_s_logits_token_by_token(family: str, kin
                 torch.testing.assert_close(seen.top_logits[place, depth], logits[best], atol=1e-4, rtol=1e-4)
                 norms = (logits[:, None] / DIVISORS).exp().sum(0).log().float()
                 torch.testing.assert_close(seen.log_norms[place, depth], norms, atol=1e-4, rtol=1e-4)
-            assert seen.ranks[place, len(every) :].tolist() == [num_ranks] * (K - len(every)), "the answer has ended"
+            assert seen.ranks[place, len(every) :].tolist() == [top_k] * (K - len(every)), "the answer has ended"
             assert not seen.probs[place, len(every) :].any()
     assert 0 < misses < 2 * K * 13, "guesses were both right and wrong"
 
@@ -126,9 +126,9 @@ def test_the_chunk_size_changes_no_observation(monkeypatch: pytest.MonkeyPatch, 
     model = model_of("llama")
     head = tiny_head("hydra", model, num_heads=K)
     answer = said(model, temperature=temperature)[0]
-    whole, states = observe(head, model, answer, num_ranks=6, temperature=temperature)
+    whole, states = observe(head, model, answer, top_k=6, temperature=temperature)
     monkeypatch.setattr(calibrate, "_CHUNK", size)
-    again, same = observe(head, model, answer, num_ranks=6, temperature=temperature)
+    again, same = observe(head, model, answer, top_k=6, temperature=temperature)
     assert torch.equal(whole.ranks, again.ranks)
     assert torch.equal(states, same)
     for name in ("probs", "top_logits", "log_norms"):
@@ -139,7 +139,7 @@ def test_ranks_beyond_the_draft_vocabulary_are_misses() -> None:
     model = model_of("llama")
     head = tiny_head("medusa", model, num_heads=K, draft_vocab_size=4)
     answer = said(model, temperature=0.7)[0]
-    seen, _ = observe(head, model, answer, num_ranks=6, temperature=0.7)
+    seen, _ = observe(head, model, answer, top_k=6, temperature=0.7)
     assert set(seen.ranks.flatten().tolist()) <= {0, 1, 2, 3, 6}
     assert not seen.probs[:, :, 4:].any()
     assert bool((seen.top_logits[:, :, 4:] == -torch.inf).all())
@@ -150,7 +150,7 @@ def test_answers_that_are_too_short_tell_nothing_of_confidence() -> None:
     model = model_of("llama")
     head = tiny_head("medusa", model, num_heads=K)
     answer = Answer((3, 4, 5), (6,) * K)
-    seen, _ = observe(head, model, answer, num_ranks=6, temperature=0.0)
+    seen, _ = observe(head, model, answer, top_k=6, temperature=0.0)
     assert not seen.complete.any()
     assert fit_confidence([seen], 6) == [1.0] * K
 
@@ -159,8 +159,8 @@ def test_norms_are_computed_only_where_asked_for() -> None:
     model = model_of("llama")
     head = tiny_head("medusa", model, num_heads=K)
     answer = said(model, temperature=0.0)[0]
-    with_norms, _ = observe(head, model, answer, num_ranks=4, temperature=0.0)
-    without, _ = observe(head, model, answer, num_ranks=4, temperature=0.0, log_norms=False)
+    with_norms, _ = observe(head, model, answer, top_k=4, temperature=0.0)
+    without, _ = observe(head, model, answer, top_k=4, temperature=0.0, log_norms=False)
     assert not without.log_norms.any()
     assert with_norms.log_norms[0].all()
     assert torch.equal(with_norms.ranks, without.ranks)
@@ -171,7 +171,7 @@ def test_short_answers_are_observed_to_their_end(length: int) -> None:
     model = model_of("llama")
     head = tiny_head("hydra", model, num_heads=K)
     answer = said(model, temperature=0.0, max_new_tokens=length)[0]
-    seen, hidden = observe(head, model, answer, num_ranks=24, temperature=0.0)
+    seen, hidden = observe(head, model, answer, top_k=24, temperature=0.0)
     assert hidden.shape == (length, model.hidden_size)
     assert int(seen.complete.sum()) == max(0, length - K)
     known = [[place + 1 + depth < length for depth in range(K)] for place in range(length)]
@@ -185,7 +185,7 @@ def made_up(
     sharpness: list[float],
     *,
     length: int = 400,
-    num_ranks: int = 6,
+    top_k: int = 6,
     vocab: int = 12,
     drawn: bool = False,
     seed: int = 0,
@@ -197,24 +197,24 @@ def made_up(
         right = 2.0 * torch.randn(length, vocab, generator=chance, dtype=torch.float64)
         right = right.sort(1, descending=True).values
         chances = right.softmax(1)
-        rank = torch.multinomial(chances, 1, generator=chance)[:, 0].clamp_max(num_ranks)
+        rank = torch.multinomial(chances, 1, generator=chance)[:, 0].clamp_max(top_k)
         ranks.append(rank)
-        hits = torch.nn.functional.one_hot(rank, num_ranks + 1)[:, :num_ranks].double()
-        probs.append(hits if drawn else chances[:, :num_ranks])
+        hits = torch.nn.functional.one_hot(rank, top_k + 1)[:, :top_k].double()
+        probs.append(hits if drawn else chances[:, :top_k])
         logits = factor * right
-        top_logits.append(logits[:, :num_ranks])
+        top_logits.append(logits[:, :top_k])
         norms.append(torch.stack([(logits / divisor).logsumexp(1) for divisor in DIVISORS], 1))
     parts = [torch.stack(part, 1) for part in (ranks, probs, top_logits, norms)]
     return Observation(parts[0], *(part.float() for part in parts[1:]))
 
 
-def gain_of(seen: Observation, divisors: list[float], num_ranks: int) -> float:
+def gain_of(seen: Observation, divisors: list[float], top_k: int) -> float:
     """Log-likelihood of what was kept, or of none, from the guesses' own logits and a softmax over all tokens."""
     total = 0.0
     for depth, divisor in enumerate(divisors):
         index = int((DIVISORS - divisor).abs().argmin())
         for place in range(len(seen.ranks) - len(divisors)):
-            if any(int(rank) >= num_ranks for rank in seen.ranks[place, :depth]):
+            if any(int(rank) >= top_k for rank in seen.ranks[place, :depth]):
                 continue
             logits = seen.top_logits[place, depth].double() / DIVISORS[index]
             log_probs = logits - seen.log_norms[place, depth, index].double()
@@ -259,8 +259,7 @@ def test_the_fitted_divisors_have_the_highest_likelihood(temperature: float) -> 
     model = model_of("llama")
     head = tiny_head("hydra", model, num_heads=K)
     seen = [
-        observe(head, model, one, num_ranks=5, temperature=temperature)[0]
-        for one in said(model, temperature=temperature)
+        observe(head, model, one, top_k=5, temperature=temperature)[0] for one in said(model, temperature=temperature)
     ]
     found = fit_confidence(seen, 5)
     best = sum(gain_of(one, found, 5) for one in seen)
@@ -341,12 +340,12 @@ def test_drafting_along_several_answers_equals_drafting_along_each_alone(kind: s
         Answer(one.prompt_ids, one.token_ids[:length])
         for one, length in zip(said(model, temperature=0.7), (14, 5, 1), strict=True)
     ]
-    found = drafted_along(head, model, answers, BestFirst(30, num_ranks=6, beam=3, confidence=confidence))
+    found = drafted_along(head, model, answers, BestFirst(30, top_k=6, beam=3, temperatures=confidence))
     kept_by_size = []
     for size in (1, 2, 9, 30):
         kept = []
         for answer in answers:
-            drafts = drafts_of(head, model, answer, BestFirst(size, num_ranks=6, beam=3, confidence=confidence))
+            drafts = drafts_of(head, model, answer, BestFirst(size, top_k=6, beam=3, temperatures=confidence))
             kept += [
                 len(true_nodes(draft, answer.token_ids[place + 1 : place + 1 + K]))
                 for place, draft in enumerate(drafts)
@@ -362,6 +361,6 @@ def test_drafting_along_answers_uses_the_shape_s_confidence() -> None:
     answers = said(model, temperature=0.0)
     found = []
     for confidence in ((1.0, 1.0, 1.0), (4.0, 0.4, 1.0)):
-        shape = BestFirst(24, num_ranks=6, confidence=confidence)
+        shape = BestFirst(24, top_k=6, temperatures=confidence)
         found.append(torch.cat(drafted_along(head, model, answers, shape), 1))
     assert not torch.equal(*found)

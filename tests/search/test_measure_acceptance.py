@@ -40,14 +40,14 @@ def test_a_measured_profile_predicts_the_tokens_per_step_of_decoding() -> None:
     head = tiny_head("hydra", model)
     plain = Engine(model).generate(PROMPTS, max_new_tokens=40)
     answers = [Answer(tuple(p), r.token_ids) for p, r in zip(PROMPTS, plain, strict=True)]
-    profile, found = measured_profile(model, head, answers, ReplaySettings(num_ranks=6, beam=3), progress=NoProgress())
+    profile, found = measured_profile(model, head, answers, ReplaySettings(top_k=6, beam=3), progress=NoProgress())
     assert (profile.num_texts, profile.num_tokens) == (3, sum(len(answer.token_ids) for answer in answers))
-    assert (profile.num_ranks, profile.beam) == (6, 3)
-    assert profile.confidence == pytest.approx(found["confidence"]["temperatures"], abs=1e-4)
+    assert (profile.top_k, profile.beam) == (6, 3)
+    assert profile.temperatures == pytest.approx(found["confidence"]["temperatures"], abs=1e-4)
     assert profile.static_tokens == sorted(profile.static_tokens)
     for nodes in (4, 12):
         shape = profile.growing(nodes)
-        assert shape == BestFirst(nodes, num_ranks=6, beam=3, confidence=tuple(profile.confidence))
+        assert shape == BestFirst(nodes, top_k=6, beam=3, temperatures=tuple(profile.temperatures))
         results = Engine(model, head, shape=shape).generate(PROMPTS, max_new_tokens=40)
         gained = sum(len(r.token_ids) - 1 for r in results) / sum(r.num_steps for r in results)
         assert gained == pytest.approx(found["dynamic"]["expected"][nodes - 1])
@@ -60,7 +60,7 @@ def test_a_measured_profile_of_a_head_without_a_limit_of_depth(tmp_path: Path, m
     head = tiny_head("eagle", model)
     plain = Engine(model).generate(PROMPTS, max_new_tokens=40)
     answers = [Answer(tuple(p), r.token_ids) for p, r in zip(PROMPTS, plain, strict=True)]
-    profile, found = measured_profile(model, head, answers, ReplaySettings(num_ranks=6, beam=3), progress=NoProgress())
+    profile, found = measured_profile(model, head, answers, ReplaySettings(top_k=6, beam=3), progress=NoProgress())
     assert (profile.depth, profile.depths("dynamic")) == (8, range(1, 9))
     assert profile.tokens("dynamic", 1)[-1] < profile.tokens("dynamic", 8)[-1]
     save_head(head, tmp_path / "head", base=model, profile=profile, dtype=torch.float32)
@@ -78,11 +78,11 @@ def test_a_measured_profile_of_a_head_without_a_limit_of_depth(tmp_path: Path, m
 
 def test_static_profiles_from_ranks_alone() -> None:
     ranks = torch.tensor([[0, 1], [0, 1], [1, 0], [0, 9]])
-    profile = static_profile(ranks, num_ranks=9)
+    profile = static_profile(ranks, top_k=9)
     assert profile.paths == [[0], [0, 1], [1], [1, 0]]
     assert profile.static_tokens == [1.0, 1.75, 2.25, 2.5, 2.75]
     assert (profile.dynamic_tokens, profile.num_tokens) == ([], 4)
-    chain = static_profile(ranks, num_ranks=9, only_chain=True)
+    chain = static_profile(ranks, top_k=9, only_chain=True)
     assert chain.tree(64) == Tree.chain(2)
     assert chain.static_tokens == [1.0, 1.75, 1.75]
 
@@ -97,7 +97,7 @@ def test_a_measured_profile_has_the_odds_of_copies() -> None:
     ] * 4
 
     def copies(answers: list[Answer]) -> list[list[float]]:
-        settings = ReplaySettings(num_ranks=4, beam=2)
+        settings = ReplaySettings(top_k=4, beam=2)
         profile, _ = measured_profile(model, tiny_head("medusa", model), answers, settings, progress=NoProgress())
         check_odds(profile.copies)
         return profile.copies

@@ -51,7 +51,7 @@ def measured(model: TargetModel, head: DraftHead, shape: Shape, answers: list[An
 
 
 def observed(head: DraftHead, model: TargetModel, answers: list[Answer], temperature: float) -> list[Observation]:
-    return [observe(head, model, one, num_ranks=RANKS, temperature=temperature, log_norms=False)[0] for one in answers]
+    return [observe(head, model, one, top_k=RANKS, temperature=temperature, log_norms=False)[0] for one in answers]
 
 
 CASES = some_rows(
@@ -76,7 +76,7 @@ def test_static_trees_take_as_many_steps_as_predicted(family: str, kind: str, te
     model = model_of(family)
     head, answers = head_of(kind, model), recorded(family, temperature)
     seen = observed(head, model, answers, temperature)
-    order = joint_order(path_counts(torch.cat([one.ranks for one in seen]), num_ranks=RANKS), 24)
+    order = joint_order(path_counts(torch.cat([one.ranks for one in seen]), top_k=RANKS), 24)
     tables = [entries(one.ranks, order) for one in seen]
     predicted = []
     for size in (3, 24):
@@ -93,7 +93,7 @@ def test_growing_trees_take_as_many_steps_as_predicted(family: str, kind: str, t
     model = model_of(family)
     head, answers = head_of(kind, model), recorded(family, temperature)
     # with room for the trees of a lower depth
-    largest = BestFirst(260, num_ranks=6, beam=3, confidence=(1.6, 2.2, 0.9))
+    largest = BestFirst(260, top_k=6, beam=3, temperatures=(1.6, 2.2, 0.9))
     texts = drafted_along(head, model, answers, largest)
     predicted = []
     for size, depth in ((3, 3), (24, 2), (24, 3)):
@@ -112,11 +112,11 @@ def test_trees_deeper_than_trained_take_as_many_steps_as_predicted(family: str, 
     head, answers = head_of(kind, model), recorded(family, temperature)
     deep = head.with_depth(5)
     seen = observed(deep, model, answers, temperature)
-    order = joint_order(path_counts(torch.cat([one.ranks for one in seen]), num_ranks=3), 60)
+    order = joint_order(path_counts(torch.cat([one.ranks for one in seen]), top_k=3), 60)
     order += [path for path in Tree.chain(5).paths[1:] if path not in order]
     predicted = simulate([entries(one.ranks, order) for one in seen], len(order) + 1)[0]
     assert predicted == measured(model, head, Tree.from_paths(order), answers, temperature)
-    largest = BestFirst(90, num_ranks=6, beam=3, confidence=(1.6, 2.2, 0.9, 1.1, 1.0))
+    largest = BestFirst(90, top_k=6, beam=3, temperatures=(1.6, 2.2, 0.9, 1.1, 1.0))
     texts = drafted_along(deep, model, answers, largest)
     predicted_by_depth = []
     for depth in (3, 5):

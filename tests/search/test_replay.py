@@ -51,7 +51,7 @@ def model() -> TargetModel:
 @pytest.fixture
 def small(model: TargetModel, tmp_path: Path) -> Case:
     """For two heads and three ranks."""
-    return case(model, tiny_head("medusa", model, num_heads=K), tmp_path, PROMPTS, num_ranks=R, max_nodes=8)
+    return case(model, tiny_head("medusa", model, num_heads=K), tmp_path, PROMPTS, top_k=R, max_nodes=8)
 
 
 def seen_as(table: list[tuple[int, int]], probs: Tensor | None = None) -> Observation:
@@ -144,7 +144,7 @@ def test_at_a_temperature_probabilities_count_and_the_drawn_answer_is_decoded(
     model: TargetModel, tmp_path: Path
 ) -> None:
     head = tiny_head("medusa", model, num_heads=K)
-    sampled = case(model, head, tmp_path, PROMPTS, num_ranks=R, max_nodes=4, temperature=0.8)
+    sampled = case(model, head, tmp_path, PROMPTS, top_k=R, max_nodes=4, temperature=0.8)
     # rank 2 was drawn by chance; the target itself is for rank 1
     probs = torch.tensor([[0.2, 0.5, 0.3], [0.1, 0.05, 0.05]]).expand(6, K, R)
     drawn = seen_as([(2, 0), (2, 0), (2, 0), (2, 0), (2, R), (R, R)], probs)
@@ -173,12 +173,12 @@ def test_observations_shorter_than_the_number_of_heads_still_give_trees(small: C
 
 
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
-@pytest.mark.parametrize(("num_ranks", "beam"), [(2, 1), (2, 3), (3, 6)])
+@pytest.mark.parametrize(("top_k", "beam"), [(2, 1), (2, 3), (3, 6)])
 def test_growing_trees_are_measured_up_to_their_largest_size(
-    model: TargetModel, tmp_path: Path, method: str, num_ranks: int, beam: int
+    model: TargetModel, tmp_path: Path, method: str, top_k: int, beam: int
 ) -> None:
     head = tiny_head(method, model)
-    one = case(model, head, tmp_path, PROMPTS, num_ranks=num_ranks, beam=beam, max_nodes=1000)
+    one = case(model, head, tmp_path, PROMPTS, top_k=top_k, beam=beam, max_nodes=1000)
     drafted: list[int] = []
     start = head.start
 
@@ -189,10 +189,10 @@ def test_growing_trees_are_measured_up_to_their_largest_size(
         return session
 
     head.start = watched  # type: ignore[method-assign]
-    Engine(model, head, shape=BestFirst(1000, num_ranks=num_ranks, beam=beam)).generate(PROMPTS, max_new_tokens=4)
+    Engine(model, head, shape=BestFirst(1000, top_k=top_k, beam=beam)).generate(PROMPTS, max_new_tokens=4)
     (most,) = set(drafted)
     assert one.replay._most_grown(head) == (most, most)
-    one.replay.settings = ReplaySettings(num_ranks=num_ranks, beam=beam, max_nodes=4)
+    one.replay.settings = ReplaySettings(top_k=top_k, beam=beam, max_nodes=4)
     assert one.replay._most_grown(head) == (4, min(most, 12 if head.reads_path else 4))
 
 
@@ -201,7 +201,7 @@ def test_a_replay_in_parts_equals_one_in_a_piece_and_predicts_decoding(
     model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
     head = tiny_head("hydra", model)
-    options = {"num_ranks": 5, "beam": 3, "max_nodes": 12, "max_new_tokens": 12, "temperature": temperature}
+    options = {"top_k": 5, "beam": 3, "max_nodes": 12, "max_new_tokens": 12, "temperature": temperature}
     one = case(model, head, tmp_path, PROMPTS, **options)
     answers = one.answers()
     found = one.replay.run(answers)
@@ -211,7 +211,7 @@ def test_a_replay_in_parts_equals_one_in_a_piece_and_predicts_decoding(
     parts = one.replay.run(answers)
     assert parts["dynamic"]["expected"] == found["dynamic"]["expected"]
     assert parts["static"] == found["static"]
-    shape = BestFirst(12, num_ranks=5, beam=3, confidence=tuple(found["confidence"]["temperatures"]))
+    shape = BestFirst(12, top_k=5, beam=3, temperatures=tuple(found["confidence"]["temperatures"]))
     results = Engine(model, head, shape=shape).generate(PROMPTS, samplings(one.replay.settings, len(PROMPTS)))
     foreseen = sum(len(result.token_ids) - 1 for result in results) / sum(result.num_steps for result in results)
     assert found["dynamic"]["expected"][11] == foreseen
@@ -223,7 +223,7 @@ def test_heads_without_a_limit_are_replayed_deeper_as_far_as_it_gains(
     model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     head = tiny_head(method, model)
-    options = {"num_ranks": 5, "beam": 3, "max_nodes": 16, "max_new_tokens": 40}
+    options = {"top_k": 5, "beam": 3, "max_nodes": 16, "max_new_tokens": 40}
     one = case(model, head, tmp_path, PROMPTS, **options)
     answers = one.answers()
     found = {}
@@ -241,7 +241,7 @@ def test_heads_without_a_limit_are_replayed_deeper_as_far_as_it_gains(
         assert len(by_depth) == depth
         confidence = tuple(kept["confidence"]["temperatures"])
         for limit in {2, depth}:
-            shape = BestFirst(16, num_ranks=5, beam=3, max_depth=limit, confidence=confidence)
+            shape = BestFirst(16, top_k=5, beam=3, max_depth=limit, temperatures=confidence)
             results = Engine(model, head, shape=shape).generate(PROMPTS, samplings(one.replay.settings, len(PROMPTS)))
             gained = sum(len(one.token_ids) - 1 for one in results) / sum(one.num_steps for one in results)
             assert by_depth[limit - 1][15] == gained

@@ -63,7 +63,7 @@ def test_it_leaves_a_profile_a_record_and_a_page(tuned: Path) -> None:
     profile = read_profile(tuned / "acceptance.json")
     record = json.loads((tuned / "tune.json").read_text())
     assert (profile.num_texts, profile.num_tokens, profile.temperature) == (6, 60, 0.0)
-    assert profile.confidence == pytest.approx(record["confidence"]["temperatures"], abs=1e-4)
+    assert profile.temperatures == pytest.approx(record["confidence"]["temperatures"], abs=1e-4)
     assert profile.paths == record["static"]["paths"]
     for tokens, expected in (
         (profile.static_tokens, record["static"]["expected"]),

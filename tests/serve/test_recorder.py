@@ -15,7 +15,7 @@ import pytest
 from draftheads.data.compute_features import load_texts
 from draftheads.data.records import check_readable
 from draftheads.errors import DataError, InvalidSettings, StorageError
-from draftheads.models.fingerprint import tokenizer_print
+from draftheads.models.fingerprint import tokenizer_fingerprint
 from draftheads.serve import recorder as module
 from draftheads.serve.recorder import Exchange, Recorder
 from serve_process import wait_until
@@ -28,7 +28,7 @@ def exchange(number: int = 0, **changes: object) -> Exchange:
     return replace(
         Exchange(
             "m",
-            tokenizer_print(chat_model().tokenizer),
+            tokenizer_fingerprint(chat_model().tokenizer),
             prompt_ids=[1, 5, 3, 7 + number % 50],
             answer_ids=[8, 9, 2],
             text="w1 w2",

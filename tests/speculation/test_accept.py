@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.accept import accept
-from draftheads.speculation.draft import Context, Draft, Verdict
+from draftheads.speculation.draft import AcceptResult, Context, Draft
 from draftheads.speculation.growing import fill
 from draftheads.speculation.sampling import RowSettings, choose
 from draftheads.speculation.shapes import BestFirst, BestPaths, Shape
@@ -170,7 +170,7 @@ def answers(toy: Toy, own: SamplingSettings, points: Tensor) -> tuple[list[tuple
 
 SHAPES = {
     "static": RAGGED,
-    "best first": BestFirst(5, num_ranks=3, beam=2),
+    "best first": BestFirst(5, top_k=3, beam=2),
     "best paths": BestPaths((3, 2), 2),
     "fewer nodes than depths": BestFirst(2),
 }
@@ -306,7 +306,7 @@ class World:
             seen[row, text] = True
         return seen
 
-    def verdict(self, draft: Draft | None = None) -> Verdict:
+    def verdict(self, draft: Draft | None = None) -> AcceptResult:
         draft = self.draft if draft is None else draft
         rows = RowSettings.of(self.settings, vocab_size=WIDE, device=CPU)
         uniforms = self.uniforms[:, : draft.max_depth + 1]
@@ -324,7 +324,7 @@ class World:
         )
 
 
-def kept_nodes(verdict: Verdict, row: int) -> list[int]:
+def kept_nodes(verdict: AcceptResult, row: int) -> list[int]:
     nodes: list[int] = verdict.path[row, : verdict.num_accepted[row]].tolist()
     return nodes
 

@@ -71,7 +71,7 @@ def test_trees_are_nested_in_the_order_of_the_paths() -> None:
     assert set(trees[3].paths) == {(), (0,), (0, 0), (1,)}
     assert all(set(small.paths) < set(large.paths) for small, large in pairwise(trees))
     assert PROFILE.tree(64) == trees[-1], "there are no more"
-    growing = BestFirst(7, num_ranks=6, beam=4, confidence=tuple(PROFILE.confidence))
+    growing = BestFirst(7, top_k=6, beam=4, temperatures=tuple(PROFILE.temperatures))
     assert PROFILE.growing(7) == PROFILE.shape("dynamic", 7) == growing
     assert PROFILE.shape("static", 3) == trees[2]
     assert (PROFILE.tokens("static"), PROFILE.tokens("dynamic")) == (PROFILE.static_tokens, PROFILE.dynamic_tokens)
@@ -81,18 +81,18 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -1.0}, r"temperature is -1\.0; it must be at least 0"),
     ({"num_texts": -1}, "num_texts is -1; it must be at least 0"),
     ({"num_tokens": -2}, "num_tokens is -2; it must be at least 0"),
-    ({"confidence": []}, "confidence is empty"),
-    ({"confidence": [1.0, 0.001]}, r"confidence is \[1\.0, 0\.001\]; every number must lie between 0\.01 and 100"),
+    ({"temperatures": []}, "temperatures is empty"),
+    ({"temperatures": [1.0, 0.001]}, r"temperatures is \[1\.0, 0\.001\]; every number must lie between 0\.01 and 100"),
     ({"static_tokens": [1.0, 1.5]}, "static_tokens has 2 numbers; 5 paths make 6 trees"),
     ({"static_tokens": [0.5, 1.5, 1.8, 1.9, 2.0, 2.0]}, r"a step has 0\.5 tokens; it must have at least 1"),
     ({"dynamic_tokens": [1.0] * 65}, "dynamic_tokens has 65 numbers; it must have at most 64"),
     ({"paths": [[n] for n in range(64)], "static_tokens": [1.0] * 65}, "paths has 64 nodes; it must have at most 63"),
     ({"copies": [[0.5], [1.5]]}, r"copies is \[\[0\.5\], \[1\.5\]\]; every number must lie between 0 and 1"),
-    ({"shallower_tokens": [[1.0]]}, "shallower_tokens has 1 list; 3 depths in confidence make 2"),
+    ({"shallower_tokens": [[1.0]]}, "shallower_tokens has 1 list; 3 depths in temperatures make 2"),
     ({"shallower_tokens": [[1.0], [0.4]]}, r"a step has 0\.4 tokens; it must have at least 1"),
     ({"shallower_tokens": [[1.0], [1.0] * 65]}, "shallower_tokens has 65 numbers; it must have at most 64"),
-    ({"paths": [[0], [0] * 2, [0] * 3, [0] * 4, [1]]}, "paths has a node of depth 4; confidence has 3 depths"),
-    ({"num_ranks": 1.5}, r"num_ranks is 1\.5; it must be int"),
+    ({"paths": [[0], [0] * 2, [0] * 3, [0] * 4, [1]]}, "paths has a node of depth 4; temperatures has 3 depths"),
+    ({"top_k": 1.5}, r"top_k is 1\.5; it must be int"),
     ({"surprise": 1}, "unknown key surprise"),
     ({"beam": "6"}, "beam is '6'; it must be int"),
 ]
@@ -113,7 +113,7 @@ def test_a_broken_profile_is_named(change: dict[str, Any], words: str, path: Pat
         ({"paths": [[0], [0]], "static_tokens": [1.0] * 3}, InvalidTree),
         ({"paths": [[-1]], "static_tokens": [1.0] * 2}, InvalidTree),
         ({"paths": [[0, 0], [0]], "static_tokens": [1.0] * 3}, InvalidTree),  # the tree of two nodes lacks a parent
-        ({"num_ranks": 0}, InvalidTree),
+        ({"top_k": 0}, InvalidTree),
         ({"format_version": 3}, CheckpointMismatch),
         ({"format_version": None}, CheckpointCorrupt),
     ],

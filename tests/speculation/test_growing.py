@@ -68,10 +68,10 @@ def guesses_of(head: DraftHead, context: Context, row: int) -> Guesses:
     return guesses
 
 
-def children(guesses: Guesses, parent: Node, num_ranks: int) -> list[Node]:
+def children(guesses: Guesses, parent: Node, top_k: int) -> list[Node]:
     return [
         Node((*parent.tokens, token), log_prob, parent.path_log_prob + log_prob)
-        for log_prob, token in guesses(parent.tokens)[:num_ranks]
+        for log_prob, token in guesses(parent.tokens)[:top_k]
     ]
 
 
@@ -83,7 +83,7 @@ def slow_best_first(guesses: Guesses, shape: BestFirst, depth: int) -> list[Node
         node = heapq.heappop(known)[2]
         found.append(node)
         if len(node.tokens) < depth:
-            for child in children(guesses, node, shape.num_ranks):
+            for child in children(guesses, node, shape.top_k):
                 heapq.heappush(known, (-child.path_log_prob, next(counter), child))
     return found
 
@@ -92,7 +92,7 @@ def slow_beam(guesses: Guesses, shape: BestFirst, depth: int) -> list[Node]:
     """EAGLE-2: the likeliest of each depth are expanded, and of all that were found the likeliest are kept."""
     found = level = [ROOT]
     for _ in range(depth):
-        below = [child for node in level for child in children(guesses, node, shape.num_ranks)]
+        below = [child for node in level for child in children(guesses, node, shape.top_k)]
         found = found + below
         level = sorted(below, key=lambda node: -node.path_log_prob)[: shape.beam]
     return sorted(found, key=lambda node: -node.path_log_prob)[: shape.num_nodes]
@@ -156,8 +156,8 @@ def assert_equal(found: Sequence[Node], expected: Sequence[Node]) -> None:
 
 
 def proposed(head: DraftHead, shape: BestFirst | BestPaths, context: Context) -> Draft:
-    if not shape.confidence:
-        shape = replace(shape, confidence=CONFIDENCE)
+    if not shape.temperatures:
+        shape = replace(shape, temperatures=CONFIDENCE)
     with torch.no_grad():
         draft = propose(head, context, shape)
     assert torch.equal(draft.token_ids[:, 0], context.root_ids)
@@ -172,13 +172,13 @@ def confident(method: str, kind: str) -> tuple[DraftHead, Context]:
 # --- heads against the twins ---
 
 BEST_FIRST = {
-    "small": BestFirst(9, num_ranks=4, beam=3),
+    "small": BestFirst(9, top_k=4, beam=3),
     "root": BestFirst(1),
-    "deep": BestFirst(20, num_ranks=2, beam=2),
-    "flat": BestFirst(12, num_ranks=7, beam=7, max_depth=1),
-    "shallow": BestFirst(30, num_ranks=6, beam=2, max_depth=2),
-    "greedy": BestFirst(12, num_ranks=5, beam=1),
-    "large": BestFirst(60, num_ranks=8, beam=8),
+    "deep": BestFirst(20, top_k=2, beam=2),
+    "flat": BestFirst(12, top_k=7, beam=7, max_depth=1),
+    "shallow": BestFirst(30, top_k=6, beam=2, max_depth=2),
+    "greedy": BestFirst(12, top_k=5, beam=1),
+    "large": BestFirst(60, top_k=8, beam=8),
 }
 
 
@@ -204,10 +204,10 @@ def test_heads_that_read_the_path_grow_from_a_beam(kind: str, shape: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ["shared", "trimmed"])
-@pytest.mark.parametrize(("num_ranks", "num_nodes"), [(3, 20), (6, 33)])
-def test_a_wide_beam_finds_what_best_first_search_finds(kind: str, num_ranks: int, num_nodes: int) -> None:
+@pytest.mark.parametrize(("top_k", "num_nodes"), [(3, 20), (6, 33)])
+def test_a_wide_beam_finds_what_best_first_search_finds(kind: str, top_k: int, num_nodes: int) -> None:
     head, context = confident("hydra", kind)
-    wide = BestFirst(num_nodes, num_ranks=num_ranks, beam=num_ranks**2)
+    wide = BestFirst(num_nodes, top_k=top_k, beam=top_k**2)
     draft = proposed(head, wide, context)
     narrow = proposed(head, replace(wide, beam=2), context)
     for row in range(ROWS):
@@ -246,7 +246,7 @@ def test_rows_whose_paths_have_fewer_nodes_are_filled_up() -> None:
     assert len({len(merged(found[:5])) for found in paths}) > 1
 
 
-@pytest.mark.parametrize("shape", [BestFirst(14, num_ranks=5, beam=3), BestPaths()])
+@pytest.mark.parametrize("shape", [BestFirst(14, top_k=5, beam=3), BestPaths()])
 @pytest.mark.parametrize("method", METHODS)
 def test_rows_grow_as_if_alone(method: str, shape: BestFirst | BestPaths) -> None:
     head, context = confident(method, "shared")
@@ -262,8 +262,8 @@ def test_rows_grow_as_if_alone(method: str, shape: BestFirst | BestPaths) -> Non
 def test_a_head_grows_where_it_is_confident(method: str) -> None:
     """Dividing by more makes it less sure of a depth, and the tree flatter."""
     head, context = confident(method, "shared")
-    shape = BestFirst(16, num_ranks=V, beam=16)
-    shapes = [replace(shape, confidence=(divisor,) * K) for divisor in (0.2, 1.0, 20.0)]
+    shape = BestFirst(16, top_k=V, beam=16)
+    shapes = [replace(shape, temperatures=(divisor,) * K) for divisor in (0.2, 1.0, 20.0)]
     depths = [int(proposed(head, one, context).depths.sum()) for one in shapes]
     assert depths[0] > depths[1] > depths[2]
 
@@ -293,7 +293,7 @@ class TableHead:
     """Guesses fixed by a row number, the root and, if it reads them, the guesses above: a line of a table for each."""
 
     table: Tensor  # (lines, V') logits
-    confidence: Sequence[float]
+    temperatures: Sequence[float]
     reads_path: bool
 
     def begin(self, context: Context, depth: int) -> Tensor:
@@ -322,10 +322,10 @@ class World:
 
     @property
     def depth(self) -> int:
-        return len(self.head.confidence)
+        return len(self.head.temperatures)
 
     def grow(self, shape: BestFirst | BestPaths) -> Draft:
-        shape = replace(shape, confidence=tuple(self.head.confidence))
+        shape = replace(shape, temperatures=tuple(self.head.temperatures))
         begin = partial(self.head.begin, self.context)
         return fill(self.head, shape, self.context, begin=begin, max_depth=self.depth)
 
@@ -347,7 +347,7 @@ def best_first_rules() -> st.SearchStrategy[BestFirst]:
     return st.builds(
         BestFirst,
         st.integers(1, 40),
-        num_ranks=st.integers(1, 7),
+        top_k=st.integers(1, 7),
         beam=st.integers(1, 7),
         max_depth=st.none() | st.integers(1, 4),
         threshold=st.sampled_from([0.0, 0.0, 0.02, 0.3]),
@@ -441,7 +441,7 @@ def test_asking_for_more_than_there_is_gives_all(world: World, shape: BestFirst,
     widths = data.draw(best_paths_rules(world)).widths
     every = world.grow(BestPaths(widths, math.prod(widths)))
     assert every.num_nodes == Tree.cartesian(widths).num_nodes
-    ranks = min(shape.num_ranks, world.head.table.shape[1])
+    ranks = min(shape.top_k, world.head.table.shape[1])
     unbounded = replace(shape, num_nodes=10_000, beam=10_000, threshold=0.0)
     depth = min(shape.max_depth or world.depth, world.depth)
     assert world.grow(unbounded).num_nodes == Tree.cartesian([ranks] * depth).num_nodes
@@ -463,14 +463,14 @@ class CountingHead(TableHead):
 
 def counted(world: World, shape: BestFirst) -> tuple[Draft, list[int]]:
     """The draft, and the nodes that the head stepped down to."""
-    head = CountingHead(world.head.table, world.head.confidence, world.head.reads_path, [])
+    head = CountingHead(world.head.table, world.head.temperatures, world.head.reads_path, [])
     return replace(world, head=head).grow(shape), head.stepped
 
 
 @settings(deadline=None)
 @given(worlds(ties=False), best_first_rules())
 def test_levels_that_cannot_change_the_tree_are_left_out(world: World, shape: BestFirst) -> None:
-    whole, all_levels = counted(world, replace(shape, min_reach=None))
+    whole, all_levels = counted(world, replace(shape, min_level_probability=None))
     draft, levels = counted(world, shape)
     for row in range(world.num_rows):
         assert_equal(nodes_of(draft, row), nodes_of(whole, row))
@@ -510,7 +510,7 @@ def test_a_sure_row_keeps_its_depth_beside_an_unsure_one(order: tuple[int, int])
     ones = torch.ones(2, dtype=torch.long)
     context = Context(torch.tensor(order).float()[:, None, None], ones[:, None], ones, ones)
     world = World(RowHead(torch.tensor([sure, unsure]), (1.0,) * 4, reads_path=True), context)
-    draft, whole = (world.grow(BestFirst(6, beam=4, min_reach=reach)) for reach in (0.0, None))
+    draft, whole = (world.grow(BestFirst(6, beam=4, min_level_probability=reach)) for reach in (0.0, None))
     depths = {}
     for row, kind in enumerate(order):
         assert_equal(nodes_of(draft, row), nodes_of(whole, row))
@@ -518,11 +518,11 @@ def test_a_sure_row_keeps_its_depth_beside_an_unsure_one(order: tuple[int, int])
     assert depths == {0: 4, 1: 2}
 
 
-@pytest.mark.parametrize(("min_reach", "further"), [(0.0, 2), (0.49, 2), (0.51, 1), (0.99, 1), (1.01, 0)])
-def test_a_level_is_drafted_if_enough_probability_reaches_it(min_reach: float, further: int) -> None:
+@pytest.mark.parametrize(("min_level_probability", "further"), [(0.0, 2), (0.49, 2), (0.51, 1), (0.99, 1), (1.01, 0)])
+def test_a_level_is_drafted_if_enough_probability_reaches_it(min_level_probability: float, further: int) -> None:
     """Of two equal rows a child of probability 0.5 is followed: 1.0 reach the second level, 0.5 the third."""
     world = world_of([[math.log(p) for p in (0.5, 0.1, 0.1, 0.1, 0.1, 0.1)]], 3)
-    draft, stepped = counted(world, BestFirst(30, beam=1, min_reach=min_reach))
+    draft, stepped = counted(world, BestFirst(30, beam=1, min_level_probability=min_level_probability))
     assert stepped == [1] * further
     assert draft.num_nodes == 1 + 6 * (1 + further)
 
@@ -612,7 +612,7 @@ def table_guesses(world: World, row: int) -> Guesses:
         for token in tokens if head.reads_path else ():
             line = (line * 13 + token + 1) % len(head.table)
         depth = len(tokens)
-        logits = head.table[(line + 7 * depth) % len(head.table)].double() / head.confidence[depth]
+        logits = head.table[(line + 7 * depth) % len(head.table)].double() / head.temperatures[depth]
         log_probs = enumerate(logits.log_softmax(-1).tolist())
         return sorted(((log_prob, draft_id * 3 + 2) for draft_id, log_prob in log_probs), reverse=True)
 
@@ -639,14 +639,20 @@ def test_no_tree_of_so_many_nodes_is_likelier(world: World, shape: BestFirst) ->
     [
         (lambda: BestFirst(0), "num_nodes is 0; it must be at least 1"),
         (lambda: BestFirst(-3), "num_nodes is -3; it must be at least 1"),
-        (lambda: BestFirst(4, num_ranks=0), "num_ranks is 0; it must be at least 1"),
+        (lambda: BestFirst(4, top_k=0), "top_k is 0; it must be at least 1"),
         (lambda: BestFirst(4, beam=0), "beam is 0; it must be at least 1"),
         (lambda: BestFirst(4, max_depth=0), "max_depth is 0; it must be at least 1"),
         (lambda: BestFirst(4, threshold=1.0), "threshold is 1.0; it must be at least 0 and below 1"),
         (lambda: BestFirst(4, threshold=-0.1), "threshold is -0.1; it must be at least 0 and below 1"),
         (lambda: BestFirst(4, threshold=math.nan), "threshold is nan; it must be at least 0 and below 1"),
-        (lambda: BestFirst(4, min_reach=-0.1), "min_reach is -0.1; it must be at least 0, or None"),
-        (lambda: BestFirst(4, min_reach=math.inf), "min_reach is inf; it must be at least 0, or None"),
+        (
+            lambda: BestFirst(4, min_level_probability=-0.1),
+            "min_level_probability is -0.1; it must be at least 0, or None",
+        ),
+        (
+            lambda: BestFirst(4, min_level_probability=math.inf),
+            "min_level_probability is inf; it must be at least 0, or None",
+        ),
         (lambda: BestPaths(num_paths=0), "num_paths is 0; it must be at least 1"),
         (lambda: BestPaths(()), "widths []: at least one, and every one at least 1"),
         (lambda: BestPaths((3, 0)), "widths [3, 0]: at least one, and every one at least 1"),
@@ -671,4 +677,4 @@ def test_shapes_that_the_head_cannot_fill(method: str) -> None:
         with pytest.raises(InvalidTree, match="rank 8 is beyond the draft vocabulary of 8"):
             propose(head, random_context(2), wide)
     assert proposed(head, BestPaths((8, 1, 8), 64), random_context(2)).num_nodes == 1 + 8 + 8 + 64
-    assert proposed(head, BestFirst(600, num_ranks=9, beam=64), random_context(2)).num_nodes == 1 + 8 + 64 + 512
+    assert proposed(head, BestFirst(600, top_k=9, beam=64), random_context(2)).num_nodes == 1 + 8 + 64 + 512

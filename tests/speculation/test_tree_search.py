@@ -105,7 +105,7 @@ def test_expected_tokens_is_the_mean_of_the_walks(table: list[list[int]], depth:
 @given(rank_tables, st.integers(1, 20))
 def test_a_grown_tree_counts_as_walked(table: list[list[int]], num_nodes: int) -> None:
     ranks = torch.tensor(table)
-    tree = best_tree(ranks, num_nodes, num_ranks=4)
+    tree = best_tree(ranks, num_nodes, top_k=4)
     assert tree.num_nodes <= num_nodes
     assert max(tree.ranks) < 4
     assert expected_tokens(ranks, tree) == pytest.approx(slow_expected_tokens(ranks, tree))
@@ -116,12 +116,12 @@ def test_a_grown_tree_counts_as_walked(table: list[list[int]], num_nodes: int) -
 def test_no_tree_of_the_size_is_better(table: list[tuple[int, ...]], num_nodes: int) -> None:
     ranks = torch.tensor(table)
     best = max(slow_expected_tokens(ranks, tree) for tree in all_trees(3, 2, num_nodes))
-    assert expected_tokens(ranks, best_tree(ranks, num_nodes, num_ranks=2)) == pytest.approx(best)
+    assert expected_tokens(ranks, best_tree(ranks, num_nodes, top_k=2)) == pytest.approx(best)
 
 
 def test_a_miss_ends_a_path() -> None:
     ranks = torch.tensor([[10, 0], [0, 10]])
-    assert path_counts(ranks, num_ranks=10) == {(): 2, (0,): 1}
+    assert path_counts(ranks, top_k=10) == {(): 2, (0,): 1}
 
 
 def test_ties_go_to_the_shallower_then_the_better_rank() -> None:
@@ -170,11 +170,11 @@ def test_joint_trees_are_the_best_of_all_trees_of_their_size(case: tuple[int, li
     width, table = case
     on_truth = {path: sum(row[: len(path)] == path for row in table) / len(table) for path in paths_of(width)}
     ranks = torch.tensor(table)
-    order = joint_order(path_counts(ranks, num_ranks=width), MOST_NODES)
+    order = joint_order(path_counts(ranks, top_k=width), MOST_NODES)
     for num_nodes, best in enumerate(best_by_search(width, on_truth), 1):
         tree = Tree.from_paths(order[: num_nodes - 1])
         assert slow_expected_tokens(ranks, tree) == pytest.approx(best)
-        assert slow_expected_tokens(ranks, best_tree(ranks, num_nodes, num_ranks=width)) == pytest.approx(best)
+        assert slow_expected_tokens(ranks, best_tree(ranks, num_nodes, top_k=width)) == pytest.approx(best)
 
 
 @settings(max_examples=40, deadline=None)
@@ -182,14 +182,14 @@ def test_joint_trees_are_the_best_of_all_trees_of_their_size(case: tuple[int, li
 def test_trees_are_nested_and_promise_more_and_more(case: tuple[int, list[tuple[int, ...]]]) -> None:
     width, table = case
     ranks = torch.tensor(table)
-    counts = path_counts(ranks, num_ranks=width)
+    counts = path_counts(ranks, top_k=width)
     orders = [joint_order(counts, num_nodes) for num_nodes in range(1, 45)]
     for num_nodes, (smaller, larger) in enumerate(itertools.pairwise(orders), 1):
         assert len(smaller) <= num_nodes - 1
         assert larger[: len(smaller)] == smaller
         assert len(larger) <= len(smaller) + 1
         assert all(path[:-1] in larger[:place] or len(path) == 1 for place, path in enumerate(larger))
-    promised = [expected_tokens(ranks, best_tree(ranks, size, num_ranks=width)) for size in range(1, 45)]
+    promised = [expected_tokens(ranks, best_tree(ranks, size, top_k=width)) for size in range(1, 45)]
     assert promised == sorted(promised)
     assert promised[-1] == sum(counts.values()) / len(ranks), "in the end every path that was true is there"
 
@@ -201,8 +201,8 @@ def test_the_order_in_which_positions_come_does_not_matter(
 ) -> None:
     width, table = case
     shuffled = chance.sample(table, len(table))
-    values = path_counts(torch.tensor(table), num_ranks=width)
-    others = path_counts(torch.tensor(shuffled), num_ranks=width)
+    values = path_counts(torch.tensor(table), top_k=width)
+    others = path_counts(torch.tensor(shuffled), top_k=width)
     others = dict(chance.sample(sorted(others.items()), len(others)))
     assert joint_order(values, 30) == joint_order(others, 30)
 
@@ -221,7 +221,7 @@ class Language:
     The drafter ranks the tokens anew after each beginning; its three best are guesses, so that there are misses.
     """
 
-    vocab, num_ranks, length, contexts = 4, 3, 3, 5
+    vocab, top_k, length, contexts = 4, 3, 3, 5
 
     def __init__(self, seed: int) -> None:
         chance = random.Random(seed)  # noqa: S311 - tests
@@ -233,14 +233,14 @@ class Language:
                     walls = sorted(chance.choices(range(6), k=self.vocab - 1))
                     bounds = [0, *walls, 5]
                     self.fifths[context, text] = [b - a for a, b in itertools.pairwise(bounds)]
-                    self.guesses[context, text] = chance.sample(range(self.vocab), self.num_ranks)
+                    self.guesses[context, text] = chance.sample(range(self.vocab), self.top_k)
 
     def rows(self, context: int, text: Path) -> tuple[list[int], list[list[float]]]:
         """Ranks of a text's tokens, and the chances of the guesses along it."""
         ranks, probs = [], []
         for depth, token in enumerate(text):
             guesses = self.guesses[context, text[:depth]]
-            ranks.append(guesses.index(token) if token in guesses else self.num_ranks)
+            ranks.append(guesses.index(token) if token in guesses else self.top_k)
             probs.append([self.fifths[context, text[:depth]][guess] / 5 for guess in guesses])
         return ranks, probs
 
@@ -262,7 +262,7 @@ class Language:
 
     def truth(self) -> dict[Path, float]:
         """Of every path of guesses: the mean chance over contexts that it is kept."""
-        paths = [path for depth in range(4) for path in itertools.product(range(self.num_ranks), repeat=depth)]
+        paths = [path for depth in range(4) for path in itertools.product(range(self.top_k), repeat=depth)]
         return {path: sum(self.chance_of(c, path) for c in range(self.contexts)) / self.contexts for path in paths}
 
 
@@ -275,7 +275,7 @@ def test_over_all_texts_shares_are_the_target_s_own_probabilities_of_paths(seed:
     truth = {path: chance for path, chance in language.truth().items() if chance > 0}
     assert len(truth) > 15
     assert path_shares(ranks, probs) == pytest.approx(truth)
-    counted = {path: number / len(ranks) for path, number in path_counts(ranks, num_ranks=3).items()}
+    counted = {path: number / len(ranks) for path, number in path_counts(ranks, top_k=3).items()}
     assert counted == pytest.approx(truth), "with all texts there is no chance left, so counting says the same"
 
 
@@ -294,7 +294,7 @@ def test_shares_of_few_texts_are_right_on_average_and_vary_less_than_counts() ->
     for _ in range(400):
         drawn = torch.multinomial(weights, 60, replacement=True, generator=chance)
         shares = path_shares(all_ranks[drawn], all_probs[drawn])
-        counts = path_counts(all_ranks[drawn], num_ranks=3)
+        counts = path_counts(all_ranks[drawn], top_k=3)
         shared.append([shares.get(path, 0.0) for path in common])
         counted.append([counts[path] / 60 for path in common])
     shares_, counts_ = torch.tensor(shared), torch.tensor(counted)
@@ -310,7 +310,7 @@ def test_where_the_target_is_certain_shares_are_counts(table: list[tuple[int, ..
     ranks = torch.tensor(table)
     probs = torch.nn.functional.one_hot(ranks, 4)[:, :, :3].float()  # rank 3 is a miss
     shares = path_shares(ranks, probs)
-    assert shares == pytest.approx({path: n / len(ranks) for path, n in path_counts(ranks, num_ranks=3).items()})
+    assert shares == pytest.approx({path: n / len(ranks) for path, n in path_counts(ranks, top_k=3).items()})
 
 
 def test_chance_makes_no_path_more_frequent_than_its_beginning() -> None:
@@ -342,7 +342,7 @@ def as_ranks(answer: list[tuple[int, ...]]) -> Tensor:
 @settings(max_examples=50, deadline=None)
 @given(answers, st.integers(1, 14))
 def test_simulated_decoding_takes_the_steps_of_a_walk(told: list[list[tuple[int, ...]]], num_nodes: int) -> None:
-    order = joint_order(path_counts(torch.cat([as_ranks(answer) for answer in told]), num_ranks=3), 10)
+    order = joint_order(path_counts(torch.cat([as_ranks(answer) for answer in told]), top_k=3), 10)
     tree = set(order[: num_nodes - 1])
     steps = sum(steps_through(answer, tree) for answer in told)
     tokens = sum(max(0, len(answer) - 1) for answer in told)
@@ -356,7 +356,7 @@ def test_an_entry_is_the_first_size_whose_tree_holds_the_true_path(
     told: list[list[tuple[int, ...]]], num_nodes: int
 ) -> None:
     ranks = torch.cat([as_ranks(answer) for answer in told])
-    order = joint_order(path_counts(ranks, num_ranks=3), num_nodes)
+    order = joint_order(path_counts(ranks, top_k=3), num_nodes)
     for row, found in zip(ranks.tolist(), entries(ranks, order).tolist(), strict=True):
         for depth, size in enumerate(found):
             for count in range(1, 20):

@@ -19,7 +19,7 @@ import torch
 from draftheads.bench.contenders import DRAFT_MODEL, Contender, heads_for, load_contenders, names_of
 from draftheads.bench.settings import BenchSettings
 from draftheads.bench.table import DEFAULT_FIELDS, SAMPLED_FIELDS, Row, timed_row
-from draftheads.bench.timing import PLAIN, Answers, answers_of, engine_way, over_plain, spread, take_turns
+from draftheads.bench.timing import PLAIN, Answers, answers_of, engine_method, over_plain, spread, take_turns
 from draftheads.checkpoints.registry import head_name
 from draftheads.data.corpus_files import load_corpus
 from draftheads.data.records import own_prompts, prompts_in
@@ -122,7 +122,7 @@ def compare_heads(
     )
     calibration = encoded(target, prompts_in(own_prompts("calibration")), settings.replay)
     identity = {
-        "model": [target.model_id, target.weights_print],
+        "model": [target.model_id, target.weights_fingerprint],
         "settings": settings.identity,
         "machine": machine_of(target),
         **({"load": {name: str(value) for name, value in load_options.items()}} if load_options else {}),
@@ -234,7 +234,7 @@ class Bench:
         found: dict[str, Any] = self._saved(f"tree-{contender.identity}", partial(self._tree, contender.name, drafter))
         beam, confidence = self.settings.replay.beam, tuple(found["confidence"])
         self._shapes[contender.name] = (
-            BestFirst(nodes, num_ranks=found["num_ranks"], beam=beam, confidence=confidence)
+            BestFirst(nodes, top_k=found["top_k"], beam=beam, temperatures=confidence)
             if found["grows"]
             else Tree.from_paths(found["paths"])
         )
@@ -253,7 +253,7 @@ class Bench:
         grows = dynamic[-1] >= static[-1]
         return {
             "confidence": found["confidence"]["temperatures"],
-            "num_ranks": replay.num_ranks,
+            "top_k": replay.top_k,
             "grows": grows,
             "paths": found["static"]["paths"],
             "words": f"{'growing' if grows else 'static'}, {len(dynamic) if grows else len(static)}",
@@ -320,7 +320,7 @@ class Bench:
         engines = {PLAIN: self._engine(None, batch_size=1)}
         for one in self.contenders:
             engines[one.name] = self._engine(one.drafter, self._shapes[one.name], batch_size=1)
-        ways = [engine_way(name, engine) for name, engine in engines.items()]
+        ways = [engine_method(name, engine) for name, engine in engines.items()]
         key = identity_digest([prompts, [contender.identity for contender in self.contenders]])
         stage = f"timing {len(ways)} ways on {counted(len(prompts), 'prompt')}"
         advance = counted_stage(self.progress, stage, len(prompts))

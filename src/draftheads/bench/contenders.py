@@ -122,7 +122,7 @@ def load_contenders(
         small = load_target(draft_model, precision=precision, **load_options)
         with torch.device("meta"):  # the loaded layers hold packed weights, not parameters
             count = type(small.model)(small.config).num_parameters()
-        identity = f"{DRAFT_MODEL}-{small.weights_print}"
+        identity = f"{DRAFT_MODEL}-{small.weights_fingerprint}"
         yield Contender(DRAFT_MODEL, DraftModel(small, target), identity, num_parameters=count)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from draftheads.bench.contenders import names_of
 from draftheads.bench.margins import Scorer
 from draftheads.bench.table import Row, timed_row
-from draftheads.bench.timing import PLAIN, STOCK, Timings, Way, engine_way, stock_way
+from draftheads.bench.timing import PLAIN, STOCK, DecodingMethod, Timings, engine_method, stock_method
 from draftheads.cpu.optimise import rows_keep_their_bits
 from draftheads.decode.engine import Engine
 from draftheads.errors import InvalidSettings
@@ -25,10 +25,10 @@ class Demo:
     plain: Engine
     heads: dict[str, Engine]  # by their names in the table
 
-    def ways(self, *, transformers: bool) -> list[Way]:
+    def ways(self, *, transformers: bool) -> list[DecodingMethod]:
         """All ways of decoding."""
-        ours = [engine_way(name, engine) for name, engine in {PLAIN: self.plain, **self.heads}.items()]
-        return [stock_way(self.stock), *ours] if transformers else ours
+        ours = [engine_method(name, engine) for name, engine in {PLAIN: self.plain, **self.heads}.items()]
+        return [stock_method(self.stock), *ours] if transformers else ours
 
     def rows(self, timings: Timings, prompts: Sequence[list[int]], scorer: Scorer | None) -> list[Row]:
         """The table. Texts are compared with plain decoding by the same kernels.
@@ -72,7 +72,7 @@ def load_demo(
     chat_template: str | None = None,
     precision: Precision = "auto",
     copy: bool = True,
-    exact_bits: bool = False,
+    batch_invariant: bool = False,
     fast: bool = True,
     **load_options: Any,
 ) -> Demo:
@@ -84,7 +84,7 @@ def load_demo(
         chat_template: as for :func:`draftheads.load`.
         precision: of the models; transformers' model is never int8.
         copy: whether drafts also contain copies from the text.
-        exact_bits: whether heads decode with kernels by which a row's bits do not depend on the number of rows.
+        batch_invariant: whether heads decode with kernels by which a row's bits do not depend on the number of rows.
         fast: use our faster kernels.
         load_options: other arguments of :func:`draftheads.load` for the model, such as ``device`` or ``four_bit``.
 
@@ -98,11 +98,13 @@ def load_demo(
         stock = load_target(model, fast=False, **load_options)
     else:
         stock = load_target(model, chat_template=template, precision=precision, fast=False, **load_options)
-        plain = drafted = _faster(stock, exact_bits=False) if fast else stock
-        if exact_bits:
-            drafted = _faster(stock, exact_bits=True)
+        plain = drafted = _faster(stock, batch_invariant=False) if fast else stock
+        if batch_invariant:
+            drafted = _faster(stock, batch_invariant=True)
             if not rows_keep_their_bits(drafted.model):
-                raise InvalidSettings("exact_bits: this machine's kernels change a row's bits with the number of rows")
+                raise InvalidSettings(
+                    "batch_invariant: this machine's kernels change a row's bits with the number of rows"
+                )
     engines = {
         name: head_engine(drafted, load_drafter(head, model, drafted, fast=fast), head=head, model=model, copy=copy)
         for name, head in named.items()
@@ -110,7 +112,7 @@ def load_demo(
     return Demo(stock, Engine(plain), engines)
 
 
-def _faster(stock: TargetModel, *, exact_bits: bool) -> TargetModel:
+def _faster(stock: TargetModel, *, batch_invariant: bool) -> TargetModel:
     twin = stock.twin()
-    twin.speed_up(exact_bits=exact_bits, folder=kernels_folder())
+    twin.speed_up(batch_invariant=batch_invariant, folder=kernels_folder())
     return twin

@@ -68,7 +68,7 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class Way:
+class DecodingMethod:
     """One way of decoding."""
 
     name: str
@@ -100,7 +100,7 @@ class StepClock:
         self._after_prompt = True
         self._last = self.now
 
-    def lap(self, part: str) -> None:
+    def on_phase(self, part: str) -> None:
         """A part has ended: "prompt", or of a step "draft", "verify", "watch" (what a drafter learns) or "rest"."""
         now = self.now
         if part == "prompt":
@@ -123,7 +123,7 @@ class StepClock:
         return time.perf_counter()
 
 
-def stock_way(model: TargetModel) -> Way:
+def stock_method(model: TargetModel) -> DecodingMethod:
     """Transformers' own ``generate`` on the stock model, one prompt after the other."""
 
     def answer(prompt_ids: Sequence[int], max_new_tokens: int) -> tuple[int, ...]:
@@ -144,16 +144,16 @@ def stock_way(model: TargetModel) -> Way:
         texts = tuple(answer(prompt_ids, max_new_tokens) for prompt_ids in group)
         return Answers(texts, tuple(len(text) - 1 for text in texts), clock.now - start)
 
-    return Way(STOCK, decode)
+    return DecodingMethod(STOCK, decode)
 
 
-def engine_way(name: str, engine: Engine) -> Way:
+def engine_method(name: str, engine: Engine) -> DecodingMethod:
     """Greedy decoding by one of our engines."""
 
     def decode(group: Group, max_new_tokens: int) -> Answers:
         return answers_of(engine, group, [SamplingSettings(max_new_tokens=max_new_tokens)] * len(group))
 
-    return Way(name, decode)
+    return DecodingMethod(name, decode)
 
 
 def answers_of(engine: Engine, group: Group, settings: Sequence[SamplingSettings]) -> Answers:
@@ -161,7 +161,7 @@ def answers_of(engine: Engine, group: Group, settings: Sequence[SamplingSettings
     clock = StepClock(engine.model.device)
     start = clock.now
     requests = engine.requests([list(prompt_ids) for prompt_ids in group], settings)
-    num_drafted = sum(event.num_drafted for event in engine.run(requests, lap=clock.lap))
+    num_drafted = sum(event.num_drafted for event in engine.run(requests, on_phase=clock.on_phase))
     seconds = clock.now - start
     results = [request.result() for request in requests]
     return Answers(
@@ -186,7 +186,7 @@ def over_plain(engines: Mapping[str, Engine], prompts: Sequence[Sequence[int]]) 
     """
     few = spread(prompts, _FEW_PROMPTS)
     plain = Engine(next(iter(engines.values())).model, max_batch_size=1)
-    ways = [engine_way(name, engine) for name, engine in {PLAIN: plain, **engines}.items()]
+    ways = [engine_method(name, engine) for name, engine in {PLAIN: plain, **engines}.items()]
     timings = take_turns(ways, [[prompt] for prompt in few], max_new_tokens=_FEW_TOKENS, max_seconds=_FEW_SECONDS)
     speeds = {name: [one.speed_share for one in answers] for name, answers in timings.answers.items()}
     return {name: ratio_with_error(speeds[name], speeds[PLAIN]) for name in engines}
@@ -203,7 +203,7 @@ def spread(prompts: Sequence[Any], most: int) -> list[Any]:
 
 
 def take_turns(
-    ways: Sequence[Way],
+    ways: Sequence[DecodingMethod],
     groups: Sequence[Group],
     *,
     max_new_tokens: int,
@@ -239,7 +239,7 @@ def take_turns(
         if number and begun + longest - start > max_seconds:
             break
 
-        def answered(turn: Iterable[Way] = turn_of(ways, number), group: Group = group) -> dict[str, Any]:
+        def answered(turn: Iterable[DecodingMethod] = turn_of(ways, number), group: Group = group) -> dict[str, Any]:
             found = {}
             for way in turn:
                 found[way.name] = asdict(way.decode(group, tokens))
@@ -252,10 +252,10 @@ def take_turns(
     return Timings(answers, tokens, clock() - start)
 
 
-def turn_of(ways: Sequence[Way], number: int) -> list[Way]:
+def turn_of(ways: Sequence[DecodingMethod], number: int) -> list[DecodingMethod]:
     """The order in which ways answer a group: there and back, each pair of groups beginning with another way.
 
-    >>> ways = [Way(name, print) for name in "abc"]
+    >>> ways = [DecodingMethod(name, print) for name in "abc"]
     >>> ["".join(way.name for way in turn_of(ways, number)) for number in range(6)]
     ['abc', 'cba', 'bca', 'acb', 'cab', 'bac']
     """
@@ -280,7 +280,7 @@ def affordable_tokens(seconds: float, seconds_per_token: float, *, num_groups: i
     return int(min(most, max(by_time, _MIN_TOKENS)))
 
 
-def _seconds_per_token(way: Way, group: Group, clock: Callable[[], float]) -> float:
+def _seconds_per_token(way: DecodingMethod, group: Group, clock: Callable[[], float]) -> float:
     """Reading the prompts included."""
     start = clock()
     answers = way.decode(group, _PROBE_TOKENS)

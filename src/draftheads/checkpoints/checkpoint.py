@@ -214,7 +214,7 @@ def check_profile(config: HeadConfig, profile: AcceptanceProfile, path: Path) ->
     has_fewer, differ = profile.depth < config.num_heads, profile.depth != config.num_heads
     if has_fewer if skeleton.depth_limit is None else differ:
         raise CheckpointCorrupt(
-            f"{path}: confidence has {counted(profile.depth, 'number')} but the head has "
+            f"{path}: temperatures has {counted(profile.depth, 'number')} but the head has "
             f"{counted(config.num_heads, 'head')}"
         )
 

@@ -46,7 +46,7 @@ def _facts_of_base(head: Path) -> Facts:
 @lru_cache(maxsize=8)
 def _facts_of(model: str, stamp: tuple[tuple[str, int], ...]) -> Facts | None:
     """The model's facts; without the fingerprint if it has no tokenizer, which is then given to ``load``."""
-    from draftheads.models.fingerprint import tokenizer_print  # noqa: PLC0415 - slow to import
+    from draftheads.models.fingerprint import tokenizer_fingerprint  # noqa: PLC0415 - slow to import
     from draftheads.models.pretrained import load_config, load_tokenizer  # noqa: PLC0415
 
     try:
@@ -55,6 +55,6 @@ def _facts_of(model: str, stamp: tuple[tuple[str, int], ...]) -> Facts | None:
         return None
     sizes = {name: getattr(config, name, None) for name in ("hidden_size", "vocab_size")}
     try:
-        return {**sizes, "tokenizer fingerprint": tokenizer_print(load_tokenizer(model).tokenizer)}
+        return {**sizes, "tokenizer fingerprint": tokenizer_fingerprint(load_tokenizer(model).tokenizer)}
     except DraftHeadsError:
         return sizes

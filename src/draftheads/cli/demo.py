@@ -54,7 +54,7 @@ def run(options: DemoOptions) -> None:
             options.heads,
             **options.load.given(),
             copy=options.copy,
-            exact_bits=options.exact_bits,
+            batch_invariant=options.batch_invariant,
         )
     encoded = [demo.plain.encode(prompt) for prompt in prompts]
     start = time.perf_counter()
@@ -65,14 +65,14 @@ def run(options: DemoOptions) -> None:
     scored = options.load.precision != "int8"
     if heads := [row for row in rows if row.name in demo.heads]:
         best = max(heads, key=lambda row: row.speedup)
-        given = "the defaults" if options.copy and not options.exact_bits else "these options"
+        given = "the defaults" if options.copy and not options.batch_invariant else "these options"
         first = speed_sentence(best.name, best.speedup, best.speedup_error, given=given)
         console.print(first, end="\n\n", markup=False)
     print_table(rows, SPEED_COLUMNS if scored else SPEED_COLUMNS[:-1], console)
     longest = counted(timings.max_new_tokens, "token")
     words = f"{counted(timings.num_groups, 'prompt')}, answers of at most {longest}, {timings.seconds:.0f} s in all\n"
     console.print(words)
-    if not options.exact_bits:
+    if not options.batch_invariant:
         explain_texts(rows, console, precision=demo.plain.model.precision, stock_precision=demo.stock.precision)
     shown, sentences = _details(rows, demo)
     print_parts(shown, console)
@@ -139,7 +139,7 @@ def _save(
         "model": options.model,
         "precision": "int8" if int8 else demo.stock.precision,
         "threads": torch.get_num_threads(),
-        "exact_bits": options.exact_bits or int8,
+        "batch_invariant": options.batch_invariant or int8,
         "copy": options.copy,
         "num_prompts": timings.num_groups,
         "max_new_tokens": timings.max_new_tokens,

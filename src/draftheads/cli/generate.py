@@ -72,7 +72,7 @@ def load_engine(options: GenerateOptions | ChatOptions, progress: Progress, *, m
         copy=draft.copy,
         corpus=draft.corpus,
         max_batch_size=max_batch_size,
-        exact_bits=options.exact_bits,
+        batch_invariant=options.batch_invariant,
         **options.load.given(),
     )
 

@@ -98,7 +98,7 @@ def _load(options: ServeOptions) -> tuple[Served, Limits]:
         name=options.name,
         copy=options.copy,
         corpus=options.corpus,
-        exact_bits=options.exact_bits,
+        batch_invariant=options.batch_invariant,
         max_rows=options.max_rows,
     )
     budget = options.kv_gib

@@ -37,14 +37,14 @@ _TEXT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def pack(
-    layers: Sequence[PackedLinear], *, exact_bits: bool = False, int8: bool = False, folder: Path | None = None
+    layers: Sequence[PackedLinear], *, batch_invariant: bool = False, int8: bool = False, folder: Path | None = None
 ) -> None:
     """Packs each layer that is not packed yet for its fastest kernel. Options as for :func:`choose`."""
     layers = [layer for layer in layers if type(layer.product) is Plain]
     if not layers:
         return
     weights = [layer.product.weight for layer in layers]
-    chosen = choose(weights, exact_bits=exact_bits, quantised=int8, folder=folder)
+    chosen = choose(weights, batch_invariant=batch_invariant, quantised=int8, folder=folder)
     for layer, weight in zip(layers, weights, strict=True):
         kind = chosen[_shape(weight)]
         if not kind.fits(weight):  # the choice was made on a sample of the weights
@@ -54,13 +54,13 @@ def pack(
         elif kind is not Plain:
             layer.product = kind(weight, layer.bias)
         layer.inputs = None
-        layer.multiple = kind.exact_rows if exact_bits else 1
+        layer.multiple = kind.exact_rows if batch_invariant else 1
 
 
 def choose(
     weights: Sequence[Tensor],
     *,
-    exact_bits: bool = False,
+    batch_invariant: bool = False,
     quantised: bool = False,
     folder: Path | None = None,
     clock: Callable[[], float] = time.perf_counter,
@@ -69,7 +69,7 @@ def choose(
 
     Args:
         weights: the weights of all layers.
-        exact_bits: only products for which a row's bits are independent of the other rows
+        batch_invariant: only products for which a row's bits are independent of the other rows
             (:func:`draftheads.cpu.kernels.keeps_bits`).
         quantised: choose among quantised products instead of exact ones.
         folder: the cache of choices; None measures each time. A choice that other programs disturbed is not kept.
@@ -85,7 +85,7 @@ def choose(
     # Whether a weight is exact in fp16 takes a second for a whole model: one weight of each shape decides which stored
     # choice is used. pack() looks at each weight that it packs.
     kinds = {shape: candidates(sample[:1], quantised=quantised) for shape, sample in samples.items()}
-    if exact_bits:
+    if batch_invariant:
         kinds = {shape: _exact(found, samples[shape][0]) for shape, found in kinds.items()}
     open_shapes = [shape for shape, found in kinds.items() if len(found) > 1]
     known = {shape: found[0] for shape, found in kinds.items() if len(found) == 1}

@@ -5,7 +5,7 @@ product depends on the machine, so :mod:`draftheads.cpu.kernel_choice` times the
 model's own layers. To add a kernel, add a class and its entry in that list.
 
 A kernel may add in another order for another number of rows. If the number of rows is a multiple of ``exact_rows``, the
-bits of a row do not depend on the other rows. With ``exact_bits``, rows are padded to such a multiple.
+bits of a row do not depend on the other rows. With ``batch_invariant``, rows are padded to such a multiple.
 """
 
 import math

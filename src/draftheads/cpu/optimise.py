@@ -1,8 +1,8 @@
 """Makes a model faster on a CPU, in place: the fastest kernel for each layer, and fewer small operators.
 
-``exact_bits`` makes the bits of a token independent of the other tokens of the pass. Otherwise plain decoding, with one
-token, and a tree, with many, may differ in the last bits, because kernels add in another order. It covers layers that
-are ``nn.Linear`` (not GPT-2's Conv1D or Mixtral's experts) and trees of at most 128 rows.
+``batch_invariant`` makes the bits of a token independent of the other tokens of the pass. Otherwise plain decoding,
+with one token, and a tree, with many, may differ in the last bits, because kernels add in another order. It covers
+layers that are ``nn.Linear`` (not GPT-2's Conv1D or Mixtral's experts) and trees of at most 128 rows.
 
 ``int8`` quantises the linear layers. This is another model; lossless then means: equal to its own plain decoding.
 """
@@ -35,7 +35,7 @@ _TYPES = (torch.float32, torch.bfloat16)
 def speed_up(
     model: Any,
     *,
-    exact_bits: bool,
+    batch_invariant: bool,
     int8: bool = False,
     fused: bool = True,
     typical_ids: Tensor | None = None,
@@ -47,37 +47,37 @@ def speed_up(
 
     Args:
         model: a transformers causal LM in fp32 or bf16 on a CPU; other models are not changed.
-        exact_bits: see the module's docstring.
-        int8: quantise the linear layers; this implies exact_bits.
+        batch_invariant: see the module's docstring.
+        int8: quantise the linear layers; this implies batch_invariant.
         fused: replace modules by fused ones; False keeps the stock modules, with faster products in them.
         typical_ids: (1, T) a text on which int8 finds outliers in the layers' inputs; without it the loss is larger.
         folder: the cache of measured kernel choices.
 
     Raises:
-        InvalidSettings: ``int8``, but most weights are not in ``nn.Linear`` layers; or ``int8`` or ``exact_bits``, but
-            the model's attention is not sdpa.
+        InvalidSettings: ``int8``, but most weights are not in ``nn.Linear`` layers; or ``int8`` or
+            ``batch_invariant``, but the model's attention is not sdpa.
     """
     embedding = model.get_input_embeddings().weight
     if embedding.device.type != "cpu" or embedding.dtype not in _TYPES:
         return
-    exact_bits = exact_bits or int8
+    batch_invariant = batch_invariant or int8
     if int8:
         _check_quantisable(model)
     attention = None
     kind = model.config.get_text_config()._attn_implementation
-    if exact_bits and kind != "sdpa":
-        what = "precision int8" if int8 else "exact_bits"
+    if batch_invariant and kind != "sdpa":
+        what = "precision int8" if int8 else "batch_invariant"
         raise InvalidSettings(f"{what} needs attention of kind sdpa; this model was loaded with {kind}")
     if kind == "sdpa":
-        model.set_attn_implementation(EXACT_ATTENTION if exact_bits else GROUPED_ATTENTION)
-        attention = exact_attention if exact_bits else grouped_attention
+        model.set_attn_implementation(EXACT_ATTENTION if batch_invariant else GROUPED_ATTENTION)
+        attention = exact_attention if batch_invariant else grouped_attention
     with torch.inference_mode(mode=False), torch.no_grad():  # so that training can use these tensors later
         if fused:
             fuse(model, attention)
         layers = replace_linears(model)
         if typical_ids is not None and int8:
             _observe_inputs(model, layers, typical_ids)
-        pack(layers, exact_bits=exact_bits, int8=int8, folder=folder)
+        pack(layers, batch_invariant=batch_invariant, int8=int8, folder=folder)
         halve_embedding(model)
         _let_go_of_file(model)
         _tie(model)
@@ -91,14 +91,14 @@ def return_freed_memory() -> None:
 
 
 def kernels_of(model: Any) -> str:
-    """``fast``, ``exact_bits``, or ``stock`` if :func:`speed_up` changed nothing."""
+    """``fast``, ``batch_invariant``, or ``stock`` if :func:`speed_up` changed nothing."""
     attention = model.config.get_text_config()._attn_implementation
-    return {GROUPED_ATTENTION: "fast", EXACT_ATTENTION: "exact_bits"}.get(attention, "stock")
+    return {GROUPED_ATTENTION: "fast", EXACT_ATTENTION: "batch_invariant"}.get(attention, "stock")
 
 
 @torch.inference_mode()
 def rows_keep_their_bits(model: Any) -> bool:
-    """Whether a row's bits are independent of the other rows on this machine, in a model with ``exact_bits``."""
+    """Whether a row's bits are independent of the other rows on this machine, in a model with ``batch_invariant``."""
     layers = {(m.out_features, m.in_features): m for m in model.modules() if isinstance(m, PackedLinear)}
     config = model.config.get_text_config()
     size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

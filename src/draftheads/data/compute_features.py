@@ -27,7 +27,7 @@ from draftheads.data.live_features import fingerprint_of, read_alone
 from draftheads.data.records import Record, RecordedTokens, read_chats
 from draftheads.errors import DataError, StorageError
 from draftheads.models.chat_template import ChatReader
-from draftheads.models.fingerprint import tokenizer_print
+from draftheads.models.fingerprint import tokenizer_fingerprint
 from draftheads.models.model import TargetModel
 from draftheads.utils.counts import counted
 from draftheads.utils.progress import Progress
@@ -54,10 +54,10 @@ def load_and_count(
     texts: list[EncodedChat] = []
     num_tokens = num_left_out = 0
     max_length = limited(max_length, model)
-    own_print = cache(lambda: tokenizer_print(model.tokenizer))
+    own_fingerprint = cache(lambda: tokenizer_fingerprint(model.tokenizer))
     for chat in read_chats(*paths):
         try:
-            text = _encoded(model, chat, max_length, own_print)
+            text = _encoded(model, chat, max_length, own_fingerprint)
         except DataError as error:
             raise DataError(str(error), path=chat.path, line_number=chat.line_number) from error
         if any(text.loss_mask):
@@ -79,24 +79,24 @@ def limited(length: int, model: ChatReader) -> int:
     return min(length, model.max_positions or length)
 
 
-def _encoded(model: ChatReader, chat: Record, max_length: int, own_print: Callable[[], str]) -> EncodedChat:
+def _encoded(model: ChatReader, chat: Record, max_length: int, own_fingerprint: Callable[[], str]) -> EncodedChat:
     if chat.tokens is not None:
-        return _as_recorded(chat.tokens, max_length, own_print())
+        return _as_recorded(chat.tokens, max_length, own_fingerprint())
     if not chat.is_completion:
         return encode_chat(model, chat.messages, finished=chat.finished, max_length=max_length)
     prompt, completion = (message["content"] for message in chat.messages)
     return encode_completion(model, prompt, completion, finished=chat.finished, max_length=max_length)
 
 
-def _as_recorded(tokens: RecordedTokens, max_length: int, own_print: str) -> EncodedChat:
+def _as_recorded(tokens: RecordedTokens, max_length: int, own_fingerprint: str) -> EncodedChat:
     """Tokens that a server recorded; the loss covers the answer.
 
     Raises:
         DataError: another tokenizer made them.
     """
-    if tokens.tokenizer != own_print:
+    if tokens.tokenizer != own_fingerprint:
         raise DataError(
-            f"recorded with a tokenizer of fingerprint {tokens.tokenizer}; that of this model is {own_print}: "
+            f"recorded with a tokenizer of fingerprint {tokens.tokenizer}; that of this model is {own_fingerprint}: "
             "give the model that was served"
         )
     token_ids = tokens.prompt_ids + tokens.answer_ids

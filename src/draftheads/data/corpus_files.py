@@ -18,7 +18,7 @@ from draftheads.data.plain_text import read_texts
 from draftheads.data.records import chat_of
 from draftheads.drafters.corpus import Corpus, index_texts
 from draftheads.errors import CacheWarning, DataError, InvalidSettings, StorageError
-from draftheads.models.fingerprint import tokenizer_print
+from draftheads.models.fingerprint import tokenizer_fingerprint
 from draftheads.utils.cache import cache_folder
 from draftheads.utils.files import atomic_directory, user_path
 from draftheads.utils.messages import half_character
@@ -53,14 +53,14 @@ def load_corpus(
     """
     path = user_path(path)
     files = _files(path)
-    own_print = tokenizer_print(tokenizer)
-    folder = _folder(files, f"{_FORMAT} {own_print} {vocab_size} {path.is_dir()}")
+    own_fingerprint = tokenizer_fingerprint(tokenizer)
+    folder = _folder(files, f"{_FORMAT} {own_fingerprint} {vocab_size} {path.is_dir()}")
     if folder is not None and (saved := _saved(folder)) is not None:
         with contextlib.suppress(OSError):
             os.utime(folder)  # used now
         return saved
     progress = shown(progress)
-    texts = _token_ids(files, tokenizer, own_print, vocab_size, progress, may_be_torn=path.is_dir())
+    texts = _token_ids(files, tokenizer, own_fingerprint, vocab_size, progress, may_be_torn=path.is_dir())
     progress.stage("sorting the corpus")
     corpus = index_texts(texts, progress=progress)
     if folder is not None:
@@ -125,14 +125,20 @@ def _forget_oldest(cache: Path) -> None:
 
 
 def _token_ids(
-    files: Sequence[Path], tokenizer: Any, own_print: str, vocab_size: int, progress: Progress, *, may_be_torn: bool
+    files: Sequence[Path],
+    tokenizer: Any,
+    own_fingerprint: str,
+    vocab_size: int,
+    progress: Progress,
+    *,
+    may_be_torn: bool,
 ) -> list[list[int]]:
     """The texts of all files as token ids. ``may_be_torn`` as for :func:`read_json_lines`."""
     found: list[list[int]] = []
     total = 0
     advance = counted_stage(progress, "reading the corpus", len(files))
     for file in files:
-        for text in _texts(file, own_print, may_be_torn=may_be_torn):
+        for text in _texts(file, own_fingerprint, may_be_torn=may_be_torn):
             ids = list(tokenizer(text, add_special_tokens=False)["input_ids"]) if isinstance(text, str) else text
             if max(ids, default=0) >= vocab_size:
                 raise DataError(
@@ -148,7 +154,7 @@ def _token_ids(
     return found
 
 
-def _texts(file: Path, own_print: str, *, may_be_torn: bool) -> Iterator[str | list[int]]:
+def _texts(file: Path, own_fingerprint: str, *, may_be_torn: bool) -> Iterator[str | list[int]]:
     """Texts of a file, or token ids where these were recorded."""
     if file.suffix == ".txt":
         yield from (text for text, _ in read_texts(file))
@@ -162,8 +168,10 @@ def _texts(file: Path, own_print: str, *, may_be_torn: bool) -> Iterator[str | l
         record = chat_of(value, file, line_number)
         if record.tokens is None:
             yield from (message["content"] for message in record.messages if message["role"] == "assistant")
-        elif record.tokens.tokenizer == own_print:
+        elif record.tokens.tokenizer == own_fingerprint:
             yield list(record.tokens.answer_ids)
         else:
-            problem = f"recorded with a tokenizer of fingerprint {record.tokens.tokenizer}; this model's is {own_print}"
+            problem = (
+                f"recorded with a tokenizer of fingerprint {record.tokens.tokenizer}; this model's is {own_fingerprint}"
+            )
             raise DataError(problem, path=file, line_number=line_number)

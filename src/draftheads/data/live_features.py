@@ -26,7 +26,7 @@ def read_alone(target: TargetModel, token_ids: Tensor, layers: Sequence[int] = (
 
 def fingerprint_of(target: TargetModel, texts: Sequence[EncodedChat]) -> str:
     """A digest of what hidden states depend on: texts, and the name, type and samples of the weights of the model."""
-    digest = hashlib.sha256(json.dumps([target.model_id, str(target.dtype), target.weights_print]).encode())
+    digest = hashlib.sha256(json.dumps([target.model_id, str(target.dtype), target.weights_fingerprint]).encode())
     for text in texts:
         digest.update(torch.tensor(text.token_ids, dtype=torch.int32).numpy().tobytes())
         digest.update(torch.tensor(text.loss_mask).numpy().tobytes())

@@ -16,7 +16,7 @@ from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.accept import accept, num_rejection_uniforms
-from draftheads.speculation.draft import Context, Draft, Drafter, Places, Verdict, Watcher, hidden_layers_of
+from draftheads.speculation.draft import AcceptResult, Context, Draft, Drafter, Places, Watcher, hidden_layers_of
 from draftheads.speculation.sampling import RowSettings, choose, token_logprobs
 from draftheads.speculation.shapes import ROOT_ONLY, Shape
 from draftheads.utils.transfer import to_device
@@ -29,7 +29,7 @@ class Batch:
         model: the target.
         drafter: what drafts.
         shape: what it fills at each step; its default where left out.
-        lap: called with "prompt" after prompts are read, and after each part of a step with its name: "draft",
+        on_phase: called with "prompt" after prompts are read, and after each part of a step with its name: "draft",
             "verify", "watch" (for drafters that learn from the target's logits) and "rest".
 
     Attributes:
@@ -49,13 +49,13 @@ class Batch:
         drafter: Drafter,
         *,
         shape: Shape | None = None,
-        lap: Callable[[str], object] = str,
+        on_phase: Callable[[str], object] = str,
     ) -> None:
         self.target = Target(model, hidden_layers_of(drafter))
         self.drafter = drafter
         self.session = drafter.start()
         self.shape = shape or drafter.default_shape or ROOT_ONLY
-        self.lap = lap
+        self.on_phase = on_phase
         self.requests: list[Request] = []
         self._context: Context | None = None
         self._rows: RowSettings | None = None
@@ -108,7 +108,7 @@ class Batch:
             ]
         if not self._drop_ended():
             self._read_settings()
-        self.lap("prompt")
+        self.on_phase("prompt")
         return [event for event in events if event is not None]
 
     @torch.inference_mode()
@@ -129,13 +129,13 @@ class Batch:
         if self._rules is not None:
             draft, places = self._rules.pruned(draft)
         self._stepped_rows = len(self.requests)
-        self.lap("draft")
+        self.on_phase("draft")
         logits, hidden = self.target.verify(draft)
-        self.lap("verify")
+        self.on_phase("verify")
         asked = None
         if isinstance(self.session, Watcher):
             asked = self.session.watch(draft, logits)
-            self.lap("watch")
+            self.on_phase("watch")
         uniforms = self._uniforms(self.requests, draft.max_depth + 1)
         rejection_uniforms = None
         if draft.sampled and self._rows.any_rejection:
@@ -168,7 +168,7 @@ class Batch:
         if isinstance(self.session, SizePolicySession):
             self.session.note([count - 1 for count in counts], copied, self._are_free)
         self._drop_ended()
-        self.lap("rest")
+        self.on_phase("rest")
         return events
 
     @property
@@ -317,7 +317,7 @@ def _is_free(settings: SamplingSettings) -> bool:
 
 
 def _tokens_of(
-    draft: Draft, verdict: Verdict, asked: Tensor | None
+    draft: Draft, verdict: AcceptResult, asked: Tensor | None
 ) -> tuple[list[list[int]], list[int], list[int], list[list[int]], list[list[int]]]:
     """What a step did, for each row.
 
@@ -382,7 +382,7 @@ def _logprobs(
     return found
 
 
-def _num_copied(draft: Draft, verdict: Verdict) -> Tensor:
+def _num_copied(draft: Draft, verdict: AcceptResult) -> Tensor:
     """(B,) how many accepted nodes only a copy brought."""
     if draft.copied is None:
         return torch.zeros_like(verdict.num_accepted)
@@ -391,7 +391,7 @@ def _num_copied(draft: Draft, verdict: Verdict) -> Tensor:
     return (draft.copied.gather(1, verdict.path) & accepted).sum(1)
 
 
-def _advanced(draft: Draft, verdict: Verdict, hidden: Tensor, known_ids: Sequence[Sequence[int]]) -> Context:
+def _advanced(draft: Draft, verdict: AcceptResult, hidden: Tensor, known_ids: Sequence[Sequence[int]]) -> Context:
     """What the drafter sees next: the accepted tokens with the target's hidden states, and the new root."""
     batch = torch.arange(len(hidden), device=hidden.device)[:, None]
     return Context(

@@ -188,17 +188,17 @@ class Engine:
             grammar_state=grammar_state,
         )
 
-    def run(self, requests: Sequence[Request], *, lap: Callable[[str], object] = str) -> Iterator[StreamEvent]:
+    def run(self, requests: Sequence[Request], *, on_phase: Callable[[str], object] = str) -> Iterator[StreamEvent]:
         """Decodes requests together; as soon as one is finished the next in line takes its place."""
-        return self.serve(deque(requests), lap=lap)
+        return self.serve(deque(requests), on_phase=on_phase)
 
-    def serve(self, line: deque[Request], *, lap: Callable[[str], object] = str) -> Iterator[StreamEvent]:
+    def serve(self, line: deque[Request], *, on_phase: Callable[[str], object] = str) -> Iterator[StreamEvent]:
         """:meth:`run` for a line that may grow while it is served: requests are taken from its left end.
 
         The caller may add requests between events, such as the next turn of a conversation.
-        ``lap`` is called after each part of the work, as by :class:`Batch`.
+        ``on_phase`` is called after each part of the work, as by :class:`Batch`.
         """
-        batch = self.batch(lap=lap)
+        batch = self.batch(on_phase=on_phase)
         while line or batch.requests:
             room = self.max_batch_size - len(batch.requests)
             joining = [line.popleft() for _ in range(min(room, len(line)))]
@@ -240,28 +240,28 @@ class Engine:
         adapted._lock = self._lock
         return adapted
 
-    def batch(self, *, draft_nodes: int | None = None, lap: Callable[[str], object] = str) -> Batch:
+    def batch(self, *, draft_nodes: int | None = None, on_phase: Callable[[str], object] = str) -> Batch:
         """A batch without rows; with profiles, a size policy decides how much is drafted at each step.
 
         Args:
             draft_nodes: 0 decodes plainly, and n drafts on growing trees of n nodes, whatever the engine's own rule.
-            lap: as for :class:`Batch`.
+            on_phase: as for :class:`Batch`.
 
         Raises:
             InvalidSettings: as for :meth:`check_draft_nodes`.
         """
         self.check_draft_nodes(draft_nodes)
         if draft_nodes == 0:
-            return Batch(self.model, NoDraft(), lap=lap)
+            return Batch(self.model, NoDraft(), on_phase=on_phase)
         if draft_nodes is not None:
-            confidence = () if self.profile is None else self.profile.confidence
-            shape = calibrated(BestFirst(draft_nodes), confidence or getattr(self.shape, "confidence", ()))
-            return Batch(self.model, self.drafter, shape=shape, lap=lap)
+            temperatures = () if self.profile is None else self.profile.temperatures
+            shape = calibrated(BestFirst(draft_nodes), temperatures or getattr(self.shape, "temperatures", ()))
+            return Batch(self.model, self.drafter, shape=shape, on_phase=on_phase)
         if self.profile is None or self.cost is None:
-            return Batch(self.model, self.drafter, shape=self.shape, lap=lap)
+            return Batch(self.model, self.drafter, shape=self.shape, on_phase=on_phase)
         if self._policy is None or self._policy.drafter is not self.drafter:
             self._policy = SizePolicy(self.drafter, self.profile, self.cost, self.check)
-        return Batch(self.model, self._policy, shape=self.shape, lap=lap)
+        return Batch(self.model, self._policy, shape=self.shape, on_phase=on_phase)
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:

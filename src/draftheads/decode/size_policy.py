@@ -26,7 +26,7 @@ from draftheads.speculation.draft import Context, Draft, Drafter, Watcher, hidde
 from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, Shape
 
 Floats = npt.NDArray[np.float64]
-Way = tuple[Kind, int]  # of drafting: a kind of tree, and its greatest depth
+Candidate = tuple[Kind, int]  # of drafting: a kind of tree, and its greatest depth
 
 _PRIOR = 4.0  # pseudo-count of the profile in a request's acceptance estimate, in expected draft tokens
 _MEMORY = 0.99  # weight that older draft tokens of a request keep, per step with a draft
@@ -40,7 +40,7 @@ _SPARE_NODES = 4  # that growing trees are drafted with beyond twice their best 
 _SPARE_COST = 0.03  # … as long as drafting them costs less than this share of a plain step
 # tokens that a further level gains, less what verifying them costs, per unit of the probability of the nodes that it
 # extends; measured, see "Growing trees stop early" in LOG.md
-SHARE_OF_REACH = 0.3
+LEVEL_GAIN = 0.3
 _BEHIND = 4  # tokens by which one row must be behind all others to be the one that ends last
 _CUT_GAIN = 0.05  # relative speed that cutting each growing tree adds; divided by the number of rows
 
@@ -68,8 +68,8 @@ class _Table:
     """What steps of one number of rows gain and cost, by way; entry n-1 is of trees of n nodes."""
 
     plain: float  # milliseconds of a step without a draft
-    gains: dict[Way, Floats]  # expected draft tokens that are accepted, per row
-    drafting: dict[Way, Floats]  # milliseconds
+    gains: dict[Candidate, Floats]  # expected draft tokens that are accepted, per row
+    drafting: dict[Candidate, Floats]  # milliseconds
     verifying: Floats  # milliseconds; for more nodes than there are trees, too
 
 
@@ -94,9 +94,9 @@ class SizePolicy:
         self.check = check
         self.extra_nodes = drafter.num_tokens if isinstance(drafter, Copying) else 0  # beyond a shape's own
         self._tables: dict[tuple[int, int], _Table] = {}  # by rows and tokens of the longest text
-        self._drafting: dict[int, dict[Way, Floats]] = {}  # by rows
+        self._drafting: dict[int, dict[Candidate, Floats]] = {}  # by rows
         self._levels: dict[tuple[int, int], float] = {}  # by rows and nodes
-        self._shapes: dict[tuple[Way, int], Shape] = {}
+        self._shapes: dict[tuple[Candidate, int], Shape] = {}
 
     @property
     def needs_history(self) -> bool:
@@ -124,13 +124,13 @@ class SizePolicy:
         return self._tables[batch, text]
 
     @cached_property
-    def gains(self) -> dict[Way, Floats]:
+    def gains(self) -> dict[Candidate, Floats]:
         """Expected draft tokens that are accepted, per row; entry n-1 is of trees of n nodes."""
         ways = [(kind, depth) for kind in KINDS for depth in self.profile.depths(kind)]
         gains = {way: np.array(self.profile.tokens(*way)) - 1.0 for way in ways}
         return {way: some for way, some in gains.items() if len(some) > 1}
 
-    def _drafting_of(self, batch: int) -> dict[Way, Floats]:
+    def _drafting_of(self, batch: int) -> dict[Candidate, Floats]:
         if batch not in self._drafting:
             self._drafting[batch] = {
                 (kind, depth): np.array(
@@ -150,7 +150,7 @@ class SizePolicy:
             self._levels[batch, num_nodes] = second - first
         return self._levels[batch, num_nodes]
 
-    def shape(self, way: Way, num_nodes: int) -> Shape:
+    def shape(self, way: Candidate, num_nodes: int) -> Shape:
         """The best of so many nodes."""
         if (way, num_nodes) not in self._shapes:
             kind, depth = way
@@ -331,8 +331,8 @@ class SizePolicySession:
 
         Only on a CPU: elsewhere the host would have to wait for the probabilities, so nothing is cut.
 
-        Where levels can be left out (:attr:`BestFirst.min_reach`) it may be as deep as the head was measured, but each
-        level is drafted only if the tokens that it is likely to gain are worth its time.
+        Where levels can be left out (:attr:`BestFirst.min_level_probability`) it may be as deep as the head was
+        measured, but each level is drafted only if the tokens that it is likely to gain are worth its time.
 
         Args:
             shape: the fastest one by the table.
@@ -342,14 +342,14 @@ class SizePolicySession:
         """
         if not isinstance(shape, BestFirst) or context.root_ids.device.type != "cpu":
             return shape
-        way: Way = ("dynamic", shape.max_depth or self.profile.depth)
+        way: Candidate = ("dynamic", shape.max_depth or self.profile.depth)
         costs = table.drafting[way]
         most = min(2 * shape.num_nodes + _SPARE_NODES, len(costs))
         limit = costs[shape.num_nodes - 1] + _SPARE_COST * table.plain
         while most > shape.num_nodes and costs[most - 1] > limit:
             most -= 1
-        reach = rate * self.policy.level_cost(len(context.root_ids), most) / SHARE_OF_REACH
-        return replace(self.profile.growing(most), min_reach=round(reach, 2))
+        reach = rate * self.policy.level_cost(len(context.root_ids), most) / LEVEL_GAIN
+        return replace(self.profile.growing(most), min_level_probability=round(reach, 2))
 
 
 def weights(room: Sequence[int], one: float, all_rows: float) -> Floats:

@@ -76,7 +76,7 @@ class StepTimer:
     def _verify_once(self, rows: int, nodes: int, text_tokens: int) -> float:
         target = self._target(rows, text_tokens)
         settings = self._settings(rows)
-        tree = typical_tree(nodes, depth=4, num_ranks=4)
+        tree = typical_tree(nodes, depth=4, top_k=4)
         draft = Draft.on_tree(tree, self._tokens(rows, nodes))
         uniforms = torch.zeros(rows, draft.max_depth + 1, dtype=torch.float64, device=self.target.device)
         start = self.now
@@ -115,9 +115,9 @@ class StepTimer:
     def _shape(self, part: str, nodes: int) -> Shape:
         """A tree such as heads draft on, whatever this one's accuracy."""
         if part == "dynamic":
-            return BestFirst(nodes, max_depth=self.depth, min_reach=None)  # costs are of whole levels
-        num_ranks = min(self.drafter.config.num_draft_tokens, 4)
-        return typical_tree(nodes, depth=min(self.depth, _DEPTH), num_ranks=num_ranks)
+            return BestFirst(nodes, max_depth=self.depth, min_level_probability=None)  # costs are of whole levels
+        top_k = min(self.drafter.config.num_draft_tokens, 4)
+        return typical_tree(nodes, depth=min(self.depth, _DEPTH), top_k=top_k)
 
     def _target(self, rows: int, text_tokens: int) -> Target:
         """Rows with a text of that length, whose keys and values are zeros."""
@@ -160,11 +160,11 @@ class StepTimer:
         return tokens.to(self.target.device)
 
 
-def typical_tree(num_nodes: int, *, depth: int, num_ranks: int) -> Tree:
+def typical_tree(num_nodes: int, *, depth: int, top_k: int) -> Tree:
     """Wide at the top and deep on the left, of at most that many nodes.
 
-    >>> typical_tree(6, depth=3, num_ranks=3).paths
+    >>> typical_tree(6, depth=3, top_k=3).paths
     ((), (0,), (1,), (0, 0), (0, 1), (0, 0, 0))
     """
-    paths = chain.from_iterable(product(range(num_ranks), repeat=level) for level in range(1, depth + 1))
+    paths = chain.from_iterable(product(range(top_k), repeat=level) for level in range(1, depth + 1))
     return Tree.from_paths(sorted(paths, key=lambda path: (len(path) + sum(path), path))[: num_nodes - 1])

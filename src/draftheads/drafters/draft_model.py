@@ -15,7 +15,7 @@ from draftheads.models.fingerprint import Fingerprints
 from draftheads.models.kv_target import Target, bytes_per_slot
 from draftheads.models.model import TargetModel
 from draftheads.speculation.candidates import ancestors_of
-from draftheads.speculation.draft import Context, Draft, Verdict
+from draftheads.speculation.draft import AcceptResult, Context, Draft
 from draftheads.speculation.growing import fill
 from draftheads.speculation.shapes import Shape, check_ranks, depth_of
 from draftheads.speculation.tree import Tree
@@ -164,5 +164,5 @@ class DraftModelSession:
             before = torch.cat([before, context.root_ids[:, None]], 1)
         chain = torch.where(steps < number[:, None], before, context.root_ids[:, None])  # (B, width)
         logits, _ = target.verify(Draft.on_tree(Tree.chain(width - 1), self._known(chain)))
-        target.commit(Verdict(steps.expand(batch, -1), number, context.root_ids), counts)
+        target.commit(AcceptResult(steps.expand(batch, -1), number, context.root_ids), counts)
         return logits[torch.arange(batch, device=device), number]

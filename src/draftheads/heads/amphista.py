@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from draftheads.errors import InvalidSettings, require_at_least
 from draftheads.heads.attention import LayerConfig, TransformerLayer
 from draftheads.heads.base import EmbeddingConfig, Root
-from draftheads.heads.history import History
+from draftheads.heads.kv_cache import HeadKVCache
 from draftheads.heads.layers import ResidualBlock, fusion
 from draftheads.heads.stateful import StatefulHead, last_of, next_tokens
 from draftheads.speculation.draft import Context
@@ -132,7 +132,7 @@ class AmphistaHead(StatefulHead):
         added: Tensor = self.coupling_outputs[head_index - 1](found)
         return features + added
 
-    def read(self, context: Context, rows: slice, history: History) -> Tensor:
+    def read(self, context: Context, rows: slice, history: HeadKVCache) -> Tensor:
         """h_t and the stages' outputs, (rows, 1 + stages, D)."""
         embedded = self.scaled_embedding(next_tokens(context))
         stages = [context.hidden]

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from draftheads.cpu.kernels import PackedLinear, stacked
 from draftheads.errors import InvalidSettings, require_at_least
 from draftheads.heads.base import HeadConfig
-from draftheads.heads.history import History, KeysValues
+from draftheads.heads.kv_cache import HeadKVCache, KeysValues
 from draftheads.utils.counts import counted
 
 
@@ -70,7 +70,7 @@ class LayerConfig(HeadConfig):
 
 
 @dataclass(frozen=True)
-class Turns:
+class RotaryConfig:
     """How rotary positions turn queries and keys."""
 
     theta: float
@@ -78,7 +78,7 @@ class Turns:
     scale: float
 
     @classmethod
-    def of(cls, config: LayerConfig) -> "Turns":
+    def of(cls, config: LayerConfig) -> "RotaryConfig":
         """Those of the target."""
         given = config.rope_frequencies
         return cls(config.rope_theta, None if given is None else tuple(given), config.rope_scale)
@@ -148,7 +148,7 @@ class TransformerLayer(nn.Module):
         inputs = num_inputs * size
         self.heads, self.groups = heads, groups
         self.head_size = config.head_size
-        self.turns = Turns.of(config) if rotary else None
+        self.turns = RotaryConfig.of(config) if rotary else None
         self.input_norm: nn.Module = RmsNorm(size, config.norm_epsilon) if input_norm else nn.Identity()
         self.q_proj = nn.Linear(inputs, heads * config.head_size, bias=False)
         self.k_proj = nn.Linear(inputs, groups * config.head_size, bias=False)
@@ -183,7 +183,7 @@ class TransformerLayer(nn.Module):
         out: Tensor = x + self.feed_forward(self.middle_norm(x))
         return out
 
-    def step(self, x: Tensor, history: History, layer: int, rows: slice) -> Tensor:
+    def step(self, x: Tensor, history: HeadKVCache, layer: int, rows: slice) -> Tensor:
         """(B, P, D) -> (B, P, D), the next tokens of some rows; their keys and values go into the history."""
         positions, longest = history.span(rows, x.shape[1])
         q, new = self.project(x, positions)
@@ -240,7 +240,7 @@ def attend_with_path(queries: Tensor, seen: KeysValues, mask: Tensor, path: Keys
     return found.flatten(2, 3)
 
 
-def _rotated(x: Tensor, positions: Tensor, turns: Turns) -> Tensor:
+def _rotated(x: Tensor, positions: Tensor, turns: RotaryConfig) -> Tensor:
     """(B, S, heads, d) with rotary positions (1 or B, S), computed in fp32."""
     angles = positions[..., None, None].float() * turns.speeds(x.shape[-1], positions.device)  # (1 or B, S, 1, d/2)
     cos, sin = angles.cos(), angles.sin()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from draftheads.cpu.kernel_choice import pack
 from draftheads.cpu.kernels import replace_linears
 from draftheads.errors import InvalidSettings, InvalidTree, require_at_least
-from draftheads.heads.history import History
+from draftheads.heads.kv_cache import HeadKVCache
 from draftheads.heads.layers import Fusable, LmHeads
 from draftheads.settings import LmHeadKind
 from draftheads.speculation.draft import Context, Draft, TargetWeights
@@ -116,7 +116,7 @@ class Root:
 
     token_ids: Tensor  # (B,) x_{t+1}
     states: Tensor  # (B, D) h_t in the head's type; of a stateful head what it made of the text, (B, …)
-    history: History | None = None  # of a stateful head
+    history: HeadKVCache | None = None  # of a stateful head
 
 
 class DraftHead(nn.Module, ABC):
@@ -221,8 +221,8 @@ class DraftHead(nn.Module, ABC):
         return None if self.shares_layers and has_one else self.config.num_heads
 
     def depth_for(self, shape: Shape) -> int:
-        """How deep a shape without a depth grows: K, or as deep as its confidence was measured within the limit."""
-        measured = len(shape.confidence) if isinstance(shape, BestFirst | BestPaths) else 0
+        """How deep a shape without a depth grows: K, or as deep as its temperatures was measured within the limit."""
+        measured = len(shape.temperatures) if isinstance(shape, BestFirst | BestPaths) else 0
         return self.depth_limit or max(self.config.num_heads, depth_of(shape) or measured)
 
     def with_depth(self, depth: int) -> Self:
@@ -243,10 +243,10 @@ class DraftHead(nn.Module, ABC):
             raise InvalidTree(
                 f"the tree is {depth} deep but the head has {counted(heads, 'head')}: cut the tree or train more heads"
             )
-        if isinstance(shape, BestFirst | BestPaths) and 0 < len(shape.confidence) < (depth or heads):
-            numbers = counted(len(shape.confidence), "number")
+        if isinstance(shape, BestFirst | BestPaths) and 0 < len(shape.temperatures) < (depth or heads):
+            numbers = counted(len(shape.temperatures), "number")
             needs = f"the head has {counted(heads, 'head')}" if (depth or 0) <= heads else f"the tree is {depth} deep"
-            raise InvalidTree(f"confidence has {numbers} but {needs}")
+            raise InvalidTree(f"temperatures has {numbers} but {needs}")
         check_ranks(shape, self.config.num_draft_tokens)
 
     def bind(self, weights: TargetWeights) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from draftheads.errors import InvalidSettings
 from draftheads.heads.attention import LayerConfig, TransformerLayer, attend, attend_with_path
 from draftheads.heads.base import EmbeddingConfig, Root
-from draftheads.heads.history import History, KeysValues
+from draftheads.heads.kv_cache import HeadKVCache, KeysValues
 from draftheads.heads.layers import fusion
 from draftheads.heads.stateful import PathState, StatefulHead, last_of, next_tokens
 from draftheads.speculation.draft import Context
@@ -94,7 +94,7 @@ class OneLayerHead(StatefulHead):
         features, state = state.descend([self.layer], x, depth, parents)
         return state._replace(features=features)
 
-    def read(self, context: Context, rows: slice, history: History) -> Tensor:
+    def read(self, context: Context, rows: slice, history: HeadKVCache) -> Tensor:
         """f_{t+1}, (rows, D)."""
         x = self.inputs(next_tokens(context), self.states(context.hidden))
         return last_of(self.layer.step(x, history, 0, rows), context.num_accepted)

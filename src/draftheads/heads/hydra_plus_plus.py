@@ -10,8 +10,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from draftheads.heads.attention import LayerConfig, RmsNorm, TransformerLayer
-from draftheads.heads.history import History
 from draftheads.heads.hydra import HydraConfig, HydraHead
+from draftheads.heads.kv_cache import HeadKVCache
 from draftheads.heads.stateful import StatefulHead, last_of
 from draftheads.speculation.draft import Context, TargetWeights
 
@@ -45,7 +45,7 @@ class HydraPlusPlusHead(StatefulHead, HydraHead):
         """(B, T, D), (B, T) -> (K, B, T, D)."""
         return super().forward(self.prefix_norm(self.prefix(hidden)), token_ids)
 
-    def read(self, context: Context, rows: slice, history: History) -> Tensor:
+    def read(self, context: Context, rows: slice, history: HeadKVCache) -> Tensor:
         """s_t, (rows, D)."""
         states = self.prefix.step(context.hidden, history, 0, rows)
         normed: Tensor = self.prefix_norm(last_of(states, context.num_accepted))

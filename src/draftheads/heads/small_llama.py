@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from draftheads.heads.attention import LayerConfig, RmsNorm, TransformerLayer
 from draftheads.heads.base import EmbeddingConfig, Root
-from draftheads.heads.history import History
+from draftheads.heads.kv_cache import HeadKVCache
 from draftheads.heads.stateful import PathState, StatefulHead, last_of, next_tokens
 from draftheads.speculation.draft import Context, TargetWeights
 
@@ -77,14 +77,14 @@ class SmallLlamaHead(StatefulHead):
         x, state = state.descend(self._layers(), self.embedded(token_ids), depth, parents)
         return state._replace(features=self.norm(x))
 
-    def read(self, context: Context, rows: slice, history: History) -> Tensor:
+    def read(self, context: Context, rows: slice, history: HeadKVCache) -> Tensor:
         """Features after the root, (rows, D). The root is read at once: what was accepted begins behind it."""
         if not any(history.lengths[rows]):  # new rows: the first token of the prompt, too
             self._step(context.token_ids[:, :1], rows, history)
             history.accept(rows, torch.ones_like(context.num_accepted), [1] * len(context.num_accepted))
         return last_of(self.norm(self._step(next_tokens(context), rows, history)), context.num_accepted)
 
-    def _step(self, token_ids: Tensor, rows: slice, history: History) -> Tensor:
+    def _step(self, token_ids: Tensor, rows: slice, history: HeadKVCache) -> Tensor:
         x = self.embedded(token_ids)
         for number, layer in enumerate(self._layers()):
             x = layer.step(x, history, number, rows)

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from draftheads.heads.attention import LayerConfig, TransformerLayer, attend_with_path
 from draftheads.heads.base import DraftHead, HeadSession, Root
-from draftheads.heads.history import History, KeysValues
+from draftheads.heads.kv_cache import HeadKVCache, KeysValues
 from draftheads.speculation.draft import Context
 
 _MOST_UNREAD = 1024  # tokens of a row that are put aside: they take memory, and reading them delays other rows
@@ -22,7 +22,7 @@ _FEW_UNREAD = 16  # tokens of a row that are read with those of other rows: more
 
 
 class StatefulHead(DraftHead):
-    """A head that reads all accepted tokens. Its session keeps their :class:`History`, so it reads each token once."""
+    """A head that reads all accepted tokens. Its session keeps a :class:`HeadKVCache`, so each token is read once."""
 
     needs_history: ClassVar[bool] = True
 
@@ -45,7 +45,7 @@ class StatefulHead(DraftHead):
         return session.history.bytes_per_slot
 
     @abstractmethod
-    def read(self, context: Context, rows: slice, history: History) -> Tensor:
+    def read(self, context: Context, rows: slice, history: HeadKVCache) -> Tensor:
         """Reads the tokens of some rows' contexts with the layers, whose history is ready for them.
 
         Args:
@@ -69,7 +69,7 @@ class StatefulSession(HeadSession):
 
     def __init__(self, head: StatefulHead) -> None:
         super().__init__(head)
-        self.history = History(head.num_history_layers)
+        self.history = HeadKVCache(head.num_history_layers)
         self.unread: list[list[tuple[Tensor, Tensor]]] = []  # for each row: hidden state (D,) and id () of each token
 
     def root(self, context: Context) -> Root:

@@ -42,8 +42,8 @@ class Fingerprints:
     def of(cls, base: "TargetModel") -> Self:
         """The fingerprints of a loaded model; equal in fp32 and bf16, and on all devices."""
         weights = base.weights
-        tokenizer = tokenizer_print(base.tokenizer)
-        return cls(_sampled(weights.embedding), _sampled(weights.lm_head), tokenizer, base.layers_print)
+        tokenizer = tokenizer_fingerprint(base.tokenizer)
+        return cls(_sampled(weights.embedding), _sampled(weights.lm_head), tokenizer, base.layers_fingerprint)
 
 
 def difference(one: str, other: str) -> float:
@@ -92,7 +92,7 @@ def _numbers(fingerprint: str) -> Tensor:
     return torch.tensor(bits, dtype=torch.int64).to(torch.uint32).view(torch.float32)
 
 
-def tokenizer_print(tokenizer: Any) -> str:
+def tokenizer_fingerprint(tokenizer: Any) -> str:
     """A digest of the vocabulary and of some token ids, 16 hexadecimal digits.
 
     Padding, truncation and chat template do not count.

@@ -18,7 +18,7 @@ from draftheads.models.graphs import StepGraphs, capture_for
 from draftheads.models.kv_cache import RowEntries, SlotCache, whole_blocks
 from draftheads.models.masks import as_float_mask, tree_visibility, within_window
 from draftheads.models.model import TargetModel
-from draftheads.speculation.draft import Draft, Verdict
+from draftheads.speculation.draft import AcceptResult, Draft
 from draftheads.speculation.tree import Tree
 from draftheads.utils.transfer import to_device
 
@@ -49,13 +49,13 @@ class Target:
         self.model = model
         self.layers = tuple(layers)
         # exact attention sums values in fp64; stored in fp64, they are not converted in each step
-        values = torch.float64 if model.exact_bits and model.dtype == torch.float32 else None
+        values = torch.float64 if model.batch_invariant and model.dtype == torch.float32 else None
         self.cache = SlotCache(len(model.layer_kinds), value_dtype=values)
         self.num_heads = int(model.layer_sizes["num_attention_heads"])
         self.graphs = StepGraphs(capture_for(model.device))  # of static steps
         self.lengths: list[int] = []  # tokens of each row in the cache
         # with exact bits, a row's bits were compared with one number of threads
-        self._threads = thread_choice() if model.device.type == "cpu" and not model.exact_bits else None
+        self._threads = thread_choice() if model.device.type == "cpu" and not model.batch_invariant else None
 
     @property
     def state_bytes(self) -> int:
@@ -120,7 +120,7 @@ class Target:
         return self.model.logits(last), hidden
 
     @torch.inference_mode()
-    def commit(self, verdict: Verdict, num_accepted: Sequence[int]) -> None:
+    def commit(self, verdict: AcceptResult, num_accepted: Sequence[int]) -> None:
         """Moves the cache entries of the accepted nodes to the text, and drops the other nodes.
 
         Args:
@@ -194,7 +194,7 @@ class Target:
 
     def _groups(self, prompts: Sequence[Sequence[int]]) -> list[Sequence[Sequence[int]]]:
         """Splits the prompts into groups that are read in the same passes."""
-        if self.model.exact_bits:  # results must not depend on the other prompts
+        if self.model.batch_invariant:  # results must not depend on the other prompts
             return [[prompt] for prompt in prompts]
         groups: list[list[Sequence[int]]] = []
         longest = 0
@@ -227,7 +227,7 @@ class Target:
         self.cache.reserve(self.cache.num_rows, span)
         whole = min(self.cache.capacity, whole_blocks(span))
         queries = (len(tokens), self.num_heads, nodes, 0)
-        if not self.model.exact_bits and by_products(queries, whole, self.model.dtype, self.model.device):
+        if not self.model.batch_invariant and by_products(queries, whole, self.model.dtype, self.model.device):
             span = whole  # few different sizes, because each needs its own kernel; and contiguous keys
         start = starts[0] if len(set(starts)) == 1 else None
         return self._decode(rows, to_device(starts, tokens.device), tokens, depths, ancestors, span=span, start=start)

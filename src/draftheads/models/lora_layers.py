@@ -44,20 +44,20 @@ class WithLora(Product):
         return self._base.multiply(rows).addmm_(F.linear(rows, self._a), self._b)
 
 
-def add_lora(model: Any, matrices: Mapping[str, LowRank], *, exact_bits: bool) -> None:
+def add_lora(model: Any, matrices: Mapping[str, LowRank], *, batch_invariant: bool) -> None:
     """Adds the low-rank products to the layers of a model, in place; the layers' own weights do not change.
 
     Args:
         model: the base model, stock or with faster modules.
         matrices: by the names of the stock model's layers.
-        exact_bits: keep the bits of a row independent of the other rows.
+        batch_invariant: keep the bits of a row independent of the other rows.
     """
     modules: dict[str, Any] = dict(model.named_modules())
     fused: dict[str, dict[str, LowRank]] = {}
     for name, pair in matrices.items():
         parent, _, part = name.rpartition(".")
         if name in modules:
-            _add(modules[name], pair, exact_bits=exact_bits)
+            _add(modules[name], pair, batch_invariant=batch_invariant)
         else:
             together = next(whole for whole, parts in modules[parent].fused_parts.items() if part in parts)
             fused.setdefault(f"{parent}.{together}", {})[part] = pair
@@ -65,7 +65,7 @@ def add_lora(model: Any, matrices: Mapping[str, LowRank], *, exact_bits: bool) -
         parent, _, together = name.rpartition(".")
         parts = modules[parent].fused_parts[together]
         pieces = [(pairs.get(part), size) for part, size in parts.items()]
-        _add(modules[name], _stacked(pieces), exact_bits=exact_bits)
+        _add(modules[name], _stacked(pieces), batch_invariant=batch_invariant)
 
 
 def _stacked(pieces: Sequence[tuple[LowRank | None, int]]) -> LowRank:
@@ -79,11 +79,11 @@ def _stacked(pieces: Sequence[tuple[LowRank | None, int]]) -> LowRank:
     return LowRank(a, torch.block_diag(*b))
 
 
-def _add(layer: nn.Module, pair: LowRank, *, exact_bits: bool) -> None:
+def _add(layer: nn.Module, pair: LowRank, *, batch_invariant: bool) -> None:
     if isinstance(layer, PackedLinear):
         layer.product = WithLora(layer.product, pair.a, pair.b)
         layer.tied = None  # the adapter changes the lm_head, but not the embedding
-        if exact_bits:
+        if batch_invariant:
             layer.multiple = math.lcm(layer.multiple, WithLora.exact_rows)
         return
     weight = next(layer.parameters())

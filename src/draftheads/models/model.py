@@ -188,32 +188,34 @@ class TargetModel:
                 f"{self._embedding.shape[0]}. Merge it: `draftheads merge --adapter {place} --out …`"
             )
         model = _sharing_weights(self.model)
-        add_lora(model, matrices, exact_bits=self.exact_bits)
+        add_lora(model, matrices, batch_invariant=self.batch_invariant)
         adapted = self._like(model, tokenizer, str(place.resolve()))
-        digest = hashlib.sha256(self.weights_print.encode())
+        digest = hashlib.sha256(self.weights_fingerprint.encode())
         for name, pair in sorted(matrices.items()):
             digest.update(name.encode() + pair.a.numpy().tobytes() + pair.b.numpy().tobytes())
-        adapted.__dict__.update(weights_print=digest.hexdigest()[:16], layers_print=None)  # not the base's
+        adapted.__dict__.update(weights_fingerprint=digest.hexdigest()[:16], layers_fingerprint=None)  # not the base's
         return adapted
 
     def _like(self, model: Any, tokenizer: Any, model_id: str) -> Self:
         """Another model that computes like this one; faster modules do not show these facts."""
         other = type(self)(model, tokenizer, model_id, self.chat_template, self.graphs)
-        other.__dict__.update(dtype=self.dtype, precision=self.precision, layers_print=self.layers_print)
+        other.__dict__.update(dtype=self.dtype, precision=self.precision, layers_fingerprint=self.layers_fingerprint)
         return other
 
     def speed_up(
-        self, *, exact_bits: bool = False, int8: bool = False, fused: bool = True, folder: Path | None = None
+        self, *, batch_invariant: bool = False, int8: bool = False, fused: bool = True, folder: Path | None = None
     ) -> None:
         """Uses faster kernels on a CPU, or 8 bits on a GPU; in place. See :func:`draftheads.cpu.optimise.speed_up`."""
-        _ = self.weights_print, self.layers_print, self.dtype  # cached before packing, which changes them
+        _ = self.weights_fingerprint, self.layers_fingerprint, self.dtype  # cached before packing, which changes them
         if int8 and self.device.type == "cuda":
             self.__dict__["precision"] = quantise(self.model)
             return
         typical = None
         if int8:
             typical = torch.tensor([self.tokenizer(TYPICAL_TEXT)["input_ids"][: self.max_positions]]) % self.vocab_size
-        speed_up(self.model, exact_bits=exact_bits, int8=int8, fused=fused, typical_ids=typical, folder=folder)
+        speed_up(
+            self.model, batch_invariant=batch_invariant, int8=int8, fused=fused, typical_ids=typical, folder=folder
+        )
         self.__dict__["precision"] = "int8" if int8 else self.precision
 
     @cached_property
@@ -253,11 +255,11 @@ class TargetModel:
         return self.device.type == "cuda" if self.graphs is None else self.graphs
 
     def set_graphs(self, *, on: bool) -> None:
-        """Turns static steps on or off, also for a running batch."""
+        """RotaryConfig static steps on or off, also for a running batch."""
         object.__setattr__(self, "graphs", on)
 
     @property
-    def exact_bits(self) -> bool:
+    def batch_invariant(self) -> bool:
         """Whether the results of its kernels are independent of the number of rows in a pass."""
         return bool(self.config._attn_implementation == EXACT_ATTENTION)  # noqa: SLF001 - no public name
 
@@ -282,7 +284,7 @@ class TargetModel:
         return eos_ids_of(getattr(self.model, "generation_config", None), self.config, self.tokenizer)
 
     @cached_property
-    def weights_print(self) -> str:
+    def weights_fingerprint(self) -> str:
         """A digest of some numbers of every weight, which identifies the model's version. 4-bit weights: as stored."""
         digest = hashlib.sha256()
         for name, weight in self.model.named_parameters():
@@ -291,7 +293,7 @@ class TargetModel:
         return digest.hexdigest()[:16]
 
     @cached_property
-    def layers_print(self) -> str | None:
+    def layers_fingerprint(self) -> str | None:
         """A sample of the layers' matrices, see :class:`draftheads.models.fingerprint.Fingerprints`."""
         if any(isinstance(module, PackedLinear) for module in self.decoder.modules()):
             return None  # modules that another model packed

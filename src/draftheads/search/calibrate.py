@@ -55,7 +55,7 @@ class Observation:
 
 @torch.inference_mode()
 def observe(
-    head: DraftHead, target: TargetModel, answer: Answer, *, num_ranks: int, temperature: float, log_norms: bool = True
+    head: DraftHead, target: TargetModel, answer: Answer, *, top_k: int, temperature: float, log_norms: bool = True
 ) -> tuple[Observation, Tensor]:
     """Reads an answer once with the target, and computes the head's draft tokens at each of its tokens.
 
@@ -63,7 +63,7 @@ def observe(
         head: bound to the target.
         target: the model that gave the answer.
         answer: was decoded at that temperature.
-        num_ranks: R.
+        top_k: R.
         temperature: 0 where the answer is greedy.
         log_norms: whether to compute what :func:`fit_confidence` needs.
 
@@ -78,18 +78,18 @@ def observe(
     after = target_probabilities(target, last[0, start:], temperature)  # (m, V): at j what follows token j
     truth = text[0, start:]
     divisors = DIVISORS.to(target.device, torch.float32)
-    ranks = torch.full((length, heads), num_ranks)
-    probs = torch.zeros(length, heads, num_ranks)
-    top_logits = torch.full((length, heads, num_ranks), -torch.inf)
+    ranks = torch.full((length, heads), top_k)
+    probs = torch.zeros(length, heads, top_k)
+    top_logits = torch.full((length, heads, top_k), -torch.inf)
     norms = torch.zeros(length, heads, len(DIVISORS))
     for i in range(heads):
         for first in range(0, length - 1 - i, _CHUNK):
             places = torch.arange(first, min(first + _CHUNK, length - 1 - i), device=target.device)
             logits = head.logits(features[i, places], i).float()  # (n, V')
-            top = logits.topk(min(num_ranks, logits.shape[1]), dim=-1)
+            top = logits.topk(min(top_k, logits.shape[1]), dim=-1)
             draft_ids = head.to_target_ids(top.indices)  # (n, R)
             hit = draft_ids == truth[places + 1 + i, None]
-            rank = torch.where(hit.any(1), hit.int().argmax(1), num_ranks)
+            rank = torch.where(hit.any(1), hit.int().argmax(1), top_k)
             rows, count = places.cpu(), draft_ids.shape[1]
             ranks[rows, i] = rank.cpu()
             likely = hit.float() if after is None else after[places + i].gather(1, draft_ids)
@@ -109,7 +109,7 @@ def target_probabilities(target: TargetModel, hidden: Tensor, temperature: float
     return probabilities(target.logits(hidden), rows)
 
 
-def fit_confidence(observations: Sequence[Observation], num_ranks: int) -> list[float]:
+def fit_confidence(observations: Sequence[Observation], top_k: int) -> list[float]:
     """For each head the number to divide its logits by, so that its probabilities are those of being accepted.
 
     Temperature scaling (Guo et al. 2017), on the outcomes that matter to a tree: which of the R best draft tokens is
@@ -121,7 +121,7 @@ def fit_confidence(observations: Sequence[Observation], num_ranks: int) -> list[
     for i in range(heads):
         scores = torch.zeros(len(DIVISORS), dtype=torch.float64)
         for seen in observations:
-            used = reached(seen, i, num_ranks)
+            used = reached(seen, i, top_k)
             log_probs = _log_probs(seen, used, i)  # (n, R, divisors)
             probs = seen.probs[used, i].double()[:, :, None]
             none = (1.0 - log_probs.exp().sum(1)).clamp_min(1e-6).log()  # (n, divisors)
@@ -130,20 +130,20 @@ def fit_confidence(observations: Sequence[Observation], num_ranks: int) -> list[
     return found
 
 
-def reached(seen: Observation, head_index: int, num_ranks: int) -> Tensor:
+def reached(seen: Observation, head_index: int, top_k: int) -> Tensor:
     """(m,) bool: whether a path of right draft tokens can reach this head here, and every head has a true token."""
-    return seen.complete & (seen.ranks[:, :head_index] < num_ranks).all(1)
+    return seen.complete & (seen.ranks[:, :head_index] < top_k).all(1)
 
 
 def reliability(
-    observations: Sequence[Observation], divisors: Sequence[float], num_ranks: int, *, num_bins: int = 12
+    observations: Sequence[Observation], divisors: Sequence[float], top_k: int, *, num_bins: int = 12
 ) -> list[list[float]]:
     """For each bin of the head's probability: [mean probability, share that is accepted, number of draft tokens]."""
     nearest = [int((DIVISORS - divisor).abs().argmin()) for divisor in divisors]
     sums = torch.zeros(num_bins, 3, dtype=torch.float64)
     for seen in observations:
         for i, index in enumerate(nearest):
-            used = reached(seen, i, num_ranks)
+            used = reached(seen, i, top_k)
             sure = _log_probs(seen, used, i)[:, :, index].exp().flatten()
             right = seen.probs[used, i].double().flatten()
             which = (sure * num_bins).long().clamp_(0, num_bins - 1)

@@ -53,11 +53,11 @@ def measured_profile(
         temperature=settings.temperature,
         num_texts=len(answers),
         num_tokens=found["num_tokens"],
-        confidence=[round(divisor, 4) for divisor in found["confidence"]["temperatures"]],
+        temperatures=[round(divisor, 4) for divisor in found["confidence"]["temperatures"]],
         paths=paths,
         static_tokens=_rising(found["static"]["expected"][: len(paths) + 1]),
         dynamic_tokens=_rising(found["dynamic"]["expected"][:MAX_NODES]),
-        num_ranks=replay.num_ranks,
+        top_k=replay.top_k,
         beam=settings.beam,
         shallower_tokens=[_rising(tokens[:MAX_NODES]) for tokens in found["dynamic"]["shallower"]],
         copies=copy_odds(((answer.prompt_ids, answer.token_ids) for answer in answers), prior=DEFAULT_ODDS),
@@ -65,22 +65,22 @@ def measured_profile(
     return profile, found
 
 
-def static_profile(joint_ranks: Tensor, *, num_ranks: int, only_chain: bool = False) -> AcceptanceProfile:
+def static_profile(joint_ranks: Tensor, *, top_k: int, only_chain: bool = False) -> AcceptanceProfile:
     """A profile without growing trees, from ranks (S, K) of true tokens; with ``only_chain`` of chains."""
     heads = joint_ranks.shape[1]
     paths: list[RankPath] = [(0,) * depth for depth in range(1, heads + 1)]
     if not only_chain:
-        paths = joint_order(path_counts(joint_ranks, num_ranks=num_ranks), MAX_NODES)
+        paths = joint_order(path_counts(joint_ranks, top_k=top_k), MAX_NODES)
     trees = [Tree.from_paths(paths[:count]) for count in range(len(paths) + 1)]
     return AcceptanceProfile(
         temperature=0.0,
         num_texts=0,
         num_tokens=len(joint_ranks),
-        confidence=[1.0] * heads,
+        temperatures=[1.0] * heads,
         paths=[list(path) for path in paths],
         static_tokens=_rising([expected_tokens(joint_ranks, tree) for tree in trees]),
         dynamic_tokens=[],
-        num_ranks=num_ranks,
+        top_k=top_k,
         beam=1,
     )
 

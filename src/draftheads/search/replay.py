@@ -72,7 +72,7 @@ def own_answers(
         DataError: fewer than two answers are left.
     """
     identity = {
-        "model": [target.model_id, target.weights_print, target.precision],
+        "model": [target.model_id, target.weights_fingerprint, target.precision],
         "prompts": prompts,
         "answers": [settings.max_new_tokens, settings.temperature],
     }
@@ -108,7 +108,7 @@ class Replay:
 
     def __init__(self, target: TargetModel, head: DraftHead, settings: ReplaySettings, *, progress: Progress) -> None:
         self.target, self.head, self.settings, self.progress = target, head, settings, progress
-        self.num_ranks = min(settings.num_ranks, head.config.num_draft_tokens)
+        self.top_k = min(settings.top_k, head.config.num_draft_tokens)
 
     def run(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Ranks, and tokens per step with trees of all sizes.
@@ -125,16 +125,16 @@ class Replay:
         head = self._deep_head(answers)
         for answer in answers:
             observation, states = observe(
-                head, self.target, answer, num_ranks=self.num_ranks, temperature=self.settings.temperature
+                head, self.target, answer, top_k=self.top_k, temperature=self.settings.temperature
             )
             seen.append(observation)
             hidden.append(states)
             prompts.append(self._prompt_states(answer))
             advance()
-        confidence = fit_confidence(seen, self.num_ranks)
+        confidence = fit_confidence(seen, self.top_k)
         texts: list[Tensor] = []
         count, drafted = self._most_grown(head)
-        shape = BestFirst(drafted, num_ranks=self.num_ranks, beam=self.settings.beam, confidence=tuple(confidence))
+        shape = BestFirst(drafted, top_k=self.top_k, beam=self.settings.beam, temperatures=tuple(confidence))
         for start in range(0, len(answers), _ROWS_AT_ONCE):
             rows = slice(start, start + _ROWS_AT_ONCE)
             texts += draft_along(head, shape, answers[rows], hidden[rows], prompts[rows])
@@ -154,8 +154,8 @@ class Replay:
             "dynamic": {**by_depth[depth - 1], "shallower": shallower},
             "confidence": {
                 "temperatures": confidence,
-                "before": reliability(seen, [1.0] * len(confidence), self.num_ranks),
-                "after": reliability(seen, confidence, self.num_ranks),
+                "before": reliability(seen, [1.0] * len(confidence), self.top_k),
+                "after": reliability(seen, confidence, self.top_k),
             },
             "num_tokens": sum(len(answer.token_ids) for answer in answers),
         }
@@ -197,13 +197,13 @@ class Replay:
         ranks = torch.cat([one.ranks for one in seen])[used]
         if self.settings.temperature > 0:
             return path_shares(ranks, torch.cat([one.probs for one in seen])[used])
-        return {path: n / len(ranks) for path, n in path_counts(ranks, num_ranks=self.num_ranks).items()}
+        return {path: n / len(ranks) for path, n in path_counts(ranks, top_k=self.top_k).items()}
 
     def _most_grown(self, head: DraftHead) -> tuple[int, int]:
         """Nodes that a growing tree can have, and how many are drafted for it and for trees of a lower depth."""
         found = level = 1
         for _ in range(head.config.num_heads):
-            level = (min(level, self.settings.beam) if head.reads_path else level) * self.num_ranks
+            level = (min(level, self.settings.beam) if head.reads_path else level) * self.top_k
             found += level
         most = self.settings.max_nodes
         return min(most, found), min(_SPARE * most if head.reads_path else most, found)

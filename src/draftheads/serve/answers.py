@@ -12,7 +12,7 @@ from starlette.types import Receive
 from draftheads.decode.request import Request, StreamEvent
 from draftheads.errors import DraftHeadsError
 from draftheads.serve.api_error import ApiError, api_error_of
-from draftheads.serve.request_params import Asked
+from draftheads.serve.request_params import RequestParams
 from draftheads.serve.scheduler import Job, JobFailed
 from draftheads.serve.state import Service
 
@@ -37,7 +37,7 @@ class Answers:
         self,
         service: Service,
         requests: Sequence[Request],
-        asked: Asked,
+        asked: RequestParams,
         client: str,
         *,
         start: float,

@@ -13,7 +13,7 @@ from draftheads.serve.body import read_json
 from draftheads.serve.chat_messages import prompt_ids_of, read_messages
 from draftheads.serve.fields import Fields
 from draftheads.serve.logprobs import chat_logprobs
-from draftheads.serve.request_params import Asked, read_asked
+from draftheads.serve.request_params import RequestParams, read_asked
 from draftheads.serve.state import Service
 from draftheads.serve.structured import read_response_format
 from draftheads.serve.token_names import TokenNames
@@ -26,7 +26,7 @@ from draftheads.settings import MOST_LOGPROBS
 class ChatCall:
     """A chat request that was read."""
 
-    asked: Asked
+    asked: RequestParams
     requests: list[Request]
     tools: ToolUse | None
     messages: list[dict[str, Any]]

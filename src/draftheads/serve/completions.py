@@ -16,7 +16,7 @@ from draftheads.serve.body import read_json
 from draftheads.serve.chat_completions import num_shown
 from draftheads.serve.fields import Fields
 from draftheads.serve.logprobs import completion_logprobs
-from draftheads.serve.request_params import Asked, read_asked
+from draftheads.serve.request_params import RequestParams, read_asked
 from draftheads.serve.scoring import PromptScores
 from draftheads.serve.state import Service
 from draftheads.serve.structured import read_response_format
@@ -41,7 +41,7 @@ class Prompt:
 class CompletionCall:
     """A completion request that was read."""
 
-    asked: Asked
+    asked: RequestParams
     prompts: list[Prompt]
     requests: list[Request]  # n for each prompt; none if prompts are only scored
     echo: bool

@@ -28,7 +28,7 @@ from draftheads.decode.request import GenerationResult, Request, StreamEvent
 from draftheads.drafters.corpus import Corpus
 from draftheads.errors import DataError, DraftHeadsError, ModelNotFound, QueueFull
 from draftheads.loading import engine_on
-from draftheads.models.fingerprint import tokenizer_print
+from draftheads.models.fingerprint import tokenizer_fingerprint
 from draftheads.serve.jobs import Job, JobFailed, Lane
 from draftheads.serve.recorder import Recorder
 from draftheads.serve.scheduler import Scheduler
@@ -183,7 +183,7 @@ class HeadReplacement:
         """The recorded prompts that training holds out."""
         if self._recorder is None:
             return []
-        print_ = tokenizer_print(engine.model.tokenizer)
+        print_ = tokenizer_fingerprint(engine.model.tokenizer)
         room = (engine.model.max_positions or 1 << 30) - _NUM_TOKENS
         texts = [
             tokens

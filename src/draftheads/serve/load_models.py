@@ -45,7 +45,7 @@ def load_served(
     name: str | None = None,
     copy: bool = True,
     corpus: Path | None = None,
-    exact_bits: bool = False,
+    batch_invariant: bool = False,
     max_rows: int = 16,
 ) -> Served:
     """Loads a model once, and its heads.
@@ -58,7 +58,7 @@ def load_served(
         name: under which it is served; the model's own name when left out.
         copy: drafts hold copies from the text, too.
         corpus: texts or earlier answers from which is copied, too.
-        exact_bits: drafted answers equal plain ones to the bit.
+        batch_invariant: drafted answers equal plain ones to the bit.
         max_rows: answers that are decoded together.
 
     Raises:
@@ -67,7 +67,7 @@ def load_served(
     check_corpus(corpus, heads[0] if heads else None, copy=copy)
     template = find_template(load.chat_template, heads, name_of(model))
     given = {key: value for key, value in load.given().items() if key not in ("chat_template", "fast")}
-    target = load_target(model, chat_template=template, exact_bits=exact_bits, fast=load.fast, **given)
+    target = load_target(model, chat_template=template, batch_invariant=batch_invariant, fast=load.fast, **given)
     index = None if corpus is None else load_corpus(corpus, target.tokenizer, vocab_size=target.vocab_size)
     own = name or _short_name(model)
     models: list[ServedModel] = []

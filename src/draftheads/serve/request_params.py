@@ -19,7 +19,7 @@ _NAMES = {"draft_nodes", *(field.name for field in dataclass_fields(SamplingSett
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestParams:
     """What a request asks for, but for its prompt."""
 
     engine: Engine
@@ -54,7 +54,7 @@ def _later(seed: int, number: int) -> int:
     return seed + number if seed + number < 2**64 else seed + number - 2**64
 
 
-def read_asked(fields: Fields, service: Service, *, default_tokens: int, **settings: Any) -> Asked:
+def read_asked(fields: Fields, service: Service, *, default_tokens: int, **settings: Any) -> RequestParams:
     """Reads the common fields.
 
     Args:
@@ -95,7 +95,7 @@ def read_asked(fields: Fields, service: Service, *, default_tokens: int, **setti
         raise api_error_of(error, param=_field_of(error)) from None
     n = fields.integer("n", 1, least=1, most=limits.choices)
     store = fields.flag("store", default=True)
-    return Asked(engine, lane, sampling, n, stream, include_usage, include_draft, store, cache_salt)
+    return RequestParams(engine, lane, sampling, n, stream, include_usage, include_draft, store, cache_salt)
 
 
 def _defaults_of(engine: Engine) -> dict[str, Any]:

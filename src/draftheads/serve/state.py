@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import Request
-from draftheads.models.fingerprint import tokenizer_print
+from draftheads.models.fingerprint import tokenizer_fingerprint
 from draftheads.serve.api_error import ApiError
 from draftheads.serve.guard import Access
 from draftheads.serve.head_replacement import HeadReplacement
@@ -81,7 +81,7 @@ class Service:
         assert self.models.keys() == scheduler.engines.keys(), "every served name has an engine"
         if self.recorder is not None:
             self._tokenizer_prints = {
-                name: tokenizer_print(engine.model.tokenizer) for name, engine in scheduler.engines.items()
+                name: tokenizer_fingerprint(engine.model.tokenizer) for name, engine in scheduler.engines.items()
             }
         self._scheduler = scheduler
         if self.phase == "loading":

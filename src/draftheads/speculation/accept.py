@@ -1,4 +1,4 @@
-"""Acceptance: which path of a verified tree is accepted, and the next token. Tensors in, a Verdict out.
+"""Acceptance: which path of a verified tree is accepted, and the next token. Tensors in, a AcceptResult out.
 
 * exact — the token at every node is chosen as plain decoding would choose it (argmax, or a draw from the processed
   distribution), and the walk continues at the child that equals it. Greedy rows have the text of plain decoding, and
@@ -17,7 +17,7 @@ B rows, N nodes, V vocabulary, P = depth of the tree + 1.
 import torch
 from torch import Tensor
 
-from draftheads.speculation.draft import Draft, Verdict
+from draftheads.speculation.draft import AcceptResult, Draft
 from draftheads.speculation.rejection import block_chances, sibling_chances
 from draftheads.speculation.sampling import RowSettings, choose, draw, penalised, probabilities
 
@@ -30,7 +30,7 @@ def accept(
     seen: Tensor | None = None,
     *,
     rejection_uniforms: Tensor | None = None,
-) -> Verdict:
+) -> AcceptResult:
     """The verdict on every row.
 
     Args:
@@ -62,16 +62,18 @@ def num_rejection_uniforms(draft: Draft) -> int:
     return (draft.max_depth + 1) * (draft.max_siblings + 1)
 
 
-def _where(chosen: Tensor, one: Verdict, other: Verdict) -> Verdict:
+def _where(chosen: Tensor, one: AcceptResult, other: AcceptResult) -> AcceptResult:
     """Of two verdicts the first one for the rows that are chosen."""
-    return Verdict(
+    return AcceptResult(
         torch.where(chosen[:, None], one.path, other.path),
         torch.where(chosen, one.num_accepted, other.num_accepted),
         torch.where(chosen, one.next_ids, other.next_ids),
     )
 
 
-def _rejection_walk(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None) -> Verdict:
+def _rejection_walk(
+    draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None
+) -> AcceptResult:
     """At each node try the children in turn; step into the first that is accepted, or draw from what is left."""
     assert draft.probs is not None
     assert draft.log_probs is not None
@@ -106,10 +108,12 @@ def _rejection_walk(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: T
         if seen is not None:
             seen = seen.clone()
             seen[batch, taken] |= going
-    return Verdict(path, num_accepted, next_ids)
+    return AcceptResult(path, num_accepted, next_ids)
 
 
-def _longest_block(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None) -> Verdict:
+def _longest_block(
+    draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None
+) -> AcceptResult:
     """The longest beginning of a chain that is accepted, and a draw from what is left there."""
     assert draft.probs is not None
     assert draft.log_probs is not None
@@ -126,10 +130,10 @@ def _longest_block(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Te
     count = (kept * steps).amax(1) if length else torch.zeros_like(batch)
     path = torch.arange(length + 1, device=logits.device).expand(len(logits), -1)
     path = torch.where(path <= count[:, None], path, 0)
-    return Verdict(path, count + 1, draw(left[batch, count], uniforms[batch, count, -1]))
+    return AcceptResult(path, count + 1, draw(left[batch, count], uniforms[batch, count, -1]))
 
 
-def _walk(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None) -> Verdict:
+def _walk(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None) -> AcceptResult:
     """Choose at the node, step into the child that was chosen, until there is none."""
     batch = torch.arange(len(logits), device=logits.device)
     node = torch.zeros_like(batch)
@@ -151,10 +155,12 @@ def _walk(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, see
         if seen is not None:
             seen = seen.clone()
             seen[batch, chosen] |= going
-    return Verdict(path, num_accepted, next_ids)
+    return AcceptResult(path, num_accepted, next_ids)
 
 
-def _longest_typical(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None) -> Verdict:
+def _longest_typical(
+    draft: Draft, logits: Tensor, rows: RowSettings, uniforms: Tensor, seen: Tensor | None
+) -> AcceptResult:
     """Judge every node by its parent's distribution, then keep the deepest node whose whole path passed."""
     batch = torch.arange(len(logits), device=logits.device)
     parents = draft.parents.expand_as(draft.token_ids)
@@ -178,7 +184,7 @@ def _longest_typical(draft: Draft, logits: Tensor, rows: RowSettings, uniforms: 
     path = draft.num_nodes - on_path.topk(min(draft.max_depth + 1, draft.num_nodes), dim=1).values
     path = torch.where(steps < num_accepted[:, None], path, 0)
     next_ids = choose(logits[batch, node], rows, _row(seen_nodes, batch, node), uniforms[batch, num_accepted - 1])
-    return Verdict(path, num_accepted, next_ids)
+    return AcceptResult(path, num_accepted, next_ids)
 
 
 def _seen_at_nodes(draft: Draft, ancestors: Tensor, seen: Tensor) -> Tensor:

@@ -43,11 +43,11 @@ class AcceptanceProfile:
     temperature: float  # of the answers that it was measured on
     num_texts: int  # of these answers; 0 where nothing was measured
     num_tokens: int  # of these answers
-    confidence: list[float]  # per depth, what logits are divided by so that the probabilities are calibrated
+    temperatures: list[float]  # per depth, what logits are divided by so that the probabilities are calibrated
     paths: list[list[int]]  # the static tree of n nodes is the root and the first n-1 of these
     static_tokens: list[float]  # tokens per step of the static tree of 1, 2, … nodes
     dynamic_tokens: list[float]  # the same of trees that grow at each step; empty where there are none
-    num_ranks: int  # of growing trees
+    top_k: int  # of growing trees
     beam: int  # of growing trees
     # copies[m-1][d]: how often the first d+1 copied tokens are accepted after a match of m tokens; the last: m or more
     copies: list[list[float]] = field(default_factory=list)
@@ -64,10 +64,10 @@ class AcceptanceProfile:
         _check(self.num_texts >= 0, f"num_texts is {self.num_texts}; it must be at least 0")
         _check(self.num_tokens >= 0, f"num_tokens is {self.num_tokens}; it must be at least 0")
         _check(0 <= self.temperature < math.inf, f"temperature is {self.temperature}; it must be at least 0")
-        _check(bool(self.confidence), "confidence is empty; it must have one number for each depth")
+        _check(bool(self.temperatures), "temperatures is empty; it must have one number for each depth")
         _check(
-            all(0.01 <= divisor <= 100 for divisor in self.confidence),
-            f"confidence is {self.confidence}; every number must lie between 0.01 and 100",
+            all(0.01 <= divisor <= 100 for divisor in self.temperatures),
+            f"temperatures is {self.temperatures}; every number must lie between 0.01 and 100",
         )
         _check([] not in self.paths, "paths has the root []; leave it out")
         size = counted(len(self.paths), "node")
@@ -88,12 +88,12 @@ class AcceptanceProfile:
         deepest = max(map(len, self.paths), default=0)
         _check(
             deepest <= self.depth,
-            f"paths has a node of depth {deepest}; confidence has {counted(self.depth, 'depth')}",
+            f"paths has a node of depth {deepest}; temperatures has {counted(self.depth, 'depth')}",
         )
         _check(
             len(self.shallower_tokens) in (0, self.depth - 1),
             f"shallower_tokens has {counted(len(self.shallower_tokens), 'list')}; {counted(self.depth, 'depth')} "
-            f"in confidence make {self.depth - 1}",
+            f"in temperatures make {self.depth - 1}",
         )
         _check(
             all(1 <= tokens < math.inf for tokens in expected),
@@ -115,18 +115,18 @@ class AcceptanceProfile:
             temperature=0.0,
             num_texts=0,
             num_tokens=0,
-            confidence=[1.0] * num_heads,
+            temperatures=[1.0] * num_heads,
             paths=[[0] * depth for depth in range(1, num_heads + 1)],
             static_tokens=[sum(_ASSUMED**d for d in range(depth + 1)) for depth in range(num_heads + 1)],
             dynamic_tokens=[],
-            num_ranks=1,
+            top_k=1,
             beam=1,
         )
 
     @property
     def depth(self) -> int:
         """Of the deepest trees that were measured. It can be above the number of heads."""
-        return len(self.confidence)
+        return len(self.temperatures)
 
     def depths(self, kind: Kind) -> range:
         """The depths at which :meth:`tokens` is known."""
@@ -139,10 +139,10 @@ class AcceptanceProfile:
         return _tree(tuple(path for path, _ in self._static(depth)[: num_nodes - 1]))
 
     def growing(self, num_nodes: int, depth: int | None = None) -> BestFirst:
-        """The rule of trees of that many nodes that grow at each step, with the calibrated confidence."""
+        """The rule of trees of that many nodes that grow at each step, with the calibrated temperatures."""
         limit = None if depth is None or depth >= self.depth else depth
-        confidence = tuple(self.confidence)
-        return BestFirst(num_nodes, num_ranks=self.num_ranks, beam=self.beam, max_depth=limit, confidence=confidence)
+        temperatures = tuple(self.temperatures)
+        return BestFirst(num_nodes, top_k=self.top_k, beam=self.beam, max_depth=limit, temperatures=temperatures)
 
     def shape(self, kind: Kind, num_nodes: int, depth: int | None = None) -> Tree | BestFirst:
         """What a drafter fills."""

@@ -108,7 +108,7 @@ def tree_tensors(tree: Tree, device: torch.device) -> TreeTensors:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class AcceptResult:
     """What a step keeps: per row an accepted path (root first) and the token decided after it."""
 
     path: Tensor  # (B, P) int64 node indices, root first; entries at num_accepted and beyond are meaningless

@@ -31,7 +31,7 @@ class _Level:
     depth: int  # d: the head that predicts them
     start: int  # their node indices, start … stop-1
     stop: int
-    num_ranks: int  # how many of the most probable tokens are needed
+    top_k: int  # how many of the most probable tokens are needed
     parents: tuple[int, ...]  # for each node: its parent's place among the expanded nodes of depth d
     expanded: tuple[int, ...]  # the places in start … stop-1 of nodes that have children
 
@@ -53,7 +53,7 @@ def _levels(tree: Tree) -> tuple[_Level, ...]:
                 depth=depth,
                 start=nodes[0],
                 stop=nodes[-1] + 1,
-                num_ranks=max(tree.ranks[node] for node in nodes) + 1,
+                top_k=max(tree.ranks[node] for node in nodes) + 1,
                 parents=tuple(above.index(tree.parents[node]) for node in nodes),
                 expanded=tuple(i for i, node in enumerate(nodes) if node in with_children),
             )
@@ -98,7 +98,7 @@ def _fill_static(head: Predictor, tree: Tree, context: Context, begin: Begin) ->
     state = begin(tree.max_depth)
     for level in _levels(tree):
         # in fp32, which has the faster search; probabilities would cost as much again and nobody reads them
-        best = head.predict(state, level.depth).float().topk(level.num_ranks, dim=-1).indices  # (B, W, ranks)
+        best = head.predict(state, level.depth).float().topk(level.top_k, dim=-1).indices  # (B, W, ranks)
         parents = _on_device(level.parents, device)
         rank = ranks[level.start : level.stop]
         place = parents if head.reads_path else torch.zeros_like(parents)
@@ -131,12 +131,12 @@ def _sample(head: Predictor, shape: Sampled, context: Context, begin: Begin) -> 
         if probs is None:
             probs = whole.new_zeros(len(root), tree.num_nodes, whole.shape[-1])
         probs[:, at] = whole
-        ids, own = _without_replacement(drawn, level.num_ranks, context.draws(count * level.num_ranks))
+        ids, own = _without_replacement(drawn, level.top_k, context.draws(count * level.top_k))
         rank = tree_tensors(tree, root.device).ranks[level.start : level.stop]
         children = head.to_target_ids(ids[:, parents, rank])
         tokens.append(children)
         log_probs.append(own[:, parents, rank])
-        widest = max(widest, level.num_ranks)
+        widest = max(widest, level.top_k)
         if level.expanded:
             chosen = _on_device(level.expanded, root.device)
             state = head.descend(state, level.depth, parents[chosen].expand(len(batch), -1), children[:, chosen])
@@ -196,7 +196,7 @@ def _grow(head: Predictor, shape: BestFirst | BestPaths, context: Context, begin
     if isinstance(shape, BestPaths):
         widths = shape.widths[:depth]
         found = _expand(
-            head, begin(depth), context.root_ids, [(width, None) for width in widths], divisors=shape.confidence
+            head, begin(depth), context.root_ids, [(width, None) for width in widths], divisors=shape.temperatures
         )
         priority = _best_path_through(found.path_log_probs, widths)
         counts = _nodes_on_paths(priority, shape, depth)
@@ -206,10 +206,10 @@ def _grow(head: Predictor, shape: BestFirst | BestPaths, context: Context, begin
         return draft.filled_up(torch.arange(draft.num_nodes, device=counts.device) >= counts[:, None])
     beams = _beams(shape, depth, reads_path=head.reads_path)
     depth = min(depth, len(beams))
-    levels = [(shape.num_ranks, beam) for beam in beams]
-    stops_early = head.reads_path and shape.min_reach is not None and context.root_ids.device.type == "cpu"
-    limit = (shape.num_nodes, shape.min_reach or 0.0) if stops_early else None
-    found = _expand(head, begin(depth), context.root_ids, levels, divisors=shape.confidence, limit=limit)
+    levels = [(shape.top_k, beam) for beam in beams]
+    stops_early = head.reads_path and shape.min_level_probability is not None and context.root_ids.device.type == "cpu"
+    limit = (shape.num_nodes, shape.min_level_probability or 0.0) if stops_early else None
+    found = _expand(head, begin(depth), context.root_ids, levels, divisors=shape.temperatures, limit=limit)
     priority = found.path_log_probs
     count = likely_enough(priority, shape.num_nodes, shape.threshold)
     return best_nodes(found, priority, min(count, found.token_ids.shape[1]), depth)[0]
@@ -244,8 +244,8 @@ def _expand(
         levels: for each depth d the width and the beam: that many children of each of the most probable nodes of depth
             d, as many as the beam; of all nodes where it is None.
         divisors: of the logits of each depth; depths beyond the last one get that one, and none when empty.
-        limit: size and ``min_reach`` of the tree (:class:`BestFirst`): nodes whose children it cannot hold get none,
-            and levels that are not likely enough are left out. None: nothing is left out.
+        limit: size and ``min_level_probability`` of the tree (:class:`BestFirst`): nodes whose children it cannot hold
+            get none, and levels that are not likely enough are left out. None: nothing is left out.
     """
     widths = [width for width, _ in levels]
     root = root_ids[:, None]  # (B, 1)
@@ -285,7 +285,7 @@ def _expand(
     return Candidates(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(total, 1), torch.cat(own, 1))
 
 
-def _with_children(score: Tensor, total: Sequence[Tensor], num_nodes: int, min_reach: float) -> int:
+def _with_children(score: Tensor, total: Sequence[Tensor], num_nodes: int, min_level_probability: float) -> int:
     """How many of the nodes at hand get children; 0 where they are not likely enough.
 
     A child is never likelier than its parent. So it can be among the N likeliest candidates only if its parent is
@@ -295,7 +295,7 @@ def _with_children(score: Tensor, total: Sequence[Tensor], num_nodes: int, min_r
         score: (B, W) of the nodes at hand, the likeliest first.
         total: (B, …) of the candidates of each depth so far.
         num_nodes: N.
-        min_reach: the least total probability of the nodes that get children.
+        min_level_probability: the least total probability of the nodes that get children.
     """
     if sum(part.shape[1] for part in total) >= num_nodes:
         last = torch.cat(list(total), 1).topk(num_nodes, dim=1).values[:, -1:]
@@ -303,18 +303,18 @@ def _with_children(score: Tensor, total: Sequence[Tensor], num_nodes: int, min_r
     else:
         useful = torch.ones_like(score, dtype=torch.bool)
     reach = float(score.detach().exp().mul(useful).sum())
-    return int(useful.sum(1).max()) if reach >= min_reach else 0
+    return int(useful.sum(1).max()) if reach >= min_level_probability else 0
 
 
 def _likeliest(
-    head: Predictor, state: Any, depths: Sequence[int], num_ranks: int, divisors: Sequence[float]
+    head: Predictor, state: Any, depths: Sequence[int], top_k: int, divisors: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and target ids of the most probable tokens at some depths, each (depths, B, W, R)."""
     parts = [head.predict(state, depth).float() for depth in depths]
     if divisors:
         parts = [logits / divisors[min(depth, len(divisors) - 1)] for logits, depth in zip(parts, depths, strict=True)]
     logits = torch.stack(parts)
-    top = logits.topk(min(num_ranks, logits.shape[-1]), dim=-1)
+    top = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
     # rounding must not make a child likelier than its parent; where no token is allowed, all have probability 0
     total = logits.logsumexp(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)
     log_probs = (top.values - total).clamp_max(0.0)

@@ -23,27 +23,27 @@ class BestFirst:
 
     num_nodes: int
     """How many nodes are verified, root included."""
-    num_ranks: int = 8
+    top_k: int = 8
     """How many children a node may have."""
     beam: int = 8
     """How many nodes of a depth are expanded by heads that read the path."""
     max_depth: int | None = None
-    """How deep the tree may grow; as deep as there are heads, or confidence was measured, when left out."""
+    """How deep the tree may grow; as deep as there are heads, or temperatures was measured, when left out."""
     threshold: float = 0.0
     """Nodes with a lower path probability are left out, as far as this holds for every row of a step. Only on a CPU:
     elsewhere the host would wait for the number of nodes."""
-    confidence: tuple[float, ...] = ()
+    temperatures: tuple[float, ...] = ()
     """Per depth, what logits are divided by so that the probabilities are calibrated; all 1 when empty."""
-    min_reach: float | None = 0.0
+    min_level_probability: float | None = 0.0
     """The least probability of a further level. On a CPU, heads that read the path draft a level below the first one
     only if it can change the tree, and if the nodes that it extends have at least this probability in total, over all
     rows. None: all levels are drafted. Other heads and devices always draft all levels."""
 
     def __post_init__(self) -> None:
-        _check_at_least_1(self, "num_nodes", "num_ranks", "beam")
-        _check_confidence(self.confidence)
-        if self.min_reach is not None and not 0.0 <= self.min_reach < math.inf:
-            raise InvalidTree(f"min_reach is {self.min_reach}; it must be at least 0, or None")
+        _check_at_least_1(self, "num_nodes", "top_k", "beam")
+        _check_confidence(self.temperatures)
+        if self.min_level_probability is not None and not 0.0 <= self.min_level_probability < math.inf:
+            raise InvalidTree(f"min_level_probability is {self.min_level_probability}; it must be at least 0, or None")
         if self.max_depth is not None:
             _check_at_least_1(self, "max_depth")
         if not 0.0 <= self.threshold < 1.0:
@@ -63,12 +63,12 @@ class BestPaths:
     """How many children each node of a depth gets; all are expanded."""
     num_paths: int = 5
     """How many paths, from the root to the last depth, are verified."""
-    confidence: tuple[float, ...] = ()
+    temperatures: tuple[float, ...] = ()
     """As for :class:`BestFirst`."""
 
     def __post_init__(self) -> None:
         _check_at_least_1(self, "num_paths")
-        _check_confidence(self.confidence)
+        _check_confidence(self.temperatures)
         if not self.widths or min(self.widths) < 1:
             raise InvalidTree(f"widths {list(self.widths)}: at least one, and every one at least 1")
         if self.num_paths > math.prod(self.widths):
@@ -81,7 +81,7 @@ class BestPaths:
         """As many paths as are sure to have no more than ``num_nodes`` nodes together, root included; at least one.
 
         >>> BestPaths.within(24), BestPaths.within(24).most_nodes, BestPaths.within(3).num_paths
-        (BestPaths(widths=(6, 3, 2), num_paths=8, confidence=()), 23, 1)
+        (BestPaths(widths=(6, 3, 2), num_paths=8, temperatures=()), 23, 1)
         """
         numbers = range(math.prod(widths), 1, -1)
         fitting = (shape for shape in (cls(widths, n) for n in numbers) if shape.most_nodes <= num_nodes)
@@ -160,17 +160,17 @@ def most_nodes_of(shape: Shape) -> int:
     return shape.tree.num_nodes if isinstance(shape, Sampled) else shape.num_nodes
 
 
-def calibrated(shape: Shape, confidence: Sequence[float]) -> Shape:
+def calibrated(shape: Shape, temperatures: Sequence[float]) -> Shape:
     """The same shape with these divisors where it uses probabilities and has no divisors of its own.
 
     Depths beyond the last divisor get that one.
 
-    >>> calibrated(BestFirst(9, max_depth=3), (1.0, 0.9)).confidence
+    >>> calibrated(BestFirst(9, max_depth=3), (1.0, 0.9)).temperatures
     (1.0, 0.9, 0.9)
     """
-    if isinstance(shape, BestFirst | BestPaths) and not shape.confidence:
-        missing = (shape.depth or 0) - len(confidence)
-        return replace(shape, confidence=(*confidence, *(missing * tuple(confidence[-1:]))))
+    if isinstance(shape, BestFirst | BestPaths) and not shape.temperatures:
+        missing = (shape.depth or 0) - len(temperatures)
+        return replace(shape, temperatures=(*temperatures, *(missing * tuple(temperatures[-1:]))))
     return shape
 
 
@@ -200,9 +200,9 @@ def check_ranks(shape: Shape, num_tokens: int) -> None:
         raise InvalidTree(f"rank {rank} is beyond the draft vocabulary of {num_tokens}")
 
 
-def _check_confidence(confidence: Sequence[float]) -> None:
-    if not all(0.0 < divisor < math.inf for divisor in confidence):
-        raise InvalidTree(f"confidence is {list(confidence)}; every number must be above 0")
+def _check_confidence(temperatures: Sequence[float]) -> None:
+    if not all(0.0 < divisor < math.inf for divisor in temperatures):
+        raise InvalidTree(f"temperatures is {list(temperatures)}; every number must be above 0")
 
 
 def _check_at_least_1(rule: object, *names: str) -> None:

@@ -28,11 +28,11 @@ from draftheads.utils.estimates import ratio_with_error
 NEVER = 1 << 30  # nodes; no tree is so large
 
 
-def path_counts(ranks: Tensor, *, num_ranks: int) -> Counter[Path]:
-    """At how many positions each path of ranks below ``num_ranks`` is the truth; the root has all of them."""
+def path_counts(ranks: Tensor, *, top_k: int) -> Counter[Path]:
+    """At how many positions each path of ranks below ``top_k`` is the truth; the root has all of them."""
     counts: Counter[Path] = Counter({(): len(ranks)})
     for depth in range(1, ranks.shape[1] + 1):
-        ranks = ranks[ranks[:, depth - 1] < num_ranks]
+        ranks = ranks[ranks[:, depth - 1] < top_k]
         paths, numbers = torch.unique(ranks[:, :depth], dim=0, return_counts=True)
         counts.update(dict(zip(map(tuple, paths.tolist()), numbers.tolist(), strict=True)))
     return counts
@@ -49,20 +49,20 @@ def path_shares(ranks: Tensor, probs: Tensor) -> dict[Path, float]:
         probs: (S, K, R) at each position and depth, if the text took its way there, the target's probability of the
             draft tokens of rank 0 … R-1.
     """
-    num_ranks = probs.shape[2]
+    top_k = probs.shape[2]
     shares: dict[Path, float] = {(): 1.0}
     going = torch.arange(len(ranks))
     for depth in range(ranks.shape[1]):
         # a column in front, since unique() cannot compare rows of length 0
         marked = torch.cat([torch.zeros(len(going), 1, dtype=torch.long), ranks[going, :depth]], 1)
         beginnings, which = torch.unique(marked, dim=0, return_inverse=True)
-        sums = torch.zeros(len(beginnings), num_ranks, dtype=torch.float64)
+        sums = torch.zeros(len(beginnings), top_k, dtype=torch.float64)
         sums.index_add_(0, which, probs[going, depth].double())
         means = sums / torch.bincount(which, minlength=len(beginnings))[:, None]
         for beginning, row in zip(map(tuple, beginnings[:, 1:].tolist()), means.tolist(), strict=True):
             taken = shares.get(beginning, 0.0)  # rounding can have made it impossible
             shares.update({(*beginning, rank): taken * mean for rank, mean in enumerate(row) if taken * mean > 0})
-        going = going[ranks[going, depth] < num_ranks]
+        going = going[ranks[going, depth] < top_k]
     return shares
 
 
@@ -70,22 +70,22 @@ def expected_tokens(ranks: Tensor, tree: Tree) -> float:
     """Mean tokens that a step gains at these positions: one for each node on the true path, the root too."""
     if len(ranks) == 0:
         return 1.0
-    counts = path_counts(ranks, num_ranks=max(tree.ranks) + 1)
+    counts = path_counts(ranks, top_k=max(tree.ranks) + 1)
     return sum(counts[path] for path in tree.paths) / len(ranks)
 
 
-def best_tree(ranks: Tensor, num_nodes: int, *, num_ranks: int = 10) -> Tree:
+def best_tree(ranks: Tensor, num_nodes: int, *, top_k: int = 10) -> Tree:
     """The tree of at most ``num_nodes`` nodes, root included, that gains most at these positions.
 
     Args:
         ranks: (S, K).
         num_nodes: the tree's size.
-        num_ranks: ranks from here on are misses.
+        top_k: ranks from here on are misses.
 
     Raises:
         InvalidSettings: no room for the root.
     """
-    return Tree.from_paths(joint_order(path_counts(ranks, num_ranks=num_ranks), num_nodes))
+    return Tree.from_paths(joint_order(path_counts(ranks, top_k=top_k), num_nodes))
 
 
 def joint_order(values: Mapping[Path, float], num_nodes: int) -> list[Path]:

@@ -272,7 +272,7 @@ class Run:
         texts = self.data.held_out[:NUM_TEXTS]
         answers = recorded([(store.token_ids[i], store.loss_masks[i]) for i in texts])
         if len(answers) < 2 or chain:
-            return static_profile(found.joint_ranks, num_ranks=NUM_RANKS, only_chain=chain)
+            return static_profile(found.joint_ranks, top_k=NUM_RANKS, only_chain=chain)
         self.progress.stage(f"acceptance profile from {counted(len(answers), 'held-out text')}")
         head = copy_for(self.head, self.decoding_model)
         return measured_profile(self.decoding_model, head, answers, ReplaySettings(), progress=NoProgress())[0]
@@ -328,7 +328,7 @@ class HeadRun(Run):
         target = TargetModel.load(
             options.model, dtype=dtype, device="cpu", chat_template=template, check=partial(check_sizes, options)
         )
-        _ = target.weights_print, target.layers_print  # computed while the model is whole
+        _ = target.weights_fingerprint, target.layers_fingerprint  # computed while the model is whole
         shard_layers(target, processes.device())
         return target
 
@@ -380,7 +380,7 @@ class HeadRun(Run):
         """As of every run. A sharded model cannot be used in one process, so then only static trees are measured."""
         if self.options.hidden_states.shard_model:
             chain = self.options.report.chain
-            return static_profile(found.joint_ranks, num_ranks=NUM_RANKS, only_chain=chain)
+            return static_profile(found.joint_ranks, top_k=NUM_RANKS, only_chain=chain)
         return super().acceptance_profile(found)
 
     def tidy_up(self) -> None:

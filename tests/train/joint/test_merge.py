@@ -55,10 +55,10 @@ def test_merging_gives_the_weights_of_the_definition(data: Path, tmp_path: Path,
     with torch.no_grad():
         logits = target.model(input_ids=batch["token_ids"]).logits
     assert torch.allclose(joint.tuned.weights.lm_head, expected["lm_head.weight"], atol=1e-6)
-    prints = joint.tuned.layers_print
-    assert prints != chat_model(tie_word_embeddings=tied).layers_print
+    prints = joint.tuned.layers_fingerprint
+    assert prints != chat_model(tie_word_embeddings=tied).layers_fingerprint
     model = joint.adapter.merge()
-    merged = TargetModel(model, target.tokenizer, "merged").layers_print
+    merged = TargetModel(model, target.tokenizer, "merged").layers_fingerprint
     assert prints is not None
     assert merged is not None
     assert difference(prints, merged) < 1e-3

@@ -31,7 +31,7 @@ class DemoOptions:
     load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
     copy: bool = True
     """Also draft copies from the text so far. That is what followed an earlier occurrence of its last tokens."""
-    exact_bits: bool = False
+    batch_invariant: bool = False
     """On a CPU: drafted answers equal plain ones to the bit. Also in bf16; steps are padded, so slower."""
     transformers: bool = True
     """Measure transformers' own generate, too."""

@@ -120,7 +120,7 @@ class GenerateOptions:
     load: tyro.conf.OmitArgPrefixes[LoadSettings] = field(default_factory=LoadSettings)
     batch_size: int = 16
     """Prompts that are decoded together."""
-    exact_bits: bool = False
+    batch_invariant: bool = False
     """On a CPU: drafted answers equal plain ones to the bit. Also in bf16."""
     plain_text: bool = False
     """Do not colour draft tokens."""

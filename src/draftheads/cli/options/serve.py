@@ -77,7 +77,7 @@ class ServeOptions:
     """Also draft copies from the text so far. That is what followed an earlier occurrence of its last tokens."""
     corpus: Path | None = None
     """Also copy from these texts or earlier answers. A .txt or .jsonl file, or a folder of such files."""
-    exact_bits: bool = False
+    batch_invariant: bool = False
     """On a CPU: drafted answers equal plain ones to the bit. Also in bf16."""
 
     def __post_init__(self) -> None:

@@ -31,7 +31,7 @@ class TunedModel(TargetModel):
         return replace(original, lm_head=lm_head, lm_head_product=None)
 
     @property
-    def layers_print(self) -> str | None:
+    def layers_fingerprint(self) -> str | None:
         """That of the merged model."""
         return sampled_layers(self.layer_matrices())
 

@@ -2,11 +2,11 @@
 
 import torch
 
-from draftheads.heads.history import History, KeysValues
+from draftheads.heads.kv_cache import HeadKVCache, KeysValues
 
 
 def test_a_history_grows_and_keeps_what_was_written() -> None:
-    history = History(1)
+    history = HeadKVCache(1)
     history.join(2, torch.device("cpu"))
     texts = torch.randn(2, 300, 1, 4)
     done = [0, 0]
@@ -30,7 +30,7 @@ def test_a_history_grows_and_keeps_what_was_written() -> None:
 
 
 def test_a_history_shrinks_when_its_longest_row_leaves() -> None:
-    history = History(1)
+    history = HeadKVCache(1)
     history.join(3, torch.device("cpu"))
     texts = torch.randn(3, 1000, 1, 4)
     for row, count in enumerate((10, 1000, 200)):
@@ -46,7 +46,7 @@ def test_a_history_shrinks_when_its_longest_row_leaves() -> None:
     assert torch.equal(seen.values[0, :10], -texts[0, :10])
 
 
-def slots(history: History) -> int:
+def slots(history: HeadKVCache) -> int:
     """Of all rows, by the memory that they take."""
     (kept,) = history.layers
     assert kept is not None

@@ -25,7 +25,7 @@ class KeysValues(NamedTuple):
         return KeysValues(self.keys[rows, :num_slots], self.values[rows, :num_slots])
 
 
-class History:
+class HeadKVCache:
     """Keys and values of all accepted tokens of the rows at work, for each of some layers.
 
     Slots are positions. What is written beyond a row's count is not kept: the next write begins there.
