@@ -240,15 +240,20 @@ def texts(engine: Engine, prompts: Sequence[Prompt]) -> tuple[list[Sequence[int]
         for length, temperature in ((64, 0.0), (48, 1.0), (80, 0.0), (20, 1.0))
     ]
     requests = engine.requests(prompts[:4], settings)
-    batch, num_graphs = engine.batch(), 0
-    batch.join(requests[:2])
-    batch.step()
-    batch.join(requests[2:])
-    while batch.requests:
-        batch.step()
-        num_graphs = max(num_graphs, len(batch.target.graphs))
-    if batch.target.graphs.failure is not None:
-        raise RuntimeError(f"a step was not captured: {batch.target.graphs.failure}")
+    core, num_graphs = engine.core(), 0
+    for request in requests[:2]:
+        core.add(request)
+    core.step()
+    for request in requests[2:]:
+        core.add(request)
+    while core.has_work:
+        graphs = core.lanes[0].batch.target.graphs
+        for _, event in core.step():
+            if isinstance(event, Exception):
+                raise event
+        num_graphs = max(num_graphs, len(graphs))
+        if graphs.failure is not None:
+            raise RuntimeError(f"a step was not captured: {graphs.failure}")
     results = [request.result() for request in requests]
     per_step = statistics.mean(result.tokens_per_step for result in results)
     return [result.token_ids for result in results], num_graphs, round(per_step, 2)
@@ -312,10 +317,12 @@ def speed(engine: Engine, subject: Subject, options: Options) -> Row:
     # so long that no answer ends before the last step, whatever is accepted
     most = (options.warm_steps + options.steps) * (engine.most_nodes() + 1)
     requests = engine.requests(subject.prompts[:size], max_new_tokens=most, ignore_eos=True)
-    batch = engine.batch()
-    batch.join(requests)
+    core = engine.core()
+    for request in requests:
+        core.add(request)
     for _ in range(options.warm_steps):
-        batch.step()
+        core.step()
+    batch = core.lanes[0].batch
     before, start = num_tokens(requests), now(engine.model.device)
     for _ in range(options.steps):
         batch.step()

@@ -211,7 +211,7 @@ def tiny_profile(tree: Tree, num_heads: int = 3, **changes: Any) -> AcceptancePr
         "temperature": 0.0,
         "num_texts": 4,
         "num_tokens": 80,
-        "confidence": [1.0] * num_heads,
+        "temperatures": [1.0] * num_heads,
         "paths": paths,
         "static_tokens": [round(1.0 + 0.5 * n / (n + 2), 4) for n in range(len(paths) + 1)],
         "dynamic_tokens": [round(1.0 + 0.6 * n / (n + 2), 4) for n in range(24)],

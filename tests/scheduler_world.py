@@ -4,7 +4,9 @@ import queue
 from collections.abc import Sequence
 from typing import Any
 
+from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
+from draftheads.decode.prompt_reader import PromptReader
 from draftheads.decode.request import Request, StreamEvent
 from draftheads.serve.scheduler import Job, JobFailed, Lane, Limits, Scheduler
 from draftheads.settings import SamplingSettings
@@ -70,6 +72,13 @@ def plain_answer(engine: Engine, prompt: Sequence[int], **settings: Any) -> tupl
     return Engine(engine.model, max_batch_size=1).generate([prompt], **settings)[0].token_ids
 
 
+def join(batch: Batch, requests: Sequence[Request]) -> list[StreamEvent]:
+    """New rows, whose prompts are read side by side."""
+    reader = PromptReader(batch.target.model, requests, layers=batch.target.layers)
+    reader.read(10_000)
+    return batch.adopt(reader.prompts)
+
+
 def scheduler_of(engines: dict[str, Engine], *, clock: Any = None, **limits: Any) -> Scheduler:
     """Not started: tests call :func:`iterate`."""
     options = {} if clock is None else {"clock": clock}
@@ -113,5 +122,5 @@ def check_empty(scheduler: Scheduler) -> None:
     found = scheduler.snapshot()
     assert (found.waiting, found.reading, found.running, found.lanes, found.kv_bytes) == (0, 0, 0, 0, 0)
     assert not scheduler._live
-    assert not scheduler._decoder.lanes
-    assert not scheduler._decoder._reading
+    assert not scheduler.core.lanes
+    assert not scheduler.core._reading

@@ -39,6 +39,7 @@ from draftheads.utils.progress import NoProgress
 from draftheads.utils.transfer import to_device
 from fake_device import DEVICE, FakeDevice
 from families import FAMILIES, GROWING, PROMPTS, TREES, VOCAB, tiny_head, tiny_model, tiny_profile
+from scheduler_world import join
 from structured_world import GRAMMARS, json_model
 from thorough import some
 
@@ -297,7 +298,7 @@ def test_the_size_policy_learns_how_many_tokens_were_expected(device: FakeDevice
         drafter = moved_drafter(tiny_head("medusa", model), target) if place == "device" else tiny_head("medusa", model)
         engine = Engine(target, drafter, profile=profile, cost=cost)
         batch = engine.batch()
-        batch.join(engine.requests(TEXTS, max_new_tokens=20, ignore_eos=True))
+        join(batch, engine.requests(TEXTS, max_new_tokens=20, ignore_eos=True))
         batch.step()
         assert isinstance(batch.session, SizePolicySession)
         expected[place] = batch.session._expected

@@ -72,12 +72,13 @@ def test_earlier_turns_are_not_read_again(
 ):
     read: list[int] = []
     whole = PromptReader.read
-    monkeypatch.setattr(PromptReader, "read", lambda reader, most: read.append(most) or whole(reader, most))
+    monkeypatch.setattr(PromptReader, "read", lambda reader, most: read.append(reader.num_left) or whole(reader, most))
     assert typed("dead cab", "a dog", "/plain", "/retry", "/head ./hydra", "hello") == 0
+    in_chat = list(read)
     first, second, third = offline(engine, "dead cab", "a dog", "hello")
     assert capsys.readouterr().out == printed(first, second, second, third)
     # the model has not read the last token of an answer, and the end of its turn is new
-    assert read == [len("dead cab\n"), len("x\na dog\n"), 1, len("x\nhello\n")]
+    assert in_chat == [len("dead cab\n"), len("x\na dog\n"), 1, len("x\nhello\n")]
 
 
 def test_system_clear_and_retry(typed: Callable[..., int], engine: Engine, capsys: pytest.CaptureFixture[str]):

@@ -18,6 +18,7 @@ from draftheads.errors import BaseModelWarning
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.tree import Tree
 from families import TREES, PlantedDrafter, tiny_model, tiny_profile
+from scheduler_world import join
 
 pytestmark = pytest.mark.usefixtures("one_thread", "cheap_nodes")
 FP32: dict[str, Any] = {"precision": "fp32", "device": "cpu"}
@@ -83,11 +84,11 @@ def test_nothing_is_said_while_an_answer_is_shown(place: Path) -> None:
 def test_a_batch_says_it_before_the_next_prompt(place: Path) -> None:
     engine = loaded(place)
     batch = engine.batch()
-    batch.join(engine.requests(["a dog"], max_new_tokens=400))
+    join(batch, engine.requests(["a dog"], max_new_tokens=400))
     while batch.requests:
         batch.step()
     with pytest.warns(BaseModelWarning):
-        batch.join(engine.requests(["ice"], max_new_tokens=4))
+        join(batch, engine.requests(["ice"], max_new_tokens=4))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import re
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -126,14 +125,18 @@ def test_who_is_done_makes_room_for_the_next(
 
 
 @pytest.mark.parametrize("max_batch_size", [1, 3])
-def test_a_line_may_grow_while_it_is_served(model: TargetModel, plain: list[tuple[int, ...]], max_batch_size: int):
+def test_requests_may_come_while_others_are_decoded(
+    model: TargetModel, plain: list[tuple[int, ...]], max_batch_size: int
+):
     """Each answer that ends asks for the next one: the last ones are asked when nothing waits any more."""
     engine = Engine(model, max_batch_size=max_batch_size)
     requests = engine.requests(MANY, lengths_as_settings())
-    line, later = deque(requests[:2]), requests[2:]
-    for event in engine.serve(line):
+    core, later = engine.core(), requests[2:]
+    for request in requests[:2]:
+        core.add(request)
+    for event in engine.events(core):
         if event.finish_reason and later:
-            line.append(later.pop(0))
+            core.add(later.pop(0), first=len(later) % 2 == 0)
     assert [tuple(request.token_ids) for request in requests] == [
         answer[:length] for answer, length in zip(plain, LENGTHS, strict=True)
     ]

@@ -15,6 +15,7 @@ from draftheads.errors import GrammarFailed, InvalidSettings, MissingDependency
 from draftheads.settings import DEEPEST_SCHEMA, MOST_GRAMMAR_CHARACTERS, Grammar, SamplingSettings
 from draftheads.speculation.draft import AFTER_END, FORBIDDEN
 from families import tiny_head, tiny_model
+from scheduler_world import join
 from structured_world import EOS, GRAMMARS, VOCAB, SlowGrammar, json_model, json_tokenizer
 
 SECONDS = 20.0  # far more than a refusal takes; a hostile grammar that is not limited takes hours
@@ -118,8 +119,7 @@ def test_a_grammar_that_exceeds_a_limit_later_fails_its_own_request_only():
     assert engine.generate(prompts, each, max_new_tokens=3)  # the same grammar can be used again
     bad, good = engine.requests(prompts, each)
     batch = engine.batch()
-    batch.isolates_failures = True
-    batch.join([bad, good])
+    join(batch, [bad, good])
     while batch.requests:
         batch.step()
     assert isinstance(bad.failure, GrammarFailed)

@@ -13,17 +13,17 @@ from draftheads.drafters.lookahead import Lookahead
 from draftheads.models.model import TargetModel
 from draftheads.speculation.draft import Drafter
 from families import FAMILIES, TREES, tiny_head, tiny_model
-from scheduler_world import plain_answer, request_of
+from scheduler_world import join, plain_answer, request_of
 from thorough import some
 
 PROMPT = [3 + n * n % 20 for n in range(50)]
 
 
 def read_text(model: TargetModel, token_ids: list[int], *, chunk: int = 100) -> ReadText:
-    reader = PromptReader(model, request_of(Engine(model), token_ids))
+    reader = PromptReader(model, [request_of(Engine(model), token_ids)])
     while reader.num_left:
         reader.read(chunk)
-    return reader.text
+    return reader.prompts[0].text
 
 
 def check_text(model: TargetModel, text: ReadText, token_ids: list[int]) -> None:
@@ -45,25 +45,41 @@ def test_chunks_and_known_beginnings_change_nothing(name: str, chunk: int):
     for known in (None, 1, 20, 49):
         request = request_of(Engine(model), PROMPT)
         before = None if known is None else read_text(model, PROMPT[:known])
-        reader = PromptReader(model, request, before)
+        reader = PromptReader(model, [request], [before])
         counts = []
         while reader.num_left:
             counts.append(reader.read(chunk))
         assert sum(counts) == 50 - (known or 0)
         assert max(counts) <= chunk
-        assert reader.logits is not None
+        [prompt] = reader.prompts
         logits = model.logits(model.hidden_states(torch.tensor([PROMPT]))[0, -1])
-        torch.testing.assert_close(reader.logits, logits, rtol=0, atol=1e-4)
-        check_text(model, reader.text, PROMPT)
+        torch.testing.assert_close(prompt.logits, logits, rtol=0, atol=1e-4)
+        check_text(model, prompt.text, PROMPT)
         batch = Batch(model, Engine(model).drafter)
-        assert batch.adopt([reader])[0].token_ids == plain_answer(Engine(model), PROMPT)[:1]
+        assert batch.adopt([prompt])[0].token_ids == plain_answer(Engine(model), PROMPT)[:1]
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("name", some(FAMILIES, "llama", "mistral", "gemma3_text", "gpt2"))
+def test_prompts_side_by_side_are_read_as_alone(name: str):
+    """Of different lengths, and from beginnings of different lengths on."""
+    model = tiny_model(name)
+    prompts = [PROMPT, PROMPT[:1], [9, 9, 4], PROMPT[:30]]
+    known = [read_text(model, PROMPT[:20]), None, None, read_text(model, PROMPT[:29])]
+    requests = [request_of(Engine(model), prompt) for prompt in prompts]
+    reader = PromptReader(model, requests, known)
+    assert reader.read(100) == 30 + 1 + 3 + 1
+    for prompt, read in zip(prompts, reader.prompts, strict=True):
+        check_text(model, read.text, prompt)
+        logits = model.logits(model.hidden_states(torch.tensor([prompt]))[0, -1])
+        torch.testing.assert_close(read.logits, logits, rtol=0, atol=1e-4)
 
 
 def test_the_last_token_is_read_even_if_all_are_known():
     model = tiny_model("llama")
-    reader = PromptReader(model, request_of(Engine(model), PROMPT), read_text(model, PROMPT))
+    reader = PromptReader(model, [request_of(Engine(model), PROMPT)], [read_text(model, PROMPT)])
     assert reader.num_left == 1
-    reader = PromptReader(model, request_of(Engine(model), PROMPT[:30]), read_text(model, PROMPT).first(30))
+    reader = PromptReader(model, [request_of(Engine(model), PROMPT[:30])], [read_text(model, PROMPT).first(30)])
     assert reader.num_left == 1
 
 
@@ -71,10 +87,10 @@ def test_a_known_beginning_is_copied():
     model = tiny_model("llama")
     known = read_text(model, PROMPT[:20])
     keys = known.entries.layers[0][0].clone()
-    reader = PromptReader(model, request_of(Engine(model), PROMPT), known)
+    reader = PromptReader(model, [request_of(Engine(model), PROMPT)], [known])
     reader.read(100)
     with torch.inference_mode():
-        reader.text.entries.layers[0][0].zero_()
+        reader.prompts[0].text.entries.layers[0][0].zero_()
     assert torch.equal(known.entries.layers[0][0], keys)
 
 
@@ -90,24 +106,22 @@ def drafters(model: TargetModel) -> dict[str, Drafter]:
 @pytest.mark.parametrize("method", ["hydra", "eagle", "eagle3", "small-llama", "lookahead", "model"])
 @pytest.mark.parametrize("chosen", [[0], [3], [0, 1, 2], [1, 4], [3, 4], [0, 4, 5], [0, 1, 2, 3, 4, 5]])
 def test_rows_leave_before_and_after_their_first_step(method: str, chosen: list[int]):
-    """Rows 0 to 2 have been stepped, and rows 3 to 5 have just joined: by their prompts or by readers."""
+    """Rows 0 to 2 have been stepped, and rows 3 to 5 have just joined."""
     model = tiny_model("llama")
     drafter = drafters(model)[method]
     engine = Engine(model, drafter, shape=None if method == "lookahead" else TREES["ragged"])
     prompts = [[3 + row, 5, *[7 + row] * row] for row in range(6)]
     requests = [request_of(engine, prompt) for prompt in prompts]
     batch = engine.batch()
-    batch.join(requests[:3])
+    join(batch, requests[:3])
     batch.step()
-    batch.join(requests[3:5])
-    reader = PromptReader(model, requests[5], layers=batch.target.layers)
-    reader.read(100)
-    batch.adopt([reader])
+    join(batch, requests[3:5])
+    join(batch, requests[5:])
     going = {request for request in requests if request in batch.requests}
     batch.drop([requests[row] for row in chosen])
     assert set(batch.requests) == going - {requests[row] for row in chosen}
     late = request_of(engine, [9, 9, 4])
-    batch.join([late])
+    join(batch, [late])
     while batch.requests:
         batch.step()
     for row, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
@@ -127,11 +141,9 @@ def test_a_row_that_leaves_is_reported_with_all_that_was_read_of_it(name: str):
     seen: dict[Request, ReadText] = {}
     batch.on_leave = lambda request, text: seen.setdefault(request, text.copied()) and None
     requests = [request_of(engine, [4 + n, 5, 6, *[7] * n], max_new_tokens=9 + n) for n in range(4)]
-    batch.join(requests[:3])
+    join(batch, requests[:3])
     batch.step()
-    reader = PromptReader(model, requests[3])
-    reader.read(100)
-    batch.adopt([reader])
+    join(batch, requests[3:])
     batch.step()
     batch.drop([requests[1]])
     while batch.requests:
@@ -158,29 +170,22 @@ class Refuses:
         return "".join(f"<{token}>" for token in token_ids)
 
 
-@pytest.mark.parametrize("isolated", [True, False])
-def test_an_error_in_one_request_ends_its_row_alone(isolated: bool):
+def test_an_error_in_one_request_ends_its_row_alone():
     model = tiny_model("llama")
     engine = Engine(model, tiny_head("hydra", model), shape=TREES["chain"])
     good = request_of(engine, [3, 4])
     prompt = next(p for n in range(60) if 7 in plain_answer(engine, p := [3 + n % 20, 3 + n // 20, 5])[:9])
     bad = Request(prompt, good.settings, tokenizer=Refuses(), eos_ids=frozenset(), max_length=None)
     batch = engine.batch()
-    batch.isolates_failures = isolated
-
-    def run() -> None:
-        batch.join([bad, good])
-        while batch.requests:
-            batch.step()
-
-    if not isolated:
-        with pytest.raises(ValueError, match="no such token"):
-            run()
-        return
-    run()
+    join(batch, [bad, good])
+    while batch.requests:
+        batch.step()
     assert isinstance(bad.failure, ValueError)
     assert bad.finish_reason is None
     assert good.result().token_ids == plain_answer(engine, [3, 4])
+    again = Request(prompt, good.settings, tokenizer=Refuses(), eos_ids=frozenset(), max_length=None)
+    with pytest.raises(ValueError, match="no such token"):
+        list(engine.run([again, request_of(engine, [3, 4])]))
 
 
 @pytest.mark.parametrize("shape", ["ragged", "cartesian", "chain"])

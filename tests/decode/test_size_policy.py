@@ -22,6 +22,7 @@ from draftheads.speculation.draft import Context, Draft
 from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, Shape
 from draftheads.speculation.tree import Tree
 from families import PROMPTS, TREES, PlantedDrafter, tiny_head, tiny_model, tiny_profile
+from scheduler_world import join
 from thorough import some
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -637,7 +638,7 @@ def test_equal_requests_take_equal_steps() -> None:
     drafted: list[list[int]] = []
     for _ in range(2):
         batch = engine.batch()
-        batch.join(engine.requests([PROMPTS[1]], max_new_tokens=30))
+        join(batch, engine.requests([PROMPTS[1]], max_new_tokens=30))
         drafted.append([])
         while batch.requests:
             before = batch.target.verify

@@ -21,6 +21,7 @@ from draftheads.speculation.draft import AcceptResult, Draft
 from draftheads.speculation.tree import Tree
 from fake_cuda import GPU, FakeCuda, Place
 from families import FAMILIES, GROWING, PROMPTS, TREES, VOCAB, PlantedDrafter, PlantedRandomTrees, tiny_head, tiny_model
+from scheduler_world import join
 from thorough import some
 
 LENGTHS = [len(prompt) for prompt in PROMPTS]
@@ -263,7 +264,7 @@ def test_a_step_on_a_static_tree_has_one_transfer_to_the_host(
     head = None if method is None else tiny_head(method, model)
     engine, asked = Engine(model, head, shape=None if head is None else TREES["ragged"]), []
     batch = engine.batch()
-    batch.join(engine.requests(PROMPTS, max_new_tokens=60, ignore_eos=True, temperature=temperature))
+    join(batch, engine.requests(PROMPTS, max_new_tokens=60, ignore_eos=True, temperature=temperature))
     for name in ("tolist", "item", "cpu", "numpy", "__int__", "__float__", "__index__", "nonzero"):
         own = getattr(Tensor, name)
         monkeypatch.setattr(Tensor, name, lambda *a, name=name, own=own: asked.append(name) or own(*a))

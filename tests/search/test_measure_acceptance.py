@@ -70,7 +70,7 @@ def test_a_measured_profile_of_a_head_without_a_limit_of_depth(tmp_path: Path, m
         results = Engine(model, loaded, shape=profile.growing(12, depth)).generate(PROMPTS, max_new_tokens=40)
         gained = sum(len(r.token_ids) - 1 for r in results) / sum(r.num_steps for r in results)
         assert gained == pytest.approx([*found["dynamic"]["shallower"], found["dynamic"]["expected"]][depth - 1][11])
-    with pytest.raises(CheckpointCorrupt, match="confidence has 2 numbers but the head has 3 heads"):
+    with pytest.raises(CheckpointCorrupt, match="temperatures has 2 numbers but the head has 3 heads"):
         save_head(head, tmp_path / "other", base=model, profile=AcceptanceProfile.assumed(2))
     with pytest.raises(InvalidTree, match="the tree is 4 deep but the head has 3 heads"):
         save_head(tiny_head("hydra", model), tmp_path / "other", base=model, profile=AcceptanceProfile.assumed(4))

@@ -141,7 +141,7 @@ def test_answers_with_static_steps():
     model = tiny_model("llama")
     model.set_graphs(on=True)
     engines = engines_of(model, "hydra", "eagle")
-    least, most_per_slot = (scheduler_of(engines)._sizes.per_slot(engines[name]) for name in ("hydra", "eagle"))
+    least, most_per_slot = (scheduler_of(engines).core.sizes.per_slot(engines[name]) for name in ("hydra", "eagle"))
     limit = (3 * 256 + 128) * most_per_slot
     scheduler = scheduler_of(engines, max_rows=4, chunk_tokens=9, kv_bytes=limit)
     prompts = family_of_prompts()
@@ -149,7 +149,7 @@ def test_answers_with_static_steps():
     most = 0
     while scheduler._has_work():
         iterate(scheduler)
-        most = max(most, scheduler._decoder.kv_bytes + scheduler._decoder.prefixes.num_bytes)
+        most = max(most, scheduler.core.kv_bytes + scheduler.core.prefixes.num_bytes)
     assert 2 * 256 * least < most <= limit
     assert [inbox.answer for inbox in inboxes] == [plain_answer(engines["hydra"], prompt) for prompt in prompts]
 

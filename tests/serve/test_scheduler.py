@@ -11,6 +11,7 @@ from weakref import ref
 import pytest
 
 from draftheads.decode.batch import Batch
+from draftheads.decode.core import CoreEvent, RunningLane
 from draftheads.decode.engine import Engine
 from draftheads.decode.prompt_reader import PromptReader
 from draftheads.decode.request import StreamEvent
@@ -18,7 +19,6 @@ from draftheads.drafters.copying import Copying, CopyingSession
 from draftheads.errors import InvalidSettings, QueueFull, ShuttingDown, TooLarge
 from draftheads.heads.stateful import StatefulSession
 from draftheads.models.model import TargetModel
-from draftheads.serve.decoder import RunningLane
 from draftheads.serve.scheduler import Job, JobFailed, Lane, Limits, Scheduler
 from draftheads.speculation.draft import bytes_per_slot_of
 from families import GROWING, TREES, tiny_head, tiny_model
@@ -116,7 +116,7 @@ def test_no_client_fills_the_queue_alone(engines: dict[str, Engine]):
 
 
 def test_a_request_that_cannot_fit_is_refused_at_once(engines: dict[str, Engine]):
-    per_slot = scheduler_of(engines)._sizes.per_slot(engines["m"])
+    per_slot = scheduler_of(engines).core.sizes.per_slot(engines["m"])
     exact = (128 + 128) * per_slot  # the row and its prompt
     submit(scheduler_of(engines, kv_bytes=exact), [3] * 50, Lane("plain"), max_new_tokens=77)
     with pytest.raises(TooLarge, match=r"77 new tokens need 0 MiB .* ask for fewer tokens"):
@@ -243,7 +243,7 @@ def test_an_error_in_one_request_fails_it_alone(engines: dict[str, Engine], monk
         raise ValueError("no such token")
 
     def failing(reader: PromptReader, most: int) -> int:
-        if reader.request is bad_prompt[0].request:
+        if bad_prompt[0].request in reader.requests:
             raise ValueError("no such prompt")
         return read(reader, most)
 
@@ -284,7 +284,7 @@ def test_a_callback_that_raises_is_logged_and_its_job_cancelled(
 
 def test_a_token_takes_the_states_of_all_layers_that_a_head_reads(engines: dict[str, Engine]):
     model = engines["m"].model
-    sizes = scheduler_of(engines)._sizes
+    sizes = scheduler_of(engines).core.sizes
     of_one, of_two = (sizes.per_slot(Engine(model, tiny_head(method, model))) for method in ("eagle", "eagle3"))
     assert of_two - of_one == model.hidden_size * model.dtype.itemsize
 
@@ -292,7 +292,7 @@ def test_a_token_takes_the_states_of_all_layers_that_a_head_reads(engines: dict[
 @pytest.mark.parametrize("method", ["hydra++", "eagle", "eagle3", "amphista", "small-llama"])
 def test_the_history_of_a_head_is_within_the_memory_that_is_reserved(model: TargetModel, method: str):
     engine = Engine(model, Copying(tiny_head(method, model)), shape=TREES["chain"])
-    limit = 6 * 128 * scheduler_of({"m": engine})._sizes.per_slot(engine)
+    limit = 6 * 128 * scheduler_of({"m": engine}).core.sizes.per_slot(engine)
     scheduler = scheduler_of({"m": engine}, kv_bytes=limit, max_rows=8)
     for n, length in enumerate((20, 110, 20, 3, 40, 100, 7)):
         submit(scheduler, [3 + n] * length, max_new_tokens=60)
@@ -300,7 +300,7 @@ def test_the_history_of_a_head_is_within_the_memory_that_is_reserved(model: Targ
     while scheduler._has_work():
         iterate(scheduler)
         found = scheduler.snapshot()
-        histories = sum(map(history_bytes, scheduler._decoder.lanes))
+        histories = sum(map(history_bytes, scheduler.core.lanes))
         assert found.kv_bytes + found.prefix_bytes + histories <= limit
         most = max(most, histories)
     assert most >= 2 * 128 * bytes_per_slot_of(engine.drafter) > 0
@@ -318,15 +318,15 @@ def test_what_is_known_of_a_size_goes_with_its_engine(model: TargetModel):
     """A head that was replaced is freed."""
     engines = {"m": Engine(model, tiny_head("eagle", model))}
     scheduler, old = scheduler_of(engines), ref(engines["m"].drafter)
-    scheduler.engines = {"m": Engine(model)}
+    scheduler.core.engines = {"m": Engine(model)}
     engines.clear()
     gc.collect()
     assert old() is None
-    assert scheduler._sizes.per_slot(scheduler.engines["m"]) > 0
+    assert scheduler.core.sizes.per_slot(scheduler.engines["m"]) > 0
 
 
 def test_requests_wait_for_memory_and_never_take_more(engines: dict[str, Engine]):
-    per_slot = scheduler_of(engines)._sizes.per_slot(engines["m"])
+    per_slot = scheduler_of(engines).core.sizes.per_slot(engines["m"])
     limit = 5 * 128 * per_slot  # two rows of a block, or one of two blocks, and prompts
     scheduler = scheduler_of(engines, kv_bytes=limit, max_rows=8)
     prompts = [[3 + n] * (110 if n == 2 else 20) for n in range(7)]
@@ -343,7 +343,7 @@ def test_requests_wait_for_memory_and_never_take_more(engines: dict[str, Engine]
 
 
 def test_cached_texts_make_room_for_requests(engines: dict[str, Engine]):
-    per_slot = scheduler_of(engines)._sizes.per_slot(engines["m"])
+    per_slot = scheduler_of(engines).core.sizes.per_slot(engines["m"])
     scheduler = scheduler_of(engines, kv_bytes=4 * 128 * per_slot)
     for n in range(6):
         submit(scheduler, [3 + n] * 60, Lane("plain"))
@@ -360,13 +360,13 @@ def test_cached_texts_make_room_for_requests(engines: dict[str, Engine]):
 
 def test_memory_that_a_long_row_left_is_freed_for_the_next_one(engines: dict[str, Engine]):
     """The cache of a batch shrinks only when half of it is unused; a request that waits for the rest has it freed."""
-    per_slot = scheduler_of(engines)._sizes.per_slot(engines["m"])
+    per_slot = scheduler_of(engines).core.sizes.per_slot(engines["m"])
     scheduler = scheduler_of(engines, kv_bytes=4 * 128 * per_slot)
     submit(scheduler, [3] * 5, Lane("plain"), max_new_tokens=100)
     submit(scheduler, [4] * 5, Lane("plain"), max_new_tokens=100)
     submit(scheduler, [5] * 5, Lane("plain"), max_new_tokens=2)
     iterate(scheduler, 2)
-    cache = scheduler._decoder.lanes[0].batch.target.cache
+    cache = scheduler.core.lanes[0].batch.target.cache
     assert (cache.num_rows, cache.held_rows) == (2, 3)
     submit(scheduler, [6] * 5, Lane("m"), max_new_tokens=100)  # a block for its row, and one for its prompt
     iterate(scheduler)
@@ -403,7 +403,7 @@ def test_a_replaced_engine_gets_the_requests_that_come_then(engines: dict[str, E
     _, late = submit(scheduler, [3, 6], Lane("m"))
     iterate(scheduler)
     assert scheduler.snapshot().lanes == 2
-    assert waiting.failure.message.startswith("draft_nodes is 5, which is for drafters that fill trees")
+    assert "draft_nodes is 5, which is for drafters that fill trees" in waiting.failure.message
     run_to_end(scheduler)
     assert old.answer == plain_answer(new, [3, 4], max_new_tokens=30)
     assert late.answer == plain_answer(new, [3, 6])
@@ -479,14 +479,14 @@ def test_an_error_of_our_own_fails_the_jobs_and_the_thread_goes_on(
     engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
 ):
     scheduler = scheduler_of(engines)
-    work, failures = scheduler._decoder.work, [kind("our own")]
+    step, failures = scheduler.core.step, [kind("our own")]
 
-    def failing_once() -> None:
+    def failing_once() -> list[CoreEvent]:
         if failures:
             raise failures.pop()
-        work()
+        return step()
 
-    monkeypatch.setattr(scheduler._decoder, "work", failing_once)
+    monkeypatch.setattr(scheduler.core, "step", failing_once)
     _, inbox = submit(scheduler, [3, 4])
     scheduler.start()
     assert isinstance(inbox.end.get(timeout=600), JobFailed)

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from draftheads.decode.batch import Batch
+from draftheads.decode.core import RunningLane
 from draftheads.decode.engine import Engine
 from draftheads.decode.prompt_reader import PromptReader
+from draftheads.decode.request import Request
 from draftheads.errors import QueueFull, ShuttingDown, TooLarge
 from draftheads.serve.scheduler import Job, JobFailed, Lane
 from families import TREES, tiny_head, tiny_model
@@ -40,7 +42,7 @@ class Schedules(RuleBasedStateMachine):
         super().__init__()
         self.clock = Clock()
         scheduler = scheduler_of(ENGINES)
-        self.limit = SLOTS * max(map(scheduler._sizes.per_slot, ENGINES.values()))
+        self.limit = SLOTS * max(map(scheduler.core.sizes.per_slot, ENGINES.values()))
         self.scheduler = scheduler_of(
             ENGINES, clock=self.clock, kv_bytes=self.limit, max_rows=ROWS, max_waiting=WAITING, chunk_tokens=16
         )
@@ -50,17 +52,18 @@ class Schedules(RuleBasedStateMachine):
         self.order: list[Job] = []  # in which jobs were admitted
         self.first_since: dict[Job, int] = {}  # how many were admitted when a job became its client's first
         self.closed = False
-        admit = self.scheduler._decoder.admit
+        makes_room = self.scheduler.core._makes_room
 
-        def admitted(job: Job, engine: Engine) -> bool:
+        def admitted(lane: RunningLane, request: Request) -> bool:
+            job = next(job for job, _ in self.jobs if job.request is request)
             self.check_turn(job)
-            is_in = admit(job, engine)
+            is_in = makes_room(lane, request)
             if is_in:
                 self.order.append(job)
                 self.note_firsts()
             return is_in
 
-        self.scheduler._decoder.admit = admitted  # type: ignore[method-assign]
+        self.scheduler.core._makes_room = admitted  # type: ignore[method-assign]
 
     @property
     def open_jobs(self) -> list[Job]:
@@ -152,7 +155,7 @@ class Schedules(RuleBasedStateMachine):
                 raise RuntimeError("it broke")
             return old(self, *arguments)
 
-        lanes = {id(lane.batch): set(lane.jobs.values()) for lane in self.scheduler._decoder.lanes}
+        lanes = {id(lane.batch): set(lane.requests) for lane in self.scheduler.core.lanes}
         with patch.object(owner, name, failing):
             before = {job for job, inbox in self.jobs if inbox.ends}
             self.scheduler._iterate()
@@ -166,7 +169,8 @@ class Schedules(RuleBasedStateMachine):
         else:
             lane = {job.lane for job in broken}
             assert len(lane) <= 1
-            assert set(broken) <= lanes.get(id(hits[0]), set(broken)) | set(self.order)
+            rows = {job.request for job in broken}
+            assert rows <= lanes.get(id(hits[0]), rows) | {job.request for job in self.order}
 
     failure = JobFailed("error", "the answer could not be computed: it broke")
 
@@ -181,7 +185,7 @@ class Schedules(RuleBasedStateMachine):
 
     @invariant()
     def memory_is_within_the_limit(self) -> None:
-        decoder = self.scheduler._decoder
+        decoder = self.scheduler.core
         assert decoder.kv_bytes + decoder.prefixes.num_bytes <= self.limit
         assert decoder._reserved() + decoder.prefixes.num_bytes <= self.limit
         texts = decoder.prefixes._texts.values()
@@ -189,11 +193,11 @@ class Schedules(RuleBasedStateMachine):
 
     @invariant()
     def rows_belong_to_open_jobs(self) -> None:
-        decoder = self.scheduler._decoder
-        assert decoder.num_jobs <= ROWS
+        decoder = self.scheduler.core
+        assert decoder.num_running <= ROWS
         rows = [request for lane in decoder.lanes for request in lane.batch.requests]
         reading = [one.request for one in decoder._reading]
-        held = [request for lane in decoder.lanes for request in lane.jobs]
+        held = [request for lane in decoder.lanes for request in lane.requests]
         assert sorted(map(id, rows + reading)) == sorted(map(id, held))
         gone = [job.request for job in self.cancelled]
         assert {id(job.request) for job in self.open_jobs if job in self.order} <= set(map(id, held))
@@ -231,7 +235,7 @@ class Schedules(RuleBasedStateMachine):
         counts = self.scheduler.snapshot()
         assert counts.finished + counts.failed + counts.cancelled == len(self.jobs)
         self.scheduler.close(drain_seconds=0)
-        assert self.scheduler._decoder.prefixes.num_bytes == 0
+        assert self.scheduler.core.prefixes.num_bytes == 0
 
 
 TestSchedules = Schedules.TestCase

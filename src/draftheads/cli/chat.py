@@ -19,10 +19,10 @@ from draftheads.cli.options.chat import ChatOptions
 from draftheads.cli.progress_display import ProgressDisplay, error_console
 from draftheads.cli.show import DRAFTED, quiet_transformers, show_stream, speed_words
 from draftheads.data.corpus_files import load_corpus
+from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
-from draftheads.decode.prefix_cache import PrefixCache
-from draftheads.decode.prompt_reader import PromptReader
 from draftheads.decode.request import Request, StreamEvent
+from draftheads.decode.waiting import Lane
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings, no_such
 from draftheads.loading import UNTRAINED, engine_on, find_template, name_of
 from draftheads.settings import SamplingSettings
@@ -30,7 +30,7 @@ from draftheads.utils.counts import counted
 from draftheads.utils.files import check_writable, write_atomic
 
 NO_HEAD = "none"  # in place of a head's name
-KEPT_BYTES = 1 << 30  # of what the model has read for earlier answers
+_CHUNK_TOKENS = 8192  # of a prompt that are read between two looks at the keyboard
 HELP = {
     "/head NAME": "draft with this head; none: decode plainly",
     "/plain": "switch drafting off, or on again",
@@ -91,11 +91,14 @@ class Chat:
         self._options = options
         self._console = Console(highlight=False)
         self._notes = Console(stderr=True, highlight=False, style="dim")
-        self._plain = Engine(engine.model, max_batch_size=1)
-        self._engine = engine
+        # what heads that read the same layers have read is not read again
+        self._core = EngineCore(
+            {"plain": Engine(engine.model, max_batch_size=1), "drafting": engine},
+            CoreLimits(max_rows=1, chunk_tokens=_CHUNK_TOKENS),
+            keeps_answers=True,
+        )
         self._head = options.head or options.draft.draft_model  # what drafts; None: nothing
         self._is_plain = False  # whether the user has switched drafting off
-        self._read = PrefixCache(KEPT_BYTES)
         self._commands: dict[str, Callable[[str], None]] = {
             "head": self._change_head,
             "plain": self._switch,
@@ -151,18 +154,19 @@ class Chat:
 
     def _answer(self, conversation: Conversation) -> None:
         """Answers the last question of a conversation, which becomes the chat's once there is an answer."""
-        engine = self._plain if self._is_plain else self._engine
+        engine = self._engine
         request = engine.request(conversation.messages, SamplingSettings(**vars(self._options.settings)))
         start = time.perf_counter()
         try:
             show_stream(
-                self._events(engine, request),
+                self._events(request),
                 request,
                 engine.model.tokenizer,
                 self._console,
                 colour=not self._options.plain_text,
             )
         except KeyboardInterrupt:
+            self._core.clear()
             if not self.is_terminal or not request.text:
                 raise
             self._console.print()
@@ -170,17 +174,19 @@ class Chat:
         self.conversation = conversation
         self._note(speed_words(request, time.perf_counter() - start))
 
-    def _events(self, engine: Engine, request: Request) -> Iterator[StreamEvent]:
-        """Decodes a request. What heads that read the same layers have read is not read again."""
-        batch = engine.batch()
-        layers = batch.target.layers
-        batch.on_leave = lambda _, text: self._read.add(layers, text)
-        reader = PromptReader(engine.model, request, self._read.find(layers, request.prompt_ids), layers)
-        reader.read(reader.num_left)
-        self._read.add(layers, reader.text, copy=False)
-        yield from batch.adopt([reader])
-        while batch.requests:
-            yield from batch.step()
+    @property
+    def _engine(self) -> Engine:
+        """The one that answers."""
+        return self._core.engines[self._name]
+
+    @property
+    def _name(self) -> str:
+        return "plain" if self._is_plain or self._head is None else "drafting"
+
+    def _events(self, request: Request) -> Iterator[StreamEvent]:
+        """Decodes a request."""
+        self._core.add(request, Lane(self._name))
+        yield from self._engine.events(self._core)
 
     def _change_head(self, name: str) -> None:
         if not name:
@@ -188,7 +194,7 @@ class Chat:
             return
         options, target = self._options, self._engine.model
         if name == NO_HEAD:
-            self._engine, self._head = self._plain, None
+            self._head = None
         else:
             template = find_template(options.load.chat_template, (name,), options.model)
             if name not in UNTRAINED and template != target.chat_template:
@@ -201,7 +207,7 @@ class Chat:
                 index = None
                 if corpus is not None:
                     index = load_corpus(corpus, target.tokenizer, vocab_size=target.vocab_size, progress=progress)
-                self._engine = engine_on(
+                self._core.engines["drafting"] = engine_on(
                     target,
                     name,
                     model=name_of(options.model),

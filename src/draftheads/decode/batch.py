@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftheads.decode.prompt_reader import PromptReader, ReadText
+from draftheads.decode.prompt_reader import ReadPrompt, ReadText
 from draftheads.decode.request import Request, StreamEvent, TopLogprobs
 from draftheads.decode.size_policy import SizePolicySession
 from draftheads.decode.token_rules import BatchRules
@@ -35,13 +35,11 @@ class Batch:
     Attributes:
         on_leave: if set, called before a row leaves with its request and with what was read of it, in memory of the
             batch. The batch then keeps the hidden states of all tokens.
-        isolates_failures: whether an error in the text, grammar or stop rules of one request becomes its ``failure``
-            and removes its row; else the error is raised.
+        none_waits: whether no request takes the place of a row that ends, and all answers are wanted together.
     """
 
     on_leave: Callable[[Request, ReadText], None] | None = None
-    isolates_failures = False
-    none_waits = False  # no request takes the place of a row that ends, and all answers are wanted together
+    none_waits = False
 
     def __init__(
         self,
@@ -68,23 +66,12 @@ class Batch:
         ] = []  # with on_leave, for each row: parts (t, D or n·D) of the tokens in the cache
 
     @torch.inference_mode()
-    def join(self, requests: Sequence[Request]) -> list[StreamEvent]:
-        """Reads the prompts of new rows and gives each its first token."""
-        logits, hidden = self.target.prefill([request.prompt_ids for request in requests])
-        return self._enter(requests, logits, hidden)
-
-    @torch.inference_mode()
-    def adopt(self, readers: Sequence[PromptReader]) -> list[StreamEvent]:
-        """New rows with prompts that were read elsewhere; each gets its first token. They are copied."""
-        assert all(reader.layers == self.target.layers for reader in readers), "read for a drafter of the same layers"
-        texts = [reader.text for reader in readers]
-        self.target.adopt([text.entries for text in texts])
-        logits = torch.stack([reader.logits for reader in readers if reader.logits is not None])
-        hidden = pad_sequence([text.hidden for text in texts], batch_first=True)
-        return self._enter([reader.request for reader in readers], logits, hidden)
-
-    def _enter(self, requests: Sequence[Request], logits: Tensor, hidden: Tensor) -> list[StreamEvent]:
-        """Gives rows whose prompts are in the cache their first token: logits (b, V), hidden states (b, T, …)."""
+    def adopt(self, prompts: Sequence[ReadPrompt]) -> list[StreamEvent]:
+        """New rows with prompts that were read, which are copied. Each row gets its first token."""
+        requests = [prompt.request for prompt in prompts]
+        self.target.adopt([prompt.text.entries for prompt in prompts])
+        logits = torch.stack([prompt.logits for prompt in prompts])  # (b, V)
+        hidden = pad_sequence([prompt.text.hidden for prompt in prompts], batch_first=True)  # (b, T, D or n·D)
         if isinstance(self.session, SizePolicySession) and self.session.check is not None:
             self.session.check.warn()
         rows = self._settings(requests)
@@ -183,12 +170,10 @@ class Batch:
         self._keep([row for row, request in enumerate(self.requests) if request not in requests])
 
     def _append(self, request: Request, token_ids: Sequence[int], **what: Any) -> StreamEvent | None:
-        """:meth:`Request.append`; None if it fails and failures are isolated."""
+        """:meth:`Request.append`; None if it fails: an error in its text, grammar or stop rules ends this row alone."""
         try:
             return request.append(token_ids, **what)
-        except Exception as error:
-            if not self.isolates_failures:
-                raise
+        except Exception as error:  # noqa: BLE001 - the core hands it on
             request.failure = error
             return None
 

@@ -1,7 +1,6 @@
 """The engine: prompts in, answers out; plain or with a drafter, one prompt or many."""
 
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from html import escape
@@ -12,6 +11,7 @@ from typing import Any, cast
 
 from draftheads.decode.acceptance_check import AcceptanceCheck
 from draftheads.decode.batch import Batch
+from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.cost_profile import CostProfile
 from draftheads.decode.grammar import compiler_for
 from draftheads.decode.plain import NoDraft
@@ -39,6 +39,7 @@ from draftheads.utils.messages import Message, half_character, message_problem, 
 from draftheads.utils.progress import Progress, counted_stage, shown
 
 Prompt = str | Sequence[Message] | Sequence[int]  # a user's text, a list of messages, or token ids as they are
+_CHUNK_TOKENS = 8192  # of prompts that are read between two steps: all of them, where they are not many or long
 # names of other libraries, where they are not close to ours
 _OTHER_NAMES = {
     "do_sample": "temperature",
@@ -190,28 +191,29 @@ class Engine:
 
     def run(self, requests: Sequence[Request], *, on_phase: Callable[[str], object] = str) -> Iterator[StreamEvent]:
         """Decodes requests together; as soon as one is finished the next in line takes its place."""
-        return self.serve(deque(requests), on_phase=on_phase)
+        core = self.core(on_phase=on_phase)
+        for request in requests:
+            core.add(request)
+        return self.events(core)
 
-    def serve(self, line: deque[Request], *, on_phase: Callable[[str], object] = str) -> Iterator[StreamEvent]:
-        """:meth:`run` for a line that may grow while it is served: requests are taken from its left end.
+    def core(self, *, on_phase: Callable[[str], object] = str) -> "EngineCore[Engine]":
+        """A core without requests, for this engine alone. ``on_phase`` is called as by :class:`Batch`."""
+        limits = CoreLimits(max_rows=self.max_batch_size, chunk_tokens=_CHUNK_TOKENS)
+        return EngineCore({"": self}, limits, answers_together=True, on_phase=on_phase)
 
-        The caller may add requests between events, such as the next turn of a conversation.
-        ``on_phase`` is called after each part of the work, as by :class:`Batch`.
+    def events(self, core: "EngineCore[Engine]") -> Iterator[StreamEvent]:
+        """What a core decodes, until it has no work. The caller may add requests between events.
+
+        Raises:
+            Exception: what ended a request without an answer.
         """
-        batch = self.batch(on_phase=on_phase)
-        while line or batch.requests:
-            room = self.max_batch_size - len(batch.requests)
-            joining = [line.popleft() for _ in range(min(room, len(line)))]
-            joining.sort(key=lambda request: len(request.prompt_ids))  # neighbours are read together: little padding
-            if joining:
-                with self._lock:
-                    events = batch.join(joining)
-                yield from events
-            batch.none_waits = not line
-            if batch.requests:
-                with self._lock:
-                    events = batch.step()
-                yield from events
+        while core.has_work:
+            with self._lock:
+                events = core.step()
+            for _, event in events:
+                if isinstance(event, Exception):
+                    raise event
+                yield event
         if self.check is not None:
             self.check.warn()
 

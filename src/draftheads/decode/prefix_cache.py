@@ -11,8 +11,8 @@ FEWEST_TOKENS = 8  # a shorter common beginning is not worth a copy: most prompt
 class PrefixCache:
     """Read texts within a number of bytes; those used last are kept.
 
-    Keys and values depend on the weights, so each text belongs to a space, such as the name of an adapter, and is found
-    there only.
+    Keys and values depend on the weights, so each text belongs to a namespace, such as the name of an adapter, and is
+    found there only.
 
     Args:
         max_bytes: memory of all texts.
@@ -28,35 +28,46 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._texts)
 
-    def find(self, space: Hashable, token_ids: Sequence[int]) -> ReadText | None:
+    def find(self, namespace: Hashable, token_ids: Sequence[int]) -> ReadText | None:
         """The longest shared beginning of a prompt and a text; without the prompt's last token, which is read anew.
 
         None if it has fewer than ``FEWEST_TOKENS``. The result shares the memory of the cache: copy it before the next
         call.
         """
-        wanted = token_ids[:-1]
-        shared = {key: _num_shared(key[1], wanted) for key in self._texts if key[0] == space}
-        best = max(shared, key=shared.__getitem__, default=None)
-        if best is None or shared[best] < FEWEST_TOKENS:
+        best, count = self._best(namespace, token_ids)
+        if best is None:
             return None
         self._texts.move_to_end(best)
         self.hits += 1
-        self.tokens_reused += shared[best]
-        return self._texts[best].first(shared[best])
+        self.tokens_reused += count
+        return self._texts[best].first(count)
 
-    def add(self, space: Hashable, text: ReadText, *, copy: bool = True) -> None:
+    def num_known(self, namespace: Hashable, token_ids: Sequence[int]) -> int:
+        """How many tokens :meth:`find` would return."""
+        return self._best(namespace, token_ids)[1]
+
+    def _best(
+        self, namespace: Hashable, token_ids: Sequence[int]
+    ) -> tuple[tuple[Hashable, tuple[int, ...]] | None, int]:
+        """The text that shares the longest beginning with a prompt, and its length."""
+        wanted = token_ids[:-1]
+        shared = {key: num_shared(key[1], wanted) for key in self._texts if key[0] == namespace}
+        best = max(shared, key=shared.__getitem__, default=None)
+        return (None, 0) if best is None or shared[best] < FEWEST_TOKENS else (best, shared[best])
+
+    def add(self, namespace: Hashable, text: ReadText, *, copy: bool = True) -> None:
         """Keeps a text in place of those that it extends.
 
         A text that is the beginning of a kept one, or larger than the whole cache, is not kept.
 
         Args:
-            space: the text belongs to.
+            namespace: the text belongs to.
             text: that was read.
             copy: or the memory of the text is the cache's from now on.
         """
         ids = tuple(text.token_ids)
-        for key in [key for key in self._texts if key[0] == space]:
-            shared = _num_shared(key[1], ids)
+        for key in [key for key in self._texts if key[0] == namespace]:
+            shared = num_shared(key[1], ids)
             if shared == len(ids):
                 self._texts.move_to_end(key)
                 return
@@ -65,7 +76,7 @@ class PrefixCache:
         size = text.visible_bytes if copy else text.num_bytes
         if size <= self.max_bytes:
             self._shrink(self.max_bytes - size)
-            self._texts[space, ids] = text.copied() if copy else text
+            self._texts[namespace, ids] = text.copied() if copy else text
             self.num_bytes += size
 
     def limit(self, max_bytes: int) -> None:
@@ -81,10 +92,10 @@ class PrefixCache:
         self.num_bytes -= self._texts.pop(key).num_bytes
 
 
-def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
     """Tokens that both begin with.
 
-    >>> _num_shared([1, 2, 3], [1, 2, 4, 5]), _num_shared([1], [1, 2])
+    >>> num_shared([1, 2, 3], [1, 2, 4, 5]), num_shared([1], [1, 2])
     (2, 1)
     """
     places = enumerate(zip(one, other, strict=False))

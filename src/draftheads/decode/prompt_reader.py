@@ -1,4 +1,4 @@
-"""Reads a prompt in chunks on a cache of its own, from a text on that was read before."""
+"""Reads prompts on a cache of their own: a long one in chunks, short ones side by side, from a known beginning on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,64 +40,92 @@ class ReadText:
         return ReadText(self.token_ids, self.entries.copied(), self.hidden.clone())
 
 
+@dataclass(frozen=True)
+class ReadPrompt:
+    """A prompt that was read whole."""
+
+    request: Request
+    text: ReadText
+    logits: Tensor  # (V,) after its last token
+
+
 class PromptReader:
-    """Reads the prompt of one request; a batch then adopts it.
+    """Reads the prompts of some requests, side by side; a batch then adopts them.
 
     Args:
         model: the target.
-        request: whose prompt is read.
-        known: the beginning of the prompt, read before; it is copied. The last token of the prompt is read in any
-            case, because its logits are needed.
+        requests: whose prompts are read.
+        known: for each the beginning of its prompt, if it was read before; it is copied. The last token of a prompt is
+            read in any case, because its logits are needed.
         layers: whose inputs the drafter reads; ``known`` has the same.
     """
 
     def __init__(
-        self, model: TargetModel, request: Request, known: ReadText | None = None, layers: Sequence[int] = ()
+        self,
+        model: TargetModel,
+        requests: Sequence[Request],
+        known: Sequence[ReadText | None] = (),
+        layers: Sequence[int] = (),
     ) -> None:
-        self.request = request
+        self.requests = list(requests)
         self._target = Target(model, layers)
-        self._target.cache.reserve(1, len(request.prompt_ids))
-        self._hidden: list[Tensor] = []  # parts (t, D or n·D)
-        self.logits: Tensor | None = None  # (V,) after the prompt, once it is read
-        if known is None:
-            self._target.lengths = [0]
-        else:
-            known = known.first(len(request.prompt_ids) - 1)
-            assert known.token_ids == request.prompt_ids[: len(known.token_ids)], "the prompt begins with that text"
-            self._target.adopt([known.entries])
-            self._hidden.append(known.hidden.clone())
-            request.num_cached = len(known.token_ids)
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Whose inputs the drafter reads."""
-        return self._target.layers
+        self._target.cache.reserve(len(self.requests), max(len(request.prompt_ids) for request in self.requests))
+        self._hidden: list[list[Tensor]] = [[] for _ in self.requests]  # of each, parts (t, D or n·D)
+        self._last: list[Tensor | None] = [None] * len(self.requests)  # h_t (D,) at the end of each prompt
+        beginnings: list[ReadText | None] = []
+        for place, request in enumerate(self.requests):
+            text = known[place] if known else None
+            if text is not None:
+                text = text.first(len(request.prompt_ids) - 1)
+                assert text.token_ids == request.prompt_ids[: len(text.token_ids)], "the prompt begins with that text"
+                self._hidden[place].append(text.hidden.clone())
+                request.num_cached = len(text.token_ids)
+            beginnings.append(text)
+        self._target.adopt([None if text is None else text.entries for text in beginnings])
 
     @property
     def num_left(self) -> int:
         """Prompt tokens that are not read yet."""
-        return len(self.request.prompt_ids) - self._target.lengths[0]
+        return sum(map(len, self._unread(None)))
 
     @property
     def num_bytes(self) -> int:
         """Memory of keys, values and hidden states."""
-        return self._target.cache.num_bytes + sum(part.nbytes for part in self._hidden)
+        return self._target.cache.num_bytes + sum(part.nbytes for parts in self._hidden for part in parts)
 
     @torch.inference_mode()
     def read(self, most: int) -> int:
-        """Reads the next tokens of the prompt, at most so many; returns how many it read."""
-        done = self._target.lengths[0]
-        tokens = self.request.prompt_ids[done : done + most]
-        last, hidden = self._target.read(tokens)
-        self._hidden.append(hidden)
-        if not self.num_left:
-            self.logits = self._target.model.logits(last[-1:])[0]
-        return len(tokens)
+        """Reads the next tokens of each prompt, at most so many of a single one; returns how many it read.
+
+        Several prompts are read whole, in one pass.
+        """
+        chunks = self._unread(most if len(self.requests) == 1 else None)
+        ends = [len(request.prompt_ids) for request in self.requests]
+        for place, (last, hidden) in enumerate(self._target.read(chunks)):
+            self._hidden[place].append(hidden)
+            if self._target.lengths[place] == ends[place]:
+                self._last[place] = last[-1]
+        return sum(map(len, chunks))
 
     @cached_property
-    def text(self) -> ReadText:
-        """The prompt, once it is read; shares the memory of this reader."""
-        assert not self.num_left, "the whole prompt is read"
-        hidden = torch.cat(self._hidden)
-        self._hidden = [hidden]
-        return ReadText(self.request.prompt_ids, self._target.cache.entries(0, len(hidden)), hidden)
+    @torch.inference_mode()
+    def prompts(self) -> list[ReadPrompt]:
+        """The prompts, once they are read; they share the memory of this reader."""
+        assert not self.num_left, "the prompts are read whole"
+        logits = self._target.model.logits(torch.stack([last for last in self._last if last is not None]))
+        self._hidden = [[torch.cat(parts)] for parts in self._hidden]
+        return [
+            ReadPrompt(
+                request,
+                ReadText(request.prompt_ids, self._target.cache.entries(place, len(hidden)), hidden),
+                logits[place],
+            )
+            for place, (request, [hidden]) in enumerate(zip(self.requests, self._hidden, strict=True))
+        ]
+
+    def _unread(self, most: int | None) -> list[list[int]]:
+        """The next tokens of each prompt, at most so many."""
+        return [
+            request.prompt_ids[length:][:most]
+            for request, length in zip(self.requests, self._target.lengths, strict=True)
+        ]

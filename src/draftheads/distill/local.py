@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -52,12 +51,13 @@ class EngineSource:
     def converse(self, dialogues: Sequence[Dialogue], on_progress: OnProgress) -> None:
         """Continues all to their end. Long conversations start first, so that the batch is full for longer."""
         running: dict[int, Request] = {}
-        waiting: deque[Request] = deque()
+        core = self.engine.core()
         for place in sorted(range(len(dialogues)), key=lambda place: -dialogues[place].num_turns):
             self._submit(dialogues[place], place, running)
             on_progress(0, int(dialogues[place].is_over))
-        waiting.extend(running.values())
-        for event in self.engine.serve(waiting):
+        for request in running.values():
+            core.add(request)
+        for event in self.engine.events(core):
             on_progress(len(event.token_ids), 0)
             if event.finish_reason is not None:
                 dialogue = dialogues[event.index]
@@ -66,7 +66,7 @@ class EngineSource:
                 if dialogue.is_over:
                     on_progress(0, 1)
                 else:
-                    waiting.appendleft(running[event.index])
+                    core.add(running[event.index], first=True)
 
     def _submit(self, dialogue: Dialogue, place: int, running: dict[int, Request]) -> None:
         """Adds the dialogue's next request, if it has one."""

@@ -83,28 +83,30 @@ class Target:
         longest = max(lengths)
         tokens = to_device(pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True), device)
         self.cache.reserve(old + len(prompts), longest)
-        last, every = self._read(slice(old, old + len(prompts)), tokens, start=0)
+        last, every = self._read(slice(old, old + len(prompts)), tokens, [0] * len(prompts))
         self.lengths += lengths
         ends = last[torch.arange(len(prompts), device=device), to_device(lengths, device) - 1]
         return self.model.logits(ends), every
 
     @torch.inference_mode()
-    def read(self, token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Reads the next tokens of the only row: h_t (T, D), and the hidden states (T, D or n·D) for a drafter."""
-        tokens = torch.tensor([token_ids], device=self.model.device)
-        self.cache.reserve(1, self.lengths[0] + len(token_ids))
-        last, hidden = self._read(slice(0, 1), tokens, start=self.lengths[0])
-        self.lengths[0] += len(token_ids)
-        return last[0], hidden[0]
+    def read(self, token_ids: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
+        """Reads the next T tokens of each row: for each h_t (T, D), and hidden states (T, D or n·D) for a drafter."""
+        counts = [len(ids) for ids in token_ids]
+        tokens = to_device(pad_sequence([torch.tensor(ids) for ids in token_ids], batch_first=True), self.model.device)
+        self.cache.reserve(len(counts), max(self.lengths) + max(counts))
+        last, hidden = self._read(slice(0, len(counts)), tokens, self.lengths)
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        return [(last[row, :count], hidden[row, :count]) for row, count in enumerate(counts)]
 
     @torch.inference_mode()
-    def adopt(self, rows: Sequence[RowEntries]) -> None:
-        """Adds a row for each, with a copy of these keys and values."""
-        old = self.num_rows
-        self.cache.reserve(old + len(rows), max(row.num_slots for row in rows))
+    def adopt(self, rows: Sequence[RowEntries | None]) -> None:
+        """Adds a row for each, with a copy of these keys and values; None: with none."""
+        old, lengths = self.num_rows, [0 if row is None else row.num_slots for row in rows]
+        self.cache.reserve(old + len(rows), max(lengths))
         for place, row in enumerate(rows):
-            self.cache.write_row(old + place, row)
-        self.lengths += [row.num_slots for row in rows]
+            if row is not None:
+                self.cache.write_row(old + place, row)
+        self.lengths += lengths
 
     def trim(self) -> None:
         """Frees the slots and rows that are not in use."""
@@ -206,15 +208,15 @@ class Target:
             groups[-1].append(prompt)
         return list(groups)
 
-    def _read(self, rows: slice, tokens: Tensor, *, start: int) -> tuple[Tensor, Tensor]:
-        """As :meth:`_decode`, of the next tokens (b, T) of rows that have ``start`` tokens, read in chunks."""
+    def _read(self, rows: slice, tokens: Tensor, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """As :meth:`_decode`, of the next tokens (b, T) of rows that have so many tokens, read in chunks."""
         parts = []
         for first in range(0, tokens.shape[1], PREFILL_CHUNK):
             chunk = tokens[:, first : first + PREFILL_CHUNK]
             steps = torch.arange(chunk.shape[1], device=tokens.device)
             # a text is a tree, too: a chain, in which every token attends to those before it
             chain = (steps[:, None] >= steps)[None]
-            parts.append(self._forward(rows, [start + first] * len(tokens), chunk, steps[None], chain))
+            parts.append(self._forward(rows, [start + first for start in starts], chunk, steps[None], chain))
         last = torch.cat([part for part, _ in parts], 1)
         return last, torch.cat([part for _, part in parts], 1) if self.layers else last
 

@@ -25,11 +25,12 @@ from draftheads.data.json_lines import read_json_lines
 from draftheads.data.records import RecordedTokens, own_prompts, prompts_in
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult, Request, StreamEvent
+from draftheads.decode.waiting import Lane
 from draftheads.drafters.corpus import Corpus
 from draftheads.errors import DataError, DraftHeadsError, ModelNotFound, QueueFull
 from draftheads.loading import engine_on
 from draftheads.models.fingerprint import tokenizer_fingerprint
-from draftheads.serve.jobs import Job, JobFailed, Lane
+from draftheads.serve.jobs import Job, JobFailed
 from draftheads.serve.recorder import Recorder
 from draftheads.serve.scheduler import Scheduler
 from draftheads.settings import SamplingSettings
@@ -168,7 +169,7 @@ class HeadReplacement:
                 del engines[name]
             else:
                 engines[name] = engine
-            self._scheduler.engines = engines
+            self._scheduler.core.engines = engines
 
         self._scheduler.call(change).result()
 

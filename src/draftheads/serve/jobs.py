@@ -1,48 +1,25 @@
-"""What the scheduler takes and tells: jobs, lanes, limits and counts. Knows nothing of threads."""
+"""What the scheduler takes and returns: jobs, limits and counts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from draftheads.decode.core import CoreLimits
 from draftheads.decode.request import Request, StreamEvent
-from draftheads.errors import require_at_least
-
-
-@dataclass(frozen=True)
-class Lane:
-    """Requests that are decoded in one batch: they have the same drafter, adapter and rule for trees."""
-
-    model: str
-    """The served name of the engine."""
-    draft_nodes: int | None = None
-    """0 decodes plainly; n drafts on growing trees of n nodes; None leaves it to the engine."""
+from draftheads.decode.waiting import Lane
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class Limits(CoreLimits):
     """What a scheduler may use.
 
     Raises:
         InvalidSettings: a number below 1.
     """
 
-    max_rows: int = 16
-    """Requests that are read or decoded at the same time."""
+    kv_bytes: int
     max_waiting: int = 128
     """Requests that wait. One more is refused."""
-    kv_bytes: int
-    """Memory for keys and values, of running requests and cached prefixes together."""
-    chunk_tokens: int = 256
-    """Prompt tokens that are read between two steps."""
-
-    def __post_init__(self) -> None:
-        require_at_least(
-            1,
-            max_rows=self.max_rows,
-            max_waiting=self.max_waiting,
-            kv_bytes=self.kv_bytes,
-            chunk_tokens=self.chunk_tokens,
-        )
 
 
 @dataclass(frozen=True)

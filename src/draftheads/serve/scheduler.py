@@ -1,4 +1,4 @@
-"""One thread decodes the requests of all clients: it admits them, steps every lane in turn and delivers the events.
+"""One thread decodes the requests of all clients: it steps the core and delivers the events.
 
 Other threads submit and cancel jobs. They never touch tensors.
 """
@@ -13,20 +13,17 @@ from threading import Condition, Thread, current_thread
 from typing import Any, Literal, TypeVar
 
 from draftheads.cpu.optimise import return_freed_memory
+from draftheads.decode.core import EngineCore
 from draftheads.decode.engine import Engine
-from draftheads.decode.request import StreamEvent
+from draftheads.decode.request import Request, StreamEvent
+from draftheads.decode.waiting import Lane
 from draftheads.errors import (
-    DraftHeadsError,
     InvalidSettings,
     QueueFull,
     ShuttingDown,
-    TooLarge,
     first_line,
-    no_such,
 )
-from draftheads.serve.decoder import Decoder, SlotBytes
-from draftheads.serve.fair_queue import FairQueue
-from draftheads.serve.jobs import Job, JobFailed, Lane, Limits, Snapshot
+from draftheads.serve.jobs import Job, JobFailed, Limits, Snapshot
 from draftheads.utils.counts import counted
 
 __all__ = ["Job", "JobFailed", "Lane", "Limits", "Scheduler", "Snapshot"]
@@ -54,22 +51,24 @@ class Scheduler:
     ) -> None:
         if not engines:
             raise InvalidSettings("a scheduler needs at least one engine")
-        self.engines = dict(engines)
         self.limits = limits
         self._clock = clock
-        self._sizes = SlotBytes()
+        self.core = EngineCore(engines, limits, keeps_answers=True)
         for engine in engines.values():
-            self._sizes.per_slot(engine)  # measured now: the other threads compute nothing
+            self.core.sizes.per_slot(engine)  # measured now: the other threads compute nothing
         # an RLock: events are delivered while it is held, so that none comes after cancel() returned
         self._changed = Condition()
-        self._queue = FairQueue()
-        self._live: set[Job] = set()  # accepted and not ended
+        self._live: dict[Request, Job] = {}  # accepted and not ended
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._counts = Snapshot()
         self._finishes: deque[float] = deque(maxlen=_FINISHES)
         self._drain_until: float | None = None  # set when closing
         self._thread: Thread | None = None
-        self._decoder = Decoder(limits, self._sizes, self._deliver)  # the model thread's own
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        """By served name."""
+        return self.core.engines
 
     # --- other threads ---
 
@@ -88,30 +87,27 @@ class Scheduler:
             QueueFull: too many jobs wait, or too many of this client: as many places must stay free for others.
             ShuttingDown: after :meth:`close`.
         """
-        engine = self._engine_of(job)
-        engine.check_draft_nodes(job.lane.draft_nodes)
-        self._check_size(job, engine)
+        self.core.check(job.request, job.lane)
         with self._changed:
             if self._drain_until is not None:
                 raise ShuttingDown("the server is shutting down: send the request to another one")
             self._check_queue(job.client)
-            self._live.add(job)
-            self._queue.push(job)
+            self._live[job.request] = job
+            self.core.add(job.request, job.lane, client=job.client, cache_salt=job.cache_salt)
             self._changed.notify_all()
 
     def cancel(self, job: Job) -> None:
         """Ends a job without a further event. Its row leaves before the next step. Ended jobs are ignored."""
         with self._changed:
-            if job in self._live:
-                self._live.remove(job)
-                self._queue.remove(job)
+            if self._live.pop(job.request, None):
+                self.core.cancel(job.request)
                 self._count(cancelled=1)
                 self._changed.notify_all()
 
     def snapshot(self) -> Snapshot:
         """The counts as of the last step."""
         with self._changed:
-            return replace(self._counts, waiting=len(self._queue))
+            return replace(self._counts, waiting=len(self.core.waiting))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Runs a function on the model thread between two steps. Its future fails when the scheduler is closed."""
@@ -135,29 +131,16 @@ class Scheduler:
         elif self._thread is not current_thread():
             self._thread.join()
 
-    def _engine_of(self, job: Job) -> Engine:
-        engine = self.engines.get(job.lane.model)
-        if engine is None:
-            raise no_such("model", job.lane.model, self.engines, other_names={})
-        return engine
-
-    def _check_size(self, job: Job, engine: Engine) -> None:
-        needed = self._sizes.alone(engine, job.lane.draft_nodes, job.request)
-        if needed > self.limits.kv_bytes:
-            raise TooLarge(
-                f"the prompt and {counted(job.request.most_new_tokens, 'new token')} need {needed >> 20} MiB for keys "
-                f"and values; the server has {self.limits.kv_bytes >> 20} MiB: ask for fewer tokens"
-            )
-
     def _check_queue(self, client: str) -> None:
-        own, free = self._queue.count(client), self.limits.max_waiting - len(self._queue)
+        waiting = len(self.core.waiting)
+        own, free = self.core.waiting.count(client), self.limits.max_waiting - waiting
         if own < free:
             return
         wait = self._retry_after()
         if free:
             what = f"{counted(own, 'request')} of this client wait, and as many places stay free for other clients"
         else:
-            what = f"{counted(len(self._queue), 'request')} wait and at most {self.limits.max_waiting} may"
+            what = f"{counted(waiting, 'request')} wait and at most {self.limits.max_waiting} may"
         raise QueueFull(f"{what}: retry after {wait:.0f} s", retry_after=wait)
 
     def _retry_after(self) -> float:
@@ -174,7 +157,7 @@ class Scheduler:
                 self._iterate()
             except BaseException as error:  # our own fault, or a panic of a library in Rust; the server goes on
                 logger.exception("the scheduler failed")
-                self._decoder.clear()
+                self._forget()
                 self._fail_all("error", f"the answer could not be computed: {first_line(error)}")
         self._end()
 
@@ -188,14 +171,21 @@ class Scheduler:
             return self._drain_until is None or (self._has_work() and self._clock() < self._drain_until)
 
     def _has_work(self) -> bool:
-        return bool(self._live or self._calls or self._decoder.lanes)
+        return bool(self._live or self._calls or self.core.has_work)
 
     def _iterate(self) -> None:
         """Everything between two steps, and one step of every lane."""
         self._run_calls()
         self._end_late_jobs()
-        self._admit()
-        self._decoder.work()
+        logged: Exception | None = None  # an error may end several requests
+        for request, event in self.core.step():
+            if isinstance(event, StreamEvent):
+                self._deliver(request, event)
+                continue
+            if event is not logged:
+                logger.error("an answer could not be computed", exc_info=event)
+            logged = event
+            self._deliver(request, JobFailed("error", f"the answer could not be computed: {first_line(event)}"))
         self._publish()
 
     def _run_calls(self) -> None:
@@ -208,36 +198,24 @@ class Scheduler:
                     future.set_exception(error)
 
     def _end_late_jobs(self) -> None:
-        """Jobs beyond their deadline fail, and rows of jobs that have ended leave."""
+        """Jobs beyond their deadline fail."""
         now = self._clock()
         with self._changed:
-            for job in [job for job in self._live if job.deadline is not None and job.deadline <= now]:
-                self._queue.remove(job)
-                self._deliver(job, JobFailed("deadline", "the deadline passed before the answer was finished"))
-        self._decoder.drop(lambda job: job not in self._live)  # copies texts: other threads need not wait for it
+            for job in [job for job in self._live.values() if job.deadline is not None and job.deadline <= now]:
+                self.core.cancel(job.request)
+                self._deliver(job.request, JobFailed("deadline", "the deadline passed before the answer was finished"))
 
-    def _admit(self) -> None:
-        """Waiting jobs whose turn it is join, as long as there are rows and memory."""
-        with self._changed:
-            while (job := self._queue.first()) and self._decoder.num_jobs < self.limits.max_rows:
-                try:
-                    if not self._decoder.admit(job, self._engine_of(job)):
-                        break
-                    self._queue.pop()
-                except DraftHeadsError as error:  # the engine was replaced by one that cannot take it
-                    self._queue.pop()
-                    self._deliver(job, JobFailed("error", str(error)))
-
-    def _deliver(self, job: Job, event: StreamEvent | JobFailed) -> None:
+    def _deliver(self, request: Request, event: StreamEvent | JobFailed) -> None:
         """Hands an event over, unless the job has ended."""
         with self._changed:
-            if job not in self._live:
+            job = self._live.get(request)
+            if job is None:
                 return
             if isinstance(event, JobFailed):
-                self._live.remove(job)
+                del self._live[request]
                 self._count(failed=1)
             elif event.finish_reason is not None:
-                self._live.remove(job)
+                del self._live[request]
                 self._count(finished=1)
                 self._finishes.append(self._clock())
             try:
@@ -256,27 +234,31 @@ class Scheduler:
         )
 
     def _publish(self) -> None:
-        decoder = self._decoder
+        core = self.core
         with self._changed:
             self._counts = replace(
                 self._counts,
-                reading=decoder.num_reading,
-                running=decoder.num_jobs - decoder.num_reading,
-                lanes=len(decoder.lanes),
-                kv_bytes=decoder.kv_bytes,
-                prefix_bytes=decoder.prefixes.num_bytes,
-                prefix_entries=len(decoder.prefixes),
-                steps=decoder.steps,
-                prompt_tokens_read=decoder.tokens_read,
-                prefix_hits=decoder.prefixes.hits,
-                prefix_tokens_reused=decoder.prefixes.tokens_reused,
+                reading=core.num_reading,
+                running=core.num_running - core.num_reading,
+                lanes=len(core.lanes),
+                kv_bytes=core.kv_bytes,
+                prefix_bytes=core.prefixes.num_bytes,
+                prefix_entries=len(core.prefixes),
+                steps=core.steps,
+                prompt_tokens_read=core.tokens_read,
+                prefix_hits=core.prefixes.hits,
+                prefix_tokens_reused=core.prefixes.tokens_reused,
             )
+
+    def _forget(self) -> None:
+        """All requests and texts."""
+        self.core.clear()
+        self.core.prefixes.limit(0)
 
     def _fail_all(self, reason: Literal["error", "shutdown"], message: str) -> None:
         with self._changed:
-            for job in list(self._live):
-                self._queue.remove(job)
-                self._deliver(job, JobFailed(reason, message))
+            for request in list(self._live):
+                self._deliver(request, JobFailed(reason, message))
 
     def _end(self) -> None:
         with self._changed:
@@ -285,5 +267,5 @@ class Scheduler:
                 if future.set_running_or_notify_cancel():
                     future.set_exception(ShuttingDown("the scheduler is closed"))
             self._calls.clear()
-            self._decoder.clear()
+            self._forget()
             self._publish()

@@ -58,7 +58,7 @@ class _Scorer:
     def read(self, most: int) -> None:
         """Reads the next tokens, at most so many."""
         count = min(most, self.num_left)
-        hidden, _ = self._target.read(self._ids[self._done : self._done + count])  # (t, D)
+        [(hidden, _)] = self._target.read([self._ids[self._done : self._done + count]])  # (t, D)
         following = torch.tensor(self._ids[self._done + 1 : self._done + 1 + count], device=hidden.device)
         parts = token_logprobs(self._engine.model.logits(hidden), following, self._num_top)
         self._found.append(tuple(part.tolist() for part in parts))  # type: ignore[arg-type]

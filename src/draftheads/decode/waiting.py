@@ -1,0 +1,89 @@
+"""The requests that wait for a place: clients take turns, and each client's requests go first come, first served."""
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from threading import Lock
+
+from draftheads.decode.request import Request
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Requests that are decoded in one batch: they have the same drafter, adapter and rule for trees."""
+
+    model: str = ""
+    """The name of the engine."""
+    draft_nodes: int | None = None
+    """0 decodes plainly; n drafts on growing trees of n nodes; None leaves it to the engine."""
+
+
+@dataclass(frozen=True, eq=False)
+class QueuedRequest:
+    """A request, and how it is decoded."""
+
+    request: Request
+    lane: Lane
+    client: str = ""
+    """Clients take turns: an API key or an address."""
+    cache_salt: str = ""
+    """Prompts with the same salt share what was read of a common beginning."""
+
+
+class FairQueue:
+    """A round robin over the clients that have waiting requests. A client that comes anew is the last one.
+
+    Threads may use it at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._lines: OrderedDict[str, deque[QueuedRequest]] = OrderedDict()
+        self._lock = Lock()
+
+    def push(self, queued: QueuedRequest, *, first: bool = False) -> None:
+        """The last one of its client, or its first one."""
+        with self._lock:
+            line = self._lines.setdefault(queued.client, deque())
+            line.appendleft(queued) if first else line.append(queued)
+
+    def first(self) -> QueuedRequest | None:
+        """The one whose turn it is."""
+        with self._lock:
+            return next((line[0] for line in self._lines.values()), None)
+
+    def pop(self, queued: QueuedRequest) -> bool:
+        """Removes the one whose turn it was, if it still waits. Its client is the last one then."""
+        with self._lock:
+            line = self._lines.get(queued.client)
+            if line is None or line[0] is not queued:
+                return False
+            del self._lines[queued.client]
+            line.popleft()
+            if line:
+                self._lines[queued.client] = line
+            return True
+
+    def remove(self, request: Request) -> bool:
+        """Removes that request, if it waits."""
+        with self._lock:
+            for client, line in self._lines.items():
+                for queued in line:
+                    if queued.request is request:
+                        line.remove(queued)
+                        if not line:
+                            del self._lines[client]
+                        return True
+        return False
+
+    def clear(self) -> None:
+        """Removes all."""
+        with self._lock:
+            self._lines.clear()
+
+    def count(self, client: str) -> int:
+        """How many requests of a client wait."""
+        with self._lock:
+            return len(self._lines.get(client, ()))
+
+    def __len__(self) -> int:
+        with self._lock:
+            return sum(map(len, self._lines.values()))
