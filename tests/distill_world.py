@@ -10,7 +10,7 @@ from draftheads.distill.local import EngineSource
 from draftheads.distill.options import DistillOptions
 from draftheads.distill.run import Outcome, distill
 from draftheads.models.model import TargetModel
-from draftheads.speculation.draft import Drafter
+from draftheads.speculation.drafter import Drafter
 from fake_progress import FakeProgress
 
 # prompts of one word, two turns, a system's word, and other people's answers, which do not count

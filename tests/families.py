@@ -10,7 +10,8 @@ from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
-from draftheads.speculation.draft import Context, Draft, Drafter
+from draftheads.speculation.draft import Context, Draft
+from draftheads.speculation.drafter import Drafter, DraftSession
 from draftheads.speculation.shapes import BestFirst, BestPaths, Shape
 from draftheads.speculation.tree import Tree
 
@@ -228,7 +229,7 @@ def propose(drafter: Drafter, context: Context, shape: Shape | None = None) -> D
     return drafter.start().propose(context, shape)
 
 
-class PlantedDrafter:
+class PlantedDrafter(Drafter, DraftSession):
     """A drafter that knows the answers and plants them along a random path of its tree; the other nodes are noise.
 
     So every length of accepted path, every sibling and every rank comes up.
@@ -259,7 +260,7 @@ class PlantedDrafter:
         token_ids[:, 0] = context.root_ids
         return Draft.on_tree(shape, token_ids)
 
-    def follow(self, context: Context) -> None:
+    def observe(self, context: Context) -> None:
         self._note(context)
 
     def keep(self, rows: torch.Tensor) -> None:

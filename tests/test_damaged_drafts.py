@@ -17,7 +17,8 @@ from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel, DraftModelSession
 from draftheads.heads.base import DraftHead
 from draftheads.settings import SamplingSettings
-from draftheads.speculation.draft import Context, Drafter
+from draftheads.speculation.draft import Context
+from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import BestFirst, BestPaths, Sampled, Shape
 from families import GROWING, PROMPTS, TREES, propose, tiny_head, tiny_model
 from structured_world import GRAMMARS, json_model

@@ -26,6 +26,7 @@ from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.accept import accept
 from draftheads.speculation.draft import AcceptResult, Context, Draft
+from draftheads.speculation.drafter import Drafter, DraftSession
 from draftheads.speculation.sampling import RowSettings, choose
 from draftheads.speculation.shapes import BestFirst, BestPaths, Shape
 from draftheads.speculation.tree import Tree
@@ -133,7 +134,7 @@ def test_a_seeds_answer_is_plain_decodings_token_for_token(model: TargetModel, m
     assert len({result.token_ids for result in plain}) == len(cases)
 
 
-class Recorder:
+class Recorder(Drafter, DraftSession):
     """A head whose drafts are remembered."""
 
     def __init__(self, head: DraftHead) -> None:
@@ -150,8 +151,8 @@ class Recorder:
         self.drafts.append(self.session.propose(context, shape))
         return self.drafts[-1]
 
-    def follow(self, context: Context) -> None:
-        self.session.follow(context)
+    def observe(self, context: Context) -> None:
+        self.session.observe(context)
 
     def keep(self, rows: Tensor) -> None:
         self.session.keep(rows)

@@ -3,7 +3,7 @@
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -29,7 +29,8 @@ from draftheads.search.replay import Replay
 from draftheads.search.settings import ReplaySettings
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
-from draftheads.speculation.draft import Context, Drafter
+from draftheads.speculation.draft import Context, CopyLimits
+from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import ROOT_ONLY, Sampled, Shape
 from draftheads.speculation.tree import Tree
 from draftheads.train.learner import Learner, with_noise
@@ -316,7 +317,7 @@ def test_as_many_copies_are_added_on_a_device_as_gain_most(device: FakeDevice) -
     device.clear()
 
     def nodes(shape: Shape, *min_gains: float) -> int:
-        return drafter.start().propose(context, shape, extra_nodes=2, min_gains=min_gains).num_nodes
+        return drafter.start().propose(replace(context, copies=CopyLimits(2, min_gains)), shape).num_nodes
 
     assert [nodes(Tree.chain(2), *least) for least in ((0.95, 1.75), (0.5, 1.5), (0.5, 1.0))] == [3, 4, 5]
     assert [nodes(ROOT_ONLY, *least) for least in ((0.95, 1.75), (0.5, 1.5), (0.5, 1.0))] == [1, 2, 3]

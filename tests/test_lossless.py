@@ -15,6 +15,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.models.kv_target import check_trees
 from draftheads.models.model import TargetModel
 from draftheads.speculation.draft import Context, Draft
+from draftheads.speculation.drafter import Drafter, DraftSession
 from draftheads.speculation.shapes import BestFirst, Shape
 from draftheads.speculation.tree import Tree
 from families import (
@@ -180,7 +181,7 @@ def test_any_accepted_path_on_any_trees_equals_plain(
     assert sum(result.tokens_per_step for result in results) / len(results) > 2.0
 
 
-class ShapeChanger:
+class ShapeChanger(Drafter, DraftSession):
     """A head with another shape at each step: a static tree, one that grows, one cut short, or none."""
 
     def __init__(self, head: DraftHead, *, seed: int = 0) -> None:
@@ -200,12 +201,12 @@ class ShapeChanger:
         chosen = shapes[self._below(len(shapes))]
         self.met.add(chosen)
         if chosen is None:
-            self.session.follow(context)
+            self.session.observe(context)
             return Draft.on_tree(Tree.chain(0), context.root_ids[:, None])
         return self.session.propose(context, chosen).first(1 + self._below(40))
 
-    def follow(self, context: Context) -> None:
-        self.session.follow(context)
+    def observe(self, context: Context) -> None:
+        self.session.observe(context)
 
     def keep(self, rows: torch.Tensor) -> None:
         self.session.keep(rows)

@@ -19,7 +19,8 @@ from draftheads.loading import load_drafter, load_target
 from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
 from draftheads.settings import Grammar, SamplingSettings
-from draftheads.speculation.draft import Draft, Drafter
+from draftheads.speculation.draft import Draft
+from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import BestFirst, BestPaths, Sampled, Shape
 from draftheads.speculation.tree import Tree
 from families import tiny_head

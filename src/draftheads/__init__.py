@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # `draftheads --help` must not wait two seconds for torch
     from draftheads.search.tune import tune_head
     from draftheads.settings import Grammar, SamplingSettings
     from draftheads.speculation.acceptance_profile import AcceptanceProfile
-    from draftheads.speculation.draft import Drafter
+    from draftheads.speculation.drafter import Drafter
     from draftheads.speculation.shapes import BestFirst, BestPaths, Sampled
     from draftheads.speculation.tree import Tree
     from draftheads.train.train_head import train_head
@@ -59,7 +59,7 @@ _HOMES = {
     "BestPaths": "draftheads.speculation.shapes",
     "DraftHead": "draftheads.heads.base",
     "DraftHeadsError": "draftheads.errors",
-    "Drafter": "draftheads.speculation.draft",
+    "Drafter": "draftheads.speculation.drafter",
     "Engine": "draftheads.decode.engine",
     "GenerationResult": "draftheads.decode.request",
     "Grammar": "draftheads.settings",

@@ -47,7 +47,7 @@ from draftheads.models.model_names import model_name
 from draftheads.models.pretrained import DTYPES, LoadOptions, device_named, load_tokenizer
 from draftheads.settings import Precision
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
-from draftheads.speculation.draft import Drafter
+from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import Shape, as_shape, calibrated
 from draftheads.speculation.tree import Tree
 from draftheads.utils.cache import cache_folder
@@ -276,7 +276,7 @@ def head_engine(
         return Engine(target, whole, shape=calibrated(tree, known.temperatures), max_batch_size=max_batch_size)
     if found is None:
         return Engine(target, whole, max_batch_size=max_batch_size)
-    extra_nodes = whole.num_tokens if isinstance(whole, Copying) else 0
+    extra_nodes = whole.extra_nodes
     with warnings.catch_warnings():
         if kernels_folder() is None:  # the user has been warned
             warnings.simplefilter("ignore", CacheWarning)

@@ -263,13 +263,13 @@ def test_parts_are_of_all_steps_but_the_first_after_a_prompt(
 def test_learning_from_a_step_counts_as_drafting(
     model: TargetModel, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch = LookaheadSession.watch
+    watch = LookaheadSession.on_verify
 
     def learning(self: Any, draft: Any, logits: Any) -> None:
         clock[0] += 1.0
         watch(self, draft, logits)
 
-    monkeypatch.setattr(LookaheadSession, "watch", learning)
+    monkeypatch.setattr(LookaheadSession, "on_verify", learning)
     found = engine_method("lookahead", Engine(model, Lookahead())).decode(PROMPTS[:1], 10)
     assert found.draft_milliseconds == 1e3 * found.num_timed_steps > 1e3
 

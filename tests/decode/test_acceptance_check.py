@@ -89,6 +89,7 @@ def test_a_batch_says_it_before_the_next_prompt(place: Path) -> None:
         batch.step()
     with pytest.warns(BaseModelWarning):
         join(batch, engine.requests(["ice"], max_new_tokens=4))
+        batch.step()
 
 
 @pytest.mark.parametrize(

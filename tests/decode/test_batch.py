@@ -12,7 +12,7 @@ from draftheads.drafters.copying import Copying
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
-from draftheads.speculation.draft import Drafter
+from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import Sampled, Shape
 from draftheads.speculation.tree import Tree
 from families import FAMILIES, GROWING, PROMPTS, TREES, VOCAB, PlantedRandomTrees, tiny_head, tiny_model

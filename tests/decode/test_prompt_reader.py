@@ -11,7 +11,7 @@ from draftheads.drafters.copying import Copying
 from draftheads.drafters.draft_model import DraftModel
 from draftheads.drafters.lookahead import Lookahead
 from draftheads.models.model import TargetModel
-from draftheads.speculation.draft import Drafter
+from draftheads.speculation.drafter import Drafter
 from families import FAMILIES, TREES, tiny_head, tiny_model
 from scheduler_world import join, plain_answer, request_of
 from thorough import some

@@ -19,6 +19,7 @@ from draftheads.errors import InvalidSettings
 from draftheads.models.model import TargetModel
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.draft import Context, Draft
+from draftheads.speculation.drafter import Drafter, DraftSession
 from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, Shape
 from draftheads.speculation.tree import Tree
 from families import PROMPTS, TREES, PlantedDrafter, tiny_head, tiny_model, tiny_profile
@@ -47,11 +48,10 @@ def machine(per_node: float, *, plain: float = 20.0, draft: float = 1.0) -> Cost
     )
 
 
-class Scripted:
+class Scripted(Drafter, DraftSession):
     """A drafter whose tokens mean nothing; it keeps what it was asked for."""
 
-    needs_history = False
-    default_shape = ROOT_ONLY
+    default_shape: Shape | None = ROOT_ONLY
 
     def __init__(self, likely: Callable[[int], Sequence[float]] | None = None) -> None:
         self.likely = likely or (lambda row: [0.6 * 0.8**n for n in range(40)])  # path probabilities of a row's nodes
@@ -69,7 +69,7 @@ class Scripted:
         assert isinstance(shape, BestFirst)
         return grown(batch, shape.num_nodes, self.likely)
 
-    def follow(self, context: Context) -> None:
+    def observe(self, context: Context) -> None:
         self.asked.append(None)
 
     def keep(self, rows: torch.Tensor) -> None:
@@ -106,9 +106,14 @@ def context(batch: int) -> Context:
 
 def policy(profile: AcceptanceProfile, cost: CostProfile, drafter: Any = None) -> SizePolicySession:
     """A session; the drafter is its own session."""
-    found = SizePolicy(drafter or Scripted(), profile, cost)
-    found.extra_nodes = getattr(drafter, "extra_nodes", 0)
-    return found.start()
+    return SizePolicy(drafter or Scripted(), profile, cost).start()
+
+
+def note(
+    session: SizePolicySession, accepted: Sequence[int], copied: Sequence[int] = (), are_free: Sequence[bool] = ()
+) -> None:
+    """What a step accepted; without copies, if they are left out."""
+    session.on_accept(accepted, copied or [0] * len(accepted), are_free)
 
 
 def sizes(one: SizePolicySession, steps: int, accepted: Callable[[int, int], float], batch: int = 1) -> list[int]:
@@ -116,7 +121,7 @@ def sizes(one: SizePolicySession, steps: int, accepted: Callable[[int, int], flo
     found = []
     for _ in range(steps):
         found.append(one.propose(context(batch), ROOT_ONLY).num_nodes)
-        one.note([accepted(row, found[-1]) for row in range(batch)])  # type: ignore[misc]
+        note(one, [accepted(row, found[-1]) for row in range(batch)])  # type: ignore[misc]
     return found
 
 
@@ -125,18 +130,18 @@ def test_the_check_is_told_what_the_head_gains_without_copies_in_rows_that_count
     session = SizePolicy(Scripted(), STATIC, machine(0.01), check).start()
     session.propose(context(3), ROOT_ONLY)
     _, gain, _ = session.choose(np.ones(3))
-    session.note([5, 2, 4], [4, 0, 0], [True, True, False])
+    note(session, [5, 2, 4], [4, 0, 0], [True, True, False])
     assert (check.num_steps, check.accepted, check.expected) == (2, 3, pytest.approx(2 * gain))
     expensive = SizePolicy(Scripted(), STATIC, machine(100.0), check).start()
     expensive.propose(context(1), ROOT_ONLY)
-    expensive.note([0], [0], [True])
+    note(expensive, [0], [0], [True])
     assert check.num_steps == 2, "nothing was drafted"
 
 
 class ReadingAll(Scripted):
     """One that reads the whole text."""
 
-    needs_history = True
+    needs_history = reads_whole_text = True
 
 
 @pytest.mark.parametrize(
@@ -157,7 +162,7 @@ def test_drafting_of_several_rows_begins_when_it_would_have_saved_what_reading_t
         tokens = torch.zeros(rows, prompt if step == 0 else 1, dtype=torch.long)
         counts = torch.full((rows,), tokens.shape[1])
         session.propose(Context(torch.zeros(*tokens.shape, 1), tokens, counts, tokens[:, 0]), ROOT_ONLY)
-        session.note(session._expected)  # type: ignore[arg-type]
+        note(session, session._expected)  # type: ignore[arg-type]
     assert [shape is None for shape in drafter.asked] == [True] * waits + [False] * (20 - waits)
 
 
@@ -358,7 +363,7 @@ def test_levels_must_reach_more_where_a_request_accepts_less_than_expected() -> 
     reaches = []
     for _ in range(10):
         one.propose(context(1), ROOT_ONLY)
-        one.note([0])
+        note(one, [0])
         reaches.append(one.session.asked[-1].min_level_probability)  # type: ignore[attr-defined]
     assert reaches[-1] > reaches[0] > 0
 
@@ -426,7 +431,7 @@ def test_rows_take_their_records_with_them() -> None:
     one.keep(torch.tensor([1]))
     assert one.session.kept == [[1]]  # type: ignore[attr-defined]
     assert one.propose(context(1), ROOT_ONLY).num_nodes == best_size(cost, ratio=ratios[1])
-    one.note([1])
+    note(one, [1])
     assert policy(STATIC, cost).propose(context(1), ROOT_ONLY).num_nodes == best_size(cost)
 
 
@@ -512,7 +517,7 @@ def test_what_copies_gain_says_nothing_of_the_drafter() -> None:
     for _ in range(5):
         one.propose(context(1), ROOT_ONLY)
         one._expected, one._expected_copies = (1.0,), (2.0,)
-        one.note([4], [3])
+        note(one, [4], [3])
     assert one._records[0].ratio == 1.0
     assert one._copies[0].ratio > 1.2
 
@@ -669,7 +674,7 @@ def test_a_long_text_makes_drafts_smaller() -> None:
     cost = by_hand([*((p.part, p.rows, p.nodes, p.milliseconds) for p in machine(0.5).points), *long])
     one = policy(STATIC, cost)
     short = one.propose(context(1), ROOT_ONLY).num_nodes
-    one.note([1])
+    note(one, [1])
     after_long = one.propose(replace(context(1), text_tokens=1024), ROOT_ONLY).num_nodes
     assert 1 < after_long < short
 
@@ -688,20 +693,20 @@ def test_a_drafter_that_watches_gets_the_logits_and_what_it_asked_for() -> None:
     class Watching(Scripted):
         seen: Sequence[object] = ()
 
-        def watch(self, draft: Draft, logits: torch.Tensor) -> torch.Tensor:
+        def on_verify(self, draft: Draft, logits: torch.Tensor) -> torch.Tensor:
             self.seen = (*self.seen, draft, logits)
             return asked
 
-        def learn(self, watched: Sequence[Sequence[int]]) -> None:
-            self.seen = (*self.seen, watched)
+        def on_read(self, values: Sequence[Sequence[int]]) -> None:
+            self.seen = (*self.seen, values)
 
     drafter = Watching()
     one = policy(STATIC, machine(0.5), drafter)
     draft, logits = one.propose(context(1), ROOT_ONLY), torch.zeros(1, 1, 4)
-    assert one.watch(draft, logits) is asked
-    one.learn([[3, 4]])
+    assert one.on_verify(draft, logits) is asked
+    one.on_read([[3, 4]])
     assert drafter.seen == (draft, logits, [[3, 4]])
-    assert policy(STATIC, machine(0.5), Scripted()).watch(draft, logits) is None  # others need not watch
+    assert policy(STATIC, machine(0.5), Scripted()).on_verify(draft, logits) is None  # others need not watch
 
 
 def test_the_batches_of_an_engine_share_tables() -> None:

@@ -1,6 +1,7 @@
 """Copies from the text so far in the trees of heads and draft models: the same text in fewer steps."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -20,7 +21,8 @@ from draftheads.errors import InvalidSettings
 from draftheads.heads import HEADS
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
-from draftheads.speculation.draft import Context, Draft, Drafter, Watcher
+from draftheads.speculation.draft import Context, CopyLimits, Draft
+from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, BestPaths, Sampled, Shape
 from draftheads.speculation.tree import Tree
 from families import IntegerTokenizer, PlantedDrafter, propose, tiny_head, tiny_model
@@ -146,9 +148,9 @@ class VariedSession(CopyingSession):
         super().__init__(copying)
         self.vary = copying.vary
 
-    def propose(self, context: Context, shape: Shape) -> Draft:  # type: ignore[override]
+    def propose(self, context: Context, shape: Shape) -> Draft:
         shape, extra_nodes = self.vary(sum(len(text.ids) for text in self._texts.rows), shape)
-        return super().propose(context, shape, extra_nodes=extra_nodes)
+        return super().propose(replace(context, copies=CopyLimits(extra_nodes)), shape)
 
 
 @pytest.mark.parametrize("name", some(FAMILIES, "mistral", "gpt2"))
@@ -192,7 +194,7 @@ def test_a_draft_keeps_to_its_budget(shape: str, extra_nodes: int) -> None:
     head = tiny_head("medusa", model)
     copying = Copying(head, odds=[[0.99, 0.98, 0.97, 0.96, 0.95]]).start()
     context = context_of(TEXTS, model.hidden_size)
-    draft = copying.propose(context, SHAPES[shape], extra_nodes=extra_nodes)
+    draft = copying.propose(replace(context, copies=CopyLimits(extra_nodes)), SHAPES[shape])
     assert draft.num_nodes == propose(head, context, SHAPES[shape]).num_nodes + extra_nodes
     assert draft.copied is not None
     assert draft.token_ids[0, :6].tolist() == [5, 6, 7, 8, 3, 4]
@@ -209,7 +211,7 @@ def test_without_a_head_only_copies_are_drafted() -> None:
     head = tiny_head("eagle", model)
     copying = Copying(head).start()
     context = context_of(TEXTS, model.hidden_size)
-    draft = copying.propose(context, ROOT_ONLY, extra_nodes=3)
+    draft = copying.propose(replace(context, copies=CopyLimits(3)), ROOT_ONLY)
     assert draft.token_ids[0].tolist() == [5, 6, 7, 8]
     assert draft.depths.tolist() == [[0, 1, 2, 3], [0, 0, 0, 0]]
     assert copying.session.num_rows == 2  # type: ignore[attr-defined]
@@ -231,7 +233,7 @@ def test_a_corpus_is_copied_from_after_a_match_of_four_tokens() -> None:
     model = some_model("llama")
     copying = Copying(tiny_head("medusa", model), corpus=index_texts([[1, 7, 9, 10, 11, 12, 13]]))
     context = context_of([[7, 9, 10, 11], [8, 9, 10, 11]], model.hidden_size)
-    draft = copying.start().propose(context, ROOT_ONLY, extra_nodes=3)
+    draft = copying.start().propose(replace(context, copies=CopyLimits(3)), ROOT_ONLY)
     assert draft.token_ids[0].tolist() == [11, 12, 13, 0]
     assert draft.depths.tolist() == [[0, 1, 2, 0], [0, 0, 0, 0]]
 
@@ -239,7 +241,7 @@ def test_a_corpus_is_copied_from_after_a_match_of_four_tokens() -> None:
 def test_copies_branch_where_the_same_tokens_were_followed_by_different_ones() -> None:
     model = some_model("llama")
     context = context_of([[1, 2, 3, 9, 1, 2, 4, 8, 1, 2]], model.hidden_size)
-    draft = Copying(tiny_head("medusa", model)).start().propose(context, ROOT_ONLY, extra_nodes=4)
+    draft = Copying(tiny_head("medusa", model)).start().propose(replace(context, copies=CopyLimits(4)), ROOT_ONLY)
     tokens, parents = draft.token_ids[0].tolist(), draft.parents[0].tolist()
     edges = {(tokens[parent], token) for parent, token in zip(parents[1:], tokens[1:], strict=True)}
     assert edges == {(2, 3), (3, 9), (2, 4), (4, 8)}
@@ -248,7 +250,7 @@ def test_copies_branch_where_the_same_tokens_were_followed_by_different_ones() -
 def test_sixteen_tokens_are_copied_at_most() -> None:
     model = some_model("llama")
     context = context_of([[*range(3, 23), 3, 4]], model.hidden_size)
-    draft = Copying(tiny_head("medusa", model)).start().propose(context, ROOT_ONLY, extra_nodes=18)
+    draft = Copying(tiny_head("medusa", model)).start().propose(replace(context, copies=CopyLimits(18)), ROOT_ONLY)
     assert draft.depths.tolist() == [[*range(17)]]
     assert draft.token_ids[0].tolist() == [4, *range(5, 21)]
 
@@ -284,13 +286,13 @@ class Watching(PlantedDrafter):
     seen: list[list[list[int]]]
     learnt: list[Sequence[Sequence[int]]]
 
-    def watch(self, draft: Draft, logits: torch.Tensor) -> torch.Tensor:
+    def on_verify(self, draft: Draft, logits: torch.Tensor) -> torch.Tensor:
         assert draft.token_ids.shape == logits.shape[:2]
         self.seen.append(draft.token_ids.tolist())
         return draft.token_ids
 
-    def learn(self, watched: Sequence[Sequence[int]]) -> None:
-        self.learnt.append(watched)
+    def on_read(self, values: Sequence[Sequence[int]]) -> None:
+        self.learnt.append(values)
 
 
 def test_a_drafter_that_watches_sees_what_was_checked_and_learns_what_it_asked_for() -> None:
@@ -298,7 +300,6 @@ def test_a_drafter_that_watches_sees_what_was_checked_and_learns_what_it_asked_f
     watching = Watching(Tree.chain(2), answers)
     watching.seen, watching.learnt = [], []
     copying = Copying(watching)
-    assert isinstance(copying.start(), Watcher)
     found = decode("llama", copying, batch_size=1)
     assert len(watching.seen) == sum(result.num_steps for result in found)
     assert watching.learnt == watching.seen
@@ -353,7 +354,7 @@ def test_copies_that_cost_more_than_they_gain_are_not_proposed_to_a_root_alone()
     def nodes(*min_gains: float) -> int:
         tokens = torch.tensor([[5, 6, 7, 5], [8, 9, 10, 11]])
         context = Context(torch.zeros(2, 4, 32), tokens, torch.tensor([4, 4]), torch.tensor([6, 12]))
-        return drafter.start().propose(context, ROOT_ONLY, extra_nodes=2, min_gains=min_gains).num_nodes
+        return drafter.start().propose(replace(context, copies=CopyLimits(2, min_gains)), ROOT_ONLY).num_nodes
 
     assert nodes() == 3, "without a least gain every match counts"
     assert nodes(0.8, 9.0) == 3, "one token is worth 0.9"
@@ -369,9 +370,10 @@ def test_the_policy_gives_copies_the_gain_that_they_need(monkeypatch: pytest.Mon
     given: list[Sequence[float]] = []
     propose_copies = CopyingSession.propose
 
-    def recording(self: CopyingSession, *args: Any, min_gains: Sequence[float], **options: Any) -> Draft:
-        given.append(min_gains)
-        return propose_copies(self, *args, min_gains=min_gains, **options)
+    def recording(self: CopyingSession, context: Context, shape: Shape) -> Draft:
+        assert context.copies is not None
+        given.append(context.copies.min_gains)
+        return propose_copies(self, context, shape)
 
     monkeypatch.setattr(CopyingSession, "propose", recording)
     policy = SizePolicy(drafter, AcceptanceProfile.assumed(head.config.num_heads), cost)

@@ -12,7 +12,7 @@ from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings, InvalidTree
 from draftheads.models.model import TargetModel
-from draftheads.speculation.draft import Context, bytes_per_slot_of
+from draftheads.speculation.draft import Context
 from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, BestPaths, Shape
 from draftheads.speculation.tree import Tree
 from families import PROMPTS, VOCAB, tiny_head, tiny_model
@@ -61,11 +61,11 @@ def test_the_memory_of_a_token_is_that_of_its_cache(model: TargetModel, *, graph
     drafter = Copying(DraftModel(small, model))
     session = drafter.start()
     hidden, tokens = torch.zeros(3, 200, model.hidden_size), torch.ones(3, 200, dtype=torch.long)
-    session.follow(Context(hidden, tokens, torch.tensor([200, 3, 9]), tokens[:, 0]))
+    session.observe(Context(hidden, tokens, torch.tensor([200, 3, 9]), tokens[:, 0]))
     assert isinstance(session.session, DraftModelSession)
     cache = session.session._target.cache
-    assert bytes_per_slot_of(drafter) == cache.num_bytes / (3 * cache.capacity) == 2 * 4 * 8 * 4
-    assert bytes_per_slot_of(Copying(tiny_head("medusa", model))) == 0
+    assert drafter.bytes_per_slot == cache.num_bytes / (3 * cache.capacity) == 2 * 4 * 8 * 4
+    assert Copying(tiny_head("medusa", model)).bytes_per_slot == 0
 
 
 @pytest.mark.parametrize("shape", TREES)

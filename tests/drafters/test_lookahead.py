@@ -16,7 +16,8 @@ from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
 from draftheads.settings import SamplingSettings
-from draftheads.speculation.draft import Context, Draft, Drafter
+from draftheads.speculation.draft import Context, Draft
+from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, BestPaths, Sampled, Shape
 from draftheads.speculation.tree import Tree
 from families import PROMPTS, tiny_head, tiny_model
@@ -45,7 +46,7 @@ def test_ngrams_of_the_pool_are_the_models_outputs(window: int, ngram: int, gues
         draft = session.propose(context, ROOT_ONLY)
         assert int(draft.depths.max()) == draft.max_depth
         assert draft.num_nodes <= lookahead.most_nodes
-        session.learn(session.watch(draft, said(draft)).tolist())
+        session.on_read(session.on_verify(draft, said(draft)).tolist())
         row = session._rows[0]
         assert all(len(level) == window for level in row.levels)
         assert len(row.levels) <= ngram - 1
@@ -108,7 +109,7 @@ def test_a_column_is_read_below_the_columns_before_it(window: int, ngram: int) -
             assert path_to(draft, end) == beside + above
             expected.append((beside[-1], *above, says(beside + above)))
         logits = torch.nn.functional.one_hot(torch.tensor([answers]), 1009).float()
-        session.learn(session.watch(draft, logits).tolist())
+        session.on_read(session.on_verify(draft, logits).tolist())
         assert row.levels[-1] == [ngram_said[-1] for ngram_said in expected]
         for first, *rest in expected:
             assert (tuple(rest) in row.pool.get(first, {})) == (len(levels) == ngram - 1)

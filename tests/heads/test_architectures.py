@@ -243,7 +243,7 @@ def test_drafting_with_a_history_is_drafting_from_scratch(
         roots = torch.stack([tokens[row, read[row]] for row in rows])
         context = Context(states, ids, torch.tensor([new[row] for row in rows]), roots)
         if WITHOUT_DRAFT[without_draft](step):
-            session.follow(context)
+            session.observe(context)
         else:
             found = session.propose(context, shape)
             for place, row in enumerate(rows):
@@ -304,8 +304,8 @@ def test_steps_without_drafts_are_read_when_a_draft_is_wanted(method: str, model
     read = []
     head.read = lambda context, *args, read_it=head.read: (read.append(context), read_it(context, *args))[1]  # type: ignore[method-assign]
     session = head.start()
-    session.follow(whole(hidden, tokens, [5, 8]))
-    session.follow(Context(hidden[:, :2], tokens[:, :2], torch.tensor([1, 2]), tokens[:, 2]))
+    session.observe(whole(hidden, tokens, [5, 8]))
+    session.observe(Context(hidden[:, :2], tokens[:, :2], torch.tensor([1, 2]), tokens[:, 2]))
     assert not read
     assert isinstance(session, StatefulSession)
     assert (session.num_rows, len(session.unread)) == (2, 2)
@@ -324,7 +324,7 @@ def test_a_row_that_has_put_much_aside_is_read_alone(model: TargetModel) -> None
         read_it(context, rows, *args),
     )[1]
     session = head.start()
-    session.follow(whole(hidden, tokens, [3, 50, 16]))
+    session.observe(whole(hidden, tokens, [3, 50, 16]))
     assert not read
     session.propose(Context(hidden[:, :2], tokens[:, :2], torch.tensor([2, 1, 2]), tokens[:, 9]), head.default_shape)
     assert read == [(slice(1, 2), (1, 50)), (slice(0, 3), (3, 18))]
@@ -336,7 +336,7 @@ def test_rows_of_which_nothing_is_read_yet_move_with_the_others(method: str, mod
     hidden, tokens = random_text(3, 30, size=input_size(head))
     session = head.start()
     session.propose(whole(hidden[:2], tokens[:2], [9, 9]), head.default_shape)
-    session.follow(Context(hidden[:, 9:11], tokens[:, 9:11], torch.tensor([2, 1, 2]), tokens[:, 11]))
+    session.observe(Context(hidden[:, 9:11], tokens[:, 9:11], torch.tensor([2, 1, 2]), tokens[:, 11]))
     session.keep(torch.tensor([0, 2]))
     rows = [0, 2]
     part = Context(hidden[rows, 11:12], tokens[rows, 11:12], torch.tensor([1, 1]), tokens[rows, 12])
@@ -352,13 +352,13 @@ def test_few_tokens_are_put_aside(model: TargetModel, monkeypatch: pytest.Monkey
     head = tiny_head("eagle", model)
     hidden, tokens = random_text(1, 60, size=input_size(head))
     session = head.start()
-    session.follow(whole(hidden, tokens, [30]))
+    session.observe(whole(hidden, tokens, [30]))
     assert isinstance(session, StatefulSession)
     numbers = []
     for start in range(30, 60, 3):
         numbers.append(sum(map(len, session.unread)))
         part = slice(start, start + 3)
-        session.follow(Context(hidden[:, part], tokens[:, part], torch.tensor([3]), tokens[:, start]))
+        session.observe(Context(hidden[:, part], tokens[:, part], torch.tensor([3]), tokens[:, start]))
     assert numbers == [0, 3, 6, 9, 12, 0, 3, 6, 9, 12]
 
 
@@ -379,7 +379,7 @@ def test_drafting_does_not_change_a_head(name: str, model: TargetModel) -> None:
     hidden, tokens = random_text(2, 12, size=input_size(head))
     before = values_of(head)
     session = head.start()
-    session.follow(whole(hidden, tokens, [5, 8]))
+    session.observe(whole(hidden, tokens, [5, 8]))
     for shape in (
         head.default_shape,
         BestFirst(12, top_k=4, beam=3),

@@ -11,7 +11,7 @@ from draftheads.decode.engine import Engine
 from draftheads.errors import LengthWarning, PromptTooLong
 from draftheads.models.model import TargetModel
 from draftheads.models.pretrained import ModelTokenizer, max_positions_of
-from draftheads.speculation.draft import Drafter
+from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import BestFirst
 from draftheads.train.training_data import read_texts
 from families import PlantedRandomTrees, tiny_head, tiny_model

@@ -11,7 +11,7 @@ from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.models.model import TargetModel
 from draftheads.serve.scheduler import Lane
-from draftheads.speculation.draft import Drafter
+from draftheads.speculation.drafter import Drafter
 from families import FAMILIES, GROWING, TREES, VOCAB, tiny_head, tiny_model
 from scheduler_world import check_empty, iterate, plain_answer, run_to_end, scheduler_of, submit
 from thorough import some

@@ -20,7 +20,6 @@ from draftheads.errors import InvalidSettings, QueueFull, ShuttingDown, TooLarge
 from draftheads.heads.stateful import StatefulSession
 from draftheads.models.model import TargetModel
 from draftheads.serve.scheduler import Job, JobFailed, Lane, Limits, Scheduler
-from draftheads.speculation.draft import bytes_per_slot_of
 from families import GROWING, TREES, tiny_head, tiny_model
 from scheduler_world import (
     Clock,
@@ -303,7 +302,7 @@ def test_the_history_of_a_head_is_within_the_memory_that_is_reserved(model: Targ
         histories = sum(map(history_bytes, scheduler.core.lanes))
         assert found.kv_bytes + found.prefix_bytes + histories <= limit
         most = max(most, histories)
-    assert most >= 2 * 128 * bytes_per_slot_of(engine.drafter) > 0
+    assert most >= 2 * 128 * engine.drafter.bytes_per_slot > 0
 
 
 def history_bytes(lane: RunningLane) -> int:

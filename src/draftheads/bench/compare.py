@@ -33,7 +33,7 @@ from draftheads.models.model import TargetModel
 from draftheads.models.model_names import model_name
 from draftheads.search.replay import Replay, encoded, own_answers
 from draftheads.settings import Precision, SamplingSettings
-from draftheads.speculation.draft import Drafter
+from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import BestFirst, Sampled, Shape, in_words
 from draftheads.speculation.tree import Path as RankPath
 from draftheads.speculation.tree import Tree

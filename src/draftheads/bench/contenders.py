@@ -22,7 +22,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.loading import UNTRAINED, engine_on, head_engine, load_drafter, load_target
 from draftheads.models.model import TargetModel
 from draftheads.settings import Precision
-from draftheads.speculation.draft import Drafter
+from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import BestFirst, BestPaths, Shape
 from draftheads.utils.saved import identity_digest
 

@@ -101,12 +101,12 @@ class StepClock:
         self._last = self.now
 
     def on_phase(self, part: str) -> None:
-        """A part has ended: "prompt", or of a step "draft", "verify", "watch" (what a drafter learns) or "rest"."""
+        """A part has ended: "prompt", or of a step "draft", "verify", "on_verify" or "rest"."""
         now = self.now
         if part == "prompt":
             self._after_prompt = True
         else:
-            self._step["draft" if part == "watch" else part] += 1e3 * (now - self._last)
+            self._step["draft" if part == "on_verify" else part] += 1e3 * (now - self._last)
         self._last = now
         if part == "rest":
             if not self._after_prompt:

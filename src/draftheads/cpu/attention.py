@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
@@ -21,6 +22,7 @@ from draftheads.cpu.kernels import MAX_TREE_ROWS, native_bf16
 GROUPED_ATTENTION = "draftheads_grouped"
 EXACT_ATTENTION = "draftheads_exact"
 # from this number of scores (all texts and heads), batched bf16 products beat PyTorch's fused attention (LOG.md)
+_REPEATED: Any = WeakTensorKeyDictionary()  # masks of several query heads by the mask of a pass
 _MANY_SCORES = 32_000
 _MOST_SCORES = 256_000  # per product; the memory of larger results returns to the system after each use
 _EXACT_ROWS, _EXACT_SLOTS = 8, 32  # with fewer rows or keys, other kernels add in another order
@@ -126,11 +128,10 @@ def _by_products(rows: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling
 
 
 def _repeated(mask: Tensor, times: int) -> Tensor:
-    """(b, 1, N, S) -> (b, 1, times · N, S), computed once per pass and stored on the mask of the pass."""
-    made: Tensor | None = getattr(mask, "draftheads_repeated", None)
+    """(b, 1, N, S) -> (b, 1, times · N, S), computed once per pass, whose layers share the mask."""
+    made: Tensor | None = _REPEATED.get(mask)
     if made is None or made.shape[2] != times * mask.shape[2]:
-        made = mask.repeat(1, 1, times, 1)
-        mask.draftheads_repeated = made  # type: ignore[attr-defined]
+        made = _REPEATED[mask] = mask.repeat(1, 1, times, 1)
     return made
 
 

@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from draftheads.cpu.kernels import stacked
 
 Attention = Callable[..., tuple[Tensor, None]]
+# cosines and signed sines by the cosines of a pass; entries go with their tensors
+_TURNS: Any = WeakTensorKeyDictionary()
 _SILU = ("SiLU", "SiLUActivation")
 _LAYER_PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 # further arguments that transformers passes to layers, and that their results do not depend on
@@ -302,11 +305,12 @@ def _has_plain_linears(module: Any, *names: str) -> bool:
 def _turns(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and signed sines (b, N, 1, d), computed once per pass: x · cos + roll(x, d/2) · sin rotates x.
 
-    They are stored on the tensor ``cos``, which all layers of the pass share.
+    All layers of the pass share the tensor ``cos``.
     """
-    made: tuple[Tensor, Tensor] | None = getattr(cos, "draftheads_turns", None)
+    made: tuple[Tensor, Tensor] | None = _TURNS.get(cos)
     if made is None:
         half = sin.shape[-1] // 2
-        made = cos[:, :, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, :, None]
-        cos.draftheads_turns = made  # type: ignore[attr-defined]
+        # views of cos itself would keep it, and so the entry, for ever
+        made = cos[:, :, None].clone(), torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, :, None]
+        _TURNS[cos] = made
     return made

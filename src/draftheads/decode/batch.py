@@ -10,13 +10,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from draftheads.decode.prompt_reader import ReadPrompt, ReadText
 from draftheads.decode.request import Request, StreamEvent, TopLogprobs
-from draftheads.decode.size_policy import SizePolicySession
 from draftheads.decode.token_rules import BatchRules
 from draftheads.models.kv_target import Target
 from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.accept import accept, num_rejection_uniforms
-from draftheads.speculation.draft import AcceptResult, Context, Draft, Drafter, Places, Watcher, hidden_layers_of
+from draftheads.speculation.draft import AcceptResult, Context, Draft, Places
+from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.sampling import RowSettings, choose, token_logprobs
 from draftheads.speculation.shapes import ROOT_ONLY, Shape
 from draftheads.utils.transfer import to_device
@@ -30,7 +30,7 @@ class Batch:
         drafter: what drafts.
         shape: what it fills at each step; its default where left out.
         on_phase: called with "prompt" after prompts are read, and after each part of a step with its name: "draft",
-            "verify", "watch" (for drafters that learn from the target's logits) and "rest".
+            "verify", "on_verify" (what the drafter takes from the target's logits) and "rest".
 
     Attributes:
         on_leave: if set, called before a row leaves with its request and with what was read of it, in memory of the
@@ -49,7 +49,7 @@ class Batch:
         shape: Shape | None = None,
         on_phase: Callable[[str], object] = str,
     ) -> None:
-        self.target = Target(model, hidden_layers_of(drafter))
+        self.target = Target(model, drafter.hidden_layers)
         self.drafter = drafter
         self.session = drafter.start()
         self.shape = shape or drafter.default_shape or ROOT_ONLY
@@ -72,8 +72,6 @@ class Batch:
         self.target.adopt([prompt.text.entries for prompt in prompts])
         logits = torch.stack([prompt.logits for prompt in prompts])  # (b, V)
         hidden = pad_sequence([prompt.text.hidden for prompt in prompts], batch_first=True)  # (b, T, D or n·D)
-        if isinstance(self.session, SizePolicySession) and self.session.check is not None:
-            self.session.check.warn()
         rows = self._settings(requests)
         seen = self._seen_of(requests, rows)
         uniforms = self._uniforms(requests, 1)
@@ -119,24 +117,22 @@ class Batch:
         self.on_phase("draft")
         logits, hidden = self.target.verify(draft)
         self.on_phase("verify")
-        asked = None
-        if isinstance(self.session, Watcher):
-            asked = self.session.watch(draft, logits)
-            self.on_phase("watch")
+        asked = self.session.on_verify(draft, logits)
+        self.on_phase("on_verify")
         uniforms = self._uniforms(self.requests, draft.max_depth + 1)
         rejection_uniforms = None
         if draft.sampled and self._rows.any_rejection:
             rejection_uniforms = self._numbers(num_rejection_uniforms(draft), "rejection")
         scores = logits if self._rules is None else self._rules.verified(logits, places)
-        verdict = accept(draft, scores, self._rows, uniforms, self._seen, rejection_uniforms=rejection_uniforms)
-        new_ids, counts, copied, by_depth, watched = _tokens_of(draft, verdict, asked)  # the step's one read
-        if isinstance(self.session, Watcher) and asked is not None:
-            self.session.learn(watched)
-        self.target.commit(verdict, counts)
+        result = accept(draft, scores, self._rows, uniforms, self._seen, rejection_uniforms=rejection_uniforms)
+        new_ids, counts, copied, by_depth, watched = _tokens_of(draft, result, asked)  # the step's one read
+        if asked is not None:
+            self.session.on_read(watched)
+        self.target.commit(result, counts)
         # the first accepted token is the root of before
         known = [[old[-1], *ids[:n]] for old, ids, n in zip(context.ids, new_ids, counts, strict=True)]
-        self._context = _advanced(draft, verdict, hidden, known)
-        logprobs = _logprobs(self.requests, logits, verdict.path, new_ids, counts)
+        self._context = _advanced(draft, result, hidden, known)
+        logprobs = _logprobs(self.requests, logits, result.path, new_ids, counts)
         self._note_hidden(counts)
         events = []
         for row, request in enumerate(self.requests):
@@ -152,8 +148,7 @@ class Batch:
             )
             events += [] if event is None else [event]
         self._note_seen()
-        if isinstance(self.session, SizePolicySession):
-            self.session.note([count - 1 for count in counts], copied, self._are_free)
+        self.session.on_accept([count - 1 for count in counts], copied, self._are_free)
         self._drop_ended()
         self.on_phase("rest")
         return events
@@ -302,21 +297,21 @@ def _is_free(settings: SamplingSettings) -> bool:
 
 
 def _tokens_of(
-    draft: Draft, verdict: AcceptResult, asked: Tensor | None
+    draft: Draft, result: AcceptResult, asked: Tensor | None
 ) -> tuple[list[list[int]], list[int], list[int], list[list[int]], list[list[int]]]:
     """What a step did, for each row.
 
     Returns:
         The accepted draft tokens and then the next token (entries beyond their number are not used), their number,
-        the number of copied ones, the number of draft tokens at each depth, and what a :class:`Watcher` asked for.
+        the number of copied ones, the number of draft tokens at each depth, and what the session asked for.
     """
-    accepted = draft.token_ids.gather(1, verdict.path)[:, 1:]  # (B, P-1)
-    ids = torch.cat([accepted, verdict.next_ids[:, None]], 1)  # (B, P)
-    last = (verdict.num_accepted - 1)[:, None]
-    ids = ids.scatter(1, last, verdict.next_ids[:, None])
+    accepted = draft.token_ids.gather(1, result.path)[:, 1:]  # (B, P-1)
+    ids = torch.cat([accepted, result.next_ids[:, None]], 1)  # (B, P)
+    last = (result.num_accepted - 1)[:, None]
+    ids = ids.scatter(1, last, result.next_ids[:, None])
     depths = torch.arange(1, draft.max_depth + 1, device=ids.device)
     by_depth = (draft.depths[:, :, None] == depths).sum(1).expand(len(ids), -1)  # (B, depths)
-    parts = [verdict.num_accepted[:, None], _num_copied(draft, verdict)[:, None], by_depth, ids]
+    parts = [result.num_accepted[:, None], _num_copied(draft, result)[:, None], by_depth, ids]
     packed = torch.cat(parts if asked is None else [*parts, asked], 1).tolist()
     first = 2 + draft.max_depth
     end = first + ids.shape[1]
@@ -367,23 +362,23 @@ def _logprobs(
     return found
 
 
-def _num_copied(draft: Draft, verdict: AcceptResult) -> Tensor:
+def _num_copied(draft: Draft, result: AcceptResult) -> Tensor:
     """(B,) how many accepted nodes only a copy brought."""
     if draft.copied is None:
-        return torch.zeros_like(verdict.num_accepted)
-    places = torch.arange(verdict.path.shape[1], device=verdict.path.device)
-    accepted = places < verdict.num_accepted[:, None]
-    return (draft.copied.gather(1, verdict.path) & accepted).sum(1)
+        return torch.zeros_like(result.num_accepted)
+    places = torch.arange(result.path.shape[1], device=result.path.device)
+    accepted = places < result.num_accepted[:, None]
+    return (draft.copied.gather(1, result.path) & accepted).sum(1)
 
 
-def _advanced(draft: Draft, verdict: AcceptResult, hidden: Tensor, known_ids: Sequence[Sequence[int]]) -> Context:
+def _advanced(draft: Draft, result: AcceptResult, hidden: Tensor, known_ids: Sequence[Sequence[int]]) -> Context:
     """What the drafter sees next: the accepted tokens with the target's hidden states, and the new root."""
     batch = torch.arange(len(hidden), device=hidden.device)[:, None]
     return Context(
-        hidden[batch, verdict.path],
-        draft.token_ids.gather(1, verdict.path),
-        verdict.num_accepted,
-        verdict.next_ids,
+        hidden[batch, result.path],
+        draft.token_ids.gather(1, result.path),
+        result.num_accepted,
+        result.next_ids,
         known_ids=known_ids,
     )
 

@@ -19,7 +19,7 @@ from draftheads.decode.waiting import FairQueue, Lane, QueuedRequest
 from draftheads.errors import DraftHeadsError, TooLarge, no_such, require_at_least
 from draftheads.models.kv_target import PREFILL_TOKENS, bytes_per_slot, slots_for
 from draftheads.models.model import TargetModel
-from draftheads.speculation.draft import Drafter, bytes_per_slot_of
+from draftheads.speculation.drafter import Drafter
 from draftheads.utils.counts import counted
 
 CoreEvent = tuple[Request, StreamEvent | Exception]  # a request ends with a finish reason or an exception
@@ -80,7 +80,7 @@ class SlotBytes:
         if engine not in self._per_slot:
             model = engine.model
             states = max(1, len(engine.hidden_layers)) * model.hidden_size * model.dtype.itemsize
-            self._per_slot[engine] = bytes_per_slot(model) + states + bytes_per_slot_of(engine.drafter)
+            self._per_slot[engine] = bytes_per_slot(model) + states + engine.drafter.bytes_per_slot
         return self._per_slot[engine]
 
     def of_prompt(self, engine: BatchSource, request: Request) -> int:

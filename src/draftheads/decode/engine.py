@@ -14,11 +14,9 @@ from draftheads.decode.batch import Batch
 from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.cost_profile import CostProfile
 from draftheads.decode.grammar import compiler_for
-from draftheads.decode.plain import NoDraft
+from draftheads.decode.plain import PLAIN, NoDraft
 from draftheads.decode.request import GenerationResult, Request, StreamEvent
 from draftheads.decode.size_policy import SizePolicy
-from draftheads.drafters.copying import Copying
-from draftheads.drafters.draft_model import DraftModel
 from draftheads.errors import (
     ChatTemplateWarning,
     InvalidPrompt,
@@ -27,12 +25,11 @@ from draftheads.errors import (
     no_such,
     require_at_least,
 )
-from draftheads.heads.base import DraftHead
 from draftheads.models.chat_template import BUILT_IN, render, template_of
 from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.acceptance_profile import MAX_NODES, AcceptanceProfile
-from draftheads.speculation.draft import Drafter, hidden_layers_of
+from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import BestFirst, Shape, as_shape, calibrated, in_words, most_nodes_of
 from draftheads.utils.counts import counted
 from draftheads.utils.messages import Message, half_character, message_problem, short
@@ -88,7 +85,7 @@ class Engine:
             raise InvalidSettings(
                 f"model is of type {type(model).__name__}; an Engine takes a TargetModel: use draftheads.load(…)"
             )
-        if not (drafter is None or (hasattr(drafter, "start") and hasattr(drafter, "default_shape"))):
+        if not (drafter is None or isinstance(drafter, Drafter)):
             raise InvalidSettings(
                 f"drafter is of type {type(drafter).__name__}; give a Drafter, such as the result of load_head"
             )
@@ -103,9 +100,8 @@ class Engine:
         if shape is not None and not fills_shapes:
             raise InvalidSettings("a shape is for a drafter that fills trees, such as a draft head")
         shape = None if shape is None else as_shape(shape)
-        check_shape = getattr(drafter, "check_shape", None)
-        if shape is not None and check_shape is not None:
-            check_shape(shape)
+        if shape is not None and drafter is not None:
+            drafter.check_shape(shape)
         self.model = model
         self.drafter: Drafter = NoDraft() if drafter is None else drafter
         self.max_batch_size = max_batch_size
@@ -268,7 +264,7 @@ class Engine:
     @property
     def hidden_layers(self) -> tuple[int, ...]:
         """The layers of the model whose inputs the drafter reads; empty if it reads the last hidden state."""
-        return hidden_layers_of(self.drafter)
+        return self.drafter.hidden_layers
 
     def check_draft_nodes(self, draft_nodes: int | None) -> None:
         """Can trees have so many nodes? None and 0 are always possible.
@@ -282,7 +278,7 @@ class Engine:
         if draft_nodes and self.drafter.default_shape is None:
             raise InvalidSettings(
                 f"draft_nodes is {draft_nodes}, which is for drafters that fill trees, such as draft heads; "
-                f"{_name_of(self.drafter)} does not: leave draft_nodes out"
+                f"{self.drafter.name} does not: leave draft_nodes out"
             )
 
     def most_nodes(self, draft_nodes: int | None = None) -> int:
@@ -290,9 +286,9 @@ class Engine:
         if draft_nodes is not None:
             return max(1, draft_nodes)
         if self.profile is not None:
-            return MAX_NODES + (self.drafter.num_tokens if isinstance(self.drafter, Copying) else 0)
+            return MAX_NODES + self.drafter.extra_nodes
         shape = self.shape or self.drafter.default_shape
-        return int(getattr(self.drafter, "most_nodes", 1)) if shape is None else most_nodes_of(shape)
+        return self.drafter.most_nodes if shape is None else most_nodes_of(shape)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, with the model's chat template where it has one.
@@ -332,24 +328,12 @@ class Engine:
             "model": self.model.model_id,
             "precision": self.model.precision,
             "device": str(self.model.device),
-            "drafter": _name_of(self.drafter),
+            "drafter": self.drafter.name,
             "drafts": tree,
         }
-        if isinstance(self.drafter, NoDraft):
+        if self.drafter.name == PLAIN:
             del parts["drafts"]
         return parts
-
-
-def _name_of(drafter: Drafter) -> str:
-    if isinstance(drafter, NoDraft):
-        return "plain decoding"
-    if isinstance(drafter, Copying):
-        return f"{_name_of(drafter.drafter)} with copies"
-    if isinstance(drafter, DraftHead):
-        return drafter.config.method
-    if isinstance(drafter, DraftModel):
-        return drafter.model.model_id
-    return type(drafter).__name__
 
 
 def prompt_list(prompts: Any) -> list[Prompt]:

@@ -2,17 +2,17 @@
 
 from typing import Self
 
-import torch
-
 from draftheads.speculation.draft import Context, Draft
+from draftheads.speculation.drafter import Drafter, DraftSession
 from draftheads.speculation.shapes import ROOT_ONLY, Shape
 
+PLAIN = "plain decoding"
 
-class NoDraft:
+
+class NoDraft(Drafter, DraftSession):
     """A tree of one node: each step checks the root and gets one token. It keeps nothing, so it is its own session."""
 
-    needs_history = False
-    default_shape = None
+    name = PLAIN
 
     def start(self) -> Self:
         """Itself."""
@@ -21,9 +21,3 @@ class NoDraft:
     def propose(self, context: Context, shape: Shape) -> Draft:
         """The root alone."""
         return Draft.on_tree(ROOT_ONLY, context.root_ids[:, None])
-
-    def follow(self, context: Context) -> None:
-        """Nothing to note."""
-
-    def keep(self, rows: torch.Tensor) -> None:
-        """Nothing to keep."""

@@ -20,9 +20,9 @@ from torch import Tensor
 from draftheads.decode.acceptance_check import AcceptanceCheck
 from draftheads.decode.cost_profile import CostProfile
 from draftheads.decode.step_timer import STEP_TOKENS
-from draftheads.drafters.copying import Copying, CopyingSession
 from draftheads.speculation.acceptance_profile import KINDS, AcceptanceProfile, Kind
-from draftheads.speculation.draft import Context, Draft, Drafter, Watcher, hidden_layers_of
+from draftheads.speculation.draft import Context, CopyLimits, Draft
+from draftheads.speculation.drafter import Drafter, WrappedDrafter, WrappedSession
 from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, Shape
 
 Floats = npt.NDArray[np.float64]
@@ -73,7 +73,7 @@ class _Table:
     verifying: Floats  # milliseconds; for more nodes than there are trees, too
 
 
-class SizePolicy:
+class SizePolicy(WrappedDrafter):
     """A drafter that chooses the shape that another drafter fills at each step.
 
     Args:
@@ -83,30 +83,18 @@ class SizePolicy:
         check: is told what the drafter gains, and what the profile expects.
     """
 
-    default_shape = None
-
     def __init__(
         self, drafter: Drafter, profile: AcceptanceProfile, cost: CostProfile, check: AcceptanceCheck | None = None
     ) -> None:
-        self.drafter = drafter
+        super().__init__(drafter)
+        self.default_shape = None
         self.profile = profile
         self.cost = cost
         self.check = check
-        self.extra_nodes = drafter.num_tokens if isinstance(drafter, Copying) else 0  # beyond a shape's own
         self._tables: dict[tuple[int, int], _Table] = {}  # by rows and tokens of the longest text
         self._drafting: dict[int, dict[Candidate, Floats]] = {}  # by rows
         self._levels: dict[tuple[int, int], float] = {}  # by rows and nodes
         self._shapes: dict[tuple[Candidate, int], Shape] = {}
-
-    @property
-    def needs_history(self) -> bool:
-        """As the drafter's."""
-        return self.drafter.needs_history
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """As the drafter's."""
-        return hidden_layers_of(self.drafter)
 
     def start(self) -> "SizePolicySession":
         """A session in which nothing is known of the requests."""
@@ -158,13 +146,12 @@ class SizePolicy:
         return self._shapes[way, num_nodes]
 
 
-class SizePolicySession:
+class SizePolicySession(WrappedSession):
     """The records of one batch, and the drafter's session."""
 
     def __init__(self, policy: SizePolicy) -> None:
-        self.policy, self.session = policy, policy.drafter.start()
-        drafter = policy.drafter.drafter if isinstance(policy.drafter, Copying) else policy.drafter
-        self._reads_all = drafter.needs_history  # copies need the text, too, but take no time to read it
+        super().__init__(policy.drafter.start())
+        self.policy = policy
         self._put_aside: int | None = 0  # tokens of all rows that the drafter has not read; None: it reads them at once
         self._missed = 0.0  # milliseconds that drafting would have saved since it stopped
         self.profile, self.cost, self.extra_nodes = policy.profile, policy.cost, policy.extra_nodes
@@ -179,6 +166,8 @@ class SizePolicySession:
     def propose(self, context: Context, shape: Shape) -> Draft:
         """The drafter's draft, of the size that is fastest, or the root alone; whatever the given shape."""
         batch = len(context.root_ids)
+        if self.check is not None and batch > len(self._records):
+            self.check.warn()
         for records in (self._records, self._copies):
             records += [_Record() for _ in range(batch - len(records))]
         self._expected_copies = (0.0,) * batch
@@ -192,19 +181,16 @@ class SizePolicySession:
             chosen, gain, rate = None, 0.0, batch / table.plain
         self._gain = gain
         if chosen is None and not self.extra_nodes:
-            self.session.follow(context)
+            self.session.observe(context)
             self._expected = (0.0,) * batch
             return Draft.on_tree(ROOT_ONLY, context.root_ids[:, None])
         chosen = ROOT_ONLY if chosen is None else self._with_spare(chosen, table, context, rate / float(ratios.mean()))
-        if isinstance(self.session, CopyingSession):  # what gains less than it costs would be cut
+        if self.extra_nodes:  # what gains less than it costs would be cut
             margin = _SMALLEST_GAIN_OF_SEVERAL if batch > 1 else 1.0
             further = table.verifying[1:] - table.verifying[0]
             needed = margin * rate * (table.plain + further) - rate * table.plain
-            draft = self.session.propose(
-                context, chosen, extra_nodes=self.extra_nodes, min_gains=needed.tolist(), weights=copies.tolist()
-            )
-        else:
-            draft = self.session.propose(context, chosen)
+            context = replace(context, copies=CopyLimits(self.extra_nodes, needed.tolist(), copies.tolist()))
+        draft = self.session.propose(context, chosen)
         if draft.path_log_probs is None or draft.token_ids.device.type != "cpu":
             self._expected = (gain,) * batch
             return draft
@@ -224,7 +210,7 @@ class SizePolicySession:
             tokens: that a step with it is expected to give.
         """
         batch = len(context.root_ids)
-        if not self._reads_all or context.root_ids.device.type != "cpu":
+        if not self.policy.drafter.reads_whole_text or context.root_ids.device.type != "cpu":
             return False
         if self._put_aside is None and chosen is not None:
             return False
@@ -238,19 +224,15 @@ class SizePolicySession:
         self._put_aside, self._missed = None, 0.0
         return False
 
-    def follow(self, context: Context) -> None:
-        """As the drafter does."""
-        self.session.follow(context)
-
     def keep(self, rows: Tensor) -> None:
         """Rows left or moved."""
         self._records = [self._records[row] for row in rows.tolist()]
         self._copies = [self._copies[row] for row in rows.tolist()]
         self.session.keep(rows)
 
-    def watch(self, draft: Draft, logits: Tensor) -> Tensor | None:
+    def on_verify(self, draft: Draft, logits: Tensor) -> Tensor | None:
         """What the drafter's session has to know, and the expected number of accepted tokens where it is not known."""
-        asked = self.session.watch(draft, logits) if isinstance(self.session, Watcher) else None
+        asked = self.session.on_verify(draft, logits)
         self._reads_expected = draft.path_log_probs is not None and draft.token_ids.device.type != "cpu"
         if draft.path_log_probs is None or not self._reads_expected:
             return asked
@@ -261,24 +243,17 @@ class SizePolicySession:
         bits = expected.view(torch.int32).long()
         return bits if asked is None else torch.cat([bits, asked], 1)
 
-    def learn(self, watched: Sequence[Sequence[int]]) -> None:
+    def on_read(self, values: Sequence[Sequence[int]]) -> None:
         """Receives both."""
         if self._reads_expected:
-            bits = np.array([row[:2] for row in watched], dtype=np.int32)
+            bits = np.array([row[:2] for row in values], dtype=np.int32)
             self._expected, self._expected_copies = bits.view(np.float32).T.tolist()
-            watched = [row[2:] for row in watched]
-        if isinstance(self.session, Watcher):
-            self.session.learn(watched)
+            values = [row[2:] for row in values]
+        self.session.on_read(values)
 
-    def note(self, num_accepted: Sequence[int], num_copied: Sequence[int] = (), are_free: Sequence[bool] = ()) -> None:
-        """What the last step accepted.
-
-        Args:
-            num_accepted: draft tokens of each row.
-            num_copied: how many of them only a copy brought.
-            are_free: whether the row takes the most likely token whatever it is, as the profile expects.
-        """
-        num_copied = num_copied or (0,) * len(num_accepted)
+    def on_accept(self, num_accepted: Sequence[int], num_copied: Sequence[int], are_free: Sequence[bool]) -> None:
+        """Records it. The profile expects rows that are free."""
+        self.session.on_accept(num_accepted, num_copied, are_free)
         own = list(map(sub, num_accepted, num_copied))
         for records, accepted, expected in (
             (self._records, own, self._expected),

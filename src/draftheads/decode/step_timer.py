@@ -100,7 +100,7 @@ class StepTimer:
             self.target.logits(self.target.hidden_states(self._tokens(1, 1)))
         start = self.now
         if part == "follow":
-            drafter.follow(context)
+            drafter.observe(context)
         else:
             drafter.propose(context, shape)
         return self.now - start

@@ -15,15 +15,8 @@ from draftheads.drafters.corpus import LONGEST_MATCH, Corpus
 from draftheads.drafters.text_index import RowTexts, TextIndex
 from draftheads.errors import InvalidSettings, require_at_least
 from draftheads.speculation.candidates import Candidates
-from draftheads.speculation.draft import (
-    Context,
-    Draft,
-    Drafter,
-    TokenRules,
-    Watcher,
-    bytes_per_slot_of,
-    hidden_layers_of,
-)
+from draftheads.speculation.draft import Context, Draft, TokenRules
+from draftheads.speculation.drafter import Drafter, WrappedDrafter, WrappedSession
 from draftheads.speculation.growing import likely_enough
 from draftheads.speculation.merging import merged
 from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, Shape
@@ -42,7 +35,7 @@ _CORPUS_VOTES = (0.26, 0.29, 0.48, 0.56, 0.61, 0.87, 1.0, 1.95)
 _SHORTEST_MATCH = 4  # in a corpus; what follows shorter ones is a common word, which heads know better
 
 
-class Copying:
+class Copying(WrappedDrafter):
     """Merges copies from the text so far into each tree of a drafter.
 
     Copies are what followed earlier places of the text's last tokens, see :func:`copy_tree`. The nodes with the highest
@@ -61,8 +54,6 @@ class Copying:
         InvalidSettings: impossible odds, no tokens, or a drafter that makes trees of its own.
     """
 
-    needs_history = True
-
     def __init__(
         self,
         drafter: Drafter,
@@ -79,74 +70,39 @@ class Copying:
                 f"{type(drafter).__name__} makes trees of its own: copies can be added only to trees of a given shape, "
                 "such as those of a draft head"
             )
-        self.drafter = drafter
+        super().__init__(drafter)
+        self.needs_history = True
+        self.extra_nodes = num_tokens
         self.odds, self.values, self.num_tokens, self.corpus = odds, values or {}, num_tokens, corpus
 
     @property
-    def default_shape(self) -> Shape | None:
-        """The drafter's."""
-        return self.drafter.default_shape
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """The drafter's."""
-        return hidden_layers_of(self.drafter)
-
-    @property
-    def bytes_per_slot(self) -> int:
-        """The drafter's."""
-        return bytes_per_slot_of(self.drafter)
-
-    def check_shape(self, shape: Shape) -> None:
-        """Can the drafter fill it?
-
-        Raises:
-            InvalidTree: as of the drafter.
-        """
-        check = getattr(self.drafter, "check_shape", None)
-        if check is not None:
-            check(shape)
+    def name(self) -> str:
+        """For messages and tables."""
+        return f"{self.drafter.name} with copies"
 
     def start(self) -> "CopyingSession":
         """A session without texts."""
         return CopyingSession(self)
 
 
-class CopyingSession:
+class CopyingSession(WrappedSession):
     """The texts of one batch, and the drafter's session."""
 
     def __init__(self, copying: Copying) -> None:
-        self.session = copying.drafter.start()
+        super().__init__(copying.drafter.start())
         self.values, self.num_tokens, self.corpus = copying.values, copying.num_tokens, copying.corpus
         self._votes = votes_of(copying.odds)
         self._texts = RowTexts(max_ngram=MAX_NGRAM)
         self._static: dict[Tree, Tensor] = {}  # (1, N) log-probabilities of static trees' nodes
 
-    def propose(
-        self,
-        context: Context,
-        shape: Shape,
-        *,
-        extra_nodes: int = 0,
-        min_gains: Sequence[float] = (),
-        weights: Sequence[float] = (),
-    ) -> Draft:
-        """The drafter's draft, with the copies of the rows that have a match.
-
-        Args:
-            context: of all rows.
-            shape: for the drafter.
-            extra_nodes: how many nodes the tree may have beyond the shape's own.
-            min_gains: where nothing but copies is drafted: tokens are copied only if for some n the expected number of
-                accepted ones among the first n of all rows is above ``min_gains[n-1]``. Empty: always. On devices other
-                than a CPU the best n is how many nodes are added to any shape.
-            weights: how much an accepted token of each row counts there; empty: 1.
-        """
+    def propose(self, context: Context, shape: Shape) -> Draft:
+        """The drafter's draft, with the copies of the rows that have a match."""
         self._texts.read(context)
         draft = self._drafted(context, shape)
         if not isinstance(shape, Tree | BestFirst):
             return draft
-        num_nodes = shape.num_nodes + extra_nodes
+        limits = context.copies
+        num_nodes = shape.num_nodes + (0 if limits is None else limits.extra_nodes)
         if num_nodes == 1:
             return draft
         copies = [copy_tree(self._voters(text), self.num_tokens) for text in self._texts.rows]
@@ -155,16 +111,18 @@ class CopyingSession:
         if not any(copies):
             return draft
         is_cpu = context.root_ids.device.type == "cpu"
-        if min_gains and (shape == ROOT_ONLY or not is_cpu):
-            counts = weights or [1.0] * len(copies)
-            found = [[weight * node.probability for node in tree] for tree, weight in zip(copies, counts, strict=True)]
-            gains = accumulate(map(sum, zip_longest(*found, fillvalue=0.0)))
-            worth = [0.0, *map(sub, gains, min_gains)]  # of 0, 1, … copied tokens
+        if limits is not None and limits.min_gains and (shape == ROOT_ONLY or not is_cpu):
+            weighted = [
+                [weight * node.probability for node in tree]
+                for tree, weight in zip(copies, limits.weights or [1.0] * len(copies), strict=True)
+            ]
+            gains = accumulate(map(sum, zip_longest(*weighted, fillvalue=0.0)))
+            worth = [0.0, *map(sub, gains, limits.min_gains)]  # of 0, 1, … copied tokens
             best = worth.index(max(worth))
             if shape == ROOT_ONLY and not best:
                 return draft
             if not is_cpu:  # there nobody cuts the tree: the host would wait for the probabilities
-                num_nodes = shape.num_nodes + min(best, extra_nodes)
+                num_nodes = shape.num_nodes + min(best, limits.extra_nodes)
         candidates = self._candidates(copies, context.root_ids)
         if isinstance(shape, Tree):
             return merged(self._valued(draft, shape), candidates, num_nodes)
@@ -172,29 +130,20 @@ class CopyingSession:
         assert draft.path_log_probs is not None
         return draft.first(likely_enough(draft.path_log_probs, num_nodes, shape.threshold))
 
-    def follow(self, context: Context) -> None:
+    def observe(self, context: Context) -> None:
         """Reads the accepted tokens."""
         self._texts.read(context)
-        self.session.follow(context)
+        self.session.observe(context)
 
     def keep(self, rows: Tensor) -> None:
         """Texts move with their rows, as what the drafter's session keeps does."""
         self._texts.keep(rows)
         self.session.keep(rows)
 
-    def watch(self, draft: Draft, logits: Tensor) -> Tensor | None:
-        """What a session that learns from the target's logits has to know of them."""
-        return self.session.watch(draft, logits) if isinstance(self.session, Watcher) else None
-
-    def learn(self, watched: Sequence[Sequence[int]]) -> None:
-        """Passes it on to that session."""
-        if isinstance(self.session, Watcher):
-            self.session.learn(watched)
-
     def _drafted(self, context: Context, shape: Shape) -> Draft:
         if shape != ROOT_ONLY:
             return self.session.propose(context, shape)
-        self.session.follow(context)  # the root alone needs no drafter
+        self.session.observe(context)  # the root alone needs no drafter
         return Draft.on_tree(ROOT_ONLY, context.root_ids[:, None])
 
     def _voters(self, text: TextIndex) -> list[Voter]:

@@ -16,6 +16,7 @@ from draftheads.models.kv_target import Target, bytes_per_slot
 from draftheads.models.model import TargetModel
 from draftheads.speculation.candidates import ancestors_of
 from draftheads.speculation.draft import AcceptResult, Context, Draft
+from draftheads.speculation.drafter import Drafter, DraftSession
 from draftheads.speculation.growing import fill
 from draftheads.speculation.shapes import Shape, check_ranks, depth_of
 from draftheads.speculation.tree import Tree
@@ -32,7 +33,7 @@ class _State(NamedTuple):
     logits: Tensor  # (B, W, V) there
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """A small causal language model that drafts.
 
     Args:
@@ -45,6 +46,7 @@ class DraftModel:
     """
 
     needs_history = True
+    reads_whole_text = True
     default_shape: Shape = Tree.chain(4)
 
     def __init__(self, model: TargetModel, target: TargetModel, *, max_depth: int = 6) -> None:
@@ -63,6 +65,11 @@ class DraftModel:
         """Memory of the keys and values of one token."""
         return bytes_per_slot(self.model)
 
+    @property
+    def name(self) -> str:
+        """The model's."""
+        return self.model.model_id
+
     def start(self) -> "DraftModelSession":
         """A session with an empty cache."""
         return DraftModelSession(self)
@@ -76,7 +83,7 @@ class DraftModel:
         check_ranks(shape, self.vocab_size)
 
 
-class DraftModelSession:
+class DraftModelSession(DraftSession):
     """The small model's cache of one batch."""
 
     reads_path = True
@@ -95,7 +102,7 @@ class DraftModelSession:
         max_depth = depth_of(shape) or self.drafter.max_depth
         return fill(self, shape, context, begin=partial(self.begin, context), max_depth=max_depth)
 
-    def follow(self, context: Context) -> None:
+    def observe(self, context: Context) -> None:
         """Reads the accepted tokens."""
         self._catch_up(context)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from draftheads.errors import require_at_least
 from draftheads.speculation.candidates import ancestors_of
 from draftheads.speculation.draft import Context, Draft
+from draftheads.speculation.drafter import Drafter, DraftSession
 from draftheads.speculation.shapes import Shape
 from draftheads.utils.transfer import to_device
 
@@ -97,7 +98,7 @@ class _Row:
             self.pool.popitem(last=False)
 
 
-class Lookahead:
+class Lookahead(Drafter):
     """Drafts with the target model alone: W, N and G of the paper.
 
     Args:
@@ -116,6 +117,8 @@ class Lookahead:
         require_at_least(1, window=window, guesses=guesses)
         require_at_least(2, ngram=ngram)
         self.window, self.ngram, self.guesses = window, ngram, guesses
+        # the first level and N-2 more of W columns, and G n-grams of N-1
+        self.most_nodes = window * (ngram - 1) + guesses * (ngram - 1)
 
     @classmethod
     def within(cls, num_nodes: int, *, ngram: int = 4) -> Self:
@@ -127,17 +130,12 @@ class Lookahead:
         columns = max(1, num_nodes // (2 * (ngram - 1)))
         return cls(window=columns, ngram=ngram, guesses=columns)
 
-    @property
-    def most_nodes(self) -> int:
-        """Of a draft, root included: the first level and N-2 more of W columns, and G n-grams of N-1."""
-        return self.window * (self.ngram - 1) + self.guesses * (self.ngram - 1)
-
     def start(self) -> "LookaheadSession":
         """A session without texts."""
         return LookaheadSession(self)
 
 
-class LookaheadSession:
+class LookaheadSession(DraftSession):
     """The windows and pools of one batch."""
 
     def __init__(self, drafter: Lookahead) -> None:
@@ -159,16 +157,16 @@ class LookaheadSession:
         deepest = max(max(trie.depths) for trie in tries)
         return Draft(token_ids, parents, depths, ancestors_of(parents, deepest), deepest, reads_all_nodes=True)
 
-    def watch(self, draft: Draft, logits: Tensor) -> Tensor:
+    def on_verify(self, draft: Draft, logits: Tensor) -> Tensor:
         """(B, N) the target's most likely token after every node, by its logits (B, N, V)."""
         return logits.argmax(-1)
 
-    def learn(self, watched: Sequence[Sequence[int]]) -> None:
+    def on_read(self, values: Sequence[Sequence[int]]) -> None:
         """N-grams from these tokens."""
-        for row, outputs in zip(self._rows, watched, strict=True):
+        for row, outputs in zip(self._rows, values, strict=True):
             row.learn(outputs)
 
-    def follow(self, context: Context) -> None:
+    def observe(self, context: Context) -> None:
         """Notes new rows; a step without a draft changes nothing else."""
         self._join(context)
 

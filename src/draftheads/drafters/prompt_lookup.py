@@ -5,12 +5,13 @@ from torch import Tensor
 from draftheads.drafters.text_index import RowTexts
 from draftheads.errors import require_at_least
 from draftheads.speculation.draft import Context, Draft
+from draftheads.speculation.drafter import Drafter, DraftSession
 from draftheads.speculation.shapes import Shape
 from draftheads.speculation.tree import Tree
 from draftheads.utils.transfer import to_device
 
 
-class PromptLookup:
+class PromptLookup(Drafter):
     """Finds the latest earlier place of the text's last tokens, the longest match first, and copies what follows.
 
     Where a copy reaches the end of the text, as in a text that repeats itself, it goes on with what it has copied.
@@ -29,18 +30,14 @@ class PromptLookup:
     def __init__(self, *, num_tokens: int = 8, max_ngram: int = 3) -> None:
         require_at_least(1, num_tokens=num_tokens, max_ngram=max_ngram)
         self.num_tokens, self.max_ngram = num_tokens, max_ngram
-
-    @property
-    def most_nodes(self) -> int:
-        """Of a draft, root included."""
-        return 1 + self.num_tokens
+        self.most_nodes = 1 + num_tokens
 
     def start(self) -> "PromptLookupSession":
         """A session without texts."""
         return PromptLookupSession(self)
 
 
-class PromptLookupSession:
+class PromptLookupSession(DraftSession):
     """The texts of one batch."""
 
     def __init__(self, drafter: PromptLookup) -> None:
@@ -60,7 +57,7 @@ class PromptLookupSession:
         empty = to_device([not copy for copy in copies], context.root_ids.device)[:, None]
         return draft.filled_up(empty & (draft.depths > 0))
 
-    def follow(self, context: Context) -> None:
+    def observe(self, context: Context) -> None:
         """Reads the accepted tokens."""
         self._texts.read(context)
 

@@ -4,7 +4,7 @@ Knows the target only as :class:`TargetWeights` (its embedding and lm_head, froz
 K heads; head i (0-based) reads position t and predicts x_{t+2+i}; V' is the draft vocabulary.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import asdict, dataclass, fields, replace
@@ -22,6 +22,7 @@ from draftheads.heads.kv_cache import HeadKVCache
 from draftheads.heads.layers import Fusable, LmHeads
 from draftheads.settings import LmHeadKind
 from draftheads.speculation.draft import Context, Draft, TargetWeights
+from draftheads.speculation.drafter import Drafter, DraftSession
 from draftheads.speculation.growing import fill
 from draftheads.speculation.shapes import BestFirst, BestPaths, Shape, check_ranks, depth_of
 from draftheads.speculation.tree import Tree
@@ -88,7 +89,7 @@ class HeadConfig:
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose inputs it reads in place of h_t; see ``hidden_layers_of``."""
+        """Layers of the target whose inputs it reads in place of h_t; see :class:`Drafter`."""
         return ()
 
     @property
@@ -119,7 +120,7 @@ class Root:
     history: HeadKVCache | None = None  # of a stateful head
 
 
-class DraftHead(nn.Module, ABC):
+class DraftHead(nn.Module, Drafter):
     """A set of K heads on the target's last hidden state.
 
     Life: build from a config, ``bind`` to the target's weights (also after loading), then train with ``forward`` and
@@ -127,7 +128,6 @@ class DraftHead(nn.Module, ABC):
     it.
     """
 
-    needs_history: ClassVar[bool] = False
     predicts_hidden_states: ClassVar[bool] = True  # whether an lm_head's inputs are predicted hidden states
     reads_hidden: ClassVar[bool] = True  # whether it reads hidden states at all
     reads_path: bool = True  # whether a prediction depends on the draft tokens above it
@@ -151,14 +151,15 @@ class DraftHead(nn.Module, ABC):
         self.dtype = torch.float32  # what it computes in; its parameters' when it is bound
         self.embedding_scale = config.embedding_scale if isinstance(config, EmbeddingConfig) else 1.0
         self.default_shape: Shape = Tree.chain(config.num_heads)
+        self.hidden_layers = config.hidden_layers
 
     draft_vocab: Tensor  # (V',) int64: target id of each draft token; only with a trimmed vocabulary
     target_embedding: Tensor  # (V, D): the target's, frozen, not saved
 
     @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """As of its configuration."""
-        return self.config.hidden_layers
+    def name(self) -> str:
+        """Its method."""
+        return self.config.method
 
     def split(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """What it reads, (…, D or n·D), and h_t, (…, D), of hidden states as training stores them.
@@ -343,7 +344,7 @@ class DraftHead(nn.Module, ABC):
         return ids
 
 
-class HeadSession:
+class HeadSession(DraftSession):
     """Drafts for one batch. Heads that read the last hidden state alone keep nothing between steps."""
 
     def __init__(self, head: DraftHead) -> None:
@@ -365,9 +366,3 @@ class HeadSession:
     def root(self, context: Context) -> Root:
         """What drafting begins with."""
         return Root(context.root_ids, context.last_hidden.to(self.head.dtype))
-
-    def follow(self, context: Context) -> None:
-        """There is nothing to note of a step without a draft."""
-
-    def keep(self, rows: Tensor) -> None:
-        """There is nothing to move when rows leave."""

@@ -6,7 +6,7 @@ B rows, P tokens of a context, W nodes of a depth, C slots of a history, D hidde
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ _FEW_UNREAD = 16  # tokens of a row that are read with those of other rows: more
 class StatefulHead(DraftHead):
     """A head that reads all accepted tokens. Its session keeps a :class:`HeadKVCache`, so each token is read once."""
 
-    needs_history: ClassVar[bool] = True
+    needs_history = True
+    reads_whole_text = True
 
     def __init__(self, config: LayerConfig, num_layers: int) -> None:
         super().__init__(config)
@@ -107,7 +108,7 @@ class StatefulSession(HeadSession):
             self.history.accept(rows, part.num_accepted, counts)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def follow(self, context: Context) -> None:
+    def observe(self, context: Context) -> None:
         """Puts the new tokens aside, and reads those of a row that has many; on other devices it reads them at once."""
         if context.root_ids.device.type != "cpu":
             self.advance(context)

@@ -255,7 +255,7 @@ class TargetModel:
         return self.device.type == "cuda" if self.graphs is None else self.graphs
 
     def set_graphs(self, *, on: bool) -> None:
-        """RotaryConfig static steps on or off, also for a running batch."""
+        """Turns static steps on or off, also for a running batch."""
         object.__setattr__(self, "graphs", on)
 
     @property

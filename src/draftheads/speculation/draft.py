@@ -1,4 +1,4 @@
-"""What drafter, target and acceptance rule hand to each other in a step; knows nothing of models.
+"""What drafter, target and acceptance rule hand to each other in a step.
 
 Alphabet: B rows, N nodes of a tree (root included), P tokens accepted in a step, D hidden size, V vocabulary.
 Trees may be shared by all rows (leading dimension 1) or differ by row (leading dimension B).
@@ -7,14 +7,13 @@ Trees may be shared by all rows (leading dimension 1) or differ by row (leading 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Protocol, Self, runtime_checkable
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from draftheads.cpu.kernels import Product
 from draftheads.speculation.sampling import RowSettings
-from draftheads.speculation.shapes import Shape
 from draftheads.speculation.tree import Tree
 from draftheads.utils.transfer import to_device
 
@@ -159,6 +158,7 @@ class Context:
     rules: TokenRules | None = None  # where a row has a grammar or logit biases
     known_ids: Sequence[Sequence[int]] | None = None  # :attr:`ids`, where the host has them already
     room: Sequence[int] | None = None  # tokens that each row may still take, where no request waits for its place
+    copies: "CopyLimits | None" = None  # what copies from the text may add; None: nothing beyond the shape
 
     @cached_property
     def ids(self) -> Sequence[Sequence[int]]:
@@ -207,6 +207,18 @@ class Context:
 
 
 @dataclass(frozen=True)
+class CopyLimits:
+    """How many nodes copies from the text may add to a tree."""
+
+    extra_nodes: int  # beyond the shape's own
+    # Where nothing but copies is drafted, tokens are copied only if for some n the expected number of accepted ones
+    # among the first n of all rows is above min_gains[n-1]. On devices other than a CPU the best n is how many nodes
+    # are added to any shape. Empty: always.
+    min_gains: Sequence[float] = ()
+    weights: Sequence[float] = ()  # how much an accepted token of each row counts there; empty: 1
+
+
+@dataclass(frozen=True)
 class TargetWeights:
     """The frozen tensors of the target that a draft head may read."""
 
@@ -216,63 +228,3 @@ class TargetWeights:
     logit_scale: float = 1.0  # what the target multiplies its logits by
     logit_softcap: float | None = None  # c where the target then takes c · tanh(logits / c)
     lm_head_product: Product | None = None  # the lm_head in its kernel's form, if it is packed
-
-
-@runtime_checkable
-class Watcher(Protocol):
-    """A session that learns from the target's logits at the nodes that it checks."""
-
-    def watch(self, draft: Draft, logits: Tensor) -> Tensor | None:
-        """What it needs on the host, (B, n) int64, of the target's logits (B, N, V) for its draft; None: nothing."""
-
-    def learn(self, watched: Sequence[Sequence[int]]) -> None:
-        """Receives it, (B, n); the host reads it together with the step's tokens."""
-
-
-class DraftSession(Protocol):
-    """What a drafter keeps of one batch: the rows, their history and its caches."""
-
-    def propose(self, context: Context, shape: Shape) -> Draft:
-        """Draft tokens for every row of the context, in the given shape.
-
-        A drafter without a ``default_shape`` makes trees of its own, whatever the shape.
-        """
-
-    def follow(self, context: Context) -> None:
-        """Takes note of a context without drafting: this step checks the root alone."""
-
-    def keep(self, rows: Tensor) -> None:
-        """Rows left or moved: row ``rows[i]`` is row i from now on. The tensor is on the host, (n,) int64."""
-
-
-class Drafter(Protocol):
-    """Weights and settings of what drafts: a draft head, a small model, a lookup in the text so far.
-
-    Drafting does not change a drafter, so batches and threads share it. Each batch has a session of its own. A drafter
-    may have ``hidden_layers``, see :func:`hidden_layers_of`, and ``bytes_per_slot``, see :func:`bytes_per_slot_of`.
-    """
-
-    @property
-    def needs_history(self) -> bool:
-        """Whether a context must carry all accepted tokens (stateful) or the last one only (stateless)."""
-
-    @property
-    def default_shape(self) -> Shape | None:
-        """What is drafted where no shape is given; None for a drafter that makes trees of its own."""
-
-    def start(self) -> DraftSession:
-        """A session for a batch, which has no rows yet."""
-
-
-def hidden_layers_of(drafter: Drafter) -> tuple[int, ...]:
-    """The layers of the target whose inputs a drafter reads, its ``hidden_layers``; empty for one that reads h_t.
-
-    Index 0 is the first layer, whose input are the embeddings; so index i is ``hidden_states[i]`` of transformers.
-    """
-    layers: tuple[int, ...] = getattr(drafter, "hidden_layers", ())
-    return layers
-
-
-def bytes_per_slot_of(drafter: Drafter) -> int:
-    """Memory of what a session keeps of one token, the drafter's ``bytes_per_slot``; 0 for one that keeps little."""
-    return int(getattr(drafter, "bytes_per_slot", 0))

@@ -1,0 +1,145 @@
+"""The protocol of drafters: what drafts, and what it keeps of a batch. All methods but two have defaults."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from draftheads.speculation.draft import Context, Draft
+from draftheads.speculation.shapes import Shape
+
+
+class DraftSession(ABC):
+    """What a drafter keeps of one batch: the rows, their history and its caches."""
+
+    @abstractmethod
+    def propose(self, context: Context, shape: Shape) -> Draft:
+        """Draft tokens for every row of the context, in the given shape.
+
+        A drafter without a ``default_shape`` makes trees of its own, whatever the shape.
+        """
+
+    def observe(self, context: Context) -> None:  # noqa: B027 - many keep nothing
+        """Takes note of a context without drafting: this step verifies the root alone."""
+
+    def on_verify(self, draft: Draft, logits: Tensor) -> Tensor | None:
+        """What the session needs on the host of the target's logits (B, N, V) for its draft: (B, n) int64, or None."""
+        return None
+
+    def on_read(self, values: Sequence[Sequence[int]]) -> None:  # noqa: B027
+        """Receives it, (B, n); the host reads it together with the step's tokens."""
+
+    def on_accept(  # noqa: B027
+        self, num_accepted: Sequence[int], num_copied: Sequence[int], are_free: Sequence[bool]
+    ) -> None:
+        """What the step accepted, for each row.
+
+        Args:
+            num_accepted: draft tokens.
+            num_copied: how many of them only a copy brought.
+            are_free: whether the row takes the most likely token whatever it is.
+        """
+
+    def keep(self, rows: Tensor) -> None:  # noqa: B027
+        """Rows left or moved: row ``rows[i]`` is row i from now on. The tensor is on the host, (n,) int64."""
+
+
+class Drafter(ABC):
+    """Weights and settings of what drafts: a draft head, a small model, a lookup in the text so far.
+
+    Drafting does not change a drafter, so batches and threads share it. Each batch has a session of its own.
+    """
+
+    needs_history: bool = False
+    """Whether a context must carry all accepted tokens (stateful) or the last one only (stateless)."""
+    reads_whole_text: bool = False
+    """Whether layers read all accepted tokens, which takes time."""
+    default_shape: Shape | None = None
+    """What is drafted where no shape is given; None for a drafter that makes trees of its own."""
+    most_nodes: int = 1
+    """Of a tree of its own, root included."""
+    extra_nodes: int = 0
+    """Nodes that its trees may have beyond a shape's own."""
+    hidden_layers: tuple[int, ...] = ()
+    """The layers of the target whose inputs it reads in place of h_t; empty for one that reads h_t. Index 0 is the
+    first layer, whose input are the embeddings; so index i is ``hidden_states[i]`` of transformers."""
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Memory of what a session keeps of one token."""
+        return 0
+
+    @property
+    def name(self) -> str:
+        """For messages and tables."""
+        return type(self).__name__
+
+    @abstractmethod
+    def start(self) -> DraftSession:
+        """A session for a batch, which has no rows yet."""
+
+    def check_shape(self, shape: Shape) -> None:  # noqa: B027 - many fill any shape
+        """Can it fill the shape?
+
+        Raises:
+            InvalidTree: it cannot.
+        """
+
+
+class WrappedDrafter(Drafter):
+    """A drafter that changes what another one drafts. What it does not define is the other's.
+
+    Args:
+        drafter: the other one.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.needs_history, self.reads_whole_text = drafter.needs_history, drafter.reads_whole_text
+        self.default_shape, self.hidden_layers = drafter.default_shape, drafter.hidden_layers
+        self.most_nodes, self.extra_nodes = drafter.most_nodes, drafter.extra_nodes
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Measured when it is asked for."""
+        return self.drafter.bytes_per_slot
+
+    @property
+    def name(self) -> str:
+        """For messages and tables."""
+        return self.drafter.name
+
+    def check_shape(self, shape: Shape) -> None:
+        """Can the drafter fill it?"""
+        self.drafter.check_shape(shape)
+
+
+class WrappedSession(DraftSession):
+    """A session of a :class:`WrappedDrafter`: events go to the other drafter's session.
+
+    Args:
+        session: the other one.
+    """
+
+    def __init__(self, session: DraftSession) -> None:
+        self.session = session
+
+    def observe(self, context: Context) -> None:
+        """Passed on."""
+        self.session.observe(context)
+
+    def on_verify(self, draft: Draft, logits: Tensor) -> Tensor | None:
+        """Passed on."""
+        return self.session.on_verify(draft, logits)
+
+    def on_read(self, values: Sequence[Sequence[int]]) -> None:
+        """Passed on."""
+        self.session.on_read(values)
+
+    def on_accept(self, num_accepted: Sequence[int], num_copied: Sequence[int], are_free: Sequence[bool]) -> None:
+        """Passed on."""
+        self.session.on_accept(num_accepted, num_copied, are_free)
+
+    def keep(self, rows: Tensor) -> None:
+        """Passed on."""
+        self.session.keep(rows)
