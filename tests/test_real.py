@@ -95,6 +95,14 @@ def test_with_batch_invariant_speculative_text_is_plains(dtype: torch.dtype):
     assert 1.5 < sum(result.tokens_per_step for result in found) / len(found) < 4.0
 
 
+def test_int8_is_loaded_and_its_speculative_text_is_its_plain_text():
+    target = load_target(MODEL, precision="int8")
+    plain = answers(Engine(target), 8)
+    engine = Engine(target)
+    engine.drafter = oracle(engine, plain)
+    assert ids(answers(engine, 8)) == ids(plain)
+
+
 @pytest.mark.thorough
 def test_the_worst_margin_is_no_larger_with_drafts(stock: TargetModel):
     target = load_target(MODEL, batch_invariant=False)

@@ -18,7 +18,7 @@ THREADS = 4
 
 def engine(method: str | None, *, int8: bool) -> Engine:
     model = tiny_model("llama", hidden_size=64, intermediate_size=128)
-    model.speed_up(int8=int8)
+    model = model.sped_up(int8=int8)
     if method is None:
         return Engine(model)
     head = tiny_head(method, model)

@@ -463,7 +463,7 @@ def _sped_up(
     for fused in (True, False):
         try:
             with thread_choice().unchanged():
-                target.speed_up(batch_invariant=batch_invariant, int8=int8, fused=fused, folder=folder)
+                target = target.sped_up(batch_invariant=batch_invariant, int8=int8, fused=fused, folder=folder)
             check_trees(target, stock=None if int8 else stock)
         except _MISFITS as error:
             if not fused and (batch_invariant or int8):

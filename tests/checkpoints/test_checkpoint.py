@@ -43,7 +43,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.hydra_plus_plus import HydraPlusPlusHead
 from draftheads.heads.medusa import MedusaConfig, MedusaHead
 from draftheads.models import fingerprint
-from draftheads.models.fingerprint import Fingerprints, difference
+from draftheads.models.fingerprint import difference
 from draftheads.models.model import TargetModel
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.draft import Context
@@ -294,7 +294,7 @@ def test_a_saved_head_is_described_without_its_base(base: TargetModel, tmp_path:
     assert saved.method == "medusa"
     assert saved.config == head.config
     assert saved.model_id == "tiny-0"
-    assert saved.fingerprints == Fingerprints.of(base)
+    assert saved.fingerprints == base.fingerprints
     assert saved.profile == tiny_profile(TREE, temperatures=[0.5, 1.5, 2.0])
     loaded = load_head(tmp_path / "head", base)
     assert loaded.default_shape == TREE
@@ -389,16 +389,16 @@ def test_a_folder_in_a_files_place_is_named(base: TargetModel, tmp_path: Path) -
 
 
 def test_fingerprints_do_not_depend_on_the_dtype() -> None:
-    assert Fingerprints.of(tiny_base()) == Fingerprints.of(tiny_base(dtype=torch.bfloat16))
+    assert tiny_base().fingerprints == tiny_base(dtype=torch.bfloat16).fingerprints
 
 
 def test_fingerprints_of_the_parts_are_independent(base: TargetModel) -> None:
-    ours = Fingerprints.of(base)
+    ours = base.fingerprints
     assert difference(ours.embedding, ours.lm_head) > 1
     assert [len(digits) for digits in vars(ours).values()] == [256, 256, 16, 256]
-    retokenized = Fingerprints.of(tiny_base(tokenizer=tiny_tokenizer(swap=True)))
+    retokenized = tiny_base(tokenizer=tiny_tokenizer(swap=True)).fingerprints
     assert retokenized == replace(ours, tokenizer=retokenized.tokenizer)
-    tied = Fingerprints.of(tiny_base(tied=True))
+    tied = tiny_base(tied=True).fingerprints
     assert tied.embedding == tied.lm_head == ours.embedding
 
 
@@ -406,10 +406,10 @@ def test_a_fingerprint_covers_the_whole_matrix() -> None:
     matrix = torch.zeros(10_000, 2)
     matrix[0, 0] = 3
     matrix[-1, 63 * 37 % 2] = 4
-    digits = fingerprint._sampled(matrix)
+    digits = fingerprint.fingerprint_of(matrix)
     assert (digits[:4], digits[-4:]) == ("4040", "4080")
     assert float(fingerprint._numbers(digits).norm()) == 5
-    assert difference(digits, fingerprint._sampled(torch.zeros(10_000, 2))) == 1
+    assert difference(digits, fingerprint.fingerprint_of(torch.zeros(10_000, 2))) == 1
 
 
 def tuned_base(noise: float) -> TargetModel:
@@ -433,7 +433,7 @@ def test_a_head_of_a_model_that_was_tuned_since_is_loaded_with_a_warning(folder:
 
 def test_a_head_without_a_print_of_the_layers_is_loaded_as_before(folder: Path) -> None:
     change_json(folder / CONFIG_FILE, drop("base", "fingerprints", "layers"))
-    assert read_head(folder).fingerprints == replace(Fingerprints.of(tiny_base()), layers=None)
+    assert read_head(folder).fingerprints == replace(tiny_base().fingerprints, layers=None)
     load_head(folder, tuned_base(1.0))
 
 
@@ -447,7 +447,7 @@ def test_the_print_of_the_layers_covers_all_layers_and_kernels_keep_it() -> None
     assert other.layers_fingerprint != model.layers_fingerprint
     expected = tiny_base().layers_fingerprint
     other = tiny_base()
-    other.speed_up()
+    other = other.sped_up()
     assert other.layers_fingerprint == expected
     assert TargetModel(other.model, other.tokenizer, "packed").layers_fingerprint is None
     assert fingerprint.sampled_layers([torch.zeros(2, 2, dtype=torch.int8)]) is None
@@ -508,7 +508,7 @@ def test_a_head_of_another_model_is_refused(folder: Path, make_other: Callable[[
     name = what.partition(" ")[0]
     if "fingerprint" in what:
         assert getattr(saved.fingerprints, name) in str(caught.value)
-        assert getattr(Fingerprints.of(other), name) in str(caught.value)
+        assert getattr(other.fingerprints, name) in str(caught.value)
     assert "trained for tiny-0" in str(caught.value)
     assert f"draftheads train --method medusa --model {other.model_id}" in str(caught.value)
 

@@ -125,7 +125,7 @@ def test_weights_are_stored_once(monkeypatch: pytest.MonkeyPatch):
     model = tiny_model("llama", hidden_size=64, intermediate_size=128, tie_word_embeddings=True)
     before = {layer.weight.data_ptr() for layer in model.model.modules() if isinstance(layer, nn.Linear)}
     expected = model.lm_head.weight.clone()
-    model.speed_up()
+    model = model.sped_up()
     weights = model.weights
     assert weights.lm_head.data_ptr() == weights.embedding.data_ptr(), "a tied lm_head gives the embedding"
     assert torch.equal(model.weights.lm_head, expected)
@@ -158,8 +158,8 @@ def test_an_embedding_that_is_exact_in_16_bits_is_stored_in_16_bits(family: str)
     exact.model.get_input_embeddings().weight.copy_(exact.weights.embedding.bfloat16())
     text = torch.arange(20)[None] % VOCAB
     expected = exact.model(text).logits
-    for model, dtype in ((exact, torch.bfloat16), (inexact, torch.float32)):
-        model.speed_up()
+    for stock, dtype in ((exact, torch.bfloat16), (inexact, torch.float32)):
+        model = stock.sped_up()
         # Gemma's embedding scales what it gives: a class of its own, which is left alone
         assert model.weights.embedding.dtype == (dtype if family == "llama" else torch.float32)
         assert model.dtype == torch.float32
@@ -169,13 +169,13 @@ def test_an_embedding_that_is_exact_in_16_bits_is_stored_in_16_bits(family: str)
 def test_an_untied_lm_head_is_unpacked():
     model = tiny_model("llama")
     expected = model.lm_head.weight.clone()
-    model.speed_up()
+    model = model.sped_up()
     torch.testing.assert_close(model.weights.lm_head, expected, rtol=0, atol=0)
 
 
 def test_the_digest_of_the_weights_is_computed_before_packing():
     model, stock = tiny_model("qwen2"), tiny_model("qwen2")
-    model.speed_up()
+    model = model.sped_up()
     assert model.weights_fingerprint == stock.weights_fingerprint
     assert (model.hidden_size, model.vocab_size, model.dtype) == (stock.hidden_size, stock.vocab_size, stock.dtype)
 
@@ -210,7 +210,7 @@ def test_a_mask_is_repeated_for_each_number_of_heads_in_a_group():
 def test_int8_logits_are_close_to_the_model(family: str):
     sizes = {"hidden_size": 64, "intermediate_size": 128}
     target, stock = tiny_model(family, **sizes), tiny_model(family, **sizes)
-    target.speed_up(int8=True)
+    target = target.sped_up(int8=True)
     assert target.precision == "int8"
     assert any(type(layer.product) is Int8 for layer in target.model.modules() if isinstance(layer, PackedLinear))
     text = torch.arange(20)[None] % VOCAB
@@ -221,7 +221,7 @@ def test_int8_logits_are_close_to_the_model(family: str):
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
 def test_int8_for_a_model_of_other_layers_is_refused(family: str):
     with pytest.raises(InvalidSettings, match=r"int8 needs nn.Linear layers; only \d+% of the weights of this \w+ "):
-        tiny_model(family).speed_up(int8=True)
+        tiny_model(family).sped_up(int8=True)
 
 
 # --- attention ---

@@ -102,7 +102,7 @@ def test_decoding_uses_the_chosen_number_and_then_restores_it(
     monkeypatch.setattr(kv_target, "thread_choice", lambda: choice)
     model = tiny_model("llama")
     if batch_invariant:
-        model.speed_up(batch_invariant=True)
+        model = model.sped_up(batch_invariant=True)
     seen = set()
     own = type(model).run
     monkeypatch.setattr(type(model), "run", lambda *a, **k: seen.add(torch.get_num_threads()) or own(*a, **k))

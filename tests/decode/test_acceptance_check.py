@@ -87,8 +87,8 @@ def test_a_batch_says_it_before_the_next_prompt(place: Path) -> None:
     join(batch, engine.requests(["a dog"], max_new_tokens=400))
     while batch.requests:
         batch.step()
+    join(batch, engine.requests(["ice"], max_new_tokens=4))
     with pytest.warns(BaseModelWarning):
-        join(batch, engine.requests(["ice"], max_new_tokens=4))
         batch.step()
 
 

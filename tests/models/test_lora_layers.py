@@ -14,7 +14,6 @@ from adapter_world import change_config, merged, saved_adapter
 from draftheads.cpu.kernels import PackedLinear
 from draftheads.decode.engine import Engine
 from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, ModelNotFound, UnsupportedModel
-from draftheads.models.fingerprint import Fingerprints
 from draftheads.models.model import TargetModel
 from families import FAMILIES, GROWING, PROMPTS, tiny_head, tiny_model
 from joint_world import on_disk
@@ -50,7 +49,7 @@ def test_an_adapter_equals_its_merged_model_and_its_base_does_not_change(
     folders = [saved_adapter(base, tmp_path / str(seed), seed=seed) for seed in (1, 2)]
     expected = [merged(base, folder) for folder in folders]
     if KINDS[kind] is not None:
-        base.speed_up(folder=kernels, **KINDS[kind])
+        base = base.sped_up(folder=kernels, **KINDS[kind])
     before = logits_of(base)
     adapted = [base.with_adapter(folder) for folder in folders]
     assert torch.equal(logits_of(base), before)
@@ -93,7 +92,7 @@ def test_an_adapter_of_the_real_model_equals_the_merged_one(tmp_path: Path) -> N
 def test_the_weights_are_shared_and_adapters_differ(tmp_path: Path, kernels: Path) -> None:
     base = tiny_model("llama", tie_word_embeddings=True)
     folder, second = (saved_adapter(base, tmp_path / str(seed), seed=seed) for seed in (1, 2))
-    base.speed_up(folder=kernels)
+    base = base.sped_up(folder=kernels)
     adapted, other = base.with_adapter(folder), base.with_adapter(second)
     ours, theirs = (dict(target.model.named_parameters()) for target in (adapted, base))
     assert ours.keys() == theirs.keys()
@@ -114,7 +113,7 @@ def test_adapters_of_some_layers_fit_fused_ones(targets: tuple[str, ...], tmp_pa
     base = tiny_model("llama")
     folder = saved_adapter(base, tmp_path / "a", targets=targets)
     expected = logits_of(merged(base, folder))
-    base.speed_up(folder=kernels)
+    base = base.sped_up(folder=kernels)
     torch.testing.assert_close(logits_of(base.with_adapter(folder)), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -128,7 +127,7 @@ def test_ranks_and_factors_of_single_layers_count(tmp_path: Path) -> None:
 def test_batch_invariant_do_not_depend_on_the_other_rows(tmp_path: Path, kernels: Path) -> None:
     base = tiny_model("llama", hidden_size=64, dtype=torch.bfloat16)
     folder = saved_adapter(base, tmp_path / "a")
-    base.speed_up(folder=kernels, batch_invariant=True)
+    base = base.sped_up(folder=kernels, batch_invariant=True)
     adapted = base.with_adapter(folder)
     alone = adapted.hidden_states(TEXT[:, :1])
     for length in range(2, 9):
@@ -192,7 +191,7 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def test_the_record_of_a_joint_run_decides_about_the_base(tmp_path: Path) -> None:
     base = chat_model()
     folder = saved_adapter(base, tmp_path / "a", base_model_name_or_path="moved/elsewhere")
-    record = {"model_id": "moved/elsewhere", "fingerprints": asdict(Fingerprints.of(base))}
+    record = {"model_id": "moved/elsewhere", "fingerprints": asdict(base.fingerprints)}
     (folder / "base.json").write_text(json.dumps({"format_version": 1, "base": record}))
     assert base.with_adapter(folder).vocab_size == 64
     with pytest.raises(CheckpointMismatch, match="embedding and lm_head are those of another model"):

@@ -21,7 +21,7 @@ def test_each_adapter_answers_as_its_merged_model(tmp_path: Path) -> None:
     folders = {name: saved_adapter(model, tmp_path / name, seed=n) for n, name in enumerate(("a", "b"), start=1)}
     plain = {name: Engine(merged(model, folder)) for name, folder in folders.items()}
     plain["m"] = Engine(tiny_model("llama"))
-    model.speed_up()
+    model = model.sped_up()
     base = Engine(model, tiny_head("hydra", model), shape=GROWING["best first"])
     engines = {"m": base, **{name: base.with_adapter(folder) for name, folder in folders.items()}}
     scheduler = Scheduler(engines, Limits(kv_bytes=KV_BYTES, max_rows=5, chunk_tokens=16))

@@ -119,7 +119,7 @@ def test_a_history_from_cached_texts_drafts_as_one_from_scratch():
 
 def test_answers_of_int8_have_the_same_bits():
     model = tiny_model("llama", hidden_size=64, intermediate_size=128)
-    model.speed_up(int8=True)
+    model = model.sped_up(int8=True)
     engines = engines_of(model, "hydra", "eagle")
     scheduler = scheduler_of(engines, max_rows=4, chunk_tokens=9)
     inboxes, expected = [], []

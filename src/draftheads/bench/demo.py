@@ -113,6 +113,4 @@ def load_demo(
 
 
 def _faster(stock: TargetModel, *, batch_invariant: bool) -> TargetModel:
-    twin = stock.twin()
-    twin.speed_up(batch_invariant=batch_invariant, folder=kernels_folder())
-    return twin
+    return stock.twin().sped_up(batch_invariant=batch_invariant, folder=kernels_folder())

@@ -230,7 +230,7 @@ def check_base(saved: SavedHead, base: TargetModel) -> None:
     """
     _check_same(saved, base, "hidden_size", saved.config.hidden_size, base.hidden_size)
     _check_same(saved, base, "vocab_size", saved.config.vocab_size, base.vocab_size)
-    ours, theirs = saved.fingerprints, Fingerprints.of(base)
+    ours, theirs = saved.fingerprints, base.fingerprints
     _check_same(saved, base, "tokenizer fingerprint", ours.tokenizer, theirs.tokenizer)
     for name in ("embedding", "lm_head"):
         apart = _apart(saved, name, theirs)
@@ -280,7 +280,7 @@ def _config_object(config: HeadConfig, base: TargetModel) -> dict[str, Any]:
         "format_version": FORMAT_VERSION,
         "method": config.method,
         "head": config.options(),
-        "base": {"model_id": base.model_id, "fingerprints": asdict(Fingerprints.of(base))},
+        "base": {"model_id": base.model_id, "fingerprints": asdict(base.fingerprints)},
         "provenance": provenance(),
         **({} if base.chat_template is None else {"chat_template": base.chat_template}),
     }

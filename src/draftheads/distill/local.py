@@ -13,7 +13,6 @@ from draftheads.distill.options import DistillOptions
 from draftheads.distill.template import TurnEnd, user_turn_end, user_turn_opening
 from draftheads.errors import DataError, InvalidPrompt, PromptTooLong, UnsupportedModel
 from draftheads.models.chat_template import BUILT_IN, template_of
-from draftheads.models.fingerprint import Fingerprints
 from draftheads.settings import SamplingSettings
 
 _TOKEN_CHARACTERS = 64  # hardly any token is longer
@@ -41,7 +40,7 @@ class EngineSource:
     def identity(self) -> dict[str, str]:
         """What the answers depend on: the model and its chat template. A head changes no answer."""
         model = self.engine.model
-        prints = json.dumps([asdict(Fingerprints.of(model)), template_of(model)])
+        prints = json.dumps([asdict(model.fingerprints), template_of(model)])
         return {
             "model": model.model_id,
             "model_fingerprint": hashlib.sha256(prints.encode()).hexdigest()[:16],

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from draftheads.errors import InvalidSettings
-from draftheads.models.fingerprint import Fingerprints
 from draftheads.models.kv_target import Target, bytes_per_slot
 from draftheads.models.model import TargetModel
 from draftheads.speculation.candidates import ancestors_of
@@ -50,7 +49,7 @@ class DraftModel(Drafter):
     default_shape: Shape = Tree.chain(4)
 
     def __init__(self, model: TargetModel, target: TargetModel, *, max_depth: int = 6) -> None:
-        ours, theirs = Fingerprints.of(model).tokenizer, Fingerprints.of(target).tokenizer
+        ours, theirs = model.fingerprints.tokenizer, target.fingerprints.tokenizer
         if ours != theirs:
             raise InvalidSettings(
                 f"{model.model_id} has another tokenizer ({ours[:16]}) than {target.model_id} ({theirs[:16]}): "

@@ -2,19 +2,16 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from draftheads.errors import CheckpointCorrupt, CheckpointMismatch
 from draftheads.models.fingerprint import MAX_DIFFERENCE, Fingerprints, difference
 from draftheads.models.model_names import ADAPTER_CONFIG, BASE_FILE, base_of, model_id_of
 
-if TYPE_CHECKING:  # a model checks its adapters
-    from draftheads.models.model import TargetModel
-
 FORMAT_VERSION = 1  # of ``base.json``
 
 
-def check_base(folder: Path, base: "TargetModel") -> None:
+def check_base(folder: Path, model_id: str, fingerprints: Fingerprints) -> None:
     """Checks an adapter of any origin.
 
     Raises:
@@ -22,25 +19,24 @@ def check_base(folder: Path, base: "TargetModel") -> None:
         CheckpointCorrupt: it names no model, or its record is damaged.
     """
     if (folder / BASE_FILE).exists():
-        check_adapter_base(folder, base)
+        check_adapter_base(folder, model_id, fingerprints)
         return
     name = base_of(str(folder))
-    if model_id_of(name) != base.model_id:
+    if model_id_of(name) != model_id:
         raise CheckpointMismatch(
-            f"{folder} is an adapter for {name}, and this model is {base.model_id}; if these are the same model, "
+            f"{folder} is an adapter for {name}, and this model is {model_id}; if these are the same model, "
             f"correct base_model_name_or_path in its {ADAPTER_CONFIG}"
         )
 
 
-def check_adapter_base(folder: Path, base: "TargetModel") -> None:
+def check_adapter_base(folder: Path, model_id: str, ours: Fingerprints) -> None:
     """Checks by its record that this is the model that the adapter of a joint run was tuned for.
 
     Raises:
         CheckpointMismatch: another tokenizer, or other weights.
         CheckpointCorrupt: the folder has no valid record of its base.
     """
-    model_id, theirs = _read_base(folder / BASE_FILE)
-    ours = Fingerprints.of(base)
+    tuned, theirs = _read_base(folder / BASE_FILE)
     if theirs.tokenizer != ours.tokenizer:
         what = f"tokenizer is {ours.tokenizer}, not {theirs.tokenizer}"
     elif apart := [name for name in ("embedding", "lm_head") if _differ(getattr(theirs, name), getattr(ours, name))]:
@@ -48,7 +44,7 @@ def check_adapter_base(folder: Path, base: "TargetModel") -> None:
     else:
         return
     raise CheckpointMismatch(
-        f"{folder} was tuned for {model_id}; this model is {base.model_id}, whose {what}: use it with {model_id}"
+        f"{folder} was tuned for {tuned}; this model is {model_id}, whose {what}: use it with {tuned}"
     )
 
 

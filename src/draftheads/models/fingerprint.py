@@ -10,13 +10,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:  # a model computes the print of its layers itself, before its weights are packed
-    from draftheads.models.model import TargetModel
 
 MAX_DIFFERENCE = 0.05  # relative, of two samples; eight-bit copies differ by less than 0.01, four-bit ones by 0.1
 # of the layers: above what 4 bits cost, which is 0.09
@@ -37,13 +34,6 @@ class Fingerprints:
     lm_head: str  # likewise; equal to the embedding's if the two are tied
     tokenizer: str  # 16 hexadecimal digits, of its vocabulary and of how it splits a few texts
     layers: str | None = None  # as of the embedding, spread over all layers; None if they are quantised, or not known
-
-    @classmethod
-    def of(cls, base: "TargetModel") -> Self:
-        """The fingerprints of a loaded model; equal in fp32 and bf16, and on all devices."""
-        weights = base.weights
-        tokenizer = tokenizer_fingerprint(base.tokenizer)
-        return cls(_sampled(weights.embedding), _sampled(weights.lm_head), tokenizer, base.layers_fingerprint)
 
 
 def difference(one: str, other: str) -> float:
@@ -71,7 +61,7 @@ def sampled_layers(matrices: Sequence[Tensor]) -> str | None:
     return _digits(torch.stack(numbers))
 
 
-def _sampled(matrix: Tensor) -> str:
+def fingerprint_of(matrix: Tensor) -> str:
     """64 numbers spread over a matrix (R, D). Only these are copied from the device."""
     steps = torch.arange(_NUM_PROBES)
     rows = steps * (len(matrix) - 1) // (_NUM_PROBES - 1)  # first and last among them

@@ -358,7 +358,8 @@ def check_trees(model: TargetModel, *, stock: Tensor | None = None) -> Tensor:
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModel(f"{model.model_id} cannot read a tree of drafts: {error}") from error
     exact = model.precision == "fp32"
-    if (gap := _gap(found, expected)) > (1e-3 if exact else 5e-2):
+    # int8 rounds each layer's inputs, so what attention rounds in another order becomes larger
+    if (gap := _gap(found, expected)) > (1e-3 if exact else _ROUNDED if model.precision == "int8" else 5e-2):
         raise UnsupportedModel(
             f"{model.model_id}: logits in a tree of drafts differ from those of a plain text by {gap:.1%}; "
             "its attention depends on more than positions and masks"

@@ -7,7 +7,7 @@ import copy
 import hashlib
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import signature
 from os import PathLike
@@ -24,7 +24,7 @@ from draftheads.cpu.optimise import speed_up
 from draftheads.errors import InvalidSettings, LengthWarning, UnsupportedModel
 from draftheads.models.adapter import read_lora
 from draftheads.models.adapter_base import check_base
-from draftheads.models.fingerprint import sampled_layers
+from draftheads.models.fingerprint import Fingerprints, fingerprint_of, sampled_layers, tokenizer_fingerprint
 from draftheads.models.layer_inputs import layer_inputs
 from draftheads.models.lora_layers import add_lora
 from draftheads.models.model_names import find_adapter, model_id_of
@@ -67,6 +67,23 @@ def _sharing_weights(model: Any) -> Any:
     return copy.deepcopy(model, memo={id(item): item for item in shared})
 
 
+@dataclass(frozen=True)
+class WeightFacts:
+    """What faster modules do not show of the weights that they were made from."""
+
+    dtype: torch.dtype
+    precision: str
+    weights_fingerprint: str
+    layers_fingerprint: str | None
+
+
+@dataclass
+class StepMode:
+    """How steps are run. A capture that fails changes it."""
+
+    graphs: bool | None = None  # capture decoding steps as CUDA graphs; None: if the model is on CUDA
+
+
 @dataclass(frozen=True, eq=False)
 class TargetModel:
     """The model, its tokenizer and its id. Its weights never change here.
@@ -80,7 +97,8 @@ class TargetModel:
     tokenizer: Any  # its tokenizer
     model_id: str  # its id on the Hub, or its folder: a head records it as its base model
     chat_template: str | None = None  # replaces the tokenizer's own
-    graphs: bool | None = None  # capture decoding steps as CUDA graphs; None: if the model is on CUDA
+    step_mode: StepMode = field(default_factory=StepMode)
+    facts: WeightFacts | None = None  # of a model with faster modules
 
     def __post_init__(self) -> None:
         unknown = set(self.layer_kinds) - _ATTENTION_KINDS
@@ -162,7 +180,7 @@ class TargetModel:
 
     def twin(self) -> Self:
         """A copy of the modules that shares all weights: changes to its modules do not affect this model."""
-        return self._like(_sharing_weights(self.model), self.tokenizer, self.model_id)
+        return self._like(_sharing_weights(self.model), self.tokenizer, self.model_id, self._facts())
 
     def with_adapter(self, folder: str | PathLike[str]) -> Self:
         """This model with a LoRA adapter (peft) on top. It shares all weights with this model, which does not change.
@@ -180,7 +198,7 @@ class TargetModel:
         place = user_path(folder)
         place = find_adapter(place) or place
         matrices = read_lora(self.model, place)
-        check_base(place, self)
+        check_base(place, self.model_id, self.fingerprints)
         tokenizer = adapter_tokenizer(place) or self.tokenizer
         if hasattr(tokenizer, "__len__") and len(tokenizer) > self._embedding.shape[0]:
             raise UnsupportedModel(
@@ -189,38 +207,43 @@ class TargetModel:
             )
         model = _sharing_weights(self.model)
         add_lora(model, matrices, batch_invariant=self.batch_invariant)
-        adapted = self._like(model, tokenizer, str(place.resolve()))
         digest = hashlib.sha256(self.weights_fingerprint.encode())
         for name, pair in sorted(matrices.items()):
             digest.update(name.encode() + pair.a.numpy().tobytes() + pair.b.numpy().tobytes())
-        adapted.__dict__.update(weights_fingerprint=digest.hexdigest()[:16], layers_fingerprint=None)  # not the base's
-        return adapted
+        facts = WeightFacts(self.dtype, self.precision, digest.hexdigest()[:16], None)  # not the base's
+        return self._like(model, tokenizer, str(place.resolve()), facts)
 
-    def _like(self, model: Any, tokenizer: Any, model_id: str) -> Self:
-        """Another model that computes like this one; faster modules do not show these facts."""
-        other = type(self)(model, tokenizer, model_id, self.chat_template, self.graphs)
-        other.__dict__.update(dtype=self.dtype, precision=self.precision, layers_fingerprint=self.layers_fingerprint)
-        return other
+    def _facts(self) -> WeightFacts:
+        return WeightFacts(self.dtype, self.precision, self.weights_fingerprint, self.layers_fingerprint)
 
-    def speed_up(
+    def _like(self, model: Any, tokenizer: Any, model_id: str, facts: WeightFacts) -> Self:
+        """Another model that computes like this one."""
+        return type(self)(model, tokenizer, model_id, self.chat_template, replace(self.step_mode), facts)
+
+    def sped_up(
         self, *, batch_invariant: bool = False, int8: bool = False, fused: bool = True, folder: Path | None = None
-    ) -> None:
-        """Uses faster kernels on a CPU, or 8 bits on a GPU; in place. See :func:`draftheads.cpu.optimise.speed_up`."""
-        _ = self.weights_fingerprint, self.layers_fingerprint, self.dtype  # cached before packing, which changes them
+    ) -> Self:
+        """This model with faster kernels on a CPU, or with 8 bits on a GPU. It takes the modules of this one over.
+
+        See :func:`draftheads.cpu.optimise.speed_up`.
+        """
+        facts = self._facts()  # before packing, which changes them
         if int8 and self.device.type == "cuda":
-            self.__dict__["precision"] = quantise(self.model)
-            return
+            return self._like(self.model, self.tokenizer, self.model_id, replace(facts, precision=quantise(self.model)))
         typical = None
         if int8:
             typical = torch.tensor([self.tokenizer(TYPICAL_TEXT)["input_ids"][: self.max_positions]]) % self.vocab_size
         speed_up(
             self.model, batch_invariant=batch_invariant, int8=int8, fused=fused, typical_ids=typical, folder=folder
         )
-        self.__dict__["precision"] = "int8" if int8 else self.precision
+        facts = replace(facts, precision="int8" if int8 else facts.precision)
+        return self._like(self.model, self.tokenizer, self.model_id, facts)
 
     @cached_property
     def precision(self) -> str:
         """``fp32``, ``bf16``, ``fp16`` or ``int8``: the type in which linear layers compute."""
+        if self.facts is not None:
+            return self.facts.precision
         names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
         return names.get(self.dtype, str(self.dtype))
 
@@ -247,16 +270,16 @@ class TargetModel:
     @cached_property
     def dtype(self) -> torch.dtype:
         """In which type the model computes."""
-        return self._embedding.dtype
+        return self._embedding.dtype if self.facts is None else self.facts.dtype
 
     @property
     def has_static_steps(self) -> bool:
         """Whether steps have static shapes, which can be captured. On a CPU static steps are slower; tests use them."""
-        return self.device.type == "cuda" if self.graphs is None else self.graphs
+        return self.device.type == "cuda" if self.step_mode.graphs is None else self.step_mode.graphs
 
     def set_graphs(self, *, on: bool) -> None:
         """Turns static steps on or off, also for a running batch."""
-        object.__setattr__(self, "graphs", on)
+        self.step_mode.graphs = on
 
     @property
     def batch_invariant(self) -> bool:
@@ -286,6 +309,8 @@ class TargetModel:
     @cached_property
     def weights_fingerprint(self) -> str:
         """A digest of some numbers of every weight, which identifies the model's version. 4-bit weights: as stored."""
+        if self.facts is not None:
+            return self.facts.weights_fingerprint
         digest = hashlib.sha256()
         for name, weight in self.model.named_parameters():
             places = torch.linspace(0, weight.numel() - 1, 16, dtype=torch.float64).long().to(weight.device)
@@ -295,9 +320,18 @@ class TargetModel:
     @cached_property
     def layers_fingerprint(self) -> str | None:
         """A sample of the layers' matrices, see :class:`draftheads.models.fingerprint.Fingerprints`."""
+        if self.facts is not None:
+            return self.facts.layers_fingerprint
         if any(isinstance(module, PackedLinear) for module in self.decoder.modules()):
             return None  # modules that another model packed
         return sampled_layers(self.layer_matrices())
+
+    @property
+    def fingerprints(self) -> Fingerprints:
+        """Equal in fp32 and bf16, and on all devices."""
+        weights = self.weights
+        matrices = fingerprint_of(weights.embedding), fingerprint_of(weights.lm_head)
+        return Fingerprints(*matrices, tokenizer_fingerprint(self.tokenizer), self.layers_fingerprint)
 
     def layer_matrices(self) -> list[Tensor]:
         """The matrices between embedding and lm_head."""

@@ -21,7 +21,6 @@ from draftheads.heads import head_classes
 from draftheads.heads.attention import LayerConfig
 from draftheads.heads.base import DraftHead, EmbeddingConfig, HeadConfig
 from draftheads.heads.head_options import parse_head_options
-from draftheads.models.fingerprint import Fingerprints
 from draftheads.models.model import TargetModel
 from draftheads.speculation.draft import TargetWeights
 from draftheads.train.options import HeadOptions
@@ -59,7 +58,7 @@ class Start:
         facts = (
             ("hidden_size", saved.config.hidden_size, target.hidden_size),
             ("vocab_size", saved.config.vocab_size, target.vocab_size),
-            ("tokenizer fingerprint", saved.fingerprints.tokenizer, Fingerprints.of(target).tokenizer),
+            ("tokenizer fingerprint", saved.fingerprints.tokenizer, target.fingerprints.tokenizer),
         )
         for what, theirs, ours in facts:
             if theirs != ours:

@@ -20,7 +20,7 @@ from draftheads.errors import (
     StorageError,
 )
 from draftheads.models.adapter import Adapter
-from draftheads.models.fingerprint import Fingerprints, difference
+from draftheads.models.fingerprint import difference
 from draftheads.models.model import TargetModel
 from draftheads.train.joint.merge import merge, merged_model
 from draftheads.train.joint.options import MergeOptions
@@ -116,7 +116,7 @@ def test_the_merged_model_decodes_losslessly_with_its_head(
     assert draftheads.load(out, head=out / "head", tree=[[0]], precision="fp32").model.model_id == str(out)
     saved = json.loads((merged / "head" / "config.json").read_text())["base"]
     assert saved["model_id"] == str(merged)
-    assert saved["fingerprints"] == vars(Fingerprints.of(tuned))
+    assert saved["fingerprints"] == vars(tuned.fingerprints)
     with pytest.raises(StorageError, match="already exists"):
         merge(MergeOptions(model=model, adapter=out, out=merged))
 

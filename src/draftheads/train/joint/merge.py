@@ -60,7 +60,7 @@ def merged_model(base: TargetModel, run: Path, *, dtype: torch.dtype, model_id: 
     """The tuned model of a run as an ordinary one; it takes over the modules of the base."""
     adapter = _adapter_in(run)
     if adapter != run or (adapter / BASE_FILE).exists():
-        check_adapter_base(adapter, base)
+        check_adapter_base(adapter, base.model_id, base.fingerprints)
     model, tokenizer = with_adapter(base.model, base.tokenizer, adapter)
     cast_weights(model, dtype)
     return TargetModel(model.eval().requires_grad_(requires_grad=False), tokenizer, model_id)

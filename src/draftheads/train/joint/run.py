@@ -23,7 +23,6 @@ from draftheads.errors import BaseModelWarning
 from draftheads.heads.base import DraftHead
 from draftheads.models.adapter import Adapter, require_peft
 from draftheads.models.adapter_base import FORMAT_VERSION
-from draftheads.models.fingerprint import Fingerprints
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import ADAPTER_FOLDER, BASE_FILE
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
@@ -198,7 +197,7 @@ class JointRun(Run):
         write_atomic(out / "movement.json", as_json({**asdict(movement), **made}))
         with atomic_directory(out / ADAPTER_FOLDER, replace=True) as staged:
             self.adapter.save(staged)
-            base = {"model_id": self.target.model_id, "fingerprints": asdict(Fingerprints.of(self.target))}
+            base = {"model_id": self.target.model_id, "fingerprints": asdict(self.target.fingerprints)}
             (staged / BASE_FILE).write_bytes(as_json({"format_version": FORMAT_VERSION, "base": base}))
         super().save(whole, profile)
         return whole
