@@ -20,7 +20,7 @@ def test_the_floors_are_those_of_import_linter():
     config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     contract = config["tool"]["importlinter"]["contracts"][0]
     checked = [set(re.findall(r"\w+", layer)) - {"__main__"} for layer in contract["layers"]]
-    block = TEXT.split("## Floors")[1].split("```")[1]
+    block = TEXT.split("### Floors")[1].split("```")[1]
     shown = [set(re.findall(r"\w+", re.split(r"\s{3,}", line)[0])) for line in block.strip().splitlines()]
     assert shown == [layer for layer in checked if layer]
 
