@@ -23,7 +23,7 @@ from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.heads import HEADS
 from draftheads.heads.base import DraftHead
-from draftheads.models.model import TargetModel
+from draftheads.models.model import StepMode, TargetModel
 from draftheads.search.calibrate import Answer
 from draftheads.search.replay import Replay
 from draftheads.search.settings import ReplaySettings
@@ -85,7 +85,7 @@ some_model = cache(tiny_model)
 
 def moved(model: TargetModel, *, graphs: bool = False) -> TargetModel:
     """A copy of the model on the device."""
-    return TargetModel(copy.deepcopy(model.model).to(DEVICE), model.tokenizer, model.model_id, graphs=graphs)
+    return TargetModel(copy.deepcopy(model.model).to(DEVICE), model.tokenizer, model.model_id, step_mode=StepMode(graphs))
 
 
 def moved_drafter(drafter: Any, model: TargetModel) -> Any:
