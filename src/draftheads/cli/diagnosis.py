@@ -148,22 +148,22 @@ def _load() -> Finding:
 
 def find_packages() -> list[Finding]:
     """Versions of what is required, and of the extras."""
-    found = [Finding("python", f"{platform.python_version()} ({platform.python_implementation()})")]
+    findings = [Finding("python", f"{platform.python_version()} ({platform.python_implementation()})")]
     try:
         requirements = [Requirement(text) for text in metadata.requires("draftheads") or []]
     except metadata.PackageNotFoundError:
         advice = "install it: pip install draftheads (in a checkout: pip install .)"
-        found.append(_finding("installation", "none of draftheads, so versions are not compared", advice))
+        findings.append(_finding("installation", "none of draftheads, so versions are not compared", advice))
         requirements = [Requirement(name) for name in _LARGE]
     large = [_imported(package) for package in requirements if package.name in _LARGE]
     if all(finding.level != "unusable" for finding in large):
-        found.append(_code())
+        findings.append(_code())
     others = [package for package in requirements if package.marker is None and package.name not in _LARGE]
-    found += [*large, _group("others", "all commands", others, "draftheads", "unusable")]
+    findings += [*large, _group("others", "all commands", others, "draftheads", "unusable")]
     for extra, purpose in EXTRAS.items():
-        packages = [one for one in requirements if one.marker is not None and one.marker.evaluate({"extra": extra})]
-        found.append(_group(f"[{extra}]", purpose, packages, f"draftheads[{extra}]", "optional"))
-    return [finding for finding in found if finding.text]
+        packages = [each for each in requirements if each.marker is not None and each.marker.evaluate({"extra": extra})]
+        findings.append(_group(f"[{extra}]", purpose, packages, f"draftheads[{extra}]", "optional"))
+    return [finding for finding in findings if finding.text]
 
 
 def _code() -> Finding:
@@ -305,12 +305,12 @@ def _precision() -> list[Finding]:
     name = next(name for name, kind in DTYPES.items() if kind == dtype)
     reason = "bf16 instructions" if dtype == torch.bfloat16 else "no bf16 instructions, and emulated bf16 is slower"
     text = f"auto is {name}: this {'GPU' if device.type == 'cuda' else 'processor'} has {reason}"
-    found = [_finding("precision", text, auto=name, device=device.type)]
+    findings = [_finding("precision", text, auto=name, device=device.type)]
     if device.type == "cpu":
         weight = torch.ones(16, 16, dtype=dtype)
         kernels = [kind.name for quantised in (False, True) for kind in candidates([weight], quantised=quantised)]
-        found.append(_finding("CPU kernels", f"chosen among {', '.join(kernels)}", available=kernels))
-    return found
+        findings.append(_finding("CPU kernels", f"chosen among {', '.join(kernels)}", available=kernels))
+    return findings
 
 
 # --- models and heads ---
