@@ -47,7 +47,7 @@ def test_show_lists_the_parts_in_80_columns(cache: Path, capsys: pytest.CaptureF
     assert max(map(len, lines)) <= 80
     rows = [line.split(maxsplit=4)[:4] for line in lines if " B " in line or " kB " in line]
     assert rows == [["costs", "1", "500", "B"], ["bench", "1", "1.0", "kB"]]
-    assert "measured again in 5 s" in out
+    assert "measured again in 5 s for each head" in out
 
 
 def test_show_of_one_part_and_of_an_empty_cache(

@@ -91,13 +91,38 @@ _LONG_DIGEST = r"[0-9a-f]{24}"
 PARTS = tuple(
     CachePart(name, what, loss, entries, "" if name == "smollm2-135m" else name)
     for name, what, loss, entries in [
-        ("smollm2-135m", "the default model, converted", "converted again, or downloaded", r"smollm2-135m-v\d+"),
-        ("kernels", "the fastest CPU kernels of each model", "measured again in 3 s", rf"{_LONG_DIGEST}\.json"),
-        ("costs", "milliseconds of steps, by model and head", "measured again in 5 s", rf"{_LONG_DIGEST}\.json"),
-        ("profiles", "acceptance profiles by `draftheads tune`", "lost, until you tune again", rf"[\w.+-]+-{_DIGEST}"),
+        (
+            "smollm2-135m",
+            "the default model, converted from its package",
+            "converted again, or downloaded",
+            r"smollm2-135m-v\d+",
+        ),
+        (
+            "kernels",
+            "the fastest CPU kernels of each model",
+            "measured again in 3 s for each model",
+            rf"{_LONG_DIGEST}\.json",
+        ),
+        (
+            "costs",
+            "milliseconds of steps, by model and head",
+            "measured again in 5 s for each head",
+            rf"{_LONG_DIGEST}\.json",
+        ),
+        (
+            "profiles",
+            "acceptance profiles by `draftheads tune`",
+            "lost: heads use their own until you tune again",
+            rf"[\w.+-]+-{_DIGEST}",
+        ),
         ("corpora", "the sorted texts of --corpus", "sorted again by the next command with --corpus", _LONG_DIGEST),
-        ("answers", "prompts of `draftheads tune`, with answers", "answered again by the next `tune`", _DIGEST),
-        ("bench", "results from which `bench` continues", "measured again; files in --out stay", _DIGEST),
+        (
+            "answers",
+            "prompts of `draftheads tune`, with answers",
+            "answered again by the next `draftheads tune`",
+            _DIGEST,
+        ),
+        ("bench", "results from which `draftheads bench` continues", "measured again; files in --out stay", _DIGEST),
     ]
 )
 
