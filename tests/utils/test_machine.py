@@ -13,18 +13,16 @@ from draftheads.utils.machine import Cores, OtherPrograms, find_cores, find_memo
 
 busy_cores = OtherPrograms.busy_cores
 
-CPUINFO = "".join(
-    f"processor\t: {i}\nphysical id\t: {i // 4}\ncore id\t\t: {i % 4 // 2}\nmodel name\t: A\n\n" for i in range(8)
-)
-MEMINFO = "MemTotal:       16000000 kB\nMemFree:          100000 kB\nMemAvailable:    8000000 kB\n"
+MEMORY = SimpleNamespace(total=16_384_000_000, available=8_192_000_000)
 
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with two sockets of two cores, each with two threads, all for this process."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    """A machine with four cores of two threads each, all for this process."""
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 8 if logical else 4)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: MEMORY)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    write(tmp_path, {"proc/cpuinfo": CPUINFO, "proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/\n"})
+    write(tmp_path, {"proc/self/cgroup": "0::/\n"})
     return tmp_path
 
 
@@ -92,12 +90,11 @@ def test_a_process_may_be_bound_to_some_cores(root: Path, monkeypatch: pytest.Mo
     assert find_cores(root).usable == 2
 
 
-def test_another_system_has_fewer_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_system_has_no_limits(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    monkeypatch.delattr(os, "sysconf", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 6)
-    assert find_cores(tmp_path) == Cores(logical=6, physical=None, allowed=6, quota=None)
-    assert find_memory(tmp_path) == (None, None, None)
+    (root / "proc/self/cgroup").unlink()
+    assert find_cores(root) == Cores(logical=8, physical=4, allowed=8, quota=None)
+    assert find_memory(root).limit is None
 
 
 def test_an_nvidia_driver_is_found(tmp_path: Path) -> None:
@@ -110,7 +107,7 @@ def test_this_machine() -> None:
     cores = find_cores()
     assert 1 <= cores.usable <= cores.logical
     memory = find_memory()
-    assert memory.total is None or memory.total > 10**8
+    assert 10**8 < memory.available < memory.total
 
 
 # --- other programs ---

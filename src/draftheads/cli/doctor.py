@@ -33,14 +33,10 @@ def run(options: DoctorOptions) -> None:
     check_json_path(options.json)
     console = Console(highlight=False, quiet=options.json == "-")
     groups: dict[str, list[Finding]] = {}
-    found = examine()
-    while True:
-        with console.status("checking"):
-            group = next(found, None)
-        if group is None:
-            break
-        groups[group[0]] = group[1]
-        _print_group(console, *group)
+    with console.status("checking"):
+        for title, group in examine():
+            groups[title] = group
+            _print_group(console, title, group)
     findings = [finding for group in groups.values() for finding in group]
     advised = [finding for finding in findings if finding.level in ("advice", "unusable")]
     console.print()

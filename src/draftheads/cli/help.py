@@ -1,8 +1,6 @@
 """``--help`` of a command: its options, one line each, basic ones first. ``--help-all``: all sentences about them."""
 
-import ast
 import inspect
-import itertools
 import textwrap
 import types
 import typing
@@ -12,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import docstring_parser
 import tyro
 from rich.console import Console
 from rich.text import Text
@@ -82,19 +81,8 @@ def options_of(kind: Any, default: Any = None) -> Iterator[Option]:
 @cache
 def documented(kind: type) -> dict[str, str]:
     """The text under each field of a dataclass, its base classes' included, in one line."""
-    found: dict[str, str] = {}
-    for one in reversed(kind.__mro__[:-1]):
-        try:
-            (definition,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
-        except OSError:  # no source
-            continue
-        body = definition.body if isinstance(definition, ast.ClassDef) else []
-        for before, after in itertools.pairwise(body):
-            if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name):
-                match after:
-                    case ast.Expr(ast.Constant(str() as text)):
-                        found[before.target.id] = " ".join(text.split())
-    return found
+    parsed = [docstring_parser.parse_from_object(base) for base in reversed(kind.__mro__[:-1])]
+    return {field.arg_name: " ".join((field.description or "").split()) for each in parsed for field in each.params}
 
 
 def print_help(console: Console, command: str, kind: Any, default: Any = None, *, whole: bool) -> None:
@@ -166,7 +154,7 @@ def _choices(hint: Any) -> tuple[str, ...]:
     """The words that an option of that type accepts; none if it accepts others, too."""
     if typing.get_origin(hint) is typing.Literal:
         return tuple(map(str, typing.get_args(hint)))
-    return tuple(word for one in typing.get_args(hint) for word in _choices(one))
+    return tuple(word for kind in typing.get_args(hint) for word in _choices(kind))
 
 
 def _values(hint: Any, name: str, *, positional: bool) -> str:
@@ -177,11 +165,13 @@ def _values(hint: Any, name: str, *, positional: bool) -> str:
     """
     kind = typing.get_origin(hint)
     if kind in (typing.Union, types.UnionType):
-        return _values(next(one for one in typing.get_args(hint) if one is not type(None)), name, positional=positional)
+        return _values(
+            next(kind for kind in typing.get_args(hint) if kind is not type(None)), name, positional=positional
+        )
     if kind is tuple:
         first, second = typing.get_args(hint)
-        one = _values(first, name, positional=positional)
-        return f"{one} …" if second is Ellipsis else f"{one} {one}"
+        value = _values(first, name, positional=positional)
+        return f"{value} …" if second is Ellipsis else f"{value} {value}"
     if kind is typing.Literal and not positional:
         return "NAME"
     if positional or hint is str:

@@ -62,7 +62,7 @@ class EndpointSource:
         asyncio.run(self._converse(dialogues, on_progress))
 
     async def _converse(self, dialogues: Sequence[Dialogue], on_progress: OnProgress) -> None:
-        from httpx2 import AsyncClient, InvalidURL, Limits  # noqa: PLC0415 - an extra
+        from httpx2 import AsyncClient, InvalidURL, Limits, UnsupportedProtocol  # noqa: PLC0415 - an extra
 
         slots = asyncio.Semaphore(self.options.batch_size)
         limits = Limits(max_connections=self.options.batch_size)
@@ -72,7 +72,7 @@ class EndpointSource:
             ]
             try:
                 await asyncio.gather(*tasks)
-            except InvalidURL as error:
+            except (InvalidURL, UnsupportedProtocol) as error:
                 raise EndpointError(f"--endpoint {self.options.endpoint} is not a valid address: {error}") from error
             finally:  # if one failed, the others must stop
                 for task in tasks:
@@ -109,28 +109,27 @@ class EndpointSource:
 
     async def _post(self, client: "AsyncClient", request: dict[str, Any]) -> "Response":
         """The server's response; a request that failed for now is repeated after growing waits."""
+        from httpx2 import RequestError, UnsupportedProtocol  # noqa: PLC0415 - an extra
+
+        problem, response = "", None
         for attempt in range(self.options.request_retries + 1):
-            response, problem = await self._try(client, request)
-            if response is not None and not _is_busy(response):
+            if attempt:
+                await asyncio.sleep(_wait_seconds(attempt - 1, response, request["seed"]))
+            response = None
+            try:
+                response = await client.post(self.url, json=request)
+            except UnsupportedProtocol:
+                raise
+            except RequestError as error:
+                problem = str(error) or type(error).__name__
+                continue
+            if response.status_code not in _BUSY_STATUSES and response.status_code < 500:
                 return response
-            if attempt < self.options.request_retries:
-                await asyncio.sleep(_wait_seconds(attempt, response, request["seed"]))
+            problem = f"status {response.status_code}, {response.text[:200]}"
         raise EndpointError(
             f"{self.url} did not answer in {counted(self.options.request_retries + 1, 'attempt')}; "
             f"the last problem: {problem}; check the server; the same command continues"
         )
-
-    async def _try(self, client: "AsyncClient", request: dict[str, Any]) -> tuple["Response | None", str]:
-        """A response or None, and a description of the problem."""
-        from httpx2 import RequestError, UnsupportedProtocol  # noqa: PLC0415 - an extra
-
-        try:
-            response = await client.post(self.url, json=request)
-        except UnsupportedProtocol as error:
-            raise EndpointError(f"--endpoint {self.options.endpoint} is not a valid address: {error}") from error
-        except RequestError as error:
-            return None, str(error) or type(error).__name__
-        return response, f"status {response.status_code}, {response.text[:200]}"
 
 
 def _headers(api_key_env: str | None) -> dict[str, str]:
@@ -140,10 +139,6 @@ def _headers(api_key_env: str | None) -> dict[str, str]:
     if not key:
         raise InvalidSettings(f"--api-key-env is {api_key_env!r}, but this environment variable is not set: export it")
     return {"Authorization": f"Bearer {key}"}
-
-
-def _is_busy(response: "Response") -> bool:
-    return response.status_code in _BUSY_STATUSES or response.status_code >= 500
 
 
 def _wait_seconds(attempt: int, response: "Response | None", seed: int) -> float:

