@@ -85,7 +85,9 @@ some_model = cache(tiny_model)
 
 def moved(model: TargetModel, *, graphs: bool = False) -> TargetModel:
     """A copy of the model on the device."""
-    return TargetModel(copy.deepcopy(model.model).to(DEVICE), model.tokenizer, model.model_id, step_mode=StepMode(graphs))
+    return TargetModel(
+        copy.deepcopy(model.model).to(DEVICE), model.tokenizer, model.model_id, step_mode=StepMode(graphs)
+    )
 
 
 def moved_drafter(drafter: Any, model: TargetModel) -> Any:
