@@ -45,8 +45,8 @@ CHAT_ERRORS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "no content": ({"messages": [USER, {"role": "user"}]}, "messages[1].content", "string"),
     "an image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages[0].content[0]",
-        "text",
+        "messages[0].content[0].type",
+        "'image_url'; it must be 'text'",
     ),
     "empty text": ({"messages": [{"role": "user", "content": " "}]}, "messages", "empty"),
     "half a character": ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", "half"),
@@ -88,12 +88,12 @@ CHAT_ERRORS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "no schema": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
     "a long schema": (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["a" * 70_000]}}}},
-        "response_format",
+        "response_format.json_schema.schema",
         "at most 65536",
     ),
-    "tools that are none": ({"tools": [{"type": "web"}]}, "tools[0]", "function"),
+    "tools that are none": ({"tools": [{"type": "web"}]}, "tools[0].type", "'web'; it must be 'function'"),
     "a tool's name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "64"),
-    "too many tools": ({"tools": [{}] * 65}, "tools", "at most 64"),
+    "too many tools": ({"tools": [{"type": "function", "function": {"name": "a"}}] * 65}, "tools", "at most 64"),
     "a tool that is not there": (
         {
             "tools": [{"type": "function", "function": {"name": "a"}}],
@@ -114,7 +114,7 @@ CHAT_ERRORS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     ),
     "a schema nested too deeply": (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": nested_schema(33)}}},
-        "response_format",
+        "response_format.json_schema.schema",
         "33 levels deep; it must be at most 32",
     ),
     "tools nested too deeply": (

@@ -98,16 +98,16 @@ def _answers(
     request: Request, service: Service, call: ChatCall | CompletionCall, messages: list[dict[str, Any]] | None = None
 ) -> Answers:
     """The answers to a request that was read; complete ones are recorded, if the client and the server want it."""
-    answers = Answers(service, call.requests, call.asked, request.state.client, start=request.state.start)
-    if call.asked.store:
-        answers.on_finish = partial(service.record, call.asked.lane.model, messages=messages)
+    answers = Answers(service, call.requests, call.params, request.state.client, start=request.state.start)
+    if call.params.fields.store:
+        answers.on_finish = partial(service.record, call.params.lane.model, messages=messages)
     return answers
 
 
 async def _answered(request: Request, service: Service, call: ChatCall | CompletionCall, answers: Answers) -> Response:
     """The response to a request that was read: submits its jobs; a full queue is an error also of a stream."""
     await answers.submit()
-    if call.asked.stream:
+    if call.params.fields.stream:
         return EventStream(call.chunks(answers), answers.cancel)
     async with answers:
         await unless_gone(request.receive, answers.finish())
@@ -122,7 +122,7 @@ async def _scored(request: Request, service: Service, call: CompletionCall) -> R
         async with asyncio.timeout(service.limits.request_seconds):
             for prompt in call.prompts:
                 async with service.scoring:
-                    scores.append(await score(service.scheduler, call.asked.engine, prompt.token_ids, call.num_scored))
+                    scores.append(await score(service.scheduler, call.params.engine, prompt.token_ids, call.num_scored))
     except TimeoutError:
         raise ApiError(504, "the deadline passed before the prompts were scored", code="deadline") from None
     except DraftHeadsError as error:  # the server shuts down

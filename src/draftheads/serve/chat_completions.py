@@ -5,19 +5,20 @@ import uuid
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from draftheads.decode.request import Request, StreamEvent
 from draftheads.serve.answers import Answers
 from draftheads.serve.body import read_json
-from draftheads.serve.chat_messages import prompt_ids_of, read_messages
-from draftheads.serve.fields import Fields
+from draftheads.serve.chat_messages import Message, prompt_ids_of
+from draftheads.serve.fields import read_fields, wrong
 from draftheads.serve.logprobs import chat_logprobs
-from draftheads.serve.request_params import RequestParams, read_asked
+from draftheads.serve.request_params import CommonFields, RequestParams, read_params
 from draftheads.serve.state import Service
-from draftheads.serve.structured import read_response_format
 from draftheads.serve.token_names import TokenNames
-from draftheads.serve.tools import ToolCall, ToolCallText, ToolUse, forced_call, read_tools
+from draftheads.serve.tools import ToolCall, ToolCallText, ToolFields, ToolUse, call_of
 from draftheads.serve.usage import DraftPieces, usage_of
 from draftheads.settings import MOST_LOGPROBS
 
@@ -26,7 +27,7 @@ from draftheads.settings import MOST_LOGPROBS
 class ChatCall:
     """A chat request that was read."""
 
-    asked: RequestParams
+    params: RequestParams
     requests: list[Request]
     tools: ToolUse | None
     messages: list[dict[str, Any]]
@@ -36,14 +37,14 @@ class ChatCall:
     @cached_property
     def names(self) -> TokenNames:
         """Of the model's tokens."""
-        return TokenNames(self.asked.engine.model.tokenizer)
+        return TokenNames(self.params.engine.model.tokenizer)
 
     def response(self) -> dict[str, Any]:
         """The whole response, once all requests are finished."""
         return {
             **self._head("chat.completion"),
             "choices": [self._choice(index, request) for index, request in enumerate(self.requests)],
-            "usage": usage_of(self.requests, n=self.asked.n),
+            "usage": usage_of(self.requests, n=self.params.fields.n),
         }
 
     async def chunks(self, answers: Answers) -> AsyncGenerator[dict[str, Any]]:
@@ -54,14 +55,14 @@ class ChatCall:
         async for index, event in answers.events():
             for choice in streams[index].choices(event):
                 yield self._chunk([choice])
-        if self.asked.include_usage:
-            yield {**self._chunk([]), "usage": usage_of(self.requests, n=self.asked.n)}
+        if self.params.fields.stream_options.include_usage:
+            yield {**self._chunk([]), "usage": usage_of(self.requests, n=self.params.fields.n)}
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.asked.lane.model}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.params.lane.model}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        usage = {"usage": None} if self.asked.include_usage else {}
+        usage = {"usage": None} if self.params.fields.stream_options.include_usage else {}
         return {**self._head("chat.completion.chunk"), "choices": choices, **usage}
 
     def _choice(self, index: int, request: Request) -> dict[str, Any]:
@@ -83,7 +84,7 @@ class ChatCall:
         if self.tools is None:
             return text, []
         if self.tools.forced:
-            call = forced_call(text)
+            call = call_of(text)
             return ("", [call]) if call else (text, [])
         parser = ToolCallText()
         (content, calls), (rest, last) = parser.push(text), parser.flush()
@@ -101,7 +102,9 @@ class _ChoiceStream:
         self._call = call
         self._index = index
         self._request = request
-        self._pieces = DraftPieces(call.asked.engine.model.tokenizer) if call.asked.include_draft else None
+        self._pieces = (
+            DraftPieces(call.params.engine.model.tokenizer) if call.params.fields.stream_options.include_draft else None
+        )
         self._calls = ToolCallText() if call.tools is not None and not call.tools.forced else None
         self._num_calls = 0
 
@@ -135,7 +138,7 @@ class _ChoiceStream:
         if tools is None:
             return event.text, []
         if self._calls is None:  # the call is the whole answer
-            call = forced_call(self._request.text) if ended else None
+            call = call_of(self._request.text) if ended else None
             return ("", [call]) if call else (self._request.text if ended else "", [])
         content, calls = self._calls.push(event.text)
         if ended:
@@ -152,33 +155,34 @@ def num_shown(request: Request, event: StreamEvent | None = None) -> int:
     return len(token_ids) - (is_last and bool(token_ids) and request.is_stop_id(token_ids[-1]))
 
 
+class ChatFields(ToolFields, CommonFields):
+    """The fields of a chat request."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=2048)]
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] = 0
+
+
 def read_chat(body: bytes, service: Service) -> ChatCall:
     """Reads a chat request. Runs on the thread that reads requests.
 
     Raises:
         ApiError: a field is wrong.
     """
-    fields = Fields(read_json(body, service.limits))
-    messages = read_messages(fields, service.limits)
-    tools = read_tools(fields, service.limits)
-    grammar = read_response_format(fields, service.limits)
-    if tools is not None and grammar is not None:
-        raise fields.wrong("response_format", "and tools exclude each other: leave one of them out")
-    asked = read_asked(
+    values = read_json(body, service.limits)
+    fields = read_fields(ChatFields, values)
+    if "top_logprobs" in fields.model_fields_set and not fields.logprobs:
+        raise wrong("top_logprobs", "needs logprobs: true")
+    tools = fields.tool_use(values.get("tools") or ())
+    if tools is not None and fields.response_format.grammar is not None:
+        raise wrong("response_format", "and tools exclude each other: leave one of them out")
+    params = read_params(
         fields,
         service,
         default_tokens=service.limits.default_tokens,
-        logprobs=_num_logprobs(fields),
-        grammar=grammar if tools is None else tools.grammar(),
+        logprobs=fields.top_logprobs if fields.logprobs else None,
+        grammar=fields.response_format.grammar if tools is None else tools.grammar(),
     )
-    fields.finish()
-    ids = prompt_ids_of(asked.engine, messages, tools)
-    return ChatCall(asked, asked.requests(ids, param="messages"), tools, messages)
-
-
-def _num_logprobs(fields: Fields) -> int | None:
-    wanted = fields.flag("logprobs")
-    top = fields.integer("top_logprobs", least=0, most=MOST_LOGPROBS)
-    if top is not None and not wanted:
-        raise fields.wrong("top_logprobs", "needs logprobs: true")
-    return (top or 0) if wanted else None
+    messages = [message.for_template(f"messages[{number}]") for number, message in enumerate(fields.messages)]
+    ids = prompt_ids_of(params.engine, messages, tools)
+    return ChatCall(params, params.requests(ids, param="messages"), tools, messages)
