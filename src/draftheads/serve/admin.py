@@ -32,12 +32,12 @@ def add_admin_routes(app: FastAPI, service: Service) -> None:
         name, wanted = fields.model, fields.head
         weights = service.model(name).weights
         try:
-            found = await asyncio.to_thread(service.heads.replace, name, wanted, weights=weights, force=fields.force)
+            result = await asyncio.to_thread(service.heads.replace, name, wanted, weights=weights, force=fields.force)
         except DraftHeadsError as error:
             raise _refusal(error) from None
-        if found.replaced:
+        if result.replaced:
             service.set_head(name, wanted)
-        counts = asdict(found)
+        counts = asdict(result)
         old, new = counts.pop("old"), counts.pop("new")
         return {"model": name, "head": wanted, "tokens_per_step": {"old": old, "new": new}, **counts}
 

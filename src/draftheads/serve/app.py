@@ -136,9 +136,10 @@ async def _scored(request: Request, service: Service, call: CompletionCall) -> R
 
 def _described(service: Service, model: ServedModel) -> dict[str, Any]:
     engine = service.engine(model.name)
-    own = {"head": model.head, "base": model.base, "context": engine.model.max_positions}
-    own |= {"adapter": model.adapter} if model.adapter else {}
-    return {"id": model.name, "object": "model", "created": model.created, "owned_by": "draftheads", "draftheads": own}
+    details = {"head": model.head, "base": model.base, "context": engine.model.max_positions}
+    details |= {"adapter": model.adapter} if model.adapter else {}
+    usual = {"id": model.name, "object": "model", "created": model.created, "owned_by": "draftheads"}
+    return {**usual, "draftheads": details}
 
 
 async def _api_error(_: Request, error: Exception) -> Response:

@@ -1,10 +1,7 @@
 """``/v1/completions``: the request's fields, and answers as texts or chunks."""
 
-import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
@@ -15,13 +12,12 @@ from draftheads.errors import DraftHeadsError
 from draftheads.serve.answers import Answers
 from draftheads.serve.api_error import api_error_of
 from draftheads.serve.body import read_json
-from draftheads.serve.chat_completions import num_shown
+from draftheads.serve.call import Call, num_shown
 from draftheads.serve.fields import read_fields, wrong
 from draftheads.serve.logprobs import completion_logprobs
-from draftheads.serve.request_params import CommonFields, RequestParams, read_params
+from draftheads.serve.request_params import CommonFields, read_params
 from draftheads.serve.scoring import PromptScores
 from draftheads.serve.state import Service
-from draftheads.serve.token_names import TokenNames
 from draftheads.serve.usage import DraftPieces, usage_of
 from draftheads.settings import MOST_LOGPROBS
 from draftheads.utils.counts import counted
@@ -39,20 +35,14 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class CompletionCall:
+class CompletionCall(Call):
     """A completion request that was read."""
 
-    params: RequestParams
-    prompts: list[Prompt]
-    requests: list[Request]  # n for each prompt; none if prompts are only scored
-    echo: bool
-    id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
-    created: int = field(default_factory=lambda: int(time.time()))
+    id_prefix = "cmpl"
+    object_name = chunk_name = "text_completion"
 
-    @cached_property
-    def names(self) -> TokenNames:
-        """Of the model's tokens."""
-        return TokenNames(self.params.engine.model.tokenizer)
+    prompts: list[Prompt]
+    echo: bool
 
     @property
     def num_scored(self) -> int | None:
@@ -63,30 +53,32 @@ class CompletionCall:
         """The whole response, once all requests are finished; ``scores`` of the prompts, if they are asked for."""
         choices = []
         for index in range(len(self.prompts) * self.params.fields.n):
-            number = index // self.params.fields.n
             request = self.requests[index] if self.requests else None
-            score = scores[number] if scores else None
-            choices.append(self._choice(index, self.prompts[number], request, score))
-        return {**self._head(), "choices": choices, "usage": self._usage()}
+            score = scores[index // self.params.fields.n] if scores else None
+            choices.append(self._choice(index, self._prompt(index), request, score))
+        return self.whole(choices, self._usage())
 
     async def chunks(self, answers: Answers) -> AsyncGenerator[dict[str, Any]]:
         """The response as a stream; ``answers`` are submitted."""
-        offsets = [
-            len(self.prompts[i // self.params.fields.n].text) if self.echo else 0 for i in range(len(self.requests))
-        ]
+        options = self.params.fields.stream_options
+        offsets = [0] * len(self.requests)
         pieces = [DraftPieces(self.params.engine.model.tokenizer) for _ in self.requests]
-        if self.echo:
-            for index in range(len(self.requests)):
-                yield self._chunk([_choice_of(index, self.prompts[index // self.params.fields.n].text)])
+        for index in range(len(self.requests)) if self.echo else ():
+            text = self._prompt(index).text
+            offsets[index] = len(text)
+            yield self.chunk([_choice_of(index, text)])
         async for index, event in answers.events():
             choice = self._streamed(index, event, offsets[index])
             offsets[index] += len(event.text)
-            if self.params.fields.stream_options.include_draft:
+            if options.include_draft:
                 choice["pieces"] = pieces[index].push(event.token_ids, event.num_drafted, event.text)
             if choice["text"] or choice["logprobs"] or choice["finish_reason"] or "pieces" in choice:
-                yield self._chunk([choice])
-        if self.params.fields.stream_options.include_usage:
-            yield {**self._chunk([]), "usage": self._usage()}
+                yield self.chunk([choice])
+        if options.include_usage:
+            yield self.chunk([], self._usage())
+
+    def _prompt(self, index: int) -> Prompt:
+        return self.prompts[index // self.params.fields.n]
 
     def _streamed(self, index: int, event: StreamEvent, offset: int) -> dict[str, Any]:
         logprobs = None
@@ -123,13 +115,6 @@ class CompletionCall:
     def _usage(self) -> dict[str, Any]:
         read = sum(len(prompt.token_ids) for prompt in self.prompts)
         return usage_of(self.requests, n=self.params.fields.n, prompt_tokens=read)
-
-    def _head(self) -> dict[str, Any]:
-        return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.params.lane.model}
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        usage = {"usage": None} if self.params.fields.stream_options.include_usage else {}
-        return {**self._head(), "choices": choices, **usage}
 
 
 def _choice_of(index: int, text: str, logprobs: Any = None, reason: str | None = None) -> dict[str, Any]:
@@ -191,7 +176,7 @@ def read_completion(body: bytes, service: Service) -> CompletionCall:
         raise wrong("n", f"times prompts is {num_prompts * fields.n}; it must be at most {most}")
     prompts = [_read_prompt(params.engine, prompt) for prompt in fields.prompt]
     requests = [request for prompt in prompts for request in params.requests(prompt.token_ids, param="prompt")]
-    return CompletionCall(params, prompts, [] if only_score else requests, fields.echo)
+    return CompletionCall(params, [] if only_score else requests, prompts, fields.echo)
 
 
 def _read_prompt(engine: Engine, prompt: str | list[int]) -> Prompt:

@@ -54,9 +54,9 @@ class ToolCall:
 
     def as_json(self, index: int | None = None) -> dict[str, Any]:
         """In OpenAI's form; calls in streams have an index."""
-        own = {} if index is None else {"index": index}
+        place = {} if index is None else {"index": index}
         function = {"name": self.name, "arguments": self.arguments}
-        return {**own, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+        return {**place, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 def _tool_name(name: str) -> str:
