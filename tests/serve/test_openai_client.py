@@ -107,10 +107,12 @@ def test_logit_bias(client: openai.OpenAI, server: Running):
     assert answer.choices[0].message.content == plain(server, logit_bias={first: -100.0}) != plain(server)
 
 
-def test_log_probabilities_of_chats(client: openai.OpenAI, server: Running):
-    answer = client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=3)
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_chats(client: openai.OpenAI, server: Running, stream: bool):
+    answer = client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=3, stream=stream)
+    parts = answer if stream else [answer]
+    content = [entry for part in parts if part.choices[0].logprobs for entry in part.choices[0].logprobs.content]
     expected = server.plain_answer([USER], max_new_tokens=24, logprobs=3)
-    content = answer.choices[0].logprobs.content
     assert b"".join(bytes(entry.bytes) for entry in content).decode(errors="replace") == expected.text
     assert [entry.logprob for entry in content] == pytest.approx(expected.logprobs, abs=1e-5)
     for entry, top in zip(content, expected.top_logprobs, strict=True):
@@ -158,13 +160,6 @@ def test_a_stream_may_be_left(client: openai.OpenAI, server: Running):
     answer = client.chat.completions.create(**CHAT)  # at the latest after the next step the row is free
     assert answer.choices[0].message.content == plain(server)
     assert server.scheduler.snapshot().cancelled == before + 1
-
-
-def test_log_probabilities_of_streams(client: openai.OpenAI, server: Running):
-    chunks = client.chat.completions.create(**CHAT, stream=True, logprobs=True, top_logprobs=1)
-    found = [entry for chunk in chunks if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
-    expected = server.plain_answer([USER], max_new_tokens=24, logprobs=1)
-    assert [entry.logprob for entry in found] == pytest.approx(expected.logprobs, abs=1e-5)
 
 
 def test_completions_read_raw_text(client: openai.OpenAI, server: Running):
@@ -219,15 +214,25 @@ def test_echo_with_log_probabilities_scores_the_prompt(client: openai.OpenAI, se
     assert only.usage.completion_tokens == 0
 
 
-def test_json_of_a_schema(client: openai.OpenAI, server: Running):
+@pytest.mark.parametrize("stream", [False, True])
+def test_json_of_a_schema(client: openai.OpenAI, server: Running, stream: bool):
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
-    answer = client.chat.completions.create(**{**CHAT, "max_tokens": 100}, response_format=form)
-    value = json.loads(answer.choices[0].message.content)
+    fields = {**CHAT, "max_tokens": 100, "response_format": form}
+    answer = client.chat.completions.create(**fields, stream=stream)
+    if stream:
+        chunks = list(answer)
+        text, reason = (
+            "".join(chunk.choices[0].delta.content or "" for chunk in chunks),
+            chunks[-1].choices[0].finish_reason,
+        )
+    else:
+        text, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
+    value = json.loads(text)
+    assert value.keys() == {"colour", "sure"}
     assert value["colour"] in ("red", "green")
     assert isinstance(value["sure"], bool)
-    assert answer.choices[0].finish_reason == "stop"
-    grammar = Grammar.json_schema(SCHEMA)
-    assert answer.choices[0].message.content == plain(server, max_new_tokens=100, grammar=grammar)
+    assert reason == "stop"
+    assert text == plain(server, max_new_tokens=100, grammar=Grammar.json_schema(SCHEMA))
 
 
 def test_json_objects(client: openai.OpenAI, server: Running):
@@ -236,13 +241,6 @@ def test_json_objects(client: openai.OpenAI, server: Running):
     assert answer.choices[0].message.content.startswith("{")
     expected = plain(server, grammar=Grammar.json_object(), temperature=1.0, seed=3)
     assert answer.choices[0].message.content == expected
-
-
-def test_streams_of_json(client: openai.OpenAI):
-    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
-    chunks = client.chat.completions.create(**{**CHAT, "max_tokens": 100}, response_format=form, stream=True)
-    value = json.loads("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
-    assert value.keys() == {"colour", "sure"}
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_tide"}}])
@@ -314,11 +312,6 @@ def test_the_asynchronous_client(server: Running):
     ("fields", "kind", "param"),
     [
         ({"model": "gpt-9"}, openai.NotFoundError, "model"),
-        ({"messages": []}, openai.BadRequestError, "messages"),
-        ({"temperature": -1}, openai.BadRequestError, "temperature"),
-        ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
-        ({"n": 1000}, openai.BadRequestError, "n"),
-        ({"stop": ["a"] * 17}, openai.BadRequestError, "stop"),
         ({"messages": [{"role": "user", "content": "cat " * 2100}]}, openai.BadRequestError, "messages"),
         ({"extra_body": {"temprature": 1}}, openai.BadRequestError, "temprature"),
     ],
