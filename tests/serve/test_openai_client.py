@@ -35,6 +35,7 @@ SCHEMA = {
 CHAT = {"model": NAME, "messages": [USER], "max_tokens": 24, "temperature": 0}
 TEXT = {"model": NAME, "prompt": "the cat sat", "max_tokens": 24, "temperature": 0}
 PLAIN = f"{NAME}:plain"
+VLLM = {"top_k": 5, "repetition_penalty": 1.3}  # fields that only vLLM has
 
 
 @pytest.fixture(scope="module")
@@ -71,19 +72,33 @@ def test_the_number_of_draft_nodes_changes_no_text(client: openai.OpenAI, server
     assert draft["steps"] * (nodes > 0) * (nodes - 1) == sum(draft["drafted_by_depth"])
 
 
-def test_sampling_fields_of_vllm(client: openai.OpenAI, server: Running):
-    own = {"top_k": 5, "repetition_penalty": 1.3}
-    answer = client.chat.completions.create(**{**CHAT, "temperature": 1.0}, seed=3, extra_body=own)
-    assert answer.choices[0].message.content == plain(server, temperature=1.0, seed=3, **own)
+@pytest.mark.parametrize(
+    ("fields", "settings"),
+    [
+        ({"max_tokens": None, "max_completion_tokens": 5}, {"max_new_tokens": 5}),
+        ({"temperature": 1.0, "seed": 3, "extra_body": VLLM}, {"temperature": 1.0, "seed": 3, **VLLM}),
+        (
+            {"temperature": 1.0, "seed": 3, "response_format": {"type": "json_object"}},
+            {"temperature": 1.0, "seed": 3, "grammar": Grammar.json_object()},
+        ),
+    ],
+)
+def test_fields_are_settings(client: openai.OpenAI, server: Running, fields: dict[str, Any], settings: dict[str, Any]):
+    answer = client.chat.completions.create(**{**CHAT, **fields})
+    assert answer.choices[0].message.content == plain(server, **settings) != plain(server)
 
 
-def test_several_answers_have_seeds_in_a_row(client: openai.OpenAI, server: Running):
-    answer = client.chat.completions.create(**{**CHAT, "temperature": 1.0}, seed=2**64 - 2, n=3)
-    seeds = [2**64 - 2, 2**64 - 1, 0]
-    expected = [plain(server, temperature=1.0, seed=seed) for seed in seeds]
-    assert [choice.message.content for choice in answer.choices] == expected
-    assert len(set(expected)) == 3
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (56, 72)
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_answers_have_seeds_in_a_row(client: openai.OpenAI, server: Running, stream: bool):
+    fields = {**CHAT, "temperature": 1.0, "seed": 2**64 - 2, "n": 3, "stop": ["#"]}
+    answer = client.chat.completions.create(**fields, stream=stream)
+    texts = ["", "", ""]
+    for choice in (choice for part in (answer if stream else [answer]) for choice in part.choices):
+        texts[choice.index] += (choice.delta if stream else choice.message).content or ""
+    assert texts == [plain(server, temperature=1.0, seed=seed, stop="#") for seed in (2**64 - 2, 2**64 - 1, 0)]
+    assert len(set(texts)) == 3
+    if not stream:  # the prompt counts once
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (56, 72)
 
 
 @pytest.mark.parametrize("as_list", [False, True])
@@ -93,12 +108,6 @@ def test_stop_strings(client: openai.OpenAI, server: Running, as_list: bool):
     answer = client.chat.completions.create(**CHAT, stop=[stop, "never"] if as_list else stop)
     assert answer.choices[0].message.content == plain(server, stop=stop)
     assert answer.choices[0].finish_reason == "stop"
-
-
-def test_max_completion_tokens(client: openai.OpenAI, server: Running):
-    fields = {key: value for key, value in CHAT.items() if key != "max_tokens"}
-    answer = client.chat.completions.create(**fields, max_completion_tokens=5)
-    assert answer.choices[0].message.content == plain(server, max_new_tokens=5)
 
 
 def test_logit_bias(client: openai.OpenAI, server: Running):
@@ -144,13 +153,6 @@ def test_streams_of_chats(client: openai.OpenAI, server: Running):
     assert "".join(text for text, _ in pieces) == plain(server)
     assert sum(drafted for _, drafted in pieces) <= sum(usage.usage.model_extra["draft"]["accepted_by_depth"])
     assert any(drafted for _, drafted in pieces)
-
-
-def test_streams_of_several_sampled_answers(client: openai.OpenAI, server: Running):
-    texts = ["", "", ""]
-    for chunk in client.chat.completions.create(**{**CHAT, "temperature": 1.0}, seed=4, n=3, stream=True, stop=["#"]):
-        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
-    assert texts == [plain(server, temperature=1.0, seed=4 + i, stop="#") for i in range(3)]
 
 
 def test_a_stream_may_be_left(client: openai.OpenAI, server: Running):
@@ -233,14 +235,6 @@ def test_json_of_a_schema(client: openai.OpenAI, server: Running, stream: bool):
     assert isinstance(value["sure"], bool)
     assert reason == "stop"
     assert text == plain(server, max_new_tokens=100, grammar=Grammar.json_schema(SCHEMA))
-
-
-def test_json_objects(client: openai.OpenAI, server: Running):
-    fields = {**CHAT, "temperature": 1.0, "response_format": {"type": "json_object"}}
-    answer = client.chat.completions.create(**fields, seed=3)
-    assert answer.choices[0].message.content.startswith("{")
-    expected = plain(server, grammar=Grammar.json_object(), temperature=1.0, seed=3)
-    assert answer.choices[0].message.content == expected
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_tide"}}])
