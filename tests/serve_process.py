@@ -86,8 +86,8 @@ class ServerProcess:
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    """Waits up to half a minute for something that another thread or process does."""
-    deadline = time.monotonic() + 30
+    """Waits up to ten minutes for something that another thread or process does."""
+    deadline = time.monotonic() + 600
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from draftheads.serve.api_error import ApiError
 from draftheads.serve.body import depth_of, read_json, too_deep
+from draftheads.serve.chat_completions import ChatFields
+from draftheads.serve.fields import read_fields
 from draftheads.serve.http_limits import HttpLimits
 
 VALUES = st.recursive(st.text() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
@@ -39,6 +41,15 @@ def test_no_body_takes_long(body: bytes):
     with pytest.raises(ApiError):
         read_json(body, HttpLimits())
     assert time.process_time() - start < 10  # quadratic time would be hours
+
+
+@pytest.mark.parametrize("field", ["content", "tool_calls"])
+def test_of_a_list_of_errors_only_the_first_is_read(field: str):
+    message = {"role": "user", "content": "a", field: [5] * 600_000}
+    start = time.process_time()
+    with pytest.raises(ApiError, match=rf"messages\[0\].{field}\[0\] is 5; it must be an object"):
+        read_fields(ChatFields, {"messages": [message]})
+    assert time.process_time() - start < 2  # reading all errors takes twice as long
 
 
 @pytest.mark.parametrize(

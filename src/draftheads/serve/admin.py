@@ -2,16 +2,23 @@
 
 import asyncio
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
+from pydantic import Field
 
 from draftheads.errors import CheckpointError, DraftHeadsError, ModelNotFound
 from draftheads.serve.api_error import ApiError, api_error_of
 from draftheads.serve.body import read_body, read_json
-from draftheads.serve.fields import Fields
+from draftheads.serve.fields import Fields, read_fields
 from draftheads.serve.head_replacement import Busy
 from draftheads.serve.state import Service
+
+
+class _HeadFields(Fields):
+    model: Annotated[str, Field(min_length=1)]
+    head: Annotated[str, Field(min_length=1)]
+    force: bool = False
 
 
 def add_admin_routes(app: FastAPI, service: Service) -> None:
@@ -21,21 +28,16 @@ def add_admin_routes(app: FastAPI, service: Service) -> None:
     async def head(request: Request) -> dict[str, Any]:
         _ = service.scheduler
         assert service.heads is not None, "a service with an admin key can replace heads"
-        fields = Fields(read_json(await read_body(request, service.limits), service.limits))
-        name, wanted = fields.text("model"), fields.text("head")
-        for field, value in (("model", name), ("head", wanted)):
-            if not value:
-                raise fields.wrong(field, "is missing")
-        force = fields.flag("force")
-        fields.finish()
+        fields = read_fields(_HeadFields, read_json(await read_body(request, service.limits), service.limits))
+        name, wanted = fields.model, fields.head
         weights = service.model(name).weights
         try:
-            found = await asyncio.to_thread(service.heads.replace, name, wanted, weights=weights, force=force)
+            result = await asyncio.to_thread(service.heads.replace, name, wanted, weights=weights, force=fields.force)
         except DraftHeadsError as error:
             raise _refusal(error) from None
-        if found.replaced:
+        if result.replaced:
             service.set_head(name, wanted)
-        counts = asdict(found)
+        counts = asdict(result)
         old, new = counts.pop("old"), counts.pop("new")
         return {"model": name, "head": wanted, "tokens_per_step": {"old": old, "new": new}, **counts}
 

@@ -26,7 +26,7 @@ class Answers:
     Args:
         service: the server's state.
         requests: one for each answer.
-        asked: with the lane of all of them.
+        params: with the lane of all of them.
         client: for the fair queue.
         start: when the HTTP request came, by ``time.monotonic``.
     """
@@ -37,7 +37,7 @@ class Answers:
         self,
         service: Service,
         requests: Sequence[Request],
-        asked: RequestParams,
+        params: RequestParams,
         client: str,
         *,
         start: float,
@@ -50,7 +50,7 @@ class Answers:
         seconds = service.limits.request_seconds
         deadline = None if seconds is None else self._start + seconds
         self._jobs = [
-            Job(request, asked.lane, client, self._deliver_to(index), deadline, asked.cache_salt)
+            Job(request, params.lane, client, self._deliver_to(index), deadline, params.fields.cache_salt)
             for index, request in enumerate(requests)
         ]
         self._unfinished = set(range(len(self._jobs)))

@@ -98,16 +98,16 @@ def _answers(
     request: Request, service: Service, call: ChatCall | CompletionCall, messages: list[dict[str, Any]] | None = None
 ) -> Answers:
     """The answers to a request that was read; complete ones are recorded, if the client and the server want it."""
-    answers = Answers(service, call.requests, call.asked, request.state.client, start=request.state.start)
-    if call.asked.store:
-        answers.on_finish = partial(service.record, call.asked.lane.model, messages=messages)
+    answers = Answers(service, call.requests, call.params, request.state.client, start=request.state.start)
+    if call.params.fields.store:
+        answers.on_finish = partial(service.record, call.params.lane.model, messages=messages)
     return answers
 
 
 async def _answered(request: Request, service: Service, call: ChatCall | CompletionCall, answers: Answers) -> Response:
     """The response to a request that was read: submits its jobs; a full queue is an error also of a stream."""
     await answers.submit()
-    if call.asked.stream:
+    if call.params.fields.stream:
         return EventStream(call.chunks(answers), answers.cancel)
     async with answers:
         await unless_gone(request.receive, answers.finish())
@@ -122,7 +122,7 @@ async def _scored(request: Request, service: Service, call: CompletionCall) -> R
         async with asyncio.timeout(service.limits.request_seconds):
             for prompt in call.prompts:
                 async with service.scoring:
-                    scores.append(await score(service.scheduler, call.asked.engine, prompt.token_ids, call.num_scored))
+                    scores.append(await score(service.scheduler, call.params.engine, prompt.token_ids, call.num_scored))
     except TimeoutError:
         raise ApiError(504, "the deadline passed before the prompts were scored", code="deadline") from None
     except DraftHeadsError as error:  # the server shuts down
@@ -136,9 +136,10 @@ async def _scored(request: Request, service: Service, call: CompletionCall) -> R
 
 def _described(service: Service, model: ServedModel) -> dict[str, Any]:
     engine = service.engine(model.name)
-    own = {"head": model.head, "base": model.base, "context": engine.model.max_positions}
-    own |= {"adapter": model.adapter} if model.adapter else {}
-    return {"id": model.name, "object": "model", "created": model.created, "owned_by": "draftheads", "draftheads": own}
+    details = {"head": model.head, "base": model.base, "context": engine.model.max_positions}
+    details |= {"adapter": model.adapter} if model.adapter else {}
+    usual = {"id": model.name, "object": "model", "created": model.created, "owned_by": "draftheads"}
+    return {**usual, "draftheads": details}
 
 
 async def _api_error(_: Request, error: Exception) -> Response:

@@ -96,9 +96,9 @@ def depth_of(value: Any) -> int:
     (3, 0)
     """
     depth, level = 0, [value]
-    while level := [one for one in level if isinstance(one, dict | list)]:
+    while level := [inner for inner in level if isinstance(inner, dict | list)]:
         depth += 1
-        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
     return depth
 
 

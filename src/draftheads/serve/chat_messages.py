@@ -1,28 +1,67 @@
 """The messages of a chat request, as a chat template reads them, and their token ids."""
 
-import json
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, FailFast, Field, Json
 
 from draftheads.decode.engine import Engine
 from draftheads.errors import DraftHeadsError, InvalidPrompt
 from draftheads.models.chat_template import render, template_of
 from draftheads.serve.api_error import ApiError, api_error_of
-from draftheads.serve.fields import Fields
-from draftheads.serve.http_limits import HttpLimits
+from draftheads.serve.fields import Fields, text_or_list, wrong
 from draftheads.serve.tools import OPEN, ToolUse, check_template
-from draftheads.utils.messages import ROLES, half_character
+from draftheads.utils.messages import ROLES, half_character, short
 
 
-def read_messages(fields: Fields, limits: HttpLimits) -> list[dict[str, Any]]:
-    """The messages, their contents as one text each.
+class _Function(Fields, extra="ignore"):
+    name: str
+    arguments: Annotated[Json[Any], BeforeValidator(lambda text: "{}" if text == "" else text)]
 
-    Raises:
-        ApiError: a field is wrong.
-    """
-    values = fields.list("messages", most=limits.messages)
-    if not values:
-        raise fields.wrong("messages", "is missing or empty")
-    return [_message(fields, f"messages[{number}]", value) for number, value in enumerate(values)]
+
+class _Call(Fields, extra="allow"):
+    """An earlier call. Templates read its arguments as values, and the API has them as JSON text."""
+
+    function: _Function
+    type: Any = "function"
+
+
+class _TextPart(Fields, extra="ignore"):
+    type: Literal["text"]  # the model reads only text
+    text: str
+
+
+def _parts(content: Any) -> list[Any]:
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in text_or_list(content)]
+
+
+class Message(Fields, extra="ignore"):
+    """One message."""
+
+    role: Any = None
+    content: Annotated[list[_TextPart], FailFast(), BeforeValidator(_parts)] = Field([])
+    tool_calls: Annotated[list[_Call], FailFast()] = Field([])  # with all errors of a list, a request takes seconds
+    tool_call_id: Any = None
+
+    def for_template(self, place: str) -> dict[str, Any]:
+        """The message as a chat template reads it.
+
+        Raises:
+            ApiError: a field is wrong; ``place`` names the message.
+        """
+        if self.role not in ROLES:
+            raise wrong(f"{place}.role", f"is {short(repr(self.role))}; it must be one of {', '.join(ROLES)}")
+        if not self.tool_calls and "content" not in self.model_fields_set:
+            raise wrong(f"{place}.content", "is missing; it must be a string or a list of text parts")
+        text = "\n".join(part.text for part in self.content)
+        if problem := half_character(text):
+            raise wrong(f"{place}.content", problem)
+        # models know no "developer", which is what OpenAI's API calls the system now
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        if self.role == "tool" and isinstance(self.tool_call_id, str):
+            message["tool_call_id"] = self.tool_call_id
+        return message
 
 
 def prompt_ids_of(engine: Engine, messages: list[dict[str, Any]], tools: ToolUse | None) -> list[int]:
@@ -60,58 +99,3 @@ def _with_tools(engine: Engine, messages: list[dict[str, Any]], tools: ToolUse |
     if tools is not None and tools.forced:
         text += f"{OPEN}\n"  # the answer is the call itself
     return list(engine.model.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _message(fields: Fields, place: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise fields.wrong(place, "must be an object with role and content")
-    role = value.get("role")
-    if role not in ROLES:
-        raise fields.wrong(f"{place}.role", f"must be one of {', '.join(ROLES)}")
-    content = _content(fields, f"{place}.content", value.get("content"), needed=not value.get("tool_calls"))
-    # models know no "developer", which is what OpenAI's API calls the system now
-    found: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
-    if value.get("tool_calls"):
-        found["tool_calls"] = _calls(fields, f"{place}.tool_calls", value["tool_calls"])
-    if role == "tool" and isinstance(value.get("tool_call_id"), str):
-        found["tool_call_id"] = value["tool_call_id"]
-    return found
-
-
-def _content(fields: Fields, place: str, value: Any, *, needed: bool) -> str:
-    if value is None and not needed:
-        return ""
-    parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
-    if not isinstance(parts, list):
-        raise fields.wrong(place, "must be a string or a list of text parts")
-    texts = []
-    for number, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise fields.wrong(
-                f"{place}[{number}]", "must be a part of type text, with its text: the model reads only text"
-            )
-        texts.append(part["text"])
-    text = "\n".join(texts)
-    if problem := half_character(text):
-        raise fields.wrong(place, problem)
-    return text
-
-
-def _calls(fields: Fields, place: str, values: Any) -> list[dict[str, Any]]:
-    """Earlier calls; templates read their arguments as values, and the API has them as JSON text."""
-    if not isinstance(values, list):
-        raise fields.wrong(place, "must be a list of calls")
-    calls = []
-    for number, value in enumerate(values):
-        match value:
-            case {"function": {"name": str(name), "arguments": str(arguments)}}:
-                try:
-                    parsed = json.loads(arguments or "{}")
-                except (ValueError, RecursionError) as error:
-                    problem = f"is not valid JSON: {error}"
-                    raise fields.wrong(f"{place}[{number}].function.arguments", problem) from None
-                calls.append({**value, "type": "function", "function": {"name": name, "arguments": parsed}})
-            case _:
-                raise fields.wrong(f"{place}[{number}]", "must have a function with name and arguments")
-    return calls

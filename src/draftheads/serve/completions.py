@@ -1,11 +1,10 @@
 """``/v1/completions``: the request's fields, and answers as texts or chunks."""
 
-import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import Request, StreamEvent, TopLogprobs
@@ -13,14 +12,12 @@ from draftheads.errors import DraftHeadsError
 from draftheads.serve.answers import Answers
 from draftheads.serve.api_error import api_error_of
 from draftheads.serve.body import read_json
-from draftheads.serve.chat_completions import num_shown
-from draftheads.serve.fields import Fields
+from draftheads.serve.call import Call, num_shown
+from draftheads.serve.fields import read_fields, wrong
 from draftheads.serve.logprobs import completion_logprobs
-from draftheads.serve.request_params import RequestParams, read_asked
+from draftheads.serve.request_params import CommonFields, read_params
 from draftheads.serve.scoring import PromptScores
 from draftheads.serve.state import Service
-from draftheads.serve.structured import read_response_format
-from draftheads.serve.token_names import TokenNames
 from draftheads.serve.usage import DraftPieces, usage_of
 from draftheads.settings import MOST_LOGPROBS
 from draftheads.utils.counts import counted
@@ -38,52 +35,50 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class CompletionCall:
+class CompletionCall(Call):
     """A completion request that was read."""
 
-    asked: RequestParams
-    prompts: list[Prompt]
-    requests: list[Request]  # n for each prompt; none if prompts are only scored
-    echo: bool
-    id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
-    created: int = field(default_factory=lambda: int(time.time()))
+    id_prefix = "cmpl"
+    object_name = chunk_name = "text_completion"
 
-    @cached_property
-    def names(self) -> TokenNames:
-        """Of the model's tokens."""
-        return TokenNames(self.asked.engine.model.tokenizer)
+    prompts: list[Prompt]
+    echo: bool
 
     @property
     def num_scored(self) -> int | None:
         """How many top log-probabilities of prompt tokens are asked for; None: not even their own."""
-        return self.asked.settings.logprobs if self.echo else None
+        return self.params.settings.logprobs if self.echo else None
 
     def response(self, scores: Sequence[PromptScores] = ()) -> dict[str, Any]:
         """The whole response, once all requests are finished; ``scores`` of the prompts, if they are asked for."""
         choices = []
-        for index in range(len(self.prompts) * self.asked.n):
-            number = index // self.asked.n
+        for index in range(len(self.prompts) * self.params.fields.n):
             request = self.requests[index] if self.requests else None
-            score = scores[number] if scores else None
-            choices.append(self._choice(index, self.prompts[number], request, score))
-        return {**self._head(), "choices": choices, "usage": self._usage()}
+            score = scores[index // self.params.fields.n] if scores else None
+            choices.append(self._choice(index, self._prompt(index), request, score))
+        return self.whole(choices, self._usage())
 
     async def chunks(self, answers: Answers) -> AsyncGenerator[dict[str, Any]]:
         """The response as a stream; ``answers`` are submitted."""
-        offsets = [len(self.prompts[i // self.asked.n].text) if self.echo else 0 for i in range(len(self.requests))]
-        pieces = [DraftPieces(self.asked.engine.model.tokenizer) for _ in self.requests]
-        if self.echo:
-            for index in range(len(self.requests)):
-                yield self._chunk([_choice_of(index, self.prompts[index // self.asked.n].text)])
+        options = self.params.fields.stream_options
+        offsets = [0] * len(self.requests)
+        pieces = [DraftPieces(self.params.engine.model.tokenizer) for _ in self.requests]
+        for index in range(len(self.requests)) if self.echo else ():
+            text = self._prompt(index).text
+            offsets[index] = len(text)
+            yield self.chunk([_choice_of(index, text)])
         async for index, event in answers.events():
             choice = self._streamed(index, event, offsets[index])
             offsets[index] += len(event.text)
-            if self.asked.include_draft:
+            if options.include_draft:
                 choice["pieces"] = pieces[index].push(event.token_ids, event.num_drafted, event.text)
             if choice["text"] or choice["logprobs"] or choice["finish_reason"] or "pieces" in choice:
-                yield self._chunk([choice])
-        if self.asked.include_usage:
-            yield {**self._chunk([]), "usage": self._usage()}
+                yield self.chunk([choice])
+        if options.include_usage:
+            yield self.chunk([], self._usage())
+
+    def _prompt(self, index: int) -> Prompt:
+        return self.prompts[index // self.params.fields.n]
 
     def _streamed(self, index: int, event: StreamEvent, offset: int) -> dict[str, Any]:
         logprobs = None
@@ -113,24 +108,46 @@ class CompletionCall:
             logprobs += request.logprobs[:count]
             tops += request.top_logprobs[:count]
         form = None
-        if self.asked.settings.logprobs is not None:
+        if self.params.settings.logprobs is not None:
             form = completion_logprobs(self.names, ids, logprobs, tops)
         return _choice_of(index, text, form, "length" if request is None else request.finish_reason)
 
     def _usage(self) -> dict[str, Any]:
         read = sum(len(prompt.token_ids) for prompt in self.prompts)
-        return usage_of(self.requests, n=self.asked.n, prompt_tokens=read)
-
-    def _head(self) -> dict[str, Any]:
-        return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.asked.lane.model}
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        usage = {"usage": None} if self.asked.include_usage else {}
-        return {**self._head(), "choices": choices, **usage}
+        return usage_of(self.requests, n=self.params.fields.n, prompt_tokens=read)
 
 
 def _choice_of(index: int, text: str, logprobs: Any = None, reason: str | None = None) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _prompts_of(value: Any) -> list[str | list[int]]:
+    match value:
+        case str() | [int(), *_]:
+            prompts = [value]
+        case [_, *_]:
+            prompts = value
+        case _:
+            prompts = [None]
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            problem = half_character(prompt)
+        elif isinstance(prompt, list) and all(type(token) is int for token in prompt):
+            problem = None
+        else:
+            problem = "must be a text, a list of texts, a list of token ids, or a list of such lists"
+        if problem:
+            raise ValueError(problem)
+    return prompts
+
+
+class CompletionFields(CommonFields):
+    """The fields of a completion request."""
+
+    prompt: Annotated[Any, AfterValidator(_prompts_of)] = Field(None, validate_default=True)
+    max_tokens: Annotated[int, Field(ge=0)] | None = None  # 0, with echo: prompts are only scored
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    echo: bool = False
 
 
 def read_completion(body: bytes, service: Service) -> CompletionCall:
@@ -139,54 +156,34 @@ def read_completion(body: bytes, service: Service) -> CompletionCall:
     Raises:
         ApiError: a field is wrong.
     """
-    fields = Fields(read_json(body, service.limits))
-    echo = fields.flag("echo")
-    only_score = echo and fields.any("max_tokens") == 0  # no new token
-    logprobs = fields.integer("logprobs", least=0, most=MOST_LOGPROBS)
-    grammar = read_response_format(fields, service.limits)
-    if only_score:
-        fields = fields.without("max_tokens")
-    asked = read_asked(fields, service, default_tokens=_DEFAULT_TOKENS, logprobs=logprobs, grammar=grammar)
-    values = _prompt_list(fields, service.limits.choices)
-    fields.finish()
-    if len(values) * asked.n > service.limits.choices:
-        most = service.limits.choices
-        raise fields.wrong("n", f"times prompts is {len(values) * asked.n}; it must be at most {most}")
-    if echo and logprobs is not None and asked.stream:
-        raise fields.wrong("echo", "with logprobs is not for streams; leave stream out")
-    prompts = [_prompt(fields, asked.engine, value) for value in values]
-    requests = [request for prompt in prompts for request in asked.requests(prompt.token_ids, param="prompt")]
-    return CompletionCall(asked, prompts, [] if only_score else requests, echo)
+    fields = read_fields(CompletionFields, read_json(body, service.limits))
+    only_score = fields.max_tokens == 0
+    if only_score and not fields.echo:
+        raise wrong("max_tokens", "is 0; it must be at least 1")
+    if fields.echo and fields.logprobs is not None and fields.stream:
+        raise wrong("echo", "with logprobs is not for streams; leave stream out")
+    params = read_params(
+        fields,
+        service,
+        default_tokens=_DEFAULT_TOKENS,
+        logprobs=fields.logprobs,
+        grammar=fields.response_format.grammar,
+    )
+    num_prompts, most = len(fields.prompt), service.limits.choices
+    if num_prompts > most:
+        raise wrong("prompt", f"has {counted(num_prompts, 'prompt')}; it must have at most {most}")
+    if num_prompts * fields.n > most:
+        raise wrong("n", f"times prompts is {num_prompts * fields.n}; it must be at most {most}")
+    prompts = [_read_prompt(params.engine, prompt) for prompt in fields.prompt]
+    requests = [request for prompt in prompts for request in params.requests(prompt.token_ids, param="prompt")]
+    return CompletionCall(params, [] if only_score else requests, prompts, fields.echo)
 
 
-def _prompt_list(fields: Fields, most: int) -> list[Any]:
-    """The prompts of a field that can be one text, one list of token ids, or a list of either."""
-    value = fields.any("prompt")
-    match value:
-        case str():
-            return [value]
-        case [int(), *_]:
-            return [value]
-        case [str() | list(), *_] if len(value) <= most:
-            return list(value)
-        case [str() | list(), *_]:
-            raise fields.wrong("prompt", f"has {counted(len(value), 'prompt')}; it must have at most {most}")
-    raise fields.wrong("prompt", "must be a text, a list of texts, a list of token ids, or a list of such lists")
-
-
-def _prompt(fields: Fields, engine: Engine, value: Any) -> Prompt:
-    """Token ids of a prompt, which is read as it is, without chat template."""
+def _read_prompt(engine: Engine, prompt: str | list[int]) -> Prompt:
+    """Its token ids; a text is read as it is, without chat template."""
     tokenizer = engine.model.tokenizer
-    if isinstance(value, str):
-        if problem := half_character(value):
-            raise fields.wrong("prompt", problem)
-        ids = list(tokenizer(value)["input_ids"])
-    elif isinstance(value, list) and all(type(token) is int for token in value):
-        ids = value
-    else:
-        raise fields.wrong("prompt", "must be a text, a list of texts, a list of token ids, or a list of such lists")
     try:
-        ids = engine.encode(ids)  # checks them
+        ids = engine.encode(list(tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else prompt)  # checks them
     except DraftHeadsError as error:
         raise api_error_of(error, param="prompt") from None
-    return Prompt(ids, value if isinstance(value, str) else tokenizer.decode(ids, skip_special_tokens=False))
+    return Prompt(ids, prompt if isinstance(prompt, str) else tokenizer.decode(ids, skip_special_tokens=False))

@@ -1,142 +1,122 @@
-"""Reads the fields of a request's JSON object, with their types. Every error names the field."""
+"""Reads a request's JSON object into a pydantic model. Every error names the field, its value and what is allowed."""
 
-from collections.abc import Callable, Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping
 from reprlib import repr as short_repr
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from draftheads.errors import close_name
 from draftheads.serve.api_error import ApiError
-from draftheads.utils.messages import half_character
+from draftheads.utils.messages import half_character, short
 
 # fields of OpenAI's API that change no answer of ours
-_WITHOUT_EFFECT = frozenset(
-    [
-        "metadata",
-        "parallel_tool_calls",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "user",
-    ]
-)
-# fields that would change the answer, with the values that do not
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "best_of": (1,),
-    "frequency_penalty": (0,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "presence_penalty": (0,),
-    "reasoning_effort": (),
-    "suffix": ("",),
-    "verbosity": (),
-    "web_search_options": (),
+_WITHOUT_EFFECT = {"include_obfuscation", "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key"} | {
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "user",
 }
-_INSTEAD = {
-    "best_of": "send n and choose among the answers",
-    "frequency_penalty": "use repetition_penalty",
-    "function_call": "use tool_choice",
-    "functions": "use tools",
-    "presence_penalty": "use repetition_penalty",
+# fields that would change the answer: a value that does not, and what to do instead
+_UNSUPPORTED: dict[str, tuple[Any, str]] = {
+    "audio": (None, "leave it out"),
+    "best_of": (1, "send n and choose among the answers"),
+    "frequency_penalty": (0, "use repetition_penalty"),
+    "function_call": ("none", "use tool_choice"),
+    "functions": ([], "use tools"),
+    "modalities": (["text"], "leave it out"),
+    "presence_penalty": (0, "use repetition_penalty"),
+    "reasoning_effort": (None, "leave it out"),
+    "suffix": ("", "leave it out"),
+    "verbosity": (None, "leave it out"),
+    "web_search_options": (None, "leave it out"),
+}
+# by pydantic's type of error
+_PROBLEMS = {
+    "missing": "is missing",
+    "too_short": "is empty",
+    "string_too_short": "is empty",
+    "too_long": "has {actual_length} entries; it must have at most {max_length}",
+    "json_invalid": "is not valid JSON: {error}",
+    "value_error": "{error}",
+    "int_type": "is {value}; it must be an integer",
+    "float_type": "is {value}; it must be a number",
+    "bool_type": "is {value}; it must be true or false",
+    "string_type": "is {value}; it must be a string",
+    "string_too_long": "is {value}; it must be a string of at most {max_length} characters",
+    "json_type": "is {value}; it must be a string",
+    "list_type": "is {value}; it must be a list",
+    "text_or_list": "is {value}; it must be a string or a list",
+    "dict_type": "is {value}; it must be an object",
+    "model_type": "is {value}; it must be an object",
+    "greater_than_equal": "is {value}; it must be at least {ge}",
+    "less_than_equal": "is {value}; it must be at most {le}",
+    "literal_error": "is {value}; it must be {expected}",
 }
 
 
-class Fields:
-    """The fields of an object; :meth:`finish` refuses those that were not read.
+class Fields(BaseModel):
+    """The fields of an object. One that is null counts as left out; one that is unknown is an error."""
 
-    Args:
-        values: the object. A field that is null counts as left out.
-        place: what to write before its fields' names in errors.
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        given = {name: value for name, value in values.items() if value is not None}
+        if cls.model_config["extra"] != "forbid":
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        for name in given.keys() - known - _WITHOUT_EFFECT:
+            if name not in _UNSUPPORTED or given[name] != _UNSUPPORTED[name][0]:
+                raise PydanticCustomError("unknown", "", {"name": ascii(name)[1:-1], "close": close_name(name, known)})
+        return {name: given[name] for name in known & given.keys()}
+
+
+Model = TypeVar("Model", bound=Fields)
+
+
+def read_fields(model: type[Model], values: Mapping[str, Any]) -> Model:
+    """The fields of an object.
+
+    Raises:
+        ApiError: a field is wrong; the first one, if there are several.
     """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise _api_error(error.errors(include_url=False)[0]) from None
 
-    def __init__(self, values: Mapping[str, Any], place: str = "") -> None:
-        self._values = {name: value for name, value in values.items() if value is not None}
-        self._place = place
-        self._read: set[str] = set()
 
-    def name(self, field: str) -> str:
-        """The whole name of a field, as errors have it."""
-        return self._place + field
+def wrong(field: str, problem: str) -> ApiError:
+    """The error of a field."""
+    return ApiError(400, f"{field} {problem}", param=field)
 
-    def given(self, field: str) -> bool:
-        """Is there a value?"""
-        return field in self._values
 
-    def without(self, field: str) -> "Fields":
-        """The same fields but one."""
-        others = Fields({name: value for name, value in self._values.items() if name != field}, self._place)
-        others._read = self._read
-        return others
+def text_or_list(value: Any) -> list[Any]:
+    """A list, which may be one string instead."""
+    if not isinstance(value, str | list):
+        raise PydanticCustomError("text_or_list", "")
+    return value if isinstance(value, list) else [value]
 
-    def any(self, field: str, default: Any = None) -> Any:
-        """A value of any type."""
-        self._read.add(field)
-        return self._values.get(field, default)
 
-    def integer(self, field: str, default: Any = None, *, least: int | None = None, most: int | None = None) -> Any:
-        """An integer in a range."""
-        value = self._of(field, default, lambda value: type(value) is int, "an integer")
-        for limit, wrong, words in ((least, -1, "at least"), (most, 1, "at most")):
-            if value is not default and limit is not None and (value - limit) * wrong > 0:
-                raise self.wrong(field, f"is {short_repr(value)}; it must be {words} {limit}")
-        return value
+def _api_error(error: ErrorDetails) -> ApiError:
+    """One of pydantic's errors."""
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])[1:]
+    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    if kind == "unknown":
+        return _unknown(f"{field}." if field else "", **context)
+    if kind == "string_unicode":
+        return wrong(field, str(half_character(value)))
+    return wrong(field, _PROBLEMS[kind].format(value=short_repr(value), **context))
 
-    def number(self, field: str, default: Any = None) -> Any:
-        """An integer or float."""
-        return self._of(field, default, lambda value: type(value) in (int, float), "a number")
 
-    def flag(self, field: str, *, default: bool = False) -> bool:
-        """True or false."""
-        return bool(self._of(field, default, lambda value: type(value) is bool, "true or false"))
-
-    def text(self, field: str, default: Any = None) -> Any:
-        """A string that a tokenizer can read."""
-        value = self._of(field, default, lambda value: type(value) is str, "a string")
-        if isinstance(value, str) and (problem := half_character(value)):
-            raise self.wrong(field, problem)
-        return value
-
-    def object(self, field: str) -> "Fields | None":
-        """The fields of an object in the object."""
-        value = self._of(field, None, lambda value: type(value) is dict, "an object")
-        return None if value is None else Fields(value, f"{self.name(field)}.")
-
-    def list(self, field: str, *, most: int) -> Any:
-        """A list of limited length."""
-        value = self._of(field, None, lambda value: type(value) is list, "a list")
-        if value is not None and len(value) > most:
-            raise self.wrong(field, f"has {len(value)} entries; it must have at most {most}")
-        return value
-
-    def wrong(self, field: str, problem: str) -> ApiError:
-        """The error of a field."""
-        return ApiError(400, f"{self.name(field)} {problem}", param=self.name(field))
-
-    def finish(self) -> None:
-        """Refuses fields that were not read, unless they change nothing.
-
-        Raises:
-            ApiError: a field that is not supported, or unknown.
-        """
-        for field in self._values.keys() - self._read - _WITHOUT_EFFECT:
-            value = self._values[field]
-            if field in _UNSUPPORTED:
-                if value in _UNSUPPORTED[field]:
-                    continue
-                instead = f": {_INSTEAD[field]}" if field in _INSTEAD else ": leave it out"
-                raise self.wrong(field, f"is not supported here{instead}")
-            close = get_close_matches(field, self._read, 1)
-            hint = f"did you mean {close[0]}?" if close else "leave it out"
-            shown = ascii(field) if len(field) <= 60 else ascii(field[:57]) + "…"
-            raise ApiError(
-                400, f"unknown field {self._place}{shown}; {hint}", param=self.name(field[:60]), code="unknown_field"
-            )
-
-    def _of(self, field: str, default: Any, holds: Callable[[Any], bool], words: str) -> Any:
-        value = self.any(field, default)
-        if value is not default and not holds(value):
-            raise self.wrong(field, f"is {short_repr(value)}; it must be {words}")
-        return value
+def _unknown(place: str, name: str, close: str | None) -> ApiError:
+    if name in _UNSUPPORTED:
+        return wrong(place + name, f"is not supported here: {_UNSUPPORTED[name][1]}")
+    hint = f"did you mean {close}?" if close else "leave it out"
+    message = f"unknown field {place}'{short(name)}'; {hint}"
+    return ApiError(400, message, param=place + name[:60], code="unknown_field")

@@ -6,9 +6,8 @@ An ASGI middleware. Prompts are never logged, nor are query strings.
 import hmac
 import logging
 import time
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -55,7 +54,7 @@ class Access:
         Raises:
             ApiError: 403 for a foreign page, 401 for a missing or wrong key.
         """
-        headers = _headers(scope)
+        headers = dict(scope["headers"])
         self._check_host(headers)
         _check_origin(headers)
         path = scope["path"]
@@ -151,10 +150,6 @@ def _missing(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]
     names = {name for name, _ in headers}
     cache = () if b"cache-control" in names else ((b"cache-control", b"no-store"),)
     return [header for header in (*_HEADERS, *cache) if header[0] not in names]
-
-
-def _headers(scope: MutableMapping[str, Any]) -> dict[bytes, bytes]:
-    return dict(scope["headers"])
 
 
 def _check_origin(headers: dict[bytes, bytes]) -> None:

@@ -1,11 +1,11 @@
-"""What a client may ask of the server, and how long it may take. Knows nothing of models."""
+"""How much a client may send to the server, and how long it may take."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class HttpLimits:
-    """Limits of connections, bodies and fields. Beyond them a client gets an error, or its connection is closed."""
+    """Limits of connections and bodies. Beyond them a client gets an error, or its connection is closed."""
 
     max_connections: int = 512
     header_seconds: float = 10.0  # from the first byte of a request, or the connection, to the end of its headers
@@ -16,14 +16,6 @@ class HttpLimits:
     body_bytes: int = 2 << 20
     json_depth: int = 64
     choices: int = 128  # prompts of a request times n
-    stop_strings: int = 16
-    stop_characters: int = 256  # of one stop string
-    logit_biases: int = 1024
-    salt_characters: int = 256
-    messages: int = 2048
-    tools: int = 64
-    schema_bytes: int = 64 << 10  # of all JSON schemas of a request
-    schema_depth: int = 32
 
     default_tokens: int = 2048  # of a chat's answer, where the request names no limit
     request_seconds: float | None = 600.0  # from the request to the end of its answer

@@ -1,36 +1,80 @@
 """The fields that both routes have: model, sampling, streaming."""
 
+import re
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import Request
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings
 from draftheads.serve.api_error import api_error_of
-from draftheads.serve.fields import Fields
+from draftheads.serve.fields import Fields, text_or_list, wrong
+from draftheads.serve.http_limits import HttpLimits
 from draftheads.serve.scheduler import Lane
 from draftheads.serve.state import Service
-from draftheads.settings import SamplingSettings
+from draftheads.serve.structured import ResponseFormat
+from draftheads.settings import Grammar, SamplingSettings
 
 _FROM_MODEL = ("temperature", "top_p", "top_k", "repetition_penalty")
+_SAMPLING = {*_FROM_MODEL, "seed", "stop", "logit_bias", "ignore_eos"}  # fields that are settings of the same name
 _OUR_NAMES = {"max_new_tokens": "max_tokens"}
 _NAMES = {"draft_nodes", *(field.name for field in dataclass_fields(SamplingSettings))}
+_MOST_STOP_CHARACTERS = 256
+_TOKEN_ID = re.compile(r"[0-9]{1,9}")
+
+
+def _short_stops(stops: list[str]) -> list[str]:
+    if (longest := max(map(len, stops), default=0)) > _MOST_STOP_CHARACTERS:
+        raise ValueError(f"has a string of {longest} characters; it must have at most {_MOST_STOP_CHARACTERS}")
+    return stops
+
+
+def _by_token_id(biases: dict[Any, Any]) -> dict[Any, Any]:
+    for key in biases:
+        if not _TOKEN_ID.fullmatch(key):
+            raise ValueError(f"has the key {key[:20]!r}; keys are token ids")
+    return {int(key): bias for key, bias in biases.items()}
+
+
+class _StreamOptions(Fields):
+    include_usage: bool = False  # a last chunk with the counts
+    include_draft: bool = False  # which text of a chunk was drafted
+
+
+class CommonFields(Fields):
+    """Types and sizes. :class:`SamplingSettings` has the ranges of its settings, and models have their defaults."""
+
+    model: str = ""
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: Annotated[list[str], AfterValidator(_short_stops), BeforeValidator(text_or_list)] = Field([], max_length=16)
+    logit_bias: Annotated[dict[Any, Any], AfterValidator(_by_token_id)] = Field({}, max_length=1024)
+    ignore_eos: bool = False
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    draft_nodes: int | None = None
+    n: Annotated[int, Field(ge=1, le=HttpLimits.choices)] = 1  # answers to each prompt
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
+    store: bool = True  # the answers may be recorded
+    cache_salt: Annotated[str, Field(max_length=256)] = ""  # with the same, prompts share caches
+    response_format: ResponseFormat = ResponseFormat(type="text", json_schema=None)
 
 
 @dataclass(frozen=True)
 class RequestParams:
     """What a request asks for, but for its prompt."""
 
+    fields: CommonFields
     engine: Engine
     lane: Lane
     settings: SamplingSettings
-    n: int  # answers to each prompt
-    stream: bool
-    include_usage: bool  # a last chunk with the counts
-    include_draft: bool  # which text of a chunk was drafted
-    store: bool  # the answers may be recorded
-    cache_salt: str  # what was read of prompts is shared among requests with the same one
 
     def requests(self, prompt_ids: list[int], *, param: str) -> list[Request]:
         """The n requests of one prompt. Those of a seed have this seed and the ones after it.
@@ -43,9 +87,12 @@ class RequestParams:
             ApiError: the prompt is empty or too long, or a setting is impossible.
         """
         seed = self.settings.seed
-        each = [self.settings if seed is None else replace(self.settings, seed=_later(seed, i)) for i in range(self.n)]
+        settings = [
+            self.settings if seed is None else replace(self.settings, seed=_later(seed, number))
+            for number in range(self.fields.n)
+        ]
         try:
-            return [self.engine.request(prompt_ids, settings) for settings in each]
+            return [self.engine.request(prompt_ids, each) for each in settings]
         except DraftHeadsError as error:
             raise api_error_of(error, param=param if isinstance(error, InvalidPrompt) else _field_of(error)) from None
 
@@ -54,117 +101,57 @@ def _later(seed: int, number: int) -> int:
     return seed + number if seed + number < 2**64 else seed + number - 2**64
 
 
-def read_asked(fields: Fields, service: Service, *, default_tokens: int, **settings: Any) -> RequestParams:
-    """Reads the common fields.
+def read_params(
+    fields: CommonFields,
+    service: Service,
+    *,
+    default_tokens: int,
+    logprobs: int | None,
+    grammar: Grammar | None,
+) -> RequestParams:
+    """What the common fields mean for the server's models.
 
     Args:
         fields: of the request.
         service: the server's state.
         default_tokens: new tokens where the request names no limit.
-        **settings: further fields of :class:`SamplingSettings`.
+        logprobs: top log-probabilities; None: not even those of the answer's tokens.
+        grammar: of the answer.
 
     Raises:
         ApiError: a field is wrong.
     """
-    limits = service.limits
-    name = fields.text("model")
-    if not name:
-        raise fields.wrong("model", f"is missing; models of this server: {', '.join(service.models)}")
-    engine = service.engine(name)
-    lane = Lane(name, fields.integer("draft_nodes"))
-    stream = fields.flag("stream")
-    options = fields.object("stream_options")
-    if options is not None and not stream:
-        raise fields.wrong("stream_options", "is for streams only; send stream: true")
-    include_usage = options is not None and options.flag("include_usage")
-    include_draft = options is not None and options.flag("include_draft")
-    if options is not None:
-        options.any("include_obfuscation")
-        options.finish()
-    cache_salt = fields.text("cache_salt", "")
-    if len(cache_salt) > limits.salt_characters:
-        raise fields.wrong("cache_salt", f"has {len(cache_salt)} characters; at most {limits.salt_characters} may be")
+    if not fields.model:
+        raise wrong("model", f"is missing; models of this server: {', '.join(service.models)}")
+    if fields.n > service.limits.choices:
+        raise wrong("n", f"is {fields.n}; it must be at most {service.limits.choices}")
+    if len({fields.max_tokens, fields.max_completion_tokens} - {None}) > 1:
+        raise wrong("max_tokens", "and max_completion_tokens differ; send one of them")
+    if "stream_options" in fields.model_fields_set and not fields.stream:
+        raise wrong("stream_options", "is for streams only; send stream: true")
+    engine = service.engine(fields.model)
+    sampling = {**_defaults_of(engine), **fields.model_dump(include=_SAMPLING, exclude_unset=True)}
+    if sampling["top_k"] < 1:  # all tokens, as in vLLM
+        sampling["top_k"] = None
     try:
-        engine.check_draft_nodes(lane.draft_nodes)
-        sampling = SamplingSettings(
-            **{**_defaults_of(engine), **_sampling(fields, service)},
-            max_new_tokens=_max_tokens(fields, default_tokens),
-            **settings,
+        engine.check_draft_nodes(fields.draft_nodes)
+        settings = SamplingSettings(
+            **sampling,
+            max_new_tokens=fields.max_tokens or fields.max_completion_tokens or default_tokens,
+            logprobs=logprobs,
+            grammar=grammar,
         )
     except InvalidSettings as error:
         raise api_error_of(error, param=_field_of(error)) from None
-    n = fields.integer("n", 1, least=1, most=limits.choices)
-    store = fields.flag("store", default=True)
-    return RequestParams(engine, lane, sampling, n, stream, include_usage, include_draft, store, cache_salt)
+    return RequestParams(fields, engine, Lane(fields.model, fields.draft_nodes), settings)
 
 
 def _defaults_of(engine: Engine) -> dict[str, Any]:
     """OpenAI's defaults, but those that the model's own generation configuration names."""
     config = getattr(engine.model.model, "generation_config", None)
-    own = {} if config is None else config.to_diff_dict()
-    found = {name: own[name] for name in _FROM_MODEL if own.get(name) is not None}
-    return {"temperature": 1.0, **found, "top_k": found.get("top_k") or None}
-
-
-def _sampling(fields: Fields, service: Service) -> dict[str, Any]:
-    """The sampling fields that the request names."""
-    limits = service.limits
-    values = {
-        "temperature": fields.number("temperature"),
-        "top_p": fields.number("top_p"),
-        "repetition_penalty": fields.number("repetition_penalty"),
-        "seed": fields.integer("seed"),
-        "stop": _stop(fields, limits.stop_strings, limits.stop_characters),
-        "logit_bias": _logit_bias(fields, limits.logit_biases),
-    }
-    found = {name: value for name, value in values.items() if value is not None}
-    if fields.given("top_k"):
-        top_k = fields.integer("top_k", least=-1)
-        found["top_k"] = None if top_k < 1 else top_k  # -1 and 0 are all tokens, as in vLLM
-    if fields.flag("ignore_eos"):
-        found["ignore_eos"] = True
-    return found
-
-
-def _max_tokens(fields: Fields, default: int) -> int:
-    names = [name for name in ("max_tokens", "max_completion_tokens") if fields.given(name)]
-    values = {name: fields.integer(name, least=1) for name in names}
-    if len(set(values.values())) > 1:
-        raise fields.wrong("max_tokens", "and max_completion_tokens differ; send one of them")
-    fields.any("max_tokens")
-    return next(iter(values.values()), default)
-
-
-def _stop(fields: Fields, most: int, most_characters: int) -> list[str] | None:
-    value = fields.any("stop")
-    if value is None:
-        return None
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise fields.wrong("stop", "must be a string or a list of strings, none of them empty")
-    if len(stops) > most:
-        raise fields.wrong("stop", f"has {len(stops)} strings; it must have at most {most}")
-    if longest := max((len(stop) for stop in stops if len(stop) > most_characters), default=0):
-        raise fields.wrong("stop", f"has a string of {longest} characters; it must have at most {most_characters}")
-    return stops
-
-
-def _logit_bias(fields: Fields, most: int) -> dict[int, float] | None:
-    value = fields.any("logit_bias")
-    if not value and value in (None, {}):
-        return None
-    if not isinstance(value, dict):
-        raise fields.wrong("logit_bias", "must be an object from token ids to numbers")
-    if len(value) > most:
-        raise fields.wrong("logit_bias", f"has {len(value)} entries; it must have at most {most}")
-    found = {}
-    for key, bias in value.items():
-        if not (key.isascii() and key.isdigit() and len(key) < 10):
-            raise fields.wrong("logit_bias", f"has the key {key[:20]!r}; keys are token ids")
-        if type(bias) not in (int, float) or not -100 <= bias <= 100:
-            raise fields.wrong("logit_bias", f"of token {key} must be a number from -100 to 100")
-        found[int(key)] = float(bias)
-    return found
+    of_model = {} if config is None else config.to_diff_dict()
+    named = {name: of_model[name] for name in _FROM_MODEL if of_model.get(name) is not None}
+    return {"temperature": 1.0, "top_k": 0, **named}
 
 
 def _field_of(error: DraftHeadsError) -> str | None:

@@ -1,37 +1,50 @@
 """``response_format``: the grammar of an answer."""
 
-from draftheads.serve.fields import Fields
-from draftheads.serve.http_limits import HttpLimits
-from draftheads.serve.tools import check_schema
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from draftheads.serve.body import depth_of
+from draftheads.serve.fields import Fields, wrong
 from draftheads.settings import Grammar
 
+_MOST_BYTES, _DEEPEST = 64 << 10, 32
 
-def read_response_format(fields: Fields, limits: HttpLimits) -> Grammar | None:
-    """The grammar that a request asks for; None for free text.
+
+def check_schema(schema: Any) -> Any:
+    """A JSON schema, or a list of tools with theirs.
 
     Raises:
-        ApiError: a field is wrong.
+        ValueError: it is too large, or nested too deeply.
     """
-    given = fields.object("response_format")
-    if given is None:
-        return None
-    kind = given.text("type")
-    outer = given.object("json_schema") if kind == "json_schema" else None
-    given.finish()
-    match kind:
-        case "text":
-            return None
-        case "json_object":
-            return Grammar.json_object()
-        case "json_schema" if outer is not None:
-            schema = outer.any("schema")
-            if not isinstance(schema, dict):
-                raise outer.wrong("schema", "must be a JSON schema")
-            for ignored in ("name", "description", "strict"):  # answers always keep to the schema
-                outer.any(ignored)
-            outer.finish()
-            check_schema(fields, "response_format", schema, limits)
-            return Grammar.json_schema(schema)
-        case "json_schema":
-            raise given.wrong("json_schema", "is missing")
-    raise given.wrong("type", "must be text, json_object or json_schema")
+    if (size := len(json.dumps(schema))) > _MOST_BYTES:
+        raise ValueError(f"has {size} bytes; it must have at most {_MOST_BYTES}")
+    if (depth := depth_of(schema)) > _DEEPEST:
+        raise ValueError(f"is nested {depth} levels deep; it must be at most {_DEEPEST}")
+    return schema
+
+
+class _JsonSchema(Fields, extra="ignore"):
+    of_answers: Annotated[dict[str, Any], AfterValidator(check_schema)] = Field(alias="schema")
+
+
+class ResponseFormat(Fields):
+    """What answers must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """None for free text.
+
+        Raises:
+            ApiError: there is no schema, or one that has no use.
+        """
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            problem = "is missing" if self.json_schema is None else "is for the type json_schema only"
+            raise wrong("response_format.json_schema", problem)
+        if self.json_schema is not None:
+            return Grammar.json_schema(self.json_schema.of_answers)
+        return Grammar.json_object() if self.type == "json_object" else None

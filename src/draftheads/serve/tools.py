@@ -3,17 +3,19 @@
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from draftheads.models.chat_template import render
 from draftheads.models.model import TargetModel
 from draftheads.serve.api_error import ApiError
-from draftheads.serve.body import depth_of
-from draftheads.serve.fields import Fields
-from draftheads.serve.http_limits import HttpLimits
+from draftheads.serve.fields import Fields, wrong
+from draftheads.serve.structured import check_schema
 from draftheads.settings import Grammar
+from draftheads.utils.messages import short
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -34,11 +36,11 @@ class ToolUse:
         """Of an answer that is one of the forced calls, without its tags; None if the model decides."""
         if not self.forced:
             return None
+        parameters = {tool["function"]["name"]: tool["function"].get("parameters") for tool in self.tools}
         rules = [f"start: {' | '.join(f'call{i}' for i in range(len(self.forced)))}"]
         for i, name in enumerate(self.forced):
-            schema = next(_function(tool).get("parameters") for tool in self.tools if _function(tool)["name"] == name)
             start = json.dumps(f'{{"name": "{name}", "arguments": ')
-            schema = {**(schema or _NOTHING), "x-guidance": _ONE_LINE}
+            schema = {**(parameters[name] or _NOTHING), "x-guidance": _ONE_LINE}
             rules += [f'call{i}: {start} arguments{i} "}}"', f"arguments{i}: %json {json.dumps(schema)}"]
         return Grammar.lark("\n".join(rules))
 
@@ -52,73 +54,63 @@ class ToolCall:
 
     def as_json(self, index: int | None = None) -> dict[str, Any]:
         """In OpenAI's form; calls in streams have an index."""
-        own = {} if index is None else {"index": index}
+        place = {} if index is None else {"index": index}
         function = {"name": self.name, "arguments": self.arguments}
-        return {**own, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+        return {**place, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
-def read_tools(fields: Fields, limits: HttpLimits) -> ToolUse | None:
-    """The tools of a request; None if there are none, or none may be called.
-
-    Raises:
-        ApiError: a field is wrong.
-    """
-    values = fields.list("tools", most=limits.tools)
-    choice = fields.any("tool_choice", "auto")
-    parallel = fields.flag("parallel_tool_calls", default=True)
-    if not values:
-        if choice not in ("auto", "none"):
-            raise fields.wrong("tool_choice", "needs tools")
-        return None
-    for number, tool in enumerate(values):
-        _check_tool(fields, f"tools[{number}]", tool)
-    check_schema(fields, "tools", values, limits)
-    names = tuple(dict.fromkeys(_function(tool)["name"] for tool in values))
-    if len(names) < len(values):
-        raise fields.wrong("tools", "has two functions of the same name")
-    return _chosen(fields, choice, ToolUse(tuple(values), parallel=parallel), names)
+def _tool_name(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"is {short(repr(name))}; it must have 1 to 64 letters, digits, _ or -")
+    return name
 
 
-def _chosen(fields: Fields, choice: Any, use: ToolUse, names: tuple[str, ...]) -> ToolUse | None:
-    match choice:
-        case "none":
-            return None
-        case "auto":
-            return use
-        case "required":
-            return ToolUse(use.tools, names, use.parallel)
-        case {"type": "function", "function": {"name": str(name)}}:
-            if name not in names:
-                raise fields.wrong(
-                    "tool_choice", f"names {name[:80]!r}, which is not among the tools: {', '.join(names)}"
-                )
-            return ToolUse(use.tools, (name,), use.parallel)
-    raise fields.wrong(
-        "tool_choice", 'must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}'
-    )
+class _Function(Fields, extra="ignore"):
+    name: Annotated[str, AfterValidator(_tool_name)]
+    parameters: dict[str, Any] = Field({})
 
 
-def _check_tool(fields: Fields, place: str, tool: Any) -> None:
-    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-    if not isinstance(function, dict):
-        raise fields.wrong(place, 'must be {"type": "function", "function": {"name": …, "parameters": {…}}}')
-    name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise fields.wrong(f"{place}.function.name", "must have 1 to 64 letters, digits, _ or -")
-    if not isinstance(function.get("parameters", {}), dict | None):
-        raise fields.wrong(f"{place}.function.parameters", "must be a JSON schema")
+class _Tool(Fields, extra="ignore"):
+    type: Literal["function"]
+    function: _Function
 
 
-def check_schema(fields: Fields, field: str, schema: Any, limits: HttpLimits) -> None:
-    """Refuses a JSON schema that is too large or nested too deeply.
+class ToolFields(Fields):
+    """The fields about tools."""
 
-    Raises:
-        ApiError: it is.
-    """
-    if (size := len(json.dumps(schema))) > limits.schema_bytes:
-        raise fields.wrong(field, f"has {size} bytes; it must have at most {limits.schema_bytes}")
-    if (depth := depth_of(schema)) > limits.schema_depth:
-        raise fields.wrong(field, f"is nested {depth} levels deep; it must be at most {limits.schema_depth}")
+    tools: Annotated[list[_Tool], BeforeValidator(check_schema)] = Field([], max_length=64)
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+
+    def tool_use(self, tools: Sequence[dict[str, Any]]) -> ToolUse | None:
+        """What the request says of its tools; None if there are none, or none may be called.
+
+        Args:
+            tools: as they were sent. Templates show all of their fields, in the same order.
+
+        Raises:
+            ApiError: a field contradicts another one.
+        """
+        names = tuple(tool.function.name for tool in self.tools)
+        if len(set(names)) < len(names):
+            raise wrong("tools", "has two functions of the same name")
+        match self.tool_choice:
+            case "none":
+                return None
+            case "auto":
+                return ToolUse(tuple(tools), (), self.parallel_tool_calls) if names else None
+            case _ if not names:
+                raise wrong("tool_choice", "needs tools")
+            case "required":
+                return ToolUse(tuple(tools), names, self.parallel_tool_calls)
+            case {"type": "function", "function": {"name": str(name)}}:
+                if name not in names:
+                    known = ", ".join(names)
+                    raise wrong("tool_choice", f"names {short(repr(name))}, which is not among the tools: {known}")
+                return ToolUse(tuple(tools), (name,), self.parallel_tool_calls)
+        raise wrong(
+            "tool_choice", 'must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}'
+        )
 
 
 def check_template(model: TargetModel) -> None:
@@ -139,11 +131,6 @@ def check_template(model: TargetModel) -> None:
             "the server with a template that has, such as --chat-template hermes",
             param="tools",
         )
-
-
-def forced_call(text: str) -> ToolCall | None:
-    """The call that is the whole answer; None if it was cut."""
-    return _call_of(text)
 
 
 class ToolCallText:
@@ -168,7 +155,7 @@ class ToolCallText:
                 inside, end, rest = self._held.partition(CLOSE)
                 if not end:
                     return content, calls
-                call = _call_of(inside)
+                call = call_of(inside)
                 content += "" if call else f"{OPEN}{inside}{CLOSE}"
                 calls += [call] if call else []
                 self._held, self._inside, self._called = rest, False, True
@@ -188,11 +175,12 @@ class ToolCallText:
         held, self._held = self._held, ""
         if not self._inside:
             return held, []
-        call = _call_of(held)  # the end of the answer can take the place of the closing tag
+        call = call_of(held)  # the end of the answer can take the place of the closing tag
         return ("", [call]) if call else (OPEN + held, [])
 
 
-def _call_of(text: str) -> ToolCall | None:
+def call_of(text: str) -> ToolCall | None:
+    """The call in a text without its tags; None if it is none, or was cut."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -203,12 +191,3 @@ def _call_of(text: str) -> ToolCall | None:
         case {"name": str(name), "arguments": str(arguments)}:
             return ToolCall(name, arguments)
     return None
-
-
-def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(tool["function"])
-
-
-def calls_as_json(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
-    """The calls of a whole answer."""
-    return [call.as_json() for call in calls]
