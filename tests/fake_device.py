@@ -111,7 +111,7 @@ class FakeDevice(TorchDispatchMode):
         place = next(places)
         if to_host:
             self.reads[place] += 1
-        elif place.startswith("transfer.py"):
+        elif place.startswith("utils/transfer.py"):
             self.copies[next(places)] += 1
         else:
             self.waits[place] += 1
