@@ -3,6 +3,7 @@
 import gzip
 import json
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftheads.data.batches import split_held_out
+from draftheads.data.chat_tokens import EncodedChat
+from draftheads.data.compute_features import build_shards, claim
 from draftheads.data.features import FeatureStore
 from draftheads.models.model import TargetModel
 from draftheads.train.learner import Learner
@@ -20,6 +23,8 @@ from draftheads.train.losses import objective
 from draftheads.train.new_head import new_head
 from draftheads.train.options import TrainOptions
 from draftheads.train.report import Measurement, measure
+from draftheads.train.run import HeadRun
+from draftheads.utils.progress import NoProgress
 
 EOS = 2
 VOCAB = ["<unk>", "<s>", "<e>", "\n", "user", "assistant", "system", *(f"w{i}" for i in range(57))]
@@ -159,6 +164,25 @@ def measured(
     head = head or new_head(settings.heads, target.weights, store, training, target.eos_ids)
     learner = Learner(head, target.weights, objective=objective(settings.objective.loss), depth_decay=0.8)
     return measure(learner, store, training if on == "training" else held_out, batch_tokens=100)
+
+
+def build_features(
+    target: TargetModel,
+    texts: Sequence[EncodedChat],
+    folder: Path,
+    progress: Any = None,
+    *,
+    layers: Sequence[int] = (),
+) -> FeatureStore:
+    """The store of these texts, made or completed."""
+    claim(target, texts, folder, layers)
+    build_shards(target, texts, folder, progress or NoProgress(), layers)
+    return FeatureStore(folder)
+
+
+def train_for(target: TargetModel, options: TrainOptions, progress: Any = None) -> Any:
+    """A run with a model that is loaded already."""
+    return HeadRun(options, progress or NoProgress()).run_for(target)
 
 
 def chat_options(out: Path, **changes: Any) -> TrainOptions:

@@ -431,12 +431,6 @@ def test_a_head_of_a_model_that_was_tuned_since_is_loaded_with_a_warning(folder:
     assert said[0].filename == __file__
 
 
-def test_a_head_without_a_print_of_the_layers_is_loaded_as_before(folder: Path) -> None:
-    change_json(folder / CONFIG_FILE, drop("base", "fingerprints", "layers"))
-    assert read_head(folder).fingerprints == replace(Fingerprints.of(tiny_base()), layers=None)
-    load_head(folder, tuned_base(1.0))
-
-
 def test_the_print_of_the_layers_covers_all_layers_and_kernels_keep_it() -> None:
     model, other = tiny_base(), tiny_base()
     matrices = model.layer_matrices()

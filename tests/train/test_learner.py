@@ -18,15 +18,13 @@ from draftheads.heads.head_options import has_blocks
 from draftheads.heads.hydra import FusionBlock
 from draftheads.heads.layers import ResidualBlock
 from draftheads.models.model import TargetModel
-from draftheads.train import run
 from draftheads.train.learner import Learner, head_learner, with_noise
 from draftheads.train.losses import objective
 from draftheads.train.new_head import new_head
 from draftheads.train.objectives import NUM_ROWS
 from draftheads.train.report import measure
-from fake_progress import FakeProgress
 from families import fitting
-from training_world import train_options
+from training_world import train_for, train_options
 
 
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
@@ -258,7 +256,7 @@ def test_the_feature_loss_is_the_distance_to_the_next_hidden_states(
 
     def gap(out: Path, weight: float) -> float:
         changed = train_options(out, features, method="eagle", num_heads=2, epochs=6, feature_weight=weight)
-        run.train_for(target, changed, FakeProgress())
+        train_for(target, changed)
         trained = load_head(out, target, dtype=torch.float32)(hidden, text)
         return float(F.smooth_l1_loss(trained[0, 0, :-2], hidden[0, 1:-1]))
 

@@ -11,18 +11,17 @@ from draftheads.cli.main import main
 from draftheads.cli.options import train as command
 from draftheads.cli.options import train_joint
 from draftheads.models.model import TargetModel
-from draftheads.train import run
 from draftheads.train.joint.options import JointOptions
-from draftheads.train.joint.run import train_jointly_for
 from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import RECIPES
 from draftheads.train.report import Report
-from draftheads.utils.progress import NoProgress
+from joint_world import train_jointly_for
 from thorough import some
 from training_world import (
     chat_model,
     counting_chats,
     distilled_chats,
+    train_for,
     write_chats,
 )
 
@@ -145,9 +144,9 @@ def test_every_recipe_learns(target: TargetModel, tmp_path: Path, name: str) -> 
         tunes_model=tunes,
     )
     if isinstance(options, JointOptions):
-        report = train_jointly_for(chat_model(), options, NoProgress())
+        report = train_jointly_for(chat_model(), options)
     else:
-        report = run.train_for(target, options, NoProgress())
+        report = train_for(target, options)
     untrained = json.loads((tmp_path / "out" / "validation.jsonl").read_text().splitlines()[0])
     assert report.tokens_per_step_tree > untrained["tokens_per_step_tree"] + 0.05
     lines = (tmp_path / "out" / "log.jsonl").read_text().splitlines()

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from thorough import some
 from training_world import (
     chat_model,
     counting_chats,
+    train_for,
     train_options,
     write_chats,
 )
@@ -99,7 +99,7 @@ def options(out: Path, data: Path, **changes: Any) -> TrainOptions:
 def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that was not interrupted."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    run.train_for(chat_model(), options(out, data), Reporter())
+    train_for(chat_model(), options(out, data), Reporter())
     return out
 
 
@@ -183,35 +183,6 @@ def test_a_complete_joint_run_is_not_repeated(data: Path, tmp_path: Path):
     assert again.stages == [f"{settings.out} is complete already: nothing is left to do"]
     with pytest.raises(InvalidSettings, match="holds a trained head"):
         train_jointly(settings.changed(lora_rank=8), Reporter())
-
-
-@pytest.mark.usefixtures("loaded")
-def test_a_complete_run_of_an_earlier_version_is_not_repeated(data: Path, whole: Path, tmp_path: Path):
-    """Its metrics.json lacks newer settings. They count as their defaults."""
-    shutil.copytree(whole, tmp_path / "out")
-    path = tmp_path / "out" / "metrics.json"
-    metrics = json.loads(path.read_text())
-    del metrics["options"]["dropout"], metrics["options"]["head_options"]
-    path.write_text(json.dumps(metrics), encoding="utf-8")
-    reporter = Reporter()
-    run.train(options(tmp_path / "out", data), reporter)
-    assert reporter.stages == [f"{tmp_path / 'out'} is complete already: nothing is left to do"]
-
-
-@pytest.mark.usefixtures("loaded")
-def test_a_run_of_an_earlier_version_resumes(data: Path, whole: Path, tmp_path: Path):
-    """Its run.json has the same names, but lacks settings that are newer and has some that are gone."""
-    settings = options(tmp_path / "out", data)
-    with pytest.raises(KilledError):
-        run.train(settings, Reporter(SAVE_STEPS + 1))
-    path = settings.out / "run.json"
-    older = json.loads(path.read_text())
-    assert older.pop("chat_template") is None
-    path.write_text(json.dumps({"gone": 1, **older}), encoding="utf-8")
-    reporter = Reporter()
-    run.train(settings, reporter)
-    assert reporter.steps[0] == SAVE_STEPS + 1
-    assert found_in(settings.out) == found_in(whole)
 
 
 # --- what a kill leaves half-written ---

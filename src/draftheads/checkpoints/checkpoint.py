@@ -179,11 +179,10 @@ def read_head(folder: str | PathLike[str], *, ignore_profile: bool = False) -> S
     profile = AcceptanceProfile.assumed(config.num_heads) if ignore_profile else files.profile
     check_profile(config, profile, files.folder / PROFILE_FILE)
     _check_tensors(files, _skeleton(config))
-    prints = {"layers": None, **files.base_prints}
     return SavedHead(
         **{**vars(files), "profile": profile},
         config=config,
-        fingerprints=read_dataclass(Fingerprints, prints, path, "base.fingerprints"),
+        fingerprints=read_dataclass(Fingerprints, files.base_prints, path, "base.fingerprints"),
     )
 
 

@@ -179,7 +179,7 @@ def _files_of(store: LiveStore, folder: Path) -> list[Path]:
         else:
             missing.append(index)
     if missing:
-        source = store.sources[missing[0]] or f"text {missing[0]}"
+        source = store.sources[missing[0]]
         raise DataError(
             f"{folder} has no hidden states of {counted(len(missing), 'text')} of {len(store)}, the first is {source}: "
             "a file must begin with the tokens that training reads; give vLLM these tokens as prompts"

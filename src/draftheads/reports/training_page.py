@@ -31,7 +31,7 @@ def training_page(metrics: dict[str, Any], folder: Path) -> Page:
     if validation:  # --eval-steps 0 measures nothing during training
         figures = [_tokens_per_step(validation), *figures, _acceptance(validation)]
     options = metrics["options"]
-    changed = metrics.get("changed_options", [])  # runs of earlier versions did not record them
+    changed = metrics["changed_options"]
     others = [(name, value) for name, value in options.items() if name not in changed]
     return Page(
         title=f"{metrics['method']} heads for {metrics['model_id']}",
@@ -50,7 +50,7 @@ def training_page(metrics: dict[str, Any], folder: Path) -> Page:
         tables=[_heads(metrics, held_out), *_movement(metrics)],
         settings=[(name, value) for name, value in options.items() if name in changed],
         facts=[
-            ("Settings at their defaults" if changed else "Settings", others),
+            ("Settings at their defaults", others),
             ("Command and machine", metrics["provenance"].items()),
         ],
     )

@@ -60,12 +60,6 @@ def train(options: TrainOptions, progress: Progress) -> Report | None:
     return report
 
 
-def train_for(target: TargetModel, options: TrainOptions, progress: Progress) -> Report | None:
-    """:func:`train` for a model that is loaded already, whatever ``options.model`` is."""
-    report: Report | None = HeadRun(options, progress).run_for(target)
-    return report
-
-
 class Run:
     """The steps of a training run in their order; what is trained, and on what, is up to the subclasses."""
 

@@ -129,10 +129,10 @@ class RunFolder:
         now = as_json_values({name: settings[name] for name in settings.keys() - _MAY_CHANGE_ON_RESUME} | facts)
         if self.checkpoint() and path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
-            if before.get("data") != now["data"]:
+            if before["data"] != now["data"]:
                 raise DataError(
                     "--resume continues the same run, but the texts or the model have changed since (fingerprint "
-                    f"{before.get('data')}, now {now['data']}; {before.get('num_steps')} steps, now {now['num_steps']})"
+                    f"{before['data']}, now {now['data']}; {before['num_steps']} steps, now {now['num_steps']})"
                     ": give the data as it was, or start again with another --out"
                 )
             require_same(
@@ -179,11 +179,10 @@ class RunFolder:
         names = now.keys() - _WITHOUT_EFFECT
         if now["data"] or now.get("text"):
             names -= {"features"}  # they are hidden states of that text, in any folder
-        # a setting that an earlier version did not have acted as its default
-        before = {**options.defaults(), **metrics.get("options", {})}
+        before = metrics["options"]
         found = changes(before, now, names=sorted(names))
         if now["start_from"] is not None and before["start_from"] == now["start_from"]:
-            then, here = metrics.get("start_digest"), digest_of(now["start_from"], options.model)
+            then, here = metrics["start_digest"], digest_of(now["start_from"], options.model)
             if here is not None and here != then:
                 found.append(f"the weights of {now['start_from']} were {then} and are {here}")
         return found

@@ -216,7 +216,7 @@ class HeadTrainer(Trainer):
         loss: Tensor = output["loss"]
         if not torch.isfinite(loss):
             sources = self.train_dataset.sources  # type: ignore[union-attr]
-            texts = ", ".join(sources[i] or f"text {i} of the features" for i in documents.tolist())
+            texts = ", ".join(sources[i] for i in documents.tolist())
             raise NonFiniteLoss(
                 f"the loss is {loss.item()} at step {self.state.global_step + 1}, on {texts}: check these texts, "
                 "or lower --learning-rate"

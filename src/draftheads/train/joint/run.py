@@ -69,12 +69,6 @@ def train_jointly(options: JointOptions, progress: Progress) -> JointReport | No
     return report
 
 
-def train_jointly_for(target: TargetModel, options: JointOptions, progress: Progress) -> JointReport | None:
-    """:func:`train_jointly` for a loaded model. Its weights do not change, and the adapter is removed at the end."""
-    report: JointReport | None = JointRun(options, progress).run_for(target)
-    return report
-
-
 class JointRun(Run):
     """Trains a LoRA adapter in the model together with heads that read the model's live hidden states."""
 
