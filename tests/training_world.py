@@ -167,12 +167,7 @@ def measured(
 
 
 def build_features(
-    target: TargetModel,
-    texts: Sequence[EncodedChat],
-    folder: Path,
-    progress: Any = None,
-    *,
-    layers: Sequence[int] = (),
+    target: TargetModel, texts: Sequence[EncodedChat], folder: Path, progress: Any = None, *, layers: Sequence[int] = ()
 ) -> FeatureStore:
     """The store of these texts, made or completed."""
     claim(target, texts, folder, layers)

@@ -269,9 +269,7 @@ _RULES = {
         f"an integer from 0 to {MOST_LOGPROBS}, or None for no log-probabilities",
     ),
     "acceptance": _Rule(
-        _name,
-        lambda rule: rule in get_args(AcceptanceRule),
-        " or ".join(map(repr, get_args(AcceptanceRule))),
+        _name, lambda rule: rule in get_args(AcceptanceRule), " or ".join(map(repr, get_args(AcceptanceRule)))
     ),
     "typical_epsilon": _Rule(_number, lambda epsilon: 0.0 < epsilon <= 1.0, "a number above 0 and at most 1"),
     "typical_delta": _Rule(_or_none(_number), lambda delta: delta is None or delta > 0.0, "a positive number, or None"),

@@ -140,10 +140,7 @@ def test_drafters_are_also_timed_as_they_are_loaded(
     model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual = Engine(model, PromptLookup())
-    each = [
-        Contender("lookup", PromptLookup(), "lookup", defaults=usual),
-        Contender("other", PromptLookup(), "other"),
-    ]
+    each = [Contender("lookup", PromptLookup(), "lookup", defaults=usual), Contender("other", PromptLookup(), "other")]
     monkeypatch.setattr(compare, "over_plain", lambda engines, _: dict.fromkeys(engines, (1.5, 0.25)))
     lookup, other = bench(model, tmp_path, each, replace(SETTINGS, temperature=0.0)).run()
     assert (lookup.default_speedup, lookup.default_speedup_error) == (1.5, 0.25)

@@ -66,12 +66,7 @@ def tiny_tokenizer(*, swap: bool = False) -> Any:
 
 
 def tiny_base(
-    *,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    tokenizer: Any = None,
-    tied: bool = False,
-    **sizes: Any,
+    *, seed: int = 0, dtype: torch.dtype = torch.float32, tokenizer: Any = None, tied: bool = False, **sizes: Any
 ) -> TargetModel:
     torch.manual_seed(seed)
     sizes = {"vocab_size": VOCAB, "hidden_size": SIZE, **sizes}
@@ -181,12 +176,7 @@ def test_the_size_of_amphistas_coupling_is_saved_where_there_is_one(base: Target
 @pytest.mark.parametrize("method", sorted(HEADS))
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"draft_vocab_size": 16},
-        {"lm_head": "own", "num_layers": 2},
-        {"lm_head": "low_rank", "lm_head_rank": 5},
-    ],
+    [{}, {"draft_vocab_size": 16}, {"lm_head": "own", "num_layers": 2}, {"lm_head": "low_rank", "lm_head_rank": 5}],
 )
 def test_a_loaded_head_proposes_what_the_saved_one_did(
     base: TargetModel, tmp_path: Path, method: str, options: dict[str, Any]
@@ -569,22 +559,12 @@ BROKEN = [
         r"base\.fingerprints\.lm_head is missing",
     ),
     Broken(CONFIG_FILE, put("base", value=[]), CheckpointCorrupt, r"base is \[\]; it must be dict"),
-    Broken(
-        CONFIG_FILE,
-        put("base", "model_id", value=3),
-        CheckpointCorrupt,
-        r"base\.model_id is 3; it must be str",
-    ),
+    Broken(CONFIG_FILE, put("base", "model_id", value=3), CheckpointCorrupt, r"base\.model_id is 3; it must be str"),
     Broken(CONFIG_FILE, put("head", "num_heads", value="four"), CheckpointCorrupt, "num_heads is 'four'; .* int"),
     Broken(CONFIG_FILE, put("head", "num_heads", value=True), CheckpointCorrupt, "num_heads is True; .* int"),
     Broken(CONFIG_FILE, put("head", "num_heads", value=2.0), CheckpointCorrupt, r"num_heads is 2\.0; .* int"),
     Broken(CONFIG_FILE, put("head", "num_heads", value=0), CheckpointCorrupt, "num_heads is 0; .* at least 1"),
-    Broken(
-        CONFIG_FILE,
-        put("head", "draft_vocab_size", value="all"),
-        CheckpointCorrupt,
-        "is 'all'; .* int or null",
-    ),
+    Broken(CONFIG_FILE, put("head", "draft_vocab_size", value="all"), CheckpointCorrupt, "is 'all'; .* int or null"),
     Broken(
         CONFIG_FILE,
         put("head", "lm_head", value="mine"),
@@ -614,12 +594,7 @@ BROKEN = [
         "temperatures has 1 number but .* 3 heads",
     ),
     Broken(PROFILE_FILE, put("format_version", value=3), CheckpointMismatch, "is 3 .* up to 2: upgrade"),
-    Broken(
-        PROFILE_FILE,
-        put("paths", value=[[0, 0]]),
-        InvalidTree,
-        r"acceptance\.json: path \[0, 0\] has no parent",
-    ),
+    Broken(PROFILE_FILE, put("paths", value=[[0, 0]]), InvalidTree, r"acceptance\.json: path \[0, 0\] has no parent"),
     Broken(
         PROFILE_FILE,
         lambda profile: profile.update(
@@ -638,17 +613,9 @@ BROKEN = [
     Broken(TENSORS_FILE, put("extra", value=torch.zeros(1)), CheckpointCorrupt, "surplus tensor extra: it has 8"),
     Broken(TENSORS_FILE, put(BIAS, value=torch.zeros(31)), CheckpointCorrupt, r"is \(31,\); .* makes it \(32,\)"),
     Broken(
-        TENSORS_FILE,
-        put(BIAS, value=torch.zeros(32).int()),
-        CheckpointCorrupt,
-        r"holds I32; it must be torch\.float",
+        TENSORS_FILE, put(BIAS, value=torch.zeros(32).int()), CheckpointCorrupt, r"holds I32; it must be torch\.float"
     ),
-    Broken(
-        TENSORS_FILE,
-        put("draft_vocab", value=torch.zeros(16)),
-        CheckpointCorrupt,
-        r"holds F32; .* torch\.int64",
-    ),
+    Broken(TENSORS_FILE, put("draft_vocab", value=torch.zeros(16)), CheckpointCorrupt, r"holds F32; .* torch\.int64"),
 ]
 
 

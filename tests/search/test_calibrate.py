@@ -11,15 +11,7 @@ from draftheads.decode.engine import Engine
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.search import calibrate
-from draftheads.search.calibrate import (
-    DIVISORS,
-    Answer,
-    Observation,
-    fit_confidence,
-    observe,
-    reached,
-    reliability,
-)
+from draftheads.search.calibrate import DIVISORS, Answer, Observation, fit_confidence, observe, reached, reliability
 from draftheads.speculation.draft import Context, Draft
 from draftheads.speculation.shapes import BestFirst
 from families import PROMPTS, tiny_head, tiny_model
@@ -182,13 +174,7 @@ def test_short_answers_are_observed_to_their_end(length: int) -> None:
 
 
 def made_up(
-    sharpness: list[float],
-    *,
-    length: int = 400,
-    top_k: int = 6,
-    vocab: int = 12,
-    drawn: bool = False,
-    seed: int = 0,
+    sharpness: list[float], *, length: int = 400, top_k: int = 6, vocab: int = 12, drawn: bool = False, seed: int = 0
 ) -> Observation:
     """A head whose logits are so many times too sharp, and a target that says what they ought to be."""
     chance = torch.Generator().manual_seed(seed)

@@ -434,11 +434,7 @@ def test_the_draft_vocabulary_has_the_most_frequent_tokens_and_the_end_of_text(
     vocab = frequent_tokens(store, [0, 1], 4, vocab_size=64, always=frozenset({EOS}))
     word = 7  # the id of w0
     assert vocab.tolist() == [EOS, word + 3, word + 5, word + 7]  # w7 before w8: as frequent, lower id
-    assert frequent_tokens(store, [1], 3, vocab_size=64, always=frozenset({EOS})).tolist() == [
-        0,
-        EOS,
-        word + 5,
-    ]
+    assert frequent_tokens(store, [1], 3, vocab_size=64, always=frozenset({EOS})).tolist() == [0, EOS, word + 5]
 
 
 @pytest.mark.parametrize("method", some(["hydra++", "amphista", "eagle"], "hydra++"))

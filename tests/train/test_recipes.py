@@ -17,13 +17,7 @@ from draftheads.train.recipes import RECIPES
 from draftheads.train.report import Report
 from joint_world import train_jointly_for
 from thorough import some
-from training_world import (
-    chat_model,
-    counting_chats,
-    distilled_chats,
-    train_for,
-    write_chats,
-)
+from training_world import chat_model, counting_chats, distilled_chats, train_for, write_chats
 
 
 def parsed(*arguments: str, tunes_model: bool = False) -> TrainOptions | JointOptions:

@@ -23,13 +23,7 @@ from draftheads.utils.files import locked
 from fake_progress import FakeProgress
 from nursery import Nursery
 from thorough import some
-from training_world import (
-    chat_model,
-    counting_chats,
-    train_for,
-    train_options,
-    write_chats,
-)
+from training_world import chat_model, counting_chats, train_for, train_options, write_chats
 
 SAVE_STEPS = 4
 SETTINGS: dict[str, Any] = {  # of a small run; noise makes it depend on the random numbers of every step

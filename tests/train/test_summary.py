@@ -12,12 +12,7 @@ from draftheads.train.summary import verdict_of
 
 
 def verdict(
-    tokens_per_step: float,
-    *,
-    steps: int = 10,
-    texts: int = 200,
-    tokens: int = 50_000,
-    share: float | None = None,
+    tokens_per_step: float, *, steps: int = 10, texts: int = 200, tokens: int = 50_000, share: float | None = None
 ) -> str:
     return verdict_of(
         {

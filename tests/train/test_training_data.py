@@ -23,16 +23,7 @@ from draftheads.train.run_folder import RunFolder, find_checkpoint
 from draftheads.train.schedule import rise_and_cosine
 from draftheads.train.training_data import plan_training, read_texts
 from fake_progress import FakeProgress
-from training_world import (
-    EOS,
-    build_features,
-    chat_model,
-    chat_options,
-    counting_chats,
-    lines,
-    train_for,
-    write_chats,
-)
+from training_world import EOS, build_features, chat_model, chat_options, counting_chats, lines, train_for, write_chats
 from vllm_files import extract_as_vllm
 
 

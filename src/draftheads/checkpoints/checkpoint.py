@@ -25,13 +25,7 @@ from draftheads.checkpoints.head_files import (
     HeadFiles,
     read_head_files,
 )
-from draftheads.errors import (
-    BaseModelWarning,
-    CheckpointCorrupt,
-    CheckpointMismatch,
-    InvalidSettings,
-    InvalidTree,
-)
+from draftheads.errors import BaseModelWarning, CheckpointCorrupt, CheckpointMismatch, InvalidSettings, InvalidTree
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead, HeadConfig
 from draftheads.models.fingerprint import MAX_DIFFERENCE, TUNED_DIFFERENCE, Fingerprints, difference

@@ -162,9 +162,7 @@ class FeatureStore(Documents):
         width = (len(self.meta.layers) + 1) * self.meta.hidden_size
         expected = ([len(token_ids), width], *(3 * [len(token_ids)]), len(lengths))
         if found != expected:
-            raise DataError(
-                f"{path}: its parts have sizes {found}, expected {expected}"
-            )
+            raise DataError(f"{path}: its parts have sizes {found}, expected {expected}")
         self._shards.append(hidden)
         self._starts += [(index, sum(lengths[:i])) for i in range(len(lengths))]
         self.token_ids += token_ids.split(lengths)

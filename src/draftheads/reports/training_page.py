@@ -9,14 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftheads.reports.page import Figure, Page, Table
-from draftheads.reports.plots import (
-    as_svg,
-    draw_acceptance,
-    draw_losses,
-    draw_tokens_per_step,
-    loss_limit,
-    smoothing,
-)
+from draftheads.reports.plots import as_svg, draw_acceptance, draw_losses, draw_tokens_per_step, loss_limit, smoothing
 from draftheads.train.summary import verdict_of
 from draftheads.utils.counts import counted
 
@@ -49,10 +42,7 @@ def training_page(metrics: dict[str, Any], folder: Path) -> Page:
         figures=figures,
         tables=[_heads(metrics, held_out), *_movement(metrics)],
         settings=[(name, value) for name, value in options.items() if name in changed],
-        facts=[
-            ("Settings at their defaults", others),
-            ("Command and machine", metrics["provenance"].items()),
-        ],
+        facts=[("Settings at their defaults", others), ("Command and machine", metrics["provenance"].items())],
     )
 
 

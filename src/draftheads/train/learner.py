@@ -231,10 +231,7 @@ def head_learner(
         head,
         weights,
         objective=objective(
-            options.loss,
-            alignment_weight=options.alignment_weight,
-            lm_weight=options.lm_weight,
-            lk_eta=options.lk_eta,
+            options.loss, alignment_weight=options.alignment_weight, lm_weight=options.lm_weight, lk_eta=options.lk_eta
         ),
         depth_decay=options.depth_decay,
         noise_alpha=options.noise_alpha,

@@ -259,12 +259,7 @@ def embedding_scale(weights: TargetWeights, store: Documents, documents: Sequenc
 
 
 def frequent_tokens(
-    store: Documents,
-    documents: Sequence[int],
-    num_tokens: int,
-    *,
-    vocab_size: int,
-    always: frozenset[int],
+    store: Documents, documents: Sequence[int], num_tokens: int, *, vocab_size: int, always: frozenset[int]
 ) -> Tensor:
     """The ids (V',) of the assistant's most frequent tokens, in increasing order.
 

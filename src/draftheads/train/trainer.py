@@ -78,10 +78,7 @@ def fit(
     with _interruptible() as interrupted:
         trainer = trainer_class(
             rates=partial(
-                staged_rate,
-                stages=stages,
-                warmup=options.schedule.warmup,
-                final=options.schedule.final_learning_rate,
+                staged_rate, stages=stages, warmup=options.schedule.warmup, final=options.schedule.final_learning_rate
             ),
             model=learner,
             args=_arguments(options, folder.checkpoints),
@@ -271,12 +268,7 @@ class _Callback(TrainerCallback):
         control.should_log |= control.should_save
 
     def on_log(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **_: Any,
+        self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, float] | None = None, **_: Any
     ) -> None:
         if logs and "loss" in logs:
             record = {name: logs[name] for name in ("loss", "learning_rate", "grad_norm")}

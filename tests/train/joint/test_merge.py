@@ -12,13 +12,7 @@ from torch import Tensor
 
 import draftheads
 from draftheads.checkpoints.checkpoint import load_head
-from draftheads.errors import (
-    CheckpointCorrupt,
-    CheckpointMismatch,
-    InvalidSettings,
-    ModelNotFound,
-    StorageError,
-)
+from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, InvalidSettings, ModelNotFound, StorageError
 from draftheads.models.adapter import Adapter
 from draftheads.models.fingerprint import Fingerprints, difference
 from draftheads.models.model import TargetModel

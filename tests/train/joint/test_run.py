@@ -21,11 +21,7 @@ from draftheads.cli import train_joint as command
 from draftheads.data.batches import split_held_out
 from draftheads.data.compute_features import load_texts
 from draftheads.data.live_features import LiveStore
-from draftheads.errors import (
-    InvalidSettings,
-    MissingDependency,
-    NonFiniteLoss,
-)
+from draftheads.errors import InvalidSettings, MissingDependency, NonFiniteLoss
 from draftheads.speculation.tree import Tree
 from draftheads.train.joint.movement import Movement, compare
 from draftheads.train.joint.options import MergeOptions
