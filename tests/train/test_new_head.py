@@ -35,40 +35,17 @@ from training_world import (
     chat,
     chat_model,
     chat_tokenizer,
-    counting_chats,
-    distilled_chats,
+    lines,
     stop_by_ctrl_c,
     train_for,
+    train_options,
     write_chats,
 )
 
 
-@pytest.fixture(scope="module")
-def chats(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    records = distilled_chats(target) + counting_chats(20)
-    return write_chats(tmp_path_factory.mktemp("data") / "chats.jsonl", records)
-
-
-@pytest.fixture(scope="module")
-def features(target: TargetModel, chats: Path) -> Path:
-    folder = chats.parent / "features"
-    build_features(target, load_texts(target, [chats], max_length=64), folder)
-    return folder
-
-
 def options(out: Path, features: Path, **changes: Any) -> TrainOptions:
-    values: dict[str, Any] = {
-        "model": "tiny-chat",
-        "num_heads": 2,
-        "draft_vocab_size": 40,
-        "epochs": 2,
-        "batch_tokens": 128,
-        "learning_rate": 0.02,
-        "tree_nodes": 6,
-        "held_out": 0.2,
-        "eval_texts": 1000,
-    }
-    return TrainOptions.of(out=out, features=features, **{**values, **changes})
+    small = {"num_heads": 2, "draft_vocab_size": 40, "tree_nodes": 6, "eval_texts": 1000}
+    return train_options(out, features, **{**small, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +62,6 @@ def hydra(target: TargetModel, features: Path) -> Path:
     return settings.out
 
 
-def validation(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "validation.jsonl").read_text().splitlines()]
-
-
 def test_training_continues_from_a_head_of_the_same_method(
     target: TargetModel, features: Path, hydra: Path, tmp_path: Path
 ) -> None:
@@ -98,7 +71,7 @@ def test_training_continues_from_a_head_of_the_same_method(
     assert report is not None
     assert f"starting from {hydra}, which gives 100% of the head's parameters" in reporter.stages
     before = json.loads((hydra / "metrics.json").read_text())
-    first, last = validation(settings.out)[0], validation(settings.out)[-1]
+    first, last = lines(settings.out, "validation.jsonl")[0], lines(settings.out, "validation.jsonl")[-1]
     assert first["losses"] == pytest.approx(before["losses"], rel=1e-2), "it was saved in bf16"
     assert sum(last["losses"]) < sum(first["losses"])
     saved, start = read_head(settings.out).config, read_head(hydra).config
@@ -162,7 +135,7 @@ def test_heads_start_with_the_predictions_of_the_head_that_they_extend(
     assert found is not None
     settings = options(tmp_path / "grown", features, method=method, start_from=str(first.out), epochs=1)
     train_for(target, settings)
-    first = validation(settings.out)[0]
+    first = lines(settings.out, "validation.jsonl")[0]
     assert first["losses"] == pytest.approx(found.losses, rel=1e-2)
     assert first["tokens_per_step_chain"] == pytest.approx(found.tokens_per_step_chain, rel=1e-2)
 
@@ -279,21 +252,16 @@ def test_coupling_is_added_to_a_trained_amphista_and_not_taken_away(
     settings = options(tmp_path / "more", features, method="amphista", start_from=str(first.out), epochs=1)
     grown = settings.changed(head_options=("coupling_size=3",))
     train_for(target, grown)
-    before, after = validation(grown.out)[0], validation(grown.out)[-1]
+    before, after = lines(grown.out, "validation.jsonl")[0], lines(grown.out, "validation.jsonl")[-1]
     assert before["losses"] == pytest.approx(found.losses, rel=1e-2), "it was saved in bf16"
     assert before["tokens_per_step_chain"] == pytest.approx(found.tokens_per_step_chain, rel=1e-2)
     assert sum(after["losses"]) < sum(before["losses"])
     tensors = load_head(grown.out, target, dtype=torch.float32).state_dict()
     assert tensors["coupling_outputs.0.weight"].any(), "the coupling has learned something"
     for size in (0, 2):
+        changes: dict[str, Any] = {"start_from": str(grown.out), "head_options": (f"coupling_size={size}",)}
         with pytest.raises(InvalidSettings, match=rf"coupling_size=3, the new head coupling_size={size}: give"):
-            train_for(
-                target,
-                settings.changed(
-                    out=tmp_path / str(size), start_from=str(grown.out), head_options=(f"coupling_size={size}",)
-                ),
-                FakeProgress(),
-            )
+            train_for(target, settings.changed(out=tmp_path / str(size), **changes))
 
 
 def test_a_run_resumes_only_with_the_same_start(
@@ -365,9 +333,7 @@ def test_a_start_with_the_whole_vocabulary_needs_the_whole_vocabulary(
         train_for(target, settings)
         assert read_head(out).config.draft_vocab_size is None
     with pytest.raises(InvalidSettings, match="predicts all tokens: give --draft-vocab-size 0"):
-        train_for(
-            target, options(tmp_path / "no", features, method="medusa", start_from=str(whole.out)), FakeProgress()
-        )
+        train_for(target, options(tmp_path / "no", features, method="medusa", start_from=str(whole.out)))
 
 
 def test_head_and_start_from_together_are_refused(chats: Path, hydra: Path, tmp_path: Path) -> None:
@@ -451,11 +417,7 @@ def test_options_of_one_architecture_are_trained_with_and_saved(
     target: TargetModel, features: Path, tmp_path: Path
 ) -> None:
     own = ("num_auto_embedding_blocks=2", "sampled_token=false")
-    train_for(
-        target,
-        options(tmp_path / "out", features, method="amphista", num_heads=4, head_options=own, epochs=1),
-        FakeProgress(),
-    )
+    train_for(target, options(tmp_path / "out", features, method="amphista", num_heads=4, head_options=own, epochs=1))
     config: Any = read_head(tmp_path / "out").config
     assert (config.num_auto_embedding_blocks, config.sampled_token) == (2, False)
     with pytest.raises(InvalidSettings, match="medusa has no option 'depth'"):

@@ -24,8 +24,8 @@ from training_world import chat_model, counting_chats, distilled_chats, write_ch
 PROGRAM = """
 import sys
 from draftheads.cli.main import main
-from draftheads.data import extract
-extract.DOCUMENTS_PER_SHARD = 16
+from draftheads.data import compute_features
+compute_features.DOCUMENTS_PER_SHARD = 16
 sys.exit(main())
 """
 HEADS = ("--method", "hydra", "--num-heads", "3", "--epochs", "2", "--batch-tokens", "96", "--max-length", "64")

@@ -261,7 +261,7 @@ def test_a_run_depends_on_the_text_of_the_chat_template_not_on_its_path(
     settings = train_options(tmp_path / "out", None, data=(data,), chat_template=str(one), epochs=1)
     with pytest.raises(TrainingInterrupted):
         run.train(settings, FakeProgress(2, stop_by_ctrl_c, stage="training"))
-    with pytest.raises(DataError, match="have changed since"):
+    with pytest.raises(DataError, match=r"texts or the model have changed since .* start again with another --out"):
         run.train(settings.changed(resume=True, chat_template=None), FakeProgress())
     run.train(settings.changed(resume=True, chat_template=str(other)), FakeProgress())
     assert read_head(settings.out).chat_template == one.read_text(encoding="utf-8")
@@ -272,16 +272,6 @@ def test_a_run_depends_on_the_text_of_the_chat_template_not_on_its_path(
     one.write_text("changed", encoding="utf-8")
     with pytest.raises(InvalidSettings, match=r"holds a trained head .*chat_template was"):
         run.train(settings.changed(resume=True), FakeProgress())
-
-
-def test_resuming_with_other_data_is_an_error(target: TargetModel, tmp_path: Path) -> None:
-    data = write_chats(tmp_path / "chats.jsonl", counting_chats(40))
-    settings = train_options(tmp_path / "out", None, data=(data,))
-    with pytest.raises(TrainingInterrupted):
-        train_for(target, settings, FakeProgress(2, stop_by_ctrl_c, stage="training"))
-    write_chats(data, counting_chats(39))
-    with pytest.raises(DataError, match=r"texts or the model have changed since .* start again with another --out"):
-        train_for(target, settings.changed(resume=True))
 
 
 def test_ctrl_c_keeps_the_hidden_states_that_were_computed(
@@ -354,12 +344,6 @@ def test_a_file_of_blank_lines_has_no_chat(target: TargetModel, tmp_path: Path) 
     (tmp_path / "blank.jsonl").write_text("\n \n")
     with pytest.raises(DataError, match=r"no chat in .*blank\.jsonl"):
         train_for(target, train_options(tmp_path / "out", None, data=(tmp_path / "blank.jsonl",)))
-
-
-def test_a_single_text_is_an_error(target: TargetModel, tmp_path: Path) -> None:
-    data = write_chats(tmp_path / "chats.jsonl", [chat("w1", "w2 w3 w4")])
-    with pytest.raises(DataError, match="only one text"):
-        train_for(target, train_options(tmp_path / "out", None, data=(data,)))
 
 
 def test_answers_of_one_token_are_an_error(target: TargetModel, tmp_path: Path) -> None:

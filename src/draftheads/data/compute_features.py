@@ -1,7 +1,6 @@
 """The target reads every text once, and its hidden states are written to a feature store.
 
-Knows the target model and the files of a store; knows nothing of heads. Existing shards are kept, so a run that was
-stopped continues where it was.
+Existing shards are kept, so a run that was stopped continues where it was.
 """
 
 import shutil
@@ -88,11 +87,7 @@ def _encoded(model: ChatReader, chat: Record, max_length: int, own_fingerprint: 
 
 
 def _as_recorded(tokens: RecordedTokens, max_length: int, own_fingerprint: str) -> EncodedChat:
-    """Tokens that a server recorded; the loss covers the answer.
-
-    Raises:
-        DataError: another tokenizer made them.
-    """
+    """Tokens that a server recorded; the loss covers the answer."""
     if tokens.tokenizer != own_fingerprint:
         raise DataError(
             f"recorded with a tokenizer of fingerprint {tokens.tokenizer}; that of this model is {own_fingerprint}: "

@@ -1,6 +1,6 @@
 """Texts with the target's hidden states on disk, in shards that are not loaded as a whole.
 
-Knows files and tensors; knows nothing of models, chats or training. A store is a folder::
+A store is a folder::
 
     meta.json                describes the complete store (StoreMeta)
     shard-00000.safetensors  hidden (T, (n+1)·D) bf16, token_ids (T,) int32, loss_mask (T,) bool, …

@@ -1,6 +1,6 @@
 """The one reader of prompt and chat files, which :mod:`draftheads.data.json_lines` opens.
 
-Knows the three forms of a record; knows nothing of templates or tokens. A line is one JSON object with
+A line is one JSON object with
 
 * ``"prompt"``: what a user says, or a list of messages,
 * ``"messages"``: a list of ``{"role": …, "content": …}``, or
@@ -172,11 +172,7 @@ def check_readable(paths: Iterable[Path]) -> None:
 
 
 def _recorded(value: Mapping[str, Any], path: Path, line_number: int) -> Record:
-    """The record of an answer that a server gave.
-
-    Raises:
-        DataError: no token ids, or no fingerprint of the tokenizer.
-    """
+    """The record of an answer that a server gave."""
     ids = [value["prompt_ids"], value["answer_ids"]]
     if not all(isinstance(one, list) and one and all(type(i) is int and i >= 0 for i in one) for one in ids):
         problem = f"prompt_ids and answer_ids must be lists of token ids, not {short(repr(ids))}"
@@ -189,11 +185,7 @@ def _recorded(value: Mapping[str, Any], path: Path, line_number: int) -> Record:
 
 
 def _record(value: Any, forms: Sequence[str], path: Path, line_number: int) -> Record | None:
-    """The record of a JSON value; None where it has none of the forms.
-
-    Raises:
-        DataError: a message or text in it is not valid.
-    """
+    """The record of a JSON value; None where it has none of the forms."""
     given = value if isinstance(value, dict) else {}
     form = next((name for name in forms if given.get(name) is not None), None)
     if form is None:
@@ -221,11 +213,7 @@ def _misspelt(value: Any, known: Sequence[str]) -> str:
 
 
 def _completion(value: Mapping[str, Any], path: Path, line_number: int) -> Record | None:
-    """The record of a prompt and its completion.
-
-    Raises:
-        DataError: one of them is missing, or they are neither two texts nor two lists of messages.
-    """
+    """The record of a prompt and its completion."""
     prompt, completion = value.get("prompt"), value["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]

@@ -26,15 +26,8 @@ class DistillOptions(OptionGroup):
     """Let a model answer prompts and write its answers as training data."""
 
     BASIC: ClassVar = (
-        "prompts",
-        "documents",
-        "out",
-        "model",
-        "head",
-        "temperature",
-        "max_new_tokens",
-        "batch_size",
-        "num_self_talk",
+        *("prompts", "documents", "out", "model", "head"),
+        *("temperature", "max_new_tokens", "batch_size", "num_self_talk"),
     )
 
     out: Path

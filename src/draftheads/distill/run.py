@@ -19,28 +19,16 @@ from draftheads.distill.prompts import SELF_TALK, Prompt, Seen, Survey, survey, 
 from draftheads.errors import DistillationInterrupted
 from draftheads.utils.counts import counted
 from draftheads.utils.files import check_writable
+from draftheads.utils.identity import as_json_values
 from draftheads.utils.progress import Progress
 from draftheads.utils.provenance import provenance
 
 _MAY_CHANGE = frozenset(  # the answers do not depend on these (batch_size only by rounding)
     {
-        "out",
-        "prompts",  # their content counts, not their place
-        "documents",
-        "model",  # its fingerprint counts, not its name
-        "precision",
-        "device",
-        "four_bit",  # the fingerprint is of the quantised weights
-        "head",
-        "chat_template",  # its text counts, as part of the model's fingerprint
-        "chain",
-        "batch_size",
-        "chunk_size",
-        "endpoint",
-        "endpoint_model",
-        "api_key_env",
-        "request_timeout",
-        "request_retries",
+        *("out", "prompts", "documents"),  # their content counts, not their place
+        *("model", "chat_template"),  # the model's fingerprint counts, of which the template's text is a part
+        *("precision", "device", "four_bit", "head", "chain", "batch_size", "chunk_size"),
+        *("endpoint", "endpoint_model", "api_key_env", "request_timeout", "request_retries"),
     }
 )
 
@@ -71,7 +59,9 @@ def distill(options: DistillOptions, load_source: Callable[[], Source], progress
     found = survey(options.prompts, options.documents)
     source = load_source()
     total = found.num_prompts + options.num_self_talk
-    with Journal.locked(options.out, identity_of(options, source, found), details_of(options)) as journal:
+    settings = {name: value for name, value in asdict(options).items() if name not in _MAY_CHANGE}
+    details = {"options": as_json_values(asdict(options)), "provenance": provenance()}
+    with Journal.locked(options.out, {**source.identity, **settings, **asdict(found)}, details) as journal:
         was_complete = journal.manifest.is_complete
         if not was_complete:
             progress.stage(f"answering {total - journal.counts.num_done:,} of {counted(total, 'conversation')}")
@@ -84,17 +74,6 @@ def distill(options: DistillOptions, load_source: Callable[[], Source], progress
                 ) from None
         journal.finish()
     return Outcome(found, journal.counts, was_complete)
-
-
-def identity_of(options: DistillOptions, source: Source, found: Survey) -> dict[str, Any]:
-    """Everything that the lines depend on."""
-    settings = {name: value for name, value in asdict(options).items() if name not in _MAY_CHANGE}
-    return {**source.identity, **settings, **asdict(found)}
-
-
-def details_of(options: DistillOptions) -> dict[str, Any]:
-    """Further facts for readers of the manifest."""
-    return {"options": json.loads(json.dumps(asdict(options), default=str)), "provenance": provenance()}
 
 
 class _Tally:

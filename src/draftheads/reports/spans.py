@@ -1,7 +1,4 @@
-"""A training text in pieces for people: which characters are learned, and which tokens are special.
-
-Knows encoded texts and how tokenizers decode; knows nothing of screens and pages.
-"""
+"""A training text in pieces for people: which characters are learned, and which tokens are special."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

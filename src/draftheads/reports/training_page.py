@@ -1,7 +1,4 @@
-"""The page of a training run, of heads alone or of heads with their model.
-
-Knows the names in ``metrics.json``, ``log.jsonl`` and ``validation.jsonl``; knows nothing of models.
-"""
+"""The page of a training run, of heads alone or of heads with their model."""
 
 import json
 from functools import partial

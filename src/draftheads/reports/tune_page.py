@@ -1,4 +1,4 @@
-"""The page of what ``draftheads tune`` measured. Knows the names in ``tune.json``; knows nothing of models."""
+"""The page of what ``draftheads tune`` measured."""
 
 import re
 from functools import partial

@@ -1,7 +1,4 @@
-"""A head with its objective in one module: a batch goes in, losses come out.
-
-Knows heads and objectives; knows nothing of files, schedules or the Trainer that calls it.
-"""
+"""A head with its objective in one module: a batch goes in, losses come out."""
 
 from dataclasses import dataclass, replace
 

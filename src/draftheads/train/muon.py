@@ -1,7 +1,6 @@
 """Muon for a head's matrices and AdamW for its other parameters, as one optimizer.
 
-Muon (Jordan et al. 2024) makes the momentum of a matrix nearly orthogonal, so that all its directions move equally
-far. Knows heads; knows nothing of the Trainer.
+Muon (Jordan et al. 2024) makes the momentum of a matrix nearly orthogonal, so that all its directions move equally far.
 """
 
 from typing import Any

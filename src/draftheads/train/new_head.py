@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftheads.checkpoints.checkpoint import SavedHead, read_head, read_tensors
+from draftheads.checkpoints.checkpoint import SavedHead, read_head, read_tensors, weightless_head
 from draftheads.checkpoints.registry import find_head, zoo_heads
 from draftheads.data.features import Documents
 from draftheads.errors import CheckpointMismatch, DraftHeadsError, InvalidSettings, ModelNotFound
@@ -27,7 +27,6 @@ from draftheads.speculation.draft import TargetWeights
 from draftheads.train.options import HeadOptions
 from draftheads.utils.counts import counted
 
-_VOCAB = "draft_vocab"
 # architectures that extend another one, whose layers have the same names
 _BUILT_ON = {"markov-medusa": "medusa", "amphista": "medusa", "hydra++": "hydra"}
 _MAY_DIFFER = frozenset(  # settings that do not change the meaning of layers that both heads have
@@ -85,13 +84,7 @@ class Start:
                 f"--draft-vocab-size is {size}, but --start-from {self.name} predicts "
                 f"{counted(own, 'token') if own else 'all tokens'}: give --draft-vocab-size {own}"
             )
-        return self.tensors[_VOCAB] if own else None
-
-    @property
-    def embedding_scale(self) -> float | None:
-        """The scale that its weights were trained with; None if it does not read embeddings."""
-        scale: float | None = getattr(self.saved.config, "embedding_scale", None)
-        return scale
+        return self.tensors["draft_vocab"] if own else None
 
     def part_of(self, head: DraftHead) -> float:
         """The part of a head's parameters that :meth:`copy_into` sets.
@@ -168,7 +161,7 @@ def new_head(
         vocab = frequent_tokens(store, documents, options.draft_vocab_size, vocab_size=vocab_size, always=eos_ids)
     config_class, head_class = head_classes(options.method)
     if issubclass(config_class, EmbeddingConfig):
-        known = None if start is None else start.embedding_scale
+        known = None if start is None else getattr(start.saved.config, "embedding_scale", None)
         scale = embedding_scale(weights, store, documents) if known is None else known
     config = head_config(
         options,
@@ -198,23 +191,15 @@ def part_from_start(options: HeadOptions, start: Start, target: TargetModel) -> 
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         draft_vocab_size=None if vocab is None else len(vocab),
-        embedding_scale=1.0,  # no shape depends on it
         head_sizes=target.head_sizes,
     )
-    _, head_class = head_classes(options.method)
-    with torch.device("meta"):
-        return start.part_of(head_class(config))
+    return start.part_of(weightless_head(config))
 
 
 def layers_read(options: HeadOptions, target: TargetModel) -> tuple[int, ...]:
     """The layers of the target whose inputs a new head reads; empty if it reads h_t."""
     config = head_config(
-        options,
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        draft_vocab_size=None,
-        embedding_scale=1.0,
-        head_sizes=target.head_sizes,
+        options, hidden_size=target.hidden_size, vocab_size=target.vocab_size, head_sizes=target.head_sizes
     )
     target.check_layers(config.hidden_layers)
     return config.hidden_layers
@@ -225,8 +210,8 @@ def head_config(
     *,
     hidden_size: int,
     vocab_size: int,
-    draft_vocab_size: int | None,
-    embedding_scale: float,
+    draft_vocab_size: int | None = None,
+    embedding_scale: float = 1.0,  # no shape depends on it
     head_sizes: Mapping[str, Any],
 ) -> HeadConfig:
     """The configuration of a new head with these options for a model of these sizes."""

@@ -342,9 +342,6 @@ class RunOptions:
 class TrainOptions(RunOptions):
     """Train draft heads for a frozen model on chats."""
 
-    recipe: str | None = None
-    """Settings of a paper as defaults. medusa-1, hydra, hydra-teacher, hydra++, prefix-mlp, amphista, amphista-alpha,
-    mlp-speculator, eagle, eagle3, blockwise, small. Options on the command line replace them."""
     plain_text: PlainTextOptions = PlainTextOptions()
     hidden_states: FeatureOptions = FeatureOptions()
 

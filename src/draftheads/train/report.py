@@ -1,7 +1,7 @@
 """How good heads are on held-out text: losses, ranks of the true tokens, tokens per step; and what is written of it.
 
-Knows learners and documents; knows nothing of optimization. The ranks of a grounded head along the true text are those
-of drafting while all earlier draft tokens were accepted, so any tree can be evaluated from ranks.
+The ranks of a grounded head along the true text are those of drafting while all earlier draft tokens were accepted, so
+any tree can be evaluated from ranks.
 """
 
 import json

@@ -19,6 +19,7 @@ from draftheads.train import processes
 from draftheads.train.new_head import Start, digest_of
 from draftheads.train.options import RunOptions
 from draftheads.train.training_data import TrainingData
+from draftheads.utils.counts import counted
 from draftheads.utils.file_set import current
 from draftheads.utils.files import locked, remove_leftovers, write_atomic
 from draftheads.utils.identity import as_json_values, changes, require_same
@@ -132,8 +133,8 @@ class RunFolder:
             if before["data"] != now["data"]:
                 raise DataError(
                     "--resume continues the same run, but the texts or the model have changed since (fingerprint "
-                    f"{before['data']}, now {now['data']}; {before['num_steps']} steps, now {now['num_steps']})"
-                    ": give the data as it was, or start again with another --out"
+                    f"{before['data']}, now {now['data']}; {counted(before['num_steps'], 'step')}, now "
+                    f"{now['num_steps']}): give the data as it was, or start again with another --out"
                 )
             require_same(
                 before,

@@ -1,7 +1,4 @@
-"""The texts of a run with their hidden states, which of them are held out, and all batches in their order.
-
-Knows texts, stores and plans; knows nothing of heads.
-"""
+"""The texts of a run with their hidden states, which of them are held out, and all batches in their order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
