@@ -337,13 +337,6 @@ class FullDisk:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_full_disk_leaves_nothing(base: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "save_file", FullDisk())
-    with pytest.raises(StorageError, match="no space left"):
-        save_head(random_head(base), tmp_path / "head", base=base)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_full_disk_leaves_the_old_head(base: TargetModel, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {path: path.read_bytes() for path in folder.iterdir()}
     monkeypatch.setattr(checkpoint, "save_file", FullDisk())
@@ -548,10 +541,8 @@ BIAS = "blocks.0.0.linear.bias"
 BROKEN = [
     Broken(CONFIG_FILE, put("surprise", value=1), CheckpointCorrupt, "unknown key surprise; known are base"),
     Broken(CONFIG_FILE, put("head", "surprise", value=1), CheckpointCorrupt, r"unknown key head\.surprise"),
-    Broken(CONFIG_FILE, put("base", "surprise", value=1), CheckpointCorrupt, r"unknown key base\.surprise"),
     Broken(CONFIG_FILE, drop("provenance"), CheckpointCorrupt, "provenance is missing"),
     Broken(CONFIG_FILE, drop("head", "num_heads"), CheckpointCorrupt, r"head\.num_heads is missing"),
-    Broken(CONFIG_FILE, drop("head", "draft_vocab_size"), CheckpointCorrupt, "draft_vocab_size is missing"),
     Broken(
         CONFIG_FILE,
         drop("base", "fingerprints", "lm_head"),
@@ -581,20 +572,12 @@ BROKEN = [
     Broken(CONFIG_FILE, put("format_version", value=0), CheckpointCorrupt, "format_version is 0"),
     Broken(CONFIG_FILE, put("format_version", value="1"), CheckpointCorrupt, "format_version is '1'"),
     Broken(CONFIG_FILE, drop("format_version"), CheckpointCorrupt, "is this a file of draftheads"),
-    Broken(PROFILE_FILE, put("surprise", value=1), CheckpointCorrupt, "unknown key surprise"),
-    Broken(PROFILE_FILE, drop("paths"), CheckpointCorrupt, "paths is missing"),
-    Broken(PROFILE_FILE, put("beam", value="3"), CheckpointCorrupt, "beam is '3'; it must be int"),
-    Broken(
-        PROFILE_FILE, put("temperatures", value=[1.0]), CheckpointCorrupt, "a node of depth 3; temperatures has 1 depth"
-    ),
     Broken(
         PROFILE_FILE,
         lambda profile: profile.update(paths=[[0]], static_tokens=[1.0, 1.5], temperatures=[1.0], shallower_tokens=[]),
         CheckpointCorrupt,
         "temperatures has 1 number but .* 3 heads",
     ),
-    Broken(PROFILE_FILE, put("format_version", value=3), CheckpointMismatch, "is 3 .* up to 2: upgrade"),
-    Broken(PROFILE_FILE, put("paths", value=[[0, 0]]), InvalidTree, r"acceptance\.json: path \[0, 0\] has no parent"),
     Broken(
         PROFILE_FILE,
         lambda profile: profile.update(
@@ -644,18 +627,17 @@ def test_a_missing_file_is_named(base: TargetModel, folder: Path, file: str) -> 
         load_head(folder, base)
 
 
-@pytest.mark.parametrize("file", [CONFIG_FILE, PROFILE_FILE])
-@pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe{}", pytest.param(b"[" * 100_000, id="deep")])
-def test_a_file_that_is_not_json_is_named(base: TargetModel, folder: Path, file: str, content: bytes) -> None:
-    (folder / file).write_bytes(content)
-    with pytest.raises(CheckpointCorrupt, match=f"{file} cannot be read as JSON"):
-        load_head(folder, base)
-
-
-@pytest.mark.parametrize("file", [CONFIG_FILE, PROFILE_FILE])
-def test_json_that_is_not_an_object_is_named(base: TargetModel, folder: Path, file: str) -> None:
-    (folder / file).write_text("[1]")
-    with pytest.raises(CheckpointCorrupt, match=rf"{file}: it is \[1\]; it must be an object"):
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        *((content, "cannot be read as JSON") for content in (b"{", b"", b"\xff\xfe{}", b"[" * 100_000)),
+        (b"[1]", r"it is \[1\]; it must be an object"),
+    ],
+    ids=range(5),
+)
+def test_a_file_without_a_json_object_is_named(base: TargetModel, folder: Path, content: bytes, words: str) -> None:
+    (folder / CONFIG_FILE).write_bytes(content)
+    with pytest.raises(CheckpointCorrupt, match=f"{CONFIG_FILE}:? {words}"):
         load_head(folder, base)
 
 
