@@ -94,8 +94,10 @@ def read_chats(*paths: Path) -> Iterator[Record]:
     Raises:
         DataError: a file cannot be read, or a line is not a chat.
     """
-    for path, line_number, value in _lines_of(paths):
-        yield chat_of(value, path, line_number)
+    for path in paths:
+        for file in files_in(path):
+            for line_number, value in read_json_lines(file, may_be_torn=path.is_dir()):
+                yield chat_of(value, file, line_number)
 
 
 def chat_of(value: Any, path: Path, line_number: int) -> Record:
@@ -130,14 +132,6 @@ def own_prompts(name: Literal["calibration", "demo"]) -> Path:
     sample as all of them. ``demo``: a handful of short ones.
     """
     return Path(__file__).parent.parent / "assets" / "prompts" / f"{name}.jsonl"
-
-
-def _lines_of(paths: Iterable[Path]) -> Iterator[tuple[Path, int, Any]]:
-    """File, line number and value of each line of the files, or of the files in a folder."""
-    for path in paths:
-        for file in files_in(path):
-            for line_number, value in read_json_lines(file, may_be_torn=path.is_dir()):
-                yield file, line_number, value
 
 
 def files_in(path: Path) -> list[Path]:

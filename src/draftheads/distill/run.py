@@ -7,7 +7,7 @@ even where kernels round by batch size.
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice, repeat
 from typing import Any
@@ -95,19 +95,15 @@ class _Tally:
 
 def _answer(options: DistillOptions, source: Source, journal: Journal, tally: _Tally) -> None:
     seen = _seen_in(journal.lines())
-    prompts = islice(enumerate(_all_prompts(options)), journal.counts.num_done, None)
+    self_talk = repeat(Prompt((), None, SELF_TALK), options.num_self_talk)
+    every = enumerate(chain(unique_prompts(options.prompts, options.documents), self_talk))
+    prompts = islice(every, journal.counts.num_done, None)
     while chunk := list(islice(prompts, options.chunk)):
         started = time.monotonic()
         dialogues = [Dialogue(prompt, index=index, options=options) for index, prompt in chunk]
         source.converse(dialogues, tally.add)
         lines, counts = _lines(dialogues, seen)
         journal.add(lines, counts + Counts(seconds=time.monotonic() - started))
-
-
-def _all_prompts(options: DistillOptions) -> Iterator[Prompt]:
-    return chain(
-        unique_prompts(options.prompts, options.documents), repeat(Prompt((), None, SELF_TALK), options.num_self_talk)
-    )
 
 
 def _seen_in(lines: Iterable[bytes]) -> Seen:

@@ -112,13 +112,10 @@ class JointRun(Run):
         self.progress.stage("reading data")
         chats = self.options.chats
         texts = load_texts(self.target, chats.data, max_length=chats.max_length, max_tokens=chats.max_tokens)
-        self.store = LiveStore(self.target, texts, self._layers())
-        return self.claim(plan_training(self.store, self.options))
-
-    def _layers(self) -> tuple[int, ...]:
-        """The layers whose inputs the head reads."""
         path = self.options.tuning.head
-        return layers_read(self.options.heads, self.target) if path is None else read_head(path).config.hidden_layers
+        layers = read_head(path).config.hidden_layers if path else layers_read(self.options.heads, self.target)
+        self.store = LiveStore(self.target, texts, layers)
+        return self.claim(plan_training(self.store, self.options))
 
     def make_head(self) -> DraftHead:
         """The head of ``--head`` in fp32, or a new one."""
