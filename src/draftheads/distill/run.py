@@ -56,12 +56,12 @@ def distill(options: DistillOptions, load_source: Callable[[], Source], progress
     """
     check_writable(options.out)
     progress.stage("reading prompts")
-    found = survey(options.prompts, options.documents)
+    prompt_survey = survey(options.prompts, options.documents)
     source = load_source()
-    total = found.num_prompts + options.num_self_talk
+    total = prompt_survey.num_prompts + options.num_self_talk
     settings = {name: value for name, value in asdict(options).items() if name not in _MAY_CHANGE}
     details = {"options": as_json_values(asdict(options)), "provenance": provenance()}
-    with Journal.locked(options.out, {**source.identity, **settings, **asdict(found)}, details) as journal:
+    with Journal.locked(options.out, {**source.identity, **settings, **asdict(prompt_survey)}, details) as journal:
         was_complete = journal.manifest.is_complete
         if not was_complete:
             progress.stage(f"answering {total - journal.counts.num_done:,} of {counted(total, 'conversation')}")
@@ -73,7 +73,7 @@ def distill(options: DistillOptions, load_source: Callable[[], Source], progress
                     "the same command continues"
                 ) from None
         journal.finish()
-    return Outcome(found, journal.counts, was_complete)
+    return Outcome(prompt_survey, journal.counts, was_complete)
 
 
 class _Tally:

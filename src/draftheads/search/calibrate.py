@@ -115,7 +115,7 @@ def fit_confidence(observations: Sequence[Observation], top_k: int) -> list[floa
     the highest likelihood is taken; 1 where no token of the answers tells.
     """
     heads = observations[0].ranks.shape[1]
-    found = []
+    fitted = []
     for i in range(heads):
         scores = torch.zeros(len(DIVISORS), dtype=torch.float64)
         for seen in observations:
@@ -124,8 +124,8 @@ def fit_confidence(observations: Sequence[Observation], top_k: int) -> list[floa
             probs = seen.probs[used, i].double()[:, :, None]
             none = (1.0 - log_probs.exp().sum(1)).clamp_min(1e-6).log()  # (n, divisors)
             scores += (probs * log_probs.clamp_min(-50.0)).sum((0, 1)) + ((1.0 - probs.sum(1)) * none).sum(0)
-        found.append(float(DIVISORS[scores.argmax()]) if scores.any() else 1.0)
-    return found
+        fitted.append(float(DIVISORS[scores.argmax()]) if scores.any() else 1.0)
+    return fitted
 
 
 def reached(seen: Observation, head_index: int, top_k: int) -> Tensor:
@@ -173,7 +173,7 @@ def draft_along(
     """
     session = head.start()
     heads = head.config.num_heads
-    found = [torch.full((heads, len(answer.token_ids), heads), NEVER) for answer in answers]
+    smallest = [torch.full((heads, len(answer.token_ids), heads), NEVER) for answer in answers]
     limits = torch.arange(1, heads + 1, device=hidden[0].device)[:, None, None]
     going = list(range(len(answers)))
     for place in range(max(len(answer.token_ids) for answer in answers)):
@@ -197,8 +197,8 @@ def draft_along(
             in_tree = alive[:, 0] & (limits[:, :, 0] > depth)  # (K, B)
             size = torch.where(in_tree, sizes.gather(2, node.expand(heads, -1, -1))[:, :, 0], NEVER).cpu()
             for i, row in enumerate(going):
-                found[row][:, place, depth] = size[:, i]
-    return found
+                smallest[row][:, place, depth] = size[:, i]
+    return smallest
 
 
 def _context(

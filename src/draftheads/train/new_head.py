@@ -77,14 +77,14 @@ class Start:
         Raises:
             InvalidSettings: this head's draft vocabulary has another size.
         """
-        own = self.saved.config.draft_vocab_size or 0
+        start_size = self.saved.config.draft_vocab_size or 0
         wanted = size if size < self.saved.config.vocab_size else 0
-        if own != wanted:
+        if start_size != wanted:
             raise InvalidSettings(
                 f"--draft-vocab-size is {size}, but --start-from {self.name} predicts "
-                f"{counted(own, 'token') if own else 'all tokens'}: give --draft-vocab-size {own}"
+                f"{counted(start_size, 'token') if start_size else 'all tokens'}: give --draft-vocab-size {start_size}"
             )
-        return self.tensors["draft_vocab"] if own else None
+        return self.tensors["draft_vocab"] if start_size else None
 
     def part_of(self, head: DraftHead) -> float:
         """The part of a head's parameters that :meth:`copy_into` sets.
@@ -123,9 +123,9 @@ class Start:
         """Parameters by name; all or none of a layer, since a bias means nothing beside another weight."""
         fitting: dict[str, nn.Parameter] = {}
         for prefix, module in head.named_modules():
-            own = {f"{prefix}.{name}".lstrip("."): value for name, value in module.named_parameters(recurse=False)}
-            if all(name in self.tensors and self.tensors[name].shape == own[name].shape for name in own):
-                fitting |= own
+            named = {f"{prefix}.{name}".lstrip("."): value for name, value in module.named_parameters(recurse=False)}
+            if all(name in self.tensors and self.tensors[name].shape == named[name].shape for name in named):
+                fitting |= named
         return fitting
 
 
@@ -276,17 +276,17 @@ def settings_of(name: str, model_id: str, method: str) -> dict[str, Any]:
     saved = read_head(_folder(name, model_id))
     config = saved.config
     vocab = config.draft_vocab_size or 0
-    found = {"num_heads": config.num_heads, "num_layers": config.num_layers, "draft_vocab_size": vocab}
+    sizes = {"num_heads": config.num_heads, "num_layers": config.num_layers, "draft_vocab_size": vocab}
     if saved.method != method:
-        return found
+        return sizes
     # sizes of the target's layers are the same in a new head
     common = {field.name for of in (HeadConfig, LayerConfig) for field in fields(of)} | {"embedding_scale"}
-    own = [field for field in fields(config) if field.name not in common]
-    changed = [field.name for field in own if getattr(config, field.name) != field.default]
+    own_fields = [field for field in fields(config) if field.name not in common]
+    changed = [field.name for field in own_fields if getattr(config, field.name) != field.default]
     options = tuple(f"{name}={json.dumps(getattr(config, name))}" for name in changed)
     return {
         **({"head_options": options} if options else {}),
-        **found,
+        **sizes,
         "lm_head": config.lm_head,
         "lm_head_rank": config.lm_head_rank,
     }
