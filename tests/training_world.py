@@ -1,6 +1,7 @@
 """A tiny chat model of 64 words and chats that it can learn from: the world of the training tests."""
 
 import gzip
+import importlib.util
 import json
 import signal
 from collections.abc import Sequence
@@ -178,6 +179,16 @@ def build_features(
 def train_for(target: TargetModel, options: TrainOptions, progress: Any = None) -> Any:
     """A run with a model that is loaded already."""
     return HeadRun(options, progress or NoProgress()).run_for(target)
+
+
+def tool_module(name: str) -> Any:
+    """``tools/NAME.py`` as a module."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "tools" / f"{name}.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def chat_options(out: Path, **changes: Any) -> TrainOptions:

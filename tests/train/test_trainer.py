@@ -18,11 +18,10 @@ from draftheads.errors import InvalidSettings, MissingDependency, NonFiniteLoss
 from draftheads.models.model import TargetModel
 from draftheads.train import run, trainer
 from draftheads.train.options import HardwareOptions
-from draftheads.train.report import measure
 from draftheads.train.schedule import Stage, staged_rate
 from draftheads.train.trainer import StepLog
 from fake_progress import FakeProgress
-from training_world import KilledError, chat_model, chat_options, lines, train_for, train_options
+from training_world import KilledError, chat_model, chat_options, lines, stop_by_crash, train_for, train_options
 
 
 @pytest.mark.parametrize("final", [0.0, 0.3])
@@ -103,21 +102,12 @@ def test_tensorboard_shows_the_log(target: TargetModel, chats: Path, tmp_path: P
         assert [value for _, value in found] == pytest.approx([value for _, value in expected], rel=1e-6)
 
 
-def test_tensorboard_shows_repeated_steps_once(
-    target: TargetModel, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensorboard_shows_repeated_steps_once(target: TargetModel, chats: Path, tmp_path: Path) -> None:
     """What was shown after the last checkpoint is shown once, as it was made the second time."""
     settings = chat_options(tmp_path / "out", data=(chats,), tensorboard=True, save_steps=4, eval_steps=6)
-
-    def fails_at_six(*arguments: Any, **keywords: Any) -> Any:
-        if (tmp_path / "out" / "log.jsonl").exists() and len(lines(tmp_path / "out")) >= 6:
-            raise KeyError
-        return measure(*arguments, **keywords)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "measure", fails_at_six)
-        with pytest.raises(KeyError):
-            train_for(target, settings)
+    with pytest.raises(KilledError):
+        train_for(target, settings, FakeProgress(6, stop_by_crash, stage="training"))
+    assert [line["step"] for line in lines(settings.out)] == [1, 2, 3, 4, 5], "the last one is after the checkpoint"
     train_for(target, settings.changed(resume=True))
     shown = EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload().Scalars("log/loss")
     assert [event.step for event in shown] == [line["step"] for line in lines(tmp_path / "out")]

@@ -5,7 +5,6 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,12 +17,22 @@ from draftheads.data.plain_text import load_blocks
 from draftheads.errors import DataError, InvalidSettings, StorageError
 from draftheads.models.model import TargetModel
 from draftheads.train import run, training_data
-from draftheads.train.report import measure
 from draftheads.train.run_folder import RunFolder, find_checkpoint
 from draftheads.train.schedule import rise_and_cosine
 from draftheads.train.training_data import plan_training, read_texts
 from fake_progress import FakeProgress
-from training_world import EOS, build_features, chat_model, chat_options, counting_chats, lines, train_for, write_chats
+from training_world import (
+    EOS,
+    KilledError,
+    build_features,
+    chat_model,
+    chat_options,
+    counting_chats,
+    lines,
+    stop_by_crash,
+    train_for,
+    write_chats,
+)
 from vllm_files import extract_as_vllm
 
 
@@ -80,25 +89,12 @@ def test_states_that_vllm_extracted_train_nearly_the_same_head(
             settings.changed(**changes)
 
 
-def test_a_run_may_be_resumed_with_another_budget(
-    target: TargetModel, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_may_be_resumed_with_another_budget(target: TargetModel, chats: Path, tmp_path: Path) -> None:
     whole = chat_options(tmp_path / "whole", data=(chats,))
     train_for(target, whole)
     parts = chat_options(tmp_path / "parts", data=(chats,), save_steps=4)
-
-    calls = []
-
-    def second_fails(*arguments: Any, **keywords: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:  # after ten steps
-            raise KeyError
-        return measure(*arguments, **keywords)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "measure", second_fails)
-        with pytest.raises(KeyError):
-            train_for(target, parts)
+    with pytest.raises(KilledError):
+        train_for(target, parts, FakeProgress(6, stop_by_crash, stage="training"))
     assert find_checkpoint(parts.out)
     resumed = chat_options(tmp_path / "parts", data=(chats,), resume=True, features_budget=0.0)
     train_for(target, resumed)
