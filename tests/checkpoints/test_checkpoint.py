@@ -337,12 +337,17 @@ class FullDisk:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_full_disk_leaves_the_old_head(base: TargetModel, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {path: path.read_bytes() for path in folder.iterdir()}
+@pytest.mark.parametrize("name", ["head", "new"])
+def test_a_full_disk_leaves_the_old_head_or_nothing(
+    base: TargetModel, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    before = {path: path.read_bytes() for path in folder.parent.rglob("*") if path.is_file()}
     monkeypatch.setattr(checkpoint, "save_file", FullDisk())
     with pytest.raises(StorageError, match="no space left"):
-        save_head(random_head(base, seed=2), folder, base=base)
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+        save_head(random_head(base, seed=2), folder.with_name(name), base=base)
+    assert {path: path.read_bytes() for path in folder.parent.rglob("*") if path.is_file()} == before
+    assert [path.name for path in folder.parent.iterdir()] == ["head"]
+    load_head(folder, base)
 
 
 def test_a_new_head_replaces_the_old_one_and_leaves_other_files(base: TargetModel, folder: Path) -> None:

@@ -93,6 +93,7 @@ BOTH = [
     ("line", "message"),
     [
         *BOTH,
+        ("[1, 2]", "a chat is an object"),
         ('{"messages": "w1"}', "a chat is an object"),
         ('{"messages": []}', "a chat is an object"),
         ('{"mesages": []}', r"unknown field 'mesages'; did you mean 'messages'\? a chat is an object"),
