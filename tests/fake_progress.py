@@ -12,6 +12,7 @@ class FakeProgress:
         self.after, self.action, self.of_stage = after, action, stage
         self.stages: list[str] = []
         self.done: list[int] = []  # units, at each report
+        self.steps: list[int] = []  # the same of a training
         self.last = (0, 0, "")  # units done, in all, note
 
     def stage(self, what: str) -> None:
@@ -19,6 +20,8 @@ class FakeProgress:
 
     def progress(self, done: int, total: int, note: str = "") -> None:
         self.done.append(done)
+        if (self.stages or [""])[-1].startswith("training"):
+            self.steps.append(done)
         self.last = (done, total, note)
         if done == self.after and (self.stages or [""])[-1].startswith(self.of_stage):
             self.action()

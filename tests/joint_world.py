@@ -13,9 +13,11 @@ from draftheads.models.model import TargetModel
 from draftheads.train.joint.learner import JointLearner
 from draftheads.train.joint.merged_view import TunedModel
 from draftheads.train.joint.options import JointOptions
+from draftheads.train.joint.run import JointRun
 from draftheads.train.learner import Learner
 from draftheads.train.losses import objective
 from draftheads.train.new_head import layers_read, new_head
+from draftheads.utils.progress import NoProgress
 from training_world import chat_model
 
 
@@ -36,6 +38,11 @@ def joint_options(out: Path, data: Path, **changes: Any) -> JointOptions:
         "lora_alpha": 8,
     }
     return JointOptions.of(out=out, data=(data,), **{**values, **changes})
+
+
+def train_jointly_for(target: TargetModel, options: JointOptions, progress: Any = None) -> Any:
+    """A run with a model that is loaded already. The adapter is removed at the end."""
+    return JointRun(options, progress or NoProgress()).run_for(target)
 
 
 def harness(

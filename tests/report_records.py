@@ -13,6 +13,8 @@ METRICS: dict[str, Any] = {
     "model_id": "a <b> & c",
     "num_training_texts": 7070,
     "num_held_out_texts": 200,
+    "num_held_out_tokens": 25_000,
+    "share_in_other_texts": 0.1,
     "num_steps": 9015,
     "training_seconds": 61.4,
     "tokens_per_second": 3210.0,
@@ -62,10 +64,7 @@ TUNE: dict[str, Any] = {
         "expected": [1.0, 1.5, 1.75],
         "error": [0.0, 0.125, 0.25],
     },
-    "marginal": {"expected": [1.0, 1.5, 1.625], "error": [0.0, 0.125, 0.25]},
     "dynamic": {"expected": [1.0, 1.5, 1.875], "error": [0.0, 0.125, 0.5]},
-    "dense": [{"widths": [1], "num_nodes": 2, "expected": 1.5}],
-    "cost": [{"batch_size": 1, "kind": "none", "num_nodes": 1, "draft": 0.0, "verify": 20.0}],
     "rates": [{"batch_size": 1, "kind": "dynamic", "num_nodes": [2, 3], "tokens_per_second": [70.0, 80.0]}],
     "batches": [  # the largest first: pages sort them
         {

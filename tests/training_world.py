@@ -1,8 +1,10 @@
 """A tiny chat model of 64 words and chats that it can learn from: the world of the training tests."""
 
 import gzip
+import importlib.util
 import json
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftheads.data.batches import split_held_out
+from draftheads.data.chat_tokens import EncodedChat
+from draftheads.data.compute_features import build_shards, claim
 from draftheads.data.features import FeatureStore
 from draftheads.models.model import TargetModel
 from draftheads.train.learner import Learner
@@ -20,6 +24,8 @@ from draftheads.train.losses import objective
 from draftheads.train.new_head import new_head
 from draftheads.train.options import TrainOptions
 from draftheads.train.report import Measurement, measure
+from draftheads.train.run import HeadRun
+from draftheads.utils.progress import NoProgress
 
 EOS = 2
 VOCAB = ["<unk>", "<s>", "<e>", "\n", "user", "assistant", "system", *(f"w{i}" for i in range(57))]
@@ -159,6 +165,30 @@ def measured(
     head = head or new_head(settings.heads, target.weights, store, training, target.eos_ids)
     learner = Learner(head, target.weights, objective=objective(settings.objective.loss), depth_decay=0.8)
     return measure(learner, store, training if on == "training" else held_out, batch_tokens=100)
+
+
+def build_features(
+    target: TargetModel, texts: Sequence[EncodedChat], folder: Path, progress: Any = None, *, layers: Sequence[int] = ()
+) -> FeatureStore:
+    """The store of these texts, made or completed."""
+    claim(target, texts, folder, layers)
+    build_shards(target, texts, folder, progress or NoProgress(), layers)
+    return FeatureStore(folder)
+
+
+def train_for(target: TargetModel, options: TrainOptions, progress: Any = None) -> Any:
+    """A run with a model that is loaded already."""
+    return HeadRun(options, progress or NoProgress()).run_for(target)
+
+
+def tool_module(name: str) -> Any:
+    """``tools/NAME.py`` as a module."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "tools" / f"{name}.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def chat_options(out: Path, **changes: Any) -> TrainOptions:

@@ -91,7 +91,8 @@ def eagle3_layout(head: Eagle3Head, target: TargetModel) -> tuple[dict[str, Any]
         raise InvalidSettings(
             "the model's lm_head has a bias, for which the layout has no place: train a head with --lm-head own"
         )
-    tensors = {_name(name): tensor for name, tensor in head.state_dict().items() if not _is_of_vocabulary(name)}
+    of_vocabulary = ("lm_heads.", "draft_vocab")  # other engines have other tensors for it
+    tensors = {_name(name): tensor for name, tensor in head.state_dict().items() if not name.startswith(of_vocabulary)}
     # whatever kind the lm_head is: the logits of unit vectors are its columns
     tensors["lm_head.weight"] = head.logits(torch.eye(config.hidden_size), 0).T
     tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
@@ -106,10 +107,6 @@ def _name(name: str) -> str:
         if name.startswith(ours):
             return theirs + name.removeprefix(ours)
     raise AssertionError(f"a new tensor of eagle3 heads: {name}")
-
-
-def _is_of_vocabulary(name: str) -> bool:
-    return name.startswith("lm_heads.") or name == "draft_vocab"
 
 
 def _config(config: Eagle3Config, target: TargetModel) -> dict[str, Any]:

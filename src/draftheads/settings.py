@@ -144,6 +144,8 @@ class SamplingOptions:
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self)):
             value, rule = getattr(self, name), _RULES[name]
+            if value is None and rule.or_none:
+                continue
             try:
                 converted = rule.convert(value)
                 valid = rule.holds(converted)
@@ -184,6 +186,7 @@ class _Rule(NamedTuple):
     convert: Callable[[Any], Any]  # to its type; raises TypeError, ValueError or OverflowError
     holds: Callable[[Any], bool]  # whether the converted value is in its range
     words: str
+    or_none: bool = False  # whether None is valid, too
 
 
 def _integer(value: Any) -> int:
@@ -226,8 +229,8 @@ def _several(value: Any, convert: Callable[[Any], Any]) -> tuple[Any, ...]:
     return tuple(map(convert, value))
 
 
-def _grammar(value: Any) -> Grammar | None:
-    if value is None or isinstance(value, Grammar):
+def _grammar(value: Any) -> Grammar:
+    if isinstance(value, Grammar):
         return value
     if not isinstance(value, Mapping):
         raise TypeError
@@ -239,10 +242,6 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted((_integer(token), _number(bias)) for token, bias in pairs))
 
 
-def _or_none(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: None if value is None else convert(value)
-
-
 _RULES = {
     "max_new_tokens": _Rule(_integer, lambda n: n >= 1, "an integer of at least 1"),
     "temperature": _Rule(
@@ -250,32 +249,30 @@ _RULES = {
         lambda t: t == 0.0 or LOWEST_TEMPERATURE <= t < float("inf"),
         f"0 (greedy) or a number of at least {LOWEST_TEMPERATURE}",
     ),
-    "top_k": _Rule(
-        _or_none(_integer), lambda k: k is None or k >= 1, "an integer of at least 1, or None for all tokens"
-    ),
+    "top_k": _Rule(_integer, lambda k: k >= 1, "an integer of at least 1, or None for all tokens", or_none=True),
     "top_p": _Rule(_number, lambda p: 0.0 < p <= 1.0, "a number above 0 and at most 1"),
     "repetition_penalty": _Rule(_number, lambda penalty: 0.0 < penalty < float("inf"), "a positive number"),
     "seed": _Rule(
-        _or_none(_integer),
-        lambda seed: seed is None or -(2**63) <= seed < 2**64,
+        _integer,
+        lambda seed: -(2**63) <= seed < 2**64,
         "an integer of at least -2**63 and below 2**64, or None",
+        or_none=True,
     ),
     "stop": _Rule(_strings, all, "a string or a list of strings, none of them empty"),
     "stop_token_ids": _Rule(_integers, lambda ids: min(ids, default=0) >= 0, "a list of token ids, such as [7]"),
     "ignore_eos": _Rule(_flag, lambda _: True, "True or False"),
     "logprobs": _Rule(
-        _or_none(_integer),
-        lambda k: k is None or 0 <= k <= MOST_LOGPROBS,
+        _integer,
+        lambda k: 0 <= k <= MOST_LOGPROBS,
         f"an integer from 0 to {MOST_LOGPROBS}, or None for no log-probabilities",
+        or_none=True,
     ),
     "acceptance": _Rule(
-        _name,
-        lambda rule: rule in get_args(AcceptanceRule),
-        " or ".join(map(repr, get_args(AcceptanceRule))),
+        _name, lambda rule: rule in get_args(AcceptanceRule), " or ".join(map(repr, get_args(AcceptanceRule)))
     ),
     "typical_epsilon": _Rule(_number, lambda epsilon: 0.0 < epsilon <= 1.0, "a number above 0 and at most 1"),
-    "typical_delta": _Rule(_or_none(_number), lambda delta: delta is None or delta > 0.0, "a positive number, or None"),
-    "grammar": _Rule(_grammar, lambda _: True, "a Grammar, a dictionary with a JSON schema, or None"),
+    "typical_delta": _Rule(_number, lambda delta: delta > 0.0, "a positive number, or None", or_none=True),
+    "grammar": _Rule(_grammar, lambda _: True, "a Grammar, a dictionary with a JSON schema, or None", or_none=True),
     "logit_bias": _Rule(
         _biases,
         lambda pairs: all(token >= 0 and abs(bias) <= MOST_BIAS for token, bias in pairs),

@@ -140,10 +140,7 @@ def test_drafters_are_also_timed_as_they_are_loaded(
     model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual = Engine(model, PromptLookup())
-    each = [
-        Contender("lookup", PromptLookup(), "lookup", defaults=usual),
-        Contender("other", PromptLookup(), "other"),
-    ]
+    each = [Contender("lookup", PromptLookup(), "lookup", defaults=usual), Contender("other", PromptLookup(), "other")]
     monkeypatch.setattr(compare, "over_plain", lambda engines, _: dict.fromkeys(engines, (1.5, 0.25)))
     lookup, other = bench(model, tmp_path, each, replace(SETTINGS, temperature=0.0)).run()
     assert (lookup.default_speedup, lookup.default_speedup_error) == (1.5, 0.25)
@@ -337,11 +334,11 @@ def test_changed_weights_in_the_same_folder_are_counted_anew(counted: list[str],
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_nodes": 1}, "num_nodes is 1; it must be at least 2"),
+        ({"num_nodes": 1}, "--num-nodes is 1: must be at least 2"),
         ({"temperature": -0.5}, "temperature is -0.5"),
         ({"temperature": math.nan}, "temperature is nan"),
-        ({"num_speed_prompts": 2}, "num_speed_prompts is 2; it must be at least 3"),
-        ({"num_sampled_prompts": 0}, "num_sampled_prompts is 0; it must be at least 3"),
+        ({"num_speed_prompts": 2}, "--num-speed-prompts is 2: must be at least 3"),
+        ({"num_sampled_prompts": 0}, "--num-sampled-prompts is 0: must be at least 3"),
     ],
 )
 def test_impossible_settings_are_refused(changes: dict[str, Any], words: str) -> None:

@@ -66,12 +66,7 @@ def tiny_tokenizer(*, swap: bool = False) -> Any:
 
 
 def tiny_base(
-    *,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    tokenizer: Any = None,
-    tied: bool = False,
-    **sizes: Any,
+    *, seed: int = 0, dtype: torch.dtype = torch.float32, tokenizer: Any = None, tied: bool = False, **sizes: Any
 ) -> TargetModel:
     torch.manual_seed(seed)
     sizes = {"vocab_size": VOCAB, "hidden_size": SIZE, **sizes}
@@ -181,12 +176,7 @@ def test_the_size_of_amphistas_coupling_is_saved_where_there_is_one(base: Target
 @pytest.mark.parametrize("method", sorted(HEADS))
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"draft_vocab_size": 16},
-        {"lm_head": "own", "num_layers": 2},
-        {"lm_head": "low_rank", "lm_head_rank": 5},
-    ],
+    [{}, {"draft_vocab_size": 16}, {"lm_head": "own", "num_layers": 2}, {"lm_head": "low_rank", "lm_head_rank": 5}],
 )
 def test_a_loaded_head_proposes_what_the_saved_one_did(
     base: TargetModel, tmp_path: Path, method: str, options: dict[str, Any]
@@ -347,19 +337,17 @@ class FullDisk:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_full_disk_leaves_nothing(base: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["head", "new"])
+def test_a_full_disk_leaves_the_old_head_or_nothing(
+    base: TargetModel, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    before = {path: path.read_bytes() for path in folder.parent.rglob("*") if path.is_file()}
     monkeypatch.setattr(checkpoint, "save_file", FullDisk())
     with pytest.raises(StorageError, match="no space left"):
-        save_head(random_head(base), tmp_path / "head", base=base)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_full_disk_leaves_the_old_head(base: TargetModel, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {path: path.read_bytes() for path in folder.iterdir()}
-    monkeypatch.setattr(checkpoint, "save_file", FullDisk())
-    with pytest.raises(StorageError, match="no space left"):
-        save_head(random_head(base, seed=2), folder, base=base)
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+        save_head(random_head(base, seed=2), folder.with_name(name), base=base)
+    assert {path: path.read_bytes() for path in folder.parent.rglob("*") if path.is_file()} == before
+    assert [path.name for path in folder.parent.iterdir()] == ["head"]
+    load_head(folder, base)
 
 
 def test_a_new_head_replaces_the_old_one_and_leaves_other_files(base: TargetModel, folder: Path) -> None:
@@ -429,12 +417,6 @@ def test_a_head_of_a_model_that_was_tuned_since_is_loaded_with_a_warning(folder:
         assert load_head(folder, tuned_base(1.0)).config == read_head(folder).config
     assert len(said) == 1
     assert said[0].filename == __file__
-
-
-def test_a_head_without_a_print_of_the_layers_is_loaded_as_before(folder: Path) -> None:
-    change_json(folder / CONFIG_FILE, drop("base", "fingerprints", "layers"))
-    assert read_head(folder).fingerprints == replace(tiny_base().fingerprints, layers=None)
-    load_head(folder, tuned_base(1.0))
 
 
 def test_the_print_of_the_layers_covers_all_layers_and_kernels_keep_it() -> None:
@@ -564,10 +546,8 @@ BIAS = "blocks.0.0.linear.bias"
 BROKEN = [
     Broken(CONFIG_FILE, put("surprise", value=1), CheckpointCorrupt, "unknown key surprise; known are base"),
     Broken(CONFIG_FILE, put("head", "surprise", value=1), CheckpointCorrupt, r"unknown key head\.surprise"),
-    Broken(CONFIG_FILE, put("base", "surprise", value=1), CheckpointCorrupt, r"unknown key base\.surprise"),
     Broken(CONFIG_FILE, drop("provenance"), CheckpointCorrupt, "provenance is missing"),
     Broken(CONFIG_FILE, drop("head", "num_heads"), CheckpointCorrupt, r"head\.num_heads is missing"),
-    Broken(CONFIG_FILE, drop("head", "draft_vocab_size"), CheckpointCorrupt, "draft_vocab_size is missing"),
     Broken(
         CONFIG_FILE,
         drop("base", "fingerprints", "lm_head"),
@@ -575,22 +555,12 @@ BROKEN = [
         r"base\.fingerprints\.lm_head is missing",
     ),
     Broken(CONFIG_FILE, put("base", value=[]), CheckpointCorrupt, r"base is \[\]; it must be dict"),
-    Broken(
-        CONFIG_FILE,
-        put("base", "model_id", value=3),
-        CheckpointCorrupt,
-        r"base\.model_id is 3; it must be str",
-    ),
+    Broken(CONFIG_FILE, put("base", "model_id", value=3), CheckpointCorrupt, r"base\.model_id is 3; it must be str"),
     Broken(CONFIG_FILE, put("head", "num_heads", value="four"), CheckpointCorrupt, "num_heads is 'four'; .* int"),
     Broken(CONFIG_FILE, put("head", "num_heads", value=True), CheckpointCorrupt, "num_heads is True; .* int"),
     Broken(CONFIG_FILE, put("head", "num_heads", value=2.0), CheckpointCorrupt, r"num_heads is 2\.0; .* int"),
     Broken(CONFIG_FILE, put("head", "num_heads", value=0), CheckpointCorrupt, "num_heads is 0; .* at least 1"),
-    Broken(
-        CONFIG_FILE,
-        put("head", "draft_vocab_size", value="all"),
-        CheckpointCorrupt,
-        "is 'all'; .* int or null",
-    ),
+    Broken(CONFIG_FILE, put("head", "draft_vocab_size", value="all"), CheckpointCorrupt, "is 'all'; .* int or null"),
     Broken(
         CONFIG_FILE,
         put("head", "lm_head", value="mine"),
@@ -607,24 +577,11 @@ BROKEN = [
     Broken(CONFIG_FILE, put("format_version", value=0), CheckpointCorrupt, "format_version is 0"),
     Broken(CONFIG_FILE, put("format_version", value="1"), CheckpointCorrupt, "format_version is '1'"),
     Broken(CONFIG_FILE, drop("format_version"), CheckpointCorrupt, "is this a file of draftheads"),
-    Broken(PROFILE_FILE, put("surprise", value=1), CheckpointCorrupt, "unknown key surprise"),
-    Broken(PROFILE_FILE, drop("paths"), CheckpointCorrupt, "paths is missing"),
-    Broken(PROFILE_FILE, put("beam", value="3"), CheckpointCorrupt, "beam is '3'; it must be int"),
-    Broken(
-        PROFILE_FILE, put("temperatures", value=[1.0]), CheckpointCorrupt, "a node of depth 3; temperatures has 1 depth"
-    ),
     Broken(
         PROFILE_FILE,
         lambda profile: profile.update(paths=[[0]], static_tokens=[1.0, 1.5], temperatures=[1.0], shallower_tokens=[]),
         CheckpointCorrupt,
         "temperatures has 1 number but .* 3 heads",
-    ),
-    Broken(PROFILE_FILE, put("format_version", value=3), CheckpointMismatch, "is 3 .* up to 2: upgrade"),
-    Broken(
-        PROFILE_FILE,
-        put("paths", value=[[0, 0]]),
-        InvalidTree,
-        r"acceptance\.json: path \[0, 0\] has no parent",
     ),
     Broken(
         PROFILE_FILE,
@@ -644,17 +601,9 @@ BROKEN = [
     Broken(TENSORS_FILE, put("extra", value=torch.zeros(1)), CheckpointCorrupt, "surplus tensor extra: it has 8"),
     Broken(TENSORS_FILE, put(BIAS, value=torch.zeros(31)), CheckpointCorrupt, r"is \(31,\); .* makes it \(32,\)"),
     Broken(
-        TENSORS_FILE,
-        put(BIAS, value=torch.zeros(32).int()),
-        CheckpointCorrupt,
-        r"holds I32; it must be torch\.float",
+        TENSORS_FILE, put(BIAS, value=torch.zeros(32).int()), CheckpointCorrupt, r"holds I32; it must be torch\.float"
     ),
-    Broken(
-        TENSORS_FILE,
-        put("draft_vocab", value=torch.zeros(16)),
-        CheckpointCorrupt,
-        r"holds F32; .* torch\.int64",
-    ),
+    Broken(TENSORS_FILE, put("draft_vocab", value=torch.zeros(16)), CheckpointCorrupt, r"holds F32; .* torch\.int64"),
 ]
 
 
@@ -683,18 +632,17 @@ def test_a_missing_file_is_named(base: TargetModel, folder: Path, file: str) -> 
         load_head(folder, base)
 
 
-@pytest.mark.parametrize("file", [CONFIG_FILE, PROFILE_FILE])
-@pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe{}", pytest.param(b"[" * 100_000, id="deep")])
-def test_a_file_that_is_not_json_is_named(base: TargetModel, folder: Path, file: str, content: bytes) -> None:
-    (folder / file).write_bytes(content)
-    with pytest.raises(CheckpointCorrupt, match=f"{file} cannot be read as JSON"):
-        load_head(folder, base)
-
-
-@pytest.mark.parametrize("file", [CONFIG_FILE, PROFILE_FILE])
-def test_json_that_is_not_an_object_is_named(base: TargetModel, folder: Path, file: str) -> None:
-    (folder / file).write_text("[1]")
-    with pytest.raises(CheckpointCorrupt, match=rf"{file}: it is \[1\]; it must be an object"):
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        *((content, "cannot be read as JSON") for content in (b"{", b"", b"\xff\xfe{}", b"[" * 100_000)),
+        (b"[1]", r"it is \[1\]; it must be an object"),
+    ],
+    ids=range(5),
+)
+def test_a_file_without_a_json_object_is_named(base: TargetModel, folder: Path, content: bytes, words: str) -> None:
+    (folder / CONFIG_FILE).write_bytes(content)
+    with pytest.raises(CheckpointCorrupt, match=f"{CONFIG_FILE}:? {words}"):
         load_head(folder, base)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from draftheads.checkpoints import registry
 from draftheads.checkpoints.registry import ZooHead, find_head, zoo_heads
-from draftheads.errors import InvalidSettings, ModelNotFound
+from draftheads.errors import ModelNotFound
 
 
 @pytest.fixture
@@ -111,12 +111,6 @@ def test_a_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("no_zoo")
-def test_a_folder_in_an_unknown_home_is_an_error() -> None:
-    with pytest.raises(InvalidSettings, match="~nobody-9/x: no home folder is known for ~nobody-9"):
-        find_head("~nobody-9/x", "any")
-
-
-@pytest.mark.usefixtures("no_zoo")
 def test_a_folder_comes_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("owner/head").mkdir(parents=True)
@@ -158,32 +152,25 @@ def test_a_name_that_is_not_a_hub_id_causes_no_request(name: str, monkeypatch: p
 
 
 @pytest.mark.usefixtures("zoo")
-def test_only_the_files_of_a_head_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "repo", "inside"),
+    [("owner/a-head_1.0", "owner/a-head_1.0", ""), ("owner/heads/a/b++", "owner/heads", "a/b++")],
+)
+def test_only_the_files_of_a_head_are_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, repo: str, inside: str
+) -> None:
     asked: dict[str, Any] = {}
 
     def snapshot_download(repo_id: str, **options: Any) -> str:
         asked.update(options, repo_id=repo_id)
+        (tmp_path / "snapshot" / inside).mkdir(parents=True)
         return str(tmp_path / "snapshot")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert find_head("owner/a-head_1.0", "smollm2-135m") == tmp_path / "snapshot"
-    assert asked["repo_id"] == "owner/a-head_1.0"
-    assert sorted(asked["allow_patterns"]) == ["README.md", "acceptance.json", "config.json", "model.safetensors"]
-
-
-@pytest.mark.usefixtures("zoo")
-def test_a_head_in_a_subfolder_of_a_repository_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-
-    def snapshot_download(repo_id: str, **options: Any) -> str:
-        asked.update(options, repo_id=repo_id)
-        (tmp_path / "tiny" / "hydra++").mkdir(parents=True)
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert find_head("owner/heads/tiny/hydra++", "smollm2-135m") == tmp_path / "tiny" / "hydra++"
-    assert asked["repo_id"] == "owner/heads"
-    assert "tiny/hydra++/config.json" in asked["allow_patterns"]
+    assert find_head(name, "smollm2-135m") == tmp_path / "snapshot" / inside
+    assert asked["repo_id"] == repo
+    files = ["README.md", "acceptance.json", "config.json", "model.safetensors"]
+    assert sorted(asked["allow_patterns"]) == [f"{inside}/{file}".lstrip("/") for file in files]
 
 
 @pytest.mark.usefixtures("zoo")

@@ -22,7 +22,6 @@ from draftheads.models.pretrained import load_tokenizer
 from draftheads.reports.batch_page import PlannedBatch
 from draftheads.reports.spans import Span, spans
 from draftheads.train import run
-from fake_progress import FakeProgress
 from html_pages import check_page
 from training_world import (
     EOS,
@@ -31,6 +30,7 @@ from training_world import (
     chat_model,
     chat_tokenizer,
     counting_chats,
+    train_for,
     train_options,
     write_chats,
 )
@@ -143,7 +143,7 @@ def test_batches_are_those_of_training(
         tmp_path / "out", None, data=(Path("chats.jsonl"),), max_length=MAX_LENGTH, batch_tokens=64, epochs=3, seed=seed
     )
     with pytest.raises(KilledError):
-        run.train_for(target, chosen, FakeProgress())
+        train_for(target, chosen)
     (batches,) = seen
     plan = planned(seed=seed)
     assert plan.batches == batches.plan

@@ -18,16 +18,15 @@ from draftheads.data.batches import (
     split_held_out,
 )
 from draftheads.data.chat_tokens import EncodedChat
-from draftheads.data.compute_features import build_features
 from draftheads.data.features import Document
 from draftheads.models.model import TargetModel
-from draftheads.utils.progress import NoProgress
+from training_world import build_features
 
 
 def test_skipping_prompts_keeps_answers_and_the_position_before_them(
     target: TargetModel, texts: list[EncodedChat], tmp_path: Path
 ) -> None:
-    store = build_features(target, texts, tmp_path / "features", NoProgress())
+    store = build_features(target, texts, tmp_path / "features")
     whole = collate(list(store), skip_prompts=False)
     short = collate(list(store), skip_prompts=True)
     for row, text in enumerate(texts):
@@ -154,7 +153,7 @@ def test_plain_text_is_held_out_at_random() -> None:
 def test_a_batch_has_the_indices_and_sources_of_its_documents(
     target: TargetModel, texts: list[EncodedChat], tmp_path: Path
 ) -> None:
-    store = build_features(target, texts, tmp_path / "features", NoProgress())
+    store = build_features(target, texts, tmp_path / "features")
     batch = PlannedBatches(store, [[3, 1]], skip_prompts=False)[0]
     assert batch["documents"].tolist() == [3, 1]
     assert batch["token_ids"][0, : store.lengths[3]].tolist() == list(texts[3].token_ids)

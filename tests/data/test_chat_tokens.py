@@ -81,10 +81,7 @@ def test_cutting_keeps_the_beginning(length: int) -> None:
     ("template", "message"),
     [
         (TEMPLATE.replace("m['content']", "m['content'] | upper"), "hides or changes .* message 1"),
-        (
-            TEMPLATE.replace("m['content']", "'' if m['role'] == 'assistant' else m['content']"),
-            "hides or changes",
-        ),
+        (TEMPLATE.replace("m['content']", "'' if m['role'] == 'assistant' else m['content']"), "hides or changes"),
         (TEMPLATE.replace("m['content']", "m['content'] if loop.last else 'w9'"), "changes the chat up to"),
         (TEMPLATE.replace("<s> assistant", "<s> w7"), "another text than its generation prompt"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),

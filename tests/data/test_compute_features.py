@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from draftheads.data.chat_tokens import EncodedChat
-from draftheads.data.compute_features import build_features, load_texts
+from draftheads.data.compute_features import load_texts
 from draftheads.data.features import FeatureStore, shard_path
 from draftheads.errors import DataError, StorageError
 from draftheads.models.model import TargetModel
-from draftheads.utils.progress import NoProgress
 from fake_progress import FakeProgress
-from training_world import chat, chat_model, counting_chats, write_chats
+from training_world import build_features, chat, chat_model, counting_chats, write_chats
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -26,7 +25,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_documents_have_the_hidden_states_of_single_texts(
     target: TargetModel, texts: list[EncodedChat], tmp_path: Path
 ) -> None:
-    store = build_features(target, texts, tmp_path / "features", NoProgress())
+    store = build_features(target, texts, tmp_path / "features")
     assert len(store) == len(texts)
     assert store.meta.num_shards == 3
     assert store.lengths == [len(text.token_ids) for text in texts]
@@ -49,7 +48,7 @@ def test_progress_counts_every_token_once(target: TargetModel, texts: list[Encod
 def test_an_interrupted_store_is_completed_to_the_same_bytes(
     target: TargetModel, texts: list[EncodedChat], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build_features(target, texts, tmp_path / "whole", NoProgress())
+    build_features(target, texts, tmp_path / "whole")
     done = sum(len(text.token_ids) for text in texts[:5])
 
     def interrupt() -> None:
@@ -60,18 +59,18 @@ def test_an_interrupted_store_is_completed_to_the_same_bytes(
     with pytest.raises(DataError, match=r"shard-00001.safetensors is missing, the features are not complete"):
         FeatureStore(tmp_path / "parts")
     first_made = shard_path(tmp_path / "parts", 0).stat().st_mtime_ns
-    build_features(target, texts, tmp_path / "parts", NoProgress())
+    build_features(target, texts, tmp_path / "parts")
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
     assert shard_path(tmp_path / "parts", 0).stat().st_mtime_ns == first_made
     monkeypatch.setattr(TargetModel, "hidden_states", None)  # a complete store needs no pass of the model
-    build_features(target, texts, tmp_path / "parts", NoProgress())
+    build_features(target, texts, tmp_path / "parts")
 
 
 def test_a_full_disk_leaves_nothing_half_written(
     target: TargetModel, texts: list[EncodedChat], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "features"
-    build_features(target, texts, folder, NoProgress())
+    build_features(target, texts, folder)
     shard_path(folder, 2).unlink()
     before = contents(folder)
 
@@ -81,12 +80,12 @@ def test_a_full_disk_leaves_nothing_half_written(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", no_space)
         with pytest.raises(StorageError, match="no space left"):
-            build_features(target, texts, folder, NoProgress())
+            build_features(target, texts, folder)
     assert contents(folder) == before
 
 
 def test_a_store_of_other_texts_is_an_error(target: TargetModel, texts: list[EncodedChat], tmp_path: Path) -> None:
-    build_features(target, texts, tmp_path / "features", NoProgress())
+    build_features(target, texts, tmp_path / "features")
     last = texts[-1]
     for changed in (
         EncodedChat((1, 2, 3), (False, True, True)),
@@ -94,9 +93,9 @@ def test_a_store_of_other_texts_is_an_error(target: TargetModel, texts: list[Enc
         replace(last, loss_mask=(*last.loss_mask[:-1], not last.loss_mask[-1])),
     ):
         with pytest.raises(DataError, match="name another folder or delete this one"):
-            build_features(target, [*texts[:-1], changed], tmp_path / "features", NoProgress())
+            build_features(target, [*texts[:-1], changed], tmp_path / "features")
     with pytest.raises(DataError, match="name another folder or delete this one"):
-        build_features(chat_model(seed=1), texts, tmp_path / "features", NoProgress())
+        build_features(chat_model(seed=1), texts, tmp_path / "features")
 
 
 def test_reading_stops_at_max_tokens(target: TargetModel, tmp_path: Path) -> None:

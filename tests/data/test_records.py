@@ -83,10 +83,8 @@ def test_a_prompt_and_its_completion_are_texts_or_messages(tmp_path: Path):
 BOTH = [
     ("hello", "not JSON"),
     ("[" * 100_000, r"nested too deeply to be read: '\[{57}…'"),
-    ('{"messages": ' + '{"a":' * 100_000, "nested too deeply"),
     ('{"messages": ["w1"]}', "message 0 is 'w1'"),
     ('{"messages": [{"role": "user"}]}', "message 0: content is None"),
-    ('{"messages": [{"role": "wizard", "content": "w1"}]}', "message 0: role is 'wizard'; it must be one of system, "),
     ('{"messages": [{"role": "user", "content": "w1 \\ud800"}]}', r"message 0: content holds half a character"),
 ]
 
@@ -100,7 +98,6 @@ BOTH = [
         ('{"messages": []}', "a chat is an object"),
         ('{"mesages": []}', r"unknown field 'mesages'; did you mean 'messages'\? a chat is an object"),
         ('{"prompt": "w1", "complet": "w2"}', "unknown field 'complet'; did you mean 'completion'"),
-        ('{"text": "w1"}', r"line 2: a chat is an object"),
         ('{"messages": [{"role": "user", "content": "w1"}]}', "no message of role 'assistant'"),
         ('{"messages": [{"role": "assistant", "content": "w1"}], "finished": 1}', "finished is 1"),
         ('{"prompt": "w1", "completion": 3}', "prompt and completion must be two texts or two lists of messages, not"),
@@ -125,7 +122,6 @@ def test_a_malformed_chat_is_named(tmp_path: Path, line: str, message: str):
     [
         *BOTH,
         ('"hello"', 'needs "prompt"'),
-        ("[1, 2]", 'needs "prompt"'),
         ("{}", 'needs "prompt"'),
         ('{"prompt": 5}', 'needs "prompt"'),
         ('{"prompt": ""}', 'needs "prompt"'),
@@ -138,7 +134,6 @@ def test_a_malformed_chat_is_named(tmp_path: Path, line: str, message: str):
         ('{"turns": []}', 'needs "prompt"'),
         ('{"turns": [""]}', 'needs "prompt"'),
         ('{"turns": ["w1", 5]}', "message 1: content is 5"),
-        ('{"prompt": "w1 \\ud800"}', "half a character"),
     ],
 )
 def test_a_malformed_prompt_is_named(tmp_path: Path, line: str, message: str):

@@ -107,10 +107,3 @@ def test_a_model_without_a_chat_template_continues_documents(book: Path, tmp_pat
     chosen = options(tmp_path, prompts=(), documents=(book,))
     run(bare, chosen)
     assert len(records(chosen)) == len(TEXTS)
-
-
-def test_a_server_cannot_continue_documents(book: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidSettings, match=r"--documents is .*book\.jsonl.* not used with --endpoint"):
-        options(tmp_path, prompts=(), documents=(book,), endpoint="http://localhost:1/v1", endpoint_model="m")
-    with pytest.raises(InvalidSettings, match="--document-tokens is 0: must be at least 1"):
-        options(tmp_path, prompts=(), documents=(book,), document_tokens=0)

@@ -8,6 +8,8 @@ import pytest
 from draftheads.distill.options import DistillOptions
 from draftheads.errors import InvalidSettings
 
+SERVER = {"endpoint": "http://x/v1", "endpoint_model": "x"}
+
 
 @pytest.mark.parametrize(
     ("changes", "words"),
@@ -27,8 +29,10 @@ from draftheads.errors import InvalidSettings
         ({"out": Path("out.jsonl.gz")}, "--out is out.jsonl.gz: compress the file when it is complete"),
         ({"endpoint": "http://x/v1"}, "--endpoint-model is None: give both"),
         ({"endpoint_model": "x"}, "--endpoint is None .*: give both"),
-        ({"endpoint": "http://x/v1", "endpoint_model": "x", "head": "hydra"}, "--head is 'hydra'"),
-        ({"endpoint": "http://x/v1", "endpoint_model": "x", "num_self_talk": 2}, "--num-self-talk is 2"),
+        ({"document_tokens": 0}, "--document-tokens is 0: must be at least 1"),
+        ({**SERVER, "documents": (Path("book.jsonl"),)}, r"--documents is .*book\.jsonl.* not used with --endpoint"),
+        ({**SERVER, "head": "hydra"}, "--head is 'hydra'"),
+        ({**SERVER, "num_self_talk": 2}, "--num-self-talk is 2"),
     ],
 )
 def test_impossible_options_name_the_flag_and_the_fix(changes: dict[str, Any], words: str):

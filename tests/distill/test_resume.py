@@ -301,12 +301,6 @@ def test_two_runs_cannot_write_one_file(tmp_path: Path):
         run(chosen)
 
 
-def test_an_output_in_a_file_is_an_error(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"file is not a folder"):
-        run(echo_options(tmp_path, out=tmp_path / "file" / "out.jsonl"))
-
-
 # --- real processes ---
 
 

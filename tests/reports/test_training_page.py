@@ -4,14 +4,14 @@ import json
 from pathlib import Path
 
 from draftheads.reports.training_page import training_page
-from draftheads.train.summary import training_verdict
+from draftheads.train.summary import verdict_of
 from report_records import METRICS, MOVEMENT, write_training_run
 
 
 def test_the_verdict_is_that_of_the_tokens_per_step_with_the_tree(tmp_path: Path) -> None:
     page = training_page(METRICS, write_training_run(tmp_path))
     assert page.title == "hydra heads for a <b> & c"
-    assert page.verdict == training_verdict(1.75, num_steps=9015)
+    assert page.verdict == verdict_of(METRICS)
     assert "200 held-out texts with a tree of 3 nodes" in page.note
     assert "61 seconds at 3,210 tokens per second" in page.note
     assert page.numbers[:2] == [("7,070", "training texts"), ("9,015", "steps")]
@@ -35,12 +35,6 @@ def test_settings_that_differ_from_the_defaults_come_first(tmp_path: Path) -> No
         "Settings at their defaults": {"learning_rate": 0.0005},
         "Command and machine": METRICS["provenance"],
     }
-
-
-def test_settings_of_runs_that_did_not_record_the_defaults_are_folded(tmp_path: Path) -> None:
-    page = training_page({name: METRICS[name] for name in METRICS if name != "changed_options"}, tmp_path)
-    assert page.settings == []
-    assert {title: dict(values) for title, values in page.facts}["Settings"] == METRICS["options"]
 
 
 def test_what_is_smoothed_and_cut_off_is_stated(tmp_path: Path) -> None:

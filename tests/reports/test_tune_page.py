@@ -73,12 +73,6 @@ def test_bins_with_few_draft_tokens_are_mentioned() -> None:
     assert "Grey bars: fewer than 30 draft tokens" in tune_page(record).figures[2].caption
 
 
-def test_a_head_without_growing_trees_has_a_page() -> None:
-    winner = {**TUNE["batches"][1], "kind": "static"}
-    _, trees, _ = tune_page({**TUNE, "dynamic": None, "batches": [winner]}).figures
-    assert "growing" not in trees.svg
-
-
 @pytest.mark.parametrize("bins", [[], [[0.5, 0.0, 0]]])
 def test_a_record_without_draft_tokens_has_a_page(bins: list[Any]) -> None:
     record = copy.deepcopy(TUNE)

@@ -64,15 +64,11 @@ def with_words(value: Any, words: str) -> Any:
     return f"{words}{value}" if isinstance(value, str) else value
 
 
-def test_a_folder_with_several_records_gets_a_page_of_each(tmp_path: Path) -> None:
-    folder_with(folder_with(tmp_path, "tune.json"), "metrics.json")
-    assert [page.name for page in write_report(tmp_path)] == ["report.html", "tune.html"]
-
-
-def test_only_pages_of_the_wanted_kind_are_written(tmp_path: Path) -> None:
+def test_a_folder_with_several_records_gets_the_wanted_pages(tmp_path: Path) -> None:
     folder_with(folder_with(tmp_path, "tune.json"), "metrics.json")
     assert [page.name for page in write_report(tmp_path, "tune")] == ["tune.html"]
     assert not (tmp_path / "report.html").exists()
+    assert [page.name for page in write_report(tmp_path)] == ["report.html", "tune.html"]
 
 
 @pytest.mark.parametrize("record", ["metrics.json", "tune.json", "bench.json"])

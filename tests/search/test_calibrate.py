@@ -11,15 +11,7 @@ from draftheads.decode.engine import Engine
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.search import calibrate
-from draftheads.search.calibrate import (
-    DIVISORS,
-    Answer,
-    Observation,
-    fit_confidence,
-    observe,
-    reached,
-    reliability,
-)
+from draftheads.search.calibrate import DIVISORS, Answer, Observation, fit_confidence, observe, reached, reliability
 from draftheads.speculation.draft import Context, Draft
 from draftheads.speculation.shapes import BestFirst
 from families import PROMPTS, tiny_head, tiny_model
@@ -155,17 +147,6 @@ def test_answers_that_are_too_short_tell_nothing_of_confidence() -> None:
     assert fit_confidence([seen], 6) == [1.0] * K
 
 
-def test_norms_are_computed_only_where_asked_for() -> None:
-    model = model_of("llama")
-    head = tiny_head("medusa", model, num_heads=K)
-    answer = said(model, temperature=0.0)[0]
-    with_norms, _ = observe(head, model, answer, top_k=4, temperature=0.0)
-    without, _ = observe(head, model, answer, top_k=4, temperature=0.0, log_norms=False)
-    assert not without.log_norms.any()
-    assert with_norms.log_norms[0].all()
-    assert torch.equal(with_norms.ranks, without.ranks)
-
-
 @pytest.mark.parametrize("length", [1, 2, K, K + 1])
 def test_short_answers_are_observed_to_their_end(length: int) -> None:
     model = model_of("llama")
@@ -182,13 +163,7 @@ def test_short_answers_are_observed_to_their_end(length: int) -> None:
 
 
 def made_up(
-    sharpness: list[float],
-    *,
-    length: int = 400,
-    top_k: int = 6,
-    vocab: int = 12,
-    drawn: bool = False,
-    seed: int = 0,
+    sharpness: list[float], *, length: int = 400, top_k: int = 6, vocab: int = 12, drawn: bool = False, seed: int = 0
 ) -> Observation:
     """A head whose logits are so many times too sharp, and a target that says what they ought to be."""
     chance = torch.Generator().manual_seed(seed)

@@ -51,7 +51,7 @@ def measured(model: TargetModel, head: DraftHead, shape: Shape, answers: list[An
 
 
 def observed(head: DraftHead, model: TargetModel, answers: list[Answer], temperature: float) -> list[Observation]:
-    return [observe(head, model, one, top_k=RANKS, temperature=temperature, log_norms=False)[0] for one in answers]
+    return [observe(head, model, one, top_k=RANKS, temperature=temperature)[0] for one in answers]
 
 
 CASES = some_rows(

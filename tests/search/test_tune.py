@@ -201,10 +201,7 @@ def test_impossible_searches_are_refused(here: Path, tmp_path: Path, capsys: pyt
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [
-        ({"num_prompts": 1}, "num_prompts is 1; it must be at least 2"),
-        ({"max_nodes": 1}, "max_nodes is 1"),
-    ],
+    [({"num_prompts": 1}, "--num-prompts is 1: must be at least 2"), ({"max_nodes": 1}, "--max-nodes is 1")],
 )
 def test_impossible_settings_are_refused(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidSettings, match=words):

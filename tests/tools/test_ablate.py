@@ -1,9 +1,7 @@
 """``tools/ablate.py``: the variants of each study, that they are trained with the same settings, and the results."""
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,22 +14,12 @@ from draftheads.models.model import TargetModel
 from draftheads.train import processes, run
 from draftheads.train.options import TrainOptions
 from draftheads.train.run_folder import RunFolder
-from training_world import chat_model, counting_chats, write_chats
+from training_world import chat_model, counting_chats, tool_module, write_chats
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def load() -> ModuleType:
-    path = Path(__file__).parents[2] / "tools" / "ablate.py"
-    spec = importlib.util.spec_from_file_location("ablate", path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tool: Any = load()
+tool = tool_module("ablate")
 variants_of = tool.variants_of
 
 

@@ -1,11 +1,9 @@
 """``tools/zoo.py`` on a tiny model: the heads it trains, their folders and their cards."""
 
-import importlib.util
 import json
 import shlex
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,7 +21,7 @@ from draftheads.heads.head_options import parse_head_options
 from draftheads.models.model import TargetModel
 from draftheads.train import run
 from draftheads.train.options import TrainOptions
-from training_world import chat_model, counting_chats, write_chats
+from training_world import chat_model, counting_chats, tool_module, write_chats
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,14 +29,8 @@ ONLY = ["medusa", "hydra", "hydra++", "amphista"]
 
 
 @pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    path = Path(__file__).parents[2] / "tools" / "zoo.py"
-    spec = importlib.util.spec_from_file_location("zoo_tool", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def tool() -> Any:
+    return tool_module("zoo")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +39,7 @@ def target() -> TargetModel:
 
 
 @pytest.fixture(scope="module")
-def work(tool: ModuleType, target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def work(tool: Any, target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("zoo")
     data = write_chats(folder / "chats.jsonl", counting_chats(24))
     arguments = ["train", str(folder / "work"), "--data", str(data), "--only", *ONLY]
@@ -98,12 +90,12 @@ def test_all_heads_have_the_same_training_settings_and_start_from_each_other(wor
     assert (work / "features").is_dir()
 
 
-def test_a_missing_start_is_an_error(tool: ModuleType, work: Path, tmp_path: Path) -> None:
+def test_a_missing_start_is_an_error(tool: Any, work: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"amphista starts from medusa, which is not in .*: train medusa first"):
         tool.main(["train", str(tmp_path), "--data", str(work.parent / "chats.jsonl"), "--only", "amphista"])
 
 
-def test_the_heads_of_the_zoo_are_within_the_size_limits(tool: ModuleType) -> None:
+def test_the_heads_of_the_zoo_are_within_the_size_limits(tool: Any) -> None:
     """At the sizes of SmolLM2-135M, in bf16."""
     sizes: dict[str, Any] = {"hidden_size": 576, "vocab_size": 49152}
     layer = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_size": 64, "intermediate_size": 1536}
@@ -128,7 +120,7 @@ def test_the_heads_of_the_zoo_are_within_the_size_limits(tool: ModuleType) -> No
 
 
 def test_bundled_heads_are_those_that_were_trained(
-    tool: ModuleType, target: TargetModel, work: Path, zoo: Path, tmp_path: Path
+    tool: Any, target: TargetModel, work: Path, zoo: Path, tmp_path: Path
 ) -> None:
     found = tmp_path / "bench.json"
     found.write_text(json.dumps(bench(work, ["medusa", "amphista"])))
@@ -161,7 +153,7 @@ def test_bundled_heads_are_those_that_were_trained(
         assert (f"Its training started from `{start}`" in card) == (start is not None)
 
 
-def test_a_comparison_of_other_weights_is_refused(tool: ModuleType, work: Path, zoo: Path, tmp_path: Path) -> None:
+def test_a_comparison_of_other_weights_is_refused(tool: Any, work: Path, zoo: Path, tmp_path: Path) -> None:
     found = tmp_path / "bench.json"
     numbers = bench(work, ["medusa"])
     numbers["drafters"]["medusa"] = "medusa-of-another-day"
@@ -174,12 +166,12 @@ def test_a_comparison_of_other_weights_is_refused(tool: ModuleType, work: Path, 
 
 
 @pytest.mark.parametrize("verb", [["train", "work", "--data", "chats.jsonl"], ["bundle", "work"]])
-def test_unknown_heads_are_named(tool: ModuleType, verb: list[str]) -> None:
+def test_unknown_heads_are_named(tool: Any, verb: list[str]) -> None:
     with pytest.raises(SystemExit, match=r"no head eagle-9 in the zoo; choose among medusa, hydra"):
         tool.main([*verb, "--only", "hydra", "eagle-9"])
 
 
-def test_the_command_makes_the_head_again(tool: ModuleType, work: Path) -> None:
+def test_the_command_makes_the_head_again(tool: Any, work: Path) -> None:
     options = json.loads((work / "amphista" / "metrics.json").read_text())["options"]
     assert tool.command(options) == (
         "draftheads train --method amphista --model smollm2-135m --data chats.jsonl --out amphista --start-from medusa "
@@ -200,7 +192,7 @@ def test_the_command_makes_the_head_again(tool: ModuleType, work: Path) -> None:
     [(1.0, "more text of this kind would help"), (9.0, "the head does not overfit: more passes, a larger head")],
 )
 def test_a_card_compares_training_loss_and_held_out_loss(
-    tool: ModuleType, work: Path, tmp_path: Path, learned: float, told: str
+    tool: Any, work: Path, tmp_path: Path, learned: float, told: str
 ) -> None:
     folder = tmp_path / "medusa"
     folder.mkdir()
@@ -215,7 +207,7 @@ def test_a_card_compares_training_loss_and_held_out_loss(
     assert "None" not in text
 
 
-def test_a_later_comparison_goes_into_the_cards(tool: ModuleType, work: Path, zoo: Path, tmp_path: Path) -> None:
+def test_a_later_comparison_goes_into_the_cards(tool: Any, work: Path, zoo: Path, tmp_path: Path) -> None:
     assert tool.main(["bundle", str(work), "--only", *ONLY]) == 0
     before = {name: read_head(zoo / name).card for name in ONLY}
     found = tmp_path / "bench.json"
@@ -256,7 +248,7 @@ def test_a_later_comparison_goes_into_the_cards(tool: ModuleType, work: Path, zo
         tool.main(["cards", str(found)])
 
 
-def test_a_card_uses_singular_and_plural(tool: ModuleType, work: Path) -> None:
+def test_a_card_uses_singular_and_plural(tool: Any, work: Path) -> None:
     metrics = json.loads((work / "medusa" / "metrics.json").read_text())
     for number, told in ((1, ("1 pass over the text", "on 1 thread of")), (2, ("2 passes over", "on 2 threads of"))):
         metrics["options"]["epochs"] = metrics["provenance"]["threads"] = number
@@ -264,7 +256,7 @@ def test_a_card_uses_singular_and_plural(tool: ModuleType, work: Path) -> None:
         assert all(words in text for words in told)
 
 
-def test_a_card_without_sampled_results_does_not_mention_them(tool: ModuleType, work: Path) -> None:
+def test_a_card_without_sampled_results_does_not_mention_them(tool: Any, work: Path) -> None:
     metrics = json.loads((work / "medusa" / "metrics.json").read_text())
     found = bench(work, ["medusa"], sampled_tokens_per_step=None, typical_tokens_per_step=None)
     text = tool.card(work / "medusa", metrics, [(found, found["rows"][0])], num_bytes=1, depth=3)
@@ -274,7 +266,7 @@ def test_a_card_without_sampled_results_does_not_mention_them(tool: ModuleType, 
 
 @pytest.mark.parametrize("limit", ["MOST_BYTES", "MOST_BYTES_IN_ALL"])
 def test_heads_over_the_size_limits_are_not_bundled(
-    tool: ModuleType, work: Path, zoo: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+    tool: Any, work: Path, zoo: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     sizes = [read_head(work / name).num_bytes for name in ("medusa", "hydra")]
     monkeypatch.setattr(tool, limit, max(sizes) if limit == "MOST_BYTES" else sum(sizes))

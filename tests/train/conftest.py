@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from draftheads.data.compute_features import build_features, load_texts
+from draftheads.data.compute_features import load_texts
 from draftheads.models.model import TargetModel
-from draftheads.utils.progress import NoProgress
-from training_world import chat_model, counting_chats, distilled_chats, write_chats
+from training_world import build_features, chat_model, counting_chats, distilled_chats, write_chats
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +19,7 @@ def features(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> P
     folder = tmp_path_factory.mktemp("data")
     records = distilled_chats(target) + counting_chats(20)
     texts = load_texts(target, [write_chats(folder / "chats.jsonl", records)], max_length=64)
-    build_features(target, texts, folder / "features", NoProgress())
+    build_features(target, texts, folder / "features")
     return folder / "features"
 
 

@@ -18,25 +18,26 @@ from draftheads.heads.head_options import has_blocks
 from draftheads.heads.hydra import FusionBlock
 from draftheads.heads.layers import ResidualBlock
 from draftheads.models.model import TargetModel
-from draftheads.train import run
 from draftheads.train.learner import Learner, head_learner, with_noise
 from draftheads.train.losses import objective
 from draftheads.train.new_head import new_head
 from draftheads.train.objectives import NUM_ROWS
+from draftheads.train.options import TrainOptions
 from draftheads.train.report import measure
-from fake_progress import FakeProgress
 from families import fitting
-from training_world import train_options
+from training_world import train_for, train_options
+
+
+def untrained(target: TargetModel, features: Path, **changes: Any) -> tuple[FeatureStore, DraftHead, TrainOptions]:
+    """The store of the features, a new head for all its texts, and the options."""
+    settings, store = train_options(Path("out"), features, **changes), FeatureStore(features)
+    return store, new_head(settings.heads, target.weights, store, range(len(store)), target.eos_ids), settings
 
 
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
 @pytest.mark.parametrize("loss", ["teacher", "hard"])
-def test_losses_are_those_of_the_definition(
-    target: TargetModel, features: Path, tmp_path: Path, method: str, loss: Any
-) -> None:
-    settings = train_options(tmp_path / "out", features, method=method, loss=loss, draft_vocab_size=20)
-    store = FeatureStore(features)
-    head = new_head(settings.heads, target.weights, store, range(len(store)), target.eos_ids)
+def test_losses_are_those_of_the_definition(target: TargetModel, features: Path, method: str, loss: Any) -> None:
+    store, head, _ = untrained(target, features, method=method, draft_vocab_size=20)
     for block in head.parameters():
         torch.nn.init.normal_(block, std=0.1)
     vocab = head.draft_vocab.tolist()
@@ -65,13 +66,11 @@ def test_losses_are_those_of_the_definition(
 
 
 def test_a_head_that_is_the_same_at_all_depths_is_trained_at_the_first_depth(
-    target: TargetModel, features: Path, tmp_path: Path
+    target: TargetModel, features: Path
 ) -> None:
-    store = FeatureStore(features)
     losses = {}
     for depth in (1, 3):
-        settings = train_options(tmp_path / "out", features, method="small-llama", num_heads=depth)
-        head = new_head(settings.heads, target.weights, store, range(len(store)), target.eos_ids)
+        store, head, _ = untrained(target, features, method="small-llama", num_heads=depth)
         learner = Learner(head, target.weights, objective=objective("teacher"), depth_decay=0.8)
         losses[depth] = learner(**vars(collate(list(store)[:6], skip_prompts=False)))
     assert losses[1]["loss"].item() == pytest.approx(losses[3]["loss"].item(), rel=1e-6)
@@ -84,9 +83,7 @@ def test_a_head_that_is_the_same_at_all_depths_is_trained_at_the_first_depth(
 def test_a_batch_without_a_token_that_can_be_predicted_changes_nothing(
     target: TargetModel, features: Path, method: str, lm_head: Any
 ) -> None:
-    settings = train_options(Path("out"), features, method=method, lm_head=lm_head, draft_vocab_size=2)
-    store = FeatureStore(features)
-    head = new_head(settings.heads, target.weights, store, range(len(store)), target.eos_ids)
+    store, head, _ = untrained(target, features, method=method, lm_head=lm_head, draft_vocab_size=2)
     learner = Learner(head, target.weights, objective=objective("hard"), depth_decay=0.8)
     batch = vars(collate([store[0], store[1]], skip_prompts=False))
     unknown = next(i for i in range(10) if not learner.in_vocab[i])
@@ -105,8 +102,8 @@ def test_products_have_few_numbers_of_rows(
     target: TargetModel, features: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """oneDNN makes a kernel for each number."""
-    store, rows = FeatureStore(features), []
-    head = new_head(train_options(Path("out"), features).heads, target.weights, store, range(20), target.eos_ids)
+    rows: list[int] = []
+    store, head, _ = untrained(target, features)
     logits = type(head).logits
 
     def counted(self: DraftHead, inputs: Tensor, head_index: int) -> Tensor:
@@ -121,9 +118,7 @@ def test_products_have_few_numbers_of_rows(
 
 
 def test_noise_is_for_training_only(target: TargetModel, features: Path) -> None:
-    store = FeatureStore(features)
-    settings = train_options(Path("out"), features)
-    head = new_head(settings.heads, target.weights, store, range(20), target.eos_ids)
+    store, head, _ = untrained(target, features)
     batch = vars(collate([store[0], store[1]], skip_prompts=False))
     losses = {}
     for alpha in (0.0, 75.0):
@@ -152,11 +147,9 @@ def test_noise_is_scaled_by_the_length_of_each_text() -> None:
 
 def test_the_width_of_a_batch_does_not_change_the_noise(target: TargetModel, features: Path) -> None:
     """Nor do prompts that are left out of it."""
-    store = FeatureStore(features)
-    texts = sorted(store, key=lambda text: len(text.token_ids))
-    texts = [texts[0], texts[-1]]
-    settings = train_options(Path("out"), features)
-    head = new_head(settings.heads, target.weights, store, range(20), target.eos_ids)
+    store, head, _ = untrained(target, features)
+    shortest, *_, longest = sorted(store, key=lambda text: len(text.token_ids))
+    texts = [shortest, longest]
     learner = Learner(head, target.weights, objective=objective("hard"), depth_decay=0.8, noise_alpha=75.0).train()
     for skip_prompts in (False, True):
         batch = collate(texts, skip_prompts=skip_prompts)
@@ -171,17 +164,14 @@ def test_the_width_of_a_batch_does_not_change_the_noise(target: TargetModel, fea
 
 @pytest.mark.parametrize("method", HEADS)
 def test_dropout_is_for_training_only(target: TargetModel, features: Path, tmp_path: Path, method: str) -> None:
-    store = FeatureStore(features)
-    batch = collate(list(store)[:6], skip_prompts=False)
-    sizes = fitting(method, num_heads=2)
-    given = {"method": method, "loss": "teacher", **sizes}
+    given = {"method": method, "loss": "teacher", **fitting(method, num_heads=2)}
     if not has_blocks(method):
         with pytest.raises(InvalidSettings, match=rf"--dropout is 0.3, but {method} heads have no MLP"):
             train_options(tmp_path, features, **given, dropout=0.3)
     losses = {}
     for part in (0.0, 0.3):
-        settings = train_options(tmp_path, features, **given)
-        head = new_head(settings.heads, target.weights, store, range(len(store)), target.eos_ids)
+        store, head, settings = untrained(target, features, **given)
+        batch = collate(list(store)[:6], skip_prompts=False)
         for parameter in head.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
         if has_blocks(method):
@@ -203,9 +193,8 @@ def test_dropout_is_for_training_only(target: TargetModel, features: Path, tmp_p
 @pytest.mark.parametrize("lm_head", ["shared", "own", "low_rank"])
 def test_the_inputs_of_lm_heads_are_dropped_out_too(target: TargetModel, features: Path, lm_head: Any) -> None:
     """As in Hydra's code. Of inputs of ones, a quarter becomes 0 and the others 4/3: of 1,000, logits show how many."""
-    store = FeatureStore(features)
-    settings = train_options(Path("out"), features, method="hydra++", lm_head=lm_head, lm_head_rank=8, dropout=0.25)
-    head = new_head(settings.heads, target.weights, store, range(20), target.eos_ids)
+    sizes = {"lm_head": lm_head, "lm_head_rank": 8}
+    _, head, settings = untrained(target, features, method="hydra++", dropout=0.25, **sizes)
     head_learner(settings.objective, head, target.weights).train()
     torch.manual_seed(0)
     rows = torch.eye(target.hidden_size).repeat(50, 1)  # each reads one of D inputs
@@ -230,11 +219,9 @@ def test_dropout_in_blocks_keeps_the_mean() -> None:
 def test_the_feature_loss_is_the_distance_to_the_next_hidden_states(
     target: TargetModel, features: Path, tmp_path: Path
 ) -> None:
-    store = FeatureStore(features)
+    store, head, _ = untrained(target, features, method="eagle", num_heads=2)
     document = store[0]
     hidden, text, mask = document.hidden[None].float(), document.token_ids[None], document.loss_mask[None]
-    settings = train_options(tmp_path / "out", features, method="eagle", num_heads=2)
-    head = new_head(settings.heads, target.weights, store, range(len(store)), target.eos_ids)
     for parameter in head.parameters():
         parameter.data += 0.02 * torch.randn_like(parameter)
 
@@ -258,7 +245,7 @@ def test_the_feature_loss_is_the_distance_to_the_next_hidden_states(
 
     def gap(out: Path, weight: float) -> float:
         changed = train_options(out, features, method="eagle", num_heads=2, epochs=6, feature_weight=weight)
-        run.train_for(target, changed, FakeProgress())
+        train_for(target, changed)
         trained = load_head(out, target, dtype=torch.float32)(hidden, text)
         return float(F.smooth_l1_loss(trained[0, 0, :-2], hidden[0, 1:-1]))
 

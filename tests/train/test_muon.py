@@ -9,12 +9,10 @@ import torch
 from draftheads.errors import InvalidSettings
 from draftheads.heads import HEADS
 from draftheads.models.model import TargetModel
-from draftheads.train import run
 from draftheads.train.joint.options import JointOptions
 from draftheads.train.muon import MuonAdamW, hidden_matrices
-from fake_progress import FakeProgress
 from families import fitting, tiny_head, tiny_model
-from training_world import lines, train_options
+from training_world import lines, train_for, train_options
 
 
 @pytest.mark.parametrize("lm_head", ["shared", "own", "low_rank"])
@@ -78,7 +76,7 @@ def test_steps_equal_the_reference() -> None:
 
 def test_heads_learn_with_muon(target: TargetModel, features: Path, tmp_path: Path) -> None:
     settings = train_options(tmp_path / "out", features, method="hydra", optimizer="muon", learning_rate=0.05)
-    report = run.train_for(target, settings, FakeProgress())
+    report = train_for(target, settings)
     assert report is not None
     first = lines(tmp_path / "out", "validation.jsonl")[0]
     assert all(after < 0.85 * before for after, before in zip(report.losses, first["losses"], strict=True))

@@ -15,59 +15,37 @@ from draftheads.checkpoints import registry
 from draftheads.checkpoints.checkpoint import load_head, read_head, save_head
 from draftheads.cli.main import main
 from draftheads.cli.options import train as command
-from draftheads.data.compute_features import build_features, load_texts
+from draftheads.data.compute_features import load_texts
 from draftheads.data.features import FeatureStore
 from draftheads.errors import BaseModelWarning, CheckpointMismatch, InvalidSettings, ModelNotFound
 from draftheads.heads.hydra import HydraConfig, HydraHead
 from draftheads.models.model import TargetModel
 from draftheads.train import run
 from draftheads.train.joint.options import JointOptions
-from draftheads.train.joint.run import train_jointly_for
 from draftheads.train.new_head import Start, frequent_tokens, new_head
 from draftheads.train.options import HeadOptions, TrainOptions
 from draftheads.train.trainer import TrainingInterrupted
-from draftheads.utils.progress import NoProgress
 from fake_progress import FakeProgress
+from joint_world import train_jointly_for
 from thorough import some
 from training_world import (
     EOS,
     VOCAB,
+    build_features,
     chat,
     chat_model,
     chat_tokenizer,
-    counting_chats,
-    distilled_chats,
+    lines,
     stop_by_ctrl_c,
+    train_for,
+    train_options,
     write_chats,
 )
 
 
-@pytest.fixture(scope="module")
-def chats(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    records = distilled_chats(target) + counting_chats(20)
-    return write_chats(tmp_path_factory.mktemp("data") / "chats.jsonl", records)
-
-
-@pytest.fixture(scope="module")
-def features(target: TargetModel, chats: Path) -> Path:
-    folder = chats.parent / "features"
-    build_features(target, load_texts(target, [chats], max_length=64), folder, NoProgress())
-    return folder
-
-
 def options(out: Path, features: Path, **changes: Any) -> TrainOptions:
-    values: dict[str, Any] = {
-        "model": "tiny-chat",
-        "num_heads": 2,
-        "draft_vocab_size": 40,
-        "epochs": 2,
-        "batch_tokens": 128,
-        "learning_rate": 0.02,
-        "tree_nodes": 6,
-        "held_out": 0.2,
-        "eval_texts": 1000,
-    }
-    return TrainOptions.of(out=out, features=features, **{**values, **changes})
+    small = {"num_heads": 2, "draft_vocab_size": 40, "tree_nodes": 6, "eval_texts": 1000}
+    return train_options(out, features, **{**small, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -80,12 +58,8 @@ def hydra(target: TargetModel, features: Path) -> Path:
     scaled = HydraHead(replace(head.config, embedding_scale=1.25))
     scaled.initialise(target.weights, head.draft_vocab)
     save_head(scaled, features.parent / "start", base=target, dtype=torch.float32)
-    run.train_for(target, settings.changed(start_from=str(features.parent / "start")), FakeProgress())
+    train_for(target, settings.changed(start_from=str(features.parent / "start")))
     return settings.out
-
-
-def validation(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "validation.jsonl").read_text().splitlines()]
 
 
 def test_training_continues_from_a_head_of_the_same_method(
@@ -93,11 +67,11 @@ def test_training_continues_from_a_head_of_the_same_method(
 ) -> None:
     reporter = FakeProgress()
     settings = options(tmp_path / "more", features, method="hydra", draft_vocab_size=36, start_from=str(hydra))
-    report = run.train_for(target, settings, reporter)
+    report = train_for(target, settings, reporter)
     assert report is not None
     assert f"starting from {hydra}, which gives 100% of the head's parameters" in reporter.stages
     before = json.loads((hydra / "metrics.json").read_text())
-    first, last = validation(settings.out)[0], validation(settings.out)[-1]
+    first, last = lines(settings.out, "validation.jsonl")[0], lines(settings.out, "validation.jsonl")[-1]
     assert first["losses"] == pytest.approx(before["losses"], rel=1e-2), "it was saved in bf16"
     assert sum(last["losses"]) < sum(first["losses"])
     saved, start = read_head(settings.out).config, read_head(hydra).config
@@ -157,11 +131,11 @@ def test_heads_start_with_the_predictions_of_the_head_that_they_extend(
     target: TargetModel, features: Path, tmp_path: Path, method: str, base: str
 ) -> None:
     first = options(tmp_path / "first", features, method=base)
-    found = run.train_for(target, first, FakeProgress())
+    found = train_for(target, first)
     assert found is not None
     settings = options(tmp_path / "grown", features, method=method, start_from=str(first.out), epochs=1)
-    run.train_for(target, settings, FakeProgress())
-    first = validation(settings.out)[0]
+    train_for(target, settings)
+    first = lines(settings.out, "validation.jsonl")[0]
     assert first["losses"] == pytest.approx(found.losses, rel=1e-2)
     assert first["tokens_per_step_chain"] == pytest.approx(found.tokens_per_step_chain, rel=1e-2)
 
@@ -173,7 +147,7 @@ def test_a_tuned_copy_of_the_model_may_start_from_the_head_of_the_first(
     with pytest.raises(CheckpointMismatch, match="of this model"):
         load_head(hydra, tuned)
     settings = options(tmp_path / "out", features, method="hydra", draft_vocab_size=36, start_from=str(hydra), epochs=1)
-    run.train_for(tuned, settings, FakeProgress())
+    train_for(tuned, settings)
     load_head(settings.out, tuned)
 
 
@@ -186,9 +160,9 @@ def test_a_head_is_trained_further_after_the_layers_were_tuned(
     with pytest.warns(BaseModelWarning, match="--start-from"):
         load_head(hydra, tuned)
     settings = options(tmp_path / "out", features, method="hydra", draft_vocab_size=36, start_from=str(hydra), epochs=1)
-    run.train_for(tuned, settings, FakeProgress())  # without a warning
+    train_for(tuned, settings)  # without a warning
     joint = JointOptions.of(out=tmp_path / "joint", data=(chats,), model="tiny-chat", head=hydra, epochs=1)
-    train_jointly_for(tuned, joint, FakeProgress())
+    train_jointly_for(tuned, joint)
     load_head(settings.out, tuned)
 
 
@@ -209,7 +183,7 @@ def test_joint_training_starts_from_a_trained_head(
         learning_rate=1e-9,
         start_from=str(hydra),
     )
-    train_jointly_for(target, settings, FakeProgress())
+    train_jointly_for(target, settings)
     grown = load_head(tmp_path / "out" / "head", target).state_dict()
     for name, value in Start.read(str(hydra), target).tensors.items():
         assert torch.equal(grown[name].float(), value.float()), name
@@ -222,7 +196,7 @@ def test_a_start_that_does_not_fit_fails_before_the_model_reads(
         reporter = FakeProgress()
         settings = options(tmp_path / "out", features, **{"start_from": str(hydra), "method": "hydra", **changes})
         with pytest.raises((InvalidSettings, CheckpointMismatch, ModelNotFound)) as raised:
-            run.train_for(model, settings, reporter)
+            train_for(model, settings, reporter)
         assert reporter.stages == []
         return str(raised.value)
 
@@ -248,24 +222,24 @@ def test_a_head_with_fewer_layers_cannot_start_from_a_deeper_one(
     target: TargetModel, features: Path, tmp_path: Path
 ) -> None:
     first = options(tmp_path / "first", features, method="medusa", num_layers=2, epochs=1)
-    run.train_for(target, first, FakeProgress())
+    train_for(target, first)
     for method in ("medusa", "amphista"):
         settings = options(tmp_path / method, features, method=method, start_from=str(first.out))
         with pytest.raises(InvalidSettings, match="has 2 layers in each head, the new head 1: give --num-layers 2"):
-            run.train_for(target, settings, FakeProgress())
+            train_for(target, settings)
 
 
 def test_a_start_with_other_head_options_is_refused(target: TargetModel, features: Path, tmp_path: Path) -> None:
     first = options(tmp_path / "first", features, method="eagle", head_options=("fusion_bias=false",), epochs=1)
-    run.train_for(target, first, FakeProgress())
+    train_for(target, first)
     settings = options(tmp_path / "more", features, method="eagle", start_from=str(first.out), epochs=1)
     with pytest.raises(InvalidSettings) as raised:
-        run.train_for(target, settings, FakeProgress())
+        train_for(target, settings)
     assert str(raised.value) == (
         f"--start-from {first.out} has fusion_bias=false, the new head fusion_bias=true: "
         "give --head-options fusion_bias=false"
     )
-    run.train_for(target, settings.changed(head_options=("fusion_bias=false",)), FakeProgress())
+    train_for(target, settings.changed(head_options=("fusion_bias=false",)))
 
 
 def test_coupling_is_added_to_a_trained_amphista_and_not_taken_away(
@@ -273,26 +247,21 @@ def test_coupling_is_added_to_a_trained_amphista_and_not_taken_away(
 ) -> None:
     """It starts as the same head, all of whose layers it has."""
     first = options(tmp_path / "first", features, method="amphista", epochs=1)
-    found = run.train_for(target, first, FakeProgress())
+    found = train_for(target, first)
     assert found is not None
     settings = options(tmp_path / "more", features, method="amphista", start_from=str(first.out), epochs=1)
     grown = settings.changed(head_options=("coupling_size=3",))
-    run.train_for(target, grown, FakeProgress())
-    before, after = validation(grown.out)[0], validation(grown.out)[-1]
+    train_for(target, grown)
+    before, after = lines(grown.out, "validation.jsonl")[0], lines(grown.out, "validation.jsonl")[-1]
     assert before["losses"] == pytest.approx(found.losses, rel=1e-2), "it was saved in bf16"
     assert before["tokens_per_step_chain"] == pytest.approx(found.tokens_per_step_chain, rel=1e-2)
     assert sum(after["losses"]) < sum(before["losses"])
     tensors = load_head(grown.out, target, dtype=torch.float32).state_dict()
     assert tensors["coupling_outputs.0.weight"].any(), "the coupling has learned something"
     for size in (0, 2):
+        changes: dict[str, Any] = {"start_from": str(grown.out), "head_options": (f"coupling_size={size}",)}
         with pytest.raises(InvalidSettings, match=rf"coupling_size=3, the new head coupling_size={size}: give"):
-            run.train_for(
-                target,
-                settings.changed(
-                    out=tmp_path / str(size), start_from=str(grown.out), head_options=(f"coupling_size={size}",)
-                ),
-                FakeProgress(),
-            )
+            train_for(target, settings.changed(out=tmp_path / str(size), **changes))
 
 
 def test_a_run_resumes_only_with_the_same_start(
@@ -357,16 +326,14 @@ def test_a_start_with_the_whole_vocabulary_needs_the_whole_vocabulary(
     target: TargetModel, features: Path, tmp_path: Path
 ) -> None:
     whole = options(tmp_path / "whole", features, method="medusa", draft_vocab_size=0, epochs=1)
-    run.train_for(target, whole, FakeProgress())
+    train_for(target, whole)
     for size in (0, 10_000):
         out = tmp_path / f"out-{size}"
         settings = options(out, features, method="medusa", draft_vocab_size=size, start_from=str(whole.out), epochs=1)
-        run.train_for(target, settings, FakeProgress())
+        train_for(target, settings)
         assert read_head(out).config.draft_vocab_size is None
     with pytest.raises(InvalidSettings, match="predicts all tokens: give --draft-vocab-size 0"):
-        run.train_for(
-            target, options(tmp_path / "no", features, method="medusa", start_from=str(whole.out)), FakeProgress()
-        )
+        train_for(target, options(tmp_path / "no", features, method="medusa", start_from=str(whole.out)))
 
 
 def test_head_and_start_from_together_are_refused(chats: Path, hydra: Path, tmp_path: Path) -> None:
@@ -405,12 +372,12 @@ def test_other_settings_of_the_start_are_the_defaults(target: TargetModel, featu
         lm_head_rank=7,
         epochs=1,
     )
-    run.train_for(target, first, FakeProgress())
+    train_for(target, first)
     found = read("--method=eagle", "--start-from", str(first.out), "--model", str(tmp_path / "any"))
     assert (found.heads.head_options, found.heads.draft_vocab_size) == (("fusion_bias=false",), 0)
     assert (found.heads.lm_head, found.heads.lm_head_rank) == ("low_rank", 7)
     again = found.changed(out=tmp_path / "again", data=(), features=features, max_length=64, epochs=1)
-    run.train_for(target, again, FakeProgress())
+    train_for(target, again)
     assert read_head(again.out).shapes == read_head(first.out).shapes
 
 
@@ -429,22 +396,18 @@ def test_the_draft_vocabulary_has_the_most_frequent_tokens_and_the_end_of_text(
 ) -> None:
     records = [chat("w9 w9 w9", "w5 w5 w5 w3 w3 w8 w7", finished=False), chat("w1", "w5", finished=False)]
     texts = load_texts(target, [write_chats(tmp_path / "chats.jsonl", records)], max_length=64)
-    store = build_features(target, texts, tmp_path / "features", NoProgress())
+    store = build_features(target, texts, tmp_path / "features")
     vocab = frequent_tokens(store, [0, 1], 4, vocab_size=64, always=frozenset({EOS}))
     word = 7  # the id of w0
     assert vocab.tolist() == [EOS, word + 3, word + 5, word + 7]  # w7 before w8: as frequent, lower id
-    assert frequent_tokens(store, [1], 3, vocab_size=64, always=frozenset({EOS})).tolist() == [
-        0,
-        EOS,
-        word + 5,
-    ]
+    assert frequent_tokens(store, [1], 3, vocab_size=64, always=frozenset({EOS})).tolist() == [0, EOS, word + 5]
 
 
 @pytest.mark.parametrize("method", some(["hydra++", "amphista", "eagle"], "hydra++"))
 def test_layers_have_the_sizes_of_the_targets_layers(
     target: TargetModel, features: Path, tmp_path: Path, method: str
 ) -> None:
-    run.train_for(target, options(tmp_path / "out", features, method=method, num_heads=4, epochs=1), FakeProgress())
+    train_for(target, options(tmp_path / "out", features, method=method, num_heads=4, epochs=1))
     config = read_head(tmp_path / "out").config
     assert {name: getattr(config, name) for name in target.layer_sizes} == target.layer_sizes
     assert getattr(config, "embedding_scale") != 1.0  # noqa: B009 - not every config has it
@@ -454,11 +417,7 @@ def test_options_of_one_architecture_are_trained_with_and_saved(
     target: TargetModel, features: Path, tmp_path: Path
 ) -> None:
     own = ("num_auto_embedding_blocks=2", "sampled_token=false")
-    run.train_for(
-        target,
-        options(tmp_path / "out", features, method="amphista", num_heads=4, head_options=own, epochs=1),
-        FakeProgress(),
-    )
+    train_for(target, options(tmp_path / "out", features, method="amphista", num_heads=4, head_options=own, epochs=1))
     config: Any = read_head(tmp_path / "out").config
     assert (config.num_auto_embedding_blocks, config.sampled_token) == (2, False)
     with pytest.raises(InvalidSettings, match="medusa has no option 'depth'"):

@@ -3,7 +3,7 @@
 Tolerance: both sides compute in fp32 in another order; 1e-5 is some hundred roundings of numbers around 1.
 """
 
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,11 +17,7 @@ from slow_losses import slow_loss
 
 K, B, T, D, V = 3, 3, 9, 8, 11
 MASKS = {
-    "one answer a row": [
-        [0, 0, 0, 1, 1, 1, 1, 1, 1],
-        [0, 1, 1, 1, 1, 1, 0, 0, 0],
-        [0, 0, 0, 0, 0, 1, 1, 0, 0],
-    ],
+    "one answer a row": [[0, 0, 0, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 1, 1, 0, 0]],
     "two turns": [[0, 1, 1, 1, 0, 0, 1, 1, 1], [0, 1, 1, 0, 1, 1, 0, 1, 1], [0, 0, 1, 1, 1, 1, 0, 1, 0]],
     "everything": [[1] * 9] * 3,
     "a row of nothing": [[0] * 9, [1] * 9, [0, 0, 0, 0, 0, 0, 0, 0, 1]],
@@ -50,6 +46,12 @@ class World:
         """Every third token is not in the draft vocabulary."""
         text_id = self.token_ids[positions + 1]
         return Labels(F.linear(self.hidden[positions], self.teacher).softmax(-1), text_id, text_id % 3 != 0)
+
+    def losses(self, kind: LossKind = "teacher", **changes: Any) -> tuple[Tensor, Tensor]:
+        """The fast ones, with weights of 1 and no trained parameters unless given."""
+        usual: dict[str, Any] = {"labels": self.labels, "logits": self.logits, "weights": torch.ones(K)}
+        predictions = changes.pop("predictions", find_predictions(self.loss_mask, K))
+        return head_losses(self.features, predictions, row_loss=objective(kind).loss, **{**usual, **changes})
 
     def slow_losses(self, kind: str) -> list[Tensor]:
         """Position by position, straight from the definition."""
@@ -84,18 +86,8 @@ def test_chunks_are_filled_up_with_predictions_that_do_not_count() -> None:
 def test_head_losses_equal_their_slow_twin(mask: str, kind: LossKind, chunk_size: int, multiple: int) -> None:
     world = World(mask)
     inputs = [world.features, *world.lm_heads]
-    weights = depth_weights(K, 0.8)
-    loss, means = head_losses(
-        world.features,
-        find_predictions(world.loss_mask, K),
-        labels=world.labels,
-        row_loss=objective(kind).loss,
-        logits=world.logits,
-        weights=weights,
-        parameters=world.lm_heads,
-        chunk_size=chunk_size,
-        multiple=multiple,
-    )
+    sizes = {"chunk_size": chunk_size, "multiple": multiple}
+    loss, means = world.losses(kind, weights=depth_weights(K, 0.8), parameters=world.lm_heads, **sizes)
     slow = world.slow_losses(kind)
     slow_total = sum((0.8**i * mean for i, mean in enumerate(slow)), start=torch.zeros(()))
     torch.testing.assert_close(means, torch.stack(slow).detach(), rtol=1e-5, atol=1e-5)
@@ -137,16 +129,7 @@ def test_no_more_logits_exist_than_a_chunk_has_positions() -> None:
         seen.append(len(features))
         return world.logits(features, head)
 
-    head_losses(
-        world.features,
-        find_predictions(world.loss_mask, K),
-        labels=world.labels,
-        row_loss=objective("teacher").loss,
-        logits=logits,
-        weights=torch.ones(K),
-        chunk_size=5,
-        multiple=5,
-    )[0].backward()
+    world.losses(logits=logits, chunk_size=5, multiple=5)[0].backward()
     assert set(seen) == {5}
     num_chunks = -(-find_predictions(world.loss_mask, K).positions.numel() // 5)
     assert len(seen) == K * num_chunks
@@ -155,15 +138,7 @@ def test_no_more_logits_exist_than_a_chunk_has_positions() -> None:
 def test_only_predictions_that_count_train_a_bias() -> None:
     world = World("two turns")
     bias = nn.Parameter(torch.zeros(V))
-    loss, _ = head_losses(
-        world.features,
-        find_predictions(world.loss_mask, K),
-        labels=world.labels,
-        row_loss=objective("hard").loss,
-        logits=lambda features, head: world.logits(features, head) + bias,
-        weights=torch.ones(K),
-        parameters=[bias],
-    )
+    loss, _ = world.losses("hard", logits=lambda *given: world.logits(*given) + bias, parameters=[bias])
     found = torch.autograd.grad(loss, bias)[0]
     world.logits = lambda features, head: F.linear(features, world.lm_heads[head], bias)  # type: ignore[method-assign]
     slow = torch.stack(world.slow_losses("hard")).sum()
@@ -172,20 +147,9 @@ def test_only_predictions_that_count_train_a_bias() -> None:
 
 def test_without_gradients_the_losses_are_the_same() -> None:
     world = World("two turns")
-
-    def losses() -> tuple[Tensor, Tensor]:
-        return head_losses(
-            world.features,
-            find_predictions(world.loss_mask, K),
-            labels=world.labels,
-            row_loss=objective("teacher").loss,
-            logits=world.logits,
-            weights=depth_weights(K, 0.5),
-        )
-
     with torch.no_grad():
-        without = losses()
-    torch.testing.assert_close(without, tuple(tensor.detach() for tensor in losses()))
+        without = world.losses()
+    torch.testing.assert_close(without, tuple(tensor.detach() for tensor in world.losses()))
 
 
 def test_heads_with_weight_zero_are_not_computed() -> None:
@@ -197,15 +161,7 @@ def test_heads_with_weight_zero_are_not_computed() -> None:
         return world.logits(features, index)
 
     weights = torch.tensor([0.0, 0.7] + [0.0] * (K - 2))
-    loss, means = head_losses(
-        world.features,
-        find_predictions(world.loss_mask, K),
-        labels=world.labels,
-        row_loss=objective("teacher").loss,
-        logits=logits,
-        weights=weights,
-        parameters=world.lm_heads,
-    )
+    loss, means = world.losses(logits=logits, weights=weights, parameters=world.lm_heads)
     slow = world.slow_losses("teacher")
     assert set(asked) == {1}
     torch.testing.assert_close(loss, 0.7 * slow[1], rtol=1e-5, atol=1e-5)
@@ -218,15 +174,8 @@ def test_heads_with_weight_zero_are_not_computed() -> None:
 def test_without_a_prediction_the_loss_is_zero_and_so_are_its_gradients() -> None:
     world = World("everything")
     predictions = find_predictions(world.loss_mask, K)
-    loss, means = head_losses(
-        world.features,
-        predictions.only(torch.zeros_like(predictions.positions, dtype=torch.bool)),
-        labels=world.labels,
-        row_loss=objective("hard").loss,
-        logits=world.logits,
-        weights=depth_weights(K, 0.5),
-        parameters=world.lm_heads,
-    )
+    none = predictions.only(torch.zeros_like(predictions.positions, dtype=torch.bool))
+    loss, means = world.losses("hard", predictions=none, parameters=world.lm_heads)
     assert loss.item() == 0
     assert means.tolist() == [0] * K
     for gradient in torch.autograd.grad(loss, [world.features, *world.lm_heads]):

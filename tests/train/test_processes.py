@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,14 +17,14 @@ from draftheads.errors import InvalidSettings
 from draftheads.train.options import TrainOptions
 from draftheads.train.run import train
 from fake_progress import FakeProgress
-from training_world import chat_model, counting_chats, distilled_chats, write_chats
+from training_world import chat_model, counting_chats, distilled_chats, lines, write_chats
 
 # small shards, so that both processes have some to read
 PROGRAM = """
 import sys
 from draftheads.cli.main import main
-from draftheads.data import extract
-extract.DOCUMENTS_PER_SHARD = 16
+from draftheads.data import compute_features
+compute_features.DOCUMENTS_PER_SHARD = 16
 sys.exit(main())
 """
 HEADS = ("--method", "hydra", "--num-heads", "3", "--epochs", "2", "--batch-tokens", "96", "--max-length", "64")
@@ -72,14 +71,10 @@ def finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def assert_same_training(one: Path, two: Path) -> None:
     """Losses step by step, and the heads."""
     for name in ("log.jsonl", "validation.jsonl"):
-        first, second = lines(one / name), lines(two / name)
+        first, second = lines(one, name), lines(two, name)
         assert [line["step"] for line in first] == [line["step"] for line in second]
         for before, after in zip(first, second, strict=True):
             assert before.keys() == after.keys()
@@ -117,7 +112,7 @@ def test_two_processes_train_the_same_head_as_one(world: Path, single: Path) -> 
     assert output.count("saved in") == output.count("reading data") == 1  # only the first one prints
     assert {path.name for path in double.iterdir()} == {path.name for path in single.iterdir()}
     metrics = [json.loads((folder / "metrics.json").read_text()) for folder in (single, double)]
-    assert metrics[0]["num_steps"] == metrics[1]["num_steps"] == len(lines(double / "log.jsonl"))
+    assert metrics[0]["num_steps"] == metrics[1]["num_steps"] == len(lines(double))
 
 
 @pytest.mark.thorough
@@ -126,13 +121,13 @@ def test_two_stopped_processes_resume_and_train_the_same_head(world: Path, singl
     arguments = ("train", *HEADS, "--out", "stopped")
     process = start(world, *arguments, processes=2)
     log = world / "stopped" / "log.jsonl"
-    while process.poll() is None and not (log.exists() and len(lines(log)) >= 3):
+    while process.poll() is None and not (log.exists() and len(lines(log.parent)) >= 3):
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
     output = process.communicate(timeout=600)[0]
     checkpoints = list((world / "stopped" / "checkpoints").glob("checkpoint-*/trainer_state.json"))
     assert checkpoints, output
-    assert 3 <= len(lines(log)) < len(lines(single / "log.jsonl"))
+    assert 3 <= len(lines(log.parent)) < len(lines(single))
     finish(start(world, *arguments, "--resume", processes=2))
     assert_same_training(single, world / "stopped")
     assert_same_tensors(single / "model.safetensors", world / "stopped" / "model.safetensors")

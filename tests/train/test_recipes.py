@@ -1,6 +1,6 @@
 """Recipes: their settings, that they train, and that options on the command line replace them."""
 
-import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,20 +11,13 @@ from draftheads.cli.main import main
 from draftheads.cli.options import train as command
 from draftheads.cli.options import train_joint
 from draftheads.models.model import TargetModel
-from draftheads.train import run
 from draftheads.train.joint.options import JointOptions
-from draftheads.train.joint.run import train_jointly_for
 from draftheads.train.options import TrainOptions
 from draftheads.train.recipes import RECIPES
 from draftheads.train.report import Report
-from draftheads.utils.progress import NoProgress
+from joint_world import train_jointly_for
 from thorough import some
-from training_world import (
-    chat_model,
-    counting_chats,
-    distilled_chats,
-    write_chats,
-)
+from training_world import chat_model, counting_chats, distilled_chats, lines, train_for, write_chats
 
 
 def parsed(*arguments: str, tunes_model: bool = False) -> TrainOptions | JointOptions:
@@ -66,16 +59,6 @@ def test_a_recipe_sets_its_settings_and_no_others(name: str, joined: bool) -> No
         ("eagle3", {"loss": "teacher", "max_length": 2048, "feature_weight": 0.0}),
         ("eagle3", {"learning_rate": 5e-5, "betas": (0.9, 0.95), "warmup": 0.015, "max_grad_norm": 0.5, "epochs": 40}),
         ("blockwise", {"method": "medusa", "chain": True}),
-    ],
-)
-def test_recipes_have_the_papers_numbers(name: str, numbers: dict[str, object]) -> None:
-    found = parsed(*BASICS[:4], "--recipe", name).flat()
-    assert {key: found[key] for key in numbers} == numbers
-
-
-@pytest.mark.parametrize(
-    ("name", "numbers"),
-    [
         # section 4.1: 5e-4 for the model and 2e-3 for heads, 40 steps, λ0 = 0.2; section 4: LoRA 32, 16, 0.05
         ("medusa-2", {"learning_rate": 5e-4, "head_rate_factor": 4.0, "warmup": 40, "head_weight": 0.2, "epochs": 2}),
         ("medusa-2", {"lora_rank": 32, "lora_alpha": 16, "lora_dropout": 0.05, "depth_decay": 0.8}),
@@ -84,8 +67,8 @@ def test_recipes_have_the_papers_numbers(name: str, numbers: dict[str, object]) 
         ("medusa-2-self", {"head_weight_rise": "sine", "heads_first": 0.0, "backbone_loss": "original"}),
     ],
 )
-def test_recipes_for_model_and_heads_have_the_papers_numbers(name: str, numbers: dict[str, object]) -> None:
-    found = parsed(*BASICS[:4], "--recipe", name, tunes_model=True).flat()
+def test_recipes_have_the_papers_numbers(name: str, numbers: dict[str, object]) -> None:
+    found = parsed(*BASICS[:4], "--recipe", name, tunes_model=RECIPES[name].tunes_model).flat()
     assert {key: found[key] for key in numbers} == numbers
 
 
@@ -126,40 +109,24 @@ def test_every_recipe_learns(target: TargetModel, tmp_path: Path, name: str) -> 
     options = parsed(
         *(() if "method" in RECIPES[name].settings else ("--method", "medusa")),
         *("--recipe", name, "--out", str(tmp_path / "out"), "--data", str(data)),
-        *(
-            "--learning-rate",
-            "0.005" if tunes else "0.02",  # the heads' own is four times the model's
-            "--batch-tokens",
-            "128",
-            "--draft-vocab-size",
-            "48",
-            "--log-steps",
-            "1",
-            "--eval-steps",
-            "1000",
-            "--eval-texts",
-            "500",
-            *(("--warmup", "0.05") if RECIPES[name].settings.get("warmup", 0) >= 1 else ()),
-            *(("--epochs", "5") if RECIPES[name].settings.get("epochs", 0) > 5 else ()),
-        ),
+        *("--learning-rate", "0.005" if tunes else "0.02"),  # the heads' own is four times the model's
+        *shlex.split("--batch-tokens 128 --draft-vocab-size 48 --log-steps 1 --eval-steps 1000 --eval-texts 500"),
+        *(("--warmup", "0.05") if RECIPES[name].settings.get("warmup", 0) >= 1 else ()),
+        *(("--epochs", "5") if RECIPES[name].settings.get("epochs", 0) > 5 else ()),
         tunes_model=tunes,
     )
-    if isinstance(options, JointOptions):
-        report = train_jointly_for(chat_model(), options, NoProgress())
-    else:
-        report = run.train_for(target, options, NoProgress())
-    untrained = json.loads((tmp_path / "out" / "validation.jsonl").read_text().splitlines()[0])
+    report = train_jointly_for(chat_model(), options) if tunes else train_for(target, options)
+    untrained = lines(tmp_path / "out", "validation.jsonl")[0]
     assert report.tokens_per_step_tree > untrained["tokens_per_step_tree"] + 0.05
-    lines = (tmp_path / "out" / "log.jsonl").read_text().splitlines()
-    losses = [sum(json.loads(line)["head_losses"]) for line in lines]  # of one made of more than heads, too
+    losses = [sum(line["head_losses"]) for line in lines(tmp_path / "out")]  # of one made of more than heads, too
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
 
 
 def test_train_prints_the_settings_of_its_recipe(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shares = [0.5]
-    report = Report("medusa", "m", 1, 1, 1, 1.0, 1.0, shares, [shares], shares, shares, shares, 1.0, 1.0, [[0]])
+    half = [0.5]
+    report = Report("medusa", "m", 1, 1, 1, 1.0, 1.0, half, [half], half, half, half, 1.0, 1.0, [[0]], 1, 1, 1, None)
     monkeypatch.setattr(train_command, "train", lambda *_: report)
     monkeypatch.setattr(train_command, "write_pages", lambda *_: None)
     train_command.run(parsed(*BASICS, "--recipe", "hydra", "--epochs", "3", "--method", "hydra"))

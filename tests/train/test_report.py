@@ -12,12 +12,10 @@ from draftheads.models.model import TargetModel
 from draftheads.speculation.draft import Context
 from draftheads.speculation.tree import Tree
 from draftheads.speculation.tree_search import best_tree, expected_tokens
-from draftheads.train import run
 from draftheads.train.new_head import new_head
 from draftheads.train.report import NUM_RANKS, Measurement
-from fake_progress import FakeProgress
 from families import propose
-from training_world import measured, train_options
+from training_world import measured, train_for, train_options
 
 
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
@@ -25,7 +23,7 @@ def test_expected_tokens_equal_drafting_along_the_true_text(
     target: TargetModel, features: Path, tmp_path: Path, method: str
 ) -> None:
     settings = train_options(tmp_path / "out", features, method=method)
-    run.train_for(target, settings, FakeProgress())
+    train_for(target, settings)
     head = load_head(tmp_path / "out", target, dtype=torch.float32)
     tree = Tree.cartesian([4, 3, 2])
     store = FeatureStore(features)

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -24,12 +23,7 @@ from draftheads.utils.files import locked
 from fake_progress import FakeProgress
 from nursery import Nursery
 from thorough import some
-from training_world import (
-    chat_model,
-    counting_chats,
-    train_options,
-    write_chats,
-)
+from training_world import KilledError, chat_model, counting_chats, stop_by_crash, train_for, train_options, write_chats
 
 SAVE_STEPS = 4
 SETTINGS: dict[str, Any] = {  # of a small run; noise makes it depend on the random numbers of every step
@@ -58,28 +52,6 @@ def found_in(out: Path) -> dict[str, Any]:
     return {**found, "README.md": None, "report.html": None}  # made from the others
 
 
-class KilledError(BaseException):
-    """Stands for the end of the process."""
-
-
-class Reporter:
-    """Records stages and steps; may stop the run after a step."""
-
-    def __init__(self, kill_after: int | None = None) -> None:
-        self.kill_after = kill_after
-        self.stages: list[str] = []
-        self.steps: list[int] = []
-
-    def stage(self, what: str) -> None:
-        self.stages.append(what)
-
-    def progress(self, done: int, total: int, loss: float | None = None) -> None:
-        if self.stages[-1].startswith("training"):
-            self.steps.append(done)
-            if done == self.kill_after:
-                raise KilledError
-
-
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model is loaded, whatever the name."""
@@ -99,7 +71,7 @@ def options(out: Path, data: Path, **changes: Any) -> TrainOptions:
 def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that was not interrupted."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    run.train_for(chat_model(), options(out, data), Reporter())
+    train_for(chat_model(), options(out, data), FakeProgress())
     return out
 
 
@@ -116,8 +88,8 @@ def test_a_killed_run_resumes_with_the_same_log_and_the_same_head(
     """Lines come every three steps, checkpoints every four: means over steps before a kill would be lost."""
     settings = options(tmp_path / "out", data)
     with pytest.raises(KilledError):
-        run.train(settings, Reporter(kill_after))
-    reporter = Reporter()
+        run.train(settings, FakeProgress(kill_after, stop_by_crash, stage="training"))
+    reporter = FakeProgress()
     run.train(settings, reporter)
     last = (kill_after - 1) // SAVE_STEPS * SAVE_STEPS  # a step is reported before it is saved
     where = f"resuming from {settings.out}/checkpoints/checkpoint-{last}" if last else "no checkpoint in"
@@ -129,8 +101,8 @@ def test_a_killed_run_resumes_with_the_same_log_and_the_same_head(
 @pytest.mark.usefixtures("loaded")
 def test_settings_may_change_before_the_first_checkpoint(data: Path, whole: Path, tmp_path: Path):
     with pytest.raises(KilledError):
-        run.train(options(tmp_path / "out", data, learning_rate=0.5), Reporter(2))
-    run.train(options(tmp_path / "out", data), Reporter())
+        run.train(options(tmp_path / "out", data, learning_rate=0.5), FakeProgress(2, stop_by_crash, stage="training"))
+    run.train(options(tmp_path / "out", data), FakeProgress())
     assert found_in(tmp_path / "out") == found_in(whole)
 
 
@@ -138,16 +110,16 @@ def test_settings_may_change_before_the_first_checkpoint(data: Path, whole: Path
 def test_a_complete_run_is_not_repeated(data: Path, whole: Path):
     kept = [path for path in whole.iterdir() if path.name != ".lock"]
     before = {path: path.stat().st_mtime_ns for path in kept}
-    reporter = Reporter()
+    reporter = FakeProgress()
     report = run.train(options(whole, data), reporter)
     assert reporter.stages == [f"{whole} is complete already: nothing is left to do"]
     assert report.top1 == json.loads((whole / "metrics.json").read_text())["top1"]
     assert {path: path.stat().st_mtime_ns for path in kept} == before
     assert {path.name for path in whole.iterdir()} - {".lock"} == {path.name for path in kept}
     with pytest.raises(InvalidSettings, match="holds a trained head"):
-        run.train(options(whole, data, epochs=3), Reporter())
+        run.train(options(whole, data, epochs=3), FakeProgress())
     with pytest.raises(InvalidSettings, match="holds a trained head"):
-        run.train(options(whole, data).changed(resume=False), Reporter())
+        run.train(options(whole, data).changed(resume=False), FakeProgress())
 
 
 @pytest.mark.usefixtures("loaded")
@@ -162,10 +134,10 @@ def test_a_run_killed_after_saving_the_head_only_removes_its_checkpoints(
     with monkeypatch.context() as patched:
         patched.setattr(RunFolder, "tidy_up", kill)
         with pytest.raises(KilledError):
-            run.train(settings, Reporter())
+            run.train(settings, FakeProgress())
     assert (settings.out / "checkpoints").is_dir()
     (settings.out / ".metrics.json.0a1b2c3d.tmp").touch()
-    reporter = Reporter()
+    reporter = FakeProgress()
     run.train(settings, reporter)
     assert not reporter.steps
     assert found_in(settings.out) == found_in(whole)
@@ -175,43 +147,14 @@ def test_a_run_killed_after_saving_the_head_only_removes_its_checkpoints(
 def test_a_complete_joint_run_is_not_repeated(data: Path, tmp_path: Path):
     changes = {"batch_tokens": 1024, "epochs": 1, "lora_rank": 4, "noise_alpha": 0.0, "precision": "fp32"}
     settings = JointOptions.of(out=tmp_path / "out", data=(data,), resume=True, **{**SETTINGS, **changes})
-    reporter = Reporter()
+    reporter = FakeProgress()
     report = train_jointly(settings, reporter)
     assert reporter.stages[0].endswith("training starts from the beginning")
-    again = Reporter()
+    again = FakeProgress()
     assert train_jointly(settings, again) == report
     assert again.stages == [f"{settings.out} is complete already: nothing is left to do"]
     with pytest.raises(InvalidSettings, match="holds a trained head"):
-        train_jointly(settings.changed(lora_rank=8), Reporter())
-
-
-@pytest.mark.usefixtures("loaded")
-def test_a_complete_run_of_an_earlier_version_is_not_repeated(data: Path, whole: Path, tmp_path: Path):
-    """Its metrics.json lacks newer settings. They count as their defaults."""
-    shutil.copytree(whole, tmp_path / "out")
-    path = tmp_path / "out" / "metrics.json"
-    metrics = json.loads(path.read_text())
-    del metrics["options"]["dropout"], metrics["options"]["head_options"]
-    path.write_text(json.dumps(metrics), encoding="utf-8")
-    reporter = Reporter()
-    run.train(options(tmp_path / "out", data), reporter)
-    assert reporter.stages == [f"{tmp_path / 'out'} is complete already: nothing is left to do"]
-
-
-@pytest.mark.usefixtures("loaded")
-def test_a_run_of_an_earlier_version_resumes(data: Path, whole: Path, tmp_path: Path):
-    """Its run.json has the same names, but lacks settings that are newer and has some that are gone."""
-    settings = options(tmp_path / "out", data)
-    with pytest.raises(KilledError):
-        run.train(settings, Reporter(SAVE_STEPS + 1))
-    path = settings.out / "run.json"
-    older = json.loads(path.read_text())
-    assert older.pop("chat_template") is None
-    path.write_text(json.dumps({"gone": 1, **older}), encoding="utf-8")
-    reporter = Reporter()
-    run.train(settings, reporter)
-    assert reporter.steps[0] == SAVE_STEPS + 1
-    assert found_in(settings.out) == found_in(whole)
+        train_jointly(settings.changed(lora_rank=8), FakeProgress())
 
 
 # --- what a kill leaves half-written ---
@@ -237,7 +180,7 @@ def test_resuming_with_another_number_of_processes_is_an_error(data: Path, tmp_p
     """A checkpoint of two processes is whole if it has the random state of both."""
     settings = options(tmp_path / "out", data)
     with pytest.raises(KilledError):
-        run.train(settings, Reporter(SAVE_STEPS + 1))
+        run.train(settings, FakeProgress(SAVE_STEPS + 1, stop_by_crash, stage="training"))
     path = settings.out / "run.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "processes": 2}), encoding="utf-8")
     assert find_checkpoint(settings.out) is None
@@ -245,7 +188,7 @@ def test_resuming_with_another_number_of_processes_is_an_error(data: Path, tmp_p
     for number in range(2):
         (whole / f"rng_state_{number}.pth").touch()
     with pytest.raises(InvalidSettings, match="processes was 2 and is 1"):
-        run.train(settings.changed(resume=True), Reporter())
+        run.train(settings.changed(resume=True), FakeProgress())
     assert find_checkpoint(settings.out) == str(whole)
 
 
@@ -254,12 +197,12 @@ def test_incomplete_checkpoints_do_not_replace_whole_ones(data: Path, tmp_path: 
     """The Trainer keeps the two that look newest."""
     settings = options(tmp_path / "out", data)
     with pytest.raises(KilledError):
-        run.train(settings, Reporter(SAVE_STEPS + 1))
+        run.train(settings, FakeProgress(SAVE_STEPS + 1, stop_by_crash, stage="training"))
     for step in (SAVE_STEPS + 2, SAVE_STEPS + 3):
         os.utime(checkpoint(settings.out, step, None), (2**31, 2**31))
     settings = settings.changed(save_steps=1)  # so that the next one is older than those
     with pytest.raises(KilledError):
-        run.train(settings, Reporter(SAVE_STEPS + 2))
+        run.train(settings, FakeProgress(SAVE_STEPS + 2, stop_by_crash, stage="training"))
     assert find_checkpoint(settings.out) == str(settings.out / "checkpoints" / f"checkpoint-{SAVE_STEPS + 1}")
 
 

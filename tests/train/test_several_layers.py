@@ -1,13 +1,12 @@
 """Training of heads that read hidden states of several layers: stores, losses, runs."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from draftheads.checkpoints.checkpoint import load_head
-from draftheads.data.compute_features import build_features, load_texts, needed_bytes
+from draftheads.data.compute_features import load_texts, needed_bytes
 from draftheads.data.features import FeatureStore, shard_path
 from draftheads.data.live_features import LiveStore
 from draftheads.decode.engine import Engine
@@ -15,10 +14,7 @@ from draftheads.errors import DataError, InvalidSettings
 from draftheads.models.model import TargetModel
 from draftheads.train.learner import head_learner
 from draftheads.train.new_head import in_float32, new_head
-from draftheads.train.run import train_for
-from draftheads.utils.progress import NoProgress
-from fake_progress import FakeProgress
-from training_world import lines, train_options
+from training_world import build_features, lines, train_for, train_options
 
 
 def options(out: Path, features: Path | None = None, **changes: object):
@@ -27,7 +23,7 @@ def options(out: Path, features: Path | None = None, **changes: object):
 
 def test_a_run_stores_the_layers_and_lowers_the_loss(target: TargetModel, chats: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    train_for(target, options(out, data=(chats,), keep_features=True, max_length=64), FakeProgress())
+    train_for(target, options(out, data=(chats,), keep_features=True, max_length=64))
     store = FeatureStore(out / "features")
     assert store.meta.layers == [0, 1]
     text = store.token_ids[0][None]
@@ -48,8 +44,8 @@ def test_a_run_stores_the_layers_and_lowers_the_loss(target: TargetModel, chats:
 
 def test_stored_and_computed_states_train_the_same_head(target: TargetModel, chats: Path, tmp_path: Path) -> None:
     common = {"data": (chats,), "max_length": 64, "epochs": 1}
-    train_for(target, options(tmp_path / "stored", **common), FakeProgress())
-    train_for(target, options(tmp_path / "live", features_budget=0.0, **common), FakeProgress())
+    train_for(target, options(tmp_path / "stored", **common))
+    train_for(target, options(tmp_path / "live", features_budget=0.0, **common))
     assert not (tmp_path / "live" / "features").exists()
     stored, live = (load_head(tmp_path / name, target).state_dict() for name in ("stored", "live"))
     assert all(torch.equal(stored[name], live[name]) for name in stored)
@@ -73,28 +69,27 @@ def test_every_parameter_gets_a_gradient(target: TargetModel, chats: Path, tmp_p
 def test_a_store_of_other_layers_is_refused(target: TargetModel, chats: Path, features: Path, tmp_path: Path) -> None:
     texts = load_texts(target, [chats], max_length=64)
     folder = tmp_path / "features"
-    build_features(target, texts, folder, NoProgress(), (0, 1))
+    build_features(target, texts, folder, layers=(0, 1))
     shard = shard_path(folder, 0)
     size, content = shard.stat().st_size, shard.read_bytes()
     assert size == pytest.approx(needed_bytes(target, texts, (0, 1)), rel=0.2)
     shard.unlink()
-    build_features(target, texts, folder, NoProgress(), (0, 1))
+    build_features(target, texts, folder, layers=(0, 1))
     assert shard.read_bytes() == content
     for layers, words in (((), "of the last layer alone"), ((1,), r"of layers \[1\]")):
         with pytest.raises(DataError, match=rf"of layers \[0, 1\], but the head reads those {words}"):
-            build_features(target, texts, folder, NoProgress(), layers)
+            build_features(target, texts, folder, layers=layers)
     with pytest.raises(DataError, match=r"of the last layer alone, but the head reads those of layers \[0, 1\]"):
-        train_for(target, options(tmp_path / "out", features), FakeProgress())
+        train_for(target, options(tmp_path / "out", features))
     with pytest.raises(DataError, match=r"of layers \[0, 1\], but the head reads those of the last layer alone"):
-        train_for(target, options(tmp_path / "medusa", folder, method="medusa"), FakeProgress())
-    assert "layers" not in json.loads((features / "meta.json").read_text()), "as before there were several layers"
+        train_for(target, options(tmp_path / "medusa", folder, method="medusa"))
 
 
 def test_layers_can_be_chosen(target: TargetModel, features: Path, tmp_path: Path) -> None:
-    train_for(target, options(tmp_path / "h", features, epochs=1, head_options=("layers=[]",)), FakeProgress())
+    train_for(target, options(tmp_path / "h", features, epochs=1, head_options=("layers=[]",)))
     assert load_head(tmp_path / "h", target).hidden_layers == ()
     with pytest.raises(InvalidSettings, match=r"layer 7 .* tiny-chat has 2 layers: choose among 0 … 1"):
-        train_for(target, options(tmp_path / "out", features, head_options=("layers=[0, 7]",)), FakeProgress())
+        train_for(target, options(tmp_path / "out", features, head_options=("layers=[0, 7]",)))
 
 
 def test_a_new_head_starts_near_the_last_hidden_state(target: TargetModel, chats: Path, tmp_path: Path) -> None:

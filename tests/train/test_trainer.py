@@ -18,11 +18,10 @@ from draftheads.errors import InvalidSettings, MissingDependency, NonFiniteLoss
 from draftheads.models.model import TargetModel
 from draftheads.train import run, trainer
 from draftheads.train.options import HardwareOptions
-from draftheads.train.report import measure
 from draftheads.train.schedule import Stage, staged_rate
 from draftheads.train.trainer import StepLog
 from fake_progress import FakeProgress
-from training_world import KilledError, chat_model, chat_options, lines, train_options
+from training_world import KilledError, chat_model, chat_options, lines, stop_by_crash, train_for, train_options
 
 
 @pytest.mark.parametrize("final", [0.0, 0.3])
@@ -42,9 +41,7 @@ def test_the_rates_are_those_of_transformers(final: float) -> None:
 def test_accumulated_batches_make_one_step(target: TargetModel, chats: Path, tmp_path: Path) -> None:
     """The first step's loss and gradient are the means of its batches'."""
     for name, changes in (("one", {}), ("three", {"accumulate": 3})):
-        run.train_for(
-            target, chat_options(tmp_path / name, data=(chats,), learning_rate=1e-12, **changes), FakeProgress()
-        )
+        train_for(target, chat_options(tmp_path / name, data=(chats,), learning_rate=1e-12, **changes), FakeProgress())
     one, three = lines(tmp_path / "one"), lines(tmp_path / "three")
     assert len(three) == -(-len(one) // 3)
     for step, line in enumerate(three[:-1]):
@@ -59,8 +56,8 @@ def test_adamw_8bit_trains_nearly_as_well_with_8_bit_moments(
     target = chat_model(hidden_size=128)  # smaller tensors are kept in full
     monkeypatch.setattr(run.shutil, "rmtree", lambda *_, **__: None)  # leave the checkpoints
     settings = chat_options(tmp_path / "out", data=(chats,), save_steps=5, learning_rate=0.003)
-    small = run.train_for(target, settings.changed(optimizer="adamw-8bit"), FakeProgress())
-    full = run.train_for(target, settings.changed(out=tmp_path / "full"), FakeProgress())
+    small = train_for(target, settings.changed(optimizer="adamw-8bit"))
+    full = train_for(target, settings.changed(out=tmp_path / "full"))
     assert small is not None
     assert full is not None
     assert small.losses == pytest.approx(full.losses, rel=0.02)
@@ -85,12 +82,12 @@ def test_a_missing_package_is_named(
     real_find = importlib.util.find_spec
     monkeypatch.setattr("draftheads.train.run.find_spec", lambda name: None if name == package else real_find(name))
     with pytest.raises(MissingDependency, match=rf"needs {package}: pip install 'draftheads\["):
-        run.train_for(chat_model(), chat_options(tmp_path / "out", data=(chats,), **dict([setting])), FakeProgress())
+        train_for(chat_model(), chat_options(tmp_path / "out", data=(chats,), **dict([setting])))
 
 
 def test_tensorboard_shows_the_log(target: TargetModel, chats: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    run.train_for(target, chat_options(out, data=(chats,), tensorboard=True), FakeProgress())
+    train_for(target, chat_options(out, data=(chats,), tensorboard=True))
     shown = EventAccumulator(str(out / "tensorboard")).Reload()
     for name, curve, key, place in (
         ("log", "log/loss", "loss", None),
@@ -105,22 +102,13 @@ def test_tensorboard_shows_the_log(target: TargetModel, chats: Path, tmp_path: P
         assert [value for _, value in found] == pytest.approx([value for _, value in expected], rel=1e-6)
 
 
-def test_tensorboard_shows_repeated_steps_once(
-    target: TargetModel, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensorboard_shows_repeated_steps_once(target: TargetModel, chats: Path, tmp_path: Path) -> None:
     """What was shown after the last checkpoint is shown once, as it was made the second time."""
     settings = chat_options(tmp_path / "out", data=(chats,), tensorboard=True, save_steps=4, eval_steps=6)
-
-    def fails_at_six(*arguments: Any, **keywords: Any) -> Any:
-        if (tmp_path / "out" / "log.jsonl").exists() and len(lines(tmp_path / "out")) >= 6:
-            raise KeyError
-        return measure(*arguments, **keywords)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "measure", fails_at_six)
-        with pytest.raises(KeyError):
-            run.train_for(target, settings, FakeProgress())
-    run.train_for(target, settings.changed(resume=True), FakeProgress())
+    with pytest.raises(KilledError):
+        train_for(target, settings, FakeProgress(6, stop_by_crash, stage="training"))
+    assert [line["step"] for line in lines(settings.out)] == [1, 2, 3, 4, 5], "the last one is after the checkpoint"
+    train_for(target, settings.changed(resume=True))
     shown = EventAccumulator(str(tmp_path / "out" / "tensorboard")).Reload().Scalars("log/loss")
     assert [event.step for event in shown] == [line["step"] for line in lines(tmp_path / "out")]
 
@@ -140,13 +128,10 @@ def test_a_loss_of_nan_names_the_step_and_the_texts(
     start = int(content["lengths"][:index].sum())
     content["hidden"][start : start + int(content["lengths"][index])] = float("nan")
     with safe_open(shard_path(features, 0), framework="pt") as file:
-        metadata = file.metadata()
-    is_known = loss == "teacher"  # where the texts are from
-    save_file(content, shard_path(broken, 0), metadata=metadata if is_known else None)
+        save_file(content, shard_path(broken, 0), metadata=file.metadata())
     settings = train_options(tmp_path / "out", broken, loss=loss)
-    place = rf"chats\.jsonl:{index + 1}\b" if is_known else rf"text {index} of the features\b"
-    with pytest.raises(NonFiniteLoss, match=rf"nan at step \d+, on .*{place}") as caught:
-        run.train_for(target, settings, FakeProgress())
+    with pytest.raises(NonFiniteLoss, match=rf"nan at step \d+, on .*chats\.jsonl:{index + 1}\b") as caught:
+        train_for(target, settings)
     plan = plan_batches(training, store.lengths, max_tokens=128, num_epochs=1, seed=0)
     step = next(n for n, batch in enumerate(plan, start=1) if index in batch)
     assert f"at step {step}," in str(caught.value)
@@ -172,7 +157,7 @@ def test_adamw_uses_the_given_betas(
         return step(self, *arguments)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", watched)
-    run.train_for(target, train_options(tmp_path / "out", features, epochs=1, betas=(0.8, 0.95)), FakeProgress())
+    train_for(target, train_options(tmp_path / "out", features, epochs=1, betas=(0.8, 0.95)))
     assert set(met) == {(0.8, 0.95)}
     with pytest.raises(InvalidSettings, match=r"--betas is \(0\.9, 1\.0\): both must be at least 0 and below 1"):
         train_options(tmp_path, features, betas=(0.9, 1.0))

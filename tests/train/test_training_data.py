@@ -5,31 +5,32 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from draftheads.data import compute_features
 from draftheads.data.batches import split_held_out
-from draftheads.data.compute_features import build_features, load_texts, needed_bytes
+from draftheads.data.compute_features import load_texts, needed_bytes
 from draftheads.data.live_features import LiveStore
 from draftheads.data.plain_text import load_blocks
 from draftheads.errors import DataError, InvalidSettings, StorageError
 from draftheads.models.model import TargetModel
 from draftheads.train import run, training_data
-from draftheads.train.report import measure
 from draftheads.train.run_folder import RunFolder, find_checkpoint
 from draftheads.train.schedule import rise_and_cosine
 from draftheads.train.training_data import plan_training, read_texts
-from draftheads.utils.progress import NoProgress
 from fake_progress import FakeProgress
 from training_world import (
     EOS,
+    KilledError,
+    build_features,
     chat_model,
     chat_options,
     counting_chats,
     lines,
+    stop_by_crash,
+    train_for,
     write_chats,
 )
 from vllm_files import extract_as_vllm
@@ -47,7 +48,7 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_live_hidden_states_are_the_stored_ones(target: TargetModel, chats: Path, tmp_path: Path) -> None:
     texts = load_texts(target, [chats], max_length=64)
-    stored, live = build_features(target, texts, tmp_path, NoProgress()), LiveStore(target, texts)
+    stored, live = build_features(target, texts, tmp_path), LiveStore(target, texts)
     assert stored.fingerprint == live.fingerprint
     assert stored.sources == live.sources
     assert stored.sources[4] == f"{chats}:5"
@@ -59,9 +60,7 @@ def test_live_hidden_states_are_the_stored_ones(target: TargetModel, chats: Path
 def test_stored_and_live_hidden_states_train_the_same_head(target: TargetModel, chats: Path, tmp_path: Path) -> None:
     for name, budget in (("stored", 1.0), ("live", 0.0)):
         out = tmp_path / name
-        run.train_for(
-            target, chat_options(out, data=(chats,), features_budget=budget, keep_features=True), FakeProgress()
-        )
+        train_for(target, chat_options(out, data=(chats,), features_budget=budget, keep_features=True), FakeProgress())
         assert (out / "features").exists() == (name == "stored")
     stored, live = tmp_path / "stored", tmp_path / "live"
     assert (stored / "model.safetensors").read_bytes() == (live / "model.safetensors").read_bytes()
@@ -74,13 +73,13 @@ def test_states_that_vllm_extracted_train_nearly_the_same_head(
     target: TargetModel, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """The model reads none of the texts itself, apart from a few that are compared."""
-    own = run.train_for(target, chat_options(tmp_path / "own", data=(chats,), method=method), FakeProgress())
+    own = train_for(target, chat_options(tmp_path / "own", data=(chats,), method=method))
     states = tmp_path / "states"
     extract_as_vllm(target, load_texts(target, [chats], max_length=64), states, [0, 1, 2])
     monkeypatch.delattr(compute_features, "read_alone")
     monkeypatch.delattr("draftheads.data.live_features.read_alone")
     settings = chat_options(tmp_path / "out", data=(chats,), method=method, extracted=states)
-    found = run.train_for(target, settings, FakeProgress())
+    found = train_for(target, settings)
     assert own is not None
     assert found is not None
     assert found.losses == pytest.approx(own.losses, rel=0.02)
@@ -90,28 +89,15 @@ def test_states_that_vllm_extracted_train_nearly_the_same_head(
             settings.changed(**changes)
 
 
-def test_a_run_may_be_resumed_with_another_budget(
-    target: TargetModel, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_may_be_resumed_with_another_budget(target: TargetModel, chats: Path, tmp_path: Path) -> None:
     whole = chat_options(tmp_path / "whole", data=(chats,))
-    run.train_for(target, whole, FakeProgress())
+    train_for(target, whole)
     parts = chat_options(tmp_path / "parts", data=(chats,), save_steps=4)
-
-    calls = []
-
-    def second_fails(*arguments: Any, **keywords: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:  # after ten steps
-            raise KeyError
-        return measure(*arguments, **keywords)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "measure", second_fails)
-        with pytest.raises(KeyError):
-            run.train_for(target, parts, FakeProgress())
+    with pytest.raises(KilledError):
+        train_for(target, parts, FakeProgress(6, stop_by_crash, stage="training"))
     assert find_checkpoint(parts.out)
     resumed = chat_options(tmp_path / "parts", data=(chats,), resume=True, features_budget=0.0)
-    run.train_for(target, resumed, FakeProgress())
+    train_for(target, resumed)
     assert (tmp_path / "parts" / "model.safetensors").read_bytes() == (
         tmp_path / "whole" / "model.safetensors"
     ).read_bytes()
@@ -120,7 +106,7 @@ def test_a_run_may_be_resumed_with_another_budget(
 @pytest.mark.parametrize("most", [300, 10**6])
 def test_finished_features_are_used_up_to_max_tokens(target: TargetModel, tmp_path: Path, most: int) -> None:
     chats = write_chats(tmp_path / "few.jsonl", counting_chats(24))
-    store = build_features(target, load_texts(target, [chats], max_length=64), tmp_path / "features", NoProgress())
+    store = build_features(target, load_texts(target, [chats], max_length=64), tmp_path / "features")
     settings = chat_options(tmp_path, features=tmp_path / "features", held_out=0.2, max_tokens=most)
     data = plan_training(store, settings)
     used = sorted([*data.training, *data.held_out])
@@ -148,15 +134,15 @@ def test_a_disk_that_is_too_small_fails_before_the_model_reads(
 ) -> None:
     texts = load_texts(target, [chats], max_length=64)
     needed = needed_bytes(target, texts)
-    build_features(target, texts, tmp_path / "there", NoProgress())
+    build_features(target, texts, tmp_path / "there")
     made = sum(path.stat().st_size for path in (tmp_path / "there").glob("shard-*"))
     assert 0.9 * made < needed < 1.1 * made
     monkeypatch.setattr(compute_features.shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
     monkeypatch.setattr(TargetModel, "hidden_states", None)
-    build_features(target, texts, tmp_path / "there", NoProgress())  # complete ones need no room
+    build_features(target, texts, tmp_path / "there")  # complete ones need no room
     message = r"need 0\.00 GB and the disk has 0\.00 GB left: .*--features, .*--max-tokens, .*--features-budget 0"
     with pytest.raises(StorageError, match=message):
-        run.train_for(target, chat_options(tmp_path / "out", data=(chats,)), FakeProgress())
+        train_for(target, chat_options(tmp_path / "out", data=(chats,)))
 
 
 # --- plain text ---
@@ -233,7 +219,7 @@ def test_plain_text_is_learned_first_and_chats_at_a_lower_rate(
     assert first.num_steps == pytest.approx(2.5 * second.num_steps, rel=0.01)  # 5 : 2
     assert not any(is_plain[i] for i in data.held_out)
     assert set(data.held_out).isdisjoint(data.training)
-    run.train_for(target, settings, FakeProgress())
+    train_for(target, settings)
     rates = [line["learning_rate"] for line in lines(tmp_path / "out")]
     rate = settings.schedule.learning_rate
     expected = [
@@ -248,7 +234,7 @@ def test_plain_text_is_learned_first_and_chats_at_a_lower_rate(
 
 def test_plain_text_alone_is_enough(target: TargetModel, book: Path, tmp_path: Path) -> None:
     settings = chat_options(tmp_path / "out", text=(book,), epochs=3)
-    report = run.train_for(target, settings, FakeProgress())
+    report = train_for(target, settings)
     before = lines(tmp_path / "out", "validation.jsonl")[0]
     assert report is not None
     assert sum(report.losses) < 0.8 * sum(before["losses"])
@@ -261,9 +247,7 @@ def test_bad_settings_and_data_fail_before_the_model_reads(
     target: TargetModel, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading may take hours."""
-    run.train_for(
-        target, chat_options(tmp_path / "whole", data=(chats,), save_steps=4, keep_features=True), FakeProgress()
-    )
+    train_for(target, chat_options(tmp_path / "whole", data=(chats,), save_steps=4, keep_features=True), FakeProgress())
     shutil.copytree(tmp_path / "whole", tmp_path / "parts", ignore=shutil.ignore_patterns("config.json", "features"))
     checkpoint = tmp_path / "parts" / "checkpoints" / "checkpoint-4"
     checkpoint.mkdir(parents=True)
@@ -274,9 +258,9 @@ def test_bad_settings_and_data_fail_before_the_model_reads(
     one = write_chats(tmp_path / "one.jsonl", counting_chats(1))
     monkeypatch.setattr(TargetModel, "hidden_states", lambda *_: pytest.fail("the model was asked"))
     with pytest.raises(InvalidSettings, match=r"learning_rate was 0\.02 and is 0\.5"):
-        run.train_for(target, settings.changed(learning_rate=0.5), FakeProgress())
+        train_for(target, settings.changed(learning_rate=0.5))
     with pytest.raises(DataError, match="only one text"):
-        run.train_for(target, chat_options(tmp_path / "new", data=(one,)), FakeProgress())
+        train_for(target, chat_options(tmp_path / "new", data=(one,)))
     with pytest.raises(InvalidSettings, match="--num-heads is 0"):
         chat_options(tmp_path / "new", data=(one,), num_heads=0)
     (tmp_path / "file").touch()
@@ -296,7 +280,7 @@ def test_the_fingerprint_depends_on_the_weights(target: TargetModel, chats: Path
 def test_a_sharded_model_needs_stored_hidden_states(target: TargetModel, chats: Path, tmp_path: Path) -> None:
     settings = chat_options(tmp_path / "out", data=(chats,), features_budget=0.0, shard_model=True)
     with pytest.raises(InvalidSettings, match="give a larger budget"):
-        run.train_for(target, settings, FakeProgress())
+        train_for(target, settings)
     with pytest.raises(InvalidSettings, match="--shard-model does not work with --four-bit"):
         chat_options(tmp_path / "out", data=(chats,), four_bit=True, shard_model=True)
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -165,19 +166,27 @@ def test_a_file_that_is_being_written_stays(cache: Path) -> None:
     assert not (cache / FILES["smollm2-135m"]).exists()
 
 
-def test_a_file_that_cannot_be_deleted_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("method", "act", "words"),
+    [
+        (
+            "unlink",
+            lambda cache: clear(PART["costs"], cache),
+            r"cannot delete .*04d6347cd77c26e13234ed0c.json: No",
+        ),
+        (
+            "iterdir",
+            lambda cache: contents_of(PART["smollm2-135m"], cache),
+            r"cannot read .*cache: No.*; set DRAFT",
+        ),
+    ],
+)
+def test_an_error_of_the_system_is_named(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, method: str, act: Callable[[Path], object], words: str
+) -> None:
     def refuse(path: Path) -> None:
-        raise PermissionError(1, "Operation not permitted")
+        raise PermissionError(1, "Not permitted")
 
-    monkeypatch.setattr(Path, "unlink", refuse)
-    with pytest.raises(StorageError, match=r"cannot delete .*04d6347cd77c26e13234ed0c.json: Operation not permitted"):
-        clear(PART["costs"], cache)
-
-
-def test_an_unreadable_cache_is_an_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "iterdir", refuse)
-    with pytest.raises(StorageError, match=r"cannot read .*cache: Permission denied; set DRAFTHEADS_CACHE"):
-        contents_of(PART["smollm2-135m"], cache)
+    monkeypatch.setattr(Path, method, refuse)
+    with pytest.raises(StorageError, match=words):
+        act(cache)

@@ -27,18 +27,21 @@ DISK_BYTES = 2 << 20
 TOO_MUCH = torch.zeros(DISK_BYTES, dtype=torch.uint8)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of two megabytes."""
-    folder = tmp_path / "disk"
+def mounted(folder: Path, option: str) -> Iterator[Path]:
+    """A real file system in memory."""
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
     try:
-        subprocess.run(mount, check=True, capture_output=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", option, "tmpfs", str(folder)], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
-        pytest.skip("needs the right to mount a small file system")
+        pytest.skip("needs the right to mount a file system")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Of two megabytes."""
+    yield from mounted(tmp_path / "disk", f"size={DISK_BYTES}")
 
 
 @pytest.fixture
@@ -322,14 +325,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
 @pytest.fixture
 def read_only(tmp_path: Path) -> Iterator[Path]:
     """A folder into which not even root can write."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    try:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(folder)], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("needs the right to mount a file system")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    yield from mounted(tmp_path / "disk", "ro")
 
 
 def test_a_read_only_file_system_is_named(read_only: Path):

@@ -14,21 +14,6 @@ import draftheads
 from draftheads.utils.progress import Bars, NoProgress, counted_stage, shown
 from fake_progress import FakeProgress
 
-
-def test_a_counted_stage_reports_each_unit():
-    progress = FakeProgress()
-    advance = counted_stage(progress, "reading", 3)
-    advance()
-    advance()
-    assert progress.stages == ["reading"]
-    assert progress.last == (2, 3, "")
-
-
-def test_no_progress_shows_nothing():
-    advance = counted_stage(NoProgress(), "reading", 1)
-    advance()
-
-
 # --- bars: in a notebook, on a terminal, and nowhere else ---
 
 

@@ -190,30 +190,30 @@ class Bench:
 
     def run(self) -> list[Row]:
         """The table, a row for each drafter."""
-        found = {contender.name: self._prepare(contender) for contender in self.contenders}
+        trees = {contender.name: self._prepare(contender) for contender in self.contenders}
         plain = self._count(f"{PLAIN}: greedy answers", f"greedy-{PLAIN}", self._engine(None), self.prompts)
-        greedy = {one.name: self._greedy(one) for one in self.contenders}
-        sampled = {one.name: self._sampled(one, found[one.name]) for one in self.contenders}
+        greedy = {contender.name: self._greedy(contender) for contender in self.contenders}
+        sampled = {contender.name: self._sampled(contender, trees[contender.name]) for contender in self.contenders}
         timed, defaults = self._timed(), self._with_defaults()
         first = greedy[self.contenders[0].name].step_shares
         rows = []
         for contender in self.contenders:
             name = contender.name
-            own = greedy[name]
-            tokens_per_step, error = ratio_with_error(own.step_shares)
-            over_first, over_first_error = ratio_with_error(own.step_shares, first)
+            answers = greedy[name]
+            tokens_per_step, error = ratio_with_error(answers.step_shares)
+            over_first, over_first_error = ratio_with_error(answers.step_shares, first)
             rows.append(
                 replace(
                     timed_row(name, timed[name], timed[PLAIN]),
                     **defaults.get(name, {}),
                     num_parameters=contender.num_parameters,
-                    tree=found[name]["words"],
+                    tree=trees[name]["words"],
                     tokens_per_step=tokens_per_step,
                     tokens_per_step_error=error,
                     over_first=over_first,
                     over_first_error=over_first_error,
-                    predicted_tokens_per_step=found[name]["predicted"],
-                    num_different=sum(a != b for a, b in zip(own.token_ids, plain.token_ids, strict=True)),
+                    predicted_tokens_per_step=trees[name]["predicted"],
+                    num_different=sum(a != b for a, b in zip(answers.token_ids, plain.token_ids, strict=True)),
                     **sampled[name],
                 )
             )
@@ -231,14 +231,14 @@ class Bench:
         if not isinstance(drafter, DraftHead):
             most = getattr(drafter, "most_nodes", None)
             return {"words": f"its own, up to {most}" if most else "its own", "predicted": None}
-        found: dict[str, Any] = self._saved(f"tree-{contender.identity}", partial(self._tree, contender.name, drafter))
-        beam, confidence = self.settings.replay.beam, tuple(found["confidence"])
+        tree: dict[str, Any] = self._saved(f"tree-{contender.identity}", partial(self._tree, contender.name, drafter))
+        beam, confidence = self.settings.replay.beam, tuple(tree["confidence"])
         self._shapes[contender.name] = (
-            BestFirst(nodes, top_k=found["top_k"], beam=beam, temperatures=confidence)
-            if found["grows"]
-            else Tree.from_paths(found["paths"])
+            BestFirst(nodes, top_k=tree["top_k"], beam=beam, temperatures=confidence)
+            if tree["grows"]
+            else Tree.from_paths(tree["paths"])
         )
-        return found
+        return tree
 
     def _tree(self, name: str, head: DraftHead) -> dict[str, Any]:
         """The better one of a growing and a static tree."""
@@ -248,14 +248,14 @@ class Bench:
         )
         self.progress.stage(f"{name}: finding its tree")
         replay = Replay(self.target, head, settings, progress=self.progress)
-        found = replay.run(answers)
-        static, dynamic = found["static"]["expected"], found["dynamic"]["expected"]
+        replayed = replay.run(answers)
+        static, dynamic = replayed["static"]["expected"], replayed["dynamic"]["expected"]
         grows = dynamic[-1] >= static[-1]
         return {
-            "confidence": found["confidence"]["temperatures"],
+            "confidence": replayed["confidence"]["temperatures"],
             "top_k": replay.top_k,
             "grows": grows,
-            "paths": found["static"]["paths"],
+            "paths": replayed["static"]["paths"],
             "words": f"{'growing' if grows else 'static'}, {len(dynamic) if grows else len(static)}",
             "predicted": (dynamic if grows else static)[-1],
         }
@@ -270,11 +270,11 @@ class Bench:
         engine = self._engine(contender.drafter, self._shapes[contender.name])
         return self._count(f"{contender.name}: greedy answers", f"greedy-{contender.identity}", engine, self.prompts)
 
-    def _sampled(self, contender: Contender, found: dict[str, Any]) -> dict[str, Any]:
+    def _sampled(self, contender: Contender, best_tree: dict[str, Any]) -> dict[str, Any]:
         """Tokens per step at the temperature, by acceptance rule, as fields of a row."""
         temperature = self.settings.temperature
         shape = self._shapes[contender.name]
-        shapes = {"exact": shape, "typical": shape, **self._drawn(contender, found)}
+        shapes = {"exact": shape, "typical": shape, **self._drawn(contender, best_tree)}
         fields: dict[str, Any] = {}
         for rule, shape in shapes.items() if temperature else ():
             answers = self._count(
@@ -288,7 +288,7 @@ class Bench:
             fields.update(zip(SAMPLED_FIELDS[rule], ratio_with_error(answers.step_shares), strict=True))
         return fields
 
-    def _drawn(self, contender: Contender, found: dict[str, Any]) -> dict[str, Shape]:
+    def _drawn(self, contender: Contender, best_tree: dict[str, Any]) -> dict[str, Shape]:
         """The shapes of drawn drafts, by acceptance rule; none for drafters that do not draw.
 
         Rejection sampling has the head's static tree (a draft model: a chain), block verification a chain.
@@ -298,7 +298,7 @@ class Bench:
             return {}
         depth = drafter.config.num_heads if isinstance(drafter, DraftHead) else drafter.max_depth
         chain = Tree.chain(min(depth, self.settings.num_nodes - 1))
-        tree = numbered(Tree.from_paths(found["paths"])) if "paths" in found else chain
+        tree = numbered(Tree.from_paths(best_tree["paths"])) if "paths" in best_tree else chain
         return {"rejection": Sampled(tree), "block": Sampled(chain)}
 
     def _count(self, stage: str, name: str, engine: Engine, prompts: Sequence[list[int]], **sampling: Any) -> Answers:
@@ -318,8 +318,8 @@ class Bench:
         """Answers of plain decoding and of all contenders to each prompt that is timed."""
         prompts = spread(self.prompts, self.settings.num_speed_prompts)
         engines = {PLAIN: self._engine(None, batch_size=1)}
-        for one in self.contenders:
-            engines[one.name] = self._engine(one.drafter, self._shapes[one.name], batch_size=1)
+        for contender in self.contenders:
+            engines[contender.name] = self._engine(contender.drafter, self._shapes[contender.name], batch_size=1)
         ways = [engine_method(name, engine) for name, engine in engines.items()]
         key = identity_digest([prompts, [contender.identity for contender in self.contenders]])
         stage = f"timing {len(ways)} ways on {counted(len(prompts), 'prompt')}"

@@ -1,45 +1,36 @@
 """What a comparison of drafters measures, and on how much."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from draftheads.errors import InvalidSettings
 from draftheads.search.settings import ReplaySettings
 from draftheads.settings import SamplingSettings
+from draftheads.utils.option_group import FROM_1, OptionGroup, at_least
 
 
 @dataclass(frozen=True)
-class BenchSettings:
+class BenchSettings(OptionGroup):
     """What is compared, and on how much."""
 
-    num_nodes: int = 24
+    num_nodes: Annotated[int, at_least(2)] = 24
     """Nodes of every head's tree, root included."""
-    max_new_tokens: int = 128
+    max_new_tokens: Annotated[int, at_least(2)] = 128
     """Tokens of each answer."""
     temperature: float = 0.7
     """Also count tokens per step at this temperature; 0: not. By acceptance rule: exact; typical (changes the
     distribution); rejection (drafts drawn from the head on a static tree, speculative sampling of the papers); block (a
     drawn chain, block verification)."""
-    num_speed_prompts: int = 16
+    num_speed_prompts: Annotated[int, at_least(3)] = 16
     """Prompts that are timed, spread over all prompts."""
-    num_sampled_prompts: int = 40
+    num_sampled_prompts: Annotated[int, at_least(3)] = 40
     """Prompts that are answered at the temperature, spread over all."""
-    batch_size: int = 8
+    batch_size: Annotated[int, FROM_1] = 8
     """Prompts that are answered together. While tokens per step are counted."""
-    num_calibration_prompts: int = 64
+    num_calibration_prompts: Annotated[int, at_least(2)] = 64
     """Built-in prompts on which the heads' trees are found."""
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("num_nodes", 2),
-            ("max_new_tokens", 2),
-            ("num_speed_prompts", 3),
-            ("num_sampled_prompts", 3),
-            ("batch_size", 1),
-            ("num_calibration_prompts", 2),
-        ):
-            if getattr(self, name) < least:
-                raise InvalidSettings(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        super().__post_init__()
         SamplingSettings(temperature=self.temperature)  # raises where it is impossible
 
     @property

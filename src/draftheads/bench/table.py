@@ -1,4 +1,4 @@
-"""The table of a comparison: a row for each way of decoding, and the columns. Knows nothing of terminals and pages.
+"""The table of a comparison: a row for each way of decoding, and the columns.
 
 To add a column: a field of :class:`Row`, a line in :func:`columns`, and where it is measured (``bench/compare.py``).
 """

@@ -1,6 +1,5 @@
 """A draft head on disk: written atomically and read strictly.
 
-Knows heads and the fingerprints of their base model. Knows nothing of decoding or of where heads come from.
 The files of a head and their keys: :mod:`draftheads.checkpoints.head_files`.
 """
 
@@ -25,13 +24,7 @@ from draftheads.checkpoints.head_files import (
     HeadFiles,
     read_head_files,
 )
-from draftheads.errors import (
-    BaseModelWarning,
-    CheckpointCorrupt,
-    CheckpointMismatch,
-    InvalidSettings,
-    InvalidTree,
-)
+from draftheads.errors import BaseModelWarning, CheckpointCorrupt, CheckpointMismatch, InvalidSettings, InvalidTree
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead, HeadConfig
 from draftheads.models.fingerprint import MAX_DIFFERENCE, TUNED_DIFFERENCE, Fingerprints, difference
@@ -152,7 +145,7 @@ def copy_for(head: DraftHead, base: TargetModel) -> DraftHead:
 
 def _filled(config: HeadConfig, tensors: Mapping[str, Tensor], base: TargetModel, dtype: torch.dtype) -> DraftHead:
     """A head with these values in a type, bound to a model's weights and frozen."""
-    head = _skeleton(config)
+    head = weightless_head(config)
     values = {name: _cast(tensor, dtype) for name, tensor in tensors.items()}
     head.load_state_dict(values, strict=True, assign=True)
     head.bind(base.weights)
@@ -178,12 +171,11 @@ def read_head(folder: str | PathLike[str], *, ignore_profile: bool = False) -> S
     config = _read_config(files.method, files.options, path)
     profile = AcceptanceProfile.assumed(config.num_heads) if ignore_profile else files.profile
     check_profile(config, profile, files.folder / PROFILE_FILE)
-    _check_tensors(files, _skeleton(config))
-    prints = {"layers": None, **files.base_prints}
+    _check_tensors(files, weightless_head(config))
     return SavedHead(
         **{**vars(files), "profile": profile},
         config=config,
-        fingerprints=read_dataclass(Fingerprints, prints, path, "base.fingerprints"),
+        fingerprints=read_dataclass(Fingerprints, files.base_prints, path, "base.fingerprints"),
     )
 
 
@@ -206,7 +198,7 @@ def check_profile(config: HeadConfig, profile: AcceptanceProfile, path: Path) ->
         InvalidTree: its trees are too deep or too wide for the head.
         CheckpointCorrupt: its number of heads is not the head's.
     """
-    skeleton = _skeleton(config)
+    skeleton = weightless_head(config)
     try:
         skeleton.check_shape(profile.tree(len(profile.paths) + 1))
     except InvalidTree as error:
@@ -294,7 +286,7 @@ def _read_config(method: str, options: Any, path: Path) -> HeadConfig:
         raise CheckpointCorrupt(f"{path}: head: {error}") from None
 
 
-def _skeleton(config: HeadConfig) -> DraftHead:
+def weightless_head(config: HeadConfig) -> DraftHead:
     """The module on the meta device: it takes no memory and draws no random numbers."""
     _, head_class = head_classes(config.method)
     with torch.device("meta"):
@@ -304,7 +296,11 @@ def _skeleton(config: HeadConfig) -> DraftHead:
 def _check_tensors(files: HeadFiles, skeleton: DraftHead) -> None:
     """Names, shapes and types of the saved tensors must be those of the skeleton."""
     path, expected = files.folder / TENSORS_FILE, skeleton.state_dict()
-    _check_names(path, set(files.shapes), set(expected))
+    found = set(files.shapes)
+    for kind, names in (("missing", set(expected) - found), ("surplus", found - set(expected))):
+        if names:
+            counts = f"it has {counted(len(found), 'tensor')}, {CONFIG_FILE} needs {len(expected)}"
+            raise CheckpointCorrupt(f"{path}: {kind} tensor {min(names)}: {counts}")
     for name, tensor in expected.items():
         if files.shapes[name] != tuple(tensor.shape):
             raise CheckpointCorrupt(
@@ -312,13 +308,6 @@ def _check_tensors(files: HeadFiles, skeleton: DraftHead) -> None:
             )
         if files.types[name].startswith(("F", "BF")) != tensor.is_floating_point():
             raise CheckpointCorrupt(f"{path}: tensor {name} holds {files.types[name]}; it must be {tensor.dtype}")
-
-
-def _check_names(path: Path, found: set[str], expected: set[str]) -> None:
-    for kind, names in (("missing", expected - found), ("surplus", found - expected)):
-        if names:
-            counts = f"it has {counted(len(found), 'tensor')}, {CONFIG_FILE} needs {len(expected)}"
-            raise CheckpointCorrupt(f"{path}: {kind} tensor {min(names)}: {counts}")
 
 
 def _check_draft_vocab(saved: SavedHead, tensors: Mapping[str, Tensor]) -> None:

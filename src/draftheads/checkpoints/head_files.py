@@ -10,9 +10,8 @@ A head is a folder of four files:
 =====================  ======================================================================================
 
 These keys are public names. Unknown keys are errors, so a new key needs a new format version. Some keys of
-``config.json`` are optional: ``chat_template``, the template used in training if it was not the tokenizer's own;
-``layers`` among the fingerprints; and ``rope_frequencies`` and ``rope_scale`` of ``head``, which only heads for targets
-with scaled rotary positions have.
+``config.json`` are optional: ``chat_template``, the template used in training if it was not the tokenizer's own; and
+``rope_frequencies`` and ``rope_scale`` of ``head``, which only heads for targets with scaled rotary positions have.
 """
 
 import hashlib

@@ -1,7 +1,6 @@
 """The batches of a training run, and their tensors.
 
-Knows documents with hidden states; knows nothing of losses. The seed of a run decides all its batches before it starts,
-so batch n is the same in a resumed run.
+The seed of a run decides all its batches before it starts, so batch n is the same in a resumed run.
 """
 
 import hashlib

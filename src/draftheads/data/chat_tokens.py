@@ -1,7 +1,4 @@
-"""Chats as token ids with a mask of the assistant's tokens.
-
-Knows chat templates; knows nothing of files, hidden states or heads.
-"""
+"""Chats as token ids with a mask of the assistant's tokens."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """The target reads every text once, and its hidden states are written to a feature store.
 
-Knows the target model and the files of a store; knows nothing of heads. Existing shards are kept, so a run that was
-stopped continues where it was.
+Existing shards are kept, so a run that was stopped continues where it was.
 """
 
 import shutil
@@ -16,7 +15,6 @@ from draftheads.data.chat_tokens import EncodedChat, encode_chat, encode_complet
 from draftheads.data.features import (
     DOCUMENTS_PER_SHARD,
     Document,
-    FeatureStore,
     StoreMeta,
     read_meta,
     shard_path,
@@ -89,11 +87,7 @@ def _encoded(model: ChatReader, chat: Record, max_length: int, own_fingerprint: 
 
 
 def _as_recorded(tokens: RecordedTokens, max_length: int, own_fingerprint: str) -> EncodedChat:
-    """Tokens that a server recorded; the loss covers the answer.
-
-    Raises:
-        DataError: another tokenizer made them.
-    """
+    """Tokens that a server recorded; the loss covers the answer."""
     if tokens.tokenizer != own_fingerprint:
         raise DataError(
             f"recorded with a tokenizer of fingerprint {tokens.tokenizer}; that of this model is {own_fingerprint}: "
@@ -107,19 +101,6 @@ def _as_recorded(tokens: RecordedTokens, max_length: int, own_fingerprint: str) 
 def needed_bytes(target: TargetModel, texts: Sequence[EncodedChat], layers: Sequence[int] = ()) -> int:
     """The size of the store of these texts on the disk, approximately."""
     return sum(len(text.token_ids) for text in texts) * (2 * (len(layers) + 1) * target.hidden_size + 5)
-
-
-def build_features(
-    target: TargetModel,
-    texts: Sequence[EncodedChat],
-    folder: Path,
-    progress: Progress,
-    layers: Sequence[int] = (),
-) -> FeatureStore:
-    """Makes or completes the store of these texts; errors as of :func:`claim` and :func:`build_shards`."""
-    claim(target, texts, folder, layers)
-    build_shards(target, texts, folder, progress, layers)
-    return FeatureStore(folder)
 
 
 def claim(target: TargetModel, texts: Sequence[EncodedChat], folder: Path, layers: Sequence[int] = ()) -> None:

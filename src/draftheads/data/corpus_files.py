@@ -75,11 +75,7 @@ def load_corpus(
 
 
 def _files(path: Path) -> list[Path]:
-    """The file, or all files of texts in a folder and its folders, by name.
-
-    Raises:
-        DataError: there is none.
-    """
+    """The file, or all files of texts in a folder and its folders, by name."""
     if path.is_dir():
         if found := sorted(file for file in path.rglob("*") if file.name.endswith(_SUFFIXES) and file.is_file()):
             return found

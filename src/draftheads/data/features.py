@@ -1,6 +1,6 @@
 """Texts with the target's hidden states on disk, in shards that are not loaded as a whole.
 
-Knows files and tensors; knows nothing of models, chats or training. A store is a folder::
+A store is a folder::
 
     meta.json                describes the complete store (StoreMeta)
     shard-00000.safetensors  hidden (T, (n+1)·D) bf16, token_ids (T,) int32, loss_mask (T,) bool, …
@@ -12,7 +12,7 @@ follow each other along T; ``lengths`` (texts,) int32 has their lengths. A shard
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,8 @@ class StoreMeta:
     num_documents: int
     num_tokens: int
     num_shards: int
-    fingerprint: str | None = None  # of the texts and the model; None: not checked
-    layers: list[int] = field(default_factory=list)  # n layers whose inputs are stored; left out in meta.json if none
+    fingerprint: str  # of the texts and the model
+    layers: list[int]  # n layers whose inputs are stored before h_t
     dtype: str = "bfloat16"
     format_version: int = FORMAT_VERSION
 
@@ -60,8 +60,8 @@ class Documents:
 
     token_ids: list[Tensor]  # per document (T,) int64
     loss_masks: list[Tensor]  # per document (T,) bool
-    sources: list[str]  # per document FILE:LINE; empty if not known
-    fingerprint: str | None  # of the texts and the model; None if not known
+    sources: list[str]  # per document FILE:LINE
+    fingerprint: str  # of the texts and the model
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -85,8 +85,7 @@ def shard_path(folder: Path, index: int) -> Path:
 
 def write_meta(folder: Path, meta: StoreMeta) -> None:
     """Writes ``meta.json``."""
-    content = {name: value for name, value in asdict(meta).items() if name != "layers" or value}
-    write_atomic(folder / "meta.json", (json.dumps(content, indent=2) + "\n").encode())
+    write_atomic(folder / "meta.json", (json.dumps(asdict(meta), indent=2) + "\n").encode())
 
 
 def read_meta(folder: Path) -> StoreMeta | None:
@@ -99,12 +98,12 @@ def read_meta(folder: Path) -> StoreMeta | None:
     if not path.exists():
         return None
     try:
-        return read_dataclass(StoreMeta, {"layers": [], **read_object(path, newest=FORMAT_VERSION)}, path, "")
+        return read_dataclass(StoreMeta, read_object(path, newest=FORMAT_VERSION), path, "")
     except CheckpointError as error:
         raise DataError(f"{error}; or delete the folder") from None
 
 
-def write_shard(folder: Path, index: int, documents: Sequence[Document], *, sources: Sequence[str] = ()) -> None:
+def write_shard(folder: Path, index: int, documents: Sequence[Document], *, sources: Sequence[str]) -> None:
     """Writes one shard whole or not at all; ``sources`` has ``FILE:LINE`` of each text."""
     tensors = {
         "hidden": torch.cat([document.hidden for document in documents]).to(torch.bfloat16),
@@ -156,16 +155,16 @@ class FeatureStore(Documents):
             token_ids = file.get_tensor("token_ids").long()
             loss_mask = file.get_tensor("loss_mask").bool()
             hidden = file.get_slice("hidden")
-            sources = json.loads((file.metadata() or {}).get("sources", "[]"))
-        except (OSError, SafetensorError, ValueError) as error:
+            sources = json.loads((file.metadata() or {})["sources"])
+        except (OSError, SafetensorError, ValueError, LookupError) as error:
             raise DataError(f"{path}: {error}; delete the damaged shard; the same command makes it again") from None
-        found = (hidden.get_shape(), len(token_ids), len(loss_mask), sum(lengths))
+        found = (hidden.get_shape(), len(token_ids), len(loss_mask), sum(lengths), len(sources))
         width = (len(self.meta.layers) + 1) * self.meta.hidden_size
-        expected = ([len(token_ids), width], *(3 * [len(token_ids)]))
+        expected = ([len(token_ids), width], *(3 * [len(token_ids)]), len(lengths))
         if found != expected:
-            raise DataError(f"{path}: hidden, token ids, mask and lengths have sizes {found}, expected {expected}")
+            raise DataError(f"{path}: its parts have sizes {found}, expected {expected}")
         self._shards.append(hidden)
         self._starts += [(index, sum(lengths[:i])) for i in range(len(lengths))]
         self.token_ids += token_ids.split(lengths)
         self.loss_masks += loss_mask.split(lengths)
-        self.sources += sources if len(sources) == len(lengths) else [""] * len(lengths)
+        self.sources += sources

@@ -1,6 +1,6 @@
 """The JSON values of a file, one by one: JSON lines, plain (``.jsonl``) or zipped (``.jsonl.gz``), or one JSON array.
 
-Knows nothing of what the values mean. Every error names the file and the line.
+Every error names the file and the line.
 """
 
 import gzip

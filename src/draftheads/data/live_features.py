@@ -1,7 +1,4 @@
-"""Texts whose hidden states are computed on access: for a model that changes, or if the disk has too little room.
-
-Knows the target model; knows nothing of heads or training.
-"""
+"""Texts whose hidden states are computed on access: for a model that changes, or if the disk has too little room."""
 
 import hashlib
 import json

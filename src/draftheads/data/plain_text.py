@@ -1,7 +1,7 @@
 """Plain text for training: files to blocks of tokens; the loss covers all of them.
 
-Knows text files and tokenizers; knows nothing of chats. Texts follow each other without padding. Each ends with the
-end-of-text token, and a block may contain the end of one text and the start of the next.
+Texts follow each other without padding. Each ends with the end-of-text token, and a block may contain the end of one
+text and the start of the next.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,6 @@
 """The one reader of prompt and chat files, which :mod:`draftheads.data.json_lines` opens.
 
-Knows the three forms of a record; knows nothing of templates or tokens. A line is one JSON object with
+A line is one JSON object with
 
 * ``"prompt"``: what a user says, or a list of messages,
 * ``"messages"``: a list of ``{"role": …, "content": …}``, or
@@ -94,8 +94,10 @@ def read_chats(*paths: Path) -> Iterator[Record]:
     Raises:
         DataError: a file cannot be read, or a line is not a chat.
     """
-    for path, line_number, value in _lines_of(paths):
-        yield chat_of(value, path, line_number)
+    for path in paths:
+        for file in files_in(path):
+            for line_number, value in read_json_lines(file, may_be_torn=path.is_dir()):
+                yield chat_of(value, file, line_number)
 
 
 def chat_of(value: Any, path: Path, line_number: int) -> Record:
@@ -132,14 +134,6 @@ def own_prompts(name: Literal["calibration", "demo"]) -> Path:
     return Path(__file__).parent.parent / "assets" / "prompts" / f"{name}.jsonl"
 
 
-def _lines_of(paths: Iterable[Path]) -> Iterator[tuple[Path, int, Any]]:
-    """File, line number and value of each line of the files, or of the files in a folder."""
-    for path in paths:
-        for file in files_in(path):
-            for line_number, value in read_json_lines(file, may_be_torn=path.is_dir()):
-                yield file, line_number, value
-
-
 def files_in(path: Path) -> list[Path]:
     """The chat files in a folder, by name; a file stands for itself.
 
@@ -172,11 +166,7 @@ def check_readable(paths: Iterable[Path]) -> None:
 
 
 def _recorded(value: Mapping[str, Any], path: Path, line_number: int) -> Record:
-    """The record of an answer that a server gave.
-
-    Raises:
-        DataError: no token ids, or no fingerprint of the tokenizer.
-    """
+    """The record of an answer that a server gave."""
     ids = [value["prompt_ids"], value["answer_ids"]]
     if not all(isinstance(one, list) and one and all(type(i) is int and i >= 0 for i in one) for one in ids):
         problem = f"prompt_ids and answer_ids must be lists of token ids, not {short(repr(ids))}"
@@ -189,11 +179,7 @@ def _recorded(value: Mapping[str, Any], path: Path, line_number: int) -> Record:
 
 
 def _record(value: Any, forms: Sequence[str], path: Path, line_number: int) -> Record | None:
-    """The record of a JSON value; None where it has none of the forms.
-
-    Raises:
-        DataError: a message or text in it is not valid.
-    """
+    """The record of a JSON value; None where it has none of the forms."""
     given = value if isinstance(value, dict) else {}
     form = next((name for name in forms if given.get(name) is not None), None)
     if form is None:
@@ -221,11 +207,7 @@ def _misspelt(value: Any, known: Sequence[str]) -> str:
 
 
 def _completion(value: Mapping[str, Any], path: Path, line_number: int) -> Record | None:
-    """The record of a prompt and its completion.
-
-    Raises:
-        DataError: one of them is missing, or they are neither two texts nor two lists of messages.
-    """
+    """The record of a prompt and its completion."""
     prompt, completion = value.get("prompt"), value["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]

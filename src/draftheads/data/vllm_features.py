@@ -3,8 +3,6 @@
 vLLM writes a file for each request: ``token_ids`` (T,) and ``hidden_states`` (T, n, D), the outputs of n chosen layers.
 Those of the last layer are not normed; h_t is, so the target's last norm is applied here. A file does not say which
 layers it has. They are found by comparing the beginning of a few texts with what the target computes for them.
-
-Knows the target model; knows nothing of heads or training.
 """
 
 from bisect import bisect_left
@@ -104,11 +102,7 @@ class ExtractedStore(LiveStore):
         return self.target.logits(hidden.to(self.target.dtype)).float()
 
     def _least(self, differences: list[float], layer: int | None) -> int:
-        """The place of the smallest difference.
-
-        Raises:
-            DataError: it is too large.
-        """
+        """The place of the smallest difference."""
         least = min(differences)
         if not least <= LIMIT:
             number = len(self.target.layer_kinds)
@@ -157,11 +151,7 @@ def _difference(found: Tensor, expected: Tensor) -> float:
 
 
 def _files_of(store: LiveStore, folder: Path) -> list[Path]:
-    """The file of each text.
-
-    Raises:
-        DataError: a text has none.
-    """
+    """The file of each text."""
     files: list[tuple[bytes, Path]] = []
     for path in folder.rglob("*.safetensors"):
         with _opened(path) as file:
@@ -179,7 +169,7 @@ def _files_of(store: LiveStore, folder: Path) -> list[Path]:
         else:
             missing.append(index)
     if missing:
-        source = store.sources[missing[0]] or f"text {missing[0]}"
+        source = store.sources[missing[0]]
         raise DataError(
             f"{folder} has no hidden states of {counted(len(missing), 'text')} of {len(store)}, the first is {source}: "
             "a file must begin with the tokens that training reads; give vLLM these tokens as prompts"
@@ -194,11 +184,7 @@ def _key(token_ids: Tensor) -> bytes:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A file with both tensors.
-
-    Raises:
-        DataError: it is damaged, or of another kind.
-    """
+    """A file with both tensors."""
     try:
         with safe_open(path, framework="pt") as file:
             if missing := {"token_ids", "hidden_states"} - set(file.keys()):

@@ -1,4 +1,4 @@
-"""A conversation in progress, and the interface of what answers it. Knows no models."""
+"""A conversation in progress, and the interface of what answers it."""
 
 import hashlib
 from collections.abc import Callable, Sequence

@@ -2,7 +2,7 @@
 
 Lines are appended to ``OUT.part``, chunk by chunk; after each chunk ``OUT.manifest.json`` is replaced. A kill between
 the two leaves bytes after the counted ones, which the next chunk overwrites. At the end the manifest is marked complete
-and ``OUT.part`` is renamed to ``OUT``. Knows nothing of the content of the lines.
+and ``OUT.part`` is renamed to ``OUT``.
 """
 
 import contextlib

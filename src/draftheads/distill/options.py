@@ -2,11 +2,15 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from draftheads.errors import InvalidSettings
+from draftheads.utils.option_group import ABOVE_0, FROM_0, FROM_1, SHARE, OptionGroup, Range
 
 _CHUNK_BATCHES = 8  # at the end of a chunk the batch is not full: this costs a tenth of the speed at this size
+_SAMPLED = Range(
+    "must be above 0 and finite: greedy questions would all be the same", lambda value: 0 < value < float("inf")
+)
 _NOT_WITH_ENDPOINT = {
     "head": None,
     "num_self_talk": 0,
@@ -18,19 +22,12 @@ _NOT_WITH_ENDPOINT = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillOptions:
+class DistillOptions(OptionGroup):
     """Let a model answer prompts and write its answers as training data."""
 
     BASIC: ClassVar = (
-        "prompts",
-        "documents",
-        "out",
-        "model",
-        "head",
-        "temperature",
-        "max_new_tokens",
-        "batch_size",
-        "num_self_talk",
+        *("prompts", "documents", "out", "model", "head"),
+        *("temperature", "max_new_tokens", "batch_size", "num_self_talk"),
     )
 
     out: Path
@@ -41,9 +38,9 @@ class DistillOptions:
     documents: tuple[Path, ...] = ()
     """Text files that the model continues. Each .txt is a text, or each line of a .jsonl with "text". Each is continued
     from its beginning, without a chat template. They come after the prompts."""
-    document_tokens: int = 64
+    document_tokens: Annotated[int, FROM_1] = 64
     """With --documents: how many tokens of each text the model reads. Shorter texts are read whole."""
-    num_self_talk: int = 0
+    num_self_talk: Annotated[int, FROM_0] = 0
     """Conversations in which the model also asks (self-talk). They come after the prompts."""
     model: str = "smollm2-135m"
     """The model that answers. A name, a folder or a Hugging Face id."""
@@ -51,29 +48,29 @@ class DistillOptions:
     """Chat template in place of the head's or the tokenizer's. A Jinja file, or chatml, hermes, llama-2 or vicuna."""
     head: str | None = None
     """A draft head that makes it faster. A name, a folder or a Hugging Face id."""
-    chain: int | None = None
+    chain: Annotated[int | None, FROM_1] = None
     """Draft a chain of this many tokens in place of a tree. In a large batch only short drafts are faster. On two CPU
     cores, 2 tokens are best at a batch size of 8, and no draft from 32 on."""
     temperature: tuple[float, ...] = (0.0,)
     """0 is greedy, above 0 samples. With several values, each prompt gets one at random; repeat a value to use it more
     often."""
-    top_k: int | None = None
+    top_k: Annotated[int | None, FROM_1] = None
     """Sample among the k most likely tokens only."""
-    top_p: float = 1.0
+    top_p: Annotated[float, SHARE] = 1.0
     """Sample among the most likely tokens of this probability. That is, that together reach it."""
-    max_new_tokens: int = 256
+    max_new_tokens: Annotated[int, FROM_1] = 256
     """An answer is cut off after this many tokens. The conversation then ends."""
-    self_talk_turns: int = 1
+    self_talk_turns: Annotated[int, FROM_1] = 1
     """Questions in a self-talk conversation."""
-    self_talk_temperature: float = 1.0
+    self_talk_temperature: Annotated[float, _SAMPLED] = 1.0
     """Temperature of self-talk questions. Their answers have --temperature."""
-    max_question_tokens: int = 256
+    max_question_tokens: Annotated[int, FROM_1] = 256
     """A self-talk question that is longer is dropped."""
     seed: int = 0
     """Decides every random choice."""
-    batch_size: int = 64
+    batch_size: Annotated[int, FROM_1] = 64
     """Conversations that are answered together."""
-    chunk_size: int | None = None
+    chunk_size: Annotated[int | None, FROM_1] = None
     """Conversations that are saved together. Default: eight batches. A kill loses at most this much work."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
     """Number format of the model. auto is bf16 if the processor or GPU computes in it, else fp16 on a GPU and fp32 on a
@@ -88,31 +85,20 @@ class DistillOptions:
     """The model's name on that server."""
     api_key_env: str | None = None
     """The environment variable with the server's key."""
-    request_timeout: float = 600.0
+    request_timeout: Annotated[float, ABOVE_0] = 600.0
     """Seconds to wait for an answer of the server."""
-    request_retries: int = 6
+    request_retries: Annotated[int, FROM_0] = 6
     """How often a request is repeated. When the server is busy, fails or cannot be reached."""
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "self_talk_turns", "max_question_tokens", "batch_size", "document_tokens"):
-            self._require(name, getattr(self, name) >= 1, "must be at least 1")
-        for name in ("num_self_talk", "request_retries"):
-            self._require(name, getattr(self, name) >= 0, "must be at least 0")
-        self._require("chain", self.chain is None or self.chain >= 1, "must be at least 1")
-        self._require("chain", self.chain is None or self.head is not None, "give --head, too, or leave it out")
-        self._require("chunk_size", self.chunk_size is None or self.chunk_size >= 1, "must be at least 1")
-        hot = [*self.temperature, self.self_talk_temperature]
-        self._require("temperature", bool(self.temperature), "give at least one value")
-        self._require("temperature", all(0 <= t < float("inf") for t in hot), "give 0 (greedy) or positive numbers")
+        super().__post_init__()
         self._require(
-            "self_talk_temperature",
-            self.self_talk_temperature > 0,
-            "must be above 0: greedy questions would all be the same",
+            "chain", fine=self.chain is None or self.head is not None, fix="give --head, too, or leave it out"
         )
-        self._require("top_p", 0 < self.top_p <= 1, "must be above 0 and at most 1")
-        self._require("top_k", self.top_k is None or self.top_k >= 1, "must be at least 1")
-        self._require("request_timeout", self.request_timeout > 0, "must be above 0")
-        self._require("out", self.out.suffix != ".gz", "compress the file when it is complete")
+        self._require("temperature", fine=bool(self.temperature), fix="give at least one value")
+        is_possible = all(0 <= t < float("inf") for t in self.temperature)
+        self._require("temperature", fine=is_possible, fix="give 0 (greedy) or positive numbers")
+        self._require("out", fine=self.out.suffix != ".gz", fix="compress the file when it is complete")
         if not (self.prompts or self.documents or self.num_self_talk):
             raise InvalidSettings("nothing to answer: give --prompts FILE…, --documents FILE… or --num-self-talk N")
         self._check_endpoint()
@@ -128,12 +114,5 @@ class DistillOptions:
                 f"--endpoint is {self.endpoint!r} and --endpoint-model is {self.endpoint_model!r}: give both or neither"
             )
         for name, value in _NOT_WITH_ENDPOINT.items():
-            if self.endpoint is not None:
-                is_fine = getattr(self, name) == value
-                self._require(name, is_fine, f"not used with --endpoint {self.endpoint}; leave it out")
-
-    def _require(self, name: str, is_fine: bool, fix: str) -> None:  # noqa: FBT001
-        if not is_fine:
-            value = getattr(self, name)
-            shown = str(value) if isinstance(value, Path) else repr(value)
-            raise InvalidSettings(f"--{name.replace('_', '-')} is {shown}: {fix}")
+            fine = self.endpoint is None or getattr(self, name) == value
+            self._require(name, fine=fine, fix=f"not used with --endpoint {self.endpoint}; leave it out")

@@ -1,7 +1,6 @@
 """The prompts of files, each conversation once.
 
-Knows nothing of models. Files are read twice, once to count and once to answer, so that a million prompts need not be
-in memory.
+Files are read twice, once to count and once to answer, so that a million prompts need not be in memory.
 """
 
 import hashlib

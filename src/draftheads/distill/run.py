@@ -7,7 +7,7 @@ even where kernels round by batch size.
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice, repeat
 from typing import Any
@@ -19,28 +19,16 @@ from draftheads.distill.prompts import SELF_TALK, Prompt, Seen, Survey, survey, 
 from draftheads.errors import DistillationInterrupted
 from draftheads.utils.counts import counted
 from draftheads.utils.files import check_writable
+from draftheads.utils.identity import as_json_values
 from draftheads.utils.progress import Progress
 from draftheads.utils.provenance import provenance
 
 _MAY_CHANGE = frozenset(  # the answers do not depend on these (batch_size only by rounding)
     {
-        "out",
-        "prompts",  # their content counts, not their place
-        "documents",
-        "model",  # its fingerprint counts, not its name
-        "precision",
-        "device",
-        "four_bit",  # the fingerprint is of the quantised weights
-        "head",
-        "chat_template",  # its text counts, as part of the model's fingerprint
-        "chain",
-        "batch_size",
-        "chunk_size",
-        "endpoint",
-        "endpoint_model",
-        "api_key_env",
-        "request_timeout",
-        "request_retries",
+        *("out", "prompts", "documents"),  # their content counts, not their place
+        *("model", "chat_template"),  # the model's fingerprint counts, of which the template's text is a part
+        *("precision", "device", "four_bit", "head", "chain", "batch_size", "chunk_size"),
+        *("endpoint", "endpoint_model", "api_key_env", "request_timeout", "request_retries"),
     }
 )
 
@@ -68,10 +56,12 @@ def distill(options: DistillOptions, load_source: Callable[[], Source], progress
     """
     check_writable(options.out)
     progress.stage("reading prompts")
-    found = survey(options.prompts, options.documents)
+    prompt_survey = survey(options.prompts, options.documents)
     source = load_source()
-    total = found.num_prompts + options.num_self_talk
-    with Journal.locked(options.out, identity_of(options, source, found), details_of(options)) as journal:
+    total = prompt_survey.num_prompts + options.num_self_talk
+    settings = {name: value for name, value in asdict(options).items() if name not in _MAY_CHANGE}
+    details = {"options": as_json_values(asdict(options)), "provenance": provenance()}
+    with Journal.locked(options.out, {**source.identity, **settings, **asdict(prompt_survey)}, details) as journal:
         was_complete = journal.manifest.is_complete
         if not was_complete:
             progress.stage(f"answering {total - journal.counts.num_done:,} of {counted(total, 'conversation')}")
@@ -83,18 +73,7 @@ def distill(options: DistillOptions, load_source: Callable[[], Source], progress
                     "the same command continues"
                 ) from None
         journal.finish()
-    return Outcome(found, journal.counts, was_complete)
-
-
-def identity_of(options: DistillOptions, source: Source, found: Survey) -> dict[str, Any]:
-    """Everything that the lines depend on."""
-    settings = {name: value for name, value in asdict(options).items() if name not in _MAY_CHANGE}
-    return {**source.identity, **settings, **asdict(found)}
-
-
-def details_of(options: DistillOptions) -> dict[str, Any]:
-    """Further facts for readers of the manifest."""
-    return {"options": json.loads(json.dumps(asdict(options), default=str)), "provenance": provenance()}
+    return Outcome(prompt_survey, journal.counts, was_complete)
 
 
 class _Tally:
@@ -116,19 +95,15 @@ class _Tally:
 
 def _answer(options: DistillOptions, source: Source, journal: Journal, tally: _Tally) -> None:
     seen = _seen_in(journal.lines())
-    prompts = islice(enumerate(_all_prompts(options)), journal.counts.num_done, None)
+    self_talk = repeat(Prompt((), None, SELF_TALK), options.num_self_talk)
+    every = enumerate(chain(unique_prompts(options.prompts, options.documents), self_talk))
+    prompts = islice(every, journal.counts.num_done, None)
     while chunk := list(islice(prompts, options.chunk)):
         started = time.monotonic()
         dialogues = [Dialogue(prompt, index=index, options=options) for index, prompt in chunk]
         source.converse(dialogues, tally.add)
         lines, counts = _lines(dialogues, seen)
         journal.add(lines, counts + Counts(seconds=time.monotonic() - started))
-
-
-def _all_prompts(options: DistillOptions) -> Iterator[Prompt]:
-    return chain(
-        unique_prompts(options.prompts, options.documents), repeat(Prompt((), None, SELF_TALK), options.num_self_talk)
-    )
 
 
 def _seen_in(lines: Iterable[bytes]) -> Seen:

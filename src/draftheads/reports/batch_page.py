@@ -1,7 +1,4 @@
-"""A training batch for people: its texts in pieces, counts, and the page that shows them.
-
-Knows encoded texts and the plan of batches; knows nothing of models and terminals.
-"""
+"""A training batch for people: its texts in pieces, counts, and the page that shows them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The page of a comparison of drafters. Knows the names in ``bench.json``; knows nothing of models."""
+"""The page of a comparison of drafters."""
 
 import re
 from functools import partial

@@ -1,7 +1,6 @@
 """One page of HTML: its parts, and the template that all kinds of pages share.
 
-Knows jinja2; knows nothing of what is reported. The page is one file without links to other files. The same content
-gives the same bytes.
+The page is one file without links to other files. The same content gives the same bytes.
 """
 
 from collections.abc import Iterable, Sequence

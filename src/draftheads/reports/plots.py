@@ -1,6 +1,6 @@
 """All plots of the pages.
 
-Knows matplotlib; knows nothing of files and captions. Each ``draw_*`` function draws on an empty matplotlib figure.
+Each ``draw_*`` function draws on an empty matplotlib figure.
 """
 
 import io

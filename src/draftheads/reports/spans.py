@@ -1,7 +1,4 @@
-"""A training text in pieces for people: which characters are learned, and which tokens are special.
-
-Knows encoded texts and how tokenizers decode; knows nothing of screens and pages.
-"""
+"""A training text in pieces for people: which characters are learned, and which tokens are special."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -62,7 +59,7 @@ def spans(tokenizer: Any, text: EncodedChat) -> list[Span]:
         for piece in pieces:
             words = "" if is_special else _words(tokenizer, before, piece)
             # a token that decodes to nothing is shown by its name
-            found.append(Span(words or _names(tokenizer, piece), is_learned, is_special))
+            found.append(Span(words or "".join(tokenizer.convert_ids_to_tokens(piece)), is_learned, is_special))
             before = piece
     return found
 
@@ -89,7 +86,3 @@ def _words(tokenizer: Any, before: Sequence[int], token_ids: Sequence[int]) -> s
 def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
     text: str = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text if token_ids else ""
-
-
-def _names(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    return "".join(tokenizer.convert_ids_to_tokens(list(token_ids)))

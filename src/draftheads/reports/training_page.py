@@ -1,7 +1,4 @@
-"""The page of a training run, of heads alone or of heads with their model.
-
-Knows the names in ``metrics.json``, ``log.jsonl`` and ``validation.jsonl``; knows nothing of models.
-"""
+"""The page of a training run, of heads alone or of heads with their model."""
 
 import json
 from functools import partial
@@ -9,14 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from draftheads.reports.page import Figure, Page, Table
-from draftheads.reports.plots import (
-    as_svg,
-    draw_acceptance,
-    draw_losses,
-    draw_tokens_per_step,
-    loss_limit,
-    smoothing,
-)
+from draftheads.reports.plots import as_svg, draw_acceptance, draw_losses, draw_tokens_per_step, loss_limit, smoothing
 from draftheads.train.summary import verdict_of
 from draftheads.utils.counts import counted
 
@@ -31,7 +21,7 @@ def training_page(metrics: dict[str, Any], folder: Path) -> Page:
     if validation:  # --eval-steps 0 measures nothing during training
         figures = [_tokens_per_step(validation), *figures, _acceptance(validation)]
     options = metrics["options"]
-    changed = metrics.get("changed_options", [])  # runs of earlier versions did not record them
+    changed = metrics["changed_options"]
     others = [(name, value) for name, value in options.items() if name not in changed]
     return Page(
         title=f"{metrics['method']} heads for {metrics['model_id']}",
@@ -49,10 +39,7 @@ def training_page(metrics: dict[str, Any], folder: Path) -> Page:
         figures=figures,
         tables=[_heads(metrics, held_out), *_movement(metrics)],
         settings=[(name, value) for name, value in options.items() if name in changed],
-        facts=[
-            ("Settings at their defaults" if changed else "Settings", others),
-            ("Command and machine", metrics["provenance"].items()),
-        ],
+        facts=[("Settings at their defaults", others), ("Command and machine", metrics["provenance"].items())],
     )
 
 

@@ -1,4 +1,4 @@
-"""The page of what ``draftheads tune`` measured. Knows the names in ``tune.json``; knows nothing of models."""
+"""The page of what ``draftheads tune`` measured."""
 
 import re
 from functools import partial
@@ -53,7 +53,7 @@ def _winners(record: Record) -> list[Record]:
 
 
 def _measured(record: Record) -> str | None:
-    """The speed with the defaults; records of earlier versions have none."""
+    """The speed with the defaults; None if only ``tune_head`` made the record."""
     found = record.get("defaults")
     if found is None:
         return None
@@ -149,11 +149,7 @@ def _speedups(record: Record) -> Figure:
 
 
 def _tree_sizes(record: Record) -> Figure:
-    trees = [
-        (_KINDS[kind], record[kind]["expected"], record[kind]["error"])
-        for kind in ("static", "dynamic")
-        if record[kind] is not None
-    ]
+    trees = [(_KINDS[kind], record[kind]["expected"], record[kind]["error"]) for kind in ("static", "dynamic")]
     largest = ", ".join(f"{label} {tokens[-1]:.2f} with {counted(len(tokens), 'node')}" for label, tokens, _ in trees)
     return Figure(
         "Tokens per step by tree size",

@@ -1,8 +1,7 @@
 """How a head's draft tokens rank on recorded answers, and a fit of the confidence in them.
 
-Knows models, heads and recorded answers; knows nothing of how trees are chosen. A head that reads the draft tokens
-above a node reads the true text here: its logits are those of a step in which all draft tokens above are right. So the
-ranks of several heads are joint ranks.
+A head that reads the draft tokens above a node reads the true text here: its logits are those of a step in which all
+draft tokens above are right. So the ranks of several heads are joint ranks.
 """
 
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from draftheads.speculation.tree_search import NEVER
 
 # candidates for the number that a head's logits are divided by, in steps of 6 %
 DIVISORS = torch.logspace(-0.4, 0.6, 41, base=10.0, dtype=torch.float64)
+_NUM_BINS = 12  # of the head's probability, for its reliability
 _CHUNK = 256  # positions whose logits are held at once
 
 
@@ -55,7 +55,7 @@ class Observation:
 
 @torch.inference_mode()
 def observe(
-    head: DraftHead, target: TargetModel, answer: Answer, *, top_k: int, temperature: float, log_norms: bool = True
+    head: DraftHead, target: TargetModel, answer: Answer, *, top_k: int, temperature: float
 ) -> tuple[Observation, Tensor]:
     """Reads an answer once with the target, and computes the head's draft tokens at each of its tokens.
 
@@ -65,7 +65,6 @@ def observe(
         answer: was decoded at that temperature.
         top_k: R.
         temperature: 0 where the answer is greedy.
-        log_norms: whether to compute what :func:`fit_confidence` needs.
 
     Returns:
         The observation, on the CPU, and the hidden states (m, D or n·D) before each token: the input of a step whose
@@ -95,8 +94,7 @@ def observe(
             likely = hit.float() if after is None else after[places + i].gather(1, draft_ids)
             probs[rows, i, :count] = likely.float().cpu()
             top_logits[rows, i, :count] = top.values.cpu()
-            if log_norms:
-                norms[rows, i] = torch.stack([(logits / divisor).logsumexp(1) for divisor in divisors], 1).cpu()
+            norms[rows, i] = torch.stack([(logits / divisor).logsumexp(1) for divisor in divisors], 1).cpu()
     return Observation(ranks, probs, top_logits, norms), hidden[0, start - 1 : start - 1 + length]
 
 
@@ -117,7 +115,7 @@ def fit_confidence(observations: Sequence[Observation], top_k: int) -> list[floa
     the highest likelihood is taken; 1 where no token of the answers tells.
     """
     heads = observations[0].ranks.shape[1]
-    found = []
+    fitted = []
     for i in range(heads):
         scores = torch.zeros(len(DIVISORS), dtype=torch.float64)
         for seen in observations:
@@ -126,8 +124,8 @@ def fit_confidence(observations: Sequence[Observation], top_k: int) -> list[floa
             probs = seen.probs[used, i].double()[:, :, None]
             none = (1.0 - log_probs.exp().sum(1)).clamp_min(1e-6).log()  # (n, divisors)
             scores += (probs * log_probs.clamp_min(-50.0)).sum((0, 1)) + ((1.0 - probs.sum(1)) * none).sum(0)
-        found.append(float(DIVISORS[scores.argmax()]) if scores.any() else 1.0)
-    return found
+        fitted.append(float(DIVISORS[scores.argmax()]) if scores.any() else 1.0)
+    return fitted
 
 
 def reached(seen: Observation, head_index: int, top_k: int) -> Tensor:
@@ -135,18 +133,16 @@ def reached(seen: Observation, head_index: int, top_k: int) -> Tensor:
     return seen.complete & (seen.ranks[:, :head_index] < top_k).all(1)
 
 
-def reliability(
-    observations: Sequence[Observation], divisors: Sequence[float], top_k: int, *, num_bins: int = 12
-) -> list[list[float]]:
+def reliability(observations: Sequence[Observation], divisors: Sequence[float], top_k: int) -> list[list[float]]:
     """For each bin of the head's probability: [mean probability, share that is accepted, number of draft tokens]."""
     nearest = [int((DIVISORS - divisor).abs().argmin()) for divisor in divisors]
-    sums = torch.zeros(num_bins, 3, dtype=torch.float64)
+    sums = torch.zeros(_NUM_BINS, 3, dtype=torch.float64)
     for seen in observations:
         for i, index in enumerate(nearest):
             used = reached(seen, i, top_k)
             sure = _log_probs(seen, used, i)[:, :, index].exp().flatten()
             right = seen.probs[used, i].double().flatten()
-            which = (sure * num_bins).long().clamp_(0, num_bins - 1)
+            which = (sure * _NUM_BINS).long().clamp_(0, _NUM_BINS - 1)
             sums.index_add_(0, which, torch.stack([sure, right, torch.ones_like(sure)], 1))
     return [[sure / count, right / count, count] for sure, right, count in sums.tolist() if count]
 
@@ -177,7 +173,7 @@ def draft_along(
     """
     session = head.start()
     heads = head.config.num_heads
-    found = [torch.full((heads, len(answer.token_ids), heads), NEVER) for answer in answers]
+    smallest = [torch.full((heads, len(answer.token_ids), heads), NEVER) for answer in answers]
     limits = torch.arange(1, heads + 1, device=hidden[0].device)[:, None, None]
     going = list(range(len(answers)))
     for place in range(max(len(answer.token_ids) for answer in answers)):
@@ -201,8 +197,8 @@ def draft_along(
             in_tree = alive[:, 0] & (limits[:, :, 0] > depth)  # (K, B)
             size = torch.where(in_tree, sizes.gather(2, node.expand(heads, -1, -1))[:, :, 0], NEVER).cpu()
             for i, row in enumerate(going):
-                found[row][:, place, depth] = size[:, i]
-    return found
+                smallest[row][:, place, depth] = size[:, i]
+    return smallest
 
 
 def _context(

@@ -1,7 +1,7 @@
 """The acceptance profile of a head for the user's own prompts: the model answers them, and the head drafts along."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -29,7 +29,6 @@ from draftheads.utils.provenance import provenance
 
 RECORD = "tune.json"
 BATCH_SIZES = (1, 2, 4, 8, 16)  # for which speeds are predicted
-_SHOWN_NODES = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)  # of trees whose cost is in the record
 _ANSWERS_FOLDER = "tune.work"  # where the user has no cache
 
 
@@ -148,16 +147,4 @@ def predicted(profile: AcceptanceProfile, cost: CostProfile) -> dict[str, Any]:
                 "speedup": speed / plain,
             }
         )
-    return {"rates": rates, "batches": batches, "cost": list(_costs(profile, cost))}
-
-
-def _costs(profile: AcceptanceProfile, cost: CostProfile) -> Iterator[dict[str, Any]]:
-    """Milliseconds of the parts of steps, by rows, kind and nodes."""
-    for rows in BATCH_SIZES:
-        drafts = [("none", 1, cost.follow(rows))]
-        for kind in KINDS:
-            sizes = [nodes for nodes in _SHOWN_NODES[1:] if nodes <= len(profile.tokens(kind))]
-            drafts += [(kind, nodes, cost.draft(kind, rows, nodes)) for nodes in sizes]
-        for name, nodes, draft in drafts:
-            parts = {"draft": draft, "verify": cost.verify(rows, nodes)}
-            yield {"batch_size": rows, "kind": name, "num_nodes": nodes, **parts}
+    return {"rates": rates, "batches": batches}

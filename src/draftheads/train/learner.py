@@ -1,7 +1,4 @@
-"""A head with its objective in one module: a batch goes in, losses come out.
-
-Knows heads and objectives; knows nothing of files, schedules or the Trainer that calls it.
-"""
+"""A head with its objective in one module: a batch goes in, losses come out."""
 
 from dataclasses import dataclass, replace
 
@@ -231,10 +228,7 @@ def head_learner(
         head,
         weights,
         objective=objective(
-            options.loss,
-            alignment_weight=options.alignment_weight,
-            lm_weight=options.lm_weight,
-            lk_eta=options.lk_eta,
+            options.loss, alignment_weight=options.alignment_weight, lm_weight=options.lm_weight, lk_eta=options.lk_eta
         ),
         depth_decay=options.depth_decay,
         noise_alpha=options.noise_alpha,

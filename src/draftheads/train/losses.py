@@ -1,7 +1,7 @@
 """Losses of predictions: a loss and its gradient for each row of logits, in closed form.
 
-Pure functions of tensors; they know nothing of heads, positions or chunks. Letters: n predictions, V' draft vocabulary,
-z logits of a head, p = softmax(z), q the target's distribution over V', y the token of the text.
+Pure functions of tensors. Letters: n predictions, V' draft vocabulary, z logits of a head, p = softmax(z), q the
+target's distribution over V', y the token of the text.
 """
 
 from collections.abc import Callable

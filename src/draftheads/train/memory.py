@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
+from draftheads.checkpoints.checkpoint import weightless_head
 from draftheads.errors import InvalidSettings
-from draftheads.heads import head_classes
 from draftheads.models.model import head_sizes
 from draftheads.models.pretrained import default_dtype, num_weights
 from draftheads.train import processes
@@ -69,12 +69,9 @@ def num_parameters(options: HeadOptions, config: Any) -> int:
         hidden_size=hidden_size,
         vocab_size=vocab_size,
         draft_vocab_size=options.draft_vocab_size if 0 < options.draft_vocab_size < vocab_size else None,
-        embedding_scale=1.0,  # no shape depends on it
         head_sizes=head_sizes(config, hidden_size),
     )
-    with torch.device("meta"):
-        head = head_classes(options.method)[1](sizes)
-    return sum(parameter.numel() for parameter in head.parameters())
+    return sum(parameter.numel() for parameter in weightless_head(sizes).parameters())
 
 
 def memory_bytes() -> int | None:

@@ -1,7 +1,6 @@
 """Muon for a head's matrices and AdamW for its other parameters, as one optimizer.
 
-Muon (Jordan et al. 2024) makes the momentum of a matrix nearly orthogonal, so that all its directions move equally
-far. Knows heads; knows nothing of the Trainer.
+Muon (Jordan et al. 2024) makes the momentum of a matrix nearly orthogonal, so that all its directions move equally far.
 """
 
 from typing import Any
@@ -23,8 +22,8 @@ class MuonAdamW(Optimizer):
         """Of all trained parameters of a head; ``adamw`` are further arguments of :class:`torch.optim.AdamW`."""
         matrices = hidden_matrices(head)
         taken = set(map(id, matrices))
-        others = [one for one in head.parameters() if one.requires_grad and id(one) not in taken]
-        wide, vectors = ([one for one in others if (one.ndim > 1) == is_wide] for is_wide in (True, False))
+        others = [weight for weight in head.parameters() if weight.requires_grad and id(weight) not in taken]
+        wide, vectors = ([weight for weight in others if (weight.ndim > 1) == is_wide] for is_wide in (True, False))
         shared: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
         self._parts: tuple[Optimizer, ...] = (
             Muon([{"params": matrices}], **shared, adjust_lr_fn="match_rms_adamw"),
@@ -42,6 +41,6 @@ class MuonAdamW(Optimizer):
 
 def hidden_matrices(head: DraftHead) -> list[Tensor]:
     """The trained weights of a head's linear layers, without those that lead to the vocabulary."""
-    outputs = {id(one) for one in (*head.lm_heads.parameters(), *head.logit_parameters())}
+    outputs = {id(weight) for weight in (*head.lm_heads.parameters(), *head.logit_parameters())}
     layers = (module for module in head.modules() if isinstance(module, nn.Linear))
     return [layer.weight for layer in layers if layer.weight.requires_grad and id(layer.weight) not in outputs]

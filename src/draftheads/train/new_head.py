@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftheads.checkpoints.checkpoint import SavedHead, read_head, read_tensors
+from draftheads.checkpoints.checkpoint import SavedHead, read_head, read_tensors, weightless_head
 from draftheads.checkpoints.registry import find_head, zoo_heads
 from draftheads.data.features import Documents
 from draftheads.errors import CheckpointMismatch, DraftHeadsError, InvalidSettings, ModelNotFound
@@ -26,7 +26,6 @@ from draftheads.speculation.draft import TargetWeights
 from draftheads.train.options import HeadOptions
 from draftheads.utils.counts import counted
 
-_VOCAB = "draft_vocab"
 # architectures that extend another one, whose layers have the same names
 _BUILT_ON = {"markov-medusa": "medusa", "amphista": "medusa", "hydra++": "hydra"}
 _MAY_DIFFER = frozenset(  # settings that do not change the meaning of layers that both heads have
@@ -77,20 +76,14 @@ class Start:
         Raises:
             InvalidSettings: this head's draft vocabulary has another size.
         """
-        own = self.saved.config.draft_vocab_size or 0
+        start_size = self.saved.config.draft_vocab_size or 0
         wanted = size if size < self.saved.config.vocab_size else 0
-        if own != wanted:
+        if start_size != wanted:
             raise InvalidSettings(
                 f"--draft-vocab-size is {size}, but --start-from {self.name} predicts "
-                f"{counted(own, 'token') if own else 'all tokens'}: give --draft-vocab-size {own}"
+                f"{counted(start_size, 'token') if start_size else 'all tokens'}: give --draft-vocab-size {start_size}"
             )
-        return self.tensors[_VOCAB] if own else None
-
-    @property
-    def embedding_scale(self) -> float | None:
-        """The scale that its weights were trained with; None if it does not read embeddings."""
-        scale: float | None = getattr(self.saved.config, "embedding_scale", None)
-        return scale
+        return self.tensors["draft_vocab"] if start_size else None
 
     def part_of(self, head: DraftHead) -> float:
         """The part of a head's parameters that :meth:`copy_into` sets.
@@ -129,9 +122,9 @@ class Start:
         """Parameters by name; all or none of a layer, since a bias means nothing beside another weight."""
         fitting: dict[str, nn.Parameter] = {}
         for prefix, module in head.named_modules():
-            own = {f"{prefix}.{name}".lstrip("."): value for name, value in module.named_parameters(recurse=False)}
-            if all(name in self.tensors and self.tensors[name].shape == own[name].shape for name in own):
-                fitting |= own
+            named = {f"{prefix}.{name}".lstrip("."): value for name, value in module.named_parameters(recurse=False)}
+            if all(name in self.tensors and self.tensors[name].shape == named[name].shape for name in named):
+                fitting |= named
         return fitting
 
 
@@ -167,7 +160,7 @@ def new_head(
         vocab = frequent_tokens(store, documents, options.draft_vocab_size, vocab_size=vocab_size, always=eos_ids)
     config_class, head_class = head_classes(options.method)
     if issubclass(config_class, EmbeddingConfig):
-        known = None if start is None else start.embedding_scale
+        known = None if start is None else getattr(start.saved.config, "embedding_scale", None)
         scale = embedding_scale(weights, store, documents) if known is None else known
     config = head_config(
         options,
@@ -197,23 +190,15 @@ def part_from_start(options: HeadOptions, start: Start, target: TargetModel) -> 
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         draft_vocab_size=None if vocab is None else len(vocab),
-        embedding_scale=1.0,  # no shape depends on it
         head_sizes=target.head_sizes,
     )
-    _, head_class = head_classes(options.method)
-    with torch.device("meta"):
-        return start.part_of(head_class(config))
+    return start.part_of(weightless_head(config))
 
 
 def layers_read(options: HeadOptions, target: TargetModel) -> tuple[int, ...]:
     """The layers of the target whose inputs a new head reads; empty if it reads h_t."""
     config = head_config(
-        options,
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        draft_vocab_size=None,
-        embedding_scale=1.0,
-        head_sizes=target.head_sizes,
+        options, hidden_size=target.hidden_size, vocab_size=target.vocab_size, head_sizes=target.head_sizes
     )
     target.check_layers(config.hidden_layers)
     return config.hidden_layers
@@ -224,8 +209,8 @@ def head_config(
     *,
     hidden_size: int,
     vocab_size: int,
-    draft_vocab_size: int | None,
-    embedding_scale: float,
+    draft_vocab_size: int | None = None,
+    embedding_scale: float = 1.0,  # no shape depends on it
     head_sizes: Mapping[str, Any],
 ) -> HeadConfig:
     """The configuration of a new head with these options for a model of these sizes."""
@@ -258,12 +243,7 @@ def embedding_scale(weights: TargetWeights, store: Documents, documents: Sequenc
 
 
 def frequent_tokens(
-    store: Documents,
-    documents: Sequence[int],
-    num_tokens: int,
-    *,
-    vocab_size: int,
-    always: frozenset[int],
+    store: Documents, documents: Sequence[int], num_tokens: int, *, vocab_size: int, always: frozenset[int]
 ) -> Tensor:
     """The ids (V',) of the assistant's most frequent tokens, in increasing order.
 
@@ -295,17 +275,17 @@ def settings_of(name: str, model_id: str, method: str) -> dict[str, Any]:
     saved = read_head(_folder(name, model_id))
     config = saved.config
     vocab = config.draft_vocab_size or 0
-    found = {"num_heads": config.num_heads, "num_layers": config.num_layers, "draft_vocab_size": vocab}
+    sizes = {"num_heads": config.num_heads, "num_layers": config.num_layers, "draft_vocab_size": vocab}
     if saved.method != method:
-        return found
+        return sizes
     # sizes of the target's layers are the same in a new head
     common = {field.name for of in (HeadConfig, LayerConfig) for field in fields(of)} | {"embedding_scale"}
-    own = [field for field in fields(config) if field.name not in common]
-    changed = [field.name for field in own if getattr(config, field.name) != field.default]
+    own_fields = [field for field in fields(config) if field.name not in common]
+    changed = [field.name for field in own_fields if getattr(config, field.name) != field.default]
     options = tuple(f"{name}={json.dumps(getattr(config, name))}" for name in changed)
     return {
         **({"head_options": options} if options else {}),
-        **found,
+        **sizes,
         "lm_head": config.lm_head,
         "lm_head_rank": config.lm_head_rank,
     }

@@ -14,8 +14,8 @@ import tyro
 from draftheads.errors import InvalidSettings
 from draftheads.heads import check_method, head_classes
 from draftheads.settings import LK_ETA, LmHeadKind, LossKind
-from draftheads.train.option_group import ABOVE_0, FRACTION, FROM_0, FROM_1, OptionGroup, Range, up_to
 from draftheads.utils.identity import as_json_values
+from draftheads.utils.option_group import ABOVE_0, FRACTION, FROM_0, FROM_1, OptionGroup, Range, up_to
 
 _SEED = Range("must be at least 0 and below 2**32", lambda value: 0 <= value < 2**32)  # NumPy's limit
 _MANY = 1 << 20  # tokens
@@ -342,9 +342,6 @@ class RunOptions:
 class TrainOptions(RunOptions):
     """Train draft heads for a frozen model on chats."""
 
-    recipe: str | None = None
-    """Settings of a paper as defaults. medusa-1, hydra, hydra-teacher, hydra++, prefix-mlp, amphista, amphista-alpha,
-    mlp-speculator, eagle, eagle3, blockwise, small. Options on the command line replace them."""
     plain_text: PlainTextOptions = PlainTextOptions()
     hidden_states: FeatureOptions = FeatureOptions()
 

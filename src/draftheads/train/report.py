@@ -1,12 +1,12 @@
 """How good heads are on held-out text: losses, ranks of the true tokens, tokens per step; and what is written of it.
 
-Knows learners and documents; knows nothing of optimization. The ranks of a grounded head along the true text are those
-of drafting while all earlier draft tokens were accepted, so any tree can be evaluated from ranks.
+The ranks of a grounded head along the true text are those of drafting while all earlier draft tokens were accepted, so
+any tree can be evaluated from ranks.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 import torch
@@ -117,16 +117,15 @@ class Report:
     tokens_per_step_chain: float  # expected, with a chain as deep as there are heads
     tokens_per_step_tree: float  # expected, with the best tree of as many nodes as the one below
     tree: list[list[int]]  # rank paths without the root; chosen on all held-out texts
-    num_training_tokens: int = field(default=0, kw_only=True)  # of all training texts, prompts included
-    num_answer_tokens: int = field(default=0, kw_only=True)  # those among them that heads learn to predict
-
-    num_held_out_tokens: int | None = field(default=None, kw_only=True)  # of held-out answers
-    share_in_other_texts: float | None = field(default=None, kw_only=True)  # of held-out answers: see `likeness.py`
+    num_training_tokens: int  # of all training texts, prompts included
+    num_answer_tokens: int  # those among them that heads learn to predict
+    num_held_out_tokens: int  # of held-out answers
+    share_in_other_texts: float | None  # of held-out answers: see `likeness.py`
 
     @classmethod
     def of(cls, metrics: Mapping[str, Any]) -> Self:
         """The report in the content of a ``metrics.json``."""
-        return cls(**{known.name: metrics[known.name] for known in fields(cls) if known.name in metrics})
+        return cls(**{known.name: metrics[known.name] for known in fields(cls)})
 
 
 @torch.no_grad()

@@ -60,12 +60,6 @@ def train(options: TrainOptions, progress: Progress) -> Report | None:
     return report
 
 
-def train_for(target: TargetModel, options: TrainOptions, progress: Progress) -> Report | None:
-    """:func:`train` for a model that is loaded already, whatever ``options.model`` is."""
-    report: Report | None = HeadRun(options, progress).run_for(target)
-    return report
-
-
 class Run:
     """The steps of a training run in their order; what is trained, and on what, is up to the subclasses."""
 
@@ -219,8 +213,8 @@ class Run:
 
     def validate(self) -> dict[str, Any]:
         """A line of ``validation.jsonl``: the head as it is now, on some held-out texts."""
-        found = self.measure(self.data.held_out[: self.options.report.eval_texts])
-        return found.summary(self.reported_tree(found))
+        measured = self.measure(self.data.held_out[: self.options.report.eval_texts])
+        return measured.summary(self.reported_tree(measured))
 
     def measure(self, documents: Sequence[int]) -> Measurement:
         """Losses and ranks on some texts."""
@@ -236,15 +230,15 @@ class Run:
         """The model that the head is for."""
         return self.target
 
-    def reported_tree(self, found: Measurement) -> Tree:
+    def reported_tree(self, measured: Measurement) -> Tree:
         """The tree of the report."""
-        return found.tree(self.options.report.tree_nodes, chain=self.options.report.chain)
+        return measured.tree(self.options.report.tree_nodes, chain=self.options.report.chain)
 
     def measure_and_save(self, speed: dict[str, Any]) -> Report:
         """Measures the trained head on all held-out texts, and saves all results."""
         self.progress.stage(f"measuring on {counted(len(self.data.held_out), 'held-out text')}")
-        found = self.measure(self.data.held_out)
-        tree, store = self.reported_tree(found), self.data.store
+        measured = self.measure(self.data.held_out)
+        tree, store = self.reported_tree(measured), self.data.store
         held_out, training = (
             [(store.token_ids[i], store.loss_masks[i]) for i in part]
             for part in (self.data.held_out, self.data.training)
@@ -260,19 +254,21 @@ class Run:
             share_in_other_texts=share_in_other_texts(held_out, training),
             num_steps=self.data.num_steps,
             **speed,
-            accuracy_by_rank=[list(part) for part in zip(*map(found.accuracy, range(1, NUM_RANKS + 1)), strict=True)],
+            accuracy_by_rank=[
+                list(part) for part in zip(*map(measured.accuracy, range(1, NUM_RANKS + 1)), strict=True)
+            ],
             tree=[list(path) for path in tree.paths[1:]],
-            **found.summary(tree),
+            **measured.summary(tree),
         )
-        return self.save(report, self.acceptance_profile(found))
+        return self.save(report, self.acceptance_profile(measured))
 
-    def acceptance_profile(self, found: Measurement) -> AcceptanceProfile:
+    def acceptance_profile(self, measured: Measurement) -> AcceptanceProfile:
         """The head's profile on some held-out texts; of static trees only if there are too few texts."""
         store, chain = self.data.store, self.options.report.chain
         texts = self.data.held_out[:NUM_TEXTS]
         answers = recorded([(store.token_ids[i], store.loss_masks[i]) for i in texts])
         if len(answers) < 2 or chain:
-            return static_profile(found.joint_ranks, top_k=NUM_RANKS, only_chain=chain)
+            return static_profile(measured.joint_ranks, top_k=NUM_RANKS, only_chain=chain)
         self.progress.stage(f"acceptance profile from {counted(len(answers), 'held-out text')}")
         head = copy_for(self.head, self.decoding_model)
         return measured_profile(self.decoding_model, head, answers, ReplaySettings(), progress=NoProgress())[0]
@@ -376,12 +372,12 @@ class HeadRun(Run):
         """Hidden states and tokens; without prompts if the head does not read them."""
         return PlannedBatches(self.data.store, self.data.plan, skip_prompts=not self.head.needs_history)
 
-    def acceptance_profile(self, found: Measurement) -> AcceptanceProfile:
+    def acceptance_profile(self, measured: Measurement) -> AcceptanceProfile:
         """As of every run. A sharded model cannot be used in one process, so then only static trees are measured."""
         if self.options.hidden_states.shard_model:
             chain = self.options.report.chain
-            return static_profile(found.joint_ranks, top_k=NUM_RANKS, only_chain=chain)
-        return super().acceptance_profile(found)
+            return static_profile(measured.joint_ranks, top_k=NUM_RANKS, only_chain=chain)
+        return super().acceptance_profile(measured)
 
     def tidy_up(self) -> None:
         """Also removes hidden states, unless they are to be kept."""

@@ -19,6 +19,7 @@ from draftheads.train import processes
 from draftheads.train.new_head import Start, digest_of
 from draftheads.train.options import RunOptions
 from draftheads.train.training_data import TrainingData
+from draftheads.utils.counts import counted
 from draftheads.utils.file_set import current
 from draftheads.utils.files import locked, remove_leftovers, write_atomic
 from draftheads.utils.identity import as_json_values, changes, require_same
@@ -129,11 +130,11 @@ class RunFolder:
         now = as_json_values({name: settings[name] for name in settings.keys() - _MAY_CHANGE_ON_RESUME} | facts)
         if self.checkpoint() and path.exists():
             before = json.loads(path.read_text(encoding="utf-8"))
-            if before.get("data") != now["data"]:
+            if before["data"] != now["data"]:
                 raise DataError(
                     "--resume continues the same run, but the texts or the model have changed since (fingerprint "
-                    f"{before.get('data')}, now {now['data']}; {before.get('num_steps')} steps, now {now['num_steps']})"
-                    ": give the data as it was, or start again with another --out"
+                    f"{before['data']}, now {now['data']}; {counted(before['num_steps'], 'step')}, now "
+                    f"{now['num_steps']}): give the data as it was, or start again with another --out"
                 )
             require_same(
                 before,
@@ -179,11 +180,10 @@ class RunFolder:
         names = now.keys() - _WITHOUT_EFFECT
         if now["data"] or now.get("text"):
             names -= {"features"}  # they are hidden states of that text, in any folder
-        # a setting that an earlier version did not have acted as its default
-        before = {**options.defaults(), **metrics.get("options", {})}
+        before = metrics["options"]
         found = changes(before, now, names=sorted(names))
         if now["start_from"] is not None and before["start_from"] == now["start_from"]:
-            then, here = metrics.get("start_digest"), digest_of(now["start_from"], options.model)
+            then, here = metrics["start_digest"], digest_of(now["start_from"], options.model)
             if here is not None and here != then:
                 found.append(f"the weights of {now['start_from']} were {then} and are {here}")
         return found

@@ -15,11 +15,7 @@ from draftheads.utils.progress import Progress, shown
 
 
 def train_head(
-    *,
-    out: str | Path,
-    data: str | Path | Sequence[str | Path] = (),
-    progress: Progress | bool = True,
-    **settings: Any,
+    *, out: str | Path, data: str | Path | Sequence[str | Path] = (), progress: Progress | bool = True, **settings: Any
 ) -> Report | None:
     """Trains a draft head for a frozen model, as ``draftheads train`` does.
 

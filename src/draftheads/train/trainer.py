@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -78,10 +78,7 @@ def fit(
     with _interruptible() as interrupted:
         trainer = trainer_class(
             rates=partial(
-                staged_rate,
-                stages=stages,
-                warmup=options.schedule.warmup,
-                final=options.schedule.final_learning_rate,
+                staged_rate, stages=stages, warmup=options.schedule.warmup, final=options.schedule.final_learning_rate
             ),
             model=learner,
             args=_arguments(options, folder.checkpoints),
@@ -90,8 +87,10 @@ def fit(
             optimizer_cls_and_kwargs=_own_optimizer(options),
         )
         trainer.remove_callback(PrinterCallback)
-        validation = _Validation(validations, validate, options.report.eval_steps)
-        trainer.add_callback(_Callback(log, progress, interrupted, validation, trainer.take_means))
+        eval_steps = options.report.eval_steps
+        trainer.add_callback(
+            _Callback(log, validations, validate, eval_steps, progress, interrupted, trainer.take_means)
+        )
         thread_choice().restore()  # decoding may have left fewer
         try:
             trainer.train(resume_from_checkpoint=checkpoint)
@@ -173,23 +172,6 @@ def _step(line: str) -> float:
         return float("inf")
 
 
-@dataclass(frozen=True)
-class _Validation:
-    """When the head is measured during training, and the log for the results."""
-
-    log: StepLog
-    validate: Validate
-    eval_steps: int  # 0 for never
-
-    def at(self, step: int, last_step: int) -> float | None:
-        """Measures and logs if this step is one of them. Returns the mean loss of the heads, if measured."""
-        if not (processes.is_first() and self.eval_steps and (step % self.eval_steps == 0 or step == last_step)):
-            return None
-        found = self.validate()
-        self.log.add({"step": step, **found})
-        return mean_loss(found["losses"])
-
-
 class HeadTrainer(Trainer):
     """Takes the batches of the plan in their order, checks losses, and averages what the learner reports."""
 
@@ -216,7 +198,7 @@ class HeadTrainer(Trainer):
         loss: Tensor = output["loss"]
         if not torch.isfinite(loss):
             sources = self.train_dataset.sources  # type: ignore[union-attr]
-            texts = ", ".join(sources[i] or f"text {i} of the features" for i in documents.tolist())
+            texts = ", ".join(sources[i] for i in documents.tolist())
             raise NonFiniteLoss(
                 f"the loss is {loss.item()} at step {self.state.global_step + 1}, on {texts}: check these texts, "
                 "or lower --learning-rate"
@@ -235,24 +217,19 @@ class HeadTrainer(Trainer):
         return means
 
 
+@dataclass(eq=False)
 class _Callback(TrainerCallback):
-    """Logs, shows progress, and stops with a checkpoint after Ctrl-C."""
+    """Logs, measures, shows progress, and stops with a checkpoint after Ctrl-C."""
 
-    def __init__(
-        self,
-        log: StepLog,
-        progress: Progress,
-        interrupted: threading.Event,
-        validation: _Validation,
-        take_means: Callable[[], dict[str, Any]],
-    ) -> None:
-        self.log = log
-        self.progress = progress
-        self.interrupted = interrupted
-        self.validation = validation
-        self.take_means = take_means
-        # the last ones, each the mean of the heads
-        self.losses: dict[str, float | None] = {"loss": None, "held-out loss": None}
+    log: StepLog
+    validations: StepLog
+    validate: Validate
+    eval_steps: int  # between two measurements; 0 for none
+    progress: Progress
+    interrupted: threading.Event
+    take_means: Callable[[], dict[str, Any]]
+    # the last ones, each the mean of the heads
+    losses: dict[str, float] = field(default_factory=dict)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         # a checkpoint has the --save-steps and --log-steps of the run that wrote it; this run may have others
@@ -262,7 +239,8 @@ class _Callback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._validate(state)
-        note = ", ".join(f"{name} {loss:.3f}" for name, loss in self.losses.items() if loss is not None)
+        names = ("loss", "held-out loss")
+        note = ", ".join(f"{name} {self.losses[name]:.3f}" for name in names if name in self.losses)
         self.progress.progress(state.global_step, state.max_steps, note)
         if processes.any_of(self.interrupted.is_set()):
             self.interrupted.set()
@@ -271,12 +249,7 @@ class _Callback(TrainerCallback):
         control.should_log |= control.should_save
 
     def on_log(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **_: Any,
+        self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, float] | None = None, **_: Any
     ) -> None:
         if logs and "loss" in logs:
             record = {name: logs[name] for name in ("loss", "learning_rate", "grad_norm")}
@@ -285,8 +258,11 @@ class _Callback(TrainerCallback):
             self.log.add({"step": state.global_step, **record, **means})
 
     def _validate(self, state: TrainerState) -> None:
-        if (loss := self.validation.at(state.global_step, state.max_steps)) is not None:
-            self.losses["held-out loss"] = loss
+        step = state.global_step
+        if processes.is_first() and self.eval_steps and (step % self.eval_steps == 0 or step == state.max_steps):
+            measured = self.validate()
+            self.validations.add({"step": step, **measured})
+            self.losses["held-out loss"] = mean_loss(measured["losses"])
 
 
 def _own_optimizer(options: RunOptions) -> tuple[Any, dict[str, Any]] | None:
@@ -296,11 +272,11 @@ def _own_optimizer(options: RunOptions) -> tuple[Any, dict[str, Any]] | None:
         return None
     shared = {"lr": options.schedule.learning_rate, "weight_decay": adamw.weight_decay}
     # the Trainer calls the first part, and the result with the learner and the arguments
-    return lambda: _of_head, {**shared, "betas": adamw.betas, "fused": True}
-
-
-def _of_head(learner: Any, **arguments: Any) -> MuonAdamW:
-    return MuonAdamW(learner.head, **arguments)
+    return lambda: lambda learner, **given: MuonAdamW(learner.head, **given), {
+        **shared,
+        "betas": adamw.betas,
+        "fused": True,
+    }
 
 
 def _arguments(options: RunOptions, output: Path) -> TrainingArguments:

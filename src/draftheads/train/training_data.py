@@ -1,7 +1,4 @@
-"""The texts of a run with their hidden states, which of them are held out, and all batches in their order.
-
-Knows texts, stores and plans; knows nothing of heads.
-"""
+"""The texts of a run with their hidden states, which of them are held out, and all batches in their order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -127,10 +124,7 @@ def plan_training(store: Documents, options: RunOptions, plain_text: PlainTextOp
     if chats and plain:
         first = plain_text or PlainTextOptions()
         num_steps = max(1, round(stages[0].num_steps * first.text_part / (1 - first.text_part)))
-        plan = [
-            *_repeated(trainable(plain, store.loss_masks), store, options, num_batches=num_steps * per_step),
-            *plan,
-        ]
+        plan = [*_repeated(trainable(plain, store.loss_masks), store, options, num_batches=num_steps * per_step), *plan]
         stages = (Stage(num_steps), Stage(stages[0].num_steps, peak=first.second_stage_rate))
         training = [*plain, *training]
     return TrainingData(store, training, held_out, plan, per_step, stages)

@@ -1,4 +1,4 @@
-"""Files of one folder that are replaced together: a reader sees all old ones or all new ones. Knows no content.
+"""Files of one folder that are replaced together: a reader sees all old ones or all new ones.
 
 The new files are written to a hidden folder, which one rename calls ``.incoming``. From then on they are the files of
 the set, and each is moved to its place. After a kill, readers take from ``.incoming`` what is still there, and the next

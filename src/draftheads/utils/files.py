@@ -1,4 +1,4 @@
-"""Atomic writes: a reader sees a complete file or folder, or none. Knows nothing of the content.
+"""Atomic writes: a reader sees a complete file or folder, or none.
 
 New content is written next to its place under a hidden name, flushed to the disk, and renamed. After a full disk, an
 exception or Ctrl-C it is removed. A kill leaves at most the hidden file, which nothing reads.
@@ -20,16 +20,8 @@ from draftheads.errors import DraftHeadsError, InvalidSettings, StorageError
 
 _STORAGE_ERRNOS = frozenset(  # errors of the place, not of the program
     {
-        errno.EACCES,
-        errno.EDQUOT,
-        errno.EEXIST,
-        errno.EFBIG,
-        errno.EIO,
-        errno.EISDIR,
-        errno.ENAMETOOLONG,
-        errno.ENOTDIR,
-        errno.EPERM,
-        errno.EROFS,
+        *(errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EIO),
+        *(errno.EISDIR, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM, errno.EROFS),
     }
 )
 _NO_SPACE_TEXT = f"(os error {errno.ENOSPC})"  # the text of Rust libraries: safetensors, tokenizers

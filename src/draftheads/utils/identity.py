@@ -28,12 +28,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, names: Collect
 
 
 def require_same(
-    before: Mapping[str, Any],
-    now: Mapping[str, Any],
-    *,
-    problem: str,
-    fix: str,
-    names: Collection[str] | None = None,
+    before: Mapping[str, Any], now: Mapping[str, Any], *, problem: str, fix: str, names: Collection[str] | None = None
 ) -> None:
     """Refuses to mix the results of two different runs.
 

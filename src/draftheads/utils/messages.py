@@ -1,4 +1,4 @@
-"""Which values are valid chat messages. Knows text and JSON values; knows nothing of files, templates or tokens."""
+"""Which values are valid chat messages."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,6 +1,6 @@
 """Where an artefact comes from: the command, the code and the machine that made it.
 
-Knows nothing of the artefact. Model cards are published, so nothing here adds a name of a user, host or folder.
+Model cards are published, so nothing here adds a name of a user, host or folder.
 """
 
 import platform

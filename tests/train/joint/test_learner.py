@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftheads.errors import (
-    CheckpointCorrupt,
-)
+from draftheads.errors import CheckpointCorrupt
 from draftheads.models.model import TargetModel
 from draftheads.train.joint.learner import JointLearner
 from draftheads.train.joint.merged_view import update_of

@@ -12,22 +12,16 @@ from torch import Tensor
 
 import draftheads
 from draftheads.checkpoints.checkpoint import load_head
-from draftheads.errors import (
-    CheckpointCorrupt,
-    CheckpointMismatch,
-    InvalidSettings,
-    ModelNotFound,
-    StorageError,
-)
+from draftheads.errors import CheckpointCorrupt, CheckpointMismatch, InvalidSettings, ModelNotFound, StorageError
 from draftheads.models.adapter import Adapter
 from draftheads.models.fingerprint import difference
 from draftheads.models.model import TargetModel
 from draftheads.train.joint.merge import merge, merged_model
 from draftheads.train.joint.options import MergeOptions
-from draftheads.train.joint.run import train_jointly, train_jointly_for
+from draftheads.train.joint.run import train_jointly
 from fake_progress import FakeProgress
 from families import fitting
-from joint_world import harness, joint_options, on_disk
+from joint_world import harness, joint_options, on_disk, train_jointly_for
 from thorough import some_rows
 from training_world import chat_model
 
@@ -135,7 +129,7 @@ def test_merging_keeps_the_dtype_of_the_model_files(data: Path, tmp_path: Path) 
 
 
 def test_an_adapter_for_another_base_is_refused(data: Path, tmp_path: Path) -> None:
-    train_jointly_for(chat_model(), joint_options(tmp_path / "out", data, epochs=1), FakeProgress())
+    train_jointly_for(chat_model(), joint_options(tmp_path / "out", data, epochs=1))
     other = replace(chat_model(seed=1), model_id="another")
     with pytest.raises(
         CheckpointMismatch, match="tuned for tiny-chat; this model is another, whose embedding and lm_head"
@@ -162,7 +156,7 @@ def test_an_adapter_for_another_base_is_refused(data: Path, tmp_path: Path) -> N
 
 def test_the_head_of_a_run_is_refused_by_a_model_that_was_not_tuned(data: Path, tmp_path: Path) -> None:
     target = chat_model()
-    train_jointly_for(target, joint_options(tmp_path / "out", data, learning_rate=0.05, epochs=4), FakeProgress())
+    train_jointly_for(target, joint_options(tmp_path / "out", data, learning_rate=0.05, epochs=4))
     with pytest.raises(CheckpointMismatch, match="the lm_head of this model"):
         load_head(tmp_path / "out" / "head", target)
 

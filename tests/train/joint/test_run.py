@@ -21,16 +21,11 @@ from draftheads.cli import train_joint as command
 from draftheads.data.batches import split_held_out
 from draftheads.data.compute_features import load_texts
 from draftheads.data.live_features import LiveStore
-from draftheads.errors import (
-    InvalidSettings,
-    MissingDependency,
-    NonFiniteLoss,
-)
+from draftheads.errors import InvalidSettings, MissingDependency, NonFiniteLoss
 from draftheads.speculation.tree import Tree
-from draftheads.train import run
 from draftheads.train.joint.movement import Movement, compare
 from draftheads.train.joint.options import MergeOptions
-from draftheads.train.joint.run import train_jointly, train_jointly_for
+from draftheads.train.joint.run import train_jointly
 from draftheads.train.learner import Learner
 from draftheads.train.losses import objective
 from draftheads.train.new_head import new_head
@@ -38,7 +33,7 @@ from draftheads.train.options import TrainOptions
 from draftheads.train.report import measure
 from draftheads.train.trainer import TrainingInterrupted
 from fake_progress import FakeProgress
-from joint_world import joint_options, on_disk
+from joint_world import joint_options, on_disk, train_jointly_for
 from nursery import Nursery
 from thorough import some_rows
 from training_world import (
@@ -48,6 +43,7 @@ from training_world import (
     lines,
     stop_by_crash,
     stop_by_ctrl_c,
+    train_for,
     without_time,
     write_chats,
 )
@@ -56,9 +52,7 @@ from training_world import (
 def test_noise_and_the_final_learning_rate_apply_to_joint_training(data: Path, tmp_path: Path) -> None:
     runs = {"plain": {}, "noise": {"noise_alpha": 75.0}, "rate": {"final_learning_rate": 0.5}}
     for name, changes in runs.items():
-        train_jointly_for(
-            chat_model(), joint_options(tmp_path / name, data, epochs=1, lora_dropout=0.0, **changes), FakeProgress()
-        )
+        train_jointly_for(chat_model(), joint_options(tmp_path / name, data, epochs=1, lora_dropout=0.0, **changes))
     logs = {name: lines(tmp_path / name) for name in runs}
     assert logs["noise"][0]["head_losses"] != logs["plain"][0]["head_losses"]
     assert logs["plain"][-1]["learning_rate"] < 0.1 * logs["plain"][len(logs["plain"]) // 2]["learning_rate"]
@@ -102,7 +96,7 @@ def test_a_run_tunes_the_model_and_its_heads(
         head_weight_rise=rise,
         epochs=6,
     )
-    report = train_jointly_for(target, settings, FakeProgress())
+    report = train_jointly_for(target, settings)
     store = LiveStore(target, load_texts(target, [counting], max_length=2048))
     training, held_out = split_held_out(store.token_ids, store.loss_masks, fraction=0.2, seed=0)
     untrained = new_head(settings.heads, target.weights, store, training, target.eos_ids)
@@ -141,7 +135,7 @@ def test_heads_and_adapter_have_their_own_learning_rates_and_stages(
 
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
     settings = joint_options(tmp_path / "out", data, heads_first=0.5, warmup=0.0, head_rate_factor=3.0, epochs=1)
-    train_jointly_for(chat_model(), settings, FakeProgress())
+    train_jointly_for(chat_model(), settings)
     half = len(seen) // 2
     assert half > 3
     rates = [0.5 * (1 + math.cos(math.pi * step / len(seen))) for step in range(len(seen))]
@@ -154,7 +148,7 @@ def test_heads_and_adapter_have_their_own_learning_rates_and_stages(
 
 def test_the_folder_holds_adapter_head_and_movement(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    report = train_jointly_for(chat_model(), joint_options(out, data, epochs=1), FakeProgress())
+    report = train_jointly_for(chat_model(), joint_options(out, data, epochs=1))
     names = {"adapter", "head", "log.jsonl", "metrics.json", "movement.json", "validation.jsonl"}
     assert {path.name for path in out.iterdir()} == names
     metrics = json.loads((out / "metrics.json").read_text())
@@ -173,8 +167,8 @@ def test_the_folder_holds_adapter_head_and_movement(data: Path, tmp_path: Path) 
 def test_validation_measures_the_tuned_model_and_does_not_change_the_training(data: Path, tmp_path: Path) -> None:
     often = joint_options(tmp_path / "often", data, epochs=1, heads_first=0.2, eval_steps=2, eval_texts=1000)
     never = often.changed(out=tmp_path / "never", eval_steps=0)
-    report = train_jointly_for(chat_model(), often, FakeProgress())
-    assert without_time(report) == without_time(train_jointly_for(chat_model(), never, FakeProgress()))
+    report = train_jointly_for(chat_model(), often)
+    assert without_time(report) == without_time(train_jointly_for(chat_model(), never))
     for name in ("head/model.safetensors", "adapter/adapter_model.safetensors"):
         assert (often.out / name).read_bytes() == (never.out / name).read_bytes()
     last = json.loads((often.out / "validation.jsonl").read_text().splitlines()[-1])
@@ -191,7 +185,7 @@ def test_validation_measures_the_tuned_model_and_does_not_change_the_training(da
 )
 def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(data: Path, tmp_path: Path, stop: Any, after: int) -> None:
     whole = joint_options(tmp_path / "a", data, save_steps=2, epochs=2, heads_first=0.4)
-    expected = train_jointly_for(chat_model(), whole, FakeProgress())
+    expected = train_jointly_for(chat_model(), whole)
     settings = whole.changed(out=tmp_path / "b")
     assert 3 < int(0.4 * expected.num_steps) < 9
     before = signal.getsignal(signal.SIGINT)
@@ -202,7 +196,7 @@ def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(data: Path, tmp_path:
     with pytest.raises(InvalidSettings, match="add --resume"):
         train_jointly(settings, FakeProgress())
     torch.rand(7)  # whatever was drawn before must not matter
-    found = train_jointly_for(chat_model(), settings.changed(resume=True), FakeProgress())
+    found = train_jointly_for(chat_model(), settings.changed(resume=True))
     assert without_time(found) == without_time(expected)
     for name in ("head/model.safetensors", "adapter/adapter_model.safetensors"):
         assert (settings.out / name).read_bytes() == (whole.out / name).read_bytes()
@@ -236,7 +230,7 @@ def test_a_killed_joint_run_resumes_to_the_same_bytes(data: Path, tmp_path: Path
 def test_the_same_seed_gives_the_same_adapter(data: Path, tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         torch.rand(7)
-        train_jointly_for(chat_model(), joint_options(tmp_path / name, data, seed=seed, epochs=1), FakeProgress())
+        train_jointly_for(chat_model(), joint_options(tmp_path / name, data, seed=seed, epochs=1))
     files = [(tmp_path / name / "adapter" / "adapter_model.safetensors").read_bytes() for name in "abc"]
     assert files[0] == files[1] != files[2]
 
@@ -253,9 +247,9 @@ def test_joint_training_continues_a_trained_head(data: Path, tmp_path: Path) -> 
         epochs=4,
         held_out=0.2,
     )
-    run.train_for(target, first, FakeProgress())
+    train_for(target, first)
     settings = joint_options(tmp_path / "out", data, head=first.out, heads_first=0.0, epochs=1, learning_rate=1e-9)
-    report = train_jointly_for(target, settings, FakeProgress())
+    report = train_jointly_for(target, settings)
     assert report.method == "hydra"
     metrics = json.loads((first.out / "metrics.json").read_text())
     assert report.top1 == pytest.approx(metrics["top1"], abs=0.03)  # bf16 features there
@@ -265,7 +259,7 @@ def test_joint_training_continues_a_trained_head(data: Path, tmp_path: Path) -> 
 def test_a_loss_that_is_not_finite_stops_joint_training_and_names_the_texts(data: Path, tmp_path: Path) -> None:
     settings = joint_options(tmp_path / "out", data, learning_rate=1e37, warmup=0.0, heads_first=0.0)
     with pytest.raises(NonFiniteLoss, match=r"at step \d+, on .*chats\.jsonl:\d+, .*lower --learning-rate"):
-        train_jointly_for(chat_model(), settings, FakeProgress())
+        train_jointly_for(chat_model(), settings)
 
 
 def test_the_error_without_peft_has_the_pip_command(
@@ -280,7 +274,7 @@ def test_the_error_without_peft_has_the_pip_command(
 
     monkeypatch.setattr(builtins, "__import__", fail)
     with pytest.raises(MissingDependency, match=r"pip install 'draftheads\[lora\]'"):
-        train_jointly_for(chat_model(), joint_options(tmp_path / "out", data), FakeProgress())
+        train_jointly_for(chat_model(), joint_options(tmp_path / "out", data))
 
 
 def test_four_bits_without_bitsandbytes_are_an_error(

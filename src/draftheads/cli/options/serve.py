@@ -7,15 +7,19 @@ from typing import Annotated, ClassVar
 
 import tyro
 
-from draftheads.errors import InvalidSettings, require_at_least
+from draftheads.errors import InvalidSettings
 from draftheads.settings import LoadSettings
 from draftheads.utils.files import user_path
+from draftheads.utils.option_group import ABOVE_0, FROM_1, OptionGroup, Range
 
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
+_PORT = Range("must be from 0 to 65535", lambda value: 0 <= value < 65536)
+_FINITE = Range("must be above 0", lambda value: 0 < value < float("inf"))
+_WAIT = Range("must be at least 0", lambda value: 0 <= value < float("inf"))
 
 
 @dataclass(frozen=True)
-class ServeOptions:
+class ServeOptions(OptionGroup):
     """Serve a model to many users, with OpenAI's HTTP interface.
 
     A chat page is at the server's address. The routes are /v1/chat/completions, /v1/completions, /v1/models, /health,
@@ -33,7 +37,7 @@ class ServeOptions:
     """LoRA adapters of the model (peft folders), as NAME=FOLDER. Requests choose them by the model name NAME."""
     host: str = "127.0.0.1"
     """Address to listen on. 0.0.0.0 is reachable from other machines: use API keys then."""
-    port: int = 8000
+    port: Annotated[int, _PORT] = 8000
     """Port to listen on. 0 takes a free one."""
     name: str | None = None
     """Name of the model in requests. Default: its own name."""
@@ -45,19 +49,19 @@ class ServeOptions:
     allow_host: tuple[str, ...] = ()
     """Further names of this server in the Host header. On 127.0.0.1 only local names are allowed; a proxy may send
     others."""
-    max_rows: int = 16
+    max_rows: Annotated[int, FROM_1] = 16
     """Answers that are decoded together."""
-    max_waiting: int = 128
+    max_waiting: Annotated[int, FROM_1] = 128
     """Answers that may wait. Beyond, clients get status 429. One client alone may have half of them."""
-    kv_gib: float | None = None
+    kv_gib: Annotated[float | None, _FINITE] = None
     """Memory for keys and values in GiB. Default: half of the free memory, and no more than the rows can use."""
-    chunk_tokens: int = 256
+    chunk_tokens: Annotated[int, FROM_1] = 256
     """Prompt tokens that are read between two steps. More read long prompts faster and delay streams longer."""
-    default_tokens: int = 2048
+    default_tokens: Annotated[int, FROM_1] = 2048
     """Longest answer of a chat, where the request names none."""
-    request_seconds: float = 600.0
+    request_seconds: Annotated[float, ABOVE_0] = 600.0
     """Time for a request. Then it ends with an error."""
-    drain_seconds: float = 30.0
+    drain_seconds: Annotated[float, _WAIT] = 30.0
     """Time to finish answers after SIGTERM or Ctrl-C. A second signal ends at once."""
     log_requests: bool = True
     """Write a line for each request: address, path, status, time. Prompts and answers are never written, and answers of
@@ -65,7 +69,7 @@ class ServeOptions:
     record: Path | None = None
     """Record prompts and answers in this folder, to train heads on them. Clients opt out with "store": false. Nothing
     is recorded when left out."""
-    record_gib: float = 2.0
+    record_gib: Annotated[float, _FINITE] = 2.0
     """Disk for --record in GiB. The oldest records are deleted."""
     head_folder: Path | None = None
     """Folder of draft heads that POST /admin/head may load. It may load the installed ones, too."""
@@ -81,26 +85,10 @@ class ServeOptions:
     """On a CPU: drafted answers equal plain ones to the bit. Also in bf16."""
 
     def __post_init__(self) -> None:
-        require_at_least(
-            1,
-            max_rows=self.max_rows,
-            max_waiting=self.max_waiting,
-            chunk_tokens=self.chunk_tokens,
-            default_tokens=self.default_tokens,
-        )
-        if not 0 <= self.port < 65536:
-            raise InvalidSettings(f"--port is {self.port}; it must be from 0 to 65535")
-        if self.kv_gib is not None and not 0 < self.kv_gib < float("inf"):
-            raise InvalidSettings(f"--kv-gib is {self.kv_gib}; it must be above 0")
-        if not 0 < self.record_gib < float("inf"):
-            raise InvalidSettings(f"--record-gib is {self.record_gib}; it must be above 0")
+        super().__post_init__()
         if self.head_folder is not None and not self.head_folder.is_dir():
             raise InvalidSettings(f"--head-folder {self.head_folder} is no folder; give the folder that heads are in")
         _ = self.adapters
-        if not self.request_seconds > 0:
-            raise InvalidSettings(f"--request-seconds is {self.request_seconds}; it must be above 0")
-        if not 0 <= self.drain_seconds < float("inf"):
-            raise InvalidSettings(f"--drain-seconds is {self.drain_seconds}; it must be at least 0")
 
     @property
     def adapters(self) -> dict[str, Path]:

@@ -1,7 +1,7 @@
 """Heads and model in one module: a batch of tokens goes in, the combined loss comes out.
 
-Knows heads, objectives and the adapter in the model; knows nothing of files, schedules or the Trainer. Letters as in
-``objectives``: S = B·T flat positions, P of which are used. As in the paper, the backbone is the model under the heads.
+Letters as in ``objectives``: S = B·T flat positions, P of which are used. As in the paper, the backbone is the model
+under the heads.
 """
 
 from collections.abc import Mapping

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 import tyro
 
 from draftheads.errors import InvalidSettings
-from draftheads.train.option_group import ABOVE_0, FRACTION, FROM_1, OptionGroup
 from draftheads.train.options import HeadOptions, RunOptions, ScheduleOptions
+from draftheads.utils.option_group import ABOVE_0, FRACTION, FROM_1, OptionGroup
 
 HEAD_WEIGHTS = {"text": 0.2, "original": 0.01}  # λ0 of Medusa, sections 4.1 and 4.2
 
@@ -88,7 +88,7 @@ class JointOptions(RunOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeOptions:
+class MergeOptions(OptionGroup):
     """Merge a model and its adapter into one model folder. OUT/head is the head of a train-joint run."""
 
     model: str | None = None
@@ -99,7 +99,3 @@ class MergeOptions:
     """Folder to make."""
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
     """Type of the saved weights. The type of the model's files when left out."""
-
-    def __post_init__(self) -> None:
-        if self.dtype not in (None, "bf16", "fp16", "fp32"):
-            raise InvalidSettings(f"--dtype is {self.dtype!r}: choose bf16, fp16 or fp32")

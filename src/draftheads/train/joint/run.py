@@ -68,12 +68,6 @@ def train_jointly(options: JointOptions, progress: Progress) -> JointReport | No
     return report
 
 
-def train_jointly_for(target: TargetModel, options: JointOptions, progress: Progress) -> JointReport | None:
-    """:func:`train_jointly` for a loaded model. Its weights do not change, and the adapter is removed at the end."""
-    report: JointReport | None = JointRun(options, progress).run_for(target)
-    return report
-
-
 class JointRun(Run):
     """Trains a LoRA adapter in the model together with heads that read the model's live hidden states."""
 
@@ -117,13 +111,10 @@ class JointRun(Run):
         self.progress.stage("reading data")
         chats = self.options.chats
         texts = load_texts(self.target, chats.data, max_length=chats.max_length, max_tokens=chats.max_tokens)
-        self.store = LiveStore(self.target, texts, self._layers())
-        return self.claim(plan_training(self.store, self.options))
-
-    def _layers(self) -> tuple[int, ...]:
-        """The layers whose inputs the head reads."""
         path = self.options.tuning.head
-        return layers_read(self.options.heads, self.target) if path is None else read_head(path).config.hidden_layers
+        layers = read_head(path).config.hidden_layers if path else layers_read(self.options.heads, self.target)
+        self.store = LiveStore(self.target, texts, layers)
+        return self.claim(plan_training(self.store, self.options))
 
     def make_head(self) -> DraftHead:
         """The head of ``--head`` in fp32, or a new one."""

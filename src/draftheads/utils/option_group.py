@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
+from pathlib import Path
+from types import NoneType
 from typing import Literal, get_args, get_origin
 
 from draftheads.errors import InvalidSettings
@@ -16,10 +18,15 @@ class Range:
     has: Callable[[float], bool]
 
 
+def at_least(least: int) -> Range:
+    """From ``least``."""
+    return Range(f"must be at least {least}", lambda value: value >= least)
+
+
 ABOVE_0 = Range("must be above 0", lambda value: value > 0)
-FROM_0 = Range("must be at least 0", lambda value: value >= 0)
-FROM_1 = Range("must be at least 1", lambda value: value >= 1)
+FROM_0, FROM_1 = at_least(0), at_least(1)
 FRACTION = Range("must be at least 0 and below 1", lambda value: 0 <= value < 1)
+SHARE = Range("must be above 0 and at most 1", lambda value: 0 < value <= 1)
 
 
 def up_to(most: int) -> Range:
@@ -33,21 +40,21 @@ class OptionGroup:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if get_origin(field.type) is Literal:
-                choices = get_args(field.type)
-                self._require(field.name, fine=value in choices, fix=f"choose among {', '.join(choices)}")
+            value, kinds = getattr(self, field.name), get_args(field.type)
+            for kind in (field.type, *kinds):
+                if get_origin(kind) is Literal and not (value is None and NoneType in kinds):
+                    choices = get_args(kind)
+                    self._require(field.name, fine=value in choices, fix=f"choose among {', '.join(choices)}")
             for limit in getattr(field.type, "__metadata__", ()):  # of Annotated
-                if value is None:
-                    continue
-                kind = Integral if get_args(field.type)[0] in (int, int | None) else Real
-                is_number = isinstance(value, kind) and not isinstance(value, bool)
-                self._require(
-                    field.name, fine=is_number, fix=f"must be {'a whole' if kind is Integral else 'a'} number"
-                )
-                self._require(field.name, fine=limit.has(value), fix=limit.fix)
+                if value is not None and isinstance(limit, Range):
+                    is_whole = kinds[0] in (int, int | None)
+                    is_number = isinstance(value, Integral if is_whole else Real) and not isinstance(value, bool)
+                    self._require(field.name, fine=is_number, fix=f"must be {'a whole' if is_whole else 'a'} number")
+                    self._require(field.name, fine=limit.has(value), fix=limit.fix)
 
     def _require(self, name: str, *, fine: bool, fix: str) -> None:
         """Raises InvalidSettings with the option's name, its value and how to fix it, unless the value is ``fine``."""
         if not fine:
-            raise InvalidSettings(f"--{name.replace('_', '-')} is {getattr(self, name)!r}: {fix}")
+            value = getattr(self, name)
+            shown = str(value) if isinstance(value, Path) else repr(value)
+            raise InvalidSettings(f"--{name.replace('_', '-')} is {shown}: {fix}")
