@@ -1,11 +1,13 @@
 """Tiny random models of many families, an integer tokenizer and untrained heads: the world of the tests."""
 
+from collections.abc import Iterable
 from typing import Any, Self
 
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from draftheads.decode.cost_profile import CostPoint, CostProfile
 from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
@@ -220,6 +222,11 @@ def tiny_profile(tree: Tree, num_heads: int = 3, **changes: Any) -> AcceptancePr
         "beam": 4,
     }
     return AcceptanceProfile(**{**values, **changes})
+
+
+def by_hand(points: Iterable[tuple[Any, int, int, float]]) -> CostProfile:
+    """A cost profile of (part, rows, nodes, milliseconds)."""
+    return CostProfile(tuple(CostPoint(*point) for point in points))
 
 
 def propose(drafter: Drafter, context: Context, shape: Shape | None = None) -> Draft:

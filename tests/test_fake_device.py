@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from draftheads.data.batches import Batch as TrainingBatch
-from draftheads.decode.cost_profile import by_hand
 from draftheads.decode.engine import Engine
 from draftheads.decode.size_policy import SizePolicySession
 from draftheads.decode.step_timer import StepTimer
@@ -39,7 +38,7 @@ from draftheads.train.report import _measure_batch
 from draftheads.utils.progress import NoProgress
 from draftheads.utils.transfer import to_device
 from fake_device import DEVICE, FakeDevice
-from families import FAMILIES, GROWING, PROMPTS, TREES, VOCAB, tiny_head, tiny_model, tiny_profile
+from families import FAMILIES, GROWING, PROMPTS, TREES, VOCAB, by_hand, tiny_head, tiny_model, tiny_profile
 from scheduler_world import join
 from structured_world import GRAMMARS, json_model
 from thorough import some

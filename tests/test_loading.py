@@ -13,7 +13,7 @@ from draftheads import loading
 from draftheads.checkpoints.checkpoint import read_head, save_head
 from draftheads.checkpoints.profile_store import cached_profile_folder
 from draftheads.cli.main import main
-from draftheads.decode.cost_profile import CostProfile, by_hand
+from draftheads.decode.cost_profile import CostProfile
 from draftheads.decode.engine import Engine
 from draftheads.decode.size_policy import SizePolicySession
 from draftheads.errors import (
@@ -25,7 +25,7 @@ from draftheads.loading import find_template, load_target
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.shapes import BestFirst
 from draftheads.speculation.tree import Tree
-from families import SMALL, tiny_head, tiny_profile
+from families import SMALL, by_hand, tiny_head, tiny_profile
 from training_world import VOCAB, chat_tokenizer
 
 FP32: dict[str, Any] = {"precision": "fp32", "device": "cpu"}

@@ -21,10 +21,10 @@ import torch
 from draftheads.cli import diagnosis
 from draftheads.cli.diagnosis import EXTRAS, Finding, examine
 from draftheads.cpu.kernel_choice import choose
-from draftheads.decode.cost_profile import by_hand
 from draftheads.models import pretrained
 from draftheads.utils.cache import contents_of
 from draftheads.utils.machine import Cores, Memory, OtherPrograms
+from families import by_hand
 
 FOUR_CORES = Cores(logical=4, physical=4, allowed=4, quota=None)
 

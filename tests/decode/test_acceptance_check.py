@@ -12,12 +12,11 @@ from adapter_world import saved_adapter
 from cli_world import PROMPTS, write_model
 from draftheads.cli.main import main
 from draftheads.decode.acceptance_check import AcceptanceCheck
-from draftheads.decode.cost_profile import by_hand
 from draftheads.decode.engine import Engine
 from draftheads.errors import BaseModelWarning
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.tree import Tree
-from families import TREES, PlantedDrafter, tiny_model, tiny_profile
+from families import TREES, PlantedDrafter, by_hand, tiny_model, tiny_profile
 from scheduler_world import join
 
 pytestmark = pytest.mark.usefixtures("one_thread", "cheap_nodes")

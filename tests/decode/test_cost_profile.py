@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from draftheads.cpu.threads import ThreadChoice
 from draftheads.decode import cost_profile as module
-from draftheads.decode.cost_profile import CostPoint, CostProfile, by_hand, cost_key, cost_of, measure_cost, read_cost
+from draftheads.decode.cost_profile import CostPoint, CostProfile, cost_key, cost_of, measure_cost, read_cost
 from draftheads.decode.step_timer import StepTimer, typical_tree, wait_for
 from draftheads.errors import CacheWarning, CheckpointError, SpeedWarning
 from draftheads.heads.base import DraftHead
@@ -23,7 +23,7 @@ from draftheads.models.model import TargetModel
 from draftheads.speculation.draft import Draft
 from draftheads.utils.machine import OtherPrograms
 from fake_cuda import GPU, FakeCuda
-from families import tiny_head, tiny_model
+from families import by_hand, tiny_head, tiny_model
 from thorough import some_rows
 
 ALL = 1000.0  # cores

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draftheads.decode.acceptance_check import AcceptanceCheck
-from draftheads.decode.cost_profile import CostPoint, CostProfile, by_hand
+from draftheads.decode.cost_profile import CostPoint, CostProfile
 from draftheads.decode.engine import Engine
 from draftheads.decode.size_policy import LEVEL_GAIN, SizePolicy, SizePolicySession
 from draftheads.drafters.copying import Copying as TextCopying
@@ -22,7 +22,7 @@ from draftheads.speculation.draft import Context, Draft
 from draftheads.speculation.drafter import Drafter, DraftSession
 from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, Shape
 from draftheads.speculation.tree import Tree
-from families import PROMPTS, TREES, PlantedDrafter, tiny_head, tiny_model, tiny_profile
+from families import PROMPTS, TREES, PlantedDrafter, by_hand, tiny_head, tiny_model, tiny_profile
 from scheduler_world import join
 from thorough import some
 
@@ -129,7 +129,7 @@ def test_the_check_is_told_what_the_head_gains_without_copies_in_rows_that_count
     check = AcceptanceCheck("scripted", "scripted", "tiny")
     session = SizePolicy(Scripted(), STATIC, machine(0.01), check).start()
     session.propose(context(3), ROOT_ONLY)
-    _, gain, _ = session.choose(np.ones(3))
+    _, gain, _ = session.policy.choose(np.ones(3))
     note(session, [5, 2, 4], [4, 0, 0], [True, True, False])
     assert (check.num_steps, check.accepted, check.expected) == (2, 3, pytest.approx(2 * gain))
     expensive = SizePolicy(Scripted(), STATIC, machine(100.0), check).start()
@@ -261,10 +261,10 @@ def test_nothing_is_drafted_for_many_rows_where_a_disturbed_point_made_it_seem_c
     cost = by_hand([*(("verify", *point) for point in points), ("dynamic", 1, 2, 1.2), ("dynamic", 1, 8, 4.4)])
     hydra = tiny_profile(Tree.chain(0), dynamic_tokens=[1.0, 1.48, 1.73, 1.87, 1.95, 2.01, 2.07, 2.11, 2.14, 2.16])
     one = policy(hydra, cost)
-    assert one.choose(np.ones(1))[0] is not None
-    assert one.choose(np.ones(2))[0] is not None
-    assert one.choose(np.ones(8))[0] is None
-    assert one.choose(np.ones(16))[0] is None
+    assert one.policy.choose(np.ones(1))[0] is not None
+    assert one.policy.choose(np.ones(2))[0] is not None
+    assert one.policy.choose(np.ones(8))[0] is None
+    assert one.policy.choose(np.ones(16))[0] is None
 
 
 # --- depth ---
@@ -300,7 +300,7 @@ def test_trees_are_deep_where_a_level_is_cheap_and_shallow_where_it_is_dear(kind
     depths = []
     for level in (0.01, 0.5, 2.0, 5.0, 9.0, 40.0):
         cost = head_that_pays(level)
-        shape, gain, rate = policy(profile, cost).choose(np.ones(1))
+        shape, gain, rate = policy(profile, cost).policy.choose(np.ones(1))
         rates = {
             (depth, n): profile.tokens(kind, depth)[n - 1]  # type: ignore[arg-type]
             / (cost.verify(1, n) + level * min(depth, n - 1))
@@ -323,8 +323,8 @@ def test_trees_are_deep_where_a_level_is_cheap_and_shallow_where_it_is_dear(kind
 
 def test_the_depth_depends_on_the_number_of_rows() -> None:
     one = policy(by_depth("dynamic"), head_that_pays(1.0, rows=16))
-    alone, _, _ = one.choose(np.ones(1))
-    together, _, _ = one.choose(np.ones(8))
+    alone, _, _ = one.policy.choose(np.ones(1))
+    together, _, _ = one.policy.choose(np.ones(8))
     assert isinstance(alone, BestFirst)
     assert isinstance(together, BestFirst)
     assert (together.max_depth or 6) < (alone.max_depth or 6)
@@ -332,7 +332,7 @@ def test_the_depth_depends_on_the_number_of_rows() -> None:
 
 def test_each_level_is_drafted_only_if_its_tokens_are_worth_its_time() -> None:
     one = policy(by_depth("dynamic"), head_that_pays(3.0))
-    shape, _, rate = one.choose(np.ones(1))
+    shape, _, rate = one.policy.choose(np.ones(1))
     assert isinstance(shape, BestFirst)
     assert shape.max_depth is not None
     one.propose(context(1), ROOT_ONLY)
@@ -345,7 +345,7 @@ def test_each_level_is_drafted_only_if_its_tokens_are_worth_its_time() -> None:
 def test_a_tree_on_an_accelerator_is_the_one_that_the_profiles_choose() -> None:
     """There no level is left out and no node is cut, because the host would wait for the probabilities."""
     one = policy(by_depth("dynamic"), head_that_pays(3.0))
-    shape, _, rate = one.choose(np.ones(1))
+    shape, _, rate = one.policy.choose(np.ones(1))
     assert isinstance(shape, BestFirst)
     here = context(1)
     there = replace(here, root_ids=here.root_ids.to("meta"))
@@ -354,7 +354,7 @@ def test_a_tree_on_an_accelerator_is_the_one_that_the_profiles_choose() -> None:
 
 def test_levels_cost_what_they_cost_the_rows_together() -> None:
     one = policy(by_depth("dynamic"), head_that_pays(0.2, rows=4))
-    one.choose(np.ones(4))
+    one.policy.choose(np.ones(4))
     assert [one.policy.level_cost(rows, 8) for rows in (1, 4)] == pytest.approx([0.2, 0.8])
 
 
@@ -370,10 +370,10 @@ def test_levels_must_reach_more_where_a_request_accepts_less_than_expected() -> 
 
 def test_a_profile_without_lower_depths_is_drafted_as_deep_as_it_was_measured() -> None:
     old = replace(by_depth("dynamic"), shallower_tokens=[])
-    shape, _, _ = policy(old, head_that_pays(0.5)).choose(np.ones(1))
+    shape, _, _ = policy(old, head_that_pays(0.5)).policy.choose(np.ones(1))
     assert isinstance(shape, BestFirst)
     assert shape.max_depth is None
-    small, _, _ = policy(old, head_that_pays(9.0)).choose(np.ones(1))
+    small, _, _ = policy(old, head_that_pays(9.0)).policy.choose(np.ones(1))
     assert isinstance(small, BestFirst)
     assert small.num_nodes == 2, "only a smaller tree is shallower"
 
@@ -467,7 +467,7 @@ def test_no_spare_nodes_where_drafting_them_costs() -> None:
         + [("follow", 1, 1, 0.0)]
     )
     one = policy(GROWING, dear, Scripted(lambda _: [0.5] * 64))
-    shape, _, _ = one.choose(np.ones(1))
+    shape, _, _ = one.policy.choose(np.ones(1))
     assert shape is not None
     one.propose(context(1), ROOT_ONLY)
     assert one.session.asked == [shape]  # type: ignore[attr-defined]
@@ -683,7 +683,7 @@ def test_several_rows_draft_only_for_a_tenth_more() -> None:
     """A gain of 7 % is enough for one row and not for two."""
     profile = tiny_profile(Tree.chain(1), static_tokens=[1.0, 1.28], dynamic_tokens=[])
     cost = by_hand([("verify", rows, nodes, 10.0 * 1.2 ** (nodes - 1)) for rows in (1, 2) for nodes in (1, 2)])
-    shapes = [policy(profile, cost).choose(np.ones(rows))[0] for rows in (1, 2)]
+    shapes = [policy(profile, cost).policy.choose(np.ones(rows))[0] for rows in (1, 2)]
     assert [shape is not None for shape in shapes] == [True, False]
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from draftheads.decode.cost_profile import by_hand
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult, Request
 from draftheads.decode.size_policy import SizePolicy
@@ -25,7 +24,7 @@ from draftheads.speculation.draft import Context, CopyLimits, Draft
 from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import ROOT_ONLY, BestFirst, BestPaths, Sampled, Shape
 from draftheads.speculation.tree import Tree
-from families import IntegerTokenizer, PlantedDrafter, propose, tiny_head, tiny_model
+from families import IntegerTokenizer, PlantedDrafter, by_hand, propose, tiny_head, tiny_model
 from thorough import some
 
 FAMILIES = ["llama", "mistral", "mixtral", "gpt2", "gemma3_text", "qwen3"]

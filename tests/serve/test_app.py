@@ -91,6 +91,11 @@ CHAT_ERRORS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "presence_penalty": ({"presence_penalty": 0.5}, "presence_penalty", "use repetition_penalty"),
     "a misspelt field": ({"max_token": 4}, "max_token", "did you mean max_tokens?"),
     "response_format": ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+    "field of a schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "stict": True}}},
+        "response_format.json_schema.stict",
+        "strict",
+    ),
     "no schema": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
     "a long schema": (form({"enum": ["a" * 70_000]}), SCHEMA, "at most 65536"),
     "a schema nested too deeply": (form(nested_schema(33)), SCHEMA, "33 levels deep; it must be at most 32"),

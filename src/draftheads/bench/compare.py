@@ -25,7 +25,6 @@ from draftheads.data.corpus_files import load_corpus
 from draftheads.data.records import own_prompts, prompts_in
 from draftheads.decode.cost_profile import machine_of
 from draftheads.decode.engine import Engine, Prompt, prompt_list
-from draftheads.drafters.draft_model import DraftModel
 from draftheads.errors import DataError, InvalidSettings
 from draftheads.heads.base import DraftHead
 from draftheads.loading import find_template, load_target
@@ -223,15 +222,13 @@ class Bench:
 
     def _prepare(self, contender: Contender) -> dict[str, Any]:
         """Decides on a drafter's shape. Returns it in words, and what the search for the tree predicts."""
-        drafter, nodes = contender.drafter, self.settings.num_nodes
-        shape = BestFirst(nodes) if isinstance(drafter, DraftModel) else contender.shape
-        self._shapes[contender.name] = shape
-        if shape is not None:
-            return {"words": in_words(shape), "predicted": None}
-        if not isinstance(drafter, DraftHead):
-            most = getattr(drafter, "most_nodes", None)
-            return {"words": f"its own, up to {most}" if most else "its own", "predicted": None}
-        tree: dict[str, Any] = self._saved(f"tree-{contender.identity}", partial(self._tree, contender.name, drafter))
+        head, nodes = contender.head, self.settings.num_nodes
+        self._shapes[contender.name] = contender.shape
+        if contender.shape is not None:
+            return {"words": in_words(contender.shape), "predicted": None}
+        if head is None:
+            return {"words": f"its own, up to {contender.drafter.most_nodes}", "predicted": None}
+        tree: dict[str, Any] = self._saved(f"tree-{contender.identity}", partial(self._tree, contender.name, head))
         beam, confidence = self.settings.replay.beam, tuple(tree["confidence"])
         self._shapes[contender.name] = (
             BestFirst(nodes, top_k=tree["top_k"], beam=beam, temperatures=confidence)
@@ -293,11 +290,9 @@ class Bench:
 
         Rejection sampling has the head's static tree (a draft model: a chain), block verification a chain.
         """
-        drafter = contender.drafter
-        if contender.shape is not None or not isinstance(drafter, DraftHead | DraftModel):
+        if not contender.draws:
             return {}
-        depth = drafter.config.num_heads if isinstance(drafter, DraftHead) else drafter.max_depth
-        chain = Tree.chain(min(depth, self.settings.num_nodes - 1))
+        chain = Tree.chain(min(contender.drafter.max_depth, self.settings.num_nodes - 1))
         tree = numbered(Tree.from_paths(best_tree["paths"])) if "paths" in best_tree else chain
         return {"rejection": Sampled(tree), "block": Sampled(chain)}
 

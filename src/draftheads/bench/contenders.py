@@ -1,6 +1,6 @@
 """What a comparison compares: drafters by the names that they have in the table."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -27,6 +27,11 @@ from draftheads.speculation.shapes import BestFirst, BestPaths, Shape
 from draftheads.utils.saved import identity_digest
 
 DRAFT_MODEL = "draft-model"
+# drafters without a head whose trees have at most so many nodes
+_WITHIN: dict[str, Callable[[int], Drafter]] = {
+    "lookahead": Lookahead.within,
+    "prompt-lookup": lambda num_nodes: PromptLookup(num_tokens=min(8, num_nodes - 1)),
+}
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class Contender:
     shape: Shape | None = None  # what it always drafts; for a head without one the best tree is found
     num_parameters: int = 0  # of the drafter
     defaults: Engine | None = None  # as ``draftheads.load`` makes it, where that is possible
+    head: DraftHead | None = None  # the drafter, where its best tree is to be found
+    draws: bool = False  # whether drawn drafts are counted, too
 
 
 def heads_for(model: str) -> tuple[str, ...]:
@@ -106,7 +113,9 @@ def load_contenders(
         head = load_drafter(head_name, model, target, fast=load_options.get("fast", True), ignore_profile=True)
         identity = f"{saved.method}-{saved.digest}-{identity_digest(saved.config.options())[:8]}"
         usual = _with_defaults(target, head, head_name, model)
-        yield Contender(name, head, identity, num_parameters=saved.num_parameters, defaults=usual)
+        yield Contender(
+            name, head, identity, num_parameters=saved.num_parameters, defaults=usual, head=head, draws=True
+        )
         if corpus is not None:
             for what, texts in (("copies", None), (f"corpus-{corpus.digest}", corpus)):
                 copying = Copying(head, corpus=texts)
@@ -123,7 +132,7 @@ def load_contenders(
         with torch.device("meta"):  # the loaded layers hold packed weights, not parameters
             count = type(small.model)(small.config).num_parameters()
         identity = f"{DRAFT_MODEL}-{small.weights_fingerprint}"
-        yield Contender(DRAFT_MODEL, DraftModel(small, target), identity, num_parameters=count)
+        yield Contender(DRAFT_MODEL, DraftModel(small, target), identity, BestFirst(num_nodes), count, draws=True)
 
 
 def _with_defaults(target: TargetModel, drafter: DraftHead, head: str, model: str) -> Engine | None:
@@ -136,8 +145,4 @@ def _with_defaults(target: TargetModel, drafter: DraftHead, head: str, model: st
 
 def _untrained(name: str, num_nodes: int) -> Drafter:
     drafter = UNTRAINED[name]()
-    if isinstance(drafter, Lookahead):
-        return Lookahead.within(num_nodes)
-    if isinstance(drafter, PromptLookup):
-        return PromptLookup(num_tokens=min(drafter.num_tokens, num_nodes - 1))
-    return drafter
+    return drafter if name not in _WITHIN else _WITHIN[name](num_nodes)

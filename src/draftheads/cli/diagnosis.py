@@ -21,7 +21,7 @@ from typing import Any, Literal
 from packaging.requirements import Requirement
 
 from draftheads.checkpoints.registry import DATA_PACKAGE, DATA_PACKAGE_HEADS, DATA_PACKAGE_INSTALL, zoo_heads
-from draftheads.errors import DraftHeadsError
+from draftheads.errors import DraftHeadsError, first_line
 from draftheads.models.embedded import SMOLLM2_135M, find_gguf, place_in_cache
 from draftheads.utils.cache import PARTS, cache_folder, contents_of
 from draftheads.utils.counts import byte_size, counted
@@ -203,7 +203,7 @@ def _imported(package: Requirement) -> Finding:
             warnings.simplefilter("ignore")
             module: Any = importlib.import_module(name)
     except Exception as error:  # noqa: BLE001 - a broken installation raises anything
-        text = f"{version}, cannot be imported: {_first_line(error)}"
+        text = f"{version}, cannot be imported: {first_line(error)}"
         return Finding(name, text, f"pip install --force-reinstall {pip_name}", "unusable")
     problem = _problem(package, version)
     if name == "torch":
@@ -249,7 +249,7 @@ def _gpus() -> list[Finding]:
     if hidden in ("", "-1"):
         text = f"hidden by CUDA_VISIBLE_DEVICES={hidden!r}"
         return [_finding("GPU", text, "unset CUDA_VISIBLE_DEVICES to use it", "optional")]
-    reason = f": {_first_line(caught[0].message)}" if caught else ""
+    reason = f": {str(caught[0].message).splitlines()[0]}" if caught else ""
     advice = f"see whether `nvidia-smi` lists a GPU, and its driver supports CUDA {torch.version.cuda}"
     return [_finding("GPU", f"an NVIDIA driver is here, but torch finds no GPU{reason}", advice)]
 
@@ -381,7 +381,7 @@ def _downloads() -> Finding:
     except CacheNotFound:
         repos = []
     except (OSError, ValueError) as error:
-        return _finding("downloaded", f"{HF_HUB_CACHE} cannot be read: {_first_line(error)}", "check its permissions")
+        return _finding("downloaded", f"{HF_HUB_CACHE} cannot be read: {first_line(error)}", "check its permissions")
     models = {repo.repo_id: repo.size_on_disk for repo in repos if any(map(_is_causal, repo.revisions))}
     names = [f"{name} ({byte_size(size)})" for name, size in models.items()]
     text = ", ".join(names[:_MOST_MODELS]) or "no language model"
@@ -407,7 +407,7 @@ def find_cache() -> list[Finding]:
     try:
         return list(_cache_findings(cache_folder()))
     except DraftHeadsError as error:
-        return [_finding("folder", _first_line(error), "set DRAFTHEADS_CACHE to a folder that you own")]
+        return [_finding("folder", first_line(error), "set DRAFTHEADS_CACHE to a folder that you own")]
 
 
 def _cache_findings(folder: Path) -> Iterator[Finding]:
@@ -444,7 +444,3 @@ def _measured(folder: Path, name: str, noun: str, values_of: Callable[[Any], Ite
     text += f"; {what}: {', '.join(map(str, sorted(values)))}" if values else ""
     text, advice = (f"{text}; {damaged} damaged", f"`draftheads cache clear {name}`") if damaged else (text, "")
     return _finding(name, text, advice, files=len(paths), damaged=damaged, values=sorted(values))
-
-
-def _first_line(error: object) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -19,7 +19,6 @@ from draftheads.cli.show import drafted_text, print_logprobs, quiet_transformers
 from draftheads.data.records import read_prompts
 from draftheads.decode.engine import Engine, Prompt
 from draftheads.decode.request import GenerationResult
-from draftheads.decode.size_policy import SizePolicySession
 from draftheads.errors import InvalidPrompt
 from draftheads.loading import load
 from draftheads.utils.counts import counted
@@ -162,8 +161,8 @@ def _print_count(results: Sequence[GenerationResult], seconds: float) -> None:
 
 def no_draft_sentence(engine: Engine, options: GenerateOptions | ChatOptions) -> str | None:
     """What to try where the head drafts nothing, because that would be slower than plain decoding."""
-    policy = engine.batch().session
-    if not isinstance(policy, SizePolicySession) or policy.choose(np.ones(1))[0] is not None:
+    policy = engine.policy
+    if policy is None or policy.choose(np.ones(1))[0] is not None:
         return None
     trials = "Try --precision int8, or measure" if options.load.precision != "int8" else "Measure"
     copies = ", only copies from the text" if options.draft.copy else ""

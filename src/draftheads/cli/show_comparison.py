@@ -11,8 +11,6 @@ from rich.text import Text
 from draftheads.bench.table import PARTS, Column, Row
 from draftheads.bench.timing import PLAIN, STOCK
 from draftheads.decode.engine import Engine
-from draftheads.decode.size_policy import SizePolicySession
-from draftheads.drafters.copying import CopyingSession
 from draftheads.speculation.shapes import BestFirst
 from draftheads.speculation.tree import Tree
 from draftheads.utils.counts import counted
@@ -88,12 +86,12 @@ def explain_texts(table: Sequence[Row], console: Console, *, precision: str, sto
 
 def tree_sentence(name: str, engine: Engine) -> str:
     """Which tree is drafted for one request, and why."""
-    policy = engine.batch().session
-    if not isinstance(policy, SizePolicySession):
+    policy = engine.policy
+    if policy is None:
         return f"{name} always drafts the same tree."
     shape, gain, rate = policy.choose(np.ones(1))
     if shape is None:
-        copies = ", but copies from the text" if isinstance(policy.session, CopyingSession) else ""
+        copies = ", but copies from the text" if policy.extra_nodes else ""
         return (
             f"With one request {name} drafts nothing{copies}: on this machine verifying draft tokens takes more time "
             "than it saves."

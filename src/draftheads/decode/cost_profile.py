@@ -11,11 +11,11 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -464,8 +464,3 @@ def slowdown(stored: CostProfile, target: TargetModel, drafter: DraftHead) -> fl
 def _warn_of_others(effect: str) -> None:
     load = f"the load average is {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "the machine is busy"
     warnings.warn(f"other programs use the processor ({load}): {effect}", SpeedWarning, stacklevel=5)
-
-
-def by_hand(points: Iterable[tuple[Any, int, int, float]]) -> CostProfile:
-    """A profile of (part, rows, nodes, milliseconds)."""
-    return CostProfile(tuple(CostPoint(*point) for point in points))

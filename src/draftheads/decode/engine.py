@@ -255,11 +255,16 @@ class Engine:
             temperatures = () if self.profile is None else self.profile.temperatures
             shape = calibrated(BestFirst(draft_nodes), temperatures or getattr(self.shape, "temperatures", ()))
             return Batch(self.model, self.drafter, shape=shape, on_phase=on_phase)
+        return Batch(self.model, self.policy or self.drafter, shape=self.shape, on_phase=on_phase)
+
+    @property
+    def policy(self) -> SizePolicy | None:
+        """What decides how much is drafted at each step; None without profiles."""
         if self.profile is None or self.cost is None:
-            return Batch(self.model, self.drafter, shape=self.shape, on_phase=on_phase)
+            return None
         if self._policy is None or self._policy.drafter is not self.drafter:
             self._policy = SizePolicy(self.drafter, self.profile, self.cost, self.check)
-        return Batch(self.model, self._policy, shape=self.shape, on_phase=on_phase)
+        return self._policy
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:

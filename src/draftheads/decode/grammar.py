@@ -33,7 +33,7 @@ _LIMITS = {
     "max_lexer_states": 50_000,  # about 100 MB
     "verbose_errors": False,
 }
-_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _COMPILED = 64  # grammars of a tokenizer that stay compiled, those used last
 
 
@@ -207,7 +207,7 @@ def compiler_for(tokenizer: Any, *, vocab_size: int, eos_ids: frozenset[int]) ->
 
 def _in_llguidance(grammar: Grammar) -> str:
     if grammar.kind == "json_schema":
-        return llguidance.LLMatcher.grammar_from_json_schema(grammar.text, defaults=_ONE_LINE)  # type: ignore[arg-type]
+        return llguidance.LLMatcher.grammar_from_json_schema(grammar.text, defaults=ONE_LINE)  # type: ignore[arg-type]
     if grammar.kind == "regex":
         return llguidance.LLMatcher.grammar_from_regex(grammar.text)
     return llguidance.LLMatcher.grammar_from_lark(grammar.text)

@@ -145,6 +145,26 @@ class SizePolicy(WrappedDrafter):
             self._shapes[way, num_nodes] = self.profile.shape(kind, num_nodes, depth)
         return self._shapes[way, num_nodes]
 
+    def choose(self, ratios: Floats, text_tokens: int = 0) -> tuple[Shape | None, float, float]:
+        """The shape for rows with these ratios, its expected accepted tokens per row, and tokens per millisecond.
+
+        The shape is None if plain decoding is as fast. ``text_tokens`` is the length of the longest row.
+        """
+        batch = len(ratios)
+        table = self.table(batch, text_tokens)
+        found: tuple[Shape | None, float, float] = (None, 0.0, batch / table.plain)
+        fastest = (_SMALLEST_GAIN_OF_SEVERAL if batch > 1 else _SMALLEST_GAIN) * found[2]
+        for way, gains in table.gains.items():
+            rates = (batch + ratios.sum() * gains) / (table.verifying[: len(gains)] + table.drafting[way])
+            best = int(rates[1:].argmax()) + 1 if len(rates) > 1 else 0
+            if not best:
+                continue
+            rate = float(rates[best]) * (1.0 + (_CUT_GAIN / batch if way[0] == "dynamic" else 0.0))
+            if rate > fastest:
+                fastest = rate
+                found = (self.shape(way, best + 1), float(gains[best]), float(rates[best]))
+        return found
+
 
 class SizePolicySession(WrappedSession):
     """The records of one batch, and the drafter's session."""
@@ -176,7 +196,7 @@ class SizePolicySession(WrappedSession):
         copies = np.array([record.ratio for record in self._copies])
         if context.room is not None and batch > 1:
             copies *= weights(context.room, self.policy.table(1, context.text_tokens).plain, table.plain)
-        chosen, gain, rate = self.choose(ratios, context.text_tokens)
+        chosen, gain, rate = self.policy.choose(ratios, context.text_tokens)
         if self._waits(context, table, chosen, rate, batch + float(ratios.sum()) * gain):
             chosen, gain, rate = None, 0.0, batch / table.plain
         self._gain = gain
@@ -264,26 +284,6 @@ class SizePolicySession(WrappedSession):
         if self._gain and self.check is not None:
             num_rows = sum(are_free)
             self.check.note(num_rows, sum(compress(own, are_free)), num_rows * self._gain)
-
-    def choose(self, ratios: Floats, text_tokens: int = 0) -> tuple[Shape | None, float, float]:
-        """The shape for rows with these ratios, its expected accepted tokens per row, and tokens per millisecond.
-
-        The shape is None if plain decoding is as fast. ``text_tokens`` is the length of the longest row.
-        """
-        batch = len(ratios)
-        table = self.policy.table(batch, text_tokens)
-        found: tuple[Shape | None, float, float] = (None, 0.0, batch / table.plain)
-        fastest = (_SMALLEST_GAIN_OF_SEVERAL if batch > 1 else _SMALLEST_GAIN) * found[2]
-        for way, gains in table.gains.items():
-            rates = (batch + ratios.sum() * gains) / (table.verifying[: len(gains)] + table.drafting[way])
-            best = int(rates[1:].argmax()) + 1 if len(rates) > 1 else 0
-            if not best:
-                continue
-            rate = float(rates[best]) * (1.0 + (_CUT_GAIN / batch if way[0] == "dynamic" else 0.0))
-            if rate > fastest:
-                fastest = rate
-                found = (self.policy.shape(way, best + 1), float(gains[best]), float(rates[best]))
-        return found
 
     def _cut(self, draft: Draft, ratios: Floats, copies: Floats, rate: float, table: _Table) -> Draft:
         """The first nodes of a draft, as many as gain more tokens than their time is worth at that rate.

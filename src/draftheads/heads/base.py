@@ -151,7 +151,7 @@ class DraftHead(nn.Module, Drafter):
         self.dtype = torch.float32  # what it computes in; its parameters' when it is bound
         self.embedding_scale = config.embedding_scale if isinstance(config, EmbeddingConfig) else 1.0
         self.default_shape: Shape = Tree.chain(config.num_heads)
-        self.hidden_layers = config.hidden_layers
+        self.hidden_layers, self.max_depth = config.hidden_layers, config.num_heads
 
     draft_vocab: Tensor  # (V',) int64: target id of each draft token; only with a trimmed vocabulary
     target_embedding: Tensor  # (V, D): the target's, frozen, not saved
@@ -230,7 +230,7 @@ class DraftHead(nn.Module, Drafter):
         """A head of the same weights, whose K is ``depth``; of heads without a limit. It is no copy of the weights."""
         assert self.depth_limit is None, "its depths have weights of their own"
         deeper = copy(self)
-        deeper.config = replace(self.config, num_heads=depth)
+        deeper.config, deeper.max_depth = replace(self.config, num_heads=depth), depth
         return deeper
 
     def check_shape(self, shape: Shape) -> None:

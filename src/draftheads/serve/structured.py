@@ -25,8 +25,12 @@ def check_schema(schema: Any) -> Any:
     return schema
 
 
-class _JsonSchema(Fields, extra="ignore"):
+class _JsonSchema(Fields):
     of_answers: Annotated[dict[str, Any], AfterValidator(check_schema)] = Field(alias="schema")
+    # change no answer: schemas are always strict
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
 
 
 class ResponseFormat(Fields):

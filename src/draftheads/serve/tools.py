@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from draftheads.decode.grammar import ONE_LINE
 from draftheads.models.chat_template import render
 from draftheads.models.model import TargetModel
 from draftheads.serve.api_error import ApiError
@@ -19,7 +20,6 @@ from draftheads.utils.messages import short
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
-_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # llguidance's options
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _MAYBE_OPEN = re.compile(r"\s*(?:" + "|".join(re.escape(OPEN[:n]) for n in range(len(OPEN), -1, -1)) + r")\Z")
 
@@ -40,7 +40,7 @@ class ToolUse:
         rules = [f"start: {' | '.join(f'call{i}' for i in range(len(self.forced)))}"]
         for i, name in enumerate(self.forced):
             start = json.dumps(f'{{"name": "{name}", "arguments": ')
-            schema = {**(parameters[name] or _NOTHING), "x-guidance": _ONE_LINE}
+            schema = {**(parameters[name] or _NOTHING), "x-guidance": ONE_LINE}
             rules += [f'call{i}: {start} arguments{i} "}}"', f"arguments{i}: %json {json.dumps(schema)}"]
         return Grammar.lark("\n".join(rules))
 

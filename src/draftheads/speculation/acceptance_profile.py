@@ -23,7 +23,7 @@ from draftheads.utils.files import write_atomic
 from draftheads.utils.strict_json import checked, read_object
 
 PROFILE_FILE = "acceptance.json"
-PROFILE_VERSION = 2  # version 1 has no shallower_tokens
+PROFILE_VERSION = 2
 MAX_NODES = 64  # of a tree, root included
 DEFAULT_NODES = 10  # of the tree that a head drafts on where nothing else decides
 Kind = Literal["static", "dynamic"]  # the same tree in every step, or a tree that grows for each row and step
@@ -205,8 +205,6 @@ def read_profile(path: str | PathLike[str]) -> AcceptanceProfile:
     """
     path = Path(path)
     raw = read_object(path, newest=PROFILE_VERSION)
-    if raw["format_version"] == 1:
-        raw = {"shallower_tokens": [], **raw}
     values = checked(raw, {"format_version": int, **get_type_hints(AcceptanceProfile)}, path)
     try:
         return AcceptanceProfile(**{name: value for name, value in values.items() if name != "format_version"})

@@ -58,6 +58,8 @@ class Drafter(ABC):
     """What is drafted where no shape is given; None for a drafter that makes trees of its own."""
     most_nodes: int = 1
     """Of a tree of its own, root included."""
+    max_depth: int = 1
+    """Of trees whose shape gives no depth."""
     extra_nodes: int = 0
     """Nodes that its trees may have beyond a shape's own."""
     hidden_layers: tuple[int, ...] = ()
@@ -98,6 +100,7 @@ class WrappedDrafter(Drafter):
         self.needs_history, self.reads_whole_text = drafter.needs_history, drafter.reads_whole_text
         self.default_shape, self.hidden_layers = drafter.default_shape, drafter.hidden_layers
         self.most_nodes, self.extra_nodes = drafter.most_nodes, drafter.extra_nodes
+        self.max_depth = drafter.max_depth
 
     @property
     def bytes_per_slot(self) -> int:
