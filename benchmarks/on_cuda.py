@@ -19,13 +19,12 @@ Example::
 """
 
 import argparse
-import copy
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ from draftheads.heads import head_classes
 from draftheads.heads.base import DraftHead
 from draftheads.loading import head_engine, load_drafter, load_target
 from draftheads.models.kv_target import Target
-from draftheads.models.model import TargetModel
+from draftheads.models.model import StepMode, TargetModel
 from draftheads.models.pretrained import default_dtype
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.draft import Draft
@@ -184,9 +183,7 @@ def untrained_head(method: str, target: TargetModel) -> DraftHead:
 
 def with_graphs(model: TargetModel, *, on: bool) -> TargetModel:
     """The same model, with static steps or without."""
-    other = copy.copy(model)
-    other.set_graphs(on=on)
-    return other
+    return replace(model, step_mode=StepMode(on))
 
 
 def median_ms(action: Callable[[], object], repeats: int, device: torch.device) -> float:

@@ -1,6 +1,5 @@
 """Sampled answers of the whole decoder have the model's own distribution, whoever drafts them."""
 
-import copy
 import itertools
 from dataclasses import replace
 from typing import Any, Self
@@ -22,7 +21,7 @@ from draftheads.decode.engine import Engine
 from draftheads.drafters.copying import Copying
 from draftheads.heads import HEADS
 from draftheads.heads.base import DraftHead
-from draftheads.models.model import TargetModel
+from draftheads.models.model import StepMode, TargetModel
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.accept import accept
 from draftheads.speculation.draft import AcceptResult, Context, Draft
@@ -205,8 +204,7 @@ def test_where_nothing_is_typical_the_answer_is_plain_decodings(model: TargetMod
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_typical_answer_is_the_same_for_every_seed(model: TargetModel, copies: bool, graphs: bool) -> None:
     """Next to rows of other rules, with copies, a penalty and static steps; a drawn root differs by seed."""
-    model = copy.copy(model)
-    model.set_graphs(on=graphs)
+    model = replace(model, step_mode=StepMode(graphs=graphs))
     head = tiny_head("hydra", model)
     engine = Engine(model, Copying(head) if copies else head, shape=TREES["ragged"], max_batch_size=5)
     own = replace(SAMPLED, max_new_tokens=24, temperature=1.5, top_k=None, top_p=1.0, acceptance="typical", logprobs=0)

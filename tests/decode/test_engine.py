@@ -28,6 +28,7 @@ from draftheads.errors import (
     UnsupportedModel,
 )
 from draftheads.models.kv_target import Target
+from draftheads.models.model import StepMode
 from draftheads.speculation.draft import Context, Draft
 from draftheads.speculation.shapes import BestFirst, Shape
 from fake_progress import FakeProgress
@@ -579,6 +580,7 @@ def test_kernels_of_a_loaded_model(monkeypatch: pytest.MonkeyPatch):
 
 def test_batch_invariant_are_for_cpus(monkeypatch: pytest.MonkeyPatch):
     elsewhere = TargetModel.__new__(TargetModel)
+    elsewhere.__dict__["step_mode"] = StepMode()
     monkeypatch.setattr(TargetModel, "load", lambda *_, **__: elsewhere)
     monkeypatch.setattr(TargetModel, "device", torch.device("meta"))
     monkeypatch.setattr(TargetModel, "dtype", torch.float32)

@@ -3,8 +3,8 @@
 There need be no GPU: :class:`FakeCuda` stands for ``torch.cuda``.
 """
 
-import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -16,7 +16,7 @@ from draftheads.models import kv_cache
 from draftheads.models import kv_target as target
 from draftheads.models.graphs import Outputs, StaticOnly, StepGraphs, capture_for
 from draftheads.models.kv_target import Target, padded_nodes
-from draftheads.models.model import TargetModel
+from draftheads.models.model import StepMode, TargetModel
 from draftheads.speculation.draft import AcceptResult, Draft
 from draftheads.speculation.tree import Tree
 from fake_cuda import GPU, FakeCuda, Place
@@ -40,9 +40,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 
 def static(model: TargetModel) -> TargetModel:
-    model = copy.copy(model)
-    model.set_graphs(on=True)
-    return model
+    return replace(model, step_mode=StepMode(graphs=True))
 
 
 def inputs(tree: Tree, tokens: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
@@ -344,8 +342,7 @@ def test_the_generation_changes_when_the_buffers_move() -> None:
 def test_cuda_graphs_give_the_results_of_the_function() -> None:
     model = tiny_model("llama")
     model.model.to("cuda")
-    captured, plain = Target(static(model)), Target(copy.copy(model))
-    plain.model.set_graphs(on=False)
+    captured, plain = Target(static(model)), Target(replace(model, step_mode=StepMode(graphs=False)))
     tokens = torch.full((3, 8), 5, device="cuda")
     for each in (captured, plain):
         each.prefill(PROMPTS)
