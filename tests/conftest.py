@@ -15,6 +15,7 @@ from draftheads.checkpoints import profile_store
 from draftheads.cpu import kernel_choice
 from draftheads.decode import cost_profile as cost
 from draftheads.utils.machine import OtherPrograms
+from families import by_hand
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -74,7 +75,7 @@ def _idle_machine() -> Iterator[None]:
 def cheap_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines are loaded as if nodes cost next to nothing: on tiny models nothing else is faster than plain."""
     points = [("verify", 1, 1, 10.0), ("verify", 1, 33, 10.5), ("static", 1, 2, 0.01)]
-    monkeypatch.setattr(loading, "cost_of", lambda *_, **__: cost.by_hand(points))
+    monkeypatch.setattr(loading, "cost_of", lambda *_, **__: by_hand(points))
 
 
 @pytest.fixture(scope="module")

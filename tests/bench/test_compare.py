@@ -46,15 +46,24 @@ SETTINGS = BenchSettings(
 SAMPLED = [PROMPTS[row] for row in (0, 1, 3, 4)]
 
 
+def of_head(name: str, head: DraftHead, identity: str) -> Contender:
+    """A head whose best tree is found, and whose drawn drafts are counted."""
+    return Contender(name, head, identity, head=head, draws=True)
+
+
 @pytest.fixture(scope="module")
 def model() -> TargetModel:
     return tiny_model("llama")
 
 
 def contenders(model: TargetModel) -> list[Contender]:
-    heads = [Contender(method, tiny_head(method, model), f"{method}-1") for method in ("medusa", "hydra")]
+    heads = [of_head(method, tiny_head(method, model), f"{method}-1") for method in ("medusa", "hydra")]
     small = DraftModel(tiny_model("llama", seed=5), model)
-    return [*heads, Contender("draft-model", small, "small-1"), Contender("prompt-lookup", PromptLookup(), "lookup-1")]
+    return [
+        *heads,
+        Contender("draft-model", small, "small-1", BestFirst(SETTINGS.num_nodes), draws=True),
+        Contender("prompt-lookup", PromptLookup(), "lookup-1"),
+    ]
 
 
 def bench(
@@ -180,7 +189,7 @@ def test_a_head_drafts_on_the_tree_that_is_predicted_to_be_best(
 
     monkeypatch.setattr(Replay, "run", changed)
     head = tiny_head("hydra", model)
-    one = bench(model, tmp_path, [Contender("hydra", head, "1")])
+    one = bench(model, tmp_path, [of_head("hydra", head, "1")])
     one._prepare(one.contenders[0])
     shape = one._shapes["hydra"]
     if grows:
@@ -190,7 +199,7 @@ def test_a_head_drafts_on_the_tree_that_is_predicted_to_be_best(
         assert shape.num_nodes == 6
     again = tiny_head("hydra", model)
     monkeypatch.setattr(Replay, "run", None)
-    two = bench(model, tmp_path, [Contender("hydra", again, "1")])
+    two = bench(model, tmp_path, [of_head("hydra", again, "1")])
     two._prepare(two.contenders[0])
     assert two._shapes["hydra"] == shape, "the search is done once"
 
