@@ -14,7 +14,7 @@ from draftheads.decode import cost_profile as cost
 from draftheads.decode.engine import Engine
 from draftheads.drafters.copying import Copying
 from draftheads.speculation.tree import Tree
-from families import tiny_head, tiny_profile
+from families import by_hand, tiny_head, tiny_profile
 
 
 def test_a_bar_shows_the_parts_in_proportion():
@@ -31,7 +31,7 @@ def test_a_bar_shows_the_parts_in_proportion():
 def costly(per_node: float) -> cost.CostProfile:
     """A plain step takes 10 ms, each further node so many, a draft 1."""
     points = [("verify", 1, nodes, 10.0 + per_node * (nodes - 1)) for nodes in (1, 33)]
-    return cost.by_hand([*points, ("static", 1, 2, 1.0)])
+    return by_hand([*points, ("static", 1, 2, 1.0)])
 
 
 def told(engine: Engine, per_node: float, *, copies: bool = False, **profile: Any) -> str:
