@@ -23,7 +23,7 @@ from torch.nn import functional as F
 _MKL: Any = torch.ops.mkl
 _ONEDNN: Any = torch.ops.mkldnn
 _FBGEMM: Any = torch.ops.quantized
-MAX_TREE_ROWS = 128  # with exact bits, more rows are multiplied in pieces of this size
+MAX_TREE_ROWS = 128  # with batch invariance, more rows are multiplied in pieces of this size
 SMOOTHING = 0.7  # α; of 0.35, 0.5, 0.65 and 0.8 the last two have the least loss (LOG.md)
 _LARGEST_HALF = 65504.0
 

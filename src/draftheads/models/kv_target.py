@@ -54,7 +54,7 @@ class Target:
         self.num_heads = int(model.layer_sizes["num_attention_heads"])
         self.graphs = StepGraphs(capture_for(model.device))  # of static steps
         self.lengths: list[int] = []  # tokens of each row in the cache
-        # with exact bits, a row's bits were compared with one number of threads
+        # with batch invariance, a row's bits were compared with one number of threads
         self._threads = thread_choice() if model.device.type == "cpu" and not model.batch_invariant else None
 
     @property
