@@ -12,8 +12,7 @@ import tyro
 
 from draftheads.checkpoints import registry
 from draftheads.checkpoints.checkpoint import save_head
-from draftheads.cli.info import WORDS, run
-from draftheads.cli.options.info import InfoOptions
+from draftheads.cli.info import WORDS, InfoOptions, run
 from draftheads.errors import CheckpointCorrupt, InvalidSettings, InvalidTree, ModelNotFound
 from draftheads.heads.medusa import MedusaConfig, MedusaHead
 from draftheads.models.model import TargetModel

@@ -9,7 +9,6 @@ import tyro
 from draftheads.cli import train as train_command
 from draftheads.cli.main import main
 from draftheads.cli.options import train as command
-from draftheads.cli.options import train_joint
 from draftheads.models.model import TargetModel
 from draftheads.train.joint.options import JointOptions
 from draftheads.train.options import TrainOptions
@@ -22,7 +21,7 @@ from training_world import chat_model, counting_chats, distilled_chats, lines, t
 
 def parsed(*arguments: str, tunes_model: bool = False) -> TrainOptions | JointOptions:
     if tunes_model:
-        return tyro.cli(JointOptions, args=arguments, default=train_joint.defaults(arguments))
+        return tyro.cli(JointOptions, args=arguments, default=command.defaults(arguments, JointOptions))
     return tyro.cli(TrainOptions, args=arguments, default=command.defaults(arguments))
 
 

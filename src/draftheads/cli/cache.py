@@ -1,25 +1,37 @@
 """``draftheads cache``: shows the parts of the cache, or deletes them."""
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftheads.cli.options.cache import CacheOptions
 from draftheads.errors import InvalidSettings
 from draftheads.utils.cache import PARTS, CachePart, Contents, cache_folder, clear, contents_of
 from draftheads.utils.counts import byte_size, counted
 
 
-def run(options: CacheOptions) -> None:
-    """Shows or clears.
+@dataclass(frozen=True)
+class CacheOptions:
+    """Show what is in the cache, or clear it.
 
-    Raises:
-        InvalidSettings: no such part, or nobody to ask and no ``--yes``.
-        StorageError: a file cannot be deleted.
+    The cache has what draftheads measured and converted. Models from the Hugging Face Hub are in another cache.
     """
+
+    action: tyro.conf.Positional[Literal["show", "clear"]] = "show"
+    """What to do. show lists the parts and their sizes; clear deletes them."""
+    part: tyro.conf.Positional[str | None] = None
+    """Only this part: a name that show lists."""
+    yes: bool = False
+    """With clear: do not ask. Needed where there is no terminal."""
+
+
+def run(options: CacheOptions) -> None:
+    """Shows or clears."""
     console, cache = Console(highlight=False), cache_folder()
     parts = [part for part in PARTS if options.part in (None, part.name)]
     if not parts:

@@ -1,14 +1,26 @@
 """``draftheads completion``: a script that completes all commands and their options."""
 
-from dataclasses import MISSING, field, make_dataclass
+from dataclasses import MISSING, dataclass, field, make_dataclass
 from operator import getitem
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from draftheads.cli.help import options_of as options_in
 from draftheads.cli.main import COMMANDS, options_of
-from draftheads.cli.options.completion import CompletionOptions
+
+
+@dataclass(frozen=True)
+class CompletionOptions:
+    """Print a script that completes commands and options in your shell.
+
+    bash: draftheads completion bash > ~/.local/share/bash-completion/completions/draftheads
+    zsh: draftheads completion zsh > _draftheads, in a folder of $fpath
+    fish: draftheads completion fish > ~/.config/fish/completions/draftheads.fish
+    """
+
+    shell: tyro.conf.Positional[Literal["bash", "zsh", "fish"]]
+    """Your shell."""
 
 
 def run(options: CompletionOptions) -> None:

@@ -1,13 +1,12 @@
 """``draftheads doctor``: prints what :mod:`draftheads.cli.diagnosis` finds on this machine."""
 
 import textwrap
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from rich.console import Console
 from rich.text import Text
 
 from draftheads.cli.diagnosis import Finding, examine
-from draftheads.cli.options.doctor import DoctorOptions
 from draftheads.cli.show import check_json_path, write_json
 from draftheads.errors import MissingDependency
 from draftheads.utils.counts import counted
@@ -23,13 +22,16 @@ _NAMES = 14  # characters of the longest usual name
 _INDENT = _NAMES + 4
 
 
-def run(options: DoctorOptions) -> None:
-    """Prints each group as soon as it is found.
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Show what draftheads found on this machine, with advice: processor, kernels, packages, GPU, cache."""
 
-    Raises:
-        StorageError: the file of ``--json`` cannot be written.
-        MissingDependency: draftheads cannot work here.
-    """
+    json: str | None = None
+    """Write the findings as JSON to this file. - writes them to standard output."""
+
+
+def run(options: DoctorOptions) -> None:
+    """Prints each group as soon as it is found."""
     check_json_path(options.json)
     console = Console(highlight=False, quiet=options.json == "-")
     groups: dict[str, list[Finding]] = {}

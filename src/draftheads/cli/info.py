@@ -5,7 +5,9 @@ Reads configurations and headers only; no model is loaded.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import tyro
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Table
@@ -15,8 +17,8 @@ from draftheads.checkpoints.head_files import HeadFiles, read_head_files
 from draftheads.checkpoints.profile_store import cached_profile
 from draftheads.checkpoints.registry import DATA_PACKAGE_HEADS, DATA_PACKAGE_INSTALL, ZooHead, find_head, zoo_heads
 from draftheads.cli.options.generate import read_tree
-from draftheads.cli.options.info import InfoOptions
 from draftheads.drafters.copy_odds import DEFAULT_ODDS
+from draftheads.errors import InvalidSettings
 from draftheads.heads import head_methods
 from draftheads.models.embedded import SMOLLM2_135M
 from draftheads.speculation.acceptance_profile import DEFAULT_NODES, KINDS, AcceptanceProfile, read_profile
@@ -37,14 +39,24 @@ _KIND_WORDS = {"static": "static", "dynamic": "growing"}
 _SIZES = (2, 4, 8, 16, 32, 64)  # of the trees whose tokens per step are shown
 
 
-def run(options: InfoOptions) -> None:
-    """Prints what the options ask for.
+@dataclass(frozen=True)
+class InfoOptions:
+    """Show a draft head, the bundled heads, or a tree."""
 
-    Raises:
-        ModelNotFound: no such head.
-        CheckpointError: the head cannot be read by this version.
-        InvalidTree: not a tree, or there is no such file.
-    """
+    head: tyro.conf.Positional[str | None] = None
+    """A draft head: a name, a folder or a Hugging Face id. All installed heads when left out."""
+    model: str = "smollm2-135m"
+    """The base model of the installed head."""
+    tree: str | None = None
+    """Draw this tree instead. A JSON list of rank paths such as '[[0],[1],[0,0]]', or a file that has one."""
+
+    def __post_init__(self) -> None:
+        if self.head is not None and self.tree is not None:
+            raise InvalidSettings(f"head is {self.head!r} and tree is {self.tree!r}: give one of them")
+
+
+def run(options: InfoOptions) -> None:
+    """Prints what the options ask for."""
     console = Console()
     if options.tree is not None:
         _print_tree(console, read_tree(options.tree))

@@ -17,27 +17,27 @@ class Command(NamedTuple):
     """A command: draftheads.cli.NAME has its function ``run(options)``, which is imported only when it is called."""
 
     summary: str
-    options: str  # module and class; next to the class may be a function ``defaults(arguments)``
+    options: str  # module and class; next to it may be a function ``defaults(arguments, options=class)``
 
 
 COMMANDS = {
     "bench": Command("compare draft heads, and drafters without a head", "cli.options.bench.BenchOptions"),
-    "cache": Command("show what is in the cache, or clear it", "cli.options.cache.CacheOptions"),
+    "cache": Command("show what is in the cache, or clear it", "cli.cache.CacheOptions"),
     "chat": Command("chat with a model on the terminal", "cli.options.chat.ChatOptions"),
-    "completion": Command("print a script for shell completion", "cli.options.completion.CompletionOptions"),
+    "completion": Command("print a script for shell completion", "cli.completion.CompletionOptions"),
     "demo": Command("answer prompts with and without draft heads, and compare", "cli.options.demo.DemoOptions"),
     "distill": Command("let a model answer prompts, to get training data", "distill.options.DistillOptions"),
-    "doctor": Command("show what was found on this machine, with advice", "cli.options.doctor.DoctorOptions"),
+    "doctor": Command("show what was found on this machine, with advice", "cli.doctor.DoctorOptions"),
     "export": Command("write a head in the layout of other engines", "cli.options.export.ExportOptions"),
     "generate": Command("answer prompts", "cli.options.generate.GenerateOptions"),
-    "info": Command("describe a head, list the installed ones, or draw a tree", "cli.options.info.InfoOptions"),
+    "info": Command("describe a head, list the installed ones, or draw a tree", "cli.info.InfoOptions"),
     "merge": Command("merge a model and its adapter into one model", "train.joint.options.MergeOptions"),
     "report": Command("write the pages of a train, tune or bench folder again", "cli.options.report.ReportOptions"),
     "serve": Command("serve a model to many users, with OpenAI's HTTP interface", "cli.options.serve.ServeOptions"),
     "show-batch": Command("show which tokens of a batch are learned", "cli.options.show_batch.ShowBatchOptions"),
     "train": Command("train draft heads for a model", "cli.options.train.TrainOptions"),
     "tune": Command("measure a head's acceptance profile on your prompts", "cli.options.tune.TuneOptions"),
-    "train-joint": Command("tune a model and its draft heads together", "cli.options.train_joint.JointOptions"),
+    "train-joint": Command("tune a model and its draft heads together", "cli.options.train.JointOptions"),
 }
 
 
@@ -155,7 +155,8 @@ def options_of(name: str) -> tuple[type, Callable[[Sequence[str]], Any] | None]:
     """The class of a command's options, and the function that gives their defaults, if it has one."""
     module_name, _, class_name = COMMANDS[name].options.rpartition(".")
     module: Any = importlib.import_module(f"draftheads.{module_name}")
-    return getattr(module, class_name), getattr(module, "defaults", None)
+    kind = getattr(module, class_name)
+    return kind, partial(module.defaults, options=kind) if hasattr(module, "defaults") else None
 
 
 def _usage() -> str:

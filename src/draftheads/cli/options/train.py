@@ -1,10 +1,11 @@
-"""Options of ``draftheads train``: :mod:`draftheads.train.options`, with defaults that depend on other options."""
+"""Options of ``train`` and ``train-joint``, which are in :mod:`draftheads.train`; here are their defaults."""
 
 import argparse
 from collections.abc import Sequence
 
 import tyro
 
+from draftheads.train.joint.options import JointOptions
 from draftheads.train.options import RunOptions, TrainOptions
 from draftheads.train.recipes import defaults_from
 
@@ -28,6 +29,6 @@ def defaults(arguments: Sequence[str], options: type[RunOptions] = TrainOptions)
     parser.add_argument("--resume", action="store_true")
     given = parser.parse_known_args(arguments)[0]
     model = given.model or options.model
-    settings = defaults_from({**vars(given), "model": model}, tunes_model=options is not TrainOptions)
-    required = {} if options is not TrainOptions else {"method": tyro.MISSING}
+    settings = defaults_from({**vars(given), "model": model}, tunes_model=options is JointOptions)
+    required = {} if options is JointOptions else {"method": tyro.MISSING}
     return options.of(**{"out": tyro.MISSING, **required, **settings})
