@@ -75,7 +75,7 @@ def test_fresh_ignores_what_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
         ("./model --heads ./hydra ./hydra", "each must have a name of its own"),
         ("./model --heads nowhere", "no head 'nowhere'"),
         ("./no-model --heads ./hydra nowhere", "./no-model (did you mean ./model?) is not a folder here"),
-        ("./model --heads ./hydra --out four.jsonl", "four.jsonl: File exists; choose another"),
+        ("./model --heads ./hydra --out four.jsonl", "four.jsonl is not a folder; choose another one"),
     ],
 )
 def test_impossible_comparisons_are_refused_before_the_model_is_loaded(

@@ -1,7 +1,6 @@
 """``draftheads bench``: draft heads, and drafters without a head, side by side with one engine."""
 
 import json
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from draftheads.cli.report import write_pages
 from draftheads.cli.show import check_json_path, quiet_transformers, write_json
 from draftheads.cli.show_comparison import print_table
 from draftheads.data.records import own_prompts, prompts_in
-from draftheads.errors import InvalidSettings, StorageError
-from draftheads.utils.files import user_path, write_atomic
+from draftheads.errors import InvalidSettings
+from draftheads.utils.files import check_writable, write_atomic
 
 
 def run(options: BenchOptions) -> None:
@@ -30,9 +29,7 @@ def run(options: BenchOptions) -> None:
         raise InvalidSettings(f"--limit is {options.limit}; it must be at least {MIN_PROMPTS}")
     check_json_path(options.json)
     prompts = prompts_in(options.prompts or own_prompts("demo"))
-    out = user_path(options.out) if options.out else None
-    if out is not None:
-        _make(out)
+    out = None if options.out is None else check_writable(options.out / "bench.json").parent
     with ProgressDisplay(console) as progress:
         comparison = compare_heads(
             options.model,
@@ -50,20 +47,6 @@ def run(options: BenchOptions) -> None:
     if out is not None:
         _write(console, out, record, comparison.rows, options.settings)
     write_json(options.json, record)
-
-
-def _make(out: Path) -> None:
-    """Makes the folder, before the long work.
-
-    Raises:
-        StorageError: the folder cannot be made, or not written to.
-    """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise StorageError(f"cannot write to {out}: {error.strerror}; choose another --out") from None
 
 
 def _write(console: Console, out: Path, record: dict[str, Any], rows: Sequence[Row], settings: BenchSettings) -> None:

@@ -9,11 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from draftheads.cli.chat_history import Conversation
 from draftheads.cli.generate import load_engine, no_draft_sentence
 from draftheads.cli.options.chat import ChatOptions
 from draftheads.cli.progress_display import ProgressDisplay, error_console
@@ -21,13 +22,13 @@ from draftheads.cli.show import DRAFTED, quiet_transformers, show_stream, speed_
 from draftheads.data.corpus_files import load_corpus
 from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.engine import Engine
-from draftheads.decode.request import Request, StreamEvent
 from draftheads.decode.waiting import Lane
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings, no_such
 from draftheads.loading import UNTRAINED, engine_on, find_template, name_of
 from draftheads.settings import SamplingSettings
 from draftheads.utils.counts import counted
 from draftheads.utils.files import check_writable, write_atomic
+from draftheads.utils.messages import Message
 
 NO_HEAD = "none"  # in place of a head's name
 _CHUNK_TOKENS = 8192  # of a prompt that are read between two looks at the keyboard
@@ -76,6 +77,57 @@ def _piped_lines() -> Iterator[str]:
         raise InvalidPrompt(f"standard input is not text: {error}") from None
 
 
+@dataclass
+class Conversation:
+    """What the user and the model wrote, in turns.
+
+    >>> chat = Conversation(system="Be brief.")
+    >>> chat.ask("Why is the sky blue?")
+    >>> chat.answer("Because of", finished=False)
+    >>> [message["role"] for message in chat.messages]
+    ['system', 'user', 'assistant']
+    >>> chat.take_back()
+    'Why is the sky blue?'
+    >>> chat.turns
+    []
+    """
+
+    system: str = ""  # the system prompt; empty: none
+    turns: list[Message] = field(default_factory=list)  # of the user and the assistant
+    finished: bool = True  # False if the last answer was cut off
+
+    @property
+    def messages(self) -> list[Message]:
+        """The system prompt, if there is one, and all turns."""
+        return [{"role": "system", "content": self.system}] * bool(self.system) + self.turns
+
+    def copy(self) -> "Conversation":
+        """The same, to go on with."""
+        return replace(self, turns=list(self.turns))
+
+    def ask(self, text: str) -> None:
+        """Adds what the user wrote."""
+        self.turns.append({"role": "user", "content": text})
+
+    def answer(self, text: str, *, finished: bool) -> None:
+        """Adds what the model wrote; ``finished`` is False if it was cut off."""
+        self.turns.append({"role": "assistant", "content": text})
+        self.finished = finished
+
+    def take_back(self) -> str | None:
+        """Removes the last question and its answer, if there is one; returns the question, None if there is none."""
+        while self.turns:
+            message = self.turns.pop()
+            if message["role"] == "user":
+                self.finished = True
+                return message["content"]
+        return None
+
+    def record(self) -> dict[str, Any]:
+        """The chat as one line of a chat file; see :mod:`draftheads.data.records`."""
+        return {"messages": self.messages} | ({} if self.finished else {"finished": False})
+
+
 class Chat:
     """A conversation and the engine that goes on with it.
 
@@ -122,9 +174,7 @@ class Chat:
     def take(self, line: str) -> bool:
         """Runs a command or answers a message; returns whether the chat goes on.
 
-        Raises:
-            DraftHeadsError: it cannot; on a terminal the error is printed, and the chat goes on.
-            KeyboardInterrupt: Ctrl-C, where no person types.
+        On a terminal, errors are printed and Ctrl-C stops the answer; elsewhere both are raised.
         """
         # a path, as in "/etc/fstab is gone", is no command
         command = re.fullmatch(r"/(\w*)(?:\s+(.*?))?\s*", line, re.DOTALL)
@@ -150,6 +200,8 @@ class Chat:
     def _run(self, name: str, argument: str) -> None:
         if name not in self._commands:
             raise no_such("command", f"/{name}", [word.split()[0] for word in HELP], other_names={})
+        if argument and f"/{name}" in HELP:
+            raise InvalidSettings(f"/{name} takes nothing after it, and {argument!r} was given")
         self._commands[name](argument)
 
     def _answer(self, conversation: Conversation) -> None:
@@ -158,13 +210,9 @@ class Chat:
         request = engine.request(conversation.messages, SamplingSettings(**vars(self._options.settings)))
         start = time.perf_counter()
         try:
-            show_stream(
-                self._events(request),
-                request,
-                engine.model.tokenizer,
-                self._console,
-                colour=not self._options.plain_text,
-            )
+            self._core.add(request, Lane(self._name))
+            events, colour = engine.events(self._core), not self._options.plain_text
+            show_stream(events, request, engine.model.tokenizer, self._console, colour=colour)
         except KeyboardInterrupt:
             self._core.clear()
             if not self.is_terminal or not request.text:
@@ -175,18 +223,13 @@ class Chat:
         self._note(speed_words(request, time.perf_counter() - start))
 
     @property
-    def _engine(self) -> Engine:
-        """The one that answers."""
-        return self._core.engines[self._name]
-
-    @property
     def _name(self) -> str:
+        """Of the engine that answers."""
         return "plain" if self._is_plain or self._head is None else "drafting"
 
-    def _events(self, request: Request) -> Iterator[StreamEvent]:
-        """Decodes a request."""
-        self._core.add(request, Lane(self._name))
-        yield from self._engine.events(self._core)
+    @property
+    def _engine(self) -> Engine:
+        return self._core.engines[self._name]
 
     def _change_head(self, name: str) -> None:
         if not name:
@@ -222,15 +265,13 @@ class Chat:
         self._is_plain = False
         self._note(self._mode())
 
-    def _switch(self, argument: str) -> None:
-        _refuse(argument, "/plain")
+    def _switch(self, _: str) -> None:
         if self._head is None:
             raise InvalidSettings("nothing drafts: /head NAME loads a draft head")
         self._is_plain = not self._is_plain
         self._note(self._mode())
 
-    def _retry(self, argument: str) -> None:
-        _refuse(argument, "/retry")
+    def _retry(self, _: str) -> None:
         conversation = self.conversation.copy()
         question = conversation.take_back()
         if question is None:
@@ -242,8 +283,7 @@ class Chat:
         self.conversation.system = text
         self._note("system prompt set" if text else "no system prompt")
 
-    def _clear(self, argument: str) -> None:
-        _refuse(argument, "/clear")
+    def _clear(self, _: str) -> None:
         self.conversation = Conversation(self.conversation.system)
         self._note("conversation cleared")
 
@@ -257,8 +297,7 @@ class Chat:
         write_atomic(path, f"{line}\n".encode())
         self._note(f"saved {counted(len(self.conversation.messages), 'message')} to {path}")
 
-    def _show_help(self, argument: str) -> None:
-        _refuse(argument, "/help")
+    def _show_help(self, _: str) -> None:
         self._note("\n".join(f"{words:<14} {text}" for words, text in HELP.items()))
         if self.is_terminal:
             self._note("Ctrl-C stops an answer, Ctrl-D ends the chat.")
@@ -270,9 +309,3 @@ class Chat:
 
     def _note(self, text: str | Text) -> None:
         self._notes.print(text, soft_wrap=True, markup=False)
-
-
-def _refuse(argument: str, command: str) -> None:
-    """Raises where a command that takes nothing is given something."""
-    if argument:
-        raise InvalidSettings(f"{command} takes nothing after it, and {argument!r} was given")

@@ -4,8 +4,8 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -26,12 +26,9 @@ from draftheads.utils.files import check_writable, write_atomic
 from draftheads.utils.progress import Progress
 
 
-@dataclass(frozen=True)
-class _Question:
-    """A prompt, and what its line of the file says of it."""
-
+class _Question(NamedTuple):
     prompt: Prompt
-    labels: Mapping[str, Any] = field(default_factory=dict)
+    labels: Mapping[str, Any] = MappingProxyType({})  # what its line of the file says of it
 
 
 def run(options: GenerateOptions) -> None:
@@ -51,7 +48,13 @@ def run(options: GenerateOptions) -> None:
         results = [request.result()]
         print_logprobs(results[0], engine.model.tokenizer, console)
     else:
-        results = _answered(engine, requests)
+        with ProgressDisplay(error_console(), transient=True) as progress:
+            progress.stage("answering")
+            done = 0
+            for event in engine.run(requests):
+                done += event.finish_reason is not None
+                progress.progress(done, len(requests))
+        results = [request.result() for request in requests]
         _give(engine, questions, results, options, console)
     _print_count(results, time.perf_counter() - start)
     if sys.stderr.isatty() and (sentence := no_draft_sentence(engine, options)):
@@ -89,17 +92,6 @@ def _questions(options: GenerateOptions) -> list[_Question]:
     if not questions:
         raise InvalidPrompt("nothing to answer: give a prompt, --prompts FILE, or text on standard input")
     return questions
-
-
-def _answered(engine: Engine, requests: Sequence[Any]) -> list[GenerationResult]:
-    """All answers, with a bar on a terminal."""
-    with ProgressDisplay(error_console(), transient=True) as progress:
-        progress.stage("answering")
-        done = 0
-        for event in engine.run(requests):
-            done += event.finish_reason is not None
-            progress.progress(done, len(requests))
-    return [request.result() for request in requests]
 
 
 def _give(

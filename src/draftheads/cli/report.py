@@ -10,11 +10,7 @@ from draftheads.reports.write import PageKind, write_report
 
 
 def run(options: ReportOptions) -> None:
-    """Writes the pages and prints their paths.
-
-    Raises:
-        DataError: the folder holds no record of finished work, or a damaged one.
-    """
+    """Writes the pages and prints their paths."""
     for page in write_report(options.folder):
         print(page)
 

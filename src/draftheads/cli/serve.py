@@ -6,11 +6,6 @@ from draftheads.serve.listening import listen
 
 
 def run(options: ServeOptions) -> None:
-    """Serves until a signal comes.
-
-    Raises:
-        InvalidSettings: the port is taken.
-        MissingDependency: the web server is not installed.
-    """
+    """Serves until a signal comes."""
     with listen(options.host, options.port) as listening:
         import_quickly("serving").run(options, listening)

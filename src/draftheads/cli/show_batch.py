@@ -34,15 +34,7 @@ _LEARNED, _SPECIAL = "⟦⟧", "‹›"  # without colours
 
 
 def run(options: ShowBatchOptions) -> None:
-    """Prints the batch, and writes the page if ``--html`` is given.
-
-    Raises:
-        ModelNotFound, UnsupportedModel: the model cannot be loaded.
-        DataError: the data cannot be trained on, or the chat template hides or changes chats.
-        InvalidSettings: a run with these settings has no such batch.
-        StorageError: the page cannot be written.
-        MissingDependency: the page needs jinja2, which is not installed.
-    """
+    """Prints the batch, and writes the page if ``--html`` is given."""
     quiet_transformers()
     model = load_tokenizer(options.model, chat_template=read_template(options.chat_template))
     batch = planned_batch(model, options)

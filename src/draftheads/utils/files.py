@@ -27,7 +27,6 @@ _STORAGE_ERRNOS = frozenset(  # errors of the place, not of the program
 _NO_SPACE_TEXT = f"(os error {errno.ENOSPC})"  # the text of Rust libraries: safetensors, tokenizers
 _FULL_DISK_BYTES = 1 << 20  # if a save fails with less free space, the disk is full
 _TEMPORARY_SUFFIX = ".tmp"
-_REPLACED_SUFFIX = ".old"
 
 
 def user_path(path: str | os.PathLike[str]) -> Path:
@@ -51,16 +50,16 @@ def check_writable(path: str | os.PathLike[str]) -> Path:
     """
     target = user_path(path)
     folder = next(parent for parent in target.absolute().parents if parent.exists())
-    problem = (
-        "it is a folder; add the name of a file"
-        if target.is_dir()
-        else f"{folder} is not a folder"
-        if not folder.is_dir()
-        else _why_not_writable(folder)
-    )
-    if problem is not None:
-        raise StorageError(f"cannot save {target}: {problem}")
-    return target
+    if target.is_dir():
+        raise StorageError(f"cannot save {target}: it is a folder; add the name of a file")
+    if not folder.is_dir():
+        raise StorageError(f"cannot save {target}: {folder} is not a folder; choose another one")
+    try:
+        with tempfile.TemporaryFile(dir=folder):  # permission bits are not the whole truth: the disk may be full
+            return target
+    except OSError as error:
+        problem = f"cannot write into {folder}: {error.strerror}; choose another folder"
+        raise StorageError(f"cannot save {target}: {problem}") from None
 
 
 def write_atomic(path: str | os.PathLike[str], content: bytes | Callable[[BinaryIO], object]) -> None:
@@ -199,15 +198,6 @@ def remove_leftovers(path: str | os.PathLike[str]) -> None:
         _remove(leftover)
 
 
-def _why_not_writable(folder: Path) -> str | None:
-    """The reason why no file can be made in a folder. Permission bits are not the whole truth: the disk may be full."""
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return None
-    except OSError as error:
-        return f"cannot write into {folder}: {error.strerror}; choose another folder"
-
-
 def _new_file(path: Path) -> BinaryIO:
     """An open file; its folder is made, and made again if `draftheads cache clear` deletes it meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -243,14 +233,11 @@ def _storage_reason(error: BaseException, target: Path) -> str | None:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     is_no_space = isinstance(error, OSError) and error.errno == errno.ENOSPC
     # torch.save does not mention the disk ("unexpected pos 576 vs 534"), so check the disk itself
-    if is_no_space or _NO_SPACE_TEXT in str(error) or _is_full(target):
+    folder = next((parent for parent in target.parents if parent.is_dir()), None)
+    is_full = folder is not None and shutil.disk_usage(folder).free < _FULL_DISK_BYTES
+    if is_no_space or is_full or _NO_SPACE_TEXT in str(error):
         return "no space left on the disk; free some or choose another folder"
     return None
-
-
-def _is_full(target: Path) -> bool:
-    folder = next((parent for parent in target.parents if parent.is_dir()), None)
-    return folder is not None and shutil.disk_usage(folder).free < _FULL_DISK_BYTES
 
 
 def _settle(directory: Path) -> None:
@@ -264,7 +251,7 @@ def _settle(directory: Path) -> None:
 
 
 def _move_into_place(temporary: Path, target: Path) -> None:
-    replaced = _sibling(target, _REPLACED_SUFFIX) if target.exists() else None
+    replaced = _sibling(target, ".old") if target.exists() else None
     if replaced is not None:
         target.rename(replaced)
     try:
