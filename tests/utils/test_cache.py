@@ -16,7 +16,7 @@ from draftheads.errors import InvalidSettings, StorageError
 from draftheads.models.embedded import SMOLLM2_135M, place_in_cache
 from draftheads.utils.cache import PARTS, CachePart, cache_folder, clear, contents_of
 from draftheads.utils.files import locked
-from draftheads.utils.saved import identity_digest
+from draftheads.utils.identity import identity_digest
 
 PART = {part.name: part for part in PARTS}
 FILES = {

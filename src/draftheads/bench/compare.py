@@ -40,9 +40,9 @@ from draftheads.utils.cache import cache_folder
 from draftheads.utils.counts import counted
 from draftheads.utils.estimates import ratio_with_error
 from draftheads.utils.files import locked
+from draftheads.utils.identity import identity_digest, saved_json
 from draftheads.utils.progress import Progress, counted_stage, shown
 from draftheads.utils.provenance import provenance
-from draftheads.utils.saved import identity_digest, saved_json
 
 MIN_PROMPTS = 3  # for a standard error
 _SEED = 1 << 30  # of the first sampled answer

@@ -24,7 +24,7 @@ from draftheads.models.model import TargetModel
 from draftheads.settings import Precision
 from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import BestFirst, BestPaths, Shape
-from draftheads.utils.saved import identity_digest
+from draftheads.utils.identity import identity_digest
 
 DRAFT_MODEL = "draft-model"
 # drafters without a head whose trees have at most so many nodes

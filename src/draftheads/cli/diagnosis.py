@@ -27,7 +27,7 @@ from draftheads.utils.cache import PARTS, cache_folder, contents_of
 from draftheads.utils.counts import byte_size, counted
 from draftheads.utils.files import check_writable
 from draftheads.utils.machine import IDLE_CORES, OtherPrograms, find_cores, find_memory, has_nvidia_driver
-from draftheads.utils.provenance import processor, provenance
+from draftheads.utils.provenance import installed_version, processor, provenance
 
 Level = Literal["ok", "optional", "advice", "unusable"]
 
@@ -156,30 +156,18 @@ def find_packages() -> list[Finding]:
         findings.append(_finding("installation", "none of draftheads, so versions are not compared", advice))
         requirements = [Requirement(name) for name in _LARGE]
     large = [_imported(package) for package in requirements if package.name in _LARGE]
-    if all(finding.level != "unusable" for finding in large):
-        findings.append(_code())
+    if all(finding.level != "unusable" for finding in large):  # provenance() imports torch
+        code = provenance()
+        text = str(code["draftheads"] or "of an unknown version")
+        if code["git_commit"]:
+            text += f", commit {str(code['git_commit'])[:10]}{' with changes' if code['git_dirty'] else ''}"
+        findings.append(Finding("draftheads", text, facts=code))
     others = [package for package in requirements if package.marker is None and package.name not in _LARGE]
     findings += [*large, _group("others", "all commands", others, "draftheads", "unusable")]
     for extra, purpose in EXTRAS.items():
         packages = [each for each in requirements if each.marker is not None and each.marker.evaluate({"extra": extra})]
         findings.append(_group(f"[{extra}]", purpose, packages, f"draftheads[{extra}]", "optional"))
     return [finding for finding in findings if finding.text]
-
-
-def _code() -> Finding:
-    """The version and commit of this package."""
-    code = provenance()
-    text = str(code["draftheads"] or "of an unknown version")
-    if code["git_commit"]:
-        text += f", commit {str(code['git_commit'])[:10]}{' with changes' if code['git_dirty'] else ''}"
-    return Finding("draftheads", text, facts=code)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _problem(package: Requirement, version: str | None) -> str:
@@ -195,7 +183,7 @@ def _problem(package: Requirement, version: str | None) -> str:
 
 def _imported(package: Requirement) -> Finding:
     """A large package: it must be possible to import it."""
-    name, version, pip_name = package.name, _version(package.name), f"'{package.name}{package.specifier}'"
+    name, version, pip_name = package.name, installed_version(package.name), f"'{package.name}{package.specifier}'"
     if version is None:
         return Finding(name, "not installed", f"pip install {pip_name}", "unusable")
     try:
@@ -215,7 +203,7 @@ def _imported(package: Requirement) -> Finding:
 
 def _group(name: str, purpose: str, packages: list[Requirement], pip_name: str, level_if_missing: Level) -> Finding:
     """Packages that are installed by the same command; no text if there are none."""
-    versions: dict[str, Any] = {package.name: _version(package.name) for package in packages}
+    versions: dict[str, Any] = {package.name: installed_version(package.name) for package in packages}
     problems = {package.name: _problem(package, versions[package.name]) for package in packages}
     if problems := {name: problem for name, problem in problems.items() if problem}:
         text = f"for {purpose}: {', '.join(map(' '.join, problems.items()))}"
@@ -337,14 +325,14 @@ def _default_model(downloaded: Iterable[str], *, is_offline: bool) -> Finding:
         is_converted = place_in_cache(model).is_dir()
     except DraftHeadsError:
         is_converted = False
-    package = _version(model.distribution) if find_gguf(model) is not None else None
+    package = installed_version(model.distribution) if find_gguf(model) is not None else None
     advice: str = ""
     level: Level = "advice"
     if is_converted:
         text = "in the cache, converted from its package"
     elif package is not None:
         text = f"in its package {model.distribution} {package}; converted at the first use"
-        if _version("gguf") is None:
+        if installed_version("gguf") is None:
             text = f"in its package {model.distribution}, but gguf is missing, which converts it"
             advice = "pip install 'draftheads[demo]'"
     elif model.hub_id in downloaded:
@@ -362,7 +350,7 @@ def _heads() -> Iterator[Finding]:
         heads.setdefault(head.base_name, []).append(head.method)
     text = "; ".join(f"{', '.join(methods)} for {base}" for base, methods in heads.items())
     yield _finding("heads", text or "none", "" if heads else "reinstall draftheads: its wheel has two", installed=heads)
-    version = _version(DATA_PACKAGE)
+    version = installed_version(DATA_PACKAGE)
     if version is not None:
         yield Finding(DATA_PACKAGE, version)
     elif missing := set(DATA_PACKAGE_HEADS).difference(heads.get(SMOLLM2_135M.name, [])):

@@ -15,6 +15,7 @@ from typing import NamedTuple, Self
 from draftheads.errors import InvalidSettings, StorageError
 from draftheads.utils.files import locked, user_path
 
+_DEFAULT_MODEL = "smollm2-135m"
 _FIX = "set DRAFTHEADS_CACHE to a folder of its own"
 _WRITING_SECONDS = 3600.0  # an incomplete file that is younger may be written at this moment
 
@@ -58,7 +59,6 @@ class CachePart:
     what: str
     loss: str  # what happens after it is deleted
     entries: str  # a regular expression for the names of its files and folders
-    folder: str  # that has them; "" for the cache itself
 
     def is_own(self, name: str) -> bool:
         """Whether a file or folder of that name belongs to the part, also if it is not complete.
@@ -72,11 +72,7 @@ class CachePart:
         return re.fullmatch(rf"{self.entries}|\.{self.entries}\.[0-9a-f]{{8}}\.(tmp|old)", name) is not None
 
     def paths(self, cache: Path) -> list[Path]:
-        """Its files and folders, except those that may be written at this moment.
-
-        Raises:
-            StorageError: the folder cannot be read.
-        """
+        """Its files and folders, except those that may be written at this moment."""
         folder = cache / self.folder
         try:
             return sorted(path for path in folder.iterdir() if self.is_own(path.name) and not _is_being_written(path))
@@ -85,45 +81,41 @@ class CachePart:
         except OSError as error:
             raise StorageError(f"cannot read {folder}: {error.strerror}; {_FIX}") from error
 
+    @property
+    def folder(self) -> str:
+        """That has its files and folders; "" for the cache itself."""
+        return "" if self.name == _DEFAULT_MODEL else self.name
 
-_DIGEST = r"[0-9a-f]{16}"
-_LONG_DIGEST = r"[0-9a-f]{24}"
-PARTS = tuple(
-    CachePart(name, what, loss, entries, "" if name == "smollm2-135m" else name)
-    for name, what, loss, entries in [
-        (
-            "smollm2-135m",
-            "the default model, converted from its package",
-            "converted again, or downloaded",
-            r"smollm2-135m-v\d+",
-        ),
-        (
-            "kernels",
-            "the fastest CPU kernels of each model",
-            "measured again in 3 s for each model",
-            rf"{_LONG_DIGEST}\.json",
-        ),
-        (
-            "costs",
-            "milliseconds of steps, by model and head",
-            "measured again in 5 s for each head",
-            rf"{_LONG_DIGEST}\.json",
-        ),
-        (
-            "profiles",
-            "acceptance profiles by `draftheads tune`",
-            "lost: heads use their own until you tune again",
-            rf"[\w.+-]+-{_DIGEST}",
-        ),
-        ("corpora", "the sorted texts of --corpus", "sorted again by the next command with --corpus", _LONG_DIGEST),
-        (
-            "answers",
-            "prompts of `draftheads tune`, with answers",
-            "answered again by the next `draftheads tune`",
-            _DIGEST,
-        ),
-        ("bench", "results from which `draftheads bench` continues", "measured again; files in --out stay", _DIGEST),
-    ]
+
+_DIGEST, _LONG_DIGEST = r"[0-9a-f]{16}", r"[0-9a-f]{24}"
+_MEASURED = rf"{_LONG_DIGEST}\.json"
+PARTS = (
+    CachePart(
+        _DEFAULT_MODEL,
+        "the default model, converted from its package",
+        "converted again, or downloaded",
+        rf"{_DEFAULT_MODEL}-v\d+",
+    ),
+    CachePart("kernels", "the fastest CPU kernels of each model", "measured again in 3 s for each model", _MEASURED),
+    CachePart("costs", "milliseconds of steps, by model and head", "measured again in 5 s for each head", _MEASURED),
+    CachePart(
+        "profiles",
+        "acceptance profiles by `draftheads tune`",
+        "lost: heads use their own until you tune again",
+        rf"[\w.+-]+-{_DIGEST}",
+    ),
+    CachePart(
+        "corpora", "the sorted texts of --corpus", "sorted again by the next command with --corpus", _LONG_DIGEST
+    ),
+    CachePart(
+        "answers", "prompts of `draftheads tune`, with answers", "answered again by the next `draftheads tune`", _DIGEST
+    ),
+    CachePart(
+        "bench",
+        "results from which `draftheads bench` continues",
+        "measured again; files in --out stay",
+        _DIGEST,
+    ),
 )
 
 
@@ -133,12 +125,9 @@ def contents_of(part: CachePart, cache: Path) -> Contents:
 
 
 def clear(part: CachePart, cache: Path) -> tuple[Contents, list[Path]]:
-    """Deletes the files of a part, except those that another process holds a lock on or is writing.
+    """What was deleted of a part, and the folders that stay because another process holds a lock on them.
 
     A link is deleted, and not what it points to.
-
-    Returns:
-        What was deleted, and the folders that another process uses.
 
     Raises:
         StorageError: a file cannot be deleted.

@@ -16,38 +16,32 @@ _GIT_TIMEOUT_SECONDS = 5.0
 
 
 def provenance(argv: Sequence[str] | None = None) -> dict[str, str | int | bool | None]:
-    """The facts that are needed to make an artefact again; plain JSON values.
+    """The facts that are needed to make an artefact again, as plain JSON values; ``argv`` is the command.
 
-    Args:
-        argv: the command with its arguments; this process's own when left out.
-
-    Returns:
-        ``command`` (program without its folder), ``time`` (UTC, ISO 8601), ``git_commit`` and ``git_dirty``
-        (of this package's own source; None where it is not run from a checkout), ``draftheads``, ``python``,
-        ``torch`` and ``transformers`` (versions), ``platform``, ``processor``, ``device``, and
-        ``threads`` (that torch uses within one operation).
+    ``git_commit`` and ``git_dirty`` are of this package's own source; None where it is not run from a checkout.
     """
     import torch  # noqa: PLC0415 - slow, and `--help` does not need it
 
     command = list(sys.argv if argv is None else argv)
     commit, dirty = _git_state(Path(__file__).resolve())
     return {
-        "command": shlex.join([Path(part).name if i == 0 else part for i, part in enumerate(command)]),
+        "command": shlex.join([*(Path(program).name for program in command[:1]), *command[1:]]),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "git_commit": commit,
         "git_dirty": dirty,
-        "draftheads": _version("draftheads"),
+        "draftheads": installed_version("draftheads"),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "transformers": _version("transformers"),
+        "transformers": installed_version("transformers"),
         "platform": platform.platform(),
         "processor": processor(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "threads": torch.get_num_threads(),
+        "threads": torch.get_num_threads(),  # within one operation
     }
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """The version of a package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
