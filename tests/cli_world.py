@@ -58,6 +58,13 @@ def run_process(arguments: list[str], folder: Path, **options: Any) -> subproces
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False, **options)
 
 
+def slow_imports(code: str, *more: str) -> str:
+    """Runs code after ``from draftheads.cli.main import main``; what it prints, and which slow packages it imports."""
+    slow = {"numpy", "torch", "transformers", *more}
+    lines = ["import sys", "from draftheads.cli.main import main", code, f"print(sorted({slow} & set(sys.modules)))"]
+    return subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True).stdout
+
+
 def run_on_terminal(arguments: list[str], folder: Path) -> tuple[str, str]:
     """What the command writes to standard output and error where both are terminals, without colours and bars."""
     command = [sys.executable, "-m", "draftheads", *arguments]

@@ -1,5 +1,4 @@
 import pickle
-import re
 
 import pytest
 
@@ -7,23 +6,6 @@ from draftheads import errors
 from draftheads.errors import DataError, DraftHeadsError, MissingDependency
 
 CLASSES = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, DraftHeadsError)]
-
-
-def _drawn_parents() -> dict[str, str]:
-    """Child to parent, read from the tree in the module's docstring."""
-    path: list[str] = []
-    parents: dict[str, str] = {}
-    for line in str(errors.__doc__).splitlines():
-        found = re.match(r"    ([│├└─ ]*)([A-Z]\w+)", line)
-        if found:
-            depth = len(found[1]) // 4
-            path[depth:] = [found[2]]
-            parents[found[2]] = path[depth - 1] if depth else "Exception"
-    return parents
-
-
-def test_the_tree_in_the_docstring_has_all_errors() -> None:
-    assert {cls.__name__: cls.__base__.__name__ for cls in CLASSES if cls.__base__} == _drawn_parents()
 
 
 @pytest.mark.parametrize(

@@ -115,33 +115,17 @@ def test_it_predicts_the_same(family: str, changes: dict[str, Any], options: dic
             known = torch.cat([known, state[None]])
 
 
-def test_names_and_shapes_are_the_published_ones() -> None:
+def test_types_and_settings_are_the_published_ones() -> None:
+    """Names and shapes are those of :class:`Published`."""
     target = tiny_model("llama", **DEEP)
     config, tensors = eagle3_layout(eagle3(target), target)
-    size, inner, queries, keys = 32, config["intermediate_size"], 32, 32 * config["num_key_value_heads"] // 4
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
-        "fc.weight": (size, 3 * size),
-        "midlayer.input_layernorm.weight": (size,),
-        "midlayer.hidden_norm.weight": (size,),
-        "midlayer.self_attn.q_proj.weight": (queries, 2 * size),
-        "midlayer.self_attn.k_proj.weight": (keys, 2 * size),
-        "midlayer.self_attn.v_proj.weight": (keys, 2 * size),
-        "midlayer.self_attn.o_proj.weight": (size, queries),
-        "midlayer.post_attention_layernorm.weight": (size,),
-        "midlayer.mlp.gate_proj.weight": (inner, size),
-        "midlayer.mlp.up_proj.weight": (inner, size),
-        "midlayer.mlp.down_proj.weight": (size, inner),
-        "norm.weight": (size,),
-        "lm_head.weight": (len(PLACES), size),
-        "d2t": (len(PLACES),),
-        "t2d": (VOCAB,),
-    }
+    assert (tensors["d2t"].shape, tensors["t2d"].shape) == ((len(PLACES),), (VOCAB,))
     assert tensors["d2t"].tolist()[:4] == [4, 8, 0, 17]  # 4 - 0, 9 - 1, 2 - 2, 20 - 3
     assert (tensors["d2t"].dtype, tensors["t2d"].dtype) == (torch.int64, torch.bool)
     assert {tensor.dtype for name, tensor in tensors.items() if name not in ("d2t", "t2d")} == {torch.bfloat16}
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert (config["vocab_size"], config["draft_vocab_size"]) == (VOCAB, len(PLACES))
-    assert config["hidden_size"] == config["target_hidden_size"] == size
+    assert config["hidden_size"] == config["target_hidden_size"] == 32
     assert (config["norm_before_residual"], config["tie_word_embeddings"]) == (False, False)
 
 

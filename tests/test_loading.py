@@ -16,11 +16,7 @@ from draftheads.cli.main import main
 from draftheads.decode.cost_profile import CostProfile
 from draftheads.decode.engine import Engine
 from draftheads.decode.size_policy import SizePolicySession
-from draftheads.errors import (
-    CheckpointCorrupt,
-    InvalidSettings,
-    ModelNotFound,
-)
+from draftheads.errors import CheckpointCorrupt, InvalidSettings
 from draftheads.loading import find_template, load_target
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.speculation.shapes import BestFirst
@@ -139,17 +135,6 @@ def test_a_profile_that_does_not_fit_is_named(world: Path, tmp_path: Path) -> No
     with pytest.raises(CheckpointCorrupt, match="temperatures has 2 numbers but the head has 3 heads") as caught:
         load(world, profile=tmp_path)
     assert str(tmp_path) in str(caught.value)
-
-
-def test_arguments_that_contradict_each_other(world: Path) -> None:
-    with pytest.raises(ModelNotFound, match="no acceptance profile at nowhere"):
-        load(world, profile="nowhere")
-    with pytest.raises(InvalidSettings, match=r"tree and profile .* contradict each other"):
-        load(world, profile=world / "head", tree=Tree.chain(1))
-    with pytest.raises(InvalidSettings, match="needs a head"):
-        draftheads.load(world / "model", profile=world / "head")
-    with pytest.raises(InvalidSettings, match="prompt-lookup has none"):
-        draftheads.load(world / "model", "prompt-lookup", profile=world / "head")
 
 
 def test_a_head_that_nobody_measured_is_used_all_the_same(world: Path, tmp_path: Path) -> None:

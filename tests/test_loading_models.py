@@ -46,6 +46,7 @@ from training_world import VOCAB, chat_tokenizer
 FP32: dict[str, Any] = {"precision": "fp32", "device": "cpu"}
 PROMPTS = ["w1 w2", "w5"]
 TEXT = torch.tensor([[5, 6, 7, 8, 9]])
+CAUSAL = "CAUSAL_LM"  # the task of adapters
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def write_model(folder: Path, **changes: Any) -> None:
 
 
 def lora(**changes: Any) -> peft.PeftConfig:
-    options = {"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM", **changes}
+    options = {"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": CAUSAL, **changes}
     return peft.LoraConfig(**options)
 
 
@@ -163,6 +164,10 @@ def test_a_loaded_model_drafts(world: Path) -> None:
         draftheads.load(world / "model", world / "head", draft_model=hf_model(world))
 
 
+def _unchanged(model: Any) -> Any:
+    return model
+
+
 def _with_adapter(model: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -170,20 +175,12 @@ def _with_adapter(model: Any) -> Any:
 
 
 REFUSED_LOADED: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str]] = {
-    "no tokenizer": (lambda model: model, {"tokenizer": None}, "needs its tokenizer: give tokenizer=AutoTok"),
-    "a wrong tokenizer": (lambda model: model, {"tokenizer": 3}, "tokenizer is of type int; give a transformers"),
-    "another precision": (
-        lambda model: model,
-        {"precision": "bf16"},
-        r"precision is bf16 and .* in fp32: .*model.to\(",
-    ),
-    "four_bit": (lambda model: model, {"four_bit": True}, "four_bit is for a model given by its name"),
-    "device_map": (lambda model: model, {"device_map": "auto"}, "device_map is for a model given by its name"),
-    "an adapter inside": (
-        _with_adapter,
-        {},
-        r"has an adapter in it: .*merge_and_unl",
-    ),
+    "no tokenizer": (_unchanged, {"tokenizer": None}, "needs its tokenizer: give tokenizer=AutoTok"),
+    "a wrong tokenizer": (_unchanged, {"tokenizer": 3}, "tokenizer is of type int; give a transformers"),
+    "another precision": (_unchanged, {"precision": "bf16"}, r"precision is bf16 and .* in fp32: .*model.to\("),
+    "four_bit": (_unchanged, {"four_bit": True}, "four_bit is for a model given by its name"),
+    "device_map": (_unchanged, {"device_map": "auto"}, "device_map is for a model given by its name"),
+    "an adapter inside": (_with_adapter, {}, r"has an adapter in it: .*merge_and_unl"),
     "no lm_head": (lambda model: model.model, {}, "LlamaModel has no lm_head: load it with AutoModelForCausalLM"),
     "no weights": (lambda model: model.to("meta"), {}, "has weights on meta"),
     "flash attention": (
@@ -350,9 +347,7 @@ KINDS: dict[str, tuple[peft.PeftConfig, bool]] = {
     "LoRA of the embedding": (lora(target_modules=["embed_tokens", "q_proj"]), True),
     "DoRA": (lora(use_dora=True), False),
     "IA3": (
-        peft.IA3Config(
-            target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
-        ),
+        peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type=CAUSAL),
         False,
     ),
 }
@@ -384,7 +379,7 @@ def test_an_adapter_with_more_tokens_than_its_base(tmp_path: Path) -> None:
 
 
 def test_adapters_that_cannot_be_loaded(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    prompt = peft.PromptTuningConfig(task_type=CAUSAL, num_virtual_tokens=4)
     write_adapter(tmp_path / "prompt", world / "model", prompt)
     with pytest.raises(UnsupportedModel, match="an adapter of kind PROMPT_TUNING cannot be merged"):
         draftheads.load(tmp_path / "prompt", **FP32)
@@ -393,19 +388,20 @@ def test_adapters_that_cannot_be_loaded(world: Path, tmp_path: Path, monkeypatch
             InvalidSettings, match=r"lora is an adapter.* for whole models: .*draftheads merge --adapter"
         ):
             draftheads.load(world / "lora", **{**FP32, **options})
-    config_file = tmp_path / "prompt" / "adapter_config.json"
     config = json.loads((world / "lora" / "adapter_config.json").read_text())
-    config_file.write_text(json.dumps({**config, "task_type": "SEQ_CLS"}))
-    with pytest.raises(UnsupportedModel, match="adapter for SEQ_CLS; it must be for CAUSAL_LM"):
-        draftheads.load(tmp_path / "prompt", **FP32)
-    config_file.write_text(json.dumps({**config, "base_model_name_or_path": str(tmp_path / "gone")}))
-    with pytest.raises(
-        ModelNotFound, match=r"prompt is an adapter for .*gone, which cannot be loaded: .*merge --model B"
-    ):
-        draftheads.load(tmp_path / "prompt", **FP32)
-    config_file.write_text(json.dumps({**config, "base_model_name_or_path": None}))
-    with pytest.raises(CheckpointCorrupt, match="base_model_name_or_path is None; it must be the name"):
-        draftheads.load(tmp_path / "prompt", **FP32)
+    changes: list[tuple[dict[str, Any], type[DraftHeadsError], str]] = [
+        ({"task_type": "SEQ_CLS"}, UnsupportedModel, "adapter for SEQ_CLS; it must be for CAUSAL_LM"),
+        (
+            {"base_model_name_or_path": str(tmp_path / "gone")},
+            ModelNotFound,
+            r"prompt is an adapter for .*gone, which cannot be loaded: .*merge --model B",
+        ),
+        ({"base_model_name_or_path": None}, CheckpointCorrupt, "base_model_name_or_path is None; it must be the name"),
+    ]
+    for change, error, message in changes:
+        (tmp_path / "prompt" / "adapter_config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(error, match=message):
+            draftheads.load(tmp_path / "prompt", **FP32)
     with pytest.raises(ModelNotFound, match=r"model is a model; give the folder of a PEFT adapter"):
         merge(MergeOptions(adapter=world / "model", out=tmp_path / "out"))
     monkeypatch.setitem(sys.modules, "peft", None)
@@ -429,11 +425,9 @@ def test_folders_of_another_kind_are_named(world: Path, tmp_path: Path) -> None:
         ModelNotFound, match=r"head is a draft head \(medusa for .*model\), not a model: load\('.*', head='"
     ):
         draftheads.load(world / "head")
-    for place, kind in (("model", "a model"), ("lora", "an adapter")):
-        with pytest.raises(
-            ModelNotFound, match=f"{place} is {kind}, not a draft head: give the folder of a trained head"
-        ):
-            draftheads.load(world / "model", world / place)
+    for kind in ("model is a model", "lora is an adapter"):
+        with pytest.raises(ModelNotFound, match=f"{kind}, not a draft head: give the folder of a trained head"):
+            draftheads.load(world / "model", world / kind.split()[0])
     (tmp_path / "merged").mkdir()
     (tmp_path / "merged" / "head").symlink_to(world / "head")
     with pytest.raises(ModelNotFound, match=r"merged is not a draft head, but has one in .*head: give that folder"):

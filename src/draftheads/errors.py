@@ -1,30 +1,5 @@
 """All errors that ``draftheads`` raises on purpose. They form one tree, so one ``except`` catches them all.
 
-::
-
-    DraftHeadsError
-    ├── ModelNotFound           no such folder, and no such repository on the Hub
-    ├── UnsupportedModel        the model exists, but trees cannot be verified on it
-    ├── InvalidPrompt           the prompt is empty or of the wrong form
-    │   └── PromptTooLong       longer than the model allows
-    ├── InvalidSettings         an option or sampling setting out of its range
-    ├── GrammarFailed           the grammar of a request exceeds a limit in the middle of the answer
-    ├── UnknownMethod           no draft-head architecture of that name
-    ├── InvalidTree             not a tree, or deeper than the head has draft positions
-    ├── CheckpointError         a saved head cannot be used
-    │   ├── CheckpointMismatch  made for another model or tokenizer
-    │   └── CheckpointCorrupt   missing or surplus tensors, wrong shapes, unknown keys
-    ├── DataError               malformed training or prompt data; the message has the line
-    ├── TrainingError           training cannot continue
-    │   └── NonFiniteLoss       the loss became NaN or infinite
-    ├── EndpointError           a server returned no answer
-    ├── QueueFull               too many requests wait; the error has the seconds after which to retry
-    ├── TooLarge                a request needs more memory than the server may use
-    ├── ShuttingDown            the server takes no more requests
-    ├── DistillationInterrupted Ctrl-C stopped a distillation; it can be resumed
-    ├── StorageError            a file could not be written; nothing is left half-written
-    └── MissingDependency       an optional package is not installed; the message has its pip line
-
 A message contains both values and the fix. A broken invariant of our own code is an ``assert``.
 """
 

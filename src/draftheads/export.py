@@ -56,9 +56,9 @@ def export_head(head: str | PathLike[str], out: str | PathLike[str], *, model: L
     if (method := read_head_files(source).method) != Eagle3Config.method:
         raise InvalidSettings(f"{source} is of the method {method}: only eagle3 heads can be exported")
     target = load_target(model, precision="bf16", device="cpu", fast=False)
-    found = load_head(source, target, dtype=torch.float32)
-    assert isinstance(found, Eagle3Head)
-    config, tensors = eagle3_layout(found, target)
+    loaded = load_head(source, target, dtype=torch.float32)
+    assert isinstance(loaded, Eagle3Head)
+    config, tensors = eagle3_layout(loaded, target)
     with atomic_directory(folder) as staged:
         save_file(tensors, staged / TENSORS_FILE, metadata={"format": "pt"})
         (staged / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -70,17 +70,15 @@ def eagle3_layout(head: Eagle3Head, target: TargetModel) -> tuple[dict[str, Any]
 
     ``d2t`` (V',) int64 is the target's id of each draft token minus the token's place; ``t2d`` (V,) bool is true for
     draft tokens. Neither is there if the head drafts from the whole vocabulary.
-
-    Raises:
-        InvalidSettings: the layout cannot hold this head.
     """
     config = head.config
     assert isinstance(config, Eagle3Config)
-    usual = three_layers(int(target.config.num_hidden_layers))
+    num_layers = int(target.config.num_hidden_layers)
+    usual = three_layers(num_layers)
     if len(usual) < _NUM_STATES:
         raise InvalidSettings(
-            f"the model has {counted(int(target.config.num_hidden_layers), 'layer')}, but the layout needs the hidden "
-            f"states of {_NUM_STATES}: no head for this model can be exported"
+            f"the model has {counted(num_layers, 'layer')}, but the layout needs the hidden states of {_NUM_STATES}: "
+            "no head for this model can be exported"
         )
     if config.layers != usual:
         raise InvalidSettings(
@@ -92,7 +90,11 @@ def eagle3_layout(head: Eagle3Head, target: TargetModel) -> tuple[dict[str, Any]
             "the model's lm_head has a bias, for which the layout has no place: train a head with --lm-head own"
         )
     of_vocabulary = ("lm_heads.", "draft_vocab")  # other engines have other tensors for it
-    tensors = {_name(name): tensor for name, tensor in head.state_dict().items() if not name.startswith(of_vocabulary)}
+    tensors = {}
+    for name, tensor in head.state_dict().items():
+        if not name.startswith(of_vocabulary):
+            ours = next(prefix for prefix in _NAMES if name.startswith(prefix))
+            tensors[_NAMES[ours] + name.removeprefix(ours)] = tensor
     # whatever kind the lm_head is: the logits of unit vectors are its columns
     tensors["lm_head.weight"] = head.logits(torch.eye(config.hidden_size), 0).T
     tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
@@ -100,13 +102,6 @@ def eagle3_layout(head: Eagle3Head, target: TargetModel) -> tuple[dict[str, Any]
         tensors["d2t"] = head.draft_vocab - torch.arange(config.draft_vocab_size)
         tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, head.draft_vocab, value=True)
     return _config(config, target), tensors
-
-
-def _name(name: str) -> str:
-    for ours, theirs in _NAMES.items():
-        if name.startswith(ours):
-            return theirs + name.removeprefix(ours)
-    raise AssertionError(f"a new tensor of eagle3 heads: {name}")
 
 
 def _config(config: Eagle3Config, target: TargetModel) -> dict[str, Any]:

@@ -63,11 +63,10 @@ PRECISIONS: dict[str, torch.dtype | None] = {"auto": None, **DTYPES, "int8": tor
 
 Loadable = str | PathLike[str] | Any  # a name, or a loaded ``transformers`` model
 
-
 # errors of modules that do not fit this version of transformers
 _MISFITS = (UnsupportedModel, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
-_OTHER_NAMES = {  # in transformers and vLLM, and in earlier versions
+_OTHER_NAMES = {  # in transformers and vLLM
     "dtype": "precision",
     "torch_dtype": "precision",
     "load_in_4bit": "four_bit",
@@ -103,33 +102,32 @@ def load(
     """An engine for a model, with a draft head or without.
 
     Args:
-        model: ``smollm2-135m``, a folder, or a Hugging Face id; also of an adapter of peft (LoRA), which is merged into
-            its base model. Or a loaded ``transformers`` model, with ``tokenizer``: it shares its weights with the
-            engine and does not change. On a CPU, ``fast`` then holds packed weights besides them.
-        head: a bundled head's name (``medusa``, ``hydra``), a folder, or a Hugging Face id; ``prompt-lookup`` copies
-            from the text so far and ``lookahead`` predicts n-grams with the model itself, neither needs training; None
-            decodes plainly.
+        model: ``smollm2-135m``, a folder, or a Hugging Face id; also of a peft adapter (LoRA), which is merged into its
+            base model. Or a loaded ``transformers`` model, with ``tokenizer``: it shares its weights with the engine
+            and does not change. On a CPU, ``fast`` then holds packed weights besides them.
+        head: a bundled head's name (``medusa``, ``hydra``), a folder, or a Hugging Face id. Without training:
+            ``prompt-lookup`` copies from the text so far, ``lookahead`` predicts n-grams with the model itself.
         tokenizer: of a loaded model, or used in place of the model's own; a tokenizer, or the name of its model.
         draft_model: a smaller model of the same tokenizer drafts in place of a head; a name, or a loaded model.
-        chat_template: used in place of the tokenizer's own: ``chatml``, ``hermes``, ``llama-2``, ``vicuna``, or a Jinja
-            file. When left out, a head's own template is used, if it was trained with one.
+        chat_template: ``chatml``, ``hermes``, ``llama-2``, ``vicuna``, or a Jinja file. When left out, that of the
+            head's training if it had one, else the tokenizer's own.
         tree: always draft on this tree, or by this rule (:class:`BestFirst`, :class:`BestPaths`, :class:`Sampled`),
             whatever the profile. A static tree may be a list of rank paths, or its JSON text.
-        profile: the head's acceptance profile, from which and from the costs on this machine the size of each draft
-            follows. ``auto`` takes what ``draftheads tune`` measured, if it did, else the one that comes with the head;
-            an ``acceptance.json`` or a folder with one; None drafts on a fixed tree of 10 nodes. The costs are measured
-            in at most five seconds the first time that model, head and machine are used together, and cached.
+        profile: acceptance profile, from which and from the costs on this machine the size of each draft follows.
+            ``auto``: what ``draftheads tune`` measured, else the head's own; an ``acceptance.json`` or a folder with
+            one; None drafts on a fixed tree of 10 nodes. The costs are measured in at most five seconds the first time
+            that model, head and machine are used together, and cached.
         copy: drafts of a head or draft model also hold copies from the text so far, where its last tokens stood before.
         corpus: drafts also hold copies from these texts or earlier answers: a ``.txt`` or ``.jsonl`` file, or a folder
             of such files, also one of ``serve --record``. They are sorted once, and then read from the cache.
-        precision: ``fp32``, ``bf16``, ``fp16`` or ``int8``; ``auto`` is bf16 on CPUs and GPUs that compute in it, else
+        precision: ``fp32``, ``bf16``, ``fp16`` or ``int8``; ``auto`` is bf16 where the machine computes in it, else
             fp16 on GPUs (T4, V100) and fp32 on CPUs. ``int8`` holds linear layers in 8 bits: faster on CPUs, but it
             changes the model a little.
         device: where; CUDA if there is one.
         max_batch_size: requests that are decoded together.
         fast: on a CPU, packed weights and grouped attention; on CUDA, steps captured as graphs; off is the stock model.
-        batch_invariant: compute so that plain and speculative text are equal to the bit on a CPU, also in bf16; a step
-            takes 8 to 17 % longer. Without it they are equal in fp32, and in bf16 up to near-ties.
+        batch_invariant: on a CPU, plain and speculative text are equal to the bit, also in bf16; a step takes 8 to
+            17 % longer. Without it they are equal in fp32, and in bf16 up to near-ties.
         four_bit: 4-bit linear layers (NF4) by bitsandbytes. It changes the model.
         quantization_config: another quantisation of ``transformers``, such as ``BitsAndBytesConfig``.
         device_map: where ``transformers`` puts the weights, in place of ``device``. They must come to one device.
@@ -138,14 +136,11 @@ def load(
         unknown: arguments of other names are errors that name the right one.
 
     Raises:
-        ModelNotFound, UnsupportedModel: the model.
-        CheckpointError, ModelNotFound: the head, or an adapter.
+        ModelNotFound, UnsupportedModel, CheckpointError: the model, the head or an adapter cannot be loaded.
         InvalidTree: ``tree`` is deeper than the head.
         DataError: the corpus cannot be read.
-        InvalidSettings: ``tree``, ``profile`` or ``corpus`` without a drafter, ``tree`` and ``profile``, ``corpus``
-            with ``copy=False``, ``head`` and ``draft_model``, a draft model of another tokenizer, or
-            ``batch_invariant`` on a machine whose kernels do not keep it; a value of another type, or other arguments
-            that contradict each other.
+        InvalidSettings: a wrong value, arguments that contradict each other or need another one, a draft model of
+            another tokenizer, or ``batch_invariant`` on a machine whose kernels do not keep it.
         MissingDependency: an adapter, ``four_bit`` or the model needs a package that is not installed.
 
     Warns:
@@ -268,24 +263,23 @@ def head_engine(
 
     Without ``keep_cost`` costs that have to be measured now are not cached: other work may slow them down.
     """
-    found = None if profile is None else find_profile(head, model, profile=profile)
-    whole = copying(drafter, found, corpus) if copy else drafter
+    acceptance = None if profile is None else find_profile(head, model, profile=profile)
+    whole = copying(drafter, acceptance, corpus) if copy else drafter
     if tree is not None:
         drafter.check_shape(tree)
-        known = found or read_head(find_head(fspath(head), fspath(model))).profile
+        known = acceptance or read_head(find_head(fspath(head), fspath(model))).profile
         return Engine(target, whole, shape=calibrated(tree, known.temperatures), max_batch_size=max_batch_size)
-    if found is None:
+    if acceptance is None:
         return Engine(target, whole, max_batch_size=max_batch_size)
-    extra_nodes = whole.extra_nodes
     with warnings.catch_warnings():
         if kernels_folder() is None:  # the user has been warned
             warnings.simplefilter("ignore", CacheWarning)
-        cost = cost_of(target, drafter, extra_nodes=extra_nodes, keep=keep_cost)
+        cost = cost_of(target, drafter, extra_nodes=whole.extra_nodes, keep=keep_cost)
     return_freed_memory()
     check = None
-    if found.num_tokens and not found.temperature:  # measured on greedy answers
+    if acceptance.num_tokens and not acceptance.temperature:  # measured on greedy answers
         check = AcceptanceCheck(drafter.config.method, fspath(head), fspath(model))
-    return Engine(target, whole, max_batch_size=max_batch_size, profile=found, cost=cost, check=check)
+    return Engine(target, whole, max_batch_size=max_batch_size, profile=acceptance, cost=cost, check=check)
 
 
 def copying(drafter: DraftHead, profile: AcceptanceProfile | None, corpus: Corpus | None = None) -> Copying:
@@ -300,11 +294,7 @@ def copying(drafter: DraftHead, profile: AcceptanceProfile | None, corpus: Corpu
 def check_corpus(
     corpus: str | PathLike[str] | None, head: str | PathLike[str] | None, *, copy: bool, has_draft_model: bool = False
 ) -> None:
-    """Is there something that copies from the corpus?
-
-    Raises:
-        InvalidSettings: there is not.
-    """
+    """Raises :class:`InvalidSettings` if nothing copies from the corpus."""
     if corpus is None:
         return
     if not copy:
@@ -443,20 +433,8 @@ def _sped_up(
 ) -> TargetModel:
     """The target with faster modules if they have the stock modules' logits, else a new one that keeps the latter.
 
-    The fused modules follow private interfaces of transformers, which another version may change.
-
-    Args:
-        target: as it was read; it is changed.
-        read: reads it again.
-        stock: its logits by :func:`check_trees`.
-        batch_invariant: as for :func:`load`.
-        int8: as for :func:`load`.
-
-    Raises:
-        UnsupportedModel, RuntimeError, …: not even the stock modules work with ``batch_invariant`` or int8.
-
-    Warns:
-        SpeedWarning: the faster modules cannot be used.
+    The fused modules follow private interfaces of transformers, which another version may change. ``target`` is
+    changed, ``read`` reads it again, and ``stock`` are its logits by :func:`check_trees`.
     """
     folder = kernels_folder(warn=True)
     problem = None
@@ -528,32 +506,27 @@ def _check_whole(precision: str, batch_invariant: bool, quantised: object) -> No
 def _check_paths(**values: object) -> None:
     for name, value in values.items():
         if not (value is None or (isinstance(value, str | PathLike) and str(value))):
-            found = f"of type {type(value).__name__}" if isinstance(value, torch.nn.Module) else repr(value)
+            shown = f"of type {type(value).__name__}" if isinstance(value, torch.nn.Module) else repr(value)
             also = ": for a loaded head use Engine(target, head)" if isinstance(value, DraftHead) else ""
-            raise InvalidSettings(f"{name} is {found}; give a name, a path or None{also}")
+            raise InvalidSettings(f"{name} is {shown}; give a name, a path or None{also}")
 
 
 def kernels_folder(*, warn: bool = False) -> Path | None:
-    """Where measured choices of kernels are kept; None where the user has no place for a cache.
+    """Where measured choices of kernels are kept; None where there is no place, or one that cannot be written.
 
     Warns:
-        CacheWarning: if asked to, where there is a place that cannot be written.
+        CacheWarning: with ``warn``, of a place that cannot be written.
     """
     try:
         folder = cache_folder() / "kernels"
     except InvalidSettings:
         return None
-    if problem := _unwritable(folder):
-        if warn:
-            warnings.warn(f"{problem}: what is measured is measured again at each start", CacheWarning, stacklevel=4)
-        return None
-    return folder
-
-
-def _unwritable(folder: Path) -> str | None:
-    """Why nothing can be kept in a folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        problem = "" if os.access(folder, os.W_OK) else f"{folder} is read-only"
     except OSError as error:
-        return f"the cache cannot be written ({error})"
-    return None if os.access(folder, os.W_OK) else f"the cache cannot be written ({folder} is read-only)"
+        problem = str(error)
+    if problem and warn:
+        what = "what is measured is measured again at each start"
+        warnings.warn(f"the cache cannot be written ({problem}): {what}", CacheWarning, stacklevel=4)
+    return None if problem else folder

@@ -53,7 +53,12 @@ class Grammar:
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Self:
         """JSON that a schema describes; the schema as a dictionary or as its text."""
-        return cls("json_schema", schema if isinstance(schema, str) else _json_text(schema))
+        if isinstance(schema, str):
+            return cls("json_schema", schema)
+        try:
+            return cls("json_schema", json.dumps(dict(schema), allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidSettings(f"the JSON schema cannot be written as JSON: {error}") from None
 
     @classmethod
     def json_object(cls) -> Self:
@@ -69,13 +74,6 @@ class Grammar:
     def lark(cls, grammar: str) -> Self:
         """Text of a context-free grammar in the notation of Lark, as llguidance reads it."""
         return cls("lark", grammar)
-
-
-def _json_text(schema: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(dict(schema), allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidSettings(f"the JSON schema cannot be written as JSON: {error}") from None
 
 
 def _check_schema(text: str) -> None:
@@ -152,8 +150,8 @@ class SamplingOptions:
             except (TypeError, ValueError, OverflowError):
                 valid = False
             if not valid:
-                found = " ".join(short_repr(value).split())  # one line
-                raise InvalidSettings(f"{name} is {found}; it must be {rule.words}")
+                shown = " ".join(short_repr(value).split())  # one line
+                raise InvalidSettings(f"{name} is {shown}; it must be {rule.words}")
             object.__setattr__(self, name, converted)
 
 
@@ -181,8 +179,6 @@ class SamplingSettings(SamplingOptions):
 
 
 class _Rule(NamedTuple):
-    """What a setting must be."""
-
     convert: Callable[[Any], Any]  # to its type; raises TypeError, ValueError or OverflowError
     holds: Callable[[Any], bool]  # whether the converted value is in its range
     words: str
@@ -215,10 +211,6 @@ def _name(value: Any) -> str:
 
 def _strings(value: Any) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else _several(value, _name)
-
-
-def _integers(value: Any) -> tuple[int, ...]:
-    return _several(value, _integer)
 
 
 def _several(value: Any, convert: Callable[[Any], Any]) -> tuple[Any, ...]:
@@ -259,7 +251,9 @@ _RULES = {
         or_none=True,
     ),
     "stop": _Rule(_strings, all, "a string or a list of strings, none of them empty"),
-    "stop_token_ids": _Rule(_integers, lambda ids: min(ids, default=0) >= 0, "a list of token ids, such as [7]"),
+    "stop_token_ids": _Rule(
+        lambda ids: _several(ids, _integer), lambda ids: min(ids, default=0) >= 0, "a list of token ids, such as [7]"
+    ),
     "ignore_eos": _Rule(_flag, lambda _: True, "True or False"),
     "logprobs": _Rule(
         _integer,

@@ -27,17 +27,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.fixture(autouse=True)
+def _noise() -> Iterator[None]:
+    """Commands quiet transformers for the whole process; later tests hear it again."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    yield
+    logging.set_verbosity(verbosity)
+    if bars:
+        logging.enable_progress_bar()
+
+
 @pytest.fixture
-def here(folder: Path, monkeypatch: pytest.MonkeyPatch, cheap_nodes: None) -> Iterator[Path]:
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch, cheap_nodes: None) -> Path:
     """The folder is the working directory, nobody types, and the screen is as narrow as screens get."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     monkeypatch.setenv("COLUMNS", "80")
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    yield folder
-    logging.set_verbosity(verbosity)
-    if bars:
-        logging.enable_progress_bar()
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,15 +27,17 @@ from draftheads.decode.prompt_reader import PromptReader
 
 BASE = ["chat", "model", "--precision", "fp32", "--max-new-tokens", "12"]
 GREEN = "\x1b[1;32m"
+Typed = Callable[..., tuple[str, str]]
 
 
 @pytest.fixture
-def typed(here: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Runs a chat on the given lines."""
+def typed(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
+    """Runs a chat on the given lines; what it prints and notes."""
 
-    def run(*lines: str, arguments: tuple[str, ...] = ("--head", "medusa")) -> int:
+    def run(*lines: str, arguments: tuple[str, ...] = ("--head", "medusa"), code: int = 0) -> tuple[str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-        return main([*BASE, *arguments])
+        assert main([*BASE, *arguments]) == code
+        return capsys.readouterr()
 
     return run
 
@@ -50,15 +53,17 @@ def offline(engine: Engine, *questions: str, system: str = "") -> list[str]:
     return answers
 
 
+def speeds_in(notes: str) -> list[float]:
+    """Tokens per step of each answer."""
+    return [float(number) for number in re.findall(r"([\d.]+) tokens/step", notes)]
+
+
 def printed(*answers: str) -> str:
     return "".join(f"{answer}\n" for answer in answers)
 
 
-def test_each_answer_follows_all_turns_before_it(
-    typed: Callable[..., int], engine: Engine, capsys: pytest.CaptureFixture[str]
-):
-    assert typed("dead cab", "", "  a dog ", "hello") == 0
-    out, err = capsys.readouterr()
+def test_each_answer_follows_all_turns_before_it(typed: Typed, engine: Engine):
+    out, err = typed("dead cab", "", "  a dog ", "hello")
     answers = offline(engine, "dead cab", "a dog", "hello")
     assert out == printed(*answers)
     assert answers[1:] != [offline(engine, question)[0] for question in ("a dog", "hello")], "history must matter here"
@@ -67,38 +72,35 @@ def test_each_answer_follows_all_turns_before_it(
     assert all(re.fullmatch(r"12 tokens in .* s, .* tokens/s, .* tokens/step.*, ended by length", c) for c in counts)
 
 
-def test_earlier_turns_are_not_read_again(
-    typed: Callable[..., int], engine: Engine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_earlier_turns_are_not_read_again(typed: Typed, engine: Engine, monkeypatch: pytest.MonkeyPatch):
     read: list[int] = []
     whole = PromptReader.read
     monkeypatch.setattr(PromptReader, "read", lambda reader, most: read.append(reader.num_left) or whole(reader, most))
-    assert typed("dead cab", "a dog", "/plain", "/retry", "/head ./hydra", "hello") == 0
+    out, _ = typed("dead cab", "a dog", "/plain", "/retry", "/head ./hydra", "hello")
     in_chat = list(read)
     first, second, third = offline(engine, "dead cab", "a dog", "hello")
-    assert capsys.readouterr().out == printed(first, second, second, third)
+    assert out == printed(first, second, second, third)
     # the model has not read the last token of an answer, and the end of its turn is new
     assert in_chat == [len("dead cab\n"), len("x\na dog\n"), 1, len("x\nhello\n")]
 
 
-def test_system_clear_and_retry(typed: Callable[..., int], engine: Engine, capsys: pytest.CaptureFixture[str]):
+def test_system_clear_and_retry(typed: Typed, engine: Engine):
     lines = ("dead cab", "/clear", "a dog", "/retry", "/system hello", "/retry", "/system", "/retry")
-    assert typed(*lines, arguments=("--system", "fog")) == 0
+    out, _ = typed(*lines, arguments=("--system", "fog"))
     first, second = offline(engine, "dead cab", system="fog") + offline(engine, "a dog", system="fog")
     third, fourth = offline(engine, "a dog", system="hello") + offline(engine, "a dog")
     assert len({second, third, fourth}) == 3
-    assert capsys.readouterr().out == printed(first, second, second, third, fourth)
+    assert out == printed(first, second, second, third, fourth)
 
 
 def test_heads_change_and_drafting_is_switched_off_and_on(
-    typed: Callable[..., int], engine: Engine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    typed: Typed, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ):
     loads = []
     whole = loading.load_target
     monkeypatch.setattr(loading, "load_target", lambda *names, **how: loads.append(names) or whole(*names, **how))
     lines = ["a dog", "/plain", "/retry", "/plain", "/retry", "/head ./hydra", "/retry", "/head none", "/retry"]
-    assert typed(*lines, "/head prompt-lookup", "/retry", "/head") == 0
-    out, err = capsys.readouterr()
+    out, err = typed(*lines, "/head prompt-lookup", "/retry", "/head")
     assert out == printed(*offline(engine, "a dog") * 6)
     assert len(loads) == 1, "the model is loaded once"
     notes = err.splitlines()
@@ -110,29 +112,24 @@ def test_heads_change_and_drafting_is_switched_off_and_on(
         "plain decoding",
         *["drafting with prompt-lookup"] * 2,
     ]
-    speeds = [float(found) for found in re.findall(r"([\d.]+) tokens/step", err)]
+    speeds = speeds_in(err)
     assert speeds[1] == speeds[4] == 1.0
     assert min(speeds[0], speeds[2], speeds[3]) > 1.0, "the heads were not used"
     assert speeds[0] == speeds[2]
 
 
-def test_each_head_of_a_chat_copies_from_the_corpus(
-    typed: Callable[..., int], engine: Engine, capsys: pytest.CaptureFixture[str]
-):
+def test_each_head_of_a_chat_copies_from_the_corpus(typed: Typed, engine: Engine):
     Path("earlier.txt").write_text(offline(engine, "a dog")[0], encoding="utf-8")
     speeds = []
     for corpus in ((), ("--corpus", "earlier.txt")):
-        assert typed("a dog", "/head ./hydra", "/retry", arguments=("--head", "medusa", *corpus)) == 0
-        out, err = capsys.readouterr()
+        out, err = typed("a dog", "/head ./hydra", "/retry", arguments=("--head", "medusa", *corpus))
         assert out == printed(*offline(engine, "a dog") * 2)
-        speeds.append([float(found) for found in re.findall(r"([\d.]+) tokens/step", err)])
+        speeds.append(speeds_in(err))
     assert [with_corpus > without for without, with_corpus in zip(*speeds, strict=True)] == [True, True], speeds
 
 
-def test_save_writes_a_chat_that_can_be_read(
-    typed: Callable[..., int], engine: Engine, here: Path, capsys: pytest.CaptureFixture[str]
-):
-    assert typed("dead cab", "é", "/save new/chat.jsonl", arguments=("--system", "fog")) == 0
+def test_save_writes_a_chat_that_can_be_read(typed: Typed, engine: Engine, here: Path):
+    _, err = typed("dead cab", "é", "/save new/chat.jsonl", arguments=("--system", "fog"))
     [record] = read_chats(here / "new" / "chat.jsonl")
     first, second = offline(engine, "dead cab", "é", system="fog")
     assert [(message["role"], message["content"]) for message in record.messages] == [
@@ -143,7 +140,7 @@ def test_save_writes_a_chat_that_can_be_read(
         ("assistant", second),
     ]
     assert not record.finished, "12 tokens are no whole answer"
-    assert "saved 5 messages to new/chat.jsonl\n" in capsys.readouterr().err
+    assert "saved 5 messages to new/chat.jsonl\n" in err
 
 
 @pytest.mark.parametrize(
@@ -159,11 +156,8 @@ def test_save_writes_a_chat_that_can_be_read(
         (["a", "/save ."], "cannot save .: it is a folder"),
     ],
 )
-def test_errors_end_a_chat_in_a_pipe(
-    lines: list[str], words: str, typed: Callable[..., int], capsys: pytest.CaptureFixture[str]
-):
-    assert typed(*lines, "dead cab") == 1
-    out, err = capsys.readouterr()
+def test_errors_end_a_chat_in_a_pipe(lines: list[str], words: str, typed: Typed):
+    out, err = typed(*lines, "dead cab", code=1)
     assert re.match(rf"error: .*{words}", err.splitlines()[-1])
     assert len(out.splitlines()) == (lines[0] == "a")
 
@@ -183,32 +177,24 @@ def test_a_failed_answer_leaves_the_conversation_as_it_was(here: Path, capsys: p
     assert out == printed(before[1]["content"])
 
 
-def test_quit_help_and_lines_that_only_look_like_commands(
-    typed: Callable[..., int], engine: Engine, capsys: pytest.CaptureFixture[str]
-):
-    assert typed("/help", "/abc/def", " /head", "/quit", "dead cab") == 0
-    out, err = capsys.readouterr()
+def test_quit_help_and_lines_that_only_look_like_commands(typed: Typed, engine: Engine):
+    out, err = typed("/help", "/abc/def", " /head", "/quit", "dead cab")
     assert out == printed(*offline(engine, "/abc/def", "/head"))
     assert all(command in err for command in ("/head NAME", "/plain", "/save FILE", "/quit"))
 
 
-def test_a_head_with_a_template_of_its_own_is_refused_later(
-    typed: Callable[..., int], here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    head = tmp_path / "head"
-    head.mkdir()
-    for file in (here / "medusa").iterdir():
-        (head / file.name).write_bytes(file.read_bytes())
+def test_a_head_with_a_template_of_its_own_is_refused_later(typed: Typed, here: Path, tmp_path: Path):
+    head = Path(shutil.copytree(here / "medusa", tmp_path / "head"))
     config = json.loads((head / "config.json").read_text())
     (head / "config.json").write_text(json.dumps({**config, "chat_template": "{{ messages[0]['content'] }}"}))
-    assert typed(f"/head {head}") == 1
-    assert f"start a new chat with --head {head}" in capsys.readouterr().err
-    assert typed("a dog", "/head prompt-lookup", "a dog", arguments=("--head", str(head))) == 0
+    _, err = typed(f"/head {head}", code=1)
+    assert f"start a new chat with --head {head}" in err
+    typed("a dog", "/head prompt-lookup", "a dog", arguments=("--head", str(head)))
 
 
-def test_options_that_a_chat_cannot_use(here: Path, capsys: pytest.CaptureFixture[str]):
-    assert main([*BASE, "--logprobs", "1"]) == 1
-    assert "draftheads generate" in capsys.readouterr().err
+def test_options_that_a_chat_cannot_use(typed: Typed):
+    _, err = typed(arguments=("--logprobs", "1"), code=1)
+    assert "draftheads generate" in err
 
 
 def test_input_that_is_not_text_is_an_error(
@@ -232,7 +218,7 @@ def test_a_chat_with_the_real_model_is_the_offline_one(
     plain = draftheads.load("smollm2-135m", precision="fp32")
     first, second = offline(plain, "Name three fruits.", "Now three colours.")
     assert out == printed(first, second, second, second)
-    speeds = [float(found) for found in re.findall(r"([\d.]+) tokens/step", err)]
+    speeds = speeds_in(err)
     assert speeds[2] == 1.0
     assert min(speeds[0], speeds[1], speeds[3]) > 1.0
 

@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -48,8 +49,8 @@ def downloads(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 def one(findings: list[Finding], name: str) -> Finding:
     """The finding of that name."""
-    (found,) = [finding for finding in findings if finding.name == name]
-    return found
+    (finding,) = [finding for finding in findings if finding.name == name]
+    return finding
 
 
 def versions(monkeypatch: pytest.MonkeyPatch, **changed: str | None) -> None:
@@ -168,10 +169,7 @@ def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_package_that_is_not_installed_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> list[str]:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "requires", missing)
+    monkeypatch.setattr(metadata, "requires", Mock(side_effect=metadata.PackageNotFoundError("draftheads")))
     found = diagnosis.find_packages()
     assert one(found, "installation").level == "advice"
     assert one(found, "torch").level == "ok"
@@ -188,26 +186,34 @@ def instructions(monkeypatch: pytest.MonkeyPatch, used: str, *has: str) -> None:
         monkeypatch.setattr(torch.cpu, check, lambda is_here=name in has: is_here, raising=False)
 
 
-def test_a_processor_without_avx(monkeypatch: pytest.MonkeyPatch) -> None:
-    instructions(monkeypatch, "DEFAULT")
-    found = diagnosis.find_computing()
-    assert one(found, "instructions").text == "none that makes torch faster; not AVX2, AVX-512, VNNI, bf16, AMX"
-    assert "-cpu host" in one(found, "instructions").advice
+@pytest.mark.parametrize(
+    ("used", "has", "text", "precision"),
+    [
+        (
+            "DEFAULT",
+            (),
+            "none that makes torch faster; not AVX2, AVX-512, VNNI, bf16, AMX",
+            "auto is fp32: this processor has no bf16 instructions, and emulated bf16 is slower",
+        ),
+        (
+            "AVX512",
+            ("AVX2", "AVX-512", "VNNI", "bf16"),
+            "AVX2, AVX-512, VNNI, bf16; not AMX",
+            "auto is bf16: this processor has bf16 instructions",
+        ),
+    ],
+)
+def test_instructions_and_precision(
+    monkeypatch: pytest.MonkeyPatch, used: str, has: tuple[str, ...], text: str, precision: str
+) -> None:
+    instructions(monkeypatch, used, *has)
+    findings = diagnosis.find_computing()
+    found = one(findings, "instructions")
+    assert (found.text, found.level) == (text, "ok" if has else "advice")
+    assert ("-cpu host" in found.advice) == (not has)
+    assert found.facts == {name: name in has for name in diagnosis._INSTRUCTIONS} | {"used": used}
     if not torch.cuda.is_available():
-        text = "auto is fp32: this processor has no bf16 instructions, and emulated bf16 is slower"
-        assert one(found, "precision").text == text
-
-
-def test_a_processor_with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    instructions(monkeypatch, "AVX512", "AVX2", "AVX-512", "VNNI", "bf16")
-    found = diagnosis.find_computing()
-    assert one(found, "instructions") == Finding(
-        "instructions",
-        "AVX2, AVX-512, VNNI, bf16; not AMX",
-        facts={"AVX2": True, "AVX-512": True, "VNNI": True, "bf16": True, "AMX": False, "used": "AVX512"},
-    )
-    if not torch.cuda.is_available():
-        assert one(found, "precision").text == "auto is bf16: this processor has bf16 instructions"
+        assert one(findings, "precision").text == precision
 
 
 def test_instructions_that_a_variable_turns_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,12 +271,8 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_with_a_cpu_build_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = gpu(monkeypatch)
-    assert found.text == "an NVIDIA driver is here, but torch is a CPU build"
-    assert (found.level, found.advice) == (
-        "advice",
-        "install it for CUDA: https://pytorch.org/get-started/locally",
-    )
+    text, advice = "an NVIDIA driver is here, but torch is a CPU build", "https://pytorch.org/get-started/locally"
+    assert gpu(monkeypatch) == Finding("GPU", text, f"install it for CUDA: {advice}", "advice")
 
 
 def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,7 +350,7 @@ def test_a_default_model_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> No
     assert one(diagnosis.find_models(), "Hub").text == "offline: nothing is downloaded; token not set"
 
 
-def write_download(folder: Path, repo: str, config: dict[str, object], *names: str) -> None:
+def write_download(folder: Path, repo: str, config: dict[str, Any], *names: str) -> None:
     """A model in Hugging Face's cache."""
     place = folder / f"models--{repo.replace('/', '--')}"
     snapshot = place / "snapshots" / "0123"
@@ -361,29 +363,25 @@ def write_download(folder: Path, repo: str, config: dict[str, object], *names: s
 
 
 def test_downloaded_language_models_are_listed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = "model.safetensors"
-    write_download(here / "hub", "one/llama", {"architectures": ["LlamaForCausalLM"]}, weights)
+    weights, llama = "model.safetensors", {"architectures": ["LlamaForCausalLM"]}
+    write_download(here / "hub", "one/llama", llama, weights)
     write_download(here / "hub", "openai/gpt2", {"architectures": ["GPT2LMHeadModel"]}, "pytorch_model.bin")
     write_download(here / "hub", "one/bert", {"architectures": ["BertForMaskedLM"]}, weights)
     write_download(here / "hub", "one/head", {"method": "hydra"}, weights)
-    write_download(here / "hub", "one/config-only", {"architectures": ["LlamaForCausalLM"]})
+    write_download(here / "hub", "one/config-only", llama)
     found = one(diagnosis.find_models(), "downloaded")
     assert found.text.startswith("one/llama (2.0 kB), openai/gpt2 (2.0 kB), in ")
     assert set(found.facts["models"]) == {"one/llama", "openai/gpt2"}
     for i in range(7):
-        write_download(here / "hub", f"two/{i}", {"architectures": ["LlamaForCausalLM"]}, weights)
+        write_download(here / "hub", f"two/{i}", llama, weights)
     assert " and 3 more, in " in one(diagnosis.find_models(), "downloaded").text
-    write_download(
-        here / "hub", "HuggingFaceTB/SmolLM2-135M-Instruct", {"architectures": ["LlamaForCausalLM"]}, weights
-    )
+    write_download(here / "hub", "HuggingFaceTB/SmolLM2-135M-Instruct", llama, weights)
     assert default_model(monkeypatch, package=False).text == "downloaded from the Hugging Face Hub"
 
 
 def test_an_unreadable_download_folder_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
-        raise PermissionError(13, "Permission denied", "hub")
-
-    monkeypatch.setattr(huggingface_hub, "scan_cache_dir", refuse)
+    refused = PermissionError(13, "Permission denied", "hub")
+    monkeypatch.setattr(huggingface_hub, "scan_cache_dir", Mock(side_effect=refused))
     found = one(diagnosis.find_models(), "downloaded")
     assert found.level == "advice"
     assert "Permission denied" in found.text
@@ -444,10 +442,7 @@ def test_damaged_measurements_have_their_remedy(here: Path, text: str) -> None:
 
 
 def test_a_cache_that_cannot_be_written(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(**_: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
+    monkeypatch.setattr(tempfile, "TemporaryFile", Mock(side_effect=PermissionError(errno.EACCES, "refused")))
     found = one(diagnosis.find_cache(), "folder")
     assert found.text == f"{here / 'cache'} cannot be written"
     assert found.advice.startswith("set DRAFTHEADS_CACHE;")

@@ -36,20 +36,14 @@ def test_a_chain_takes_the_place_of_the_heads_tree(monkeypatch: pytest.MonkeyPat
     assert asked == [None, Tree.chain(2)]
 
 
-def test_the_command_line(
-    target: TargetModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(command_line, "quiet_transformers", lambda: None)  # for the whole process, and later tests
+def test_the_command_line(target: TargetModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     chosen = options(tmp_path, temperature=(0.0, 0.0, 1.0), num_self_talk=3)
     target.model.save_pretrained(tmp_path / "model")
     target.tokenizer.save_pretrained(str(tmp_path / "model"))
-    words = f"distill --model {tmp_path}/model --prompts {chosen.prompts[0]} --num-self-talk 3 --temperature 0 0 1"
     out = tmp_path / "cli.jsonl"
-    command = [
-        *words.split(),
-        *["--max-new-tokens", "12", "--max-question-tokens", "20", "--batch-size", "4", "--precision", "fp32", "--out"],
-        str(out),
-    ]
+    words = "--num-self-talk 3 --temperature 0 0 1 --max-new-tokens 12 --max-question-tokens 20 --batch-size 4"
+    command = f"distill --model {tmp_path}/model --prompts {chosen.prompts[0]} {words} --precision fp32".split()
+    command += ["--out", str(out)]
     assert main(command) == 0
     printed = capsys.readouterr().out
     assert "tokens/s" in printed

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
@@ -29,11 +28,7 @@ UNUSABLE = Finding("torch", "not installed", "pip install 'torch>=2.8'", "unusab
 def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Finding]]:
     """These groups are found."""
     groups = dict(GROUPS)
-
-    def examine() -> Iterator[tuple[str, list[Finding]]]:
-        yield from groups.items()
-
-    monkeypatch.setattr(doctor, "examine", examine)
+    monkeypatch.setattr(doctor, "examine", groups.items)
     monkeypatch.setenv("COLUMNS", "80")
     return groups
 
@@ -83,9 +78,8 @@ def test_what_makes_draftheads_unusable_is_an_error(
     assert " ! torch          not installed\n" in out
     assert "folder" in out
     assert err == "error: draftheads cannot work here: torch not installed. Run: pip install 'torch>=2.8'\n"
-    assert json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["findings"]["Packages"] == [
-        asdict(UNUSABLE)
-    ]
+    record = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert record["findings"]["Packages"] == [asdict(UNUSABLE)]
 
 
 def test_json_has_the_same_findings(capsys: pytest.CaptureFixture[str], tmp_path: Path):

@@ -2,14 +2,13 @@
 
 import json
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import tyro
 
+from cli_world import slow_imports
 from draftheads.checkpoints import registry
 from draftheads.checkpoints.checkpoint import save_head
 from draftheads.cli.info import WORDS, InfoOptions, run
@@ -118,6 +117,7 @@ def test_the_zoo_is_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     cells = [cell.strip() for cell in row.strip("│ ").split("│")]
     size = f"{(folder / 'model.safetensors').stat().st_size / 1e3:.1f} kB"
     assert cells == ["tiny-llama", "medusa", "2", f"{2 * (32 * 32 + 32):,}", size, "1.49"]
+    assert "More heads for smollm2-135m: pip install ./zoo (in a checkout of draftheads)\n" in text
 
 
 def test_a_missing_zoo_is_reported(
@@ -136,23 +136,12 @@ def test_the_words_are_explained_here_and_in_the_docs(capsys: pytest.CaptureFixt
     assert {"static", "growing", "nodes", "profile", "tune", "bench"} <= WORDS.keys()
 
 
-def test_the_other_package_is_installed_from_where_it_is(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert "More heads for smollm2-135m: pip install ./zoo (in a checkout of draftheads)\n" in told(capsys, "")
-
-
-@pytest.mark.parametrize("text", ["[[0],[1],[0,0]]", " [[0], [1], [0, 0]]"])
-def test_a_tree_is_drawn_from_its_json(capsys: pytest.CaptureFixture[str], text: str) -> None:
-    assert told(capsys, f"--tree {shlex.quote(text)}") == f"4 nodes, root included; depth 2\n{DRAWN}"
-
-
-def test_a_tree_is_drawn_from_a_file_or_a_profile(
+def test_a_tree_is_drawn_from_its_json_a_file_or_a_profile(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "tree.json").write_text(TREE.to_json())
-    for path in (tmp_path / "tree.json", folder / "acceptance.json"):
-        assert told(capsys, f"--tree {shlex.quote(str(path))}") == f"4 nodes, root included; depth 2\n{DRAWN}"
+    for given in ("[[0],[1],[0,0]]", " [[0], [1], [0, 0]]", tmp_path / "tree.json", folder / "acceptance.json"):
+        assert told(capsys, f"--tree {shlex.quote(str(given))}") == f"4 nodes, root included; depth 2\n{DRAWN}"
 
 
 def test_a_deep_tree_is_not_wrapped(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,22 +149,20 @@ def test_a_deep_tree_is_not_wrapped(capsys: pytest.CaptureFixture[str], monkeypa
     assert Tree.chain(12).draw() in told(capsys, f"--tree {shlex.quote(Tree.chain(12).to_json())}")
 
 
-@pytest.mark.parametrize("text", ["[[0", "[[0, 0]]", "nowhere.json", "."])
+@pytest.mark.parametrize("text", ["[[0", "[[0, 0]]", "nowhere.json", ".", "tale.json"])
 def test_an_invalid_tree_is_an_error(
     capsys: pytest.CaptureFixture[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "tale.json").write_text("once upon a time")
     with pytest.raises(InvalidTree):
         told(capsys, f"--tree {shlex.quote(text)}")
 
 
-def test_a_file_without_a_tree_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_of_no_version_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "acceptance.json").write_text("{}")
     with pytest.raises(CheckpointCorrupt, match="format_version"):
         told(capsys, f"--tree {shlex.quote(str(tmp_path / 'acceptance.json'))}")
-    (tmp_path / "tree.json").write_text("once upon a time")
-    with pytest.raises(InvalidTree):
-        told(capsys, f"--tree {shlex.quote(str(tmp_path / 'tree.json'))}")
 
 
 def test_a_head_and_a_tree_together_are_refused() -> None:
@@ -184,11 +171,6 @@ def test_a_head_and_a_tree_together_are_refused() -> None:
 
 
 def test_it_imports_neither_torch_nor_transformers():
-    code = """
-import sys
-from draftheads.cli.main import main
-assert main(["info"]) == main(["info", "hydra"]) == main(["info", "--tree", "[[0]]"]) == 0
-print(sorted({"torch", "transformers"} & set(sys.modules)))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("\n[]\n")
+    code = 'assert main(["info"]) == main(["info", "hydra"]) == main(["info", "--tree", "[[0]]"]) == 0'
+    last = slow_imports(code).splitlines()[-1]
+    assert last in ("[]", "['numpy']")

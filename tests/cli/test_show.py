@@ -1,6 +1,7 @@
 """Answers on a terminal as they come, and elsewhere."""
 
 import io
+import re
 from typing import Any
 
 import pytest
@@ -18,31 +19,36 @@ def drafted(engine: Engine) -> Engine:
     return Engine(engine.model, PlantedDrafter(TREES["chain"], {(5, 6, 7): answer}))
 
 
-def shown_on(console: Console, engine: Engine, **settings: Any) -> tuple[str, str]:
-    """What a console gets, and the result's text."""
+def restart(engine: Engine) -> None:
+    """Its drafter guesses as at the beginning."""
     assert isinstance(engine.drafter, PlantedDrafter)
     engine.drafter.generator.manual_seed(0)
     engine.drafter.texts = []
-    requests = engine.requests([[5, 6, 7]], **{"max_new_tokens": 30, "ignore_eos": True, **settings})
-    show_stream(engine.run(requests), requests[0], engine.model.tokenizer, console)
-    file = console.file
-    assert isinstance(file, io.StringIO)
-    return file.getvalue(), requests[0].result().text
+
+
+def shown_on(engine: Engine, *, settings: dict[str, Any] | None = None, **console: Any) -> tuple[str, str]:
+    """What such a console gets, and the result's text."""
+    restart(engine)
+    out = io.StringIO()
+    requests = engine.requests([[5, 6, 7]], **{"max_new_tokens": 30, "ignore_eos": True, **(settings or {})})
+    show_stream(engine.run(requests), requests[0], engine.model.tokenizer, Console(file=out, _environ={}, **console))
+    return out.getvalue(), requests[0].result().text
+
+
+def bare(text: str) -> str:
+    """Without green, tabs and blanks."""
+    return re.sub(r"\x1b\[(1;32|0)m|[\t ]", "", text)
 
 
 def test_draft_tokens_are_green_on_a_terminal(drafted: Engine):
-    def console() -> Console:
-        return Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=20, _environ={})
-
-    out, text = shown_on(console(), drafted)
+    terminal: dict[str, Any] = {"force_terminal": True, "color_system": "standard", "width": 20}
+    out, text = shown_on(drafted, **terminal)
     green, plain = "\x1b[1;32m", "\x1b[0m"
     parts = out.split(green)
     assert len(parts) > 8, "nothing was guessed"
     assert all(plain in part for part in parts[1:])
-    bare = out.replace(green, "").replace(plain, "")
-    assert bare.replace(" ", "") == (text + "\n").replace("\t", "").replace(" ", "")
-    drafted.drafter.generator.manual_seed(0)  # type: ignore[attr-defined]
-    drafted.drafter.texts = []  # type: ignore[attr-defined]
+    assert bare(out) == bare(f"{text}\n")
+    restart(drafted)
     events = list(drafted.stream([5, 6, 7], max_new_tokens=30, ignore_eos=True))
     expected = [
         drafted.model.tokenizer.decode(token) for event in events for token in event.token_ids[: event.num_drafted]
@@ -51,17 +57,16 @@ def test_draft_tokens_are_green_on_a_terminal(drafted: Engine):
     assert [word for word in shown if word.strip()] == [word for word in expected if word.strip()]
 
     token = int(drafted.model.tokenizer.convert_tokens_to_ids(text.strip()[-1]))
-    out, text = shown_on(console(), drafted, stop_token_ids=(token,))
-    bare = out.replace(green, "").replace(plain, "")
-    assert bare.replace(" ", "") == (text + "\n").replace("\t", "").replace(" ", "")
+    out, text = shown_on(drafted, settings={"stop_token_ids": (token,)}, **terminal)
+    assert bare(out) == bare(f"{text}\n")
 
-    out, text = shown_on(console(), drafted, stop=(text[-3:],))
+    out, text = shown_on(drafted, settings={"stop": (text[-3:],)}, **terminal)
     assert out == text + "\n", "with stop strings nobody can say which letters were guessed"
 
 
 def test_elsewhere_the_text_is_written_unchanged(drafted: Engine):
     """No colour codes, no wrapping, no tabs made blanks."""
-    out, text = shown_on(Console(file=io.StringIO(), width=5, _environ={}), drafted)
+    out, text = shown_on(drafted, width=5)
     assert out == text + "\n"
     assert "\t" in text
     assert len(max(text.split("\n"), key=len)) > 5

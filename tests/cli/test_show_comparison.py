@@ -42,16 +42,9 @@ def told(engine: Engine, per_node: float, *, copies: bool = False, **profile: An
 
 
 def test_a_sentence_explains_the_tree(engine: Engine):
-    fixed = told(engine, 1.0, dynamic_tokens=[])
-    assert fixed == (
-        "With one request hydra drafts a fixed tree of 3 nodes: a step then costs 1.3 plain steps and gives about "
-        "1.8 tokens."
-    )
-    growing = told(engine, 1.0, dynamic_tokens=[1.0, 2.0])
-    assert growing == (
-        "With one request hydra drafts growing trees of 2 nodes: a step then costs 1.2 plain steps and gives about "
-        "2.0 tokens."
-    )
+    words = "With one request hydra drafts {}: a step then costs {} plain steps and gives about {} tokens."
+    assert told(engine, 1.0, dynamic_tokens=[]) == words.format("a fixed tree of 3 nodes", 1.3, 1.8)
+    assert told(engine, 1.0, dynamic_tokens=[1.0, 2.0]) == words.format("growing trees of 2 nodes", 1.2, 2.0)
     nothing = told(engine, 20.0, dynamic_tokens=[])
     assert nothing.startswith("With one request hydra drafts nothing: on this machine verifying draft tokens takes")
     assert "nothing, but copies from the text:" in told(engine, 20.0, copies=True, dynamic_tokens=[])

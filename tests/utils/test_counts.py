@@ -22,8 +22,7 @@ def test_sizes_have_a_unit() -> None:
 
 
 def test_one_is_singular() -> None:
-    assert [counted(number, "answer") for number in (0, 1, 2)] == ["0 answers", "1 answer", "2 answers"]
-    assert [counted(number, "pass") for number in (1, 2)] == ["1 pass", "2 passes"]
+    assert [counted(number, "pass") for number in (0, 1, 2)] == ["0 passes", "1 pass", "2 passes"]
 
 
 # numbers that are followed by a plural: "{len(texts)} texts"

@@ -48,8 +48,5 @@ def test_a_single_prompt_and_none_have_no_error() -> None:
     assert ratio_with_error([]) == (1.0, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"), [([2.0], (2.0, 2.0, 2.0)), ([2.0, 4.0], (2.5, 3.0, 3.5)), ([1, 2, 3, 4, 5], (2, 3, 4))]
-)
-def test_quartiles_stay_inside_the_data(values: list[float], expected: tuple[float, ...]) -> None:
-    assert quartiles(values) == expected
+def test_quartiles_stay_inside_the_data() -> None:
+    assert quartiles([2.0, 4.0]) == (2.5, 3.0, 3.5)

@@ -1,12 +1,13 @@
+import contextlib
 import errno
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -47,11 +48,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every flush to the disk fails for want of space."""
-
-    def no_space(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", no_space)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
 
 
 def _names(folder: Path) -> list[str]:
@@ -67,16 +64,15 @@ def test_a_file_is_written_from_bytes_or_by_a_function(tmp_path: Path) -> None:
     assert _names(target.parent) == ["file"]
 
 
-def _interrupted(file: BinaryIO) -> None:
-    file.write(b"half")
-    raise KeyboardInterrupt
-
-
 def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
+    def interrupted(file: BinaryIO) -> None:
+        file.write(b"half")
+        raise KeyboardInterrupt
+
     target = tmp_path / "file"
     write_atomic(target, b"old")
     with pytest.raises(KeyboardInterrupt):
-        write_atomic(target, _interrupted)
+        write_atomic(target, interrupted)
     assert (_names(tmp_path), target.read_bytes()) == (["file"], b"old")
 
 
@@ -135,25 +131,21 @@ def test_a_full_disk_leaves_no_folder(tmp_path: Path) -> None:
     assert _names(tmp_path) == []
 
 
-def _fill_plainly(folder: Path) -> None:
-    (folder / "a").write_bytes(bytes(DISK_BYTES + 1))
-
-
-def _fill_by_safetensors(folder: Path) -> None:
-    save_file({"a": TOO_MUCH}, folder / "a.safetensors")
-
-
-def _fill_by_torch(folder: Path) -> None:
-    torch.save(TOO_MUCH, folder / "a.pt")
-
-
-@pytest.mark.parametrize("fill", [_fill_plainly, _fill_by_safetensors, _fill_by_torch])
+@pytest.mark.parametrize(
+    "fill",
+    [
+        lambda file: file.write_bytes(bytes(DISK_BYTES + 1)),
+        lambda file: save_file({"a": TOO_MUCH}, file),
+        lambda file: torch.save(TOO_MUCH, file),
+    ],
+    ids=["plainly", "by safetensors", "by torch"],
+)
 def test_a_really_full_disk_keeps_the_old_folder(small_disk: Path, fill: Callable[[Path], None]) -> None:
     target = small_disk / "head"
     with atomic_directory(target) as folder:
         (folder / "old").touch()
     with pytest.raises(StorageError, match="no space left"), atomic_directory(target, replace=True) as folder:
-        fill(folder)
+        fill(folder / "a")
     assert _names(small_disk) == ["head", "old"]
 
 
@@ -182,22 +174,28 @@ def test_a_file_in_place_of_a_folder_is_a_storage_error(tmp_path: Path) -> None:
         pytest.fail("the block must not be entered")
 
 
-KILLED = """
-import sys, time
-from draftheads.utils.files import atomic_directory
-with atomic_directory(sys.argv[1]) as folder:
-    (folder / "half").write_text("1")
+@contextlib.contextmanager
+def killed_at_the_end(context: str, path: Path) -> Iterator[None]:
+    """Another process is inside of that context on the path, in which it has written a file; then it is killed."""
+    program = f"""
+import sys, time, pathlib
+from draftheads.utils.files import atomic_directory, locked
+with {context} as folder:
+    pathlib.Path(folder or sys.argv[1], "half").write_text("1")
     print("ready", flush=True)
     time.sleep(60)
 """
+    with subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        yield
+        process.kill()
 
 
 def test_a_kill_leaves_no_folder_of_that_name(tmp_path: Path) -> None:
     target = tmp_path / "head"
-    with subprocess.Popen([sys.executable, "-c", KILLED, str(target)], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        process.send_signal(signal.SIGKILL)
+    with killed_at_the_end("atomic_directory(sys.argv[1])", target):
+        pass
     assert not target.exists()
     remove_leftovers(target)
     assert _names(tmp_path) == []
@@ -269,10 +267,7 @@ def test_appending_to_a_full_disk_is_an_error_and_keeps_the_content(tmp_path: Pa
 
 
 def test_appending_does_not_hide_errors_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_many(descriptor: int) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(os, "fsync", too_many)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
     with pytest.raises(OSError, match="Too many open files"):
         append_synced(tmp_path / "file", b"1", offset=0)
 
@@ -291,17 +286,12 @@ def test_a_second_process_is_refused(tmp_path: Path, file: str):
 
 
 def test_a_process_that_is_killed_leaves_no_lock(tmp_path: Path):
-    program = (
-        "import sys, time; from draftheads.utils.files import locked\n"
-        "with locked(sys.argv[1], ''): print('locked', flush=True); time.sleep(60)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout
-    assert process.stdout.readline() == "locked\n"
-    with pytest.raises(StorageError, match="another process"), locked(tmp_path, ""):
+    with (
+        killed_at_the_end("locked(sys.argv[1], '')", tmp_path),
+        pytest.raises(StorageError, match="another process"),
+        locked(tmp_path, ""),
+    ):
         pytest.fail("two write at once")
-    process.kill()
-    process.communicate(timeout=600)
     with locked(tmp_path, ""):
         pass
 
@@ -357,21 +347,19 @@ def test_a_missing_permission_is_no_lock_of_another_process(tmp_path: Path, monk
         check_writable(tmp_path / "new" / "out")
 
 
-def test_a_folder_that_was_made_for_work_that_fails_at_once_is_removed(tmp_path: Path):
-    def fail(folder: Path, *names: str) -> None:
+@pytest.mark.parametrize(("is_old", "writes"), [(False, False), (False, True), (True, False)])
+def test_only_a_new_and_empty_folder_is_removed_when_the_work_fails(tmp_path: Path, is_old: bool, writes: bool):
+    folder = tmp_path / "out"
+    if is_old:
+        folder.mkdir()
+
+    def fail() -> None:
         with locked(folder, "name another"):
-            for name in names:
-                (folder / name).touch()
+            if writes:
+                (folder / "result").touch()
             raise ValueError("bad data")
 
-    def failing(folder: Path, *names: str) -> None:
-        with pytest.raises(ValueError, match="bad data"):
-            fail(folder, *names)
-
-    failing(tmp_path / "new")
-    assert not (tmp_path / "new").exists()
-    failing(tmp_path / "used", "result")
-    assert (tmp_path / "used" / "result").exists(), "what was written stays"
-    (tmp_path / "old").mkdir()
-    failing(tmp_path / "old")
-    assert (tmp_path / "old").is_dir(), "it was there before"
+    with pytest.raises(ValueError, match="bad data"):
+        fail()
+    assert folder.exists() == (is_old or writes)
+    assert (folder / "result").exists() == writes

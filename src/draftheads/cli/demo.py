@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import torch
 from rich.console import Console
@@ -41,7 +40,11 @@ _FIELDS = (
 
 def run(options: DemoOptions) -> None:
     """Measures and prints."""
-    _check(options)
+    if not options.seconds > 0:
+        raise InvalidSettings(f"--seconds is {options.seconds:g}; it must be above 0")
+    check_json_path(options.json)
+    names_of(options.heads, taken=(PLAIN, STOCK))  # raises now what would fail after minutes
+    int8 = options.load.precision == "int8"
     console = Console(highlight=False)
     prompts = prompts_in(options.prompts or own_prompts("demo"))[: options.limit]
     if not prompts:
@@ -61,17 +64,17 @@ def run(options: DemoOptions) -> None:
     if options.stream and demo.heads:
         _show_one(prompts[0], *next(iter(demo.heads.items())), options.max_new_tokens, console)
     timings = _timed(demo, encoded, options, max_seconds=options.seconds - (time.perf_counter() - start))
-    rows = demo.rows(timings, encoded, None if options.load.precision == "int8" else Scorer(demo.stock))
-    scored = options.load.precision != "int8"
+    rows = demo.rows(timings, encoded, None if int8 else Scorer(demo.stock))
     if heads := [row for row in rows if row.name in demo.heads]:
         best = max(heads, key=lambda row: row.speedup)
         given = "the defaults" if options.copy and not options.batch_invariant else "these options"
         first = speed_sentence(best.name, best.speedup, best.speedup_error, given=given)
         console.print(first, end="\n\n", markup=False)
-    print_table(rows, SPEED_COLUMNS if scored else SPEED_COLUMNS[:-1], console)
+    print_table(rows, SPEED_COLUMNS[:-1] if int8 else SPEED_COLUMNS, console)
     longest = counted(timings.max_new_tokens, "token")
-    words = f"{counted(timings.num_groups, 'prompt')}, answers of at most {longest}, {timings.seconds:.0f} s in all\n"
-    console.print(words)
+    console.print(
+        f"{counted(timings.num_groups, 'prompt')}, answers of at most {longest}, {timings.seconds:.0f} s in all\n"
+    )
     if not options.batch_invariant:
         explain_texts(rows, console, precision=demo.plain.model.precision, stock_precision=demo.stock.precision)
     shown, sentences = _details(rows, demo)
@@ -79,15 +82,8 @@ def run(options: DemoOptions) -> None:
     sentences += slower_sentences(rows, precision=options.load.precision, copy=options.copy, model=options.model)
     for sentence in sentences:
         console.print(sentence, markup=False)
-    _save(options, demo, timings, rows, shown=shown, sentences=sentences)
-
-
-def _check(options: DemoOptions) -> None:
-    """Raises now what would fail after minutes."""
-    if not options.seconds > 0:
-        raise InvalidSettings(f"--seconds is {options.seconds:g}; it must be above 0")
-    check_json_path(options.json)
-    names_of(options.heads, taken=(PLAIN, STOCK))
+    if options.json is not None:
+        write_json(options.json, _record(options, demo, timings, rows, shown=shown, sentences=sentences))
 
 
 def _show_one(prompt: TextPrompt, name: str, engine: Engine, max_new_tokens: int, console: Console) -> None:
@@ -122,20 +118,17 @@ def _details(rows: Sequence[Row], demo: Demo) -> tuple[list[Row], list[str]]:
     return [*shown, best], [tree_sentence(best.name, demo.heads[best.name]), copies_sentence(best)]
 
 
-def _save(
+def _record(
     options: DemoOptions,
     demo: Demo,
     timings: Timings,
     rows: Sequence[Row],
     *,
     shown: Sequence[Row],
-    sentences: Sequence[str],
-) -> None:
-    """Writes the JSON object, where it was asked for."""
-    if options.json is None:
-        return
+    sentences: list[str],
+) -> dict[str, object]:
     int8 = options.load.precision == "int8"
-    record = {
+    return {
         "model": options.model,
         "precision": "int8" if int8 else demo.stock.precision,
         "threads": torch.get_num_threads(),
@@ -144,14 +137,11 @@ def _save(
         "num_prompts": timings.num_groups,
         "max_new_tokens": timings.max_new_tokens,
         "seconds": timings.seconds,
-        "rows": [_row(row) for row in rows],
+        "rows": [
+            {"method": row.name, "identical": row.num_different == 0, **{name: getattr(row, name) for name in _FIELDS}}
+            for row in rows
+        ],
         "step_milliseconds": {row.name: row.parts for row in shown},
         "sentences": sentences,
         "provenance": provenance(),
     }
-    write_json(options.json, record)
-
-
-def _row(row: Row) -> dict[str, object]:
-    values = asdict(row)
-    return {"method": row.name, "identical": row.num_different == 0, **{name: values[name] for name in _FIELDS}}

@@ -165,7 +165,7 @@ def find_packages() -> list[Finding]:
     others = [package for package in requirements if package.marker is None and package.name not in _LARGE]
     findings += [*large, _group("others", "all commands", others, "draftheads", "unusable")]
     for extra, purpose in EXTRAS.items():
-        packages = [each for each in requirements if each.marker is not None and each.marker.evaluate({"extra": extra})]
+        packages = [package for package in requirements if package.marker and package.marker.evaluate({"extra": extra})]
         findings.append(_group(f"[{extra}]", purpose, packages, f"draftheads[{extra}]", "optional"))
     return [finding for finding in findings if finding.text]
 

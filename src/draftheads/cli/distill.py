@@ -47,13 +47,13 @@ def _source(options: DistillOptions, progress: Progress) -> Source:
 
 def _table(outcome: Outcome) -> Table:
     """What came of a run; counts of nothing are left out."""
-    counts, found = outcome.counts, outcome.survey
+    counts, survey = outcome.counts, outcome.survey
     rows = {
         "conversations": counts.num_records,
         "answers": counts.num_answers,
         "cut off by --max-new-tokens": counts.num_unfinished,
         "shortened: the next turn was too long, or had no question": counts.num_shortened,
-        "duplicate prompts left out": found.num_duplicates,
+        "duplicate prompts left out": survey.num_duplicates,
         "self-talk left out: its questions were asked before": counts.num_repeated,
         "prompts left out: longer than the model allows": counts.num_too_long,
         "self-talk left out: its first question was empty or too long": counts.num_no_question,

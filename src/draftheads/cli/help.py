@@ -82,7 +82,7 @@ def options_of(kind: Any, default: Any = None) -> Iterator[Option]:
 def documented(kind: type) -> dict[str, str]:
     """The text under each field of a dataclass, its base classes' included, in one line."""
     parsed = [docstring_parser.parse_from_object(base) for base in reversed(kind.__mro__[:-1])]
-    return {field.arg_name: " ".join((field.description or "").split()) for each in parsed for field in each.params}
+    return {field.arg_name: " ".join((field.description or "").split()) for doc in parsed for field in doc.params}
 
 
 def print_help(console: Console, command: str, kind: Any, default: Any = None, *, whole: bool) -> None:

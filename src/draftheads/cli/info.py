@@ -148,14 +148,13 @@ def _print_section(console: Console, title: str, facts: Mapping[str, object]) ->
         return
     table = Table.grid(padding=(0, 2))
     for name, value in facts.items():
-        words = value if isinstance(value, str) else _as_text(value)
+        if value is None:
+            words = "-"
+        else:
+            words = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
         table.add_row(Text(f"  {name.replace('_', ' ')}"), Text(words, overflow="fold"))
     console.print(Text(f"\n{title}", style="bold"))
     console.print(table)
-
-
-def _as_text(value: object) -> str:
-    return "-" if value is None else json.dumps(value, default=str, ensure_ascii=False)
 
 
 def _print_tree(console: Console, tree: Tree) -> None:

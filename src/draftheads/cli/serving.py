@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 from draftheads.cli.options.serve import ServeOptions
 from draftheads.cli.show import quiet_transformers
@@ -37,7 +38,7 @@ def http_limits(options: ServeOptions) -> HttpLimits:
     return HttpLimits(
         choices=max(1, min(HttpLimits.choices, options.max_waiting // 2)),
         default_tokens=options.default_tokens,
-        request_seconds=_finite(options.request_seconds),
+        request_seconds=None if options.request_seconds == float("inf") else options.request_seconds,
     )
 
 
@@ -48,9 +49,8 @@ def run(options: ServeOptions, listening: socket.socket) -> None:
     keys = _api_keys(options)
     local = _is_local(options.host)
     hosts = frozenset(options.allow_host) | (LOCAL_NAMES | {options.host} if local else frozenset())
-    limits = http_limits(options)
-    access = Access(keys, hosts or None, _admin_keys(options))
-    service = Service(limits, access, log_requests=options.log_requests, recorder=_recorder(options))
+    access = Access(keys, hosts or None, _keys(_ADMIN_VARIABLE, options.admin_key_file, "--admin-key-file"))
+    service = Service(http_limits(options), access, log_requests=options.log_requests, recorder=_recorder(options))
     address = _address(listening)
     if not local and not keys:
         print(
@@ -70,7 +70,7 @@ def run(options: ServeOptions, listening: socket.socket) -> None:
             head_folder=None if options.head_folder is None else user_path(options.head_folder),
             recorder=service.recorder,
             copy=options.copy,
-            corpus=loaded[0][0].corpus,
+            corpus=served.corpus,
             fast=options.load.fast,
         )
         return served.models, scheduler
@@ -111,7 +111,6 @@ def _load(options: ServeOptions) -> tuple[Served, Limits]:
 
 
 def _welcome(address: str, served: Served, limits: Limits, *, has_keys: bool) -> str:
-    """What is served, and a command to try."""
     target = served.target
     names = [
         f"  {model.name:<24} {model.head or 'plain decoding'}{', with an adapter' if model.adapter else ''}"
@@ -132,7 +131,6 @@ def _welcome(address: str, served: Served, limits: Limits, *, has_keys: bool) ->
 
 
 def _recorder(options: ServeOptions) -> Recorder | None:
-    """Records answers, if that is wanted."""
     if options.record is None:
         return None
     recorder = Recorder(user_path(options.record), max_bytes=round(options.record_gib * 2**30))
@@ -145,19 +143,12 @@ def _recorder(options: ServeOptions) -> Recorder | None:
 
 
 def _api_keys(options: ServeOptions) -> tuple[str, ...]:
-    keys = list(options.api_key)
-    if options.api_key_file is not None:
-        keys += read_key_file(options.api_key_file)
-    return _checked_keys(keys, _KEY_VARIABLE)
+    return _keys(_KEY_VARIABLE, options.api_key_file, "--api-key-file", *options.api_key)
 
 
-def _admin_keys(options: ServeOptions) -> tuple[str, ...]:
-    path = options.admin_key_file
-    return _checked_keys([] if path is None else [*read_key_file(path, "--admin-key-file")], _ADMIN_VARIABLE)
-
-
-def _checked_keys(keys: list[str], variable_name: str) -> tuple[str, ...]:
-    """The keys and that of an environment variable."""
+def _keys(variable_name: str, path: Path | None, option: str, *given: str) -> tuple[str, ...]:
+    """The given keys, those of a file, and that of an environment variable."""
+    keys = [*given, *([] if path is None else read_key_file(path, option))]
     if variable := os.environ.get(variable_name):
         keys.append(variable)
     for key in keys:
@@ -178,10 +169,6 @@ def _is_local(host: str) -> bool:
 def _address(listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _finite(seconds: float) -> float | None:
-    return None if seconds == float("inf") else seconds
 
 
 def _log_to_stderr() -> None:

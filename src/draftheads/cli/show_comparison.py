@@ -50,7 +50,7 @@ def print_parts(rows: Sequence[Row], console: Console) -> None:
     for row in rows:
         label = row.name if len(row.name) <= _BAR_NAME_CELLS else f"…{row.name[1 - _BAR_NAME_CELLS :]}"
         parts = row.parts.values()
-        numbers = f"{sum(parts):.1f} = {' + '.join(f'{each:.1f}' for each in parts)}"
+        numbers = f"{sum(parts):.1f} = {' + '.join(f'{part:.1f}' for part in parts)}"
         console.print(Text(f"{label:<{_BAR_NAME_CELLS}} ").append(bar(row.parts, longest)).append(f" {numbers}"))
     legend = Text(" " * (_BAR_NAME_CELLS + 1))
     for part, (sign, style) in _SIGNS.items():

@@ -42,8 +42,8 @@ def run_and_print(
         report = train(options, display)
     if report is not None and processes.is_first():
         print_results(console, report)
-        for each in more(report):
-            console.print(each, soft_wrap=isinstance(each, str))
+        for part in more(report):
+            console.print(part, soft_wrap=isinstance(part, str))
         write_pages(console, options.out, "training")
 
 

@@ -1,6 +1,5 @@
 """Estimates from measurements on several prompts: ratios of sums with a standard error, and quartiles."""
 
-import statistics
 from collections.abc import Sequence
 
 import numpy as np
@@ -46,7 +45,5 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     >>> quartiles([2.0])
     (2.0, 2.0, 2.0)
     """
-    if len(values) == 1:
-        return (values[0],) * 3
-    lower, middle, upper = statistics.quantiles(values, n=4, method="inclusive")
+    lower, middle, upper = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
     return lower, middle, upper

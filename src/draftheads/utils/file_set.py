@@ -23,10 +23,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def replaced_set(folder: Path) -> Iterator[Path]:
-    """An empty folder to fill with files. If the ``with`` block succeeds, they replace those of the same names.
-
-    Args:
-        folder: an existing one.
+    """An empty folder to fill with files. If the ``with`` block succeeds, they replace those in ``folder``.
 
     Raises:
         StorageError: the files cannot be written, and the old ones are unchanged; or one cannot be moved to its place,
@@ -39,11 +36,7 @@ def replaced_set(folder: Path) -> Iterator[Path]:
 
 
 def finish_replacing(folder: Path) -> None:
-    """Moves the files that a process which was killed has not moved. Renames need no space on the disk.
-
-    Raises:
-        StorageError: one cannot be moved.
-    """
+    """Moves the files that a process which was killed has not moved. Renames need no space on the disk."""
     incoming = folder / _INCOMING
     for path in sorted(incoming.glob("*")):
         try:
@@ -73,13 +66,13 @@ def read_set(folder: Path, names: Iterable[str], read: Callable[[], T]) -> T:
         with contextlib.ExitStack() as opened:  # the number of an open file is not given to a new one
             before = [_identity(folder, name, opened) for name in names]
             try:
-                found = read()
+                value = read()
             except Exception:
                 if before == [_identity(folder, name, opened) for name in names]:
                     raise
                 continue
             if before == [_identity(folder, name, opened) for name in names]:
-                return found
+                return value
     raise StorageError(f"{folder} was replaced {_MOST_READS} times while it was read: wait until it is written")
 
 

@@ -63,10 +63,10 @@ def check_writable(path: str | os.PathLike[str]) -> Path:
 
 
 def write_atomic(path: str | os.PathLike[str], content: bytes | Callable[[BinaryIO], object]) -> None:
-    """Write one complete file, or nothing. An existing file is replaced by one rename.
+    """Writes one complete file, or nothing. An existing file is replaced by one rename; missing folders are made.
 
     Args:
-        path: of the file; missing folders above it are made.
+        path: of the file.
         content: the bytes, or a function that writes them to the binary file it is given.
 
     Raises:
@@ -88,10 +88,9 @@ def write_atomic(path: str | os.PathLike[str], content: bytes | Callable[[Binary
 
 
 def append_synced(path: str | os.PathLike[str], content: bytes, *, offset: int) -> None:
-    """Write ``content`` at ``offset`` of a file, the file's new end, and flush it to the disk.
+    """Writes ``content`` at ``offset`` of a file and flushes it to the disk; missing files and folders are made.
 
-    Content after ``offset`` is dropped: the caller keeps a record of how much of the file is valid. A missing file is
-    created, with its parent folders.
+    Older content after ``offset`` is dropped: the caller keeps a record of how much of the file is valid.
 
     Raises:
         StorageError: it cannot be written; the content before ``offset`` is unchanged.
@@ -106,8 +105,7 @@ def append_synced(path: str | os.PathLike[str], content: bytes, *, offset: int) 
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        reason = _storage_reason(error, target)
-        if reason is None:
+        if (reason := _storage_reason(error, target)) is None:
             raise
         raise StorageError(f"cannot write {target}: {reason}; its first {offset:,} bytes are untouched") from error
 
@@ -116,13 +114,8 @@ def append_synced(path: str | os.PathLike[str], content: bytes, *, offset: int) 
 def atomic_directory(path: str | os.PathLike[str], *, replace: bool = False) -> Iterator[Path]:
     """A new, empty folder to fill. It gets the name ``path`` only if the ``with`` block succeeds.
 
-    Args:
-        path: of the folder; missing parent folders are created.
-        replace: whether to replace an existing folder or file. This takes two renames. A kill between them leaves the
-            old content next to its place, under a hidden name that ends in ``.old``.
-
-    Yields:
-        The temporary folder, in the same parent as ``path``.
+    To ``replace`` an existing folder or file takes two renames. A kill between them leaves the old content next to its
+    place, under a hidden name that ends in ``.old``.
 
     Raises:
         StorageError: ``path`` exists and ``replace`` is false, or it cannot be written (a full disk, …).
@@ -189,10 +182,7 @@ def locked(
 
 
 def remove_leftovers(path: str | os.PathLike[str]) -> None:
-    """Remove the incomplete files that killed processes left next to ``path``.
-
-    Hold the lock of ``path``: a file of a running process looks the same.
-    """
+    """Removes what killed processes left next to ``path``. Hold its lock: a running process's file looks the same."""
     target = Path(path)
     for leftover in target.parent.glob(f".{target.name}.*{_TEMPORARY_SUFFIX}"):
         _remove(leftover)
@@ -214,7 +204,7 @@ def _sibling(target: Path, suffix: str) -> Path:
 
 @contextlib.contextmanager
 def _all_or_nothing(target: Path, temporary: Path) -> Iterator[None]:
-    """Remove ``temporary`` if the block fails; raise :class:`StorageError` if the reason is the disk."""
+    """Removes ``temporary`` if the block fails; raises :class:`StorageError` if the reason is the disk."""
     try:
         yield
     except BaseException as error:
@@ -241,7 +231,7 @@ def _storage_reason(error: BaseException, target: Path) -> str | None:
 
 
 def _settle(directory: Path) -> None:
-    """Give every file below the usual permissions and flush it all to the disk."""
+    """Gives every file below the usual permissions and flushes it all to the disk."""
     mode = directory.stat().st_mode & 0o666  # as the user's umask allows
     for file in directory.rglob("*"):
         if file.is_file():
@@ -266,7 +256,6 @@ def _move_into_place(temporary: Path, target: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file or folder to the disk."""
     if os.name == "nt" and path.is_dir():  # Windows cannot open folders
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -277,7 +266,7 @@ def _sync(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or folder; errors are ignored, because another error is being handled."""
+    """Errors are ignored, because another error is being handled."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -100,10 +100,7 @@ def has_nvidia_driver(root: Path = _ROOT) -> bool:
 def _limits(root: Path, controller: str, *files: list[str]) -> Iterator[list[int]]:
     """The numbers in these files of this process's control groups and those above them; psutil does not read them.
 
-    Args:
-        root: where /proc/self and /sys are.
-        controller: "cpu" or "memory".
-        files: names in version 2 of control groups; names in version 1.
+    ``controller`` is "cpu" or "memory"; ``files`` are the names in version 2 of control groups, and in version 1.
     """
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)

@@ -57,7 +57,8 @@ class Bars:
 def shown(progress: Progress | bool) -> Progress:  # noqa: FBT001 - its only argument
     """What receives progress: the given one; or for True bars, if there is somebody to see them."""
     if isinstance(progress, bool) or progress is None:
-        return Bars() if progress and (in_notebook() or _on_terminal()) else NoProgress()
+        is_terminal = sys.stderr is not None and sys.stderr.isatty()
+        return Bars() if progress and (is_terminal or in_notebook()) else NoProgress()
     return progress
 
 
@@ -65,10 +66,6 @@ def in_notebook() -> bool:
     """Whether this process is the kernel of a notebook."""
     ipython = sys.modules.get("IPython")
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
-
-
-def _on_terminal() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty()
 
 
 def counted_stage(progress: Progress, what: str, total: int) -> Callable[[], None]:

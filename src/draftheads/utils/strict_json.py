@@ -47,16 +47,16 @@ def checked(value: Any, types_by_key: Mapping[str, Any], path: Path, place: str 
     Raises:
         CheckpointCorrupt: it is not.
     """
-    found, dot = _as_object(value, path, place), place and f"{place}."
-    if missing := sorted(set(types_by_key) - set(found)):
+    content, dot = _as_object(value, path, place), place and f"{place}."
+    if missing := sorted(set(types_by_key) - set(content)):
         raise CheckpointCorrupt(f"{path}: {dot}{missing[0]} is missing")
-    if unknown := sorted(set(found) - set(types_by_key)):
+    if unknown := sorted(set(content) - set(types_by_key)):
         known = ", ".join(sorted(types_by_key))
         raise CheckpointCorrupt(f"{path}: unknown key {dot}{unknown[0]}; known are {known}")
     for name, hint in types_by_key.items():
-        if not matches(found[name], hint):
-            raise CheckpointCorrupt(f"{path}: {dot}{name} is {found[name]!r}; it must be {in_words(hint)}")
-    return found
+        if not matches(content[name], hint):
+            raise CheckpointCorrupt(f"{path}: {dot}{name} is {content[name]!r}; it must be {in_words(hint)}")
+    return content
 
 
 def read_dataclass(kind: type[T], value: Any, path: Path, place: str) -> T:
@@ -95,7 +95,7 @@ def matches(value: Any, hint: Any) -> bool:
     if kind is typing.Literal:
         return value in typing.get_args(hint)
     if kind in (typing.Union, types.UnionType):
-        return any(matches(value, one) for one in typing.get_args(hint))
+        return any(matches(value, option) for option in typing.get_args(hint))
     if kind is list:
         return type(value) is list and all(matches(item, typing.get_args(hint)[0]) for item in value)
     return type(value) is hint or (hint is float and type(value) is int)

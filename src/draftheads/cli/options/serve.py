@@ -97,14 +97,14 @@ class ServeOptions(OptionGroup):
         Raises:
             InvalidSettings: not of the form NAME=FOLDER, or two of the same name.
         """
-        found: dict[str, Path] = {}
+        folders: dict[str, Path] = {}
         for given in self.adapter:
             name, _, folder = given.partition("=")
             if not _NAME.fullmatch(name) or not folder:
                 raise InvalidSettings(
                     f"--adapter {given}: write NAME=FOLDER, with a name of ASCII letters, digits, dots and dashes"
                 )
-            if name in found:
-                raise InvalidSettings(f"--adapter {given}: {name} is {found[name]} already; give another name")
-            found[name] = user_path(folder)
-        return found
+            if name in folders:
+                raise InvalidSettings(f"--adapter {given}: {name} is {folders[name]} already; give another name")
+            folders[name] = user_path(folder)
+        return folders
