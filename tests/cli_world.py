@@ -5,7 +5,7 @@ import pty
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +23,7 @@ from families import SMALL, VOCAB, tiny_head
 LETTERS = "abcdefghijklmnop \n\té"
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
 PROMPTS = ["a dog", "hello", "fog and ice", "black ice on a hill", "mom", "a bad lad", "peking", "old film"]
+Run = Callable[..., Any]  # runs a command; gives what it writes: out and err
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
@@ -65,12 +66,20 @@ def slow_imports(code: str, *more: str) -> str:
     return subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True).stdout
 
 
+def on_terminal() -> dict[str, str]:
+    """The environment of a process on a terminal."""
+    return {**os.environ, "COLUMNS": "100", "TERM": "xterm", "OMP_NUM_THREADS": "1"}
+
+
+def without_colours(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text).replace("\r\n", "\n")
+
+
 def run_on_terminal(arguments: list[str], folder: Path) -> tuple[str, str]:
     """What the command writes to standard output and error where both are terminals, without colours and bars."""
     command = [sys.executable, "-m", "draftheads", *arguments]
-    environment = {**os.environ, "COLUMNS": "100", "TERM": "xterm", "OMP_NUM_THREADS": "1"}
     (out, out_end), (err, err_end) = pty.openpty(), pty.openpty()
-    with subprocess.Popen(command, cwd=folder, stdout=out_end, stderr=err_end, env=environment) as process:
+    with subprocess.Popen(command, cwd=folder, stdout=out_end, stderr=err_end, env=on_terminal()) as process:
         os.close(out_end)
         os.close(err_end)
         with ThreadPoolExecutor() as pool:
@@ -86,4 +95,4 @@ def _read_all(descriptor: int) -> str:
         while piece := os.read(descriptor, 1 << 16):
             found += piece
     os.close(descriptor)
-    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", found.decode()).replace("\r\n", "\n")
+    return without_colours(found.decode())

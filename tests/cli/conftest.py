@@ -4,12 +4,14 @@ import io
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers.utils import logging
 
 import draftheads
-from cli_world import write_model
+from cli_world import Run, write_model
+from draftheads.cli.main import main
 from draftheads.decode.engine import Engine
 from families import TREES, tiny_profile
 
@@ -44,6 +46,17 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch, cheap_nodes: None) -> Pa
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     monkeypatch.setenv("COLUMNS", "80")
     return folder
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command that ends with this code; what it writes to standard output and error."""
+
+    def command(arguments: list[str], *, code: int = 0) -> Any:
+        assert main(arguments) == code
+        return capsys.readouterr()
+
+    return command
 
 
 @pytest.fixture(scope="session")

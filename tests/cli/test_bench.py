@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from transformers import LlamaForCausalLM
 
+from cli_world import Run
 from draftheads.bench import compare
 from draftheads.checkpoints.checkpoint import read_head
 from draftheads.cli.main import main
@@ -24,11 +25,10 @@ def prompts(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (here / "one.jsonl").write_text(json.dumps({"prompt": "mom"}))
 
 
-def test_it_writes_a_record_a_table_and_a_page(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_writes_a_record_a_table_and_a_page(here: Path, tmp_path: Path, run: Run) -> None:
     out = tmp_path / "out"
     heads = ["--heads", "./hydra", "lookahead", "--draft-model", "./model"]
-    assert main([*BENCH, *heads, "--out", str(out), "--json", str(tmp_path / "all.json")]) == 0
-    shown = capsys.readouterr().out
+    shown = run([*BENCH, *heads, "--out", str(out), "--json", str(tmp_path / "all.json")]).out
     record = json.loads((out / "bench.json").read_text())
     assert json.loads((tmp_path / "all.json").read_text()) == record
     assert "{" not in shown, "JSON only where it was asked for"
@@ -79,8 +79,7 @@ def test_fresh_ignores_what_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_impossible_comparisons_are_refused_before_the_model_is_loaded(
-    arguments: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: str, words: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TargetModel, "load", lambda *_, **__: pytest.fail("the model was loaded first"))
-    assert main(["bench", *arguments.split()]) == 1
-    assert words in capsys.readouterr().err
+    assert words in run(["bench", *arguments.split()], code=1).err

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cli_world import slow_imports
+from cli_world import Run, slow_imports
 from draftheads.cli.main import main
 from draftheads.utils.files import locked
 
@@ -39,9 +39,8 @@ def at_a_terminal(monkeypatch: pytest.MonkeyPatch, typed: str) -> _Terminal:
     return shown
 
 
-def test_show_lists_the_parts_in_80_columns(cache: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["cache"]) == 0
-    out = capsys.readouterr().out
+def test_show_lists_the_parts_in_80_columns(cache: Path, run: Run):
+    out = run(["cache"]).out
     first, *lines = out.splitlines()
     assert first == f"{cache}: 1.5 kB in 2 files"
     assert max(map(len, lines)) <= 80
@@ -50,16 +49,12 @@ def test_show_lists_the_parts_in_80_columns(cache: Path, capsys: pytest.CaptureF
     assert "measured again in 5 s for each head" in out
 
 
-def test_show_of_one_part_and_of_an_empty_cache(
-    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    assert main(["cache", "show", "costs"]) == 0
-    out = capsys.readouterr().out
+def test_show_of_one_part_and_of_an_empty_cache(cache: Path, run: Run, monkeypatch: pytest.MonkeyPatch):
+    out = run(["cache", "show", "costs"]).out
     assert "500 B in 1 file\n" in out
     assert "bench" not in out.replace(str(cache), "")
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(cache / "none"))
-    assert main(["cache"]) == 0
-    assert capsys.readouterr().out.startswith(f"{cache / 'none'}: empty\n")
+    assert run(["cache"]).out.startswith(f"{cache / 'none'}: empty\n")
 
 
 def test_show_imports_nothing_slow(cache: Path):
@@ -67,24 +62,20 @@ def test_show_imports_nothing_slow(cache: Path):
     assert slow_imports(code).endswith("\n[]\n")
 
 
-def test_clear_needs_yes_where_there_is_no_terminal(cache: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["cache", "clear"]) == 1
-    err = capsys.readouterr().err
+def test_clear_needs_yes_where_there_is_no_terminal(cache: Path, run: Run):
+    err = run(["cache", "clear"], code=1).err
     assert err == (
         f"error: {cache}: nothing was deleted, because there is no terminal to ask on; "
         "add --yes to delete 1.5 kB in 2 files\n"
     )
     assert (cache / COST).exists()
-    assert main(["cache", "clear", "--yes"]) == 0
-    assert capsys.readouterr().out == "deleted 1.5 kB in 2 files\n"
+    assert run(["cache", "clear", "--yes"]).out == "deleted 1.5 kB in 2 files\n"
     assert not (cache / COST).exists()
-    assert main(["cache", "clear", "--yes"]) == 0
-    assert capsys.readouterr().out == f"{cache}: nothing to delete\n"
+    assert run(["cache", "clear", "--yes"]).out == f"{cache}: nothing to delete\n"
 
 
-def test_clear_of_one_part_leaves_the_others(cache: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["cache", "clear", "bench", "--yes"]) == 0
-    assert capsys.readouterr().out == "deleted 1.0 kB in 1 file\n"
+def test_clear_of_one_part_leaves_the_others(cache: Path, run: Run):
+    assert run(["cache", "clear", "bench", "--yes"]).out == "deleted 1.0 kB in 1 file\n"
     assert (cache / COST).exists()
     assert not (cache / BENCH).exists()
 
@@ -109,16 +100,14 @@ def test_an_agreed_question_deletes(cache: Path, monkeypatch: pytest.MonkeyPatch
     assert (cache / BENCH).exists()
 
 
-def test_an_unknown_part_names_the_parts(cache: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["cache", "clear", "cost", "--yes"]) == 1
-    err = capsys.readouterr().err
+def test_an_unknown_part_names_the_parts(cache: Path, run: Run):
+    err = run(["cache", "clear", "cost", "--yes"], code=1).err
     assert "no part 'cost'; its parts are smollm2-135m, kernels, costs, profiles, corpora, answers, bench" in err
     assert (cache / COST).exists()
 
 
-def test_what_another_process_uses_is_named(cache: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_another_process_uses_is_named(cache: Path, run: Run):
     with locked(cache / "bench" / "0123456789abcdef", ""):
-        assert main(["cache", "clear", "--yes"]) == 0
-    out = capsys.readouterr().out
+        out = run(["cache", "clear", "--yes"]).out
     assert out == "deleted 500 B in 1 file\nkept bench/0123456789abcdef: another process is using it\n"
     assert (cache / BENCH).exists()

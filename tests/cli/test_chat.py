@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import draftheads
+from cli_world import on_terminal, without_colours
 from draftheads import loading
 from draftheads.cli.chat import Chat
 from draftheads.cli.main import main
@@ -228,15 +229,13 @@ class Terminal:
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.keys, end = pty.openpty()
-        environment = {**os.environ, "COLUMNS": "100", "TERM": "xterm", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "draftheads", *arguments]
         self.process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", "draftheads", *arguments],
             cwd=folder,
             stdin=end,
             stdout=end,
             stderr=end,
-            env=environment,
+            env=on_terminal(),
             start_new_session=True,
             # background jobs of a shell ignore it
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - no threads here
@@ -275,10 +274,6 @@ def terminal(folder: Path) -> Iterator[Callable[..., Terminal]]:
         each.process.kill()
         each.process.wait()
         os.close(each.keys)
-
-
-def without_colours(text: str) -> str:
-    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text).replace("\r\n", "\n")
 
 
 def test_a_chat_on_a_terminal(terminal: Callable[..., Terminal], engine: Engine):

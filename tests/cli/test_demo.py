@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cli_world import run_process
+from cli_world import Run, run_process
 from draftheads.bench import demo
 from draftheads.bench.demo import Demo
 from draftheads.cli.main import main
@@ -105,7 +105,7 @@ def test_heads_draft_with_the_fast_kernels_in_the_demo(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("here")
-def test_the_demo_explains_texts_that_differ(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_the_demo_explains_texts_that_differ(run: Run, monkeypatch: pytest.MonkeyPatch):
     compared, differing, said = Demo.rows, False, {}
 
     def rows(*arguments: Any) -> Any:
@@ -114,8 +114,7 @@ def test_the_demo_explains_texts_that_differ(capsys: pytest.CaptureFixture[str],
     monkeypatch.setattr(Demo, "rows", rows)
     for precision in ("bf16", "fp32", "int8"):
         for differing in (False, True):
-            assert main([*DEMO, "--heads", "./hydra", "--limit", "1", "--precision", precision]) == 0
-            out = capsys.readouterr().out
+            out = run([*DEMO, "--heads", "./hydra", "--limit", "1", "--precision", precision]).out
             said[precision, differing] = [
                 words for words in ("--batch-invariant", "please report", "another model than int8") if words in out
             ]
@@ -130,11 +129,10 @@ def test_the_demo_explains_texts_that_differ(capsys: pytest.CaptureFixture[str],
     }
 
 
-def test_demo_variants(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_demo_variants(here: Path, run: Run):
     """Own prompts, fewer of them, without transformers or a stream; two heads of one name keep their paths."""
     arguments = [*DEMO, "--limit", "1", "--no-transformers", "--precision", "fp32", "--no-copy", "--seconds", "inf"]
-    assert main([*arguments, "--heads", "./medusa", str(here / "medusa"), "--json", "record.json"]) == 0
-    out, err = capsys.readouterr()
+    out, err = run([*arguments, "--heads", "./medusa", str(here / "medusa"), "--json", "record.json"])
     assert not err
     assert "provenance" not in out
     assert "draft tokens are" not in out
@@ -146,11 +144,10 @@ def test_demo_variants(here: Path, capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.usefixtures("here")
-def test_the_demo_in_int8_compares_with_plain_int8(capsys: pytest.CaptureFixture[str]):
+def test_the_demo_in_int8_compares_with_plain_int8(run: Run):
     """Transformers' model stays exact; plain and heads share the quantised one, and nothing is re-scored."""
     arguments = ["demo", "--model", "model", "--heads", "./hydra", "--limit", "2", "--no-stream", "--json", "-"]
-    assert main([*arguments, "--precision", "int8", "--max-new-tokens", "24"]) == 0
-    out = capsys.readouterr().out
+    out = run([*arguments, "--precision", "int8", "--max-new-tokens", "24"]).out
     assert "margin" not in out.split("provenance")[0].split('{"model"')[0]
     record = json.loads(out.splitlines()[-1])
     assert (record["precision"], record["batch_invariant"]) == ("int8", True)
@@ -162,7 +159,7 @@ def test_the_demo_in_int8_compares_with_plain_int8(capsys: pytest.CaptureFixture
 
 
 def test_the_demo_with_batch_invariant_compares_with_plain_of_the_same_kernels(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    here: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ):
     references: list[Any] = []
     compared = Demo._plain_of_heads
@@ -175,19 +172,15 @@ def test_the_demo_with_batch_invariant_compares_with_plain_of_the_same_kernels(
     monkeypatch.setattr(demo, "rows_keep_their_bits", lambda _: True)
     arguments = ["demo", "--model", "model", "--limit", "2", "--no-stream", "--max-new-tokens", "10", "--heads"]
     arguments += ["hydra", "--precision", "fp32", "--json", "-"]
-    assert main([*arguments, "--batch-invariant"]) == 0
-    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    record = json.loads(run([*arguments, "--batch-invariant"]).out.splitlines()[-1])
     assert record["batch_invariant"] is True
     assert all(row["identical"] for row in record["rows"])
     assert [len(answer) for answer in references[0]] == [10, 10]
-    assert main(arguments) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["batch_invariant"] is False
+    assert json.loads(run(arguments).out.splitlines()[-1])["batch_invariant"] is False
     assert references[1] is None
 
 
-def test_batch_invariant_that_cannot_be_kept_are_an_error(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-):
+def test_batch_invariant_that_cannot_be_kept_are_an_error(here: Path, run: Run, monkeypatch: Any):
     monkeypatch.setattr(demo, "rows_keep_their_bits", lambda _: False)
-    assert main(["demo", "--model", "model", "--heads", "hydra", "--batch-invariant"]) == 1
-    assert "error: batch_invariant: this machine's kernels change a row's bits" in capsys.readouterr().err
+    err = run(["demo", "--model", "model", "--heads", "hydra", "--batch-invariant"], code=1).err
+    assert "error: batch_invariant: this machine's kernels change a row's bits" in err

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cli_world import run_process
+from cli_world import Run, run_process
 from draftheads.cli import doctor
 from draftheads.cli.diagnosis import Finding
 from draftheads.cli.main import main
@@ -33,9 +33,8 @@ def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Finding]]:
     return groups
 
 
-def test_findings_are_lines_with_marks_and_advice(capsys: pytest.CaptureFixture[str]):
-    assert main(["doctor"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_findings_are_lines_with_marks_and_advice(run: Run):
+    lines = run(["doctor"]).out.splitlines()
     assert max(map(len, lines)) <= 80
     assert all(line == line.rstrip() for line in lines)
     assert lines[:3] == ["", "Machine", " ✓ cores          2 of 2 usable"]
@@ -52,10 +51,9 @@ def test_findings_are_lines_with_marks_and_advice(capsys: pytest.CaptureFixture[
     ]
 
 
-def test_nothing_to_do(found: dict[str, list[Finding]], capsys: pytest.CaptureFixture[str]):
+def test_nothing_to_do(found: dict[str, list[Finding]], run: Run):
     del found["Packages"]
-    assert main(["doctor"]) == 0
-    assert capsys.readouterr().out.endswith("\n\nNothing to do.\n")
+    assert run(["doctor"]).out.endswith("\n\nNothing to do.\n")
 
 
 def test_without_unicode_the_marks_are_plain(monkeypatch: pytest.MonkeyPatch):
@@ -67,14 +65,11 @@ def test_without_unicode_the_marks_are_plain(monkeypatch: pytest.MonkeyPatch):
     assert "\n                  -> set OMP_NUM_THREADS=2\n" in text
 
 
-def test_what_makes_draftheads_unusable_is_an_error(
-    found: dict[str, list[Finding]], capsys: pytest.CaptureFixture[str], tmp_path: Path
-):
+def test_what_makes_draftheads_unusable_is_an_error(found: dict[str, list[Finding]], run: Run, tmp_path: Path):
     """After all findings; the file has them, too."""
     found["Packages"] = [UNUSABLE]
     found["Cache"] = [Finding("folder", "here")]
-    assert main(["doctor", "--json", str(tmp_path / "found.json")]) == 1
-    out, err = capsys.readouterr()
+    out, err = run(["doctor", "--json", str(tmp_path / "found.json")], code=1)
     assert " ! torch          not installed\n" in out
     assert "folder" in out
     assert err == "error: draftheads cannot work here: torch not installed. Run: pip install 'torch>=2.8'\n"
@@ -82,15 +77,13 @@ def test_what_makes_draftheads_unusable_is_an_error(
     assert record["findings"]["Packages"] == [asdict(UNUSABLE)]
 
 
-def test_json_has_the_same_findings(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    assert main(["doctor", "--json", "-"]) == 0
-    record = json.loads(capsys.readouterr().out)
+def test_json_has_the_same_findings(run: Run, tmp_path: Path):
+    record = json.loads(run(["doctor", "--json", "-"]).out)
     assert record == {
         "format_version": 1,
         "findings": {title: [asdict(finding) for finding in group] for title, group in GROUPS.items()},
     }
-    assert main(["doctor", "--json", str(tmp_path)]) == 1
-    out, err = capsys.readouterr()
+    out, err = run(["doctor", "--json", str(tmp_path)], code=1)
     assert not out  # it fails before anything is looked for
     assert "it is a folder; add the name of a file" in err
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import draftheads
-from cli_world import run_on_terminal, run_process
+from cli_world import Run, run_on_terminal, run_process
 from draftheads.cli import generate
 from draftheads.cli.main import main
 from draftheads.cli.options.generate import GenerateOptions
@@ -42,19 +42,17 @@ DEFAULTS = {
 )
 @pytest.mark.usefixtures("here")
 def test_bytes_that_are_not_text_are_an_error(
-    arguments: list[str], given: bytes, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], given: bytes, words: str, monkeypatch: pytest.MonkeyPatch, run: Run
 ):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given), encoding="utf-8"))
-    assert main(["generate", "--model", "model", *arguments]) == 1
-    assert re.match(rf"error: {words}.*\n$", capsys.readouterr().err)
+    assert re.match(rf"error: {words}.*\n$", run(["generate", "--model", "model", *arguments], code=1).err)
 
 
 @pytest.mark.parametrize("head", [None, "medusa", "./hydra"])
 @pytest.mark.usefixtures("here")
-def test_generate_prints_the_answer(head: str | None, engine: Engine, capsys: pytest.CaptureFixture[str]):
+def test_generate_prints_the_answer(head: str | None, engine: Engine, run: Run):
     with_head = ["--head", head] if head else []
-    assert main(["generate", "dead cab", "--model", "model", "--precision", "fp32", *TOKENS, *with_head]) == 0
-    out, err = capsys.readouterr()
+    out, err = run(["generate", "dead cab", "--model", "model", "--precision", "fp32", *TOKENS, *with_head])
     expected = engine.generate(["dead cab"], max_new_tokens=12)[0]
     assert out == expected.text + "\n"
     assert err.startswith(f"{len(expected.token_ids)} tokens in ")
@@ -75,10 +73,9 @@ def test_generate_in_a_process_of_its_own(folder: Path, engine: Engine):
 
 
 @pytest.mark.usefixtures("here")
-def test_several_prompts_give_a_json_object_each(engine: Engine, capsys: pytest.CaptureFixture[str]):
+def test_several_prompts_give_a_json_object_each(engine: Engine, run: Run):
     arguments = ["generate", "abba", "dead cab", "é", "--model", "model", "--head", "medusa", "--precision", "fp32"]
-    assert main([*arguments, *TOKENS, "--batch-size", "2"]) == 0
-    out, err = capsys.readouterr()
+    out, err = run([*arguments, *TOKENS, "--batch-size", "2"])
     expected = engine.generate(["abba", "dead cab", "é"], max_new_tokens=12)
     found = [json.loads(line) for line in out.splitlines()]
     assert [record["prompt"] for record in found] == ["abba", "dead cab", "é"]
@@ -94,9 +91,7 @@ def test_several_prompts_give_a_json_object_each(engine: Engine, capsys: pytest.
     assert err.count("\n") == 1
 
 
-def test_prompts_from_a_file_go_to_a_file(
-    here: Path, tmp_path: Path, engine: Engine, capsys: pytest.CaptureFixture[str]
-):
+def test_prompts_from_a_file_go_to_a_file(here: Path, tmp_path: Path, engine: Engine, run: Run):
     messages = [{"role": "user", "content": "abba"}, {"role": "assistant", "content": "no"}]
     records: list[dict[str, Any]] = [
         {"prompt": "dead\u2028cab\u0085", "turns": ["not this"]},
@@ -107,21 +102,19 @@ def test_prompts_from_a_file_go_to_a_file(
     (tmp_path / "in.jsonl").write_text("\n\n".join(lines), encoding="utf-8")
     out = tmp_path / "new" / "out.jsonl"
     arguments = ["generate", "--prompts", str(tmp_path / "in.jsonl"), "--out", str(out), "--model", "model"]
-    assert main([*arguments, "--precision", "fp32", *TOKENS]) == 0
+    assert not run([*arguments, "--precision", "fp32", *TOKENS]).out
     prompts = ["dead\u2028cab\u0085", messages, "hello"]
     found = [json.loads(line) for line in out.read_text(encoding="utf-8").split("\n")[:-1]]
     assert [record["prompt"] for record in found] == prompts
     expected = engine.generate(prompts, max_new_tokens=12)
     assert [record["text"] for record in found] == [result.text for result in expected]
-    assert not capsys.readouterr().out
     assert prompts_in(out) == prompts, "answers can be prompts again"
 
 
-def test_one_prompt_with_an_out_file_is_written_there(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_one_prompt_with_an_out_file_is_written_there(here: Path, tmp_path: Path, run: Run):
     out = tmp_path / "out.jsonl"
-    assert main(["generate", "abba", "--model", "model", "--out", str(out), *TOKENS]) == 0
+    assert not run(["generate", "abba", "--model", "model", "--out", str(out), *TOKENS]).out
     assert json.loads(out.read_text(encoding="utf-8"))["prompt"] == "abba"
-    assert not capsys.readouterr().out
 
 
 def test_all_options_are_passed_on(here: Path, monkeypatch: pytest.MonkeyPatch):
@@ -190,29 +183,27 @@ def test_several_answers_on_a_terminal_are_to_be_read(folder: Path, engine: Engi
         out = heading + rest
 
 
-def test_labels_of_the_file_are_kept(here: Path, capsys: pytest.CaptureFixture[str]):
-    line = {"question_id": 81, "category": "writing", "id": "x", "turns": ["dead cab"], "reference": ["no"]}
-    (here / "labelled.jsonl").write_text(f"{json.dumps(line)}\n" * 2)
-    assert main(["generate", "--prompts", "labelled.jsonl", "--model", "model", *TOKENS]) == 0
-    for record in map(json.loads, capsys.readouterr().out.splitlines()):
+def test_labels_of_the_file_are_kept(here: Path, run: Run):
+    labelled = {"question_id": 81, "category": "writing", "id": "x", "turns": ["dead cab"], "reference": ["no"]}
+    (here / "labelled.jsonl").write_text(f"{json.dumps(labelled)}\n" * 2)
+    for line in run(["generate", "--prompts", "labelled.jsonl", "--model", "model", *TOKENS]).out.splitlines():
+        record = json.loads(line)
         assert (record["question_id"], record["category"], record["id"]) == (81, "writing", "x")
         assert "reference" not in record
 
 
 @pytest.mark.usefixtures("here")
-def test_logprobs_are_printed_and_written(engine: Engine, capsys: pytest.CaptureFixture[str]):
+def test_logprobs_are_printed_and_written(engine: Engine, run: Run):
     arguments = ["generate", "--model", "model", "--head", "medusa", "--precision", "fp32", "--logprobs", "2", *TOKENS]
-    assert main([*arguments, "dead cab"]) == 0
+    text, *table = run([*arguments, "dead cab"]).out.splitlines()
     expected = engine.generate(["dead cab"], max_new_tokens=12, logprobs=2)[0]
-    text, *table = capsys.readouterr().out.splitlines()
     assert text == expected.text
     rows = [line for line in table if re.search(r"-\d", line)]
     assert len(rows) == 12
     for row, value, likely in zip(rows, expected.logprobs, expected.top_logprobs, strict=True):
         assert f" {value:.3f} " in row
         assert row.rstrip().endswith(f"{likely[1][1]:.2f}")
-    assert main([*arguments, "dead cab", "abba"]) == 0
-    record = json.loads(capsys.readouterr().out.splitlines()[0])
+    record = json.loads(run([*arguments, "dead cab", "abba"]).out.splitlines()[0])
     assert record["logprobs"] == pytest.approx(expected.logprobs, abs=1e-4)
     assert [len(place) for place in record["top_logprobs"]] == [2] * 12
 

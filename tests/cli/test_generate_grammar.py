@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from cli_world import Run
 from draftheads.cli.main import main
 from structured_world import PERSON, json_model
 
@@ -27,21 +28,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("given", [SCHEMA, f"\n {SCHEMA}", "person.json"])
 @pytest.mark.usefixtures("folder")
-def test_json_of_a_schema(given: str, capsys: pytest.CaptureFixture[str]):
-    assert main(["generate", "name", "--model", "model", "--json-schema", given]) == 0
-    assert list(json.loads(capsys.readouterr().out)) == ["name", "age", "tags"]
+def test_json_of_a_schema(given: str, run: Run):
+    answer = run(["generate", "name", "--model", "model", "--json-schema", given]).out
+    assert list(json.loads(answer)) == ["name", "age", "tags"]
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_regular_expression(capsys: pytest.CaptureFixture[str]):
-    assert main(["generate", "name", "--model", "model", "--regex", "(yes|no)"]) == 0
-    assert capsys.readouterr().out in ("yes\n", "no\n")
+def test_a_regular_expression(run: Run):
+    assert run(["generate", "name", "--model", "model", "--regex", "(yes|no)"]).out in ("yes\n", "no\n")
 
 
 @pytest.mark.usefixtures("folder")
-def test_any_json(capsys: pytest.CaptureFixture[str]):
-    assert main(["generate", "name", "--model", "model", "--json", "--max-new-tokens", "9"]) == 0
-    assert capsys.readouterr().out.startswith("{")
+def test_any_json(run: Run):
+    assert run(["generate", "name", "--model", "model", "--json", "--max-new-tokens", "9"]).out.startswith("{")
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from cli_world import slow_imports
+from cli_world import Run, slow_imports
 from draftheads.cli.help import options_of as help_options
 from draftheads.cli.main import COMMANDS, import_quickly, main, options_of
 from draftheads.cpu import kernel_choice
@@ -27,9 +28,8 @@ def test_the_command_is_installed():
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], []])
-def test_help_lists_the_commands(arguments: list[str], capsys: pytest.CaptureFixture[str]):
-    assert main(arguments) == 0
-    out, err = capsys.readouterr()
+def test_help_lists_the_commands(arguments: list[str], run: Run):
+    out, err = run(arguments)
     assert not err
     assert out.startswith("usage: draftheads COMMAND")
     for name, command in COMMANDS.items():
@@ -42,9 +42,8 @@ def test_help_and_version_are_fast():
     assert slow_imports(code, "rich", "tyro").endswith(f"\n{importlib.metadata.version('draftheads')}\n[]\n")
 
 
-def test_an_unknown_command(capsys: pytest.CaptureFixture[str]):
-    assert main(["generat", "hello"]) == 2
-    out, err = capsys.readouterr()
+def test_an_unknown_command(run: Run):
+    out, err = run(["generat", "hello"], code=2)
     assert not out
     assert err.startswith("draftheads: no command 'generat'; did you mean generate?\n\nusage: draftheads COMMAND")
 
@@ -62,29 +61,24 @@ except SystemExit as ended:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_has_a_line_for_each_option(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_help_has_a_line_for_each_option(name: str, run: Run, monkeypatch: pytest.MonkeyPatch):
     """At 100 columns, and no line is wider; --help-all has every sentence."""
     monkeypatch.setenv("COLUMNS", "100")
     kind, defaults = options_of(name)
     known = list(help_options(kind, defaults([]) if defaults else None))
-    assert main([name, "--help"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = run([name, "--help"]).out.splitlines()
     assert lines[0].startswith(f"usage: draftheads {name} ")
     assert max(map(len, lines)) <= 100
     for option in known:
         assert option.text, f"{option.name} is not explained"
         assert any(line.startswith(f"  {option.flag} ") and option.line(whole=False) in line for line in lines)
     assert "None" not in "".join(lines)
-    assert main([name, "--help-all"]) == 0
-    words = " ".join(capsys.readouterr().out.split())
+    words = " ".join(run([name, "--help-all"]).out.split())
     assert all(option.text.rstrip(".") in words for option in known)
 
 
-def test_help_names_positional_arguments_and_puts_basic_options_first(capsys: pytest.CaptureFixture[str]):
-    assert main(["tune", "-h"]) == 0
-    out = capsys.readouterr().out
+def test_help_names_positional_arguments_and_puts_basic_options_first(run: Run):
+    out = run(["tune", "-h"]).out
     assert out.startswith("usage: draftheads tune MODEL HEAD [options]\n")
     places = [out.index(word) for word in ("\nArguments", "\nOptions", "--prompts", "\nAdvanced", "--beam")]
     assert places == sorted(places)
@@ -94,9 +88,8 @@ def test_help_names_positional_arguments_and_puts_basic_options_first(capsys: py
     assert flag.endswith("[on]")
 
 
-def test_help_after_two_dashes_is_a_prompt(capsys: pytest.CaptureFixture[str]):
-    assert main(["generate", "--model", "no such model", "--", "--help"]) == 1
-    assert "no such model" in capsys.readouterr().err
+def test_help_after_two_dashes_is_a_prompt(run: Run):
+    assert "no such model" in run(["generate", "--model", "no such model", "--", "--help"], code=1).err
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -213,9 +206,8 @@ ERRORS = {
 
 @pytest.mark.parametrize("command", ERRORS)
 @pytest.mark.usefixtures("here")
-def test_errors_are_one_line(command: str, capsys: pytest.CaptureFixture[str]):
-    assert main(shlex.split(command)) == 1
-    out, err = capsys.readouterr()
+def test_errors_are_one_line(command: str, run: Run):
+    out, err = run(shlex.split(command), code=1)
     assert not out
     assert err.startswith("error: ")
     assert err.count("\n") == 1
@@ -223,42 +215,31 @@ def test_errors_are_one_line(command: str, capsys: pytest.CaptureFixture[str]):
 
 
 def test_garbage_is_collected_again_after_the_imports(monkeypatch: pytest.MonkeyPatch):
-    seen: list[bool] = []
-
-    def imported(name: str) -> None:
-        seen.append(gc.isenabled())
-        raise ImportError(name)
+    def imported(_: str) -> None:
+        raise ImportError("collected" if gc.isenabled() else "not collected")
 
     monkeypatch.setattr("draftheads.cli.main.importlib.import_module", imported)
-    with pytest.raises(ImportError):
+    with pytest.raises(ImportError, match=r"^not collected$"):
         import_quickly("generate")
-    assert seen == [False]
     assert gc.isenabled()
 
 
-def test_what_takes_seconds_is_named_also_in_a_pipe(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    def run(_: object) -> None:
+def test_what_takes_seconds_is_named_also_in_a_pipe(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def measure(_: object) -> None:
         for _ in range(2):
             choose([torch.ones(32, 32)], folder=tmp_path)
         choose([torch.ones(32, 64)], folder=tmp_path)
 
-    monkeypatch.setattr("draftheads.cli.main.import_quickly", lambda _: SimpleNamespace(run=run))
+    monkeypatch.setattr("draftheads.cli.main.import_quickly", lambda _: SimpleNamespace(run=measure))
     monkeypatch.setattr(kernel_choice, "BUDGET_SECONDS", 0.001)
     monkeypatch.setattr(kernel_choice.logger, "disabled", False)
-    assert main(["doctor"]) == 0
-    assert capsys.readouterr().err == "measuring kernels (0 seconds, once per machine and model)\n"
+    assert run(["doctor"]).err == "measuring kernels (0 seconds, once per machine and model)\n"
 
 
 @pytest.mark.usefixtures("here")
-def test_ctrl_c(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Engine, "run", interrupted)
-    assert main(["generate", "abc", "--model", "model"]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
+def test_ctrl_c(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Engine, "run", Mock(side_effect=KeyboardInterrupt))
+    assert run(["generate", "abc", "--model", "model"], code=130).err == "interrupted\n"
 
 
 def test_a_closed_pipe_is_not_an_error(tmp_path: Path):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from draftheads.cli.main import main
+from cli_world import Run
 from draftheads.cli.report import write_pages
 from report_records import TUNE
 
@@ -18,15 +18,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_command_writes_pages_and_prints_their_paths(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(folder)]) == 0
-    assert capsys.readouterr().out == f"{folder / 'tune.html'}\n"
+def test_the_command_writes_pages_and_prints_their_paths(folder: Path, run: Run) -> None:
+    assert run(["report", str(folder)]).out == f"{folder / 'tune.html'}\n"
     assert (folder / "tune.html").is_file()
 
 
-def test_a_folder_without_records_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path)]) == 1
-    assert f"error: {tmp_path}: not an output folder of train, tune or bench" in capsys.readouterr().err
+def test_a_folder_without_records_is_an_error(tmp_path: Path, run: Run) -> None:
+    err = run(["report", str(tmp_path)], code=1).err
+    assert f"error: {tmp_path}: not an output folder of train, tune or bench" in err
 
 
 def test_other_commands_print_which_page_they_wrote(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

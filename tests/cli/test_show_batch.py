@@ -10,6 +10,7 @@ import torch
 from rich.text import Text
 from transformers import GenerationConfig
 
+from cli_world import Run
 from draftheads.cli.main import main
 from draftheads.cli.options.show_batch import ShowBatchOptions
 from draftheads.cli.show_batch import bracketed, coloured, planned_batch
@@ -19,7 +20,6 @@ from draftheads.models.model import TargetModel
 from draftheads.models.pretrained import load_tokenizer
 from draftheads.reports.batch_page import PlannedBatch
 from draftheads.reports.spans import Span, spans
-from draftheads.train import run
 from html_pages import check_page
 from training_world import (
     EOS,
@@ -132,7 +132,7 @@ def test_batches_are_those_of_training(
         seen.append(batches)
         raise KilledError
 
-    monkeypatch.setattr(run, "fit", fit)
+    monkeypatch.setattr("draftheads.train.run.fit", fit)
     chosen = train_options(
         tmp_path / "out", None, data=(Path("chats.jsonl"),), max_length=MAX_LENGTH, batch_tokens=64, epochs=3, seed=seed
     )
@@ -276,9 +276,8 @@ def test_words_of_chats_are_escaped_in_the_page(tmp_path: Path, capsys: pytest.C
         ("--html chats.jsonl/page.html", "cannot save chats.jsonl/page.html"),
     ],
 )
-def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
-    assert main(shlex.split(f"{ARGUMENTS} {arguments}")) == 1
-    err = capsys.readouterr().err
+def test_errors_are_one_line(run: Run, arguments: str, message: str) -> None:
+    err = run(shlex.split(f"{ARGUMENTS} {arguments}"), code=1).err
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert message in err
