@@ -138,11 +138,7 @@ def close_name(name: str, known: Iterable[str]) -> str | None:
 def no_such(what: str, name: str, known: Iterable[str], *, other_names: Mapping[str, str]) -> InvalidSettings:
     """The error for an unknown name, with the one that was probably meant.
 
-    Args:
-        what: the name is of, such as "setting".
-        name: that was given.
-        known: the valid names.
-        other_names: names of other libraries, and ours in place of them.
+    ``other_names`` has names of other libraries, and ours in place of them.
 
     >>> print(no_such("setting", "top_q", ["top_k", "seed"], other_names={}))
     no setting 'top_q'; did you mean top_k?

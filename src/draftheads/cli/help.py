@@ -56,12 +56,7 @@ class Option:
 
 
 def options_of(kind: Any, default: Any = None) -> Iterator[Option]:
-    """The options of a command, those of its groups included.
-
-    Args:
-        kind: the dataclass of the options.
-        default: an instance with the defaults; the dataclass's own when left out.
-    """
+    """The options of a command's dataclass and of its groups; ``default`` is an instance with other defaults."""
     hints = typing.get_type_hints(kind, include_extras=True)
     documentation = documented(kind)
     for field in fields(kind):
@@ -86,14 +81,9 @@ def documented(kind: type) -> dict[str, str]:
 
 
 def print_help(console: Console, command: str, kind: Any, default: Any = None, *, whole: bool) -> None:
-    """Usage, what the command does, and its options in groups.
+    """Usage, what the command does, and its options in groups; ``whole``: with all sentences about each option.
 
-    Args:
-        console: to print to.
-        command: its name.
-        kind: as of :func:`options_of`.
-        default: likewise.
-        whole: all sentences about each option, not the first one only.
+    ``kind`` and ``default`` are those of :func:`options_of`.
     """
     options = list(options_of(kind, default))
     places = " ".join(option.flag for option in options if option.is_positional)

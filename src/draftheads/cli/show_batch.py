@@ -49,11 +49,7 @@ def run(options: ShowBatchOptions) -> None:
 
 
 def planned_batch(model: ChatReader, options: ShowBatchOptions) -> PlannedBatch:
-    """The batch that a training run with these settings takes from the data.
-
-    Raises:
-        InvalidSettings: ``index`` is not the index of a batch.
-    """
+    """The batch that a training run with these settings takes from the data."""
     texts, num_left_out = load_and_count(
         model, options.data, max_length=options.max_length, max_tokens=options.max_tokens
     )

@@ -29,10 +29,7 @@ def run_and_print(
 ) -> None:
     """Trains, prints the results and writes the page; of several processes only the first one prints.
 
-    Args:
-        options: of the run.
-        train: gets them; returns the report, in the first process at least.
-        more: what to print after the table of the heads, from the report.
+    ``train`` returns the report, in the first process at least; ``more`` is printed after the table of the heads.
     """
     quiet_transformers()
     console = Console(quiet=not processes.is_first())

@@ -42,11 +42,7 @@ def read_object(path: Path, *, newest: int) -> dict[str, Any]:
 
 
 def checked(value: Any, types_by_key: Mapping[str, Any], path: Path, place: str = "") -> dict[str, Any]:
-    """``value``, if it is an object with exactly these keys and values of these types.
-
-    Raises:
-        CheckpointCorrupt: it is not.
-    """
+    """``value``, if it is an object with exactly these keys and values of these types; else CheckpointCorrupt."""
     content, dot = _as_object(value, path, place), place and f"{place}."
     if missing := sorted(set(types_by_key) - set(content)):
         raise CheckpointCorrupt(f"{path}: {dot}{missing[0]} is missing")
@@ -60,11 +56,7 @@ def checked(value: Any, types_by_key: Mapping[str, Any], path: Path, place: str 
 
 
 def read_dataclass(kind: type[T], value: Any, path: Path, place: str) -> T:
-    """An instance of a dataclass from an object with exactly its fields.
-
-    Raises:
-        CheckpointCorrupt: a missing or unknown key, or a value of another type.
-    """
+    """An instance of a dataclass from an object with exactly its fields, which are :func:`checked`."""
     hints = typing.get_type_hints(kind)
     return kind(**checked(value, {field.name: hints[field.name] for field in fields(kind)}, path, place))  # type: ignore[arg-type]
 

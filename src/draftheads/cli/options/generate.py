@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 import tyro
 
-from draftheads.errors import InvalidSettings, InvalidTree
+from draftheads.errors import DraftHeadsError, InvalidSettings, InvalidTree
 from draftheads.settings import Grammar, LoadSettings, SamplingOptions, SamplingSettings
 from draftheads.speculation.acceptance_profile import DEFAULT_NODES, read_profile
 from draftheads.speculation.shapes import BestFirst, BestPaths, Sampled
@@ -53,11 +53,7 @@ class DraftOptions:
             raise InvalidSettings(f"--draw is {self.draw}; it must be at least 1")
 
     def shape(self) -> Tree | BestFirst | BestPaths | Sampled | None:
-        """The rule for trees; None if the profile decides.
-
-        Raises:
-            InvalidTree, InvalidSettings: there is no such tree.
-        """
+        """The rule for trees; None if the profile decides."""
         if self.draw is not None:
             return Sampled(Tree.chain(self.draw))
         if self.paths is not None:
@@ -85,16 +81,17 @@ class GrammarOptions:
             raise InvalidSettings(f"{' and '.join(given)}: give one of them")
 
     def grammar(self) -> Grammar | None:
-        """The grammar; None if answers are free.
-
-        Raises:
-            InvalidSettings: the schema cannot be read, or is not JSON.
-        """
+        """The grammar; None if answers are free."""
         if self.regex is not None:
             return Grammar.regex(self.regex)
         if self.json:
             return Grammar.json_object()
-        return None if self.json_schema is None else Grammar.json_schema(_schema_text(self.json_schema))
+        if self.json_schema is None:
+            return None
+        is_text = self.json_schema.lstrip().startswith("{")
+        return Grammar.json_schema(
+            self.json_schema if is_text else _file_text(self.json_schema, "a JSON schema", option="--json-schema ")
+        )
 
 
 @dataclass(frozen=True)
@@ -130,40 +127,22 @@ class GenerateOptions:
             raise InvalidSettings(f"a prompt on the command line and --prompts {self.prompts}: give one of them")
 
     def settings(self) -> SamplingSettings:
-        """The settings of each request.
-
-        Raises:
-            InvalidSettings: as of :meth:`GrammarOptions.grammar`.
-        """
+        """The settings of each request."""
         return SamplingSettings(**vars(self.sampling), grammar=self.grammar.grammar())
 
 
-def _schema_text(text_or_path: str) -> str:
-    if text_or_path.lstrip().startswith("{"):
-        return text_or_path
-    try:
-        return user_path(text_or_path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidSettings(
-            f"--json-schema {text_or_path} cannot be read: give a JSON schema or a file with one ({error})"
-        ) from None
-
-
 def read_tree(text_or_path: str) -> Tree:
-    """From the JSON itself, a file of it, or a head's ``acceptance.json``.
-
-    Raises:
-        InvalidTree: not a tree, or there is no such file.
-    """
+    """From the JSON itself, a file of it, or a head's ``acceptance.json``."""
     if text_or_path.lstrip().startswith(("[", "{")):
         return Tree.from_json(text_or_path)
-    path = user_path(text_or_path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidTree(
-            f"{text_or_path} cannot be read: give a JSON list of rank paths or a file with one ({error})"
-        ) from None
+    text = _file_text(text_or_path, "a JSON list of rank paths", problem=InvalidTree)
     if text.lstrip().startswith("{"):
-        return read_profile(path).tree(DEFAULT_NODES)
+        return read_profile(user_path(text_or_path)).tree(DEFAULT_NODES)
     return Tree.from_json(text)
+
+
+def _file_text(path: str, what: str, *, option: str = "", problem: type[DraftHeadsError] = InvalidSettings) -> str:
+    try:
+        return user_path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise problem(f"{option}{path} cannot be read: give {what} or a file with one ({error})") from None

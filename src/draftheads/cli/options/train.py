@@ -11,14 +11,7 @@ from draftheads.train.recipes import defaults_from
 
 
 def defaults(arguments: Sequence[str], options: type[RunOptions] = TrainOptions) -> RunOptions:
-    """Default values of the options, which depend on a recipe and on a head to start from.
-
-    Args:
-        arguments: of the command line; other options are ignored.
-        options: of ``train`` or of ``train-joint``.
-
-    Raises:
-        DraftHeadsError: there is no such recipe, or no such head to start from.
+    """Default values of the options, which depend on the recipe and the head to start from in these arguments.
 
     >>> defaults(["--recipe=hydra", "--epochs", "3"]).heads.method
     'hydra'
