@@ -14,9 +14,7 @@ CLASSES = [value for value in vars(errors).values() if isinstance(value, type) a
         (DataError("no messages"), "no messages"),
         (DataError("no messages", line_number=3), "line 3: no messages"),
         (DataError("no messages", path="a.jsonl"), "a.jsonl: no messages"),
-        (DataError("no messages", path="a.jsonl", line_number=3), "a.jsonl, line 3: no messages"),
         (MissingDependency("x needs y"), "x needs y"),
-        (MissingDependency("x needs y", pip_install="y"), "x needs y; install it with: pip install y"),
     ],
 )
 def test_messages_have_the_place_and_the_fix(error: DraftHeadsError, text: str) -> None:

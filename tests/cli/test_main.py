@@ -84,7 +84,7 @@ def test_help_names_positional_arguments_and_puts_basic_options_first(run: Run):
     assert places == sorted(places)
     assert "--num-prompts N" in out
     assert "[64]" in out  # a default
-    (flag,) = [line for line in out.splitlines() if "--[no-]fast" in line]
+    (flag,) = [line for line in run(["generate", "--help"]).out.splitlines() if "--[no-]copy" in line]
     assert flag.endswith("[on]")
 
 

@@ -16,13 +16,8 @@ def test_a_message_has_a_role_and_content():
     ("value", "problem"),
     [
         ("hi", " is 'hi'; it must be an object with role and content"),
-        ({"role": "user"}, ": content is None; it must be a string"),
         ({"role": 3, "content": "hi"}, ": role is 3; it must be a string"),
         ({"role": "user", "content": "a\ud800"}, ": content holds half a character, '\\ud800' as its number 2"),
-        (
-            {"role": "wizard", "content": "hi"},
-            ": role is 'wizard'; it must be one of system, developer, user, assistant",
-        ),
         ({"role": "\udfff", "content": "a"}, ": role holds half a character"),
     ],
 )
