@@ -221,11 +221,10 @@ def _storage_reason(error: BaseException, target: Path) -> str | None:
         return None
     if isinstance(error, OSError) and error.errno in _STORAGE_ERRNOS:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
-    is_no_space = isinstance(error, OSError) and error.errno == errno.ENOSPC
+    is_no_space = (isinstance(error, OSError) and error.errno == errno.ENOSPC) or _NO_SPACE_TEXT in str(error)
     # torch.save does not mention the disk ("unexpected pos 576 vs 534"), so check the disk itself
     folder = next((parent for parent in target.parents if parent.is_dir()), None)
-    is_full = folder is not None and shutil.disk_usage(folder).free < _FULL_DISK_BYTES
-    if is_no_space or is_full or _NO_SPACE_TEXT in str(error):
+    if is_no_space or (folder is not None and shutil.disk_usage(folder).free < _FULL_DISK_BYTES):
         return "no space left on the disk; free some or choose another folder"
     return None
 
