@@ -11,7 +11,7 @@ from draftheads.data.live_features import LiveStore
 from draftheads.models.adapter import Adapter
 from draftheads.models.model import TargetModel
 from draftheads.train.joint.learner import JointLearner
-from draftheads.train.joint.merged_view import TunedModel
+from draftheads.train.joint.tuned_model import TunedModel
 from draftheads.train.joint.options import JointOptions
 from draftheads.train.joint.run import JointRun
 from draftheads.train.learner import Learner

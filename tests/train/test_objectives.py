@@ -72,12 +72,12 @@ class World:
 def test_chunks_are_filled_up_with_predictions_that_do_not_count() -> None:
     found = find_predictions(torch.ones(2, 80).bool(), K)
     size = len(found.positions)
-    filled = found.filled_up(100)
+    [filled] = found.chunks(1000, 100)
     assert (size, len(filled.positions)) == (156, 200)
     assert torch.equal(filled.positions[:size], found.positions)
     assert torch.equal(filled.counts[:, :size], found.counts)
     assert not filled.counts[:, size:].any()
-    assert len(found.filled_up(39).positions) == size
+    assert [len(chunk.positions) for chunk in found.chunks(1000, 39)] == [size]
 
 
 @pytest.mark.parametrize(("chunk_size", "multiple"), [(1, 1), (4, 1), (1000, 1), (4, 3), (1000, 64)])

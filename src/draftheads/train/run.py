@@ -1,8 +1,7 @@
 """A whole training run: texts to hidden states, hidden states to a head, the head measured and saved.
 
-:class:`Run` has the order of the work. :class:`HeadRun` has the steps of training heads for a frozen model, and
-``joint/run.py`` those of training heads and model together. Nothing is printed: progress goes to a
-:class:`~draftheads.utils.progress.Progress`.
+:class:`Run` has the order of the work, :class:`HeadRun` the steps of training heads for a frozen model, and
+``joint/run.py`` those of training heads and model together. Nothing is printed.
 """
 
 import shutil
@@ -78,11 +77,7 @@ class Run:
         self.folder = RunFolder(options, self.head_folder)
 
     def run(self) -> Any:
-        """The whole run.
-
-        Returns:
-            The report; None in every process but the first, if there are several and the run was not complete.
-        """
+        """The whole run; returns the report, in the first process at least."""
         self.check_packages()
         with self.folder.lock():
             metrics = self.folder.complete_metrics()
@@ -102,7 +97,6 @@ class Run:
 
     def run_for(self, target: TargetModel) -> Any:
         """The run with a model that is loaded already, in a folder that is free."""
-        self.check_packages()
         self.target = target
         self.start_head = self.read_start()
         self.data = self.read_data()
@@ -127,17 +121,13 @@ class Run:
         if self.options.report.tensorboard and find_spec("tensorboard") is None:
             raise MissingDependency("--tensorboard needs tensorboard: pip install 'draftheads[tensorboard]'")
 
-    def text_files(self) -> tuple[Path, ...]:
-        """All text files to read."""
-        return self.options.chats.data
-
     def check_files(self) -> None:
         """Reads the start of all text files, before the model is loaded.
 
         Raises:
             DataError: a file cannot be read, is empty, or is of another kind.
         """
-        check_readable(self.text_files())
+        check_readable(self.options.chats.data)
         for path in self.options.chats.data:
             next(read_chats(path), None)
 
@@ -165,7 +155,7 @@ class Run:
         raise NotImplementedError
 
     def claim(self, data: TrainingData) -> TrainingData:
-        """The same data, after the output folder was claimed for a run with it."""
+        """Claims the output folder for a run with this data; returns the data."""
         self.folder.claim(data, model=self.target.model_id, start=self.start_head)
         return data
 
@@ -183,7 +173,7 @@ class Run:
         )
 
     def train(self) -> dict[str, Any]:
-        """Trains the head in place. Returns the time and the speed for the report."""
+        """Trains the head in place. Returns time and speed for the report."""
         self.progress.stage(f"training {self.head.config.method} on {counted(len(self.data.training), 'text')}")
         started = time.monotonic()
         first_step = fit(
@@ -213,13 +203,14 @@ class Run:
 
     def validate(self) -> dict[str, Any]:
         """A line of ``validation.jsonl``: the head as it is now, on some held-out texts."""
-        measured = self.measure(self.data.held_out[: self.options.report.eval_texts])
-        return measured.summary(self.reported_tree(measured))
+        measured, tree = self.measure(self.data.held_out[: self.options.report.eval_texts])
+        return measured.summary(tree)
 
-    def measure(self, documents: Sequence[int]) -> Measurement:
-        """Losses and ranks on some texts."""
-        batch_tokens = self.options.schedule.batch_tokens
-        return measure(self.measured_learner(), self.data.store, documents, batch_tokens=batch_tokens)
+    def measure(self, documents: Sequence[int]) -> tuple[Measurement, Tree]:
+        """Losses and ranks on some texts, and the tree to report."""
+        settings, batch_tokens = self.options.report, self.options.schedule.batch_tokens
+        measured = measure(self.measured_learner(), self.data.store, documents, batch_tokens=batch_tokens)
+        return measured, measured.tree(settings.tree_nodes, chain=settings.chain)
 
     def measured_learner(self) -> Learner:
         """The head as it is now, with the objective for the model that it decodes with."""
@@ -230,19 +221,11 @@ class Run:
         """The model that the head is for."""
         return self.target
 
-    def reported_tree(self, measured: Measurement) -> Tree:
-        """The tree of the report."""
-        return measured.tree(self.options.report.tree_nodes, chain=self.options.report.chain)
-
     def measure_and_save(self, speed: dict[str, Any]) -> Report:
         """Measures the trained head on all held-out texts, and saves all results."""
         self.progress.stage(f"measuring on {counted(len(self.data.held_out), 'held-out text')}")
-        measured = self.measure(self.data.held_out)
-        tree, store = self.reported_tree(measured), self.data.store
-        held_out, training = (
-            [(store.token_ids[i], store.loss_masks[i]) for i in part]
-            for part in (self.data.held_out, self.data.training)
-        )
+        measured, tree = self.measure(self.data.held_out)
+        held_out, training = map(self.data.texts, (self.data.held_out, self.data.training))
         report = Report(
             method=self.head.config.method,
             model_id=self.decoding_model.model_id,
@@ -264,9 +247,8 @@ class Run:
 
     def acceptance_profile(self, measured: Measurement) -> AcceptanceProfile:
         """The head's profile on some held-out texts; of static trees only if there are too few texts."""
-        store, chain = self.data.store, self.options.report.chain
-        texts = self.data.held_out[:NUM_TEXTS]
-        answers = recorded([(store.token_ids[i], store.loss_masks[i]) for i in texts])
+        chain = self.options.report.chain
+        answers = recorded(self.data.texts(self.data.held_out[:NUM_TEXTS]))
         if len(answers) < 2 or chain:
             return static_profile(measured.joint_ranks, top_k=NUM_RANKS, only_chain=chain)
         self.progress.stage(f"acceptance profile from {counted(len(answers), 'held-out text')}")
@@ -292,47 +274,46 @@ class HeadRun(Run):
     options: TrainOptions
     learner: Learner
 
-    def text_files(self) -> tuple[Path, ...]:
-        """Chats and plain text."""
-        return (*self.options.chats.data, *self.options.plain_text.text)
+    @property
+    def has_texts(self) -> bool:
+        """Whether there are files to read; else there are finished hidden states."""
+        return bool(self.options.chats.data or self.options.plain_text.text)
 
     def check_files(self) -> None:
         """Also of plain text; without text there must be hidden states."""
         super().check_files()
+        check_readable(self.options.plain_text.text)
         for path in self.options.plain_text.text:
             next(plain_texts(path), None)
         folder = self.options.hidden_states.features
-        if folder is not None and not self.text_files() and read_meta(folder) is None:
+        if folder is not None and not self.has_texts and read_meta(folder) is None:
             raise DataError(f"--features {folder} has no hidden states: give --data FILE… or --text FILE… to make them")
 
     def load_target(self) -> TargetModel:
         """The model; with ``--shard-model`` sharded over all processes."""
-        options, template = self.options, chat_template_text(self.options)
-        dtype = partial(reading_dtype, options, bf16=computes_in_bf16(options.hardware))
-        if not options.hidden_states.shard_model:
-            return TargetModel.load(
-                options.model,
-                dtype=dtype,
-                four_bit=options.hardware.four_bit,
-                chat_template=template,
-                check=partial(check_sizes, options),
-            )
-        if processes.count() == 1:
+        options, is_sharded = self.options, self.options.hidden_states.shard_model
+        if is_sharded and processes.count() == 1:
             raise InvalidSettings(
                 "--shard-model is for several processes: start them with accelerate launch or torchrun"
             )
         target = TargetModel.load(
-            options.model, dtype=dtype, device="cpu", chat_template=template, check=partial(check_sizes, options)
+            options.model,
+            dtype=partial(reading_dtype, options, bf16=computes_in_bf16(options.hardware)),
+            device="cpu" if is_sharded else None,
+            four_bit=options.hardware.four_bit,
+            chat_template=chat_template_text(options),
+            check=partial(check_sizes, options),
         )
-        _ = target.weights_fingerprint, target.layers_fingerprint  # computed while the model is whole
-        shard_layers(target, processes.device())
+        if is_sharded:
+            _ = target.weights_fingerprint, target.layers_fingerprint  # computed while the model is whole
+            shard_layers(target, processes.device())
         return target
 
     def read_data(self) -> TrainingData:
         """Texts with their hidden states, or the documents of finished ``--features``."""
         options, features = self.options, self.options.hidden_states.features
         folder = features or options.out / "features"
-        if not self.text_files():
+        if not self.has_texts:
             return self.claim(plan_training(self._finished_features(folder), options, options.plain_text))
         try:
             self.progress.stage("reading data")

@@ -23,7 +23,7 @@ from draftheads.data.compute_features import load_texts
 from draftheads.data.live_features import LiveStore
 from draftheads.errors import InvalidSettings, MissingDependency, NonFiniteLoss
 from draftheads.speculation.tree import Tree
-from draftheads.train.joint.movement import Movement, compare
+from draftheads.train.joint.tuned_model import Movement, compare
 from draftheads.train.joint.options import MergeOptions
 from draftheads.train.joint.run import train_jointly
 from draftheads.train.learner import Learner

@@ -9,7 +9,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from draftheads.errors import InvalidSettings
 from draftheads.models.adapter import Adapter, linear_layers
 from draftheads.models.model import TargetModel
-from draftheads.train.joint.merged_view import TunedModel, update_of
+from draftheads.train.joint.tuned_model import TunedModel
 from draftheads.train.learner import head_learner
 from draftheads.train.new_head import in_float32
 from joint_world import harness, joint_options
@@ -23,9 +23,9 @@ def test_all_linear_layers_and_the_lm_head_are_adapted() -> None:
     adapter = Adapter.attach(target.model, rank=2, alpha=4, dropout=0.0)
     assert len(adapter.parameters) == 2 * (7 * 2 + 1)
     assert all(parameter.requires_grad for parameter in adapter.parameters)
-    assert update_of(target.lm_head) is not None
+    assert TunedModel(target.model, None, "").update is not None
     adapter.remove()
-    assert update_of(target.lm_head) is None
+    assert TunedModel(target.model, None, "").update is None
 
 
 def test_only_the_named_layers_are_adapted() -> None:

@@ -1,19 +1,66 @@
-"""How far a tuned model is from the original, on held-out text."""
+"""The model while an adapter in it is trained, seen as the merged model; and how far it is from the original."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftheads.data.features import Documents
 from draftheads.errors import DataError
 from draftheads.models.adapter import Adapter
-from draftheads.train.joint.learner import precedes_answer
-from draftheads.train.joint.merged_view import TunedModel
-from draftheads.train.objectives import CHUNK_SIZE
+from draftheads.models.fingerprint import sampled_layers
+from draftheads.models.model import TargetModel
+from draftheads.speculation.draft import TargetWeights
+from draftheads.train.learner import LowRankUpdate
+from draftheads.train.objectives import CHUNK_SIZE, precedes_answer
 from draftheads.utils.counts import counted
+
+
+class TunedModel(TargetModel):
+    """A model with an adapter in it. Its weights are those of the merged model."""
+
+    @property
+    def update(self) -> LowRankUpdate | None:
+        """The adapter's part of the lm_head as it is now; None if the lm_head is not adapted."""
+        adapted: Any = self.lm_head
+        if not hasattr(adapted, "lora_A"):
+            return None
+        (name,) = adapted.active_adapters
+        return LowRankUpdate(
+            adapted.lora_A[name].weight, adapted.lora_B[name].weight, adapted.scaling[name], adapted.lora_dropout[name]
+        )
+
+    @property
+    def weights(self) -> TargetWeights:  # not cached, unlike those of the original: they change
+        """The weights that a draft head reads; the tuned lm_head in fp32."""
+        original, update = super().weights, self.update
+        if update is None:
+            return original
+        with torch.no_grad():
+            lm_head = original.lm_head.float() + update.matrix.float()
+        return replace(original, lm_head=lm_head, lm_head_product=None)
+
+    @property
+    def layers_fingerprint(self) -> str | None:
+        """That of the merged model."""
+        return sampled_layers(self.layer_matrices())
+
+    def layer_matrices(self) -> list[Tensor]:
+        """W + (α/r) B A of the adapted layers, and the others."""
+        matrices = []
+        for name, module in self.decoder.named_modules():
+            if "lora_" in name or isinstance(module, nn.Embedding):
+                continue
+            weights = [weight.detach() for weight in module.parameters(recurse=False) if weight.dim() > 1]
+            adapted: Any = self.decoder.get_submodule(name.removesuffix(".base_layer"))
+            if hasattr(adapted, "lora_A") and all(weight.is_floating_point() for weight in weights):
+                (active,) = adapted.active_adapters
+                weights = [weight + adapted.get_delta_weight(active).detach().to(weight.dtype) for weight in weights]
+            matrices += weights
+        return matrices
 
 
 @dataclass(frozen=True)
