@@ -162,7 +162,7 @@ def measured(
     training, held_out = split_held_out(
         store.token_ids, store.loss_masks, fraction=settings.chats.held_out, seed=settings.schedule.seed
     )
-    head = head or new_head(settings.heads, target.weights, store, training, target.eos_ids)
+    head = head or new_head(settings.heads, target, store, training)
     learner = Learner(head, target.weights, objective=objective(settings.objective.loss), depth_decay=0.8)
     return measure(learner, store, training if on == "training" else held_out, batch_tokens=100)
 

@@ -21,6 +21,7 @@ from draftheads.train.options import TrainOptions
 from draftheads.train.run_folder import RunFolder, find_checkpoint
 from draftheads.utils.files import locked
 from fake_progress import FakeProgress
+from joint_world import on_disk
 from nursery import Nursery
 from thorough import some
 from training_world import KilledError, chat_model, counting_chats, stop_by_crash, train_for, train_options, write_chats
@@ -127,12 +128,8 @@ def test_a_run_killed_after_saving_the_head_only_removes_its_checkpoints(
     data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     settings = options(tmp_path / "out", data)
-
-    def kill(*_: Any) -> None:
-        raise KilledError
-
     with monkeypatch.context() as patched:
-        patched.setattr(RunFolder, "tidy_up", kill)
+        patched.setattr(RunFolder, "tidy_up", lambda _: stop_by_crash())
         with pytest.raises(KilledError):
             run.train(settings, FakeProgress())
     assert (settings.out / "checkpoints").is_dir()
@@ -268,11 +265,8 @@ MOMENTS = [
 def test_a_process_killed_several_times_trains_the_same_head_to_the_byte(
     moments: list[Callable[[Victim], bool]], tmp_path: Path
 ):
-    target = chat_model()
-    target.model.save_pretrained(tmp_path / "model")
-    target.tokenizer.save_pretrained(str(tmp_path / "model"))
     data = write_chats(tmp_path / "chats.jsonl", counting_chats(300))
-    settings = {**SETTINGS, "out": "out", "model": tmp_path / "model", "data": data}
+    settings = {**SETTINGS, "out": "out", "model": on_disk(tmp_path / "model"), "data": data}
     command = ["--resume", *(word for name, value in settings.items() for word in (f"--{name}", str(value)))]
     victim = Victim(tmp_path / "killed")
     chance = random.Random(0)  # noqa: S311 - nothing secret

@@ -34,7 +34,7 @@ from draftheads.train import processes
 from draftheads.train.learner import Learner, head_learner
 from draftheads.train.likeness import share_in_other_texts
 from draftheads.train.memory import check_sizes, reading_dtype
-from draftheads.train.new_head import Start, in_float32, layers_read, new_head, part_from_start
+from draftheads.train.new_head import Start, in_float32, layers_read, new_head
 from draftheads.train.options import RunOptions, TrainOptions
 from draftheads.train.report import NUM_RANKS, Measurement, Report, measure, model_card
 from draftheads.train.run_folder import RunFolder, as_json, chat_template_text
@@ -145,7 +145,7 @@ class Run:
         if heads.start_from is None:
             return None
         start = Start.read(heads.start_from, self.target)
-        part = part_from_start(heads, start, self.target)
+        part = start.part_of_new(heads, self.target)
         if self.folder.checkpoint() is None:
             self.progress.stage(f"starting from {start.name}, which gives {part:.0%} of the head's parameters")
         return start
@@ -163,12 +163,10 @@ class Run:
         """The head with its initial values."""
         return new_head(
             self.options.heads,
-            in_float32(self.target.weights),
+            self.target,
             self.data.store,
             self.data.training,
-            self.target.eos_ids,
             seed=self.options.schedule.seed,
-            head_sizes=self.target.head_sizes,
             start=self.start_head,
         )
 

@@ -22,6 +22,7 @@ from joint_world import joint_options
         ({"lora_alpha": 0}, "--lora-alpha is 0"),
         ({"lora_rank": 0}, "--lora-rank is 0"),
         ({"backbone_loss": "kl"}, "--backbone-loss is 'kl'"),
+        ({"optimizer": "muon"}, "--optimizer muon is not for train-joint"),
         ({"head_weight_rise": "cosine"}, "--head-weight-rise is 'cosine'"),
     ],
 )
@@ -32,6 +33,5 @@ def test_settings_out_of_range_are_named(tmp_path: Path, changes: dict[str, Any]
 
 
 def test_the_default_weights_of_the_heads_loss_are_those_of_the_paper(tmp_path: Path) -> None:
-    assert joint_options(tmp_path, tmp_path).tuning.peak_head_weight == 0.2
-    assert joint_options(tmp_path, tmp_path, backbone_loss="original").tuning.peak_head_weight == 0.01
-    assert joint_options(tmp_path, tmp_path, head_weight=0.7).tuning.peak_head_weight == 0.7
+    for changes, weight in (({}, 0.2), ({"backbone_loss": "original"}, 0.01), ({"head_weight": 0.7}, 0.7)):
+        assert joint_options(tmp_path, tmp_path, **changes).tuning.peak_head_weight == weight
