@@ -48,9 +48,9 @@ def objective(
     Args:
         kind: ``teacher`` (soft cross-entropy, Hydra appendix A), ``hard`` (cross-entropy with the text, Medusa equation
             1), ``kl``, ``tv`` (total variation), ``nla`` (negative log-acceptance), ``lk`` (hybrid LK), ``amphista``.
-        alignment_weight: λ1 of Amphista's equation 7, for the teacher's part.
-        lm_weight: λ2 of Amphista's equation 7, for the text's part.
-        lk_eta: η of the hybrid LK loss.
+        alignment_weight: λ1 of ``amphista``, for the teacher's part.
+        lm_weight: λ2 of ``amphista``, for the text's part.
+        lk_eta: η of ``lk``.
     """
     if kind == "hard":
         return Objective(

@@ -4,10 +4,8 @@ Pure functions of tensors. Letters: K heads, B texts of T tokens (S = B·T flat 
 draft vocabulary. Head i reads position t and predicts x_{t+2+i}; the target predicts the same token from
 p = t+1+i. Chunks are of positions p: the labels at p serve all K heads, each of which reads its own position p-1-i.
 
-A prediction counts iff x_{t+1} and x_{t+2+i} are both the assistant's, and so lie inside the text.
-
-Tensors as wide as the vocabulary exist for one chunk of positions at a time. Their gradients are computed at
-once, so that no logits are kept, or computed again, for the backward pass.
+A prediction counts iff x_{t+1} and x_{t+2+i} are both the assistant's, and so lie inside the text. Tensors as wide as
+the vocabulary exist for one chunk at a time: their gradients are computed at once, so no logits are kept for backward.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,7 @@
 """The output folder of a training run: its files, its lock, and the checks before a run resumes.
 
-It holds the result with ``metrics.json`` and ``log.jsonl``. While the run is not complete it also holds ``run.json``
-(what the run depends on), ``checkpoints/`` and ``features/``.
+It holds the result with ``metrics.json`` and ``log.jsonl``; until the run is complete also ``run.json`` (what the run
+depends on), ``checkpoints/`` and ``features/``.
 """
 
 import contextlib

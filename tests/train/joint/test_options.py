@@ -15,6 +15,7 @@ from joint_world import joint_options
     [
         ({"data": ()}, "--data FILE"),
         ({"features": Path("x")}, "no setting 'features'"),
+        ({"feature_weight": 2.0}, "no setting 'feature_weight'"),
         ({"heads_first": 1.0}, "--heads-first is 1.0"),
         ({"lora_dropout": -0.1}, "--lora-dropout is -0.1"),
         ({"head_weight": 0.0}, "--head-weight is 0.0"),

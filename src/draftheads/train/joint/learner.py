@@ -45,21 +45,17 @@ class JointLearner(nn.Module):
         head_weight: float = 1.0,
         only_heads: bool = False,
     ) -> dict[str, Tensor]:
-        """Losses of a batch.
+        """Losses of a batch; other results and errors as of :meth:`~draftheads.train.learner.Learner.forward`.
 
         Args:
             token_ids: (B, T) int64.
             loss_mask: (B, T) bool, False on padding.
-            lengths: (B,) tokens of each text, for noise; T when left out.
+            lengths: (B,) tokens of each text.
             head_weight: λ0.
             only_heads: the backbone is the original model and is not trained.
 
         Returns:
-            ``loss``, to differentiate; without gradients ``head_losses`` (K,) and, unless ``only_heads``,
-            ``backbone_loss``.
-
-        Raises:
-            DataError: the batch has no token to predict.
+            Also ``backbone_loss`` without gradients, unless ``only_heads``.
         """
         head_weight = head_weight * self.learner.depth_decay  # λ0 λ_1: the learner's first head weighs 1
         layers = self.learner.head.hidden_layers

@@ -1,8 +1,7 @@
 """A whole Medusa-2 run: chats to an adapter and heads that were tuned together, measured and saved.
 
-Extends the run of ``train/run.py``. The output folder holds ``adapter/`` (peft's format, and ``base.json``, which names
-the model that it is for), ``head/`` (see ``checkpoint``), ``movement.json``, ``metrics.json`` and ``log.jsonl``. While
-the run is not complete it also holds ``run.json`` and ``checkpoints/``.
+Extends the run of ``train/run.py``. The output folder also holds ``adapter/`` (peft's format, and ``base.json``, which
+names the model that it is for) and ``movement.json``, and the head in ``head/``.
 """
 
 import warnings
@@ -55,14 +54,7 @@ class JointReport(Report):
 
 
 def train_jointly(options: JointOptions, progress: Progress) -> JointReport | None:
-    """Tunes a model and its heads with these options and saves adapter and heads in ``options.out``.
-
-    Returns:
-        The results; None in every process but the first, if there are several and the run was not complete.
-
-    Raises:
-        DraftHeadsError: bad data or settings, a missing package, a loss that is not finite, a full disk, Ctrl-C.
-    """
+    """Tunes a model and its heads, and saves both; results and errors as of :func:`draftheads.train.run.train`."""
     report: JointReport | None = JointRun(options, progress).run()
     return report
 

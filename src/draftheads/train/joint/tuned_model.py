@@ -76,7 +76,7 @@ class Movement:
 
 @torch.no_grad()
 def measure_movement(tuned: TunedModel, adapter: Adapter, store: Documents, documents: Sequence[int]) -> Movement:
-    """How far the tuned model is from the original on these documents. Both read the true text.
+    """The movement on these documents. Both models read the true text.
 
     Raises:
         DataError: they have no token of the assistant with a token before it.
@@ -103,10 +103,7 @@ def measure_movement(tuned: TunedModel, adapter: Adapter, store: Documents, docu
 def compare(original: Tensor, tuned: Tensor, next_ids: Tensor) -> Tensor:
     """Sums over n positions, (4,) fp64 on the CPU: KL(original || tuned), losses of both models, agreements.
 
-    Args:
-        original: (n, V) logits.
-        tuned: (n, V) logits.
-        next_ids: (n,) the true next tokens.
+    Of logits (n, V) of both, and the true next tokens (n,).
     """
     before, after = original.float().log_softmax(-1), tuned.float().log_softmax(-1)
     kl = (before.exp() * (before - after)).sum()
