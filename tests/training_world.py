@@ -193,16 +193,6 @@ def tool_module(name: str) -> Any:
 
 def chat_options(out: Path, **changes: Any) -> TrainOptions:
     """Of a small run on chats or text."""
-    values: dict[str, Any] = {
-        "method": "hydra",
-        "num_heads": 2,
-        "draft_vocab_size": 0,
-        "batch_tokens": 128,
-        "max_length": 64,
-        "learning_rate": 0.02,
-        "log_steps": 1,
-        "eval_steps": 10,
-        "epochs": 1,
-        "precision": "fp32",
-    }
-    return TrainOptions.of(out=out, **{**values, **changes})
+    heads = {"method": "hydra", "num_heads": 2, "draft_vocab_size": 0}
+    steps = {"batch_tokens": 128, "max_length": 64, "learning_rate": 0.02, "epochs": 1, "precision": "fp32"}
+    return TrainOptions.of(out=out, **{**heads, **steps, "log_steps": 1, "eval_steps": 10, **changes})

@@ -14,6 +14,12 @@ def target() -> TargetModel:
     return chat_model()
 
 
+@pytest.fixture
+def loaded(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That model is loaded, whatever the name."""
+    monkeypatch.setattr(TargetModel, "load", lambda *_, **__: target)
+
+
 @pytest.fixture(scope="module")
 def chats(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", distilled_chats(target) + counting_chats(20))

@@ -73,9 +73,6 @@ def test_training_continues_from_a_head_of_the_same_method(
     first, *_, last = lines(settings.out, "validation.jsonl")
     assert first["losses"] == pytest.approx(before["losses"], rel=1e-2), "it was saved in bf16"
     assert sum(last["losses"]) < sum(first["losses"])
-    ours, theirs = (load_head(folder, target) for folder in (settings.out, hydra))
-    assert ours.config == theirs.config
-    assert torch.equal(ours.draft_vocab, theirs.draft_vocab)
     made = json.loads((settings.out / "metrics.json").read_text())["options"]
     assert made["start_from"] == str(hydra)
 
@@ -247,10 +244,10 @@ def test_coupling_is_added_to_a_trained_amphista_and_not_taken_away(
             train_for(target, grown.changed(out=tmp_path / str(size), **changes))
 
 
+@pytest.mark.usefixtures("loaded")
 def test_a_run_resumes_only_with_the_same_start(
-    target: TargetModel, features: Path, hydra: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: TargetModel, features: Path, hydra: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(TargetModel, "load", lambda *_, **__: target)
     start = tmp_path / "start"
     shutil.copytree(hydra, start)
     changes: dict[str, Any] = {"method": "hydra++", "start_from": str(start), "resume": True, "save_steps": 2}

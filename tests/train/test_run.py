@@ -288,15 +288,6 @@ def test_ctrl_c_keeps_the_hidden_states_that_were_computed(
     assert shard_path(tmp_path / "out" / "features", 0).stat().st_mtime_ns == made
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_hidden_states_in_the_output_folder_are_removed_at_the_end(
-    target: TargetModel, tmp_path: Path, keep: bool
-) -> None:
-    data = write_chats(tmp_path / "chats.jsonl", counting_chats(20))
-    train_for(target, train_options(tmp_path / "out", None, data=(data,), keep_features=keep, epochs=1), FakeProgress())
-    assert (tmp_path / "out" / "features").exists() == keep
-
-
 def test_features_of_another_model_are_refused(features: Path, tmp_path: Path) -> None:
     other = replace(chat_model(), model_id="another")
     with pytest.raises(DataError, match=r"of tiny-chat .* not of another"):
@@ -343,12 +334,6 @@ def test_files_without_an_answer_to_learn_are_an_error(
     (tmp_path / "chats.jsonl").write_text(content)
     with pytest.raises(DataError, match=message):
         train_for(target, train_options(tmp_path / "out", None, data=(tmp_path / "chats.jsonl",)))
-
-
-@pytest.fixture
-def loaded(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny model is loaded, whatever the name."""
-    monkeypatch.setattr(TargetModel, "load", lambda *_, **__: target)
 
 
 @pytest.mark.usefixtures("loaded")

@@ -40,15 +40,6 @@ def test_a_run_stores_the_layers_and_lowers_the_loss(target: TargetModel, chats:
     assert sum(result.tokens_per_step for result in drafted) / len(drafted) > 1.3
 
 
-def test_stored_and_computed_states_train_the_same_head(target: TargetModel, chats: Path, tmp_path: Path) -> None:
-    common = {"data": (chats,), "max_length": 64, "epochs": 1}
-    train_for(target, options(tmp_path / "stored", **common))
-    train_for(target, options(tmp_path / "live", features_budget=0.0, **common))
-    assert not (tmp_path / "live" / "features").exists()
-    stored, live = (load_head(tmp_path / name, target).state_dict() for name in ("stored", "live"))
-    assert all(torch.equal(stored[name], live[name]) for name in stored)
-
-
 def test_every_parameter_gets_a_gradient(target: TargetModel, chats: Path, tmp_path: Path) -> None:
     texts = load_texts(target, [chats], max_length=64)
     settings = options(tmp_path, data=(chats,), head_options=("fc_norm=true", "norm_output=true"), lm_head="own")

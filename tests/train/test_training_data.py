@@ -59,11 +59,15 @@ def test_live_hidden_states_are_the_stored_ones(target: TargetModel, chats: Path
         assert stored[index].hidden.dtype == live[index].hidden.dtype == torch.bfloat16
 
 
-def test_stored_and_live_hidden_states_train_the_same_head(target: TargetModel, chats: Path, tmp_path: Path) -> None:
-    for name, budget in (("stored", 1.0), ("live", 0.0)):
-        out = tmp_path / name
-        train_for(target, chat_options(out, data=(chats,), features_budget=budget, keep_features=True), FakeProgress())
-        assert (out / "features").exists() == (name == "stored")
+@pytest.mark.parametrize("method", ["hydra", "eagle3"])
+def test_stored_and_live_hidden_states_train_the_same_head(
+    target: TargetModel, chats: Path, tmp_path: Path, method: str
+) -> None:
+    """Of the last layer, and of several."""
+    settings = chat_options(tmp_path / "stored", data=(chats,), method=method, keep_features=True)
+    train_for(target, settings)
+    train_for(target, settings.changed(out=tmp_path / "live", features_budget=0.0))
+    assert [(tmp_path / name / "features").exists() for name in ("stored", "live")] == [True, False]
     for name in ("model.safetensors", "log.jsonl", "validation.jsonl"):
         assert (tmp_path / "stored" / name).read_bytes() == (tmp_path / "live" / name).read_bytes()
 
@@ -226,6 +230,7 @@ def test_plain_text_alone_is_enough(target: TargetModel, book: Path, tmp_path: P
     report = train_for(target, settings)
     before = lines(tmp_path / "out", "validation.jsonl")[0]
     assert sum(report.losses) < 0.8 * sum(before["losses"])
+    assert not (tmp_path / "out" / "features").exists(), "they are removed at the end"
 
 
 # --- steps ---
