@@ -396,7 +396,7 @@ def test_the_public_function_trains_the_head_of_the_command(tmp_path: Path) -> N
 
 def test_the_public_function_takes_defaults_from_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[TrainOptions] = []
-    monkeypatch.setattr("draftheads.train.train_head.train", lambda options, _: seen.append(options))
+    monkeypatch.setattr("draftheads.train.run.train", lambda options, _: seen.append(options))
     draftheads.train_head(recipe="hydra", data=["one.jsonl", "two.jsonl"], out=tmp_path, epochs=5)
     expected = {**RECIPES["hydra"].settings, "recipe": "hydra", "epochs": 5}
     expected |= {"data": (Path("one.jsonl"), Path("two.jsonl")), "out": tmp_path}
@@ -405,7 +405,7 @@ def test_the_public_function_takes_defaults_from_a_recipe(tmp_path: Path, monkey
 
 def test_only_the_first_process_shows_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
-    monkeypatch.setattr("draftheads.train.train_head.train", lambda _, progress: seen.append(progress))
+    monkeypatch.setattr("draftheads.train.run.train", lambda _, progress: seen.append(progress))
     monkeypatch.setattr("draftheads.utils.progress.in_notebook", lambda: True)
     own = FakeProgress()
     for first, progress in ((True, True), (False, True), (True, False), (False, own)):

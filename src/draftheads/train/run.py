@@ -25,6 +25,7 @@ from draftheads.data.records import check_readable, read_chats
 from draftheads.errors import DataError, InvalidSettings, MissingDependency
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
+from draftheads.models.model_names import model_name
 from draftheads.models.shard import shard_layers
 from draftheads.search.measure_acceptance import NUM_TEXTS, measured_profile, recorded, static_profile
 from draftheads.search.settings import ReplaySettings
@@ -36,25 +37,59 @@ from draftheads.train.likeness import share_in_other_texts
 from draftheads.train.memory import check_sizes, reading_dtype
 from draftheads.train.new_head import Start, in_float32, layers_read, new_head
 from draftheads.train.options import RunOptions, TrainOptions
+from draftheads.train.recipes import defaults_from
 from draftheads.train.report import NUM_RANKS, Measurement, Report, measure, model_card
 from draftheads.train.run_folder import RunFolder, as_json, chat_template_text
 from draftheads.train.trainer import HeadTrainer, TrainingInterrupted, computes_in_bf16, fit
 from draftheads.train.training_data import TrainingData, plan_training, read_texts, with_hidden_states
 from draftheads.utils.counts import counted
 from draftheads.utils.files import write_atomic
-from draftheads.utils.progress import NoProgress, Progress
+from draftheads.utils.progress import NoProgress, Progress, shown
 
 
-def train(options: TrainOptions, progress: Progress) -> Report | None:
-    """Trains a head with these options and saves it in ``options.out``.
+def train_head(
+    *, out: str | Path, data: str | Path | Sequence[str | Path] = (), progress: Progress | bool = True, **settings: Any
+) -> Report | None:
+    """Trains a draft head for a frozen model, as ``draftheads train`` does.
+
+    >>> import draftheads
+    >>> report = draftheads.train_head(
+    ...     model="smollm2-135m", method="hydra", recipe="small", data="chats.jsonl", out="my-head"
+    ... )  # doctest: +SKIP
+
+    Args:
+        out: folder for the head, its metrics and the checkpoints on the way.
+        data: chat files, one ``{"messages": [...]}`` per line.
+        progress: True shows bars in a notebook or on a terminal; or receives the stages and steps.
+        settings: all other options of ``draftheads train`` by name, such as ``model``, ``method``, ``recipe``,
+            ``start_from``, ``epochs`` and ``resume``. See ``draftheads train --help``.
 
     Returns:
-        The results; None in every process but the first, if there are several and the run was not complete.
+        The losses, accuracies and expected tokens per step on held-out text. None in every process but the first, if
+        there are several and the run was not complete.
 
     Raises:
         DraftHeadsError: bad data or settings, a missing package, a loss that is not finite, a full disk, Ctrl-C
             (``resume=True`` then continues).
     """
+    defaults = defaults_from({"model": TrainOptions.model, **settings})
+    files = data if isinstance(data, Sequence) and not isinstance(data, str) else [data]
+    given = {**defaults, **settings, "out": _path(out, "out"), "data": tuple(_path(file, "data") for file in files)}
+    if "model" in given:
+        given["model"] = model_name(given["model"])
+    if "method" not in given:
+        raise InvalidSettings("give method=…, or a recipe that has one")
+    return train(TrainOptions.of(**given), shown(False if progress is True and not processes.is_first() else progress))
+
+
+def _path(value: object, what: str) -> Path:
+    if isinstance(value, str | Path) and str(value).strip():
+        return Path(value)
+    raise InvalidSettings(f"{what} is {value!r}; give a path")
+
+
+def train(options: TrainOptions, progress: Progress) -> Report | None:
+    """Trains a head with these options; results and errors as of :func:`train_head`."""
     report: Report | None = HeadRun(options, progress).run()
     return report
 

@@ -54,7 +54,7 @@ class JointReport(Report):
 
 
 def train_jointly(options: JointOptions, progress: Progress) -> JointReport | None:
-    """Tunes a model and its heads, and saves both; results and errors as of :func:`draftheads.train.run.train`."""
+    """Tunes a model and its heads, and saves both; results and errors as of :func:`draftheads.train.run.train_head`."""
     report: JointReport | None = JointRun(options, progress).run()
     return report
 
