@@ -6,14 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftheads.data.batches import PlannedTexts
 from draftheads.data.compute_features import load_texts
 from draftheads.data.live_features import LiveStore
 from draftheads.models.adapter import Adapter
 from draftheads.models.model import TargetModel
 from draftheads.train.joint.learner import JointLearner
-from draftheads.train.joint.merged_view import TunedModel
 from draftheads.train.joint.options import JointOptions
 from draftheads.train.joint.run import JointRun
+from draftheads.train.joint.tuned_model import TunedModel
 from draftheads.train.learner import Learner
 from draftheads.train.losses import objective
 from draftheads.train.new_head import layers_read, new_head
@@ -58,8 +59,7 @@ def harness(
     """A learner with an adapter that says something (or nothing), and a batch."""
     settings = joint_options(data.parent, data, **changes)
     store = LiveStore(target, load_texts(target, [data], max_length=64), layers_read(settings.heads, target))
-    sizes = {"layers": target.head_sizes["layers"]}
-    head = new_head(settings.heads, target.weights, store, range(len(store)), target.eos_ids, head_sizes=sizes)
+    head = new_head(settings.heads, target, store, range(len(store)))
     for parameter in head.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     adapter = Adapter.attach(target.model, rank=4, alpha=8, dropout=dropout)
@@ -68,23 +68,15 @@ def harness(
     tuned = TunedModel(target.model, target.tokenizer, target.model_id)
     learner = Learner(head, target.weights, objective=objective(settings.objective.loss), depth_decay=depth_decay)
     joint = JointLearner(learner, tuned, adapter, backbone_loss=backbone_loss)
-    batch = joint_batch(store, [0, 1, 2, 60, 61])
+    batch = PlannedTexts(store, [[0, 1, 2, 60, 61]])[0]
+    del batch["documents"]
     return joint.train(), batch
 
 
-def joint_batch(store: LiveStore, documents: list[int]) -> dict[str, Tensor]:
-    """Tokens and loss mask of some documents."""
-    pad = torch.nn.utils.rnn.pad_sequence
-    return {
-        "token_ids": pad([store.token_ids[i] for i in documents], batch_first=True),
-        "loss_mask": pad([store.loss_masks[i] for i in documents], batch_first=True),
-        "lengths": torch.tensor([len(store.token_ids[i]) for i in documents]),
-    }
-
-
-def on_disk(folder: Path, **changes: Any) -> str:
+def on_disk(folder: Path, *, dtype: torch.dtype = torch.float32, **changes: Any) -> str:
     """The tiny model as an ordinary folder."""
     target = chat_model(**changes)
+    target.model.to(dtype)
     target.model.generation_config.temperature = 0.7
     target.model.generation_config.do_sample = True
     target.model.save_pretrained(folder)

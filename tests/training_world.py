@@ -162,7 +162,7 @@ def measured(
     training, held_out = split_held_out(
         store.token_ids, store.loss_masks, fraction=settings.chats.held_out, seed=settings.schedule.seed
     )
-    head = head or new_head(settings.heads, target.weights, store, training, target.eos_ids)
+    head = head or new_head(settings.heads, target, store, training)
     learner = Learner(head, target.weights, objective=objective(settings.objective.loss), depth_decay=0.8)
     return measure(learner, store, training if on == "training" else held_out, batch_tokens=100)
 
@@ -193,16 +193,6 @@ def tool_module(name: str) -> Any:
 
 def chat_options(out: Path, **changes: Any) -> TrainOptions:
     """Of a small run on chats or text."""
-    values: dict[str, Any] = {
-        "method": "hydra",
-        "num_heads": 2,
-        "draft_vocab_size": 0,
-        "batch_tokens": 128,
-        "max_length": 64,
-        "learning_rate": 0.02,
-        "log_steps": 1,
-        "eval_steps": 10,
-        "epochs": 1,
-        "precision": "fp32",
-    }
-    return TrainOptions.of(out=out, **{**values, **changes})
+    heads = {"method": "hydra", "num_heads": 2, "draft_vocab_size": 0}
+    steps = {"batch_tokens": 128, "max_length": 64, "learning_rate": 0.02, "epochs": 1, "precision": "fp32"}
+    return TrainOptions.of(out=out, **{**heads, **steps, "log_steps": 1, "eval_steps": 10, **changes})

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # `draftheads --help` must not wait two seconds for torch
     from draftheads.speculation.drafter import Drafter
     from draftheads.speculation.shapes import BestFirst, BestPaths, Sampled
     from draftheads.speculation.tree import Tree
-    from draftheads.train.train_head import train_head
+    from draftheads.train.run import train_head
 
 __all__ = [
     "AcceptanceProfile",
@@ -75,7 +75,7 @@ _HOMES = {
     "load_head": "draftheads.checkpoints.checkpoint",
     "register": "draftheads.heads",
     "save_head": "draftheads.checkpoints.checkpoint",
-    "train_head": "draftheads.train.train_head",
+    "train_head": "draftheads.train.run",
     "tune_head": "draftheads.search.tune",
 }
 

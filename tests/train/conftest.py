@@ -1,4 +1,4 @@
-"""The tiny chat model and stored hidden states of its chats."""
+"""The tiny chat model, chats that it can learn from, and stored hidden states of them."""
 
 from pathlib import Path
 
@@ -14,15 +14,18 @@ def target() -> TargetModel:
     return chat_model()
 
 
-@pytest.fixture(scope="module")
-def features(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    records = distilled_chats(target) + counting_chats(20)
-    texts = load_texts(target, [write_chats(folder / "chats.jsonl", records)], max_length=64)
-    build_features(target, texts, folder / "features")
-    return folder / "features"
+@pytest.fixture
+def loaded(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That model is loaded, whatever the name."""
+    monkeypatch.setattr(TargetModel, "load", lambda *_, **__: target)
 
 
 @pytest.fixture(scope="module")
 def chats(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", distilled_chats(target) + counting_chats(20))
+
+
+@pytest.fixture(scope="module")
+def features(target: TargetModel, chats: Path) -> Path:
+    build_features(target, load_texts(target, [chats], max_length=64), chats.parent / "features")
+    return chats.parent / "features"

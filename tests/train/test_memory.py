@@ -8,8 +8,6 @@ import torch
 
 from draftheads.errors import InvalidSettings
 from draftheads.heads import HEADS
-from draftheads.heads.base import DraftHead
-from draftheads.models.model import TargetModel
 from draftheads.train import memory
 from draftheads.train.joint.run import train_jointly
 from draftheads.train.memory import check_sizes, memory_bytes, num_parameters, reading_dtype
@@ -23,11 +21,6 @@ from joint_world import joint_options, on_disk
 from training_world import chat_model, chat_options, counting_chats, train_options, write_chats
 
 
-def head_of(options: HeadOptions, target: TargetModel) -> DraftHead:
-    """An untrained head whose draft vocabulary needs no texts."""
-    return new_head(options, target.weights, [], [], target.eos_ids, head_sizes=target.head_sizes)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("lm_head", ["shared", "own", "low_rank"])
 @pytest.mark.parametrize("method", HEADS)
 def test_parameters_are_counted_without_the_head(method: str, lm_head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +28,7 @@ def test_parameters_are_counted_without_the_head(method: str, lm_head: Any, monk
     target = chat_model()
     sizes = fitting(method, num_heads=3, num_layers=2)
     options = HeadOptions(method=method, lm_head=lm_head, lm_head_rank=5, draft_vocab_size=0, **sizes)
-    head = head_of(options, target)
+    head = new_head(options, target, [], [])  # type: ignore[arg-type]  # its draft vocabulary needs no texts
     assert num_parameters(options, target.config) == sum(parameter.numel() for parameter in head.parameters())
 
 
@@ -56,10 +49,9 @@ def test_too_little_memory_is_an_error_with_both_values(
     config = chat_model().config
     options = train_options(tmp_path / "out", tmp_path, optimizer=optimizer, draft_vocab_size=0)
     needed = 3 * (32 * 32 + 32) * each
-    monkeypatch.setattr(memory, "memory_bytes", lambda: needed)
-    check_sizes(options, config)
-    monkeypatch.setattr(memory, "memory_bytes", lambda: None)
-    check_sizes(options, config)
+    for enough in (needed, None):
+        monkeypatch.setattr(memory, "memory_bytes", lambda enough=enough: enough)
+        check_sizes(options, config)
     monkeypatch.setattr(memory, "memory_bytes", lambda: needed - 1)
     words = rf"heads of 3\.2 k parameters need about {needed / 1e3:.1f} kB of memory to train, but this machine has "
     with pytest.raises(InvalidSettings, match=words) as caught:
@@ -69,15 +61,17 @@ def test_too_little_memory_is_an_error_with_both_values(
 
 
 def test_sizes_beyond_the_model_are_named(tmp_path: Path) -> None:
-    config = chat_model().config
-    check_sizes(train_options(tmp_path, tmp_path, draft_vocab_size=64), config)
-    check_sizes(train_options(tmp_path, tmp_path, draft_vocab_size=8192), config)  # the default
-    check_sizes(train_options(tmp_path, tmp_path, draft_vocab_size=6144, recipe="small"), config)  # the recipe's
+    def check(**changes: Any) -> None:
+        check_sizes(train_options(tmp_path, tmp_path, **changes), chat_model().config)
+
+    check(draft_vocab_size=64)
+    check(draft_vocab_size=8192)  # the default
+    check(draft_vocab_size=6144, recipe="small")  # the recipe's
     with pytest.raises(InvalidSettings, match="--draft-vocab-size is 65, but tiny-chat has 64 tokens"):
-        check_sizes(train_options(tmp_path, tmp_path, draft_vocab_size=65), config)
-    check_sizes(train_options(tmp_path, tmp_path, lm_head_rank=65), config)  # without a low_rank lm_head it is not used
+        check(draft_vocab_size=65)
+    check(lm_head_rank=65)  # without a low_rank lm_head it is not used
     with pytest.raises(InvalidSettings, match="--lm-head-rank is 65, but the hidden size of tiny-chat is 32"):
-        check_sizes(train_options(tmp_path, tmp_path, lm_head="low_rank", lm_head_rank=65), config)
+        check(lm_head="low_rank", lm_head_rank=65)
 
 
 def test_both_commands_check_before_the_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,10 +79,10 @@ def test_both_commands_check_before_the_weights_are_read(tmp_path: Path, monkeyp
     (tmp_path / "model" / "model.safetensors").unlink()
     data = write_chats(tmp_path / "chats.jsonl", counting_chats(9))
     monkeypatch.setattr(memory, "memory_bytes", lambda: 1000)
-    with pytest.raises(InvalidSettings, match=r"this machine has 1\.0 kB"):
-        train(chat_options(tmp_path / "out", model=model, data=(data,)), FakeProgress())
-    with pytest.raises(InvalidSettings, match=r"this machine has 1\.0 kB"):
-        train_jointly(joint_options(tmp_path / "joint", data, model=model), FakeProgress())
+    heads, joint = chat_options(tmp_path, model=model, data=(data,)), joint_options(tmp_path, data, model=model)
+    for run, options in ((train, heads), (train_jointly, joint)):
+        with pytest.raises(InvalidSettings, match=r"this machine has 1\.0 kB"):
+            run(options, FakeProgress())
 
 
 def test_this_machine_has_memory() -> None:

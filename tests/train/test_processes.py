@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +18,8 @@ from draftheads.errors import InvalidSettings
 from draftheads.train.options import TrainOptions
 from draftheads.train.run import train
 from fake_progress import FakeProgress
-from training_world import chat_model, counting_chats, distilled_chats, lines, write_chats
+from joint_world import on_disk
+from training_world import lines
 
 # small shards, so that both processes have some to read
 PROGRAM = """
@@ -32,13 +34,11 @@ COMMON = ("--draft-vocab-size", "0", "--log-steps", "1", "--eval-steps", "10", "
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def world(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, chats and the program."""
     folder = tmp_path_factory.mktemp("world")
-    target = chat_model()
-    target.model.save_pretrained(folder / "model")
-    target.tokenizer.save_pretrained(folder / "model")
-    write_chats(folder / "chats.jsonl", distilled_chats(target) + counting_chats(20))
+    on_disk(folder / "model")
+    shutil.copy(chats, folder)
     (folder / "program.py").write_text(PROGRAM, encoding="utf-8")
     return folder
 
@@ -152,6 +152,5 @@ def test_sharding_a_model_needs_several_processes(world: Path) -> None:
     options = TrainOptions.of(
         method="medusa", model=str(world / "model"), data=(world / "chats.jsonl",), out=world / "x", shard_model=True
     )
-
     with pytest.raises(InvalidSettings, match="--shard-model is for several processes"):
         train(options, FakeProgress())

@@ -79,9 +79,9 @@ def test_ranks_count_more_probable_tokens_and_misses(target: TargetModel, featur
     found = measured(target, features, settings)
     store = FeatureStore(features)
     training, held_out = split_held_out(store.token_ids, store.loss_masks, fraction=0.2, seed=0)
-    head = new_head(settings.heads, target.weights, store, training, target.eos_ids)
+    head = new_head(settings.heads, target, store, training)
     vocab = head.draft_vocab.tolist()
-    expected = {0: [], 1: []}  # type: dict[int, list[int]]
+    expected: list[list[int]] = [[], []]
     for document in (store[i] for i in sorted(held_out, key=lambda i: store.lengths[i])):
         text, mask = document.token_ids.tolist(), document.loss_mask.tolist()
         features_of = head(document.hidden[None].float(), document.token_ids[None])[:, 0]

@@ -199,14 +199,17 @@ def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(
     assert not (parts / "model.safetensors").exists()
     with pytest.raises(InvalidSettings, match="add --resume"):
         run.train(settings, FakeProgress())
-    steps: list[int] = []
-    reporter = FakeProgress(last + 1, lambda: steps.append(last + 1), stage="training")
+    reporter = FakeProgress()
     found = train_for(target, settings.changed(resume=True), reporter)
-    assert steps
+    assert reporter.steps[0] == last + 1
     assert without_time(found) == without_time(expected)
     assert (parts / "model.safetensors").read_bytes() == (tmp_path / "a" / "model.safetensors").read_bytes()
     for name in ("log.jsonl", "validation.jsonl"):
         assert lines(parts, name) == lines(tmp_path / "a", name)
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_full_disk_keeps_earlier_checkpoints(
@@ -214,10 +217,6 @@ def test_a_full_disk_keeps_earlier_checkpoints(
 ) -> None:
     settings = train_options(tmp_path / "out", features, save_steps=4, epochs=1)
     expected = train_for(target, settings.changed(out=tmp_path / "whole"))
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch:
         reporter = FakeProgress(6, lambda: patch.setattr(torch, "save", full), stage="training")
         with pytest.raises(StorageError, match="a checkpoint cannot be saved"):
@@ -232,10 +231,6 @@ def test_a_run_that_failed_while_saving_resumes(
 ) -> None:
     settings = train_options(tmp_path / "out", features)
     expected = train_for(target, settings.changed(out=tmp_path / "whole"))
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch:
         patch.setattr(run, "measure", lambda *a, **k: (patch.setattr(os, "fsync", full), measure(*a, **k))[1])
         with pytest.raises(StorageError, match="no space left"):
@@ -293,32 +288,16 @@ def test_ctrl_c_keeps_the_hidden_states_that_were_computed(
     assert shard_path(tmp_path / "out" / "features", 0).stat().st_mtime_ns == made
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_hidden_states_in_the_output_folder_are_removed_at_the_end(
-    target: TargetModel, tmp_path: Path, keep: bool
-) -> None:
-    data = write_chats(tmp_path / "chats.jsonl", counting_chats(20))
-    train_for(target, train_options(tmp_path / "out", None, data=(data,), keep_features=keep, epochs=1), FakeProgress())
-    assert (tmp_path / "out" / "features").exists() == keep
-
-
 def test_features_of_another_model_are_refused(features: Path, tmp_path: Path) -> None:
     other = replace(chat_model(), model_id="another")
     with pytest.raises(DataError, match=r"of tiny-chat .* not of another"):
         train_for(other, train_options(tmp_path / "out", features))
 
 
-def test_a_missing_data_file_fails_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TargetModel, "load", lambda *_, **__: pytest.fail("the model was loaded"))
-    settings = train_options(tmp_path / "out", None, data=(tmp_path / "missing.jsonl",))
-    with pytest.raises(DataError, match=r"missing\.jsonl.*cannot be read: No such file"):
-        run.train(settings, FakeProgress())
-    assert not settings.out.exists()
-
-
 @pytest.mark.parametrize(
     ("option", "content", "message"),
     [
+        ("data", None, r"chats\.jsonl.*cannot be read: No such file"),
         ("data", b"", "chats.jsonl: the file is empty"),
         ("data", b"hello", "line 1: not JSON: Expecting value at character 1; each line must be one JSON object"),
         ("data", b"\xff\xfe", "line 1: not UTF-8 text: byte 0xff"),
@@ -329,50 +308,46 @@ def test_a_missing_data_file_fails_before_anything_is_written(tmp_path: Path, mo
         ("features", b"", "--features .*chats.jsonl has no hidden states: give --data"),
     ],
 )
-def test_files_of_the_wrong_kind_fail_before_the_model_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, content: bytes, message: str
+def test_files_of_the_wrong_kind_fail_before_the_model_is_loaded_or_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, content: bytes | None, message: str
 ) -> None:
     monkeypatch.setattr(TargetModel, "load", lambda *_, **__: pytest.fail("the model was loaded"))
     path = tmp_path / "chats.jsonl"
-    path.write_bytes(content)
+    if content is not None:
+        path.write_bytes(content)
     given = {"features": None, **({"features": path} if option == "features" else {option: (path,)})}
     with pytest.raises(DataError, match=message):
         run.train(train_options(tmp_path / "out", **given), FakeProgress())
+    assert not (tmp_path / "out").exists()
 
 
-def test_a_file_of_blank_lines_has_no_chat(target: TargetModel, tmp_path: Path) -> None:
-    (tmp_path / "blank.jsonl").write_text("\n \n")
-    with pytest.raises(DataError, match=r"no chat in .*blank\.jsonl"):
-        train_for(target, train_options(tmp_path / "out", None, data=(tmp_path / "blank.jsonl",)))
-
-
-def test_answers_of_one_token_are_an_error(target: TargetModel, tmp_path: Path) -> None:
-    data = write_chats(tmp_path / "chats.jsonl", [chat("w1", "w2", finished=False)] * 9)
-    with pytest.raises(DataError, match="no two assistant tokens in a row"):
-        train_for(target, train_options(tmp_path / "out", None, data=(data,)))
-
-
-def test_the_command_prints_a_table(
-    target: TargetModel,
-    features: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("\n \n", r"no chat in .*chats\.jsonl"),
+        (f"{json.dumps(chat('w1', 'w2', finished=False))}\n" * 9, "no two assistant tokens in a row"),
+    ],
+)
+def test_files_without_an_answer_to_learn_are_an_error(
+    target: TargetModel, tmp_path: Path, content: str, message: str
 ) -> None:
-    monkeypatch.setattr(TargetModel, "load", lambda *_, **__: target)
+    (tmp_path / "chats.jsonl").write_text(content)
+    with pytest.raises(DataError, match=message):
+        train_for(target, train_options(tmp_path / "out", None, data=(tmp_path / "chats.jsonl",)))
+
+
+@pytest.mark.usefixtures("loaded")
+def test_the_command_prints_a_table(features: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     command.run(train_options(tmp_path / "out", features, num_heads=2, epochs=1))
     printed = capfd.readouterr()
     assert printed.err == ""
-    assert all(
-        word in printed.out
-        for word in ("top-1", "top-3", "top-10", "expected tokens per step", "tokens of text per second", "saved in")
-    )
-    assert "tree of 8 nodes" in printed.out
+    measures = ("expected tokens per step", "tree of 8 nodes", "tokens of text per second")
+    for words in ("top-1", "top-3", "top-10", *measures, "saved in"):
+        assert words in printed.out
     report = Report.of(json.loads((tmp_path / "out" / "metrics.json").read_text()))
     assert f"│ mean │ {sum(report.losses) / 2:.3f} " in printed.out
     assert f"\n{verdict_of(vars(report))}\n" in printed.out
     assert (report.num_held_out_texts, report.num_held_out_tokens) == (27, 252)
-    assert report.share_in_other_texts is not None
     assert 0 < report.share_in_other_texts < 1
     assert f"wrote {tmp_path / 'out' / 'report.html'}\n" in printed.out
 
@@ -398,9 +373,6 @@ train.run(train_options(Path({str(tmp_path / "out")!r}), Path({str(features)!r})
     assert "grad_norm" not in done.stdout  # the Trainer's own lines
 
 
-# --- what only some heads have ---
-
-
 def test_chain_saves_a_chain_as_the_default_shape(target: TargetModel, features: Path, tmp_path: Path) -> None:
     train_for(target, train_options(tmp_path / "out", features, chain=True, epochs=1))
     assert load_head(tmp_path / "out", target).default_shape == Tree.chain(3)
@@ -409,14 +381,11 @@ def test_chain_saves_a_chain_as_the_default_shape(target: TargetModel, features:
 # --- the public function ---
 
 
-def test_the_public_function_trains_the_head_of_the_command(
-    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(TargetModel, "load", lambda *_, **__: target)
+@pytest.mark.usefixtures("loaded")
+def test_the_public_function_trains_the_head_of_the_command(tmp_path: Path) -> None:
     data = write_chats(tmp_path / "chats.jsonl", counting_chats(40))
     settings: dict[str, Any] = {"method": "hydra", "num_heads": 2, "draft_vocab_size": 48, "epochs": 1, "seed": 3}
     report = draftheads.train_head(out=tmp_path / "function", data=str(data), **settings)
-    assert report is not None
     words = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     assert main(["train", "--out", str(tmp_path / "command"), "--data", str(data), *words]) == 0
     assert report == Report.of(json.loads((tmp_path / "function" / "metrics.json").read_text()))
@@ -427,7 +396,7 @@ def test_the_public_function_trains_the_head_of_the_command(
 
 def test_the_public_function_takes_defaults_from_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[TrainOptions] = []
-    monkeypatch.setattr("draftheads.train.train_head.train", lambda options, _: seen.append(options))
+    monkeypatch.setattr("draftheads.train.run.train", lambda options, _: seen.append(options))
     draftheads.train_head(recipe="hydra", data=["one.jsonl", "two.jsonl"], out=tmp_path, epochs=5)
     expected = {**RECIPES["hydra"].settings, "recipe": "hydra", "epochs": 5}
     expected |= {"data": (Path("one.jsonl"), Path("two.jsonl")), "out": tmp_path}
@@ -436,7 +405,7 @@ def test_the_public_function_takes_defaults_from_a_recipe(tmp_path: Path, monkey
 
 def test_only_the_first_process_shows_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
-    monkeypatch.setattr("draftheads.train.train_head.train", lambda _, progress: seen.append(progress))
+    monkeypatch.setattr("draftheads.train.run.train", lambda _, progress: seen.append(progress))
     monkeypatch.setattr("draftheads.utils.progress.in_notebook", lambda: True)
     own = FakeProgress()
     for first, progress in ((True, True), (False, True), (True, False), (False, own)):

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from draftheads.errors import InvalidSettings, StorageError
-from draftheads.models.model import TargetModel
 from draftheads.train import processes, run
 from draftheads.train.joint.options import JointOptions
 from draftheads.train.joint.run import train_jointly
@@ -21,10 +20,12 @@ from draftheads.train.options import TrainOptions
 from draftheads.train.run_folder import RunFolder, find_checkpoint
 from draftheads.utils.files import locked
 from fake_progress import FakeProgress
+from joint_world import on_disk
 from nursery import Nursery
 from thorough import some
 from training_world import KilledError, chat_model, counting_chats, stop_by_crash, train_for, train_options, write_chats
 
+pytestmark = pytest.mark.usefixtures("loaded")
 SAVE_STEPS = 4
 SETTINGS: dict[str, Any] = {  # of a small run; noise makes it depend on the random numbers of every step
     "method": "medusa",
@@ -52,12 +53,6 @@ def found_in(out: Path) -> dict[str, Any]:
     return {**found, "README.md": None, "report.html": None}  # made from the others
 
 
-@pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny model is loaded, whatever the name."""
-    monkeypatch.setattr(TargetModel, "load", lambda *_, **__: chat_model())
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chats(tmp_path_factory.mktemp("data") / "chats.jsonl", counting_chats(90))
@@ -65,6 +60,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def options(out: Path, data: Path, **changes: Any) -> TrainOptions:
     return TrainOptions.of(out=out, data=(data,), resume=True, **{**SETTINGS, **changes})
+
+
+def train_until_killed(settings: TrainOptions, *, after: int) -> None:
+    with pytest.raises(KilledError):
+        run.train(settings, FakeProgress(after, stop_by_crash, stage="training"))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,6 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- the same command always works ---
 
 
-@pytest.mark.usefixtures("loaded")
 @pytest.mark.parametrize(
     "kill_after", some([2, SAVE_STEPS - 1, SAVE_STEPS, SAVE_STEPS + 1, 3 * SAVE_STEPS - 1], 2, SAVE_STEPS + 1)
 )
@@ -87,8 +86,7 @@ def test_a_killed_run_resumes_with_the_same_log_and_the_same_head(
 ):
     """Lines come every three steps, checkpoints every four: means over steps before a kill would be lost."""
     settings = options(tmp_path / "out", data)
-    with pytest.raises(KilledError):
-        run.train(settings, FakeProgress(kill_after, stop_by_crash, stage="training"))
+    train_until_killed(settings, after=kill_after)
     reporter = FakeProgress()
     run.train(settings, reporter)
     last = (kill_after - 1) // SAVE_STEPS * SAVE_STEPS  # a step is reported before it is saved
@@ -98,15 +96,12 @@ def test_a_killed_run_resumes_with_the_same_log_and_the_same_head(
     assert found_in(settings.out) == found_in(whole)
 
 
-@pytest.mark.usefixtures("loaded")
 def test_settings_may_change_before_the_first_checkpoint(data: Path, whole: Path, tmp_path: Path):
-    with pytest.raises(KilledError):
-        run.train(options(tmp_path / "out", data, learning_rate=0.5), FakeProgress(2, stop_by_crash, stage="training"))
+    train_until_killed(options(tmp_path / "out", data, learning_rate=0.5), after=2)
     run.train(options(tmp_path / "out", data), FakeProgress())
     assert found_in(tmp_path / "out") == found_in(whole)
 
 
-@pytest.mark.usefixtures("loaded")
 def test_a_complete_run_is_not_repeated(data: Path, whole: Path):
     kept = [path for path in whole.iterdir() if path.name != ".lock"]
     before = {path: path.stat().st_mtime_ns for path in kept}
@@ -122,17 +117,12 @@ def test_a_complete_run_is_not_repeated(data: Path, whole: Path):
         run.train(options(whole, data).changed(resume=False), FakeProgress())
 
 
-@pytest.mark.usefixtures("loaded")
 def test_a_run_killed_after_saving_the_head_only_removes_its_checkpoints(
     data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     settings = options(tmp_path / "out", data)
-
-    def kill(*_: Any) -> None:
-        raise KilledError
-
     with monkeypatch.context() as patched:
-        patched.setattr(RunFolder, "tidy_up", kill)
+        patched.setattr(RunFolder, "tidy_up", lambda _: stop_by_crash())
         with pytest.raises(KilledError):
             run.train(settings, FakeProgress())
     assert (settings.out / "checkpoints").is_dir()
@@ -143,7 +133,6 @@ def test_a_run_killed_after_saving_the_head_only_removes_its_checkpoints(
     assert found_in(settings.out) == found_in(whole)
 
 
-@pytest.mark.usefixtures("loaded")
 def test_a_complete_joint_run_is_not_repeated(data: Path, tmp_path: Path):
     changes = {"batch_tokens": 1024, "epochs": 1, "lora_rank": 4, "noise_alpha": 0.0, "precision": "fp32"}
     settings = JointOptions.of(out=tmp_path / "out", data=(data,), resume=True, **{**SETTINGS, **changes})
@@ -175,12 +164,10 @@ def test_a_checkpoint_without_its_whole_state_is_ignored(tmp_path: Path):
     assert find_checkpoint(tmp_path) == str(tmp_path / "checkpoints" / "checkpoint-8")
 
 
-@pytest.mark.usefixtures("loaded")
 def test_resuming_with_another_number_of_processes_is_an_error(data: Path, tmp_path: Path):
     """A checkpoint of two processes is whole if it has the random state of both."""
     settings = options(tmp_path / "out", data)
-    with pytest.raises(KilledError):
-        run.train(settings, FakeProgress(SAVE_STEPS + 1, stop_by_crash, stage="training"))
+    train_until_killed(settings, after=SAVE_STEPS + 1)
     path = settings.out / "run.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "processes": 2}), encoding="utf-8")
     assert find_checkpoint(settings.out) is None
@@ -192,17 +179,14 @@ def test_resuming_with_another_number_of_processes_is_an_error(data: Path, tmp_p
     assert find_checkpoint(settings.out) == str(whole)
 
 
-@pytest.mark.usefixtures("loaded")
 def test_incomplete_checkpoints_do_not_replace_whole_ones(data: Path, tmp_path: Path):
     """The Trainer keeps the two that look newest."""
     settings = options(tmp_path / "out", data)
-    with pytest.raises(KilledError):
-        run.train(settings, FakeProgress(SAVE_STEPS + 1, stop_by_crash, stage="training"))
+    train_until_killed(settings, after=SAVE_STEPS + 1)
     for step in (SAVE_STEPS + 2, SAVE_STEPS + 3):
         os.utime(checkpoint(settings.out, step, None), (2**31, 2**31))
     settings = settings.changed(save_steps=1)  # so that the next one is older than those
-    with pytest.raises(KilledError):
-        run.train(settings, FakeProgress(SAVE_STEPS + 2, stop_by_crash, stage="training"))
+    train_until_killed(settings, after=SAVE_STEPS + 2)
     assert find_checkpoint(settings.out) == str(settings.out / "checkpoints" / f"checkpoint-{SAVE_STEPS + 1}")
 
 
@@ -268,11 +252,8 @@ MOMENTS = [
 def test_a_process_killed_several_times_trains_the_same_head_to_the_byte(
     moments: list[Callable[[Victim], bool]], tmp_path: Path
 ):
-    target = chat_model()
-    target.model.save_pretrained(tmp_path / "model")
-    target.tokenizer.save_pretrained(str(tmp_path / "model"))
     data = write_chats(tmp_path / "chats.jsonl", counting_chats(300))
-    settings = {**SETTINGS, "out": "out", "model": tmp_path / "model", "data": data}
+    settings = {**SETTINGS, "out": "out", "model": on_disk(tmp_path / "model"), "data": data}
     command = ["--resume", *(word for name, value in settings.items() for word in (f"--{name}", str(value)))]
     victim = Victim(tmp_path / "killed")
     chance = random.Random(0)  # noqa: S311 - nothing secret
@@ -301,10 +282,7 @@ def test_a_process_killed_several_times_trains_the_same_head_to_the_byte(
     assert found_in(victim.out) == found_in(tmp_path / "whole" / "out")
 
 
-def test_two_runs_cannot_write_one_folder(
-    target: TargetModel, features: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(TargetModel, "load", lambda *_, **__: target)
+def test_two_runs_cannot_write_one_folder(features: Path, tmp_path: Path) -> None:
     settings = train_options(tmp_path / "out", features, epochs=1)
     silent = FakeProgress()
     with locked(settings.out, ""), pytest.raises(StorageError, match=r"another process is writing .*out: wait for it"):

@@ -14,15 +14,8 @@ from draftheads.train.summary import verdict_of
 def verdict(
     tokens_per_step: float, *, steps: int = 10, texts: int = 200, tokens: int = 50_000, share: float | None = None
 ) -> str:
-    return verdict_of(
-        {
-            "tokens_per_step_tree": tokens_per_step,
-            "num_steps": steps,
-            "num_held_out_texts": texts,
-            "num_held_out_tokens": tokens,
-            "share_in_other_texts": share,
-        }
-    )
+    metrics = {"tokens_per_step_tree": tokens_per_step, "num_steps": steps, "share_in_other_texts": share}
+    return verdict_of({**metrics, "num_held_out_texts": texts, "num_held_out_tokens": tokens})
 
 
 @pytest.mark.parametrize(
@@ -57,10 +50,7 @@ def test_few_or_similar_held_out_texts_are_no_proof(texts: int, tokens: int, sha
     assert said in verdict(2.41, **facts)
     assert "good" not in verdict(2.41, **facts)
     assert verdict(1.03, **facts) == verdict(1.03), "that it learned nothing needs no proof"
-
-
-def test_many_different_texts_are() -> None:
-    assert verdict(2.41, texts=16, tokens=1000, share=0.29) == verdict(2.41)
+    assert verdict(2.41, texts=16, tokens=1000, share=0.29) == verdict(2.41), "many different ones are"
 
 
 @pytest.mark.parametrize("value", [1.0, 1.2, 2.0])

@@ -1,7 +1,8 @@
 """Training steps: rates, accumulation, logs, TensorBoard, and losses that are not finite."""
 
-import importlib.util
 import os
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,6 @@ def test_adamw_8bit_trains_nearly_as_well_with_8_bit_moments(
     settings = chat_options(tmp_path / "out", data=(chats,), save_steps=5, learning_rate=0.003)
     small = train_for(target, settings.changed(optimizer="adamw-8bit"))
     full = train_for(target, settings.changed(out=tmp_path / "full"))
-    assert small is not None
-    assert full is not None
     assert small.losses == pytest.approx(full.losses, rel=0.02)
     newest = max((tmp_path / "out" / "checkpoints").glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
     state = torch.load(newest / "optimizer.pt", weights_only=False)["state"]
@@ -74,15 +73,14 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("package", "setting"), [("bitsandbytes", ("optimizer", "adamw-8bit")), ("tensorboard", ("tensorboard", True))]
+    ("package", "changes"), [("bitsandbytes", {"optimizer": "adamw-8bit"}), ("tensorboard", {"tensorboard": True})]
 )
 def test_a_missing_package_is_named(
-    chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, setting: Any
+    chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, changes: dict[str, Any]
 ) -> None:
-    real_find = importlib.util.find_spec
-    monkeypatch.setattr("draftheads.train.run.find_spec", lambda name: None if name == package else real_find(name))
+    monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingDependency, match=rf"needs {package}: pip install 'draftheads\["):
-        train_for(chat_model(), chat_options(tmp_path / "out", data=(chats,), **dict([setting])))
+        run.train(chat_options(tmp_path / "out", data=(chats,), **changes), FakeProgress())
 
 
 def test_tensorboard_shows_the_log(target: TargetModel, chats: Path, tmp_path: Path) -> None:
@@ -94,12 +92,10 @@ def test_tensorboard_shows_the_log(target: TargetModel, chats: Path, tmp_path: P
         ("log", "log/head_losses/2", "head_losses", 1),
         ("validation", "validation/tokens_per_step_tree", "tokens_per_step_tree", None),
     ):
-        expected = [
-            (line["step"], line[key] if place is None else line[key][place]) for line in lines(out, f"{name}.jsonl")
-        ]
-        found = [(event.step, event.value) for event in shown.Scalars(curve)]
-        assert [step for step, _ in found] == [step for step, _ in expected]
-        assert [value for _, value in found] == pytest.approx([value for _, value in expected], rel=1e-6)
+        log, points = lines(out, f"{name}.jsonl"), shown.Scalars(curve)
+        assert [point.step for point in points] == [line["step"] for line in log]
+        expected = [line[key] if place is None else line[key][place] for line in log]
+        assert [point.value for point in points] == pytest.approx(expected, rel=1e-6)
 
 
 def test_tensorboard_shows_repeated_steps_once(target: TargetModel, chats: Path, tmp_path: Path) -> None:
@@ -117,10 +113,7 @@ def test_tensorboard_shows_repeated_steps_once(target: TargetModel, chats: Path,
 def test_a_loss_of_nan_names_the_step_and_the_texts(
     target: TargetModel, features: Path, tmp_path: Path, loss: Any
 ) -> None:
-    broken = tmp_path / "features"
-    broken.mkdir()
-    for path in features.iterdir():
-        (broken / path.name).write_bytes(path.read_bytes())
+    broken = shutil.copytree(features, tmp_path / "features")
     store = FeatureStore(features)
     training, _ = choose_texts(store.token_ids, store.loss_masks, held_out=0.2, seed=0)
     index = training[len(training) // 2]
@@ -168,11 +161,8 @@ def test_a_kill_while_the_log_is_rewritten_loses_no_line(tmp_path: Path, monkeyp
     lines = ['{"step": 1}\n', '{"step": 2}\n', '{"step": 3, "lo']
     path.write_text("".join(lines))
 
-    def kill(*_: Any) -> None:
-        raise KilledError
-
     with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", kill)  # the new content is written by then
+        patched.setattr(os, "fsync", lambda _: stop_by_crash())  # the new content is written by then
         with pytest.raises(KilledError):
             StepLog(path, keep_until=2)
     assert path.read_text() == "".join(lines)

@@ -3,6 +3,7 @@
 import gzip
 import json
 import shutil
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from draftheads.train.run_folder import RunFolder, find_checkpoint
 from draftheads.train.schedule import rise_and_cosine
 from draftheads.train.training_data import plan_training, read_texts
 from fake_progress import FakeProgress
+from joint_world import on_disk
 from training_world import (
     EOS,
     KilledError,
@@ -57,15 +59,17 @@ def test_live_hidden_states_are_the_stored_ones(target: TargetModel, chats: Path
         assert stored[index].hidden.dtype == live[index].hidden.dtype == torch.bfloat16
 
 
-def test_stored_and_live_hidden_states_train_the_same_head(target: TargetModel, chats: Path, tmp_path: Path) -> None:
-    for name, budget in (("stored", 1.0), ("live", 0.0)):
-        out = tmp_path / name
-        train_for(target, chat_options(out, data=(chats,), features_budget=budget, keep_features=True), FakeProgress())
-        assert (out / "features").exists() == (name == "stored")
-    stored, live = tmp_path / "stored", tmp_path / "live"
-    assert (stored / "model.safetensors").read_bytes() == (live / "model.safetensors").read_bytes()
-    for name in ("log.jsonl", "validation.jsonl"):
-        assert lines(stored, name) == lines(live, name)
+@pytest.mark.parametrize("method", ["hydra", "eagle3"])
+def test_stored_and_live_hidden_states_train_the_same_head(
+    target: TargetModel, chats: Path, tmp_path: Path, method: str
+) -> None:
+    """Of the last layer, and of several."""
+    settings = chat_options(tmp_path / "stored", data=(chats,), method=method, keep_features=True)
+    train_for(target, settings)
+    train_for(target, settings.changed(out=tmp_path / "live", features_budget=0.0))
+    assert [(tmp_path / name / "features").exists() for name in ("stored", "live")] == [True, False]
+    for name in ("model.safetensors", "log.jsonl", "validation.jsonl"):
+        assert (tmp_path / "stored" / name).read_bytes() == (tmp_path / "live" / name).read_bytes()
 
 
 @pytest.mark.parametrize("method", ["hydra", "eagle3"])
@@ -80,8 +84,6 @@ def test_states_that_vllm_extracted_train_nearly_the_same_head(
     monkeypatch.delattr("draftheads.data.live_features.read_alone")
     settings = chat_options(tmp_path / "out", data=(chats,), method=method, extracted=states)
     found = train_for(target, settings)
-    assert own is not None
-    assert found is not None
     assert found.losses == pytest.approx(own.losses, rel=0.02)
     assert not (tmp_path / "out" / "features").exists()
     for changes, words in (({"features": states}, "--features"), ({"shard_model": True}, "--shard-model")):
@@ -96,11 +98,8 @@ def test_a_run_may_be_resumed_with_another_budget(target: TargetModel, chats: Pa
     with pytest.raises(KilledError):
         train_for(target, parts, FakeProgress(6, stop_by_crash, stage="training"))
     assert find_checkpoint(parts.out)
-    resumed = chat_options(tmp_path / "parts", data=(chats,), resume=True, features_budget=0.0)
-    train_for(target, resumed)
-    assert (tmp_path / "parts" / "model.safetensors").read_bytes() == (
-        tmp_path / "whole" / "model.safetensors"
-    ).read_bytes()
+    train_for(target, chat_options(parts.out, data=(chats,), resume=True, features_budget=0.0))
+    assert (parts.out / "model.safetensors").read_bytes() == (whole.out / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("most", [300, 10**6])
@@ -151,14 +150,13 @@ def test_a_disk_that_is_too_small_fails_before_the_model_reads(
 def test_plain_text_is_cut_into_blocks_of_equal_length(target: TargetModel, book: Path, tmp_path: Path) -> None:
     tokenizer, length = target.tokenizer, 64
     blocks = load_blocks(tokenizer, [book], eos_ids=target.eos_ids, length=length)
-    records = [tokenizer(record["text"])["input_ids"] for record in read_zipped(book)]
+    texts = [json.loads(line)["text"] for line in gzip.decompress(book.read_bytes()).splitlines()]
+    records = tokenizer(texts)["input_ids"]
     stream = [token for ids in records for token in [*ids, EOS]]
     assert [token for block in blocks for token in block.token_ids] == stream
     assert {len(block.token_ids) for block in blocks[:-1]} == {length}
     assert all(all(block.loss_mask) for block in blocks)
-    starts = [0]
-    for ids in records:
-        starts.append(starts[-1] + len(ids) + 1)
+    starts = list(accumulate((len(ids) + 1 for ids in records), initial=0))
     for number, block in enumerate(blocks):
         first = max(i for i, start in enumerate(starts) if start <= number * length)
         assert block.source == f"{book}:{first + 1}"
@@ -179,10 +177,6 @@ def test_blocks_of_plain_text_may_be_longer_than_chats(
     texts = read_texts(target, settings)
     assert {len(text.token_ids) for text in texts if text.loss_mask[0]} >= {50}
     assert max(len(text.token_ids) for text in texts if not text.loss_mask[0]) == 16
-
-
-def read_zipped(path: Path) -> list[dict[str, str]]:
-    return [json.loads(line) for line in gzip.decompress(path.read_bytes()).decode().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -206,9 +200,8 @@ def test_files_that_are_not_plain_text_are_refused(
 def test_plain_text_is_learned_first_and_chats_at_a_lower_rate(
     target: TargetModel, chats: Path, book: Path, tmp_path: Path
 ) -> None:
-    settings = chat_options(
-        tmp_path / "out", data=(chats,), text=(book,), warmup=0.1, final_learning_rate=0.1, epochs=2
-    )
+    rates = {"warmup": 0.1, "final_learning_rate": 0.1, "epochs": 2}
+    settings = chat_options(tmp_path / "out", data=(chats,), text=(book,), **rates)
     texts = read_texts(target, settings)
     data = plan_training(LiveStore(target, texts), settings, settings.plain_text)
     is_plain = [text.loss_mask[0] for text in texts]
@@ -220,15 +213,15 @@ def test_plain_text_is_learned_first_and_chats_at_a_lower_rate(
     assert not any(is_plain[i] for i in data.held_out)
     assert set(data.held_out).isdisjoint(data.training)
     train_for(target, settings)
-    rates = [line["learning_rate"] for line in lines(tmp_path / "out")]
+    log = lines(tmp_path / "out")
     rate = settings.schedule.learning_rate
     expected = [
         rate * peak * rise_and_cosine(step, stage.num_steps, warmup=0.1, final=0.1)
         for stage, peak in ((first, 1.0), (second, 0.1))
         for step in range(stage.num_steps)
     ]
-    assert rates == pytest.approx(expected, rel=1e-6)
-    losses = [line["loss"] for line in lines(tmp_path / "out")]
+    assert [line["learning_rate"] for line in log] == pytest.approx(expected, rel=1e-6)
+    losses = [line["loss"] for line in log]
     assert min(losses[first.num_steps - 5 : first.num_steps]) < 0.8 * losses[0]
 
 
@@ -236,8 +229,8 @@ def test_plain_text_alone_is_enough(target: TargetModel, book: Path, tmp_path: P
     settings = chat_options(tmp_path / "out", text=(book,), epochs=3)
     report = train_for(target, settings)
     before = lines(tmp_path / "out", "validation.jsonl")[0]
-    assert report is not None
     assert sum(report.losses) < 0.8 * sum(before["losses"])
+    assert not (tmp_path / "out" / "features").exists(), "they are removed at the end"
 
 
 # --- steps ---
@@ -287,13 +280,9 @@ def test_a_sharded_model_needs_stored_hidden_states(target: TargetModel, chats: 
 
 def test_heads_are_trained_for_a_model_in_four_bits(tmp_path: Path) -> None:
     """Medusa-1 reads a quantised copy of its model; the head counts as one for the model itself."""
-    folder = tmp_path / "model"
-    target = chat_model(hidden_size=64, intermediate_size=128)
-    target.model.save_pretrained(folder)
-    target.tokenizer.save_pretrained(folder)
+    model = on_disk(tmp_path / "model", hidden_size=64, intermediate_size=128)
     few = write_chats(tmp_path / "few.jsonl", counting_chats(24))  # bitsandbytes is slow without a GPU
-    settings = chat_options(tmp_path / "out", data=(few,), model=str(folder), four_bit=True, method="medusa", epochs=2)
+    settings = chat_options(tmp_path / "out", data=(few,), model=model, four_bit=True, method="medusa", epochs=2)
     report = run.train(settings, FakeProgress())
     first = lines(tmp_path / "out", "validation.jsonl")[0]
-    assert report is not None
     assert sum(report.losses) < 0.9 * sum(first["losses"])

@@ -3,9 +3,9 @@
 from rich.table import Table
 
 from draftheads.cli.train import run_and_print
-from draftheads.train.joint.movement import Movement
 from draftheads.train.joint.options import JointOptions
 from draftheads.train.joint.run import train_jointly
+from draftheads.train.joint.tuned_model import Movement
 from draftheads.utils.counts import counted
 
 

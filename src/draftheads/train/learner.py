@@ -75,6 +75,9 @@ class Learner(nn.Module):
         self.logit_softcap = weights.logit_softcap
         device, config = weights.lm_head.device, head.config
         vocab = head.to_target_ids(torch.arange(config.num_draft_tokens, device=device))
+        depths = depth_weights(config.num_heads, depth_decay)
+        if head.is_same_at_all_depths:  # then it is trained only at the first depth
+            depths[1:] = 0.0
         draft_index = torch.zeros(config.vocab_size, dtype=torch.long, device=device)
         draft_index[vocab] = torch.arange(len(vocab), device=device)
         in_vocab = torch.zeros(config.vocab_size, dtype=torch.bool, device=device)
@@ -85,17 +88,10 @@ class Learner(nn.Module):
             "in_vocab": in_vocab,
             "teacher": lm_head if config.draft_vocab_size is None else lm_head[vocab],
             "teacher_bias": None if bias is None else bias.detach()[vocab],
-            "depth_weights": self._weights(depth_decay).to(device),
+            "depth_weights": depths.to(device),
         }
         for name, value in constants.items():
             self.register_buffer(name, value, persistent=False)
-
-    def _weights(self, depth_decay: float) -> Tensor:
-        """λ, (K,); a head that is the same at all depths is trained only at the first depth."""
-        weights = depth_weights(self.head.config.num_heads, depth_decay)
-        if self.head.is_same_at_all_depths:
-            weights[1:] = 0.0
-        return weights
 
     def forward(
         self,
@@ -121,22 +117,26 @@ class Learner(nn.Module):
             vocabulary has none of its tokens.
 
         Raises:
-            DataError: the batch has no token to predict.
+            DataError: the batch has no token to predict, with any draft vocabulary.
         """
         read, hidden = self.head.split(hidden.to(self.teacher.dtype))
-        predictions, labels = self.task(hidden.detach(), token_ids, loss_mask, update)
+        predictions = find_predictions(loss_mask, self.head.config.num_heads)
+        if not predictions.counts.any():
+            raise DataError("nothing to train on: no two assistant tokens in a row")
+        if not self.objective.reads_teacher:  # then only the text is a label
+            predictions = predictions.only(self.in_vocab[token_ids.flatten()[predictions.positions + 1]])
         seen = with_noise(read, self.noise_alpha, lengths) if self.training else read
         features = self.head(seen, token_ids).flatten(1, 2)  # (K, S, F)
         added = update if self.head.config.lm_head == "shared" else None
 
         def logits(inputs: Tensor, head_index: int) -> Tensor:
-            found = self.head.logits(inputs, head_index)
-            return found if added is None else found + added(self.head.lm_head_inputs(inputs)) * self.logit_scale
+            base = self.head.logits(inputs, head_index)
+            return base if added is None else base + added(self.head.lm_head_inputs(inputs)) * self.logit_scale
 
         loss, means = head_losses(
             features,
             predictions,
-            labels=labels,
+            labels=self.labels(hidden.detach(), token_ids, update),
             row_loss=self.objective.loss,
             logits=logits,
             weights=self.depth_weights,
@@ -158,21 +158,6 @@ class Learner(nn.Module):
                     inputs.float(), hidden[predictions.positions[counted]].float()
                 )
         return total
-
-    def task(
-        self, hidden: Tensor, token_ids: Tensor, loss_mask: Tensor, update: LowRankUpdate | None = None
-    ) -> tuple[Predictions, LabelMaker]:
-        """The tokens to predict in a batch, and their labels.
-
-        Raises:
-            DataError: there is no token to predict, with any draft vocabulary.
-        """
-        predictions = find_predictions(loss_mask, self.head.config.num_heads)
-        if not predictions.counts.any():
-            raise DataError("nothing to train on: no two assistant tokens in a row")
-        if not self.objective.reads_teacher:  # then only the text is a label
-            predictions = predictions.only(self.in_vocab[token_ids.flatten()[predictions.positions + 1]])
-        return predictions, self.labels(hidden, token_ids, update)
 
     def labels(self, hidden: Tensor, token_ids: Tensor, update: LowRankUpdate | None = None) -> LabelMaker:
         """The labels at flat positions of a batch."""

@@ -1,7 +1,8 @@
 """Losses of predictions: a loss and its gradient for each row of logits, in closed form.
 
 Pure functions of tensors. Letters: n predictions, V' draft vocabulary, z logits of a head, p = softmax(z), q the
-target's distribution over V', y the token of the text.
+target's distribution over V', y the token of the text. Each loss takes logits (n, V') and its labels, q (n, V') with
+rows that sum to 1 or y (n,) int64 in 0 … V'-1, and returns losses (n,) and gradients for the logits (n, V').
 """
 
 from collections.abc import Callable
@@ -19,8 +20,8 @@ from draftheads.settings import LK_ETA, LossKind
 class Labels:
     """The labels of n predictions; None where the objective does not use them."""
 
-    probs: Tensor | None = None  # (n, V') q, rows that sum to 1
-    token_ids: Tensor | None = None  # (n,) int64 y in 0 … V'-1; meaningless where not known
+    probs: Tensor | None = None  # (n, V') q
+    token_ids: Tensor | None = None  # (n,) y; meaningless where not known
     known: Tensor | None = None  # (n,) bool: the text's token is in the draft vocabulary
 
     def rows(self, index: Tensor) -> Self:
@@ -47,33 +48,30 @@ def objective(
     Args:
         kind: ``teacher`` (soft cross-entropy, Hydra appendix A), ``hard`` (cross-entropy with the text, Medusa equation
             1), ``kl``, ``tv`` (total variation), ``nla`` (negative log-acceptance), ``lk`` (hybrid LK), ``amphista``.
-        alignment_weight: λ1 of Amphista's equation 7, for the teacher's part.
-        lm_weight: λ2 of Amphista's equation 7, for the text's part.
-        lk_eta: η of the hybrid LK loss.
+        alignment_weight: λ1 of ``amphista``, for the teacher's part.
+        lm_weight: λ2 of ``amphista``, for the text's part.
+        lk_eta: η of ``lk``.
     """
-    both = partial(two_part, alignment_weight=alignment_weight, lm_weight=lm_weight)
-    known: dict[str, Objective] = {
-        "teacher": _from_teacher(soft_cross_entropy),
-        "hard": Objective(_from_text, reads_teacher=False),
-        "kl": _from_teacher(kl_divergence),
-        "tv": _from_teacher(total_variation),
-        "nla": _from_teacher(negative_log_acceptance),
-        "lk": _from_teacher(partial(lk_hybrid, eta=lk_eta)),
-        "amphista": Objective(both, reads_teacher=True),
+    if kind == "hard":
+        return Objective(
+            lambda logits, labels: hard_cross_entropy(logits, _given(labels.token_ids)), reads_teacher=False
+        )
+    if kind == "amphista":
+        both = partial(two_part, alignment_weight=alignment_weight, lm_weight=lm_weight)
+        return Objective(both, reads_teacher=True)
+    row_losses: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+        "teacher": soft_cross_entropy,
+        "kl": kl_divergence,
+        "tv": total_variation,
+        "nla": negative_log_acceptance,
+        "lk": partial(lk_hybrid, eta=lk_eta),
     }
-    return known[kind]
+    from_teacher = row_losses[kind]
+    return Objective(lambda logits, labels: from_teacher(logits, _given(labels.probs)), reads_teacher=True)
 
 
 def hard_cross_entropy(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """-log p_y, and its gradient p - 1_y.
-
-    Args:
-        logits: (n, V') z.
-        token_ids: (n,) int64 y in 0 … V'-1.
-
-    Returns:
-        Losses (n,) and gradients (n, V').
-    """
+    """-log p_y, and its gradient p - 1_y."""
     log_probs = logits.log_softmax(-1)
     losses = -log_probs.gather(1, token_ids[:, None])[:, 0]
     gradients = log_probs.exp_()
@@ -82,15 +80,7 @@ def hard_cross_entropy(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tenso
 
 
 def soft_cross_entropy(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    """-Σ_v q_v log p_v, and its gradient p - q.
-
-    Args:
-        logits: (n, V') z.
-        probs: (n, V') q.
-
-    Returns:
-        Losses (n,) and gradients (n, V').
-    """
+    """-Σ_v q_v log p_v, and its gradient p - q."""
     log_probs = logits.log_softmax(-1)
     losses = -_row_dot(probs, log_probs)
     return losses, log_probs.exp_().sub_(probs)
@@ -135,17 +125,8 @@ def two_part(
     aligned, from_teacher = soft_cross_entropy(logits, _given(labels.probs))
     text_loss, from_text = hard_cross_entropy(logits, _given(labels.token_ids))
     weight = lm_weight * _given(labels.known).to(text_loss.dtype)  # (n,)
-    return alignment_weight * aligned + weight * text_loss, alignment_weight * from_teacher + weight[
-        :, None
-    ] * from_text
-
-
-def _from_teacher(function: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Objective:
-    return Objective(lambda logits, labels: function(logits, _given(labels.probs)), reads_teacher=True)
-
-
-def _from_text(logits: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
-    return hard_cross_entropy(logits, _given(labels.token_ids))
+    losses = alignment_weight * aligned + weight * text_loss
+    return losses, alignment_weight * from_teacher + weight[:, None] * from_text
 
 
 def _rejection_gradient(drafted: Tensor, probs: Tensor) -> Tensor:

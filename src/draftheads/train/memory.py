@@ -20,11 +20,7 @@ BYTES_PER_PARAMETER = {"adamw": 16, "adamw-8bit": 10, "muon": 16}
 
 
 def check_sizes(options: RunOptions, config: Any) -> None:
-    """Checks the sizes of new heads against a model and the memory of this machine.
-
-    Args:
-        options: of the run.
-        config: the model's configuration.
+    """Checks the sizes of new heads against a model's configuration and the memory of this machine.
 
     Raises:
         InvalidSettings: the heads cannot be trained here, or a size is larger than the model's own.
@@ -33,7 +29,9 @@ def check_sizes(options: RunOptions, config: Any) -> None:
     if any(getattr(config, name, None) is None for name in ("hidden_size", "vocab_size", "num_attention_heads")):
         return  # not a model that can be loaded; loading it raises the error
     hidden_size, vocab_size = int(config.hidden_size), int(config.vocab_size)
-    if heads.draft_vocab_size > vocab_size and heads.draft_vocab_size not in _usual_vocab_sizes(options):
+    recipe = {} if options.recipe is None else RECIPES[options.recipe].settings
+    not_chosen = (HeadOptions.draft_vocab_size, recipe.get("draft_vocab_size"))  # not chosen for this model
+    if heads.draft_vocab_size > vocab_size and heads.draft_vocab_size not in not_chosen:
         raise InvalidSettings(
             f"--draft-vocab-size is {heads.draft_vocab_size}, but {options.model} has {vocab_size} tokens: give a "
             "smaller size, or 0 for the whole vocabulary"
@@ -57,12 +55,7 @@ def check_sizes(options: RunOptions, config: Any) -> None:
 
 
 def num_parameters(options: HeadOptions, config: Any) -> int:
-    """The number of parameters of new heads for a model; takes no memory for them.
-
-    Args:
-        options: architecture and sizes.
-        config: the configuration of the text model.
-    """
+    """The number of parameters of new heads for a text model of that configuration; takes no memory for them."""
     vocab_size, hidden_size = int(config.vocab_size), int(config.hidden_size)
     sizes = head_config(
         options,
@@ -79,22 +72,19 @@ def memory_bytes() -> int | None:
     device = processes.device()
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    found = find_memory()
-    return found.total if found.limit is None else found.limit
+    memory = find_memory()
+    return memory.total if memory.limit is None else memory.limit
 
 
 def reading_dtype(options: RunOptions, config: Any, *, bf16: bool) -> torch.dtype:
     """The type in which the model reads the texts: that of its device.
 
-    On a CPU that multiplies many rows faster in fp32 it is fp32, if the model then takes at most half of the memory.
-
-    Args:
-        options: of the run.
-        config: the model's configuration.
-        bf16: whether the heads' products are rounded to bf16.
+    On a CPU that multiplies many rows faster in fp32 (``bf16`` is False) it is fp32, if the model then takes at most
+    half of the memory.
     """
-    usual = default_dtype(processes.device())
-    if bf16 or options.hardware.four_bit or processes.device().type != "cpu":
+    device = processes.device()
+    usual = default_dtype(device)
+    if bf16 or options.hardware.four_bit or device.type != "cpu":
         return usual
     memory = memory_bytes()
     try:
@@ -102,9 +92,3 @@ def reading_dtype(options: RunOptions, config: Any, *, bf16: bool) -> torch.dtyp
     except ValueError:  # a configuration that only its own code knows
         return usual
     return torch.float32 if fits else usual
-
-
-def _usual_vocab_sizes(options: RunOptions) -> set[Any]:
-    """Sizes that were not chosen for this model: a smaller vocabulary is then used as a whole."""
-    settings = {} if options.recipe is None else RECIPES[options.recipe].settings
-    return {HeadOptions.draft_vocab_size, settings.get("draft_vocab_size")}

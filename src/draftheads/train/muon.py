@@ -19,7 +19,7 @@ class MuonAdamW(Optimizer):
     """
 
     def __init__(self, head: DraftHead, *, lr: float, weight_decay: float, **adamw: Any) -> None:
-        """Of all trained parameters of a head; ``adamw`` are further arguments of :class:`torch.optim.AdamW`."""
+        """For all trained parameters of a head; ``adamw`` are further arguments of :class:`torch.optim.AdamW`."""
         matrices = hidden_matrices(head)
         taken = set(map(id, matrices))
         others = [weight for weight in head.parameters() if weight.requires_grad and id(weight) not in taken]

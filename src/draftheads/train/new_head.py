@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ _BUILT_ON = {"markov-medusa": "medusa", "amphista": "medusa", "hydra++": "hydra"
 _MAY_DIFFER = frozenset(  # settings that do not change the meaning of layers that both heads have
     {"num_heads", "num_layers", "lm_head", "lm_head_rank", "draft_vocab_size", "embedding_scale"}
 )
-_ADDED = frozenset({"coupling_size"})  # sizes of parts that may be added to a head without them: they start as nothing
+_ADDED = frozenset({"coupling_size"})  # sizes of parts that may be added: they start as nothing
 
 
 @dataclass(frozen=True)
@@ -85,32 +84,45 @@ class Start:
             )
         return self.tensors["draft_vocab"] if start_size else None
 
-    def part_of(self, head: DraftHead) -> float:
-        """The part of a head's parameters that :meth:`copy_into` sets.
+    def part_of_new(self, options: HeadOptions, target: TargetModel) -> float:
+        """The part of a new head's parameters that :meth:`copy_into` sets; takes no memory for the head.
 
         Raises:
-            InvalidSettings: no layers fit, or they mean something else in that head.
+            InvalidSettings: no layers fit, or they mean something else in the new head.
         """
-        theirs, ours = self.saved.method, head.config.method
+        vocab = self.vocab(options.draft_vocab_size)
+        config = head_config(
+            options,
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=None if vocab is None else len(vocab),
+            head_sizes=target.head_sizes,
+        )
+        self._check_meaning(config)
+        head = weightless_head(config)
+        copied = sum(parameter.numel() for parameter in self._fitting(head).values())
+        return copied / sum(parameter.numel() for parameter in head.parameters())
+
+    def _check_meaning(self, config: HeadConfig) -> None:
+        """Refuses a new head in which this head's layers mean something else."""
+        theirs, ours = self.saved.method, config.method
         if theirs not in (ours, _BUILT_ON.get(ours)):
             able = " or ".join(filter(None, (ours, _BUILT_ON.get(ours))))
             raise InvalidSettings(f"--start-from {self.name} is a {theirs} head; heads of {ours} start from {able}")
-        before_layers, layers = self.saved.config.num_layers, head.config.num_layers
+        before_layers, layers = self.saved.config.num_layers, config.num_layers
         if layers < before_layers:  # the first layers of a deeper head mean something else
             raise InvalidSettings(
                 f"--start-from {self.name} has {counted(before_layers, 'layer')} in each head, the new head {layers}: "
                 f"give --num-layers {before_layers} or more"
             )
         if theirs == ours:
-            before, now = _as_options(self.saved.config), _as_options(head.config)
+            before, now = _as_options(self.saved.config), _as_options(config)
             for option in sorted(now.keys() - _MAY_DIFFER):
                 if before[option] != now[option] and not (option in _ADDED and before[option] == "0"):
                     raise InvalidSettings(
                         f"--start-from {self.name} has {option}={before[option]}, the new head {option}={now[option]}: "
                         f"give --head-options {option}={before[option]}"
                     )
-        copied = sum(parameter.numel() for parameter in self._fitting(head).values())
-        return copied / sum(parameter.numel() for parameter in head.parameters())
 
     @torch.no_grad()
     def copy_into(self, head: DraftHead) -> None:
@@ -130,45 +142,42 @@ class Start:
 
 def new_head(
     options: HeadOptions,
-    weights: TargetWeights,
+    target: TargetModel,
     store: Documents,
     documents: Sequence[int],
-    eos_ids: frozenset[int],
     *,
     seed: int = 0,
-    head_sizes: Mapping[str, Any] = MappingProxyType({}),
     start: Start | None = None,
 ) -> DraftHead:
-    """An untrained head with its initial values, on the weights' device; the same for the same seed.
+    """An untrained head for a target with its initial values, in fp32; the same for the same seed.
 
     Args:
         options: architecture and sizes.
-        weights: the target's.
+        target: its end tokens are in the draft vocabulary as far as there is room.
         store: has the documents.
         documents: training texts; their tokens decide the draft vocabulary.
-        eos_ids: are in the draft vocabulary as far as there is room.
         seed: of the initial values.
-        head_sizes: what follows from the target, such as the sizes of its layers; for heads with such options.
         start: a head whose fitting layers, draft vocabulary and embedding scale are copied.
     """
     torch.manual_seed(seed)
-    vocab_size = len(weights.lm_head)
+    weights, vocab_size = in_float32(target.weights), target.vocab_size
     vocab, scale = None, 1.0
     if start is not None:
         vocab = start.vocab(options.draft_vocab_size)
     elif 0 < options.draft_vocab_size < vocab_size:
-        vocab = frequent_tokens(store, documents, options.draft_vocab_size, vocab_size=vocab_size, always=eos_ids)
+        size, always = options.draft_vocab_size, target.eos_ids
+        vocab = frequent_tokens(store, documents, size, vocab_size=vocab_size, always=always)
     config_class, head_class = head_classes(options.method)
     if issubclass(config_class, EmbeddingConfig):
         known = None if start is None else getattr(start.saved.config, "embedding_scale", None)
         scale = embedding_scale(weights, store, documents) if known is None else known
     config = head_config(
         options,
-        hidden_size=weights.lm_head.shape[1],
+        hidden_size=target.hidden_size,
         vocab_size=vocab_size,
         draft_vocab_size=None if vocab is None else len(vocab),
         embedding_scale=scale,
-        head_sizes=head_sizes,
+        head_sizes=target.head_sizes,
     )
     head = head_class(config).to(weights.lm_head.device)
     head.initialise(weights, None if vocab is None else vocab.to(weights.lm_head.device))
@@ -176,23 +185,6 @@ def new_head(
     if start is not None:
         start.copy_into(head)
     return head
-
-
-def part_from_start(options: HeadOptions, start: Start, target: TargetModel) -> float:
-    """The part of a new head's parameters that come from ``start``; made without memory for the head.
-
-    Raises:
-        InvalidSettings: the new head cannot start from it.
-    """
-    vocab = start.vocab(options.draft_vocab_size)
-    config = head_config(
-        options,
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        draft_vocab_size=None if vocab is None else len(vocab),
-        head_sizes=target.head_sizes,
-    )
-    return start.part_of(weightless_head(config))
 
 
 def layers_read(options: HeadOptions, target: TargetModel) -> tuple[int, ...]:
@@ -258,8 +250,7 @@ def frequent_tokens(
 def in_float32(weights: TargetWeights) -> TargetWeights:
     """The target's weights in fp32, as heads are trained with them; tied matrices stay tied."""
     embedding = weights.embedding.detach().float()
-    is_tied = weights.lm_head is weights.embedding
-    lm_head = embedding if is_tied else weights.lm_head.detach().float()
+    lm_head = embedding if weights.lm_head is weights.embedding else weights.lm_head.detach().float()
     bias = None if weights.lm_head_bias is None else weights.lm_head_bias.detach().float()
     return TargetWeights(embedding, lm_head, bias, weights.logit_scale, weights.logit_softcap)
 
@@ -280,19 +271,17 @@ def settings_of(name: str, model_id: str, method: str) -> dict[str, Any]:
         return sizes
     # sizes of the target's layers are the same in a new head
     common = {field.name for of in (HeadConfig, LayerConfig) for field in fields(of)} | {"embedding_scale"}
-    own_fields = [field for field in fields(config) if field.name not in common]
-    changed = [field.name for field in own_fields if getattr(config, field.name) != field.default]
-    options = tuple(f"{name}={json.dumps(getattr(config, name))}" for name in changed)
-    return {
-        **({"head_options": options} if options else {}),
-        **sizes,
-        "lm_head": config.lm_head,
-        "lm_head_rank": config.lm_head_rank,
-    }
+    options = tuple(
+        f"{field.name}={json.dumps(getattr(config, field.name))}"
+        for field in fields(config)
+        if field.name not in common and getattr(config, field.name) != field.default
+    )
+    own_options = {"head_options": options} if options else {}
+    return {**own_options, **sizes, "lm_head": config.lm_head, "lm_head_rank": config.lm_head_rank}
 
 
 def digest_of(name: str, model_id: str) -> str | None:
-    """The digest of the head of that name; None if it does not exist any more."""
+    """Of the head of that name; None if it does not exist any more."""
     try:
         return read_head(_folder(name, model_id)).digest
     except DraftHeadsError:

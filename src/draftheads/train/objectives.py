@@ -4,10 +4,8 @@ Pure functions of tensors. Letters: K heads, B texts of T tokens (S = B·T flat 
 draft vocabulary. Head i reads position t and predicts x_{t+2+i}; the target predicts the same token from
 p = t+1+i. Chunks are of positions p: the labels at p serve all K heads, each of which reads its own position p-1-i.
 
-A prediction counts iff x_{t+1} and x_{t+2+i} are both the assistant's, and so lie inside the text.
-
-Tensors as wide as the vocabulary exist for one chunk of positions at a time. Their gradients are computed at
-once, so that no logits are kept, or computed again, for the backward pass.
+A prediction counts iff x_{t+1} and x_{t+2+i} are both the assistant's, and so lie inside the text. Tensors as wide as
+the vocabulary exist for one chunk at a time: their gradients are computed at once, so no logits are kept for backward.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,11 +32,6 @@ class Predictions:
     positions: Tensor  # (P,) int64 flat positions p: the target reads x_{p+1} from h_p
     counts: Tensor  # (K, P) bool: head i predicts x_{p+1}, from flat position p-1-i
 
-    @property
-    def num_heads(self) -> int:
-        """K."""
-        return len(self.counts)
-
     def sources(self, head_index: int) -> Tensor:
         """(P,) flat positions that head i reads; valid indices without meaning where it does not count."""
         return (self.positions - 1 - head_index).clamp_min(0)
@@ -47,16 +40,15 @@ class Predictions:
         """The predictions at positions where ``known``, (P,) bool, is True."""
         return type(self)(self.positions[known], self.counts[:, known])
 
-    def chunks(self, size: int) -> Iterator[Self]:
-        """The same predictions, at most ``size`` positions at a time."""
-        for start in range(0, len(self.positions), size):
-            part = slice(start, start + size)
-            yield type(self)(self.positions[part], self.counts[:, part])
+    def chunks(self, size: int, multiple: int = 1) -> Iterator[Self]:
+        """The same predictions, at most ``size`` positions at a time.
 
-    def filled_up(self, multiple: int) -> Self:
-        """The same predictions, and some that do not count, so that the number of positions is a multiple."""
-        missing = -len(self.positions) % multiple
-        return type(self)(F.pad(self.positions, (0, missing)), F.pad(self.counts, (0, missing)))
+        Some that do not count are added, so that the number of positions is a multiple of ``multiple``.
+        """
+        for start in range(0, len(self.positions), size):
+            positions, counts = self.positions[start : start + size], self.counts[:, start : start + size]
+            missing = -len(positions) % multiple
+            yield type(self)(F.pad(positions, (0, missing)), F.pad(counts, (0, missing)))
 
 
 def find_predictions(loss_mask: Tensor, num_heads: int) -> Predictions:
@@ -69,15 +61,20 @@ def find_predictions(loss_mask: Tensor, num_heads: int) -> Predictions:
     >>> predictions.positions.tolist(), predictions.counts.int().tolist()
     ([1, 2], [[1, 1], [0, 1]])
     """
-    batch, length = loss_mask.shape
-    is_next = torch.zeros_like(loss_mask)  # [b, t]: x_{t+1} is the assistant's
-    is_next[:, :-1] = loss_mask[:, 1:]
-    counts = torch.zeros(num_heads, batch, length, dtype=torch.bool, device=loss_mask.device)
-    for i in range(min(num_heads, length - 1)):
-        counts[i, :, 1 + i :] = is_next[:, 1 + i :] & is_next[:, : length - 1 - i]
-    flat = counts.flatten(1)
-    positions = flat.any(0).nonzero()[:, 0]
-    return Predictions(positions, flat[:, positions])
+    is_next = F.pad(loss_mask[:, 1:], (0, 1))  # [b, t]: x_{t+1} is the assistant's
+    before = [F.pad(is_next, (1 + i, 0))[:, : is_next.shape[1]] for i in range(num_heads)]  # [b, t]: is_next[b, t-1-i]
+    counts = (is_next & torch.stack(before)).flatten(1)  # (K, S)
+    positions = counts.any(0).nonzero()[:, 0]
+    return Predictions(positions, counts[:, positions])
+
+
+def precedes_answer(loss_mask: Tensor) -> Tensor:
+    """(P,) flat positions p whose next token, in the same text, is the assistant's.
+
+    >>> precedes_answer(torch.tensor([[False, True, True], [True, False, True]])).tolist()
+    [0, 1, 4]
+    """
+    return F.pad(loss_mask[:, 1:], (0, 1)).flatten().nonzero()[:, 0]
 
 
 def depth_weights(num_heads: int, decay: float) -> Tensor:
@@ -123,68 +120,46 @@ def head_losses(
         the means (K,), not differentiable. A head without predictions adds nothing; without any the loss is 0. The
         mean of a head with λ_i = 0 stays 0.
     """
-    job = _Job(
-        predictions, labels, row_loss, logits, weights, chunk_size, multiple, needs_gradients=torch.is_grad_enabled()
-    )
-    loss, means = _AtOnce.apply(job, features, *parameters)  # type: ignore[no-untyped-call]
-    return loss, means
-
-
-@dataclass(frozen=True)
-class _Job:
-    """The arguments of :func:`head_losses` that are not differentiated."""
-
-    predictions: Predictions
-    labels: LabelMaker
-    row_loss: RowLoss
-    logits: HeadLogits
-    weights: Tensor
-    chunk_size: int
-    multiple: int
-    needs_gradients: bool
-
-
-class _AtOnce(torch.autograd.Function):
-    """Loss and gradients in one sweep over the chunks; backward only scales them."""
-
-    @staticmethod
-    def forward(ctx: Any, job: _Job, features: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
-        means, gradients = _sweep(job, features, parameters)
-        ctx.save_for_backward(*gradients)
-        ctx.mark_non_differentiable(means)
-        return (means * job.weights.to(means)).sum(), means
-
-    @staticmethod
-    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(gradient * outer[0] for gradient in ctx.saved_tensors)
-
-
-def _sweep(job: _Job, features: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Mean losses (K,), and the gradients of the weighted loss for features and parameters."""
-    numbers = job.predictions.counts.sum(1).clamp_min(1)
-    shares = (job.weights.to(features) / numbers).tolist()  # weight of a single loss
+    numbers = predictions.counts.sum(1).clamp_min(1)
+    shares = (weights.to(features) / numbers).tolist()  # weight of a single loss
     sums = torch.zeros(len(numbers), device=features.device)
-    gradients = [torch.zeros_like(tensor) for tensor in (features, *parameters)] if job.needs_gradients else []
-    for chunk in job.predictions.chunks(job.chunk_size):
-        chunk = chunk.filled_up(job.multiple)  # noqa: PLW2901
-        labels = job.labels(chunk.positions)
+    trained = (features, *parameters) if torch.is_grad_enabled() else ()
+    gradients = [torch.zeros_like(tensor) for tensor in trained]
+    for chunk in predictions.chunks(chunk_size, multiple):
+        chunk_labels = labels(chunk.positions)
         for i, share in enumerate(shares):
             if not share:  # it trains nothing
                 continue
             rows = chunk.counts[i].nonzero()[:, 0]
             source = chunk.sources(i)
             with torch.enable_grad():
-                inputs = features[i, source].detach().requires_grad_()
-                logits = job.logits(inputs, i)
+                inputs = features.detach()[i, source].requires_grad_()
+                head_logits = logits(inputs, i)
             # rows that do not count are computed, too: they are few, and skipping them would copy the labels
-            losses, slopes = job.row_loss(logits.detach().float(), labels)
+            losses, slopes = row_loss(head_logits.detach().float(), chunk_labels)
             sums[i] += losses[rows].sum()
-            if job.needs_gradients:
+            if trained:
                 slopes[~chunk.counts[i]] = 0.0
-                slopes = slopes.to(logits.dtype)
-                found = torch.autograd.grad(logits, (inputs, *parameters), slopes, allow_unused=True)
-                gradients[0][i, source[rows]] = found[0][rows] * share
-                for total, part in zip(gradients[1:], found[1:], strict=True):
+                parts = torch.autograd.grad(
+                    head_logits, (inputs, *parameters), slopes.to(head_logits.dtype), allow_unused=True
+                )
+                gradients[0][i, source[rows]] = parts[0][rows] * share
+                for total, part in zip(gradients[1:], parts[1:], strict=True):
                     if part is not None:  # another head's parameter
                         total.add_(part, alpha=share)
-    return sums / numbers, gradients
+    means = sums / numbers
+    loss: Tensor = _WithGradients.apply((means * weights.to(means)).sum(), gradients, *trained)  # type: ignore[no-untyped-call]
+    return loss, means
+
+
+class _WithGradients(torch.autograd.Function):
+    """A loss whose gradients for some tensors are known already; backward only scales them."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor], *_: Tensor) -> Tensor:
+        ctx.save_for_backward(*gradients)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(gradient * outer for gradient in ctx.saved_tensors)

@@ -306,17 +306,17 @@ class RunOptions:
 
     def flat(self) -> dict[str, Any]:
         """All settings by name, without their groups."""
-        found: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            found |= vars(value) if is_dataclass(value) else {field.name: value}
-        return found
+        settings: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            settings |= vars(value) if is_dataclass(value) else {name: value}
+        return settings
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
         """Default values of all settings but ``out`` and ``method`` by name, as JSON values."""
-        found = cls.of(out=tyro.MISSING, method=tyro.MISSING).flat()
-        return as_json_values({name: value for name, value in found.items() if name not in ("out", "method")})
+        settings = cls.of(out=tyro.MISSING, method=tyro.MISSING).flat()
+        del settings["out"], settings["method"]
+        return as_json_values(settings)
 
     @classmethod
     def _by_field(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -324,17 +324,19 @@ class RunOptions:
         group_of: dict[str, str | None] = {}
         for field in fields(cls):
             group: Any = field.type
-            inner = {one.name: field.name for one in fields(group)} if is_dataclass(group) else {field.name: None}
-            group_of |= inner
+            if is_dataclass(group):
+                group_of |= {inner.name: field.name for inner in fields(group)}
+            else:
+                group_of[field.name] = None
         if unknown := sorted(settings.keys() - group_of.keys()):
             raise InvalidSettings(f"no setting {unknown[0]!r}; choose among {', '.join(group_of)}")
-        found: dict[str, Any] = {}
+        by_field: dict[str, Any] = {}
         for name, value in settings.items():
-            if (place := group_of[name]) is None:
-                found[name] = value
+            if (group_name := group_of[name]) is None:
+                by_field[name] = value
             else:
-                found.setdefault(place, {})[name] = value
-        return found
+                by_field.setdefault(group_name, {})[name] = value
+        return by_field
 
 
 @tyro.conf.configure(tyro.conf.OmitArgPrefixes)

@@ -211,10 +211,8 @@ def recipe(name: str, *, tunes_model: bool = False) -> Recipe:
 def defaults_from(given: Mapping[str, Any], *, tunes_model: bool = False) -> dict[str, Any]:
     """Settings by name that follow from a recipe, and from a head to start from, which goes first.
 
-    Args:
-        given: settings of the user by name. Only recipe, start_from, model, method and resume are read. With resume, a
-            missing head to start from is no error: a resumed run does not need it.
-        tunes_model: whether the recipe is for ``train-joint``.
+    Of the user's settings, recipe, start_from, model, method and resume are read. With resume, a missing head to start
+    from is no error: a resumed run does not need it.
 
     Raises:
         DraftHeadsError: no such recipe, or no such head.

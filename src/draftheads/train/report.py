@@ -43,10 +43,7 @@ class Measurement:
 
     @property
     def joint_ranks(self) -> Tensor:
-        """(S', K) ranks where all heads had a token to predict, so that the end of a text is no miss.
-
-        All (S, K) if texts are too short for that.
-        """
+        """(S', K) ranks where all heads had a token to predict; all (S, K) if texts are too short for that."""
         complete = self.counts.all(1)
         return self.ranks[complete] if complete.any() else self.ranks
 
@@ -80,11 +77,7 @@ class Measurement:
         return sum(gains) / len(ranks)
 
     def summary(self, tree: Tree) -> dict[str, Any]:
-        """Plain numbers, for a line of ``validation.jsonl`` and for the report.
-
-        Args:
-            tree: of the report; a chain, or the best tree of its size.
-        """
+        """Plain numbers, for a line of ``validation.jsonl`` and for the report, whose tree is given."""
         chain = Tree.chain(tree.num_nodes - 1)
         return {
             "losses": self.losses.tolist(),
@@ -144,11 +137,10 @@ def measure(learner: Learner, store: Documents, documents: Sequence[int], *, bat
     learner.train(was_training)
     sums, numbers, ranks, counts = zip(*parts, strict=True)
     losses = torch.stack(sums).sum(0) / torch.stack(numbers).sum(0).clamp_min(1)
-    found = Measurement(losses, torch.cat(ranks), torch.cat(counts))
-    if len(found.counts) == 0:
+    if not any(map(len, counts)):
         given = counted(len(documents), "held-out text")
         raise DataError(f"no two assistant tokens in a row in {given}: give more data")
-    return found
+    return Measurement(losses, torch.cat(ranks), torch.cat(counts))
 
 
 def _measure_batch(learner: Learner, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -181,13 +173,7 @@ def _measure_batch(learner: Learner, batch: Batch) -> tuple[Tensor, Tensor, Tens
 
 
 def model_card(report: Report, options: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
-    """The text of a head's ``README.md``, Markdown.
-
-    Args:
-        report: the results of the training run.
-        options: its settings, as JSON values.
-        provenance: command, versions, machine.
-    """
+    """The text of a head's ``README.md``, Markdown; the settings of its run and where it was made are JSON values."""
     rows = zip(report.losses, report.top1, report.top3, report.top10, strict=True)
     table = "\n".join(
         f"| {i + 1} | {loss:.3f} | {top1:.1%} | {top3:.1%} | {top10:.1%} |"

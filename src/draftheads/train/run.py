@@ -1,8 +1,7 @@
 """A whole training run: texts to hidden states, hidden states to a head, the head measured and saved.
 
-:class:`Run` has the order of the work. :class:`HeadRun` has the steps of training heads for a frozen model, and
-``joint/run.py`` those of training heads and model together. Nothing is printed: progress goes to a
-:class:`~draftheads.utils.progress.Progress`.
+:class:`Run` has the order of the work, :class:`HeadRun` the steps of training heads for a frozen model, and
+``joint/run.py`` those of training heads and model together. Nothing is printed.
 """
 
 import shutil
@@ -26,6 +25,7 @@ from draftheads.data.records import check_readable, read_chats
 from draftheads.errors import DataError, InvalidSettings, MissingDependency
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
+from draftheads.models.model_names import model_name
 from draftheads.models.shard import shard_layers
 from draftheads.search.measure_acceptance import NUM_TEXTS, measured_profile, recorded, static_profile
 from draftheads.search.settings import ReplaySettings
@@ -35,27 +35,61 @@ from draftheads.train import processes
 from draftheads.train.learner import Learner, head_learner
 from draftheads.train.likeness import share_in_other_texts
 from draftheads.train.memory import check_sizes, reading_dtype
-from draftheads.train.new_head import Start, in_float32, layers_read, new_head, part_from_start
+from draftheads.train.new_head import Start, in_float32, layers_read, new_head
 from draftheads.train.options import RunOptions, TrainOptions
+from draftheads.train.recipes import defaults_from
 from draftheads.train.report import NUM_RANKS, Measurement, Report, measure, model_card
 from draftheads.train.run_folder import RunFolder, as_json, chat_template_text
 from draftheads.train.trainer import HeadTrainer, TrainingInterrupted, computes_in_bf16, fit
 from draftheads.train.training_data import TrainingData, plan_training, read_texts, with_hidden_states
 from draftheads.utils.counts import counted
 from draftheads.utils.files import write_atomic
-from draftheads.utils.progress import NoProgress, Progress
+from draftheads.utils.progress import NoProgress, Progress, shown
 
 
-def train(options: TrainOptions, progress: Progress) -> Report | None:
-    """Trains a head with these options and saves it in ``options.out``.
+def train_head(
+    *, out: str | Path, data: str | Path | Sequence[str | Path] = (), progress: Progress | bool = True, **settings: Any
+) -> Report | None:
+    """Trains a draft head for a frozen model, as ``draftheads train`` does.
+
+    >>> import draftheads
+    >>> report = draftheads.train_head(
+    ...     model="smollm2-135m", method="hydra", recipe="small", data="chats.jsonl", out="my-head"
+    ... )  # doctest: +SKIP
+
+    Args:
+        out: folder for the head, its metrics and the checkpoints on the way.
+        data: chat files, one ``{"messages": [...]}`` per line.
+        progress: True shows bars in a notebook or on a terminal; or receives the stages and steps.
+        settings: all other options of ``draftheads train`` by name, such as ``model``, ``method``, ``recipe``,
+            ``start_from``, ``epochs`` and ``resume``. See ``draftheads train --help``.
 
     Returns:
-        The results; None in every process but the first, if there are several and the run was not complete.
+        The losses, accuracies and expected tokens per step on held-out text. None in every process but the first, if
+        there are several and the run was not complete.
 
     Raises:
         DraftHeadsError: bad data or settings, a missing package, a loss that is not finite, a full disk, Ctrl-C
             (``resume=True`` then continues).
     """
+    defaults = defaults_from({"model": TrainOptions.model, **settings})
+    files = data if isinstance(data, Sequence) and not isinstance(data, str) else [data]
+    given = {**defaults, **settings, "out": _path(out, "out"), "data": tuple(_path(file, "data") for file in files)}
+    if "model" in given:
+        given["model"] = model_name(given["model"])
+    if "method" not in given:
+        raise InvalidSettings("give method=…, or a recipe that has one")
+    return train(TrainOptions.of(**given), shown(False if progress is True and not processes.is_first() else progress))
+
+
+def _path(value: object, what: str) -> Path:
+    if isinstance(value, str | Path) and str(value).strip():
+        return Path(value)
+    raise InvalidSettings(f"{what} is {value!r}; give a path")
+
+
+def train(options: TrainOptions, progress: Progress) -> Report | None:
+    """Trains a head with these options; results and errors as of :func:`train_head`."""
     report: Report | None = HeadRun(options, progress).run()
     return report
 
@@ -78,11 +112,7 @@ class Run:
         self.folder = RunFolder(options, self.head_folder)
 
     def run(self) -> Any:
-        """The whole run.
-
-        Returns:
-            The report; None in every process but the first, if there are several and the run was not complete.
-        """
+        """The whole run; returns the report, in the first process at least."""
         self.check_packages()
         with self.folder.lock():
             metrics = self.folder.complete_metrics()
@@ -102,7 +132,6 @@ class Run:
 
     def run_for(self, target: TargetModel) -> Any:
         """The run with a model that is loaded already, in a folder that is free."""
-        self.check_packages()
         self.target = target
         self.start_head = self.read_start()
         self.data = self.read_data()
@@ -127,17 +156,13 @@ class Run:
         if self.options.report.tensorboard and find_spec("tensorboard") is None:
             raise MissingDependency("--tensorboard needs tensorboard: pip install 'draftheads[tensorboard]'")
 
-    def text_files(self) -> tuple[Path, ...]:
-        """All text files to read."""
-        return self.options.chats.data
-
     def check_files(self) -> None:
         """Reads the start of all text files, before the model is loaded.
 
         Raises:
             DataError: a file cannot be read, is empty, or is of another kind.
         """
-        check_readable(self.text_files())
+        check_readable(self.options.chats.data)
         for path in self.options.chats.data:
             next(read_chats(path), None)
 
@@ -155,7 +180,7 @@ class Run:
         if heads.start_from is None:
             return None
         start = Start.read(heads.start_from, self.target)
-        part = part_from_start(heads, start, self.target)
+        part = start.part_of_new(heads, self.target)
         if self.folder.checkpoint() is None:
             self.progress.stage(f"starting from {start.name}, which gives {part:.0%} of the head's parameters")
         return start
@@ -165,7 +190,7 @@ class Run:
         raise NotImplementedError
 
     def claim(self, data: TrainingData) -> TrainingData:
-        """The same data, after the output folder was claimed for a run with it."""
+        """Claims the output folder for a run with this data; returns the data."""
         self.folder.claim(data, model=self.target.model_id, start=self.start_head)
         return data
 
@@ -173,17 +198,15 @@ class Run:
         """The head with its initial values."""
         return new_head(
             self.options.heads,
-            in_float32(self.target.weights),
+            self.target,
             self.data.store,
             self.data.training,
-            self.target.eos_ids,
             seed=self.options.schedule.seed,
-            head_sizes=self.target.head_sizes,
             start=self.start_head,
         )
 
     def train(self) -> dict[str, Any]:
-        """Trains the head in place. Returns the time and the speed for the report."""
+        """Trains the head in place. Returns time and speed for the report."""
         self.progress.stage(f"training {self.head.config.method} on {counted(len(self.data.training), 'text')}")
         started = time.monotonic()
         first_step = fit(
@@ -213,13 +236,14 @@ class Run:
 
     def validate(self) -> dict[str, Any]:
         """A line of ``validation.jsonl``: the head as it is now, on some held-out texts."""
-        measured = self.measure(self.data.held_out[: self.options.report.eval_texts])
-        return measured.summary(self.reported_tree(measured))
+        measured, tree = self.measure(self.data.held_out[: self.options.report.eval_texts])
+        return measured.summary(tree)
 
-    def measure(self, documents: Sequence[int]) -> Measurement:
-        """Losses and ranks on some texts."""
-        batch_tokens = self.options.schedule.batch_tokens
-        return measure(self.measured_learner(), self.data.store, documents, batch_tokens=batch_tokens)
+    def measure(self, documents: Sequence[int]) -> tuple[Measurement, Tree]:
+        """Losses and ranks on some texts, and the tree to report."""
+        settings, batch_tokens = self.options.report, self.options.schedule.batch_tokens
+        measured = measure(self.measured_learner(), self.data.store, documents, batch_tokens=batch_tokens)
+        return measured, measured.tree(settings.tree_nodes, chain=settings.chain)
 
     def measured_learner(self) -> Learner:
         """The head as it is now, with the objective for the model that it decodes with."""
@@ -230,19 +254,11 @@ class Run:
         """The model that the head is for."""
         return self.target
 
-    def reported_tree(self, measured: Measurement) -> Tree:
-        """The tree of the report."""
-        return measured.tree(self.options.report.tree_nodes, chain=self.options.report.chain)
-
     def measure_and_save(self, speed: dict[str, Any]) -> Report:
         """Measures the trained head on all held-out texts, and saves all results."""
         self.progress.stage(f"measuring on {counted(len(self.data.held_out), 'held-out text')}")
-        measured = self.measure(self.data.held_out)
-        tree, store = self.reported_tree(measured), self.data.store
-        held_out, training = (
-            [(store.token_ids[i], store.loss_masks[i]) for i in part]
-            for part in (self.data.held_out, self.data.training)
-        )
+        measured, tree = self.measure(self.data.held_out)
+        held_out, training = map(self.data.texts, (self.data.held_out, self.data.training))
         report = Report(
             method=self.head.config.method,
             model_id=self.decoding_model.model_id,
@@ -264,9 +280,8 @@ class Run:
 
     def acceptance_profile(self, measured: Measurement) -> AcceptanceProfile:
         """The head's profile on some held-out texts; of static trees only if there are too few texts."""
-        store, chain = self.data.store, self.options.report.chain
-        texts = self.data.held_out[:NUM_TEXTS]
-        answers = recorded([(store.token_ids[i], store.loss_masks[i]) for i in texts])
+        chain = self.options.report.chain
+        answers = recorded(self.data.texts(self.data.held_out[:NUM_TEXTS]))
         if len(answers) < 2 or chain:
             return static_profile(measured.joint_ranks, top_k=NUM_RANKS, only_chain=chain)
         self.progress.stage(f"acceptance profile from {counted(len(answers), 'held-out text')}")
@@ -292,47 +307,46 @@ class HeadRun(Run):
     options: TrainOptions
     learner: Learner
 
-    def text_files(self) -> tuple[Path, ...]:
-        """Chats and plain text."""
-        return (*self.options.chats.data, *self.options.plain_text.text)
+    @property
+    def has_texts(self) -> bool:
+        """Whether there are files to read; else there are finished hidden states."""
+        return bool(self.options.chats.data or self.options.plain_text.text)
 
     def check_files(self) -> None:
         """Also of plain text; without text there must be hidden states."""
         super().check_files()
+        check_readable(self.options.plain_text.text)
         for path in self.options.plain_text.text:
             next(plain_texts(path), None)
         folder = self.options.hidden_states.features
-        if folder is not None and not self.text_files() and read_meta(folder) is None:
+        if folder is not None and not self.has_texts and read_meta(folder) is None:
             raise DataError(f"--features {folder} has no hidden states: give --data FILE… or --text FILE… to make them")
 
     def load_target(self) -> TargetModel:
         """The model; with ``--shard-model`` sharded over all processes."""
-        options, template = self.options, chat_template_text(self.options)
-        dtype = partial(reading_dtype, options, bf16=computes_in_bf16(options.hardware))
-        if not options.hidden_states.shard_model:
-            return TargetModel.load(
-                options.model,
-                dtype=dtype,
-                four_bit=options.hardware.four_bit,
-                chat_template=template,
-                check=partial(check_sizes, options),
-            )
-        if processes.count() == 1:
+        options, is_sharded = self.options, self.options.hidden_states.shard_model
+        if is_sharded and processes.count() == 1:
             raise InvalidSettings(
                 "--shard-model is for several processes: start them with accelerate launch or torchrun"
             )
         target = TargetModel.load(
-            options.model, dtype=dtype, device="cpu", chat_template=template, check=partial(check_sizes, options)
+            options.model,
+            dtype=partial(reading_dtype, options, bf16=computes_in_bf16(options.hardware)),
+            device="cpu" if is_sharded else None,
+            four_bit=options.hardware.four_bit,
+            chat_template=chat_template_text(options),
+            check=partial(check_sizes, options),
         )
-        _ = target.weights_fingerprint, target.layers_fingerprint  # computed while the model is whole
-        shard_layers(target, processes.device())
+        if is_sharded:
+            _ = target.weights_fingerprint, target.layers_fingerprint  # computed while the model is whole
+            shard_layers(target, processes.device())
         return target
 
     def read_data(self) -> TrainingData:
         """Texts with their hidden states, or the documents of finished ``--features``."""
         options, features = self.options, self.options.hidden_states.features
         folder = features or options.out / "features"
-        if not self.text_files():
+        if not self.has_texts:
             return self.claim(plan_training(self._finished_features(folder), options, options.plain_text))
         try:
             self.progress.stage("reading data")

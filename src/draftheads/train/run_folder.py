@@ -1,7 +1,7 @@
 """The output folder of a training run: its files, its lock, and the checks before a run resumes.
 
-It holds the result with ``metrics.json`` and ``log.jsonl``. While the run is not complete it also holds ``run.json``
-(what the run depends on), ``checkpoints/`` and ``features/``.
+It holds the result with ``metrics.json`` and ``log.jsonl``; until the run is complete also ``run.json`` (what the run
+depends on), ``checkpoints/`` and ``features/``.
 """
 
 import contextlib
@@ -89,9 +89,7 @@ class RunFolder:
         return find_checkpoint(self.path) if self.options.resume else None
 
     def complete_metrics(self) -> dict[str, Any] | None:
-        """The content of ``metrics.json`` if ``--resume`` asks for this very run, and it is complete.
-
-        None if there is still something to do.
+        """The content of ``metrics.json`` if ``--resume`` asks for this very run, and it is complete; else None.
 
         Raises:
             InvalidSettings: there is another trained head, or a run that is not complete and that is not resumed.
@@ -100,10 +98,10 @@ class RunFolder:
         if current(self.head, "config.json").exists():
             path = self.path / "metrics.json"
             metrics: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-            found = self._changes(metrics) if resume else []
-            if resume and metrics and not found:
+            differences = self._changes(metrics) if resume else []
+            if resume and metrics and not differences:
                 return metrics
-            how = f" ({', '.join(found)})" if found else ""
+            how = f" ({', '.join(differences)})" if differences else ""
             raise InvalidSettings(f"{self.path} holds a trained head{how}: name another --out, or delete it")
         if not resume and find_checkpoint(self.path):
             raise InvalidSettings(f"{self.path} holds a run that is not complete: add --resume, or delete it")
@@ -175,18 +173,16 @@ class RunFolder:
 
     def _changes(self, metrics: dict[str, Any]) -> list[str]:
         """Differences from a complete run that would give another result."""
-        options = self.options
-        now = self._settings()
+        before, now = metrics["options"], self._settings()
         names = now.keys() - _WITHOUT_EFFECT
         if now["data"] or now.get("text"):
             names -= {"features"}  # they are hidden states of that text, in any folder
-        before = metrics["options"]
-        found = changes(before, now, names=sorted(names))
-        if now["start_from"] is not None and before["start_from"] == now["start_from"]:
-            then, here = metrics["start_digest"], digest_of(now["start_from"], options.model)
-            if here is not None and here != then:
-                found.append(f"the weights of {now['start_from']} were {then} and are {here}")
-        return found
+        differences = changes(before, now, names=sorted(names))
+        if (start := now["start_from"]) is not None and before["start_from"] == start:
+            digest_then, digest_now = metrics["start_digest"], digest_of(start, self.options.model)
+            if digest_now not in (None, digest_then):
+                differences.append(f"the weights of {start} were {digest_then} and are {digest_now}")
+        return differences
 
 
 def find_checkpoint(out: Path) -> str | None:
@@ -202,17 +198,12 @@ def _is_whole(checkpoint: Path) -> bool:
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    # each process writes the state of its random numbers, without waiting for the others
-    count = _num_processes(checkpoint.parents[1])
-    return count == 1 or all((checkpoint / f"rng_state_{number}.pth").exists() for number in range(count))
-
-
-def _num_processes(out: Path) -> int:
-    """Number of processes that made the checkpoints, which may not be the number of processes now."""
-    try:
-        return int(json.loads((out / "run.json").read_text(encoding="utf-8"))["processes"])
+    try:  # the number of processes that made it, which may not be the number of processes now
+        count = int(json.loads((checkpoint.parents[1] / "run.json").read_text(encoding="utf-8"))["processes"])
     except (OSError, ValueError, KeyError):
-        return 1
+        count = 1
+    # each process writes the state of its random numbers, without waiting for the others
+    return count == 1 or all((checkpoint / f"rng_state_{number}.pth").exists() for number in range(count))
 
 
 def as_json(value: dict[str, Any]) -> bytes:

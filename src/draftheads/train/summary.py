@@ -13,14 +13,9 @@ _ALIKE = 0.3  # of the runs of 8 tokens; 0.1 is usual, and 0.3 to 0.9 if every 1
 
 
 def verdict_of(metrics: Mapping[str, Any]) -> str:
-    """One sentence on what a run's tokens per step mean, and what to do next.
+    """One sentence on what a run's tokens per step mean, and what to do next, from the values of ``metrics.json``.
 
-    Plain decoding makes 1 token per step. Below 1.15 the heads have learned almost nothing. From 1.15 they are a start,
-    and from 1.8 they are good, unless the held-out texts are few or alike. In our measurements, each doubling of the
-    text adds about 0.1. After 1,000 steps without success the settings are suspected, not the amount of text.
-
-    Args:
-        metrics: the values of ``metrics.json``.
+    Plain decoding makes 1 token per step. In our measurements, each doubling of the text adds about 0.1.
     """
     tokens_per_step = round(metrics["tokens_per_step_tree"], 2)  # the class is of the number that is shown
     measured = f"{tokens_per_step:.2f} tokens per step on held-out text (plain decoding: 1)"
@@ -45,10 +40,10 @@ def verdict_of(metrics: Mapping[str, Any]) -> str:
 
 def _doubts(num_texts: int, num_tokens: int, share: float | None) -> list[str]:
     """Why the held-out texts say little about others; ``share`` of their answers is in other texts, too."""
-    found = []
+    doubts = []
     if num_texts < _FEW_TEXTS or num_tokens < _FEW_TOKENS:
         tokens = f" with {counted(num_tokens, 'answer token')}"
-        found.append(f"there {'is' if num_texts == 1 else 'are'} only {counted(num_texts, 'held-out text')}{tokens}")
+        doubts.append(f"there {'is' if num_texts == 1 else 'are'} only {counted(num_texts, 'held-out text')}{tokens}")
     if share is not None and share >= _ALIKE:
-        found.append(f"{share:.0%} of the held-out answers is in other texts, too")
-    return found
+        doubts.append(f"{share:.0%} of the held-out answers is in other texts, too")
+    return doubts

@@ -71,7 +71,12 @@ def fit(
     folder.drop_incomplete_checkpoints()
     checkpoint, options = folder.checkpoint(), folder.options
     first_step = int(checkpoint.rpartition("-")[2]) if checkpoint else 0
-    writer = _tensorboard(folder.path / "tensorboard", first_step) if options.report.tensorboard else None
+    writer = None
+    if options.report.tensorboard and processes.is_first():
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
+
+        # removes what an earlier part of the run showed after its last checkpoint
+        writer = SummaryWriter(str(folder.path / "tensorboard"), purge_step=first_step + 1)
     log, validations = (
         StepLog(folder.path / f"{name}.jsonl", keep_until=first_step, writer=writer) for name in ("log", "validation")
     )
@@ -88,9 +93,7 @@ def fit(
         )
         trainer.remove_callback(PrinterCallback)
         eval_steps = options.report.eval_steps
-        trainer.add_callback(
-            _Callback(log, validations, validate, eval_steps, progress, interrupted, trainer.take_means)
-        )
+        trainer.add_callback(_Callback(trainer, log, validations, validate, eval_steps, progress, interrupted))
         thread_choice().restore()  # decoding may have left fewer
         try:
             trainer.train(resume_from_checkpoint=checkpoint)
@@ -98,8 +101,9 @@ def fit(
             if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
                 raise
             folder.drop_incomplete_checkpoints()
-            place = folder.checkpoints
-            raise StorageError(f"a checkpoint cannot be saved in {place}: {error}; earlier ones are kept") from error
+            raise StorageError(
+                f"a checkpoint cannot be saved in {folder.checkpoints}: {error}; earlier ones are kept"
+            ) from error
     done, total = trainer.state.global_step, trainer.state.max_steps
     if interrupted.is_set() and done < total:
         raise TrainingInterrupted(
@@ -111,14 +115,14 @@ def fit(
 
 def computes_in_bf16(options: HardwareOptions) -> bool:
     """Whether products are rounded to bf16: as given, or if the device has bf16 and is not faster in fp32."""
-    if options.precision == "auto":
-        device = default_device()
-        has_bf16 = default_dtype(device) == torch.bfloat16
-        if not has_bf16 or device.type != "cpu":
-            return has_bf16
-        measured = dtype_for_texts(folder=kernels_folder())
-        return processes.any_of(measured == torch.bfloat16)  # each process measures; all must use the same type
-    return options.precision == "bf16"
+    if options.precision != "auto":
+        return options.precision == "bf16"
+    device = default_device()
+    has_bf16 = default_dtype(device) == torch.bfloat16
+    if not has_bf16 or device.type != "cpu":
+        return has_bf16
+    measured = dtype_for_texts(folder=kernels_folder())
+    return processes.any_of(measured == torch.bfloat16)  # each process measures; all must use the same type
 
 
 class StepLog:
@@ -155,13 +159,6 @@ def _curves(name: str, record: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield from ((f"{name}/{key}/{number}", part) for number, part in enumerate(value, 1))
         elif key != "step":
             yield f"{name}/{key}", value
-
-
-def _tensorboard(folder: Path, first_step: int) -> Any:
-    """A writer for the first process; it removes what an earlier part of the run showed after ``first_step``."""
-    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
-
-    return SummaryWriter(str(folder), purge_step=first_step + 1) if processes.is_first() else None
 
 
 def _step(line: str) -> float:
@@ -221,15 +218,14 @@ class HeadTrainer(Trainer):
 class _Callback(TrainerCallback):
     """Logs, measures, shows progress, and stops with a checkpoint after Ctrl-C."""
 
+    trainer: HeadTrainer
     log: StepLog
     validations: StepLog
     validate: Validate
     eval_steps: int  # between two measurements; 0 for none
     progress: Progress
     interrupted: threading.Event
-    take_means: Callable[[], dict[str, Any]]
-    # the last ones, each the mean of the heads
-    losses: dict[str, float] = field(default_factory=dict)
+    losses: dict[str, float] = field(default_factory=dict)  # the last ones, each the mean of the heads
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         # a checkpoint has the --save-steps and --log-steps of the run that wrote it; this run may have others
@@ -253,7 +249,7 @@ class _Callback(TrainerCallback):
     ) -> None:
         if logs and "loss" in logs:
             record = {name: logs[name] for name in ("loss", "learning_rate", "grad_norm")}
-            means = self.take_means()
+            means = self.trainer.take_means()
             self.losses["loss"] = mean_loss(means["head_losses"])
             self.log.add({"step": state.global_step, **record, **means})
 
@@ -270,13 +266,10 @@ def _own_optimizer(options: RunOptions) -> tuple[Any, dict[str, Any]] | None:
     adamw = options.optimizer
     if adamw.optimizer != "muon":
         return None
-    shared = {"lr": options.schedule.learning_rate, "weight_decay": adamw.weight_decay}
+    rate, decay = options.schedule.learning_rate, adamw.weight_decay
+    arguments = {"lr": rate, "weight_decay": decay, "betas": adamw.betas, "fused": True}
     # the Trainer calls the first part, and the result with the learner and the arguments
-    return lambda: lambda learner, **given: MuonAdamW(learner.head, **given), {
-        **shared,
-        "betas": adamw.betas,
-        "fused": True,
-    }
+    return lambda: lambda learner, **given: MuonAdamW(learner.head, **given), arguments
 
 
 def _arguments(options: RunOptions, output: Path) -> TrainingArguments:

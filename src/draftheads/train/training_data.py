@@ -1,10 +1,12 @@
 """The texts of a run with their hidden states, which of them are held out, and all batches in their order."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from draftheads.data.batches import NUM_MEASURED, choose_texts, in_whole_steps, plan_batches, trainable
 from draftheads.data.chat_tokens import EncodedChat
@@ -43,6 +45,10 @@ class TrainingData:
         sizes = [sum(self.store.lengths[i] for i in batch) for batch in self.plan]
         number = self.batches_per_step
         return [sum(sizes[i : i + number]) for i in range(0, len(sizes), number)]
+
+    def texts(self, documents: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Token ids (T,) and loss mask (T,) of some documents."""
+        return [(self.store.token_ids[i], self.store.loss_masks[i]) for i in documents]
 
 
 def read_texts(target: TargetModel, options: TrainOptions) -> list[EncodedChat]:
@@ -110,44 +116,38 @@ def plan_training(store: Documents, options: RunOptions, plain_text: PlainTextOp
         DataError: too few texts, or none with two assistant tokens in a row.
     """
     chat_options, schedule = options.chats, options.schedule
-    kinds = [is_plain(loss_mask) for loss_mask in store.loss_masks]
-    plain = _first([index for index, kind in enumerate(kinds) if kind], store, chat_options.max_tokens)
-    chats = _first([index for index, kind in enumerate(kinds) if not kind], store, chat_options.max_tokens)
+    plain, chats = (_documents(store, chat_options.max_tokens, plain=kind) for kind in (True, False))
     measured = chats or plain  # plain text is held out only if it is all there is
     token_ids, loss_masks = ([of[i] for i in measured] for of in (store.token_ids, store.loss_masks))
     parts = choose_texts(token_ids, loss_masks, held_out=chat_options.held_out, seed=schedule.seed)
     training, held_out = ([measured[i] for i in part] for part in parts)
     held_out = sorted(held_out[:NUM_MEASURED])
     per_step = schedule.accumulate * processes.count()
-    plan = in_whole_steps(_plan(training, store, options, num_epochs=schedule.epochs), per_step)
+    planned = partial(plan_batches, lengths=store.lengths, max_tokens=schedule.batch_tokens, seed=schedule.seed)
+    plan = in_whole_steps(planned(training, num_epochs=schedule.epochs), per_step)
     stages: tuple[Stage, ...] = (Stage(len(plan) // per_step),)
     if chats and plain:
         first = plain_text or PlainTextOptions()
         num_steps = max(1, round(stages[0].num_steps * first.text_part / (1 - first.text_part)))
-        plan = [*_repeated(trainable(plain, store.loss_masks), store, options, num_batches=num_steps * per_step), *plan]
+        of_plain_text = partial(planned, trainable(plain, store.loss_masks))
+        plan = [*_repeated(of_plain_text, num_batches=num_steps * per_step), *plan]
         stages = (Stage(num_steps), Stage(stages[0].num_steps, peak=first.second_stage_rate))
         training = [*plain, *training]
     return TrainingData(store, training, held_out, plan, per_step, stages)
 
 
-def _first(documents: list[int], store: Documents, max_tokens: int | None) -> list[int]:
-    """Documents until ``max_tokens`` tokens are there. Data that was read for this run has no more."""
+def _documents(store: Documents, max_tokens: int | None, *, plain: bool) -> list[int]:
+    """Plain texts, or chats, until ``max_tokens`` tokens are there. Data that was read for this run has no more."""
+    documents = [i for i, loss_mask in enumerate(store.loss_masks) if is_plain(loss_mask) == plain]
     if max_tokens is None:
         return documents
     before = accumulate((store.lengths[i] for i in documents), initial=0)  # one number more than there are documents
     return [i for i, tokens in zip(documents, before, strict=False) if tokens < max_tokens]
 
 
-def _plan(documents: Sequence[int], store: Documents, options: RunOptions, *, num_epochs: int) -> list[list[int]]:
-    schedule = options.schedule
-    return plan_batches(
-        documents, store.lengths, max_tokens=schedule.batch_tokens, num_epochs=num_epochs, seed=schedule.seed
-    )
-
-
-def _repeated(documents: Sequence[int], store: Documents, options: RunOptions, *, num_batches: int) -> list[list[int]]:
-    """That many batches of these documents, in as many epochs as needed."""
-    rounds = 1
-    while len(plan := _plan(documents, store, options, num_epochs=rounds)) < num_batches:
-        rounds = -(-num_batches * rounds // len(plan))
+def _repeated(planned: Callable[..., list[list[int]]], *, num_batches: int) -> list[list[int]]:
+    """That many batches, in as many epochs as needed."""
+    num_epochs = 1
+    while len(plan := planned(num_epochs=num_epochs)) < num_batches:
+        num_epochs = -(-num_batches * num_epochs // len(plan))
     return plan[:num_batches]

@@ -11,14 +11,13 @@ from torch import Tensor
 from draftheads.errors import CheckpointCorrupt
 from draftheads.models.model import TargetModel
 from draftheads.train.joint.learner import JointLearner
-from draftheads.train.joint.merged_view import update_of
 from joint_world import harness, on_disk
 from training_world import chat_model
 
 
 @pytest.mark.parametrize("backbone_loss", ["text", "original"])
-def test_gradients_reach_the_backbone_in_the_second_stage_only(data: Path, backbone_loss: Any) -> None:
-    joint, batch = harness(chat_model(), data, backbone_loss=backbone_loss)
+def test_gradients_reach_the_backbone_in_the_second_stage_only(chats: Path, backbone_loss: Any) -> None:
+    joint, batch = harness(chat_model(), chats, backbone_loss=backbone_loss)
     head, adapter = list(joint.learner.head.parameters()), joint.adapter.parameters
     others = [p for p in joint.backbone.parameters() if not any(p is q for q in adapter)]
     joint(**batch, only_heads=True)["loss"].backward()
@@ -30,12 +29,12 @@ def test_gradients_reach_the_backbone_in_the_second_stage_only(data: Path, backb
 
 
 @pytest.mark.parametrize("method", ["medusa", "hydra", "hydra++", "eagle", "eagle3", "mlp-speculator"])
-def test_the_loss_of_the_heads_alone_trains_the_adapter(data: Path, method: str) -> None:
+def test_the_loss_of_the_heads_alone_trains_the_adapter(chats: Path, method: str) -> None:
     target = chat_model()
-    joint, batch = harness(target, data, method=method)
+    joint, batch = harness(target, chats, method=method)
     losses = {weight: joint(**batch, head_weight=weight)["loss"] for weight in (0.0, 1.0)}
     (losses[1.0] - losses[0.0]).backward()
-    update = update_of(target.lm_head)
+    update = joint.tuned.update
     assert update.down.grad.abs().max() > 1e-4  # through the shared lm_head
     # EAGLE-3 reads the inputs of both layers, so the second layer changes nothing for it
     named = joint.backbone.named_parameters()
@@ -44,8 +43,8 @@ def test_the_loss_of_the_heads_alone_trains_the_adapter(data: Path, method: str)
 
 
 @pytest.mark.parametrize("only_heads", [True, False])
-def test_noise_is_scaled_by_the_length_of_each_text(data: Path, only_heads: bool) -> None:
-    joint, batch = harness(chat_model(), data)
+def test_noise_is_scaled_by_the_length_of_each_text(chats: Path, only_heads: bool) -> None:
+    joint, batch = harness(chat_model(), chats)
     read: list[Tensor] = []
     joint.learner.head.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].detach()))
     for alpha in (0.0, 75.0):
@@ -61,36 +60,22 @@ def test_noise_is_scaled_by_the_length_of_each_text(data: Path, only_heads: bool
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
 @pytest.mark.parametrize("backbone_loss", ["text", "original"])
 def test_losses_and_gradients_are_those_of_the_definition(
-    data: Path, method: str, loss: Any, lm_head: Any, backbone_loss: Any
+    chats: Path, method: str, loss: Any, lm_head: Any, backbone_loss: Any
 ) -> None:
-    target = chat_model()
-    joint, batch = harness(target, data, method=method, loss=loss, lm_head=lm_head, backbone_loss=backbone_loss)
+    """Medusa, equations 1 and 2: L_LM + λ0 Σ λ_k L_k, where the first head is k = 1; here λ0 = 0.3, λ_k = 0.5^k."""
+    settings = {"method": method, "loss": loss, "lm_head": lm_head, "backbone_loss": backbone_loss}
+    joint, batch = harness(chat_model(), chats, **settings, depth_decay=0.5)
     found = joint(**batch, head_weight=0.3)
     parameters = [*joint.learner.head.parameters(), *joint.adapter.parameters]
     gradients = torch.autograd.grad(found["loss"], parameters)
-    original = chat_model()
-    expected_backbone, expected_heads = slow_twin(joint, original, batch)
+    expected_backbone, expected_heads = slow_twin(joint, chat_model(), batch)
     assert found["backbone_loss"].item() == pytest.approx(expected_backbone.item(), rel=1e-4)
-    means = [mean.item() for mean in expected_heads]
-    assert found["head_losses"].tolist() == pytest.approx(means, rel=1e-4)
+    assert found["head_losses"].tolist() == pytest.approx([mean.item() for mean in expected_heads], rel=1e-4)
     expected = expected_backbone + 0.3 * sum(0.5**k * mean for k, mean in enumerate(expected_heads, start=1))
     assert found["loss"].item() == pytest.approx(expected.item(), rel=1e-4)
     for one, other in zip(gradients, torch.autograd.grad(expected, parameters), strict=True):
         # fp32 sums in another order
         torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-5)
-
-
-def test_the_heads_of_equation_2_weigh_0_8_and_0_64_and_0_512(data: Path) -> None:
-    """Medusa, equation 2 with λ0 = 0.2 and λ_k = 0.8^k of section 4, where the first head is k = 1."""
-    joint, batch = harness(chat_model(), data, loss="hard", depth_decay=0.8)
-    found = joint(**batch, head_weight=0.2)
-    first, second, third = found["head_losses"].tolist()
-    heads = 0.16 * first + 0.128 * second + 0.1024 * third  # 0.2 · 0.8, 0.2 · 0.64, 0.2 · 0.512
-    assert found["loss"].item() == pytest.approx(found["backbone_loss"].item() + heads, rel=1e-6)
-    # heads alone, on the frozen model, have the same weights
-    frozen = joint(**batch, only_heads=True, head_weight=0.2)
-    first, second, third = frozen["head_losses"].tolist()
-    assert frozen["loss"].item() == pytest.approx(0.16 * first + 0.128 * second + 0.1024 * third, rel=1e-6)
 
 
 def slow_twin(joint: JointLearner, original: TargetModel, batch: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -124,8 +109,8 @@ def slow_twin(joint: JointLearner, original: TargetModel, batch: dict[str, Tenso
     return torch.stack(backbone).mean(), [torch.stack(losses).mean() for losses in heads]
 
 
-def test_at_the_start_the_tuned_model_is_the_original(data: Path) -> None:
-    joint, batch = harness(chat_model(), data, moved=False, dropout=0.5, backbone_loss="original")
+def test_at_the_start_the_tuned_model_is_the_original(chats: Path) -> None:
+    joint, batch = harness(chat_model(), chats, moved=False, dropout=0.5, backbone_loss="original")
     found = joint(**batch)
     assert found["backbone_loss"].item() == pytest.approx(0.0, abs=1e-6)
     frozen = joint(**batch, only_heads=True, head_weight=0.5)
@@ -135,17 +120,17 @@ def test_at_the_start_the_tuned_model_is_the_original(data: Path) -> None:
     )
 
 
-def test_only_the_adapter_has_dropout_and_only_in_training(data: Path) -> None:
-    joint, batch = harness(chat_model(attention_dropout=0.9), data, dropout=0.5)
+def test_only_the_adapter_has_dropout_and_only_in_training(chats: Path) -> None:
+    joint, batch = harness(chat_model(attention_dropout=0.9), chats, dropout=0.5)
     assert joint(**batch)["loss"].item() != joint(**batch)["loss"].item()
     joint.eval()
     assert joint(**batch)["loss"].item() == joint(**batch)["loss"].item()
-    still, _ = harness(chat_model(attention_dropout=0.9), data, dropout=0.0)
+    still, _ = harness(chat_model(attention_dropout=0.9), chats, dropout=0.0)
     assert still(**batch)["loss"].item() == still(**batch)["loss"].item()
 
 
-def test_a_checkpoint_holds_only_trained_tensors(data: Path) -> None:
-    joint, _ = harness(chat_model(), data)
+def test_a_checkpoint_holds_only_trained_tensors(chats: Path) -> None:
+    joint, _ = harness(chat_model(), chats)
     state = joint.state_dict()
     parameters = [*joint.learner.head.parameters(), *joint.adapter.parameters]
     pointers = {parameter.data_ptr() for parameter in parameters}
@@ -158,7 +143,7 @@ def test_a_checkpoint_holds_only_trained_tensors(data: Path) -> None:
         joint.load_state_dict(zeros)
 
 
-def test_gradients_through_four_bit_layers_are_those_of_the_rounded_weights(data: Path, tmp_path: Path) -> None:
+def test_gradients_through_four_bit_layers_are_those_of_the_rounded_weights(chats: Path, tmp_path: Path) -> None:
     """QLoRA: the adapter's gradients are those of the same model with the rounded weights in full."""
     base = on_disk(tmp_path / "base", hidden_size=64, intermediate_size=128)
     small = TargetModel.load(base, dtype=torch.float32, four_bit=True)
@@ -173,7 +158,7 @@ def test_gradients_through_four_bit_layers_are_those_of_the_rounded_weights(data
     for target in (small, full):
         target.hidden_states(torch.tensor([[5, 6, 7]]))  # inference first, as in a run's first stage
         torch.manual_seed(0)
-        joint, batch = harness(target, data)
+        joint, batch = harness(target, chats)
         joint(**batch)["loss"].backward()
         gradients.append([parameter.grad for parameter in joint.adapter.parameters])
     assert len(gradients[0]) > 20

@@ -28,22 +28,20 @@ from training_world import chat_model
 
 def tuned_weights(target: TargetModel) -> dict[str, Tensor]:
     """W + (α/r) B A of every layer, by the definition."""
-    state = target.model.state_dict()
-    found = {}
+    state, weights = target.model.state_dict(), {}
     for name, tensor in state.items():
-        if "lora_" in name:
-            continue
-        plain = name.replace(".base_layer", "")
-        stem = name.removesuffix("base_layer.weight")
-        down, up = state.get(f"{stem}lora_A.default.weight"), state.get(f"{stem}lora_B.default.weight")
-        found[plain] = tensor.clone() if down is None else tensor + 8 / 4 * up @ down
-    return found
+        if "lora_" not in name:
+            stem = name.removesuffix("base_layer.weight")
+            down, up = state.get(f"{stem}lora_A.default.weight"), state.get(f"{stem}lora_B.default.weight")
+            product = torch.zeros(()) if down is None else up @ down
+            weights[name.replace(".base_layer", "")] = tensor + 8 / 4 * product
+    return weights
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_merging_gives_the_weights_of_the_definition(data: Path, tmp_path: Path, tied: bool) -> None:
+def test_merging_gives_the_weights_of_the_definition(chats: Path, tmp_path: Path, tied: bool) -> None:
     target = chat_model(tie_word_embeddings=tied)
-    joint, batch = harness(target, data)
+    joint, batch = harness(target, chats)
     joint.eval()
     expected = tuned_weights(target)
     with torch.no_grad():
@@ -52,10 +50,7 @@ def test_merging_gives_the_weights_of_the_definition(data: Path, tmp_path: Path,
     prints = joint.tuned.layers_fingerprint
     assert prints != chat_model(tie_word_embeddings=tied).layers_fingerprint
     model = joint.adapter.merge()
-    merged = TargetModel(model, target.tokenizer, "merged").layers_fingerprint
-    assert prints is not None
-    assert merged is not None
-    assert difference(prints, merged) < 1e-3
+    assert difference(prints, TargetModel(model, target.tokenizer, "merged").layers_fingerprint) < 1e-3
     found = model.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
@@ -74,12 +69,12 @@ def test_merging_gives_the_weights_of_the_definition(data: Path, tmp_path: Path,
     ),
 )
 def test_the_merged_model_decodes_losslessly_with_its_head(
-    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], method: str, tied: bool
+    chats: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], method: str, tied: bool
 ) -> None:
     model = on_disk(tmp_path / "base", tie_word_embeddings=tied)
     out, merged = tmp_path / "out", tmp_path / "merged"
     heads = fitting(method, num_heads=3)
-    settings = joint_options(out, data, method=method, model=model, epochs=6, learning_rate=0.01, **heads)
+    settings = joint_options(out, chats, method=method, model=model, epochs=6, learning_rate=0.01, **heads)
     train_jointly(settings, FakeProgress())
     capfd.readouterr()
     merge(MergeOptions(model=model, adapter=out, out=merged))
@@ -104,9 +99,8 @@ def test_the_merged_model_decodes_losslessly_with_its_head(
     assert [result.token_ids for result in headed] == [result.token_ids for result in plain]
     assert max(result.tokens_per_step for result in headed) > 1.2  # an untrained head makes 1.0
     # the run itself is loaded as the same model
-    assert (
-        draftheads.load(out, precision="fp32").generate(prompts, max_new_tokens=24)[0].token_ids == plain[0].token_ids
-    )
+    of_run = draftheads.load(out, precision="fp32").generate(prompts, max_new_tokens=24)
+    assert of_run[0].token_ids == plain[0].token_ids
     assert draftheads.load(out, head=out / "head", tree=[[0]], precision="fp32").model.model_id == str(out)
     saved = json.loads((merged / "head" / "config.json").read_text())["base"]
     assert saved["model_id"] == str(merged)
@@ -115,55 +109,49 @@ def test_the_merged_model_decodes_losslessly_with_its_head(
         merge(MergeOptions(model=model, adapter=out, out=merged))
 
 
-def test_merging_keeps_the_dtype_of_the_model_files(data: Path, tmp_path: Path) -> None:
-    target = chat_model()
-    target.model.to(torch.bfloat16).save_pretrained(tmp_path / "base")
-    target.tokenizer.save_pretrained(tmp_path / "base")
-    train_jointly(joint_options(tmp_path / "out", data, model=str(tmp_path / "base"), epochs=1), FakeProgress())
+def test_merging_keeps_the_dtype_of_the_model_files(chats: Path, tmp_path: Path) -> None:
+    base = on_disk(tmp_path / "base", dtype=torch.bfloat16)
+    train_jointly(joint_options(tmp_path / "out", chats, model=base, epochs=1), FakeProgress())
     for name, dtype in ((None, torch.bfloat16), ("fp32", torch.float32)):
         out = tmp_path / f"merged-{name}"
-        merge(MergeOptions(model=str(tmp_path / "base"), adapter=tmp_path / "out", out=out, dtype=name))
+        merge(MergeOptions(model=base, adapter=tmp_path / "out", out=out, dtype=name))
         assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {dtype}
     with pytest.raises(InvalidSettings, match="--dtype is 'int8'"):
         MergeOptions(model="", adapter=tmp_path, out=tmp_path, dtype="int8")
 
 
-def test_an_adapter_for_another_base_is_refused(data: Path, tmp_path: Path) -> None:
-    train_jointly_for(chat_model(), joint_options(tmp_path / "out", data, epochs=1))
-    other = replace(chat_model(seed=1), model_id="another")
-    with pytest.raises(
-        CheckpointMismatch, match="tuned for tiny-chat; this model is another, whose embedding and lm_head"
-    ):
-        merged_model(other, tmp_path / "out", dtype=torch.float32, model_id="merged")
-    larger = replace(chat_model(vocab_size=80), model_id="larger")
-    with pytest.raises((CheckpointMismatch, CheckpointCorrupt)):
-        merged_model(larger, tmp_path / "out", dtype=torch.float32, model_id="merged")
-    with pytest.raises(ModelNotFound, match="no adapter at"):
-        merged_model(chat_model(), tmp_path / "nowhere", dtype=torch.float32, model_id="merged")
-    file = tmp_path / "out" / "adapter" / "adapter_model.safetensors"
+def test_an_adapter_for_another_base_is_refused(chats: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    train_jointly_for(chat_model(), joint_options(out, chats, epochs=1))
+
+    def assert_refused(error: type[Exception], words: str, target: TargetModel | None = None, run: Path = out) -> None:
+        with pytest.raises(error, match=words):
+            merged_model(target or chat_model(), run, dtype=torch.float32, model_id="merged")
+
+    words = "tuned for tiny-chat; this model is another, whose embedding and lm_head"
+    assert_refused(CheckpointMismatch, words, replace(chat_model(seed=1), model_id="another"))
+    assert_refused(CheckpointMismatch, "this model is larger", replace(chat_model(vocab_size=80), model_id="larger"))
+    assert_refused(ModelNotFound, "no adapter at", run=tmp_path / "nowhere")
+    file = out / "adapter" / "adapter_model.safetensors"
     whole = load_file(file)
     save_file({name: whole[name] for name in list(whole)[1:]}, file)
-    with pytest.raises(CheckpointCorrupt, match=r"does not fit the model: .*missing"):
-        merged_model(chat_model(), tmp_path / "out", dtype=torch.float32, model_id="merged")
+    assert_refused(CheckpointCorrupt, r"does not fit the model: .*missing")
     file.write_bytes(b"nonsense")
-    with pytest.raises(CheckpointCorrupt, match="does not fit the model"):
-        merged_model(chat_model(), tmp_path / "out", dtype=torch.float32, model_id="merged")
-    base = tmp_path / "out" / "adapter" / "base.json"
-    base.write_text("{}")
-    with pytest.raises(CheckpointCorrupt, match="has no valid record of the model"):
-        merged_model(chat_model(), tmp_path / "out", dtype=torch.float32, model_id="merged")
+    assert_refused(CheckpointCorrupt, "does not fit the model")
+    (out / "adapter" / "base.json").write_text("{}")
+    assert_refused(CheckpointCorrupt, "has no valid record of the model")
 
 
-def test_the_head_of_a_run_is_refused_by_a_model_that_was_not_tuned(data: Path, tmp_path: Path) -> None:
+def test_the_head_of_a_run_is_refused_by_a_model_that_was_not_tuned(chats: Path, tmp_path: Path) -> None:
     target = chat_model()
-    train_jointly_for(target, joint_options(tmp_path / "out", data, learning_rate=0.05, epochs=4))
+    train_jointly_for(target, joint_options(tmp_path / "out", chats, learning_rate=0.05, epochs=4))
     with pytest.raises(CheckpointMismatch, match="the lm_head of this model"):
         load_head(tmp_path / "out" / "head", target)
 
 
-def test_a_model_in_four_bits_is_tuned(data: Path, tmp_path: Path) -> None:
+def test_a_model_in_four_bits_is_tuned(chats: Path, tmp_path: Path) -> None:
     base = on_disk(tmp_path / "base", hidden_size=64, intermediate_size=128)
-    settings = joint_options(tmp_path / "out", data, model=base, four_bit=True, optimizer="adamw-8bit", epochs=1)
+    settings = joint_options(tmp_path / "out", chats, model=base, four_bit=True, optimizer="adamw-8bit", epochs=1)
     report = train_jointly(settings, FakeProgress())
     assert report is not None
     assert report.movement.tuned_perplexity < report.movement.original_perplexity

@@ -15,6 +15,7 @@ from joint_world import joint_options
     [
         ({"data": ()}, "--data FILE"),
         ({"features": Path("x")}, "no setting 'features'"),
+        ({"feature_weight": 2.0}, "no setting 'feature_weight'"),
         ({"heads_first": 1.0}, "--heads-first is 1.0"),
         ({"lora_dropout": -0.1}, "--lora-dropout is -0.1"),
         ({"head_weight": 0.0}, "--head-weight is 0.0"),
@@ -22,6 +23,7 @@ from joint_world import joint_options
         ({"lora_alpha": 0}, "--lora-alpha is 0"),
         ({"lora_rank": 0}, "--lora-rank is 0"),
         ({"backbone_loss": "kl"}, "--backbone-loss is 'kl'"),
+        ({"optimizer": "muon"}, "--optimizer muon is not for train-joint"),
         ({"head_weight_rise": "cosine"}, "--head-weight-rise is 'cosine'"),
     ],
 )
@@ -32,6 +34,5 @@ def test_settings_out_of_range_are_named(tmp_path: Path, changes: dict[str, Any]
 
 
 def test_the_default_weights_of_the_heads_loss_are_those_of_the_paper(tmp_path: Path) -> None:
-    assert joint_options(tmp_path, tmp_path).tuning.peak_head_weight == 0.2
-    assert joint_options(tmp_path, tmp_path, backbone_loss="original").tuning.peak_head_weight == 0.01
-    assert joint_options(tmp_path, tmp_path, head_weight=0.7).tuning.peak_head_weight == 0.7
+    for changes, weight in (({}, 0.2), ({"backbone_loss": "original"}, 0.01), ({"head_weight": 0.7}, 0.7)):
+        assert joint_options(tmp_path, tmp_path, **changes).tuning.peak_head_weight == weight

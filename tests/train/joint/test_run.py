@@ -1,12 +1,11 @@
 """Joint training runs: learning rates and stages, results, and resuming."""
 
-import builtins
-import importlib.util
 import json
 import math
 import os
 import shlex
 import signal
+import sys
 import time
 from itertools import product
 from pathlib import Path
@@ -23,13 +22,12 @@ from draftheads.data.compute_features import load_texts
 from draftheads.data.live_features import LiveStore
 from draftheads.errors import InvalidSettings, MissingDependency, NonFiniteLoss
 from draftheads.speculation.tree import Tree
-from draftheads.train.joint.movement import Movement, compare
 from draftheads.train.joint.options import MergeOptions
 from draftheads.train.joint.run import train_jointly
+from draftheads.train.joint.tuned_model import Movement
 from draftheads.train.learner import Learner
 from draftheads.train.losses import objective
 from draftheads.train.new_head import new_head
-from draftheads.train.options import TrainOptions
 from draftheads.train.report import measure
 from draftheads.train.trainer import TrainingInterrupted
 from fake_progress import FakeProgress
@@ -44,36 +42,27 @@ from training_world import (
     stop_by_crash,
     stop_by_ctrl_c,
     train_for,
+    train_options,
     without_time,
     write_chats,
 )
 
 
-def test_noise_and_the_final_learning_rate_apply_to_joint_training(data: Path, tmp_path: Path) -> None:
-    runs = {"plain": {}, "noise": {"noise_alpha": 75.0}, "rate": {"final_learning_rate": 0.5}}
+def test_noise_the_seed_and_the_final_learning_rate_apply_to_joint_training(chats: Path, tmp_path: Path) -> None:
+    runs = {"plain": {}, "noise": {"noise_alpha": 75.0}, "seed": {"seed": 1}, "rate": {"final_learning_rate": 0.5}}
     for name, changes in runs.items():
-        train_jointly_for(chat_model(), joint_options(tmp_path / name, data, epochs=1, lora_dropout=0.0, **changes))
+        train_jointly_for(chat_model(), joint_options(tmp_path / name, chats, epochs=1, lora_dropout=0.0, **changes))
     logs = {name: lines(tmp_path / name) for name in runs}
-    assert logs["noise"][0]["head_losses"] != logs["plain"][0]["head_losses"]
+    for name in ("noise", "seed"):
+        assert logs[name][0]["head_losses"] != logs["plain"][0]["head_losses"]
     assert logs["plain"][-1]["learning_rate"] < 0.1 * logs["plain"][len(logs["plain"]) // 2]["learning_rate"]
     assert logs["rate"][-1]["learning_rate"] > 0.5 * 4 * 0.005 * 0.99  # the heads'
 
 
-def test_the_movement_equals_its_definition() -> None:
-    generator = torch.Generator().manual_seed(0)
-    before, after = torch.randn(2, 9, 5, generator=generator).unbind()
-    next_ids = torch.randint(0, 5, (9,), generator=generator)
-    kl = losses_before = losses_after = agreed = 0.0
-    for row in range(9):
-        p, q = before[row].softmax(-1).tolist(), after[row].softmax(-1).tolist()
-        kl += sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
-        losses_before -= math.log(p[next_ids[row]])
-        losses_after -= math.log(q[next_ids[row]])
-        agreed += p.index(max(p)) == q.index(max(q))
-    assert 0 < agreed < 9
-    assert compare(before, after, next_ids).tolist() == pytest.approx(
-        [kl, losses_before, losses_after, agreed], rel=1e-5
-    )
+def assert_same_files(one: Path, other: Path) -> None:
+    """The same head and adapter to the byte."""
+    for name in ("head/model.safetensors", "adapter/adapter_model.safetensors"):
+        assert (one / name).read_bytes() == (other / name).read_bytes()
 
 
 @pytest.mark.few(1)
@@ -81,25 +70,17 @@ def test_the_movement_equals_its_definition() -> None:
     ("method", "backbone_loss", "rise"), [("medusa", "text", "constant"), ("hydra", "original", "sine")]
 )
 def test_a_run_tunes_the_model_and_its_heads(
-    data: Path, tmp_path: Path, method: str, backbone_loss: Any, rise: Any
+    chats: Path, tmp_path: Path, method: str, backbone_loss: Any, rise: Any
 ) -> None:
     target = chat_model()
     before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
     counting = write_chats(tmp_path / "counting.jsonl", counting_chats(100))
-    settings = joint_options(
-        tmp_path / "out",
-        counting,
-        method=method,
-        loss="hard",
-        backbone_loss=backbone_loss,
-        head_weight=0.5,
-        head_weight_rise=rise,
-        epochs=6,
-    )
+    heads = {"method": method, "loss": "hard", "head_weight": 0.5, "head_weight_rise": rise, "epochs": 6}
+    settings = joint_options(tmp_path / "out", counting, backbone_loss=backbone_loss, **heads)
     report = train_jointly_for(target, settings)
     store = LiveStore(target, load_texts(target, [counting], max_length=2048))
     training, held_out = split_held_out(store.token_ids, store.loss_masks, fraction=0.2, seed=0)
-    untrained = new_head(settings.heads, target.weights, store, training, target.eos_ids)
+    untrained = new_head(settings.heads, target, store, training)
     learner = Learner(untrained, target.weights, objective=objective("hard"), depth_decay=0.8)
     at_start = measure(learner, store, held_out, batch_tokens=100)
     assert report.tokens_per_step_chain > at_start.tokens_per_step(Tree.chain(3)) + 0.1
@@ -122,7 +103,7 @@ def test_a_run_tunes_the_model_and_its_heads(
 
 
 def test_heads_and_adapter_have_their_own_learning_rates_and_stages(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[float]] = []
     original_step = torch.optim.AdamW.step
@@ -134,7 +115,7 @@ def test_heads_and_adapter_have_their_own_learning_rates_and_stages(
         return original_step(self, *arguments, **named)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
-    settings = joint_options(tmp_path / "out", data, heads_first=0.5, warmup=0.0, head_rate_factor=3.0, epochs=1)
+    settings = joint_options(tmp_path / "out", chats, heads_first=0.5, warmup=0.0, head_rate_factor=3.0, epochs=1)
     train_jointly_for(chat_model(), settings)
     half = len(seen) // 2
     assert half > 3
@@ -146,9 +127,9 @@ def test_heads_and_adapter_have_their_own_learning_rates_and_stages(
     assert [group[2] for group in seen] == [0.0] * half + [1.0] * both
 
 
-def test_the_folder_holds_adapter_head_and_movement(data: Path, tmp_path: Path) -> None:
+def test_the_folder_holds_adapter_head_and_movement(chats: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    report = train_jointly_for(chat_model(), joint_options(out, data, epochs=1))
+    report = train_jointly_for(chat_model(), joint_options(out, chats, epochs=1))
     names = {"adapter", "head", "log.jsonl", "metrics.json", "movement.json", "validation.jsonl"}
     assert {path.name for path in out.iterdir()} == names
     metrics = json.loads((out / "metrics.json").read_text())
@@ -161,17 +142,16 @@ def test_the_folder_holds_adapter_head_and_movement(data: Path, tmp_path: Path) 
     tensors = load_file(out / "adapter" / "adapter_model.safetensors")
     assert all("lora_" in name for name in tensors)
     with pytest.raises(InvalidSettings, match="holds a trained head"):
-        train_jointly(joint_options(out, data), FakeProgress())
+        train_jointly(joint_options(out, chats), FakeProgress())
 
 
-def test_validation_measures_the_tuned_model_and_does_not_change_the_training(data: Path, tmp_path: Path) -> None:
-    often = joint_options(tmp_path / "often", data, epochs=1, heads_first=0.2, eval_steps=2, eval_texts=1000)
+def test_validation_measures_the_tuned_model_and_does_not_change_the_training(chats: Path, tmp_path: Path) -> None:
+    often = joint_options(tmp_path / "often", chats, epochs=1, heads_first=0.2, eval_steps=2, eval_texts=1000)
     never = often.changed(out=tmp_path / "never", eval_steps=0)
     report = train_jointly_for(chat_model(), often)
     assert without_time(report) == without_time(train_jointly_for(chat_model(), never))
-    for name in ("head/model.safetensors", "adapter/adapter_model.safetensors"):
-        assert (often.out / name).read_bytes() == (never.out / name).read_bytes()
-    last = json.loads((often.out / "validation.jsonl").read_text().splitlines()[-1])
+    assert_same_files(often.out, never.out)
+    last = lines(often.out, "validation.jsonl")[-1]
     assert last["losses"] == pytest.approx(report.losses, rel=1e-5)
     assert last["top1"] == report.top1
 
@@ -183,8 +163,8 @@ def test_validation_measures_the_tuned_model_and_does_not_change_the_training(da
         product([stop_by_ctrl_c, stop_by_crash], [3, 10]), (stop_by_ctrl_c, 10), (stop_by_crash, 3)
     ),
 )
-def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(data: Path, tmp_path: Path, stop: Any, after: int) -> None:
-    whole = joint_options(tmp_path / "a", data, save_steps=2, epochs=2, heads_first=0.4)
+def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(chats: Path, tmp_path: Path, stop: Any, after: int) -> None:
+    whole = joint_options(tmp_path / "a", chats, save_steps=2, epochs=2, heads_first=0.4)
     expected = train_jointly_for(chat_model(), whole)
     settings = whole.changed(out=tmp_path / "b")
     assert 3 < int(0.4 * expected.num_steps) < 9
@@ -198,15 +178,14 @@ def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(data: Path, tmp_path:
     torch.rand(7)  # whatever was drawn before must not matter
     found = train_jointly_for(chat_model(), settings.changed(resume=True))
     assert without_time(found) == without_time(expected)
-    for name in ("head/model.safetensors", "adapter/adapter_model.safetensors"):
-        assert (settings.out / name).read_bytes() == (whole.out / name).read_bytes()
+    assert_same_files(settings.out, whole.out)
     assert lines(settings.out) == lines(whole.out)
 
 
 @pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_killed_joint_run_resumes_to_the_same_bytes(data: Path, tmp_path: Path) -> None:
-    options = f"--model {on_disk(tmp_path / 'model')} --data {data} --num-heads 2 --draft-vocab-size 48 --epochs 2"
+def test_a_killed_joint_run_resumes_to_the_same_bytes(chats: Path, tmp_path: Path) -> None:
+    options = f"--model {on_disk(tmp_path / 'model')} --data {chats} --num-heads 2 --draft-vocab-size 48 --epochs 2"
     options += " --batch-tokens 128 --lora-rank 4 --save-steps 2 --log-steps 1 --eval-steps 0 --resume"
     command = shlex.split(options)
     killed, whole = tmp_path / "killed", tmp_path / "whole"
@@ -222,33 +201,16 @@ def test_a_killed_joint_run_resumes_to_the_same_bytes(data: Path, tmp_path: Path
         for out in (killed, whole):
             nursery.start([*command, "--out", str(out)], folder=tmp_path)
             assert nursery.wait() == 0
-    for name in ("head/model.safetensors", "adapter/adapter_model.safetensors"):
-        assert (killed / name).read_bytes() == (whole / name).read_bytes()
+    assert_same_files(killed, whole)
     assert lines(killed) == lines(whole)
 
 
-def test_the_same_seed_gives_the_same_adapter(data: Path, tmp_path: Path) -> None:
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        torch.rand(7)
-        train_jointly_for(chat_model(), joint_options(tmp_path / name, data, seed=seed, epochs=1))
-    files = [(tmp_path / name / "adapter" / "adapter_model.safetensors").read_bytes() for name in "abc"]
-    assert files[0] == files[1] != files[2]
-
-
-def test_joint_training_continues_a_trained_head(data: Path, tmp_path: Path) -> None:
+def test_joint_training_continues_a_trained_head(chats: Path, tmp_path: Path) -> None:
     target = chat_model()
-    first = TrainOptions.of(
-        method="hydra",
-        out=tmp_path / "first",
-        data=(data,),
-        num_heads=2,
-        draft_vocab_size=40,
-        batch_tokens=128,
-        epochs=4,
-        held_out=0.2,
-    )
+    sizes = {"method": "hydra", "num_heads": 2, "draft_vocab_size": 40}
+    first = train_options(tmp_path / "first", None, data=(chats,), epochs=4, **sizes)
     train_for(target, first)
-    settings = joint_options(tmp_path / "out", data, head=first.out, heads_first=0.0, epochs=1, learning_rate=1e-9)
+    settings = joint_options(tmp_path / "out", chats, head=first.out, heads_first=0.0, epochs=1, learning_rate=1e-9)
     report = train_jointly_for(target, settings)
     assert report.method == "hydra"
     metrics = json.loads((first.out / "metrics.json").read_text())
@@ -256,54 +218,31 @@ def test_joint_training_continues_a_trained_head(data: Path, tmp_path: Path) -> 
     assert len(report.top1) == 2
 
 
-def test_a_loss_that_is_not_finite_stops_joint_training_and_names_the_texts(data: Path, tmp_path: Path) -> None:
-    settings = joint_options(tmp_path / "out", data, learning_rate=1e37, warmup=0.0, heads_first=0.0)
+def test_a_loss_that_is_not_finite_stops_joint_training_and_names_the_texts(chats: Path, tmp_path: Path) -> None:
+    settings = joint_options(tmp_path / "out", chats, learning_rate=1e37, warmup=0.0, heads_first=0.0)
     with pytest.raises(NonFiniteLoss, match=r"at step \d+, on .*chats\.jsonl:\d+, .*lower --learning-rate"):
         train_jointly_for(chat_model(), settings)
 
 
-def test_the_error_without_peft_has_the_pip_command(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("package", "extra"), [("peft", "lora"), ("bitsandbytes", "quantised")])
+def test_the_error_without_a_package_has_the_pip_command(
+    chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, extra: str
 ) -> None:
-    importing = builtins.__import__
-
-    def fail(name: str, *arguments: Any, **named: Any) -> Any:
-        if name == "peft":
-            raise ImportError(name)
-        return importing(name, *arguments, **named)
-
-    monkeypatch.setattr(builtins, "__import__", fail)
-    with pytest.raises(MissingDependency, match=r"pip install 'draftheads\[lora\]'"):
-        train_jointly_for(chat_model(), joint_options(tmp_path / "out", data))
-
-
-def test_four_bits_without_bitsandbytes_are_an_error(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finding = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a, **k: None if name == "bitsandbytes" else finding(name, *a, **k)
-    )
-    settings = joint_options(tmp_path / "out", data, model=on_disk(tmp_path / "base"), four_bit=True)
-    with pytest.raises(MissingDependency, match=r"pip install .draftheads\[quantised\]"):
+    base = on_disk(tmp_path / "base")
+    settings = joint_options(tmp_path / "out", chats, model=base, four_bit=package == "bitsandbytes")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingDependency, match=rf"pip install 'draftheads\[{extra}\]'"):
         train_jointly(settings, FakeProgress())
 
 
 def test_train_joint_and_merge_print_their_results(
-    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    chats: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = on_disk(tmp_path / "base")
-    command.run(joint_options(tmp_path / "out", data, model=model, epochs=1))
+    command.run(joint_options(tmp_path / "out", chats, model=model, epochs=1))
     merge_command.run(MergeOptions(model=model, adapter=tmp_path / "out", out=tmp_path / "merged"))
     printed = capfd.readouterr().out
-    for word in (
-        "top-10",
-        "perplexity",
-        "KL(original || tuned)",
-        "same greedy token",
-        "draftheads merge --model",
-        "(plain decoding: 1)",
-    ):
-        assert word in printed
-    assert "draftheads generate --model" in printed
+    columns = ("top-10", "perplexity", "KL(original || tuned)", "same greedy token", "(plain decoding: 1)")
+    for words in (*columns, "draftheads merge --model", "draftheads generate --model"):
+        assert words in printed
     assert f"wrote {tmp_path / 'out' / 'report.html'}\n" in printed

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from draftheads.errors import CheckpointCorrupt
 from draftheads.models.adapter import Adapter
-from draftheads.train.joint.merged_view import TunedModel
+from draftheads.train.joint.tuned_model import TunedModel
 from draftheads.train.learner import Learner
 from draftheads.train.losses import Labels, objective
-from draftheads.train.objectives import Predictions, head_losses
+from draftheads.train.objectives import Predictions, head_losses, precedes_answer
 
 BackboneLoss = Literal["text", "original"]
 
@@ -45,34 +45,32 @@ class JointLearner(nn.Module):
         head_weight: float = 1.0,
         only_heads: bool = False,
     ) -> dict[str, Tensor]:
-        """Losses of a batch.
+        """Losses of a batch; other results and errors as of :meth:`~draftheads.train.learner.Learner.forward`.
 
         Args:
             token_ids: (B, T) int64.
             loss_mask: (B, T) bool, False on padding.
-            lengths: (B,) tokens of each text, for noise; T when left out.
+            lengths: (B,) tokens of each text.
             head_weight: λ0.
             only_heads: the backbone is the original model and is not trained.
 
         Returns:
-            ``loss``, to differentiate; without gradients ``head_losses`` (K,) and, unless ``only_heads``,
-            ``backbone_loss``.
-
-        Raises:
-            DataError: the batch has no token to predict.
+            Also ``backbone_loss`` without gradients, unless ``only_heads``.
         """
         head_weight = head_weight * self.learner.depth_decay  # λ0 λ_1: the learner's first head weighs 1
+        layers = self.learner.head.hidden_layers
         if only_heads:
             with torch.no_grad(), self.adapter.off():
-                hidden = self._read(token_ids)
-            found = self.learner(hidden, token_ids, loss_mask, lengths=lengths)
-            return {**found, "loss": head_weight * found["loss"]}
-        hidden = self._read(token_ids)  # (B, T, D or (n+1)·D)
+                hidden = self.tuned.live_states(token_ids, layers)
+            losses = self.learner(hidden, token_ids, loss_mask, lengths=lengths)
+            return {**losses, "loss": head_weight * losses["loss"]}
+        hidden = self.tuned.live_states(token_ids, layers)  # (B, T, D or (n+1)·D), with gradients
         backbone_loss = self._backbone(self.learner.head.split(hidden)[1], token_ids, loss_mask)
         update = self.tuned.update
         rows = update.rows(self.vocab) if update else None
-        found = self.learner(hidden, token_ids, loss_mask, rows, lengths=lengths)
-        return {**found, "loss": backbone_loss + head_weight * found["loss"], "backbone_loss": backbone_loss.detach()}
+        losses = self.learner(hidden, token_ids, loss_mask, rows, lengths=lengths)
+        loss = backbone_loss + head_weight * losses["loss"]
+        return {**losses, "loss": loss, "backbone_loss": backbone_loss.detach()}
 
     def train(self, mode: bool = True) -> Self:  # noqa: FBT001, FBT002 - torch's own signature
         """Only the adapter has dropout: with its own, the backbone would not be the model that decodes."""
@@ -83,7 +81,7 @@ class JointLearner(nn.Module):
 
     def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]  # torch overloads it
         """The head's and the adapter's tensors."""
-        trained = {id(parameter) for parameter in self.adapter.parameters}
+        trained = set(map(id, self.adapter.parameters))
         named = self.backbone.named_parameters()
         kept = {f"backbone.{name}" for name, parameter in named if id(parameter) in trained}
         whole: dict[str, Any] = super().state_dict(*arguments, **options)
@@ -99,13 +97,9 @@ class JointLearner(nn.Module):
             raise CheckpointCorrupt(
                 f"a checkpoint of another run, or a damaged one: {differing[0]} is missing or unexpected"
             )
-        found = super().load_state_dict(state_dict, strict=False, assign=assign)
-        found.missing_keys.clear()
-        return found
-
-    def _read(self, token_ids: Tensor) -> Tensor:
-        """Hidden states with gradients, as :meth:`~draftheads.heads.base.DraftHead.split` takes them: (B, T, …)."""
-        return self.tuned.live_states(token_ids, self.learner.head.hidden_layers)
+        result = super().load_state_dict(state_dict, strict=False, assign=assign)
+        result.missing_keys.clear()
+        return result
 
     def _backbone(self, hidden: Tensor, token_ids: Tensor, loss_mask: Tensor) -> Tensor:
         """L_LM per assistant token: cross-entropy with the text, or KL(original || tuned) (section 3.3.2).
@@ -146,14 +140,3 @@ class _OriginalLabels:
         probs = log_probs.exp()
         self.entropy_sum -= (probs * log_probs).sum()
         return Labels(probs)
-
-
-def precedes_answer(loss_mask: Tensor) -> Tensor:
-    """(P,) flat positions p whose next token, in the same text, is the assistant's.
-
-    >>> precedes_answer(torch.tensor([[False, True, True], [True, False, True]])).tolist()
-    [0, 1, 4]
-    """
-    is_next = torch.zeros_like(loss_mask)
-    is_next[:, :-1] = loss_mask[:, 1:]
-    return is_next.flatten().nonzero()[:, 0]

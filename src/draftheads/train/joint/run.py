@@ -1,8 +1,7 @@
 """A whole Medusa-2 run: chats to an adapter and heads that were tuned together, measured and saved.
 
-Extends the run of ``train/run.py``. The output folder holds ``adapter/`` (peft's format, and ``base.json``, which names
-the model that it is for), ``head/`` (see ``checkpoint``), ``movement.json``, ``metrics.json`` and ``log.jsonl``. While
-the run is not complete it also holds ``run.json`` and ``checkpoints/``.
+Extends the run of ``train/run.py``. The output folder also holds ``adapter/`` (peft's format, and ``base.json``, which
+names the model that it is for) and ``movement.json``, and the head in ``head/``.
 """
 
 import warnings
@@ -27,9 +26,8 @@ from draftheads.models.model import TargetModel
 from draftheads.models.model_names import ADAPTER_FOLDER, BASE_FILE
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
 from draftheads.train.joint.learner import JointLearner
-from draftheads.train.joint.merged_view import TunedModel
-from draftheads.train.joint.movement import Movement, measure_movement
 from draftheads.train.joint.options import JointOptions
+from draftheads.train.joint.tuned_model import Movement, TunedModel, measure_movement
 from draftheads.train.learner import Learner, head_learner
 from draftheads.train.memory import check_sizes
 from draftheads.train.new_head import in_float32, layers_read
@@ -56,14 +54,7 @@ class JointReport(Report):
 
 
 def train_jointly(options: JointOptions, progress: Progress) -> JointReport | None:
-    """Tunes a model and its heads with these options and saves adapter and heads in ``options.out``.
-
-    Returns:
-        The results; None in every process but the first, if there are several and the run was not complete.
-
-    Raises:
-        DraftHeadsError: bad data or settings, a missing package, a loss that is not finite, a full disk, Ctrl-C.
-    """
+    """Tunes a model and its heads, and saves both; results and errors as of :func:`draftheads.train.run.train_head`."""
     report: JointReport | None = JointRun(options, progress).run()
     return report
 
@@ -75,7 +66,6 @@ class JointRun(Run):
     head_folder = HEAD_FOLDER
     report_class = JointReport
 
-    store: LiveStore  # of the data: hidden states of the original model
     adapter: Adapter | None = None
     tuned: TunedModel
     learner: JointLearner
@@ -88,13 +78,11 @@ class JointRun(Run):
     def load_target(self) -> TargetModel:
         """The model; in bf16 if training computes in bf16."""
         hardware = self.options.hardware
-        dtype = torch.bfloat16 if computes_in_bf16(hardware) else torch.float32
-        template = chat_template_text(self.options)
         return TargetModel.load(
             self.options.model,
-            dtype=dtype,
+            dtype=torch.bfloat16 if computes_in_bf16(hardware) else torch.float32,
             four_bit=hardware.four_bit,
-            chat_template=template,
+            chat_template=chat_template_text(self.options),
             check=None if self.options.tuning.head else partial(check_sizes, self.options),
         )
 
@@ -109,12 +97,10 @@ class JointRun(Run):
     def read_data(self) -> TrainingData:
         """Chats; the model changes, so hidden states are not stored."""
         self.progress.stage("reading data")
-        chats = self.options.chats
+        chats, head = self.options.chats, self.options.tuning.head
         texts = load_texts(self.target, chats.data, max_length=chats.max_length, max_tokens=chats.max_tokens)
-        path = self.options.tuning.head
-        layers = read_head(path).config.hidden_layers if path else layers_read(self.options.heads, self.target)
-        self.store = LiveStore(self.target, texts, layers)
-        return self.claim(plan_training(self.store, self.options))
+        layers = read_head(head).config.hidden_layers if head else layers_read(self.options.heads, self.target)
+        return self.claim(plan_training(LiveStore(self.target, texts, layers), self.options))
 
     def make_head(self) -> DraftHead:
         """The head of ``--head`` in fp32, or a new one."""
@@ -127,44 +113,43 @@ class JointRun(Run):
 
     def module(self) -> JointLearner:
         """Heads and adapter."""
-        options, settings = self.options, self.options.adapter
+        options, target, lora = self.options, self.target, self.options.adapter
         torch.manual_seed(options.schedule.seed)
         self.adapter = Adapter.attach(
-            self.target.model,
-            rank=settings.lora_rank,
-            alpha=settings.lora_alpha,
-            dropout=settings.lora_dropout,
-            targets=settings.lora_targets,
+            target.model,
+            rank=lora.lora_rank,
+            alpha=lora.lora_alpha,
+            dropout=lora.lora_dropout,
+            targets=lora.lora_targets,
         )
-        target = self.target
         self.tuned = TunedModel(target.model, target.tokenizer, f"{target.model_id} (tuned)", target.chat_template)
-        learner = head_learner(options.objective, self.head, in_float32(self.target.weights))
+        learner = head_learner(options.objective, self.head, in_float32(target.weights))
         self.learner = JointLearner(learner, self.tuned, self.adapter, backbone_loss=options.tuning.backbone_loss)
         return self.learner
 
     def trainer_class(self) -> Callable[..., HeadTrainer]:
         """The Trainer with the schedule of two stages."""
-        options, num_steps = self.options, self.data.num_steps
+        tuning, rates, num_steps = self.options.tuning, self.options.schedule, self.data.num_steps
         schedule = JointSchedule(
             num_steps=num_steps,
-            num_head_steps=int(options.tuning.heads_first * num_steps),
-            peak=options.tuning.peak_head_weight,
-            rise=options.tuning.head_weight_rise,
-            warmup=options.schedule.warmup,
-            final=options.schedule.final_learning_rate,
+            num_head_steps=int(tuning.heads_first * num_steps),
+            peak=tuning.peak_head_weight,
+            rise=tuning.head_weight_rise,
+            warmup=rates.warmup,
+            final=rates.final_learning_rate,
         )
-        return partial(JointTrainer, schedule=schedule, head_rate_factor=options.tuning.head_rate_factor)
+        return partial(JointTrainer, schedule=schedule, head_rate_factor=tuning.head_rate_factor)
 
     def batches(self) -> PlannedTexts:
         """Tokens only."""
-        return PlannedTexts(self.store, self.data.plan)
+        return PlannedTexts(self.data.store, self.data.plan)
 
     def validate(self) -> dict[str, Any]:
         """As of every run; then the head is ready for training again."""
-        found = super().validate()
+        line = super().validate()
         self.head.bind(in_float32(self.target.weights))
         self.learner.train()
-        return found
+        return line
 
     def measured_learner(self) -> Learner:
         """The head on the tuned model: its hidden states, and its lm_head if the head shares it."""
@@ -182,10 +167,9 @@ class JointRun(Run):
         """Also the adapter, and how far the model moved."""
         assert self.adapter is not None
         out = self.folder.path
-        movement = measure_movement(self.tuned, self.adapter, self.store, self.data.held_out)
+        movement = measure_movement(self.tuned, self.adapter, self.data.store, self.data.held_out)
         whole = JointReport(**vars(report), movement=movement)
-        made = self.folder.made_from(self.start_head)
-        write_atomic(out / "movement.json", as_json({**asdict(movement), **made}))
+        write_atomic(out / "movement.json", as_json({**asdict(movement), **self.folder.made_from(self.start_head)}))
         with atomic_directory(out / ADAPTER_FOLDER, replace=True) as staged:
             self.adapter.save(staged)
             base = {"model_id": self.target.model_id, "fingerprints": asdict(self.target.fingerprints)}

@@ -1,19 +1,20 @@
-"""The adapter: which layers it adapts, and the weights of the tuned model."""
+"""The adapter: which layers it adapts, the weights of the tuned model, and how far it is from the original."""
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from draftheads.errors import InvalidSettings
 from draftheads.models.adapter import Adapter, linear_layers
-from draftheads.models.model import TargetModel
-from draftheads.train.joint.merged_view import TunedModel, update_of
+from draftheads.train.joint.tuned_model import TunedModel, compare
 from draftheads.train.learner import head_learner
 from draftheads.train.new_head import in_float32
+from families import tiny_model
 from joint_world import harness, joint_options
-from training_world import EOS, VOCAB, chat_model, chat_tokenizer
+from training_world import VOCAB, chat_model, chat_tokenizer
 
 
 def test_all_linear_layers_and_the_lm_head_are_adapted() -> None:
@@ -23,9 +24,9 @@ def test_all_linear_layers_and_the_lm_head_are_adapted() -> None:
     adapter = Adapter.attach(target.model, rank=2, alpha=4, dropout=0.0)
     assert len(adapter.parameters) == 2 * (7 * 2 + 1)
     assert all(parameter.requires_grad for parameter in adapter.parameters)
-    assert update_of(target.lm_head) is not None
+    assert TunedModel(target.model, None, "").update is not None
     adapter.remove()
-    assert update_of(target.lm_head) is None
+    assert TunedModel(target.model, None, "").update is None
 
 
 def test_only_the_named_layers_are_adapted() -> None:
@@ -37,30 +38,34 @@ def test_only_the_named_layers_are_adapted() -> None:
         Adapter.attach(chat_model().model, rank=2, alpha=4, dropout=0.0, targets=("no_such",))
 
 
-def test_labels_of_the_tuned_model_have_its_soft_cap(data: Path) -> None:
+def test_labels_of_the_tuned_model_have_its_soft_cap(chats: Path) -> None:
     """With an adapted lm_head, too (Gemma-2 caps its logits)."""
-    torch.manual_seed(0)
-    config = Gemma2Config(
-        vocab_size=len(VOCAB),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        eos_token_id=EOS,
-        initializer_range=0.4,
-        final_logit_softcapping=2.0,
-    )
-    model = Gemma2ForCausalLM(config).eval().requires_grad_(False)
-    target = TargetModel(model, chat_tokenizer(), "tiny-gemma")
-    joint, batch = harness(target, data)
+    gemma = tiny_model("gemma2", vocab_size=len(VOCAB), final_logit_softcapping=2.0)
+    target = replace(gemma, tokenizer=chat_tokenizer())
+    joint, batch = harness(target, chats)
     joint.eval()
     weights = in_float32(joint.tuned.weights)
     assert weights.logit_softcap == 2.0
     joint.learner.head.bind(weights)
-    learner = head_learner(joint_options(data.parent, data).objective, joint.learner.head, weights)
+    learner = head_learner(joint_options(chats.parent, chats).objective, joint.learner.head, weights)
     hidden = joint.tuned.hidden_states(batch["token_ids"])
     positions = torch.arange(6)
     expected = joint.tuned.logits(hidden.flatten(0, 1)[positions])[:, joint.vocab].softmax(-1)
     torch.testing.assert_close(learner.labels(hidden, batch["token_ids"])(positions).probs, expected)
+
+
+def test_the_movement_equals_its_definition() -> None:
+    generator = torch.Generator().manual_seed(0)
+    before, after = torch.randn(2, 9, 5, generator=generator).unbind()
+    next_ids = torch.randint(0, 5, (9,), generator=generator)
+    kl = losses_before = losses_after = agreed = 0.0
+    for row in range(9):
+        p, q = before[row].softmax(-1).tolist(), after[row].softmax(-1).tolist()
+        kl += sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+        losses_before -= math.log(p[next_ids[row]])
+        losses_after -= math.log(q[next_ids[row]])
+        agreed += p.index(max(p)) == q.index(max(q))
+    assert 0 < agreed < 9
+    assert compare(before, after, next_ids).tolist() == pytest.approx(
+        [kl, losses_before, losses_after, agreed], rel=1e-5
+    )
