@@ -23,13 +23,7 @@ class Source(Protocol):
 
 
 class Dialogue:
-    """A conversation, turn by turn. Its random choices depend on the run's seed and its place in the run.
-
-    Args:
-        prompt: what the user says; in self-talk the model writes the questions.
-        index: the conversation's place in the run.
-        options: of the run.
-    """
+    """A conversation, turn by turn. Its random choices depend on the run's seed and ``index``, its place in the run."""
 
     def __init__(self, prompt: Prompt, *, index: int, options: DistillOptions) -> None:
         self.prompt = prompt
@@ -73,10 +67,6 @@ class Dialogue:
         """Adds a question."""
         self.messages.append({"role": "user", "content": question})
 
-    def cut_document(self, beginning: str) -> None:
-        """Only this beginning of the document is read."""
-        self.messages[0]["content"] = beginning
-
     def answer(self, text: str, *, is_finished: bool) -> None:
         """Adds an answer."""
         self.messages.append({"role": "assistant", "content": text})
@@ -99,12 +89,10 @@ class Dialogue:
         """The line to write; None where there is no answer."""
         if not self.num_answers:
             return None
-        if self.prompt.is_document:
-            words: dict[str, Any] = {"prompt": self.messages[0]["content"], "completion": self.messages[1]["content"]}
-        else:
-            words = {"messages": self.messages}
+        prompt, completion = (message["content"] for message in self.messages[:2])
+        is_document = self.prompt.is_document
         return {
-            **words,
+            **({"prompt": prompt, "completion": completion} if is_document else {"messages": self.messages}),
             "finished": self.is_finished,
             "temperature": self.temperature,
             "seed": self.seed,

@@ -104,7 +104,7 @@ class EngineSource:
         text = dialogue.prompt.turns[0][: _TOKEN_CHARACTERS * count]  # a whole book takes long
         ids = tokenizer(text)["input_ids"][:count]
         beginning = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        dialogue.cut_document(beginning.rstrip("\ufffd"))
+        dialogue.messages[0]["content"] = beginning.rstrip("\ufffd")
         return list(tokenizer(dialogue.messages[0]["content"])["input_ids"])
 
     @cached_property
