@@ -89,10 +89,11 @@ class Dialogue:
         """The line to write; None where there is no answer."""
         if not self.num_answers:
             return None
-        prompt, completion = (message["content"] for message in self.messages[:2])
-        is_document = self.prompt.is_document
+        words: dict[str, Any] = {"messages": self.messages}
+        if self.prompt.is_document:
+            words = {"prompt": self.messages[0]["content"], "completion": self.messages[1]["content"]}
         return {
-            **({"prompt": prompt, "completion": completion} if is_document else {"messages": self.messages}),
+            **words,
             "finished": self.is_finished,
             "temperature": self.temperature,
             "seed": self.seed,

@@ -63,10 +63,6 @@ class Manifest:
     sha256: str | None = None  # of the complete file
     details: Mapping[str, Any] = field(default_factory=dict)  # for readers: all options, versions, …
 
-    def to_json(self) -> bytes:
-        """The bytes of the file."""
-        return (json.dumps({"format": _FORMAT, **asdict(self)}, indent=2, ensure_ascii=False) + "\n").encode()
-
     @classmethod
     def read(cls, path: Path) -> Self | None:
         """The manifest in a file; None where there is no file.
@@ -76,9 +72,9 @@ class Manifest:
         """
         try:
             values = json.loads(path.read_bytes())
-            found = values.pop("format")
-            if found != _FORMAT:
-                raise DataError(f"has format {found!r}; this version knows {_FORMAT}", path=path)
+            version = values.pop("format")
+            if version != _FORMAT:
+                raise DataError(f"has format {version!r}; this version knows {_FORMAT}", path=path)
             return cls(**{**values, "counts": Counts(**values["counts"])})
         except FileNotFoundError:
             return None
@@ -157,7 +153,8 @@ class Journal:
             part.replace(self.out)
 
     def _write_manifest(self) -> None:
-        write_atomic(manifest_path(self.out), self.manifest.to_json())
+        values = {"format": _FORMAT, **asdict(self.manifest)}
+        write_atomic(manifest_path(self.out), (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode())
 
     def _check_files(self) -> None:
         """Checks that the bytes that the manifest counts are there."""
@@ -168,10 +165,10 @@ class Journal:
                 "name another --out, or move it away"
             )
         there = self.out if self.out.exists() else part
-        found = there.stat().st_size if there.exists() else 0
-        if found < size or (self.manifest.is_complete and found != size):
+        size_there = there.stat().st_size if there.exists() else 0
+        if size_there < size or (self.manifest.is_complete and size_there != size):
             raise DataError(
-                f"has {found:,} bytes, but {manifest_path(self.out)} counts {size:,}: "
+                f"has {size_there:,} bytes, but {manifest_path(self.out)} counts {size:,}: "
                 "delete both, or name another --out",
                 path=there,
             )
