@@ -180,15 +180,14 @@ def answers_of(engine: Engine, group: Group, settings: Sequence[SamplingSettings
 def over_plain(engines: Mapping[str, Engine], prompts: Sequence[Sequence[int]]) -> dict[str, tuple[float, float]]:
     """How many times as fast as plain decoding each engine answers a few of the prompts, and one standard error.
 
-    Args:
-        engines: of one model, by name, at least one.
-        prompts: token ids; few of them are answered, one at a time, in at most about a minute.
+    The engines, at least one, are of the same model. Prompts (token ids) are answered one at a time, in at most about a
+    minute.
     """
     few = spread(prompts, _FEW_PROMPTS)
     plain = Engine(next(iter(engines.values())).model, max_batch_size=1)
     ways = [engine_method(name, engine) for name, engine in {PLAIN: plain, **engines}.items()]
     timings = take_turns(ways, [[prompt] for prompt in few], max_new_tokens=_FEW_TOKENS, max_seconds=_FEW_SECONDS)
-    speeds = {name: [one.speed_share for one in answers] for name, answers in timings.answers.items()}
+    speeds = {name: [answer.speed_share for answer in answers] for name, answers in timings.answers.items()}
     return {name: ratio_with_error(speeds[name], speeds[PLAIN]) for name in engines}
 
 
@@ -240,11 +239,11 @@ def take_turns(
             break
 
         def answered(turn: Iterable[DecodingMethod] = turn_of(ways, number), group: Group = group) -> dict[str, Any]:
-            found = {}
+            values = {}
             for way in turn:
-                found[way.name] = asdict(way.decode(group, tokens))
+                values[way.name] = asdict(way.decode(group, tokens))
                 on_answer()
-            return found
+            return values
 
         for name, value in (saved(number, answered) if saved else answered()).items():
             answers[name].append(Answers.from_json(value))
@@ -265,13 +264,7 @@ def turn_of(ways: Sequence[DecodingMethod], number: int) -> list[DecodingMethod]
 
 
 def affordable_tokens(seconds: float, seconds_per_token: float, *, num_groups: int, most: int) -> int:
-    """Tokens of an answer such that so many groups are answered in time.
-
-    Args:
-        seconds: for all of them.
-        seconds_per_token: of all ways together.
-        num_groups: how many groups of prompts.
-        most: tokens at most.
+    """Tokens of an answer, at most ``most``, such that so many groups are answered in time by all ways together.
 
     >>> affordable_tokens(100.0, 0.5, num_groups=3, most=128)
     60

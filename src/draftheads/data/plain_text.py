@@ -25,8 +25,8 @@ def read_texts(path: Path) -> Iterator[tuple[str, str]]:
         try:
             yield path.read_text(encoding="utf-8"), f"{path}:1"
         except UnicodeDecodeError as error:
-            problem = f"not UTF-8 text: byte 0x{error.object[error.start]:02x}"
-            raise DataError(problem, path=path, line_number=1) from None
+            byte = f"0x{error.object[error.start]:02x}"
+            raise DataError(f"not UTF-8 text: byte {byte}", path=path, line_number=1) from None
         except OSError as error:
             raise DataError(f"cannot be read: {error}", path=path, line_number=1) from None
         return
@@ -38,7 +38,7 @@ def read_texts(path: Path) -> Iterator[tuple[str, str]]:
                 raise DataError(f'plain text is an object such as {{"text": "…"}}, not {shown}; chats go to --data')
             if problem := half_character(text):
                 raise DataError(f"text {problem}")
-        yield text, f"{path}:{line_number}"
+            yield text, f"{path}:{line_number}"
 
 
 def load_blocks(

@@ -90,7 +90,7 @@ def read_prompts(*paths: Path) -> Iterator[Record]:
                 record = _conversation(value, _PROMPT_FORMS)
                 if record is None or not any(text.strip() for text in record.user_turns):
                     raise DataError(f"{_misspelt(value, _PROMPT_FORMS)}{_NEEDED}")
-            yield replace(record, path=path, line_number=line_number)
+                yield replace(record, path=path, line_number=line_number)
 
 
 def read_chats(*paths: Path) -> Iterator[Record]:
@@ -184,7 +184,8 @@ def _recorded(fields: Mapping[str, Any]) -> Record:
     tokenizer = fields.get("tokenizer")
     if not isinstance(tokenizer, str):
         raise DataError(f"tokenizer is {tokenizer!r}; beside token ids it must be a tokenizer's fingerprint")
-    return Record((), tokens=RecordedTokens(*map(tuple, texts), tokenizer))
+    prompt_ids, answer_ids = map(tuple, texts)
+    return Record((), tokens=RecordedTokens(prompt_ids, answer_ids, tokenizer))
 
 
 def _completion(fields: Mapping[str, Any]) -> Record | None:

@@ -5,8 +5,18 @@ from functools import partial
 from typing import Any
 
 from draftheads.bench.settings import BenchSettings
-from draftheads.bench.summary import defaults_sentence, fastest_with_defaults, remarks, verdict
-from draftheads.bench.table import DEFAULTS, SAMPLED_FIELDS, Column, Row, columns, prompts_in_words
+from draftheads.bench.table import (
+    DEFAULTS,
+    SAMPLED_FIELDS,
+    Column,
+    Row,
+    columns,
+    defaults_sentence,
+    fastest_with_defaults,
+    prompts_in_words,
+    remarks,
+    verdict,
+)
 from draftheads.reports.page import Figure, Page, Table
 from draftheads.reports.plots import as_svg, draw_bars
 

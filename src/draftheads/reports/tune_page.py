@@ -5,7 +5,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from draftheads.bench.summary import speed_sentence
+from draftheads.bench.table import speed_sentence
 from draftheads.reports.page import Figure, Page, Table
 from draftheads.reports.plots import as_svg, draw_calibration, draw_speedups, draw_tree_sizes
 from draftheads.utils.counts import counted
