@@ -99,7 +99,8 @@ def load_contenders(
         num_nodes: of the trees, root included; drafters that fill no tree keep to it, too.
         draft_model: a smaller model that drafts as well.
         corpus: each head also drafts with copies, on growing trees, without and with the corpus.
-        precision, load_options: of the draft model, as for :func:`draftheads.load`.
+        precision: of the draft model.
+        load_options: of the draft model, as for :func:`draftheads.load`.
     """
     for name, head_name in named.items():
         if head_name in UNTRAINED:
@@ -111,7 +112,7 @@ def load_contenders(
         identity = f"{saved.method}-{saved.digest}-{identity_digest(saved.config.options())[:8]}"
         try:
             defaults = head_engine(target, head, head=head_name, model=model, max_batch_size=1)
-        except (CheckpointError, InvalidTree):  # the head's profile cannot be read, as when a user loads it
+        except (CheckpointError, InvalidTree):  # its profile cannot be read, and loading would fail
             defaults = None
         size = saved.num_parameters
         yield Contender(name, head, identity, num_parameters=size, defaults=defaults, head=head, draws=True)

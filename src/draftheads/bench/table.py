@@ -140,8 +140,8 @@ def columns(settings: BenchSettings, *, first: str, errors: bool = True) -> list
     return found
 
 
-def _number(value: float | None, form: str = ".2f") -> str:
-    return "" if value is None else format(value, form)
+def _numbers(*values: float | None, form: str = ".2f") -> str:
+    return "-".join("" if value is None else format(value, form) for value in values)
 
 
 # of ways of decoding as users have them, beside transformers
@@ -149,12 +149,10 @@ SPEED_COLUMNS = [
     Column("method", lambda row: row.name),
     Column("tokens /s", lambda row: f"{row.tokens_per_second:.1f}"),
     Column("tokens /step", lambda row: f"{row.tokens_per_step:.2f}"),
-    Column(
-        "speed-up (quartiles)", lambda row: f"{row.speedup:.2f} ({'-'.join(map(_number, row.speedup_quartiles or ()))})"
-    ),
-    Column("×\N{NO-BREAK SPACE}trans- formers", lambda row: _number(row.speedup_over_transformers)),
+    Column("speed-up (quartiles)", lambda row: f"{row.speedup:.2f} ({_numbers(*row.speedup_quartiles or ())})"),
+    Column("×\N{NO-BREAK SPACE}trans- formers", lambda row: _numbers(row.speedup_over_transformers)),
     Column("same text", lambda row: "yes" if row.num_different == 0 else f"no ({row.num_different})"),
-    Column("worst margin", lambda row: _number(row.worst_margin, ".1g")),
+    Column("worst margin", lambda row: _numbers(row.worst_margin, form=".1g")),
 ]
 
 
@@ -199,7 +197,7 @@ def fastest_with_defaults(rows: Iterable[Row]) -> Row | None:
 def defaults_sentence(rows: Iterable[Row]) -> str | None:
     """:func:`speed_sentence` of the drafter that is fastest as it is loaded; None if that was not measured."""
     best = fastest_with_defaults(rows)
-    return best and speed_sentence(best.name, best.default_speedup or 0.0, best.default_speedup_error)
+    return None if best is None else speed_sentence(best.name, best.default_speedup or 0.0, best.default_speedup_error)
 
 
 def verdict(rows: Iterable[Row], settings: BenchSettings, num_prompts: int) -> str:
