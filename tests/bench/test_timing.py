@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,8 +51,11 @@ def recorder(name: str, asked: list[tuple[str, int, int]]) -> DecodingMethod:
 
 def test_every_way_is_warmed_up_and_goes_first_in_turn() -> None:
     asked: list[tuple[str, int, int]] = []
+    counts: list[int] = []
     groups = [[[number]] for number in range(6)]
-    timings = take_turns([recorder(name, asked) for name in "abc"], groups, max_new_tokens=8)
+    ways = [recorder(name, asked) for name in "abc"]
+    timings = take_turns(ways, groups, max_new_tokens=8, on_answer=lambda: counts.append(len(asked)))
+    assert counts == list(range(4, 22)), "the caller is told after each answer"
     assert asked[:3] == [("a", 0, 4), ("b", 0, 4), ("c", 0, 4)]
     order = ["".join(name for name, *_ in asked[start : start + 3]) for start in range(3, 21, 3)]
     assert order == ["abc", "cba", "bca", "acb", "cab", "bac"]
@@ -82,14 +85,6 @@ def test_engines_are_compared_with_plain_decoding_in_turns_on_a_few_prompts(
     assert over_plain(engines, [[prompt] for prompt in range(number)]) == {"one": (2.0, 0.0), "two": (2.0, 0.0)}
     assert sorted(asked) == [(name, prompt) for name in ("one", "plain", "two") for prompt in few]
     assert [name for name, _ in asked[:6]] == ["plain", "one", "two", "two", "one", "plain"]
-
-
-def test_after_each_answer_the_caller_is_told() -> None:
-    asked: list[tuple[str, int, int]] = []
-    counts: list[int] = []
-    ways = [recorder(name, asked) for name in "ab"]
-    take_turns(ways, [[[0]], [[1]]], max_new_tokens=8, on_answer=lambda: counts.append(len(asked)))
-    assert counts == [3, 4, 5, 6]
 
 
 def test_saved_answers_are_used_in_place_of_new_ones() -> None:
@@ -139,12 +134,6 @@ class Machine:
         return timings
 
 
-def test_a_fast_machine_answers_everything_and_ends_early() -> None:
-    timings = Machine((0.01, 0.01), (0.01, 0.005)).run(120.0)
-    assert (timings.num_groups, timings.max_new_tokens) == (6, 128)
-    assert timings.seconds < 15.0
-
-
 @pytest.mark.parametrize("slowness", [1.0, 2.0, 3.0, 4.0, 5.0])
 def test_a_slow_machine_gives_shorter_answers_to_three_prompts(slowness: float) -> None:
     ways = [(0.1, 0.075), (0.1, 0.04), (0.1, 0.025), (0.1, 0.03)]
@@ -157,25 +146,24 @@ def test_a_slow_machine_gives_shorter_answers_to_three_prompts(slowness: float) 
         assert timings.max_new_tokens == 128
 
 
-@pytest.mark.parametrize(("per_token", "num_groups"), [(0.5, 2), (50.0, 1)])
-def test_a_very_slow_machine_answers_fewer_prompts(per_token: float, num_groups: int) -> None:
-    timings = Machine((0.0, per_token)).run(50.0)
-    assert (timings.num_groups, timings.max_new_tokens) == (num_groups, 32)
-
-
-@pytest.mark.parametrize(("seconds", "num_groups"), [(148.5, 4), (147.5, 3)])
-def test_no_prompt_is_begun_that_would_not_be_answered_in_time(seconds: float, num_groups: int) -> None:
-    """Warming up takes 20 seconds and each answer of 32 tokens 32: three end after 116 seconds, four after 148."""
-    assert Machine((0.0, 1.0)).run(seconds, most=32).num_groups == num_groups
-
-
-def test_without_a_time_box_everything_is_answered() -> None:
-    timings = Machine((10.0, 10.0)).run(math.inf)
-    assert (timings.num_groups, timings.max_new_tokens) == (6, 128)
-
-
-def test_a_time_box_never_makes_answers_longer() -> None:
-    assert Machine((0.0, 1.0)).run(10.0, most=5).max_new_tokens == 5
+@pytest.mark.parametrize(
+    ("speeds", "seconds", "most", "expected"),
+    [
+        ([(0.01, 0.01), (0.01, 0.005)], 120.0, 128, (6, 128)),  # a fast machine answers everything
+        ([(10.0, 10.0)], math.inf, 128, (6, 128)),  # and so does any machine without a time box
+        ([(0.0, 0.5)], 50.0, 128, (2, 32)),  # a very slow one answers fewer prompts …
+        ([(0.0, 50.0)], 50.0, 128, (1, 32)),  # … but at least one
+        ([(0.0, 1.0)], 10.0, 5, (1, 5)),  # answers never get longer
+        # warming up takes 20 seconds and each answer 32: three end after 116 seconds, and four after 148
+        ([(0.0, 1.0)], 148.5, 32, (4, 32)),
+        ([(0.0, 1.0)], 147.5, 32, (3, 32)),
+    ],
+)
+def test_prompts_and_tokens_fit_the_time_box(
+    speeds: list[tuple[float, float]], seconds: float, most: int, expected: tuple[int, int]
+) -> None:
+    timings = Machine(*speeds).run(seconds, most=most)
+    assert (timings.num_groups, timings.max_new_tokens) == expected
 
 
 # --- ways ---
@@ -277,4 +265,3 @@ def test_learning_from_a_step_counts_as_drafting(
 def test_an_answer_without_a_step_has_no_parts(model: TargetModel) -> None:
     found = engine_method("plain", Engine(model)).decode(PROMPTS[:1], 1)
     assert (found.num_timed_steps, found.verify_milliseconds) == (0, 0.0)
-    assert isinstance(found.token_ids, Sequence)

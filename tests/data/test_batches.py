@@ -38,14 +38,11 @@ def test_skipping_prompts_keeps_answers_and_the_position_before_them(
         assert not short.loss_mask[row, length - first :].any()
 
 
-@given(st.integers(1, 5000))
-def test_few_lengths_are_padded_to_and_padding_adds_less_than_a_quarter(length: int) -> None:
-    assert length <= padded_length(length) < 1.25 * length
-    assert padded_length(padded_length(length)) == padded_length(length)
-
-
-def test_texts_of_a_training_have_few_padded_lengths() -> None:
-    assert len({padded_length(length) for length in range(1, 513)}) < 40
+def test_few_lengths_are_padded_to_and_padding_adds_less_than_a_quarter() -> None:
+    padded = [padded_length(length) for length in range(1, 5001)]
+    assert all(length <= longer < 1.25 * length for length, longer in enumerate(padded, 1))
+    assert [padded_length(length) for length in padded] == padded
+    assert len(set(padded[:512])) < 40
 
 
 @pytest.mark.parametrize(("lengths", "padded"), [((3, 31), 32), ((32,), 32), ((1, 33, 5), 40), ((500, 9), 512)])
@@ -143,14 +140,7 @@ def test_answers_without_a_prompt_are_on_both_sides() -> None:
         assert 5 < sum(index % 2 for index in held_out) < 35
 
 
-def test_plain_text_is_held_out_at_random() -> None:
-    token_ids, _ = texts_of(range(100))
-    loss_masks = [torch.tensor([True, True, True])] * 100
-    _, held_out = split_held_out(token_ids, loss_masks, fraction=0.2, seed=0)
-    assert sorted(held_out) != list(range(len(held_out))), "not in the order of the file"
-
-
-def test_a_batch_has_the_indices_and_sources_of_its_documents(
+def test_a_batch_has_the_indices_of_its_documents(
     target: TargetModel, texts: list[EncodedChat], tmp_path: Path
 ) -> None:
     store = build_features(target, texts, tmp_path / "features")

@@ -25,24 +25,25 @@ def words(text: EncodedChat) -> str:
     return " ".join(VOCAB[token] for token in text.token_ids)
 
 
-def test_the_loss_covers_the_answer_and_the_token_that_ends_it() -> None:
-    text = encode(chat("w1 w2", "w3 w4"))
-    assert words(text) == "<s> user \n w1 w2 <e> \n <s> assistant \n w3 w4 <e>"
-    assert said(text) == ["w3", "w4", "<e>"]
-
-
-def test_the_loss_covers_every_assistant_turn_and_the_text_is_the_rendered_chat() -> None:
-    record = chat("w1", "w2 w3", "w4", "w5")
+@pytest.mark.parametrize(
+    ("record", "learned"),
+    [
+        (chat("w1 w2", "w3 w4"), ["w3", "w4", "<e>"]),
+        (chat("w1", "w2 w3", "w4", "w5 w6", finished=False), ["w2", "w3", "<e>", "w5", "w6"]),
+        (chat("w1", "w2 \n"), ["w2", "\n", "<e>"]),  # spaces that the template keeps
+        (chat("w1", ""), ["<e>"]),
+    ],
+)
+def test_the_loss_covers_answers_and_the_tokens_that_end_them(record: dict[str, Any], learned: list[str]) -> None:
     text = encode(record)
-    assert said(text) == ["w2", "w3", "<e>", "w5", "<e>"]
+    assert said(text) == learned
+    assert text.loss_mask[-1], "nothing follows"
+
+
+def test_the_text_is_the_rendered_chat() -> None:
+    record = chat("w1", "w2 w3", "w4", "w5")
     rendered = chat_tokenizer().apply_chat_template(record["messages"], tokenize=False)
-    assert list(text.token_ids) == chat_tokenizer()(rendered, add_special_tokens=False)["input_ids"][:-1]
-
-
-def test_a_cut_off_answer_has_no_end() -> None:
-    text = encode(chat("w1", "w2 w3", "w4", "w5 w6", finished=False))
-    assert said(text) == ["w2", "w3", "<e>", "w5", "w6"]
-    assert words(text).endswith("w5 w6")
+    assert list(encode(record).token_ids) == chat_tokenizer()(rendered, add_special_tokens=False)["input_ids"][:-1]
 
 
 def test_what_follows_the_last_answer_is_left_out() -> None:
@@ -58,14 +59,6 @@ def test_an_end_of_turn_that_does_not_end_the_text_is_not_learned() -> None:
 def test_spaces_that_the_template_strips_are_ignored() -> None:
     template = TEMPLATE.replace("m['content']", "m['content'] | trim")
     assert encode(chat("w1", " \n w2 \n "), template=template) == encode(chat("w1", "w2"))
-
-
-def test_spaces_that_the_template_keeps_are_learned() -> None:
-    assert said(encode(chat("w1", "w2 \n"))) == ["w2", "\n", "<e>"]
-
-
-def test_of_an_empty_answer_only_its_end_is_learned() -> None:
-    assert said(encode(chat("w1", ""))) == ["<e>"]
 
 
 @pytest.mark.parametrize("length", range(1, 20))
@@ -86,16 +79,12 @@ def test_cutting_keeps_the_beginning(length: int) -> None:
         (TEMPLATE.replace("<s> assistant", "<s> w7"), "another text than its generation prompt"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         (TEMPLATE.replace("{{ m['content'] }}", "w8 {{ m['content'] }}"), "hides or changes"),
+        ("", "no chat template: give one by --chat-template"),
     ],
 )
-def test_a_template_that_hides_or_changes_words_is_an_error(template: str, message: str) -> None:
+def test_a_template_that_hides_or_changes_words_and_no_template_are_errors(template: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         encode(chat("w1", "w2 w3", "w4", "w5"), template=template)
-
-
-def test_no_chat_template_is_an_error() -> None:
-    with pytest.raises(DataError, match="no chat template: give one by --chat-template"):
-        encode(chat("w1", "w2"), template="")
 
 
 def test_a_given_template_takes_the_place_of_the_tokenizers_own() -> None:
