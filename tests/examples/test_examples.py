@@ -10,6 +10,8 @@ import torch
 
 from draftheads.checkpoints.checkpoint import save_head
 from draftheads.heads.medusa import MedusaConfig, MedusaHead
+from families import tiny_head
+from structured_world import json_model
 from training_world import chat_model, counting_chats, write_chats
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -35,10 +37,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Script:
     """Runs a script with options, in the world's folder, and returns what it prints."""
 
-    def script(name: str, *options: str) -> str:
+    def script(name: str, *options: str, model: str = "model") -> str:
         monkeypatch.chdir(world)
         monkeypatch.setenv("DRAFTHEADS_CACHE", str(world / "cache"))
-        monkeypatch.setattr(sys, "argv", [name, "--model", str(world / "model"), *options])
+        monkeypatch.setattr(sys, "argv", [name, "--model", str(world / model), *options])
         with torch.random.fork_rng():
             runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         return capsys.readouterr().out
@@ -71,6 +73,17 @@ def test_compare_heads_prints_a_line_per_drafter(run: Script) -> None:
     sizes = ("--num-nodes", "6", "--max-new-tokens", "12")
     out = run("compare_heads.py", "--heads", "head", "prompt-lookup", "--prompts", "prompts.txt", *sizes)
     assert out.count("tokens per step") >= 2
+
+
+def test_structured_prints_json_and_the_same_text(run: Script, world: Path) -> None:
+    model = json_model()
+    model.model.save_pretrained(world / "json-model")
+    model.tokenizer.save_pretrained(world / "json-model")
+    save_head(tiny_head("hydra", model), world / "json-head", base=model)
+    facts, steps, choice = run("structured.py", "--head", "json-head", model="json-model").splitlines()
+    assert facts.startswith("{'name': '")
+    assert steps.endswith("tokens per step, the same text: True")
+    assert choice in ("yes", "no")
 
 
 def test_every_script_has_a_test() -> None:

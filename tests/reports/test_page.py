@@ -46,30 +46,24 @@ def test_every_part_of_a_page_is_in_its_html() -> None:
 def test_settings_that_differ_come_before_the_folded_ones() -> None:
     html = render(WHOLE)
     assert html.index("Settings that differ") < html.index('<th scope="row">seed') < html.index("<details")
-    assert "Settings that differ" not in render(Page("Title", "Answer"))
+    without_parts = render(Page("Title", "Answer"))
+    check_page(without_parts)
+    assert "Settings that differ" not in without_parts
 
 
 def test_words_of_a_page_are_text_and_not_html() -> None:
     strange = '<script>a & "b"</script>'
-    html = render(
-        Page(
-            strange,
-            strange,
-            strange,
-            [(strange, strange)],
-            texts=[Text(strange, [Piece(strange)])],
-            figures=[Figure(strange, "", strange, strange)],
-            tables=[Table(strange, [strange], [[strange]], strange)],
-            settings=[(strange, strange)],
-            facts=[(strange, [(strange, [strange])])],
-        )
+    page = Page(
+        *(strange, strange, strange, [(strange, strange)]),
+        texts=[Text(strange, [Piece(strange)])],
+        figures=[Figure(strange, "", strange, strange)],
+        tables=[Table(strange, [strange], [[strange]], strange)],
+        settings=[(strange, strange)],
+        facts=[(strange, [(strange, [strange])])],
     )
+    html = render(page)
     assert "<script" not in html
     assert html.count("&lt;script&gt;a &amp; &#34;b&#34;&lt;/script&gt;") == 22
-
-
-def test_a_page_without_parts_is_a_page() -> None:
-    check_page(render(Page("Title", "Answer")))
 
 
 @pytest.mark.parametrize(
