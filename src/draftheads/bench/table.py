@@ -64,8 +64,8 @@ class Row:
     @property
     def parts(self) -> dict[str, float]:
         """Milliseconds of the parts of a step, by name."""
-        found = (self.draft_milliseconds, self.verify_milliseconds, self.rest_milliseconds)
-        return dict(zip(PARTS, found, strict=True))
+        milliseconds = (self.draft_milliseconds, self.verify_milliseconds, self.rest_milliseconds)
+        return dict(zip(PARTS, milliseconds, strict=True))
 
 
 def timed_row(
@@ -121,7 +121,7 @@ def columns(settings: BenchSettings, *, first: str, errors: bool = True) -> list
             return ""
         return f"{value:.2f}" + (f" ± {deviation:.2f}" if errors and deviation is not None else "")
 
-    found = [
+    shown = [
         Column("drafter", lambda row: row.name),
         Column("parameters", lambda row: short_count(row.num_parameters) if row.num_parameters else "none", "speed"),
         Column("tree", lambda row: row.tree),
@@ -136,8 +136,8 @@ def columns(settings: BenchSettings, *, first: str, errors: bool = True) -> list
     if settings.temperature:
         for acceptance, (field, error) in SAMPLED_FIELDS.items():
             heading = f"{acceptance} T={settings.temperature:g}"
-            found.append(Column(heading, partial(number, field=field, error=error), "sampled"))
-    return found
+            shown.append(Column(heading, partial(number, field=field, error=error), "sampled"))
+    return shown
 
 
 def _numbers(*values: float | None, form: str = ".2f") -> str:
@@ -219,14 +219,14 @@ def remarks(rows: Iterable[Row], settings: BenchSettings) -> list[str]:
     """Sentences on what limits the verdict."""
     best, *others = sorted(rows, key=lambda row: -row.speedup)
     close = [row.name for row in others if best.speedup - row.speedup < best.speedup_error + row.speedup_error]
-    found = []
+    sentences = []
     if any(row.default_speedup is not None for row in (best, *others)):
-        found.append("Defaults choose the size of each draft for this machine.")
+        sentences.append("Defaults choose the size of each draft for this machine.")
     if close:
-        found.append(f"Within the errors, {' and '.join(close)} can be as fast as {best.name}.")
+        sentences.append(f"Within the errors, {' and '.join(close)} can be as fast as {best.name}.")
     if best.speedup - best.speedup_error <= 1:
         trees = f"Trees of {counted(settings.num_nodes, 'node')}"
-        found.append(f"{trees} may be too large for this machine: try a smaller `--num-nodes`.")
+        sentences.append(f"{trees} may be too large for this machine: try a smaller `--num-nodes`.")
     if any(row.num_different for row in (best, *others)):
-        found.append("Texts can differ where rounding decides between equally probable tokens, in fp32 rarely.")
-    return found
+        sentences.append("Texts can differ where rounding decides between equally probable tokens, in fp32 rarely.")
+    return sentences

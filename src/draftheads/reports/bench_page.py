@@ -70,7 +70,7 @@ def _tables(rows: list[Row], settings: BenchSettings, first: str, num_prompts: i
     greedy = [column for column in others if column.kind != "sampled" and any(map(column.cell, rows))]
     greedy.sort(key=lambda column: (*_LEADING, column.heading).index(column.heading))
     sampled = [column for column in others if column.kind == "sampled"]
-    found = [
+    tables = [
         table(
             "Speed, and tokens per step of greedy answers",
             [*greedy[: len(_LEADING)], same_text, *greedy[len(_LEADING) :]],
@@ -79,8 +79,8 @@ def _tables(rows: list[Row], settings: BenchSettings, first: str, num_prompts: i
     ]
     if sampled:
         title = f"Tokens per step at temperature {settings.temperature:g}, by acceptance rule"
-        found.append(table(title, sampled, _ERROR))
-    return found
+        tables.append(table(title, sampled, _ERROR))
+    return tables
 
 
 def _speed(rows: list[Row]) -> Figure:

@@ -149,12 +149,8 @@ def draft_along(
 ) -> list[Tensor]:
     """Drafts with growing trees at every token of recorded answers, several answers as the rows of a batch.
 
-    Args:
-        head: bound to the target.
-        shape: of the largest tree, with the fitted confidence.
-        answers: recorded.
-        hidden: for each answer (m, D) from :func:`observe`.
-        prompts: for each answer the hidden states (T, D) of its prompt; not read for heads without a history.
+    ``shape`` is of the largest tree, with the fitted confidence. For each answer, ``hidden`` has the states (m, D) from
+    :func:`observe`, and ``prompts`` those (T, D) of its prompt, which are not read for heads without a history.
 
     Returns:
         For each answer (K, m, K): entry d-1 is the smallest size of tree of at most depth d that contains the true
