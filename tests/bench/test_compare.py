@@ -16,7 +16,7 @@ from draftheads.bench.compare import Bench, numbered
 from draftheads.bench.contenders import Contender
 from draftheads.bench.settings import BenchSettings
 from draftheads.bench.table import SAMPLED_FIELDS, Row
-from draftheads.bench.timing import Answers
+from draftheads.bench.timing import Answers, Way
 from draftheads.checkpoints.checkpoint import save_head
 from draftheads.decode.engine import Engine
 from draftheads.drafters.draft_model import DraftModel
@@ -223,25 +223,25 @@ class Counter:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counted, self.timed = 0, 0
         self.stop_at: int | None = None
-        real_count, real_way = compare.answers_of, compare.engine_method
+        real_count, real_way = compare.answers_of, compare.engine_way
 
         def count(*arguments: Any) -> Answers:
             self.counted += 1
             return real_count(*arguments)
 
-        def way(name: str, engine: Engine) -> Any:
-            real = real_way(name, engine)
+        def way(engine: Engine) -> Way:
+            real = real_way(engine)
 
             def decode(group: Any, max_new_tokens: int) -> Answers:
                 self.timed += max_new_tokens == SETTINGS.max_new_tokens
                 if self.stop_at is not None and self.timed > self.stop_at:
                     raise KeyboardInterrupt
-                return real.decode(group, max_new_tokens)
+                return real(group, max_new_tokens)
 
-            return replace(real, decode=decode)
+            return decode
 
         monkeypatch.setattr(compare, "answers_of", count)
-        monkeypatch.setattr(compare, "engine_method", way)
+        monkeypatch.setattr(compare, "engine_way", way)
 
     def of(self, one: Bench) -> tuple[int, int]:
         """Countings and timed answers of a run."""

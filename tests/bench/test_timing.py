@@ -10,13 +10,13 @@ import pytest
 from draftheads.bench import timing
 from draftheads.bench.timing import (
     Answers,
-    DecodingMethod,
     Group,
     StepClock,
     Timings,
-    engine_method,
+    Way,
+    engine_way,
     over_plain,
-    stock_method,
+    stock_way,
     take_turns,
 )
 from draftheads.decode.batch import Batch
@@ -39,21 +39,21 @@ def model() -> TargetModel:
 # --- turns ---
 
 
-def recorder(name: str, asked: list[tuple[str, int, int]]) -> DecodingMethod:
+def recorder(name: str, asked: list[tuple[str, int, int]]) -> Way:
     """A way that notes its name, the prompt and the number of tokens."""
 
     def decode(group: Group, max_new_tokens: int) -> Answers:
         asked.append((name, group[0][0], max_new_tokens))
         return Answers(((group[0][0],),), (1,), 1.0)
 
-    return DecodingMethod(name, decode)
+    return decode
 
 
 def test_every_way_is_warmed_up_and_goes_first_in_turn() -> None:
     asked: list[tuple[str, int, int]] = []
     counts: list[int] = []
     groups = [[[number]] for number in range(6)]
-    ways = [recorder(name, asked) for name in "abc"]
+    ways = {name: recorder(name, asked) for name in "abc"}
     timings = take_turns(ways, groups, max_new_tokens=8, on_answer=lambda: counts.append(len(asked)))
     assert counts == list(range(4, 22)), "the caller is told after each answer"
     assert asked[:3] == [("a", 0, 4), ("b", 0, 4), ("c", 0, 4)]
@@ -69,8 +69,11 @@ def test_engines_are_compared_with_plain_decoding_in_turns_on_a_few_prompts(
     model: TargetModel, monkeypatch: pytest.MonkeyPatch, number: int, few: list[int]
 ) -> None:
     asked: list[tuple[str, int]] = []
+    engines = {name: Engine(model, tiny_head("medusa", model)) for name in ("one", "two")}
+    names = {id(engine): name for name, engine in engines.items()}
 
-    def way(name: str, engine: Engine) -> DecodingMethod:
+    def way(engine: Engine) -> Way:
+        name = names.get(id(engine), "plain")
         assert (name == "plain") == isinstance(engine.drafter, NoDraft)
 
         def decode(group: Group, max_new_tokens: int) -> Answers:
@@ -78,10 +81,9 @@ def test_engines_are_compared_with_plain_decoding_in_turns_on_a_few_prompts(
                 asked.append((name, group[0][0]))
             return Answers(((1, 2, 3),), (2,), 1.0 if name == "plain" else 0.5)
 
-        return DecodingMethod(name, decode)
+        return decode
 
-    monkeypatch.setattr(timing, "engine_method", way)
-    engines = {name: Engine(model, tiny_head("medusa", model)) for name in ("one", "two")}
+    monkeypatch.setattr(timing, "engine_way", way)
     assert over_plain(engines, [[prompt] for prompt in range(number)]) == {"one": (2.0, 0.0), "two": (2.0, 0.0)}
     assert sorted(asked) == [(name, prompt) for name in ("one", "plain", "two") for prompt in few]
     assert [name for name, _ in asked[:6]] == ["plain", "one", "two", "two", "one", "plain"]
@@ -96,7 +98,7 @@ def test_saved_answers_are_used_in_place_of_new_ones() -> None:
             known[number] = find()
         return known[number]
 
-    ways, groups = [recorder(name, asked) for name in "ab"], [[[0]], [[1]], [[2]]]
+    ways, groups = {name: recorder(name, asked) for name in "ab"}, [[[0]], [[1]], [[2]]]
     first = take_turns(ways, groups[:2], max_new_tokens=8, saved=saved)
     asked.clear()
     second = take_turns(ways, groups, max_new_tokens=8, saved=saved)
@@ -112,18 +114,18 @@ class Machine:
 
     def __init__(self, *speeds: tuple[float, float]) -> None:
         self.now = 0.0
-        self.ways = [self._way(f"way {number}", *speed) for number, speed in enumerate(speeds)]
+        self.ways = {f"way {number}": self._way(*speed) for number, speed in enumerate(speeds)}
 
     def clock(self) -> float:
         return self.now
 
-    def _way(self, name: str, reading: float, per_token: float) -> DecodingMethod:
+    def _way(self, reading: float, per_token: float) -> Way:
         def decode(_: Group, max_new_tokens: int) -> Answers:
             seconds = reading + per_token * max_new_tokens
             self.now += seconds
             return Answers(((7,) * max_new_tokens,), (max_new_tokens - 1,), seconds)
 
-        return DecodingMethod(name, decode)
+        return decode
 
     def run(self, seconds: float, *, most: int = 128) -> Timings:
         groups = [[[number]] for number in range(6)]
@@ -174,7 +176,7 @@ def test_an_engine_s_answers_are_its_own_and_are_counted(model: TargetModel, gro
     engine = Engine(model, Copying(tiny_head("hydra", model), odds=[[0.9, 0.8, 0.7, 0.6]]), max_batch_size=2)
     results = engine.generate(group, max_new_tokens=20)
     start = time.perf_counter()
-    found = engine_method("hydra", engine).decode(group, 20)
+    found = engine_way(engine)(group, 20)
     assert 0 < found.seconds <= time.perf_counter() - start
     assert found.token_ids == tuple(result.token_ids for result in results)
     assert found.num_steps == tuple(result.num_steps for result in results)
@@ -187,20 +189,20 @@ def test_an_engine_s_answers_are_its_own_and_are_counted(model: TargetModel, gro
 
 
 def test_plain_decoding_drafts_nothing(model: TargetModel) -> None:
-    found = engine_method("plain", Engine(model)).decode(PROMPTS[:1], 20)
+    found = engine_way(Engine(model))(PROMPTS[:1], 20)
     assert (found.num_drafted, found.num_copied) == (0, 0)
     assert found.step_shares == [(found.num_tokens - 1, found.num_tokens - 1)]
 
 
 def test_transformers_way_stops_at_the_end_of_text() -> None:
     stock = tiny_model("llama")
-    free = stock_method(stock).decode(PROMPTS[:1], 20).token_ids[0]
+    free = stock_way(stock)(PROMPTS[:1], 20).token_ids[0]
     place = next(place for place in range(3, 20) if free[place] not in free[:place])
     stock.model.generation_config.eos_token_id = [free[place]]
     again = TargetModel(stock.model, stock.tokenizer, "again")
-    found = stock_method(again).decode(PROMPTS[:1], 20)
+    found = stock_way(again)(PROMPTS[:1], 20)
     assert found.token_ids == (free[: place + 1],)
-    assert found.token_ids == engine_method("plain", Engine(again)).decode(PROMPTS[:1], 20).token_ids
+    assert found.token_ids == engine_way(Engine(again))(PROMPTS[:1], 20).token_ids
     assert found.num_steps == (place,)
 
 
@@ -238,7 +240,7 @@ def test_parts_are_of_all_steps_but_the_first_after_a_prompt(
         return propose(self, *arguments)
 
     monkeypatch.setattr(HeadSession, "propose", drafting)
-    found = engine_method("medusa", Engine(model, head)).decode(PROMPTS[:1], 10)
+    found = engine_way(Engine(model, head))(PROMPTS[:1], 10)
     steps = found.num_steps[0] - 1
     assert 2 <= steps <= 8
     assert found.num_timed_steps == steps
@@ -258,10 +260,10 @@ def test_learning_from_a_step_counts_as_drafting(
         watch(self, draft, logits)
 
     monkeypatch.setattr(LookaheadSession, "on_verify", learning)
-    found = engine_method("lookahead", Engine(model, Lookahead())).decode(PROMPTS[:1], 10)
+    found = engine_way(Engine(model, Lookahead()))(PROMPTS[:1], 10)
     assert found.draft_milliseconds == 1e3 * found.num_timed_steps > 1e3
 
 
 def test_an_answer_without_a_step_has_no_parts(model: TargetModel) -> None:
-    found = engine_method("plain", Engine(model)).decode(PROMPTS[:1], 1)
+    found = engine_way(Engine(model))(PROMPTS[:1], 1)
     assert (found.num_timed_steps, found.verify_milliseconds) == (0, 0.0)

@@ -19,7 +19,7 @@ import torch
 from draftheads.bench.contenders import DRAFT_MODEL, Contender, heads_for, load_contenders, names_of
 from draftheads.bench.settings import BenchSettings
 from draftheads.bench.table import DEFAULT_FIELDS, SAMPLED_FIELDS, Row, timed_row
-from draftheads.bench.timing import PLAIN, Answers, answers_of, engine_method, over_plain, spread, take_turns
+from draftheads.bench.timing import PLAIN, Answers, answers_of, engine_way, over_plain, spread, take_turns
 from draftheads.checkpoints.registry import head_name
 from draftheads.data.corpus_files import load_corpus
 from draftheads.data.records import own_prompts, prompts_in
@@ -307,7 +307,7 @@ class Bench:
         engines = {PLAIN: self._engine(None, batch_size=1)}
         for contender in self.contenders:
             engines[contender.name] = self._engine(contender.drafter, self._shapes[contender.name], batch_size=1)
-        ways = [engine_method(name, engine) for name, engine in engines.items()]
+        ways = {name: engine_way(engine) for name, engine in engines.items()}
         key = identity_digest([prompts, [contender.identity for contender in self.contenders]])
         stage = f"timing {len(ways)} ways on {counted(len(prompts), 'prompt')}"
         advance = counted_stage(self.progress, stage, len(prompts))

@@ -9,7 +9,7 @@ import torch
 
 from draftheads.bench.contenders import names_of
 from draftheads.bench.table import Row, timed_row
-from draftheads.bench.timing import PLAIN, STOCK, DecodingMethod, Timings, engine_method, stock_method
+from draftheads.bench.timing import PLAIN, STOCK, Timings, Way, engine_way, stock_way
 from draftheads.cpu.optimise import rows_keep_their_bits
 from draftheads.decode.engine import Engine
 from draftheads.errors import InvalidSettings
@@ -47,10 +47,10 @@ class Demo:
     plain: Engine
     heads: dict[str, Engine]  # by their names in the table
 
-    def ways(self, *, transformers: bool) -> list[DecodingMethod]:
-        """All ways of decoding."""
-        ours = [engine_method(name, engine) for name, engine in {PLAIN: self.plain, **self.heads}.items()]
-        return [stock_method(self.stock), *ours] if transformers else ours
+    def ways(self, *, transformers: bool) -> dict[str, Way]:
+        """All ways of decoding, by name."""
+        ours = {name: engine_way(engine) for name, engine in {PLAIN: self.plain, **self.heads}.items()}
+        return {STOCK: stock_way(self.stock), **ours} if transformers else ours
 
     def rows(self, timings: Timings, prompts: Sequence[list[int]], scorer: Scorer | None) -> list[Row]:
         """The table, from answers to single prompts. Texts are compared with plain decoding by the same kernels.
