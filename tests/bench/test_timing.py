@@ -49,7 +49,7 @@ def recorder(name: str, asked: list[tuple[str, int, int]]) -> Way:
     return decode
 
 
-def test_every_way_is_warmed_up_and_goes_first_in_turn() -> None:
+def test_every_way_is_warmed_up_and_goes_first_in_turn():
     asked: list[tuple[str, int, int]] = []
     counts: list[int] = []
     groups = [[[number]] for number in range(6)]
@@ -67,7 +67,7 @@ def test_every_way_is_warmed_up_and_goes_first_in_turn() -> None:
 @pytest.mark.parametrize(("number", "few"), [(4, [0, 1, 2, 3]), (12, [0, 2, 4, 6, 8, 10])])
 def test_engines_are_compared_with_plain_decoding_in_turns_on_a_few_prompts(
     model: TargetModel, monkeypatch: pytest.MonkeyPatch, number: int, few: list[int]
-) -> None:
+):
     asked: list[tuple[str, int]] = []
     engines = {name: Engine(model, tiny_head("medusa", model)) for name in ("one", "two")}
     names = {id(engine): name for name, engine in engines.items()}
@@ -89,7 +89,7 @@ def test_engines_are_compared_with_plain_decoding_in_turns_on_a_few_prompts(
     assert [name for name, _ in asked[:6]] == ["plain", "one", "two", "two", "one", "plain"]
 
 
-def test_saved_answers_are_used_in_place_of_new_ones() -> None:
+def test_saved_answers_are_used_in_place_of_new_ones():
     asked: list[tuple[str, int, int]] = []
     known: dict[int, Any] = {}
 
@@ -137,7 +137,7 @@ class Machine:
 
 
 @pytest.mark.parametrize("slowness", [1.0, 2.0, 3.0, 4.0, 5.0])
-def test_a_slow_machine_gives_shorter_answers_to_three_prompts(slowness: float) -> None:
+def test_a_slow_machine_gives_shorter_answers_to_three_prompts(slowness: float):
     ways = [(0.1, 0.075), (0.1, 0.04), (0.1, 0.025), (0.1, 0.03)]
     machine = Machine(*((reading * slowness, per_token * slowness) for reading, per_token in ways))
     timings = machine.run(120.0)
@@ -163,7 +163,7 @@ def test_a_slow_machine_gives_shorter_answers_to_three_prompts(slowness: float) 
 )
 def test_prompts_and_tokens_fit_the_time_box(
     speeds: list[tuple[float, float]], seconds: float, most: int, expected: tuple[int, int]
-) -> None:
+):
     timings = Machine(*speeds).run(seconds, most=most)
     assert (timings.num_groups, timings.max_new_tokens) == expected
 
@@ -172,7 +172,7 @@ def test_prompts_and_tokens_fit_the_time_box(
 
 
 @pytest.mark.parametrize("group", [PROMPTS[:1], PROMPTS])
-def test_an_engine_s_answers_are_its_own_and_are_counted(model: TargetModel, group: list[list[int]]) -> None:
+def test_an_engine_s_answers_are_its_own_and_are_counted(model: TargetModel, group: list[list[int]]):
     engine = Engine(model, Copying(tiny_head("hydra", model), odds=[[0.9, 0.8, 0.7, 0.6]]), max_batch_size=2)
     results = engine.generate(group, max_new_tokens=20)
     start = time.perf_counter()
@@ -188,13 +188,13 @@ def test_an_engine_s_answers_are_its_own_and_are_counted(model: TargetModel, gro
     assert sum(parts) < 1e3 * found.seconds
 
 
-def test_plain_decoding_drafts_nothing(model: TargetModel) -> None:
+def test_plain_decoding_drafts_nothing(model: TargetModel):
     found = engine_way(Engine(model))(PROMPTS[:1], 20)
     assert (found.num_drafted, found.num_copied) == (0, 0)
     assert found.step_shares == [(found.num_tokens - 1, found.num_tokens - 1)]
 
 
-def test_transformers_way_stops_at_the_end_of_text() -> None:
+def test_transformers_way_stops_at_the_end_of_text():
     stock = tiny_model("llama")
     free = stock_way(stock)(PROMPTS[:1], 20).token_ids[0]
     place = next(place for place in range(3, 20) if free[place] not in free[:place])
@@ -231,7 +231,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_parts_are_of_all_steps_but_the_first_after_a_prompt(
     model: TargetModel, clock: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     head = tiny_head("medusa", model)
     propose = HeadSession.propose
 
@@ -252,7 +252,7 @@ def test_parts_are_of_all_steps_but_the_first_after_a_prompt(
 
 def test_learning_from_a_step_counts_as_drafting(
     model: TargetModel, clock: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     watch = LookaheadSession.on_verify
 
     def learning(self: Any, draft: Any, logits: Any) -> None:
@@ -264,6 +264,6 @@ def test_learning_from_a_step_counts_as_drafting(
     assert found.draft_milliseconds == 1e3 * found.num_timed_steps > 1e3
 
 
-def test_an_answer_without_a_step_has_no_parts(model: TargetModel) -> None:
+def test_an_answer_without_a_step_has_no_parts(model: TargetModel):
     found = engine_way(Engine(model))(PROMPTS[:1], 1)
     assert (found.num_timed_steps, found.verify_milliseconds) == (0, 0.0)

@@ -48,34 +48,34 @@ def run(world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     return script
 
 
-def test_generate_prints_answers_and_tokens_per_step(run: Script) -> None:
+def test_generate_prints_answers_and_tokens_per_step(run: Script):
     assert run("generate.py", "--head", "head", "--max-new-tokens", "12").count("tokens per step, ") == 2
 
 
-def test_custom_tree_prints_the_same_text_for_both_shapes(run: Script) -> None:
+def test_custom_tree_prints_the_same_text_for_both_shapes(run: Script):
     out = run("custom_tree.py", "--head", "head", "--max-new-tokens", "12")
     assert out.count("the same text as plain decoding") == 2
 
 
-def test_train_head_writes_a_head_and_uses_it(run: Script, world: Path) -> None:
+def test_train_head_writes_a_head_and_uses_it(run: Script, world: Path):
     out = run("train_head.py", "--data", "chats.jsonl", "--out", "trained", "--epochs", "1")
     assert "accuracy of the first head" in out
     assert (world / "trained" / "model.safetensors").is_file()
 
 
-def test_tune_head_writes_a_profile_and_uses_it(run: Script, world: Path) -> None:
+def test_tune_head_writes_a_profile_and_uses_it(run: Script, world: Path):
     out = run("tune_head.py", "--head", "head", "--prompts", "prompts.txt", "--out", "tuned")
     assert "16 nodes: " in out
     assert (world / "tuned" / "acceptance.json").is_file()
 
 
-def test_compare_heads_prints_a_line_per_drafter(run: Script) -> None:
+def test_compare_heads_prints_a_line_per_drafter(run: Script):
     sizes = ("--num-nodes", "6", "--max-new-tokens", "12")
     out = run("compare_heads.py", "--heads", "head", "prompt-lookup", "--prompts", "prompts.txt", *sizes)
     assert out.count("tokens per step") >= 2
 
 
-def test_structured_prints_json_and_the_same_text(run: Script, world: Path) -> None:
+def test_structured_prints_json_and_the_same_text(run: Script, world: Path):
     model = json_model()
     model.model.save_pretrained(world / "json-model")
     model.tokenizer.save_pretrained(world / "json-model")
@@ -86,6 +86,6 @@ def test_structured_prints_json_and_the_same_text(run: Script, world: Path) -> N
     assert choice in ("yes", "no")
 
 
-def test_every_script_has_a_test() -> None:
+def test_every_script_has_a_test():
     tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
     assert all(f'"{path.name}"' in tests for path in EXAMPLES.glob("*.py"))

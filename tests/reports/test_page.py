@@ -18,7 +18,7 @@ WHOLE = Page(
 )
 
 
-def test_every_part_of_a_page_is_in_its_html() -> None:
+def test_every_part_of_a_page_is_in_its_html():
     html = render(WHOLE)
     check_page(html)
     for part in (
@@ -43,7 +43,7 @@ def test_every_part_of_a_page_is_in_its_html() -> None:
         assert part in html
 
 
-def test_settings_that_differ_come_before_the_folded_ones() -> None:
+def test_settings_that_differ_come_before_the_folded_ones():
     html = render(WHOLE)
     assert html.index("Settings that differ") < html.index('<th scope="row">seed') < html.index("<details")
     without_parts = render(Page("Title", "Answer"))
@@ -51,7 +51,7 @@ def test_settings_that_differ_come_before_the_folded_ones() -> None:
     assert "Settings that differ" not in without_parts
 
 
-def test_words_of_a_page_are_text_and_not_html() -> None:
+def test_words_of_a_page_are_text_and_not_html():
     strange = '<script>a & "b"</script>'
     page = Page(
         *(strange, strange, strange, [(strange, strange)]),
@@ -79,7 +79,7 @@ def test_words_of_a_page_are_text_and_not_html() -> None:
         ("default-src 'none'", "default-src *"),
     ],
 )
-def test_the_check_of_pages_finds_what_is_missing(change: str, by: str) -> None:
+def test_the_check_of_pages_finds_what_is_missing(change: str, by: str):
     html = render(WHOLE)
     assert change in html
     with pytest.raises(AssertionError):

@@ -28,9 +28,7 @@ def folder_with(tmp_path: Path, record: str) -> Path:
         ("bench.json", "bench.html", ["hydra is fastest", "<td>12.3\N{NO-BREAK SPACE}M</td>", "some/questions.jsonl"]),
     ],
 )
-def test_each_kind_of_folder_gives_a_page_with_its_facts(
-    tmp_path: Path, record: str, page: str, facts: list[str]
-) -> None:
+def test_each_kind_of_folder_gives_a_page_with_its_facts(tmp_path: Path, record: str, page: str, facts: list[str]):
     assert write_report(folder_with(tmp_path, record)) == [tmp_path / page]
     html = (tmp_path / page).read_text()
     write_report(tmp_path)
@@ -41,7 +39,7 @@ def test_each_kind_of_folder_gives_a_page_with_its_facts(
 
 
 @pytest.mark.parametrize("record", ["metrics.json", "tune.json", "bench.json"])
-def test_everything_from_files_is_escaped(tmp_path: Path, record: str) -> None:
+def test_everything_from_files_is_escaped(tmp_path: Path, record: str):
     """Names of models, heads, prompts and settings."""
     strange = "<script>alert('$x')</script>"
     path = folder_with(tmp_path, record) / record
@@ -62,21 +60,21 @@ def with_words(value: Any, words: str) -> Any:
     return f"{words}{value}" if isinstance(value, str) else value
 
 
-def test_a_folder_with_several_records_gets_the_wanted_pages(tmp_path: Path) -> None:
+def test_a_folder_with_several_records_gets_the_wanted_pages(tmp_path: Path):
     folder_with(folder_with(tmp_path, "tune.json"), "metrics.json")
     assert [page.name for page in write_report(tmp_path, "tune")] == ["tune.html"]
     assert not (tmp_path / "report.html").exists()
     assert [page.name for page in write_report(tmp_path)] == ["report.html", "tune.html"]
 
 
-def test_an_empty_folder_is_an_error_that_names_the_records(tmp_path: Path) -> None:
+def test_an_empty_folder_is_an_error_that_names_the_records(tmp_path: Path):
     with pytest.raises(DataError, match=r"no metrics\.json .* tune\.json .* bench\.json"):
         write_report(tmp_path)
 
 
 @pytest.mark.parametrize("record", ["metrics.json", "tune.json", "bench.json"])
 @pytest.mark.parametrize("content", ["{", "{}", "[]", '"text"', "\xff", '{"rows": 3}', '{"format_version": 2}'])
-def test_a_damaged_record_is_named(tmp_path: Path, record: str, content: str) -> None:
+def test_a_damaged_record_is_named(tmp_path: Path, record: str, content: str):
     (tmp_path / record).write_bytes(content.encode("latin-1"))
     with pytest.raises(DataError, match="cannot be read") as caught:
         write_report(tmp_path)
@@ -93,13 +91,13 @@ def test_a_damaged_record_is_named(tmp_path: Path, record: str, content: str) ->
         {"format_version": 3},
     ],
 )
-def test_a_record_with_a_wrong_part_is_named(tmp_path: Path, damage: dict[str, Any]) -> None:
+def test_a_record_with_a_wrong_part_is_named(tmp_path: Path, damage: dict[str, Any]):
     (tmp_path / "tune.json").write_text(json.dumps({**TUNE, **damage}))
     with pytest.raises(DataError, match="this tune result cannot be read"):
         write_report(tmp_path)
 
 
-def test_a_damaged_log_of_training_is_an_error(tmp_path: Path) -> None:
+def test_a_damaged_log_of_training_is_an_error(tmp_path: Path):
     (write_training_run(tmp_path) / "log.jsonl").write_text("{")
     with pytest.raises(DataError, match="this training run cannot be read"):
         write_report(tmp_path)
@@ -108,7 +106,7 @@ def test_a_damaged_log_of_training_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
 def test_a_missing_package_is_named_with_its_install_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
+):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingDependency, match=rf"needs {package}; .* pip install 'draftheads\[report\]'"):
         write_report(folder_with(tmp_path, "tune.json"))

@@ -29,7 +29,7 @@ def text(mask: str) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.arange(100, 100 + len(mask)), torch.tensor([letter == "1" for letter in mask])
 
 
-def test_the_first_answer_of_a_text_counts() -> None:
+def test_the_first_answer_of_a_text_counts():
     assert recorded([text("001110011")]) == [Answer((100, 101), (102, 103, 104))]
     assert recorded([text("1111")]) == [Answer((100,), (101, 102, 103))], "a plain text's first token is its prompt"
     assert recorded([text("0010"), text("0000"), text("10"), text("")]) == []
@@ -54,7 +54,7 @@ def tokens_per_step(model: TargetModel, head: DraftHead, shape: Shape) -> float:
     return sum(len(r.token_ids) - 1 for r in results) / sum(r.num_steps for r in results)
 
 
-def test_a_measured_profile_predicts_the_tokens_per_step_of_decoding(model: TargetModel, answers: list[Answer]) -> None:
+def test_a_measured_profile_predicts_the_tokens_per_step_of_decoding(model: TargetModel, answers: list[Answer]):
     head = tiny_head("hydra", model)
     profile, found = measured_profile(model, head, answers, ReplaySettings(top_k=6, beam=3), progress=NoProgress())
     assert (profile.num_texts, profile.num_tokens) == (3, sum(len(answer.token_ids) for answer in answers))
@@ -69,7 +69,7 @@ def test_a_measured_profile_predicts_the_tokens_per_step_of_decoding(model: Targ
 
 def test_a_measured_profile_of_a_head_without_a_limit_of_depth(
     model: TargetModel, answers: list[Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Its trees are deeper than the head was trained, in the file, when it is loaded, and when it drafts."""
     monkeypatch.setattr(replay, "_SMALLEST_STEP", 0.0)
     head = tiny_head("eagle", model)
@@ -89,7 +89,7 @@ def test_a_measured_profile_of_a_head_without_a_limit_of_depth(
         save_head(tiny_head("hydra", model), tmp_path / "other", base=model, profile=AcceptanceProfile.assumed(4))
 
 
-def test_static_profiles_from_ranks_alone() -> None:
+def test_static_profiles_from_ranks_alone():
     ranks = torch.tensor([[0, 1], [0, 1], [1, 0], [0, 9]])
     profile = static_profile(ranks, top_k=9)
     assert profile.paths == [[0], [0, 1], [1], [1, 0]]
@@ -100,7 +100,7 @@ def test_static_profiles_from_ranks_alone() -> None:
     assert chain.static_tokens == [1.0, 1.75, 1.75]
 
 
-def test_a_measured_profile_has_the_odds_of_copies(model: TargetModel) -> None:
+def test_a_measured_profile_has_the_odds_of_copies(model: TargetModel):
     """Answers that repeat themselves raise the odds of copies above the usual ones; others lower them."""
     vocabulary = list(range(5, 20))
     repeating = [Answer((3, 4), (5, 6, 7, 8) * 15)] * 4
