@@ -87,8 +87,7 @@ class Journal:
     """The output of one run. Made by :meth:`locked`."""
 
     def __init__(self, out: Path, manifest: Manifest) -> None:
-        self.out = out
-        self.manifest = manifest
+        self.out, self.manifest = out, manifest
 
     @classmethod
     @contextlib.contextmanager
@@ -104,7 +103,11 @@ class Journal:
             remove_leftovers(manifest_path(out))
             before = Manifest.read(manifest_path(out))
             if before is None:
-                _refuse_unknown_files(out)
+                if unknown := next((path for path in (out, part_path(out)) if path.exists()), None):
+                    raise InvalidSettings(
+                        f"{unknown} exists, but {manifest_path(out)} does not, so no run can continue it: "
+                        "name another --out, or delete it"
+                    )
                 journal = cls(out, Manifest(identity, details=details))
                 journal._write_manifest()
             else:
@@ -182,12 +185,3 @@ def part_path(out: Path) -> Path:
 def manifest_path(out: Path) -> Path:
     """The file of the manifest."""
     return out.with_name(out.name + ".manifest.json")
-
-
-def _refuse_unknown_files(out: Path) -> None:
-    for path in (out, part_path(out)):
-        if path.exists():
-            raise InvalidSettings(
-                f"{path} exists, but {manifest_path(out)} does not, so no run can continue it: "
-                "name another --out, or delete it"
-            )
