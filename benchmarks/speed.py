@@ -21,7 +21,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from draftheads.bench.table import SPEED_COLUMNS, Column, Row, timed_row
-from draftheads.bench.timing import PLAIN, STOCK, engine_method, stock_method, take_turns
+from draftheads.bench.timing import PLAIN, STOCK, engine_way, stock_way, take_turns
 from draftheads.cli.show import quiet_transformers
 from draftheads.data.records import prompts_in
 from draftheads.decode.engine import Engine, Prompt
@@ -111,9 +111,9 @@ def measure(options: Options) -> list[tuple[str, Row]]:
     for cell, size, groups in cells(options, engines[PLAIN]):
         for engine in engines.values():
             engine.max_batch_size = size
-        ways = [engine_method(name, engine) for name, engine in engines.items()]
+        ways = {name: engine_way(engine) for name, engine in engines.items()}
         if stock is not None and size == 1:
-            ways.append(stock_method(stock))
+            ways[STOCK] = stock_way(stock)
         with Progress(console=Console(stderr=True)) as progress:
             task = progress.add_task(cell, total=options.rounds * len(groups) * len(ways))
             timings = take_turns(
@@ -123,7 +123,7 @@ def measure(options: Options) -> list[tuple[str, Row]]:
                 on_answer=partial(progress.advance, task),
             )
         answers = timings.answers
-        found += [(cell, timed_row(way.name, answers[way.name], answers[PLAIN], answers.get(STOCK))) for way in ways]
+        found += [(cell, timed_row(name, answers[name], answers[PLAIN], answers.get(STOCK))) for name in ways]
     return found
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from draftheads import BestFirst, Engine, GenerationResult, TargetModel, Tree
-from draftheads.bench.margins import Scorer
+from draftheads.bench.demo import Scorer
 from draftheads.checkpoints.registry import find_head, zoo_heads
 from draftheads.cli.main import main
 from draftheads.errors import InvalidSettings

@@ -13,23 +13,29 @@ from draftheads.drafters.lookahead import Lookahead
 from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.errors import InvalidSettings
 from draftheads.loading import UNTRAINED, load_target
+from draftheads.models.model import TargetModel
 from draftheads.speculation.shapes import BestFirst
 from families import TREES, tiny_head, tiny_profile
 
 
-def test_folders_with_the_same_name_keep_their_paths(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def target(world: Path) -> TargetModel:
+    return load_target(str(world / "model"), precision="fp32", fast=False)
+
+
+def test_folders_with_the_same_name_keep_their_paths(tmp_path: Path):
     (tmp_path / "hydra").mkdir()
     assert names_of([str(tmp_path / "hydra")]) == {"hydra": str(tmp_path / "hydra")}
     assert list(names_of([str(tmp_path / "hydra"), "hydra"])) == [str(tmp_path / "hydra"), "hydra"]
 
 
 @pytest.mark.parametrize("heads", [["medusa", "medusa"], ["plain"]])
-def test_each_drafter_needs_a_name_of_its_own(heads: list[str]) -> None:
+def test_each_drafter_needs_a_name_of_its_own(heads: list[str]):
     with pytest.raises(InvalidSettings, match="each must have a name of its own, other than plain"):
         names_of(heads)
 
 
-def test_by_default_all_heads_of_the_model_and_the_untrained_drafters_are_compared() -> None:
+def test_by_default_all_heads_of_the_model_and_the_untrained_drafters_are_compared():
     found = heads_for("smollm2-135m")
     assert found[0] == "medusa"
     assert found[-len(UNTRAINED) :] == tuple(UNTRAINED)
@@ -39,9 +45,8 @@ def test_by_default_all_heads_of_the_model_and_the_untrained_drafters_are_compar
 
 @pytest.mark.parametrize(("num_nodes", "paths"), [(12, ["best 2 of 6x3x2x1"]), (4, [])])
 def test_the_paths_of_an_mlp_speculator_keep_to_the_number_of_nodes(
-    world: Path, tmp_path: Path, num_nodes: int, paths: list[str]
-) -> None:
-    target = load_target(str(world / "model"), precision="fp32", fast=False)
+    world: Path, target: TargetModel, tmp_path: Path, num_nodes: int, paths: list[str]
+):
     save_head(tiny_head("mlp-speculator", target, num_heads=4), tmp_path / "mlp", base=target)
     named = {"mlp": str(tmp_path / "mlp"), "lookup": "prompt-lookup", "lookahead": "lookahead"}
     found = list(load_contenders(named, str(world / "model"), target, num_nodes=num_nodes))
@@ -54,8 +59,7 @@ def test_the_paths_of_an_mlp_speculator_keep_to_the_number_of_nodes(
 
 
 @pytest.mark.usefixtures("cheap_nodes")
-def test_drafters_come_with_the_engine_that_users_have(world: Path, tmp_path: Path) -> None:
-    target = load_target(str(world / "model"), precision="fp32", fast=False)
+def test_drafters_come_with_the_engine_that_users_have(world: Path, target: TargetModel, tmp_path: Path):
     profile = tiny_profile(TREES["ragged"])
     save_head(tiny_head("hydra", target), tmp_path / "hydra", base=target, profile=profile)
     shutil.copytree(tmp_path / "hydra", tmp_path / "broken")
@@ -69,8 +73,7 @@ def test_drafters_come_with_the_engine_that_users_have(world: Path, tmp_path: Pa
     assert broken.defaults is None, "such a head is compared, but cannot be loaded"
 
 
-def test_with_a_corpus_each_head_has_rows_with_copies(world: Path) -> None:
-    target = load_target(str(world / "model"), precision="fp32", fast=False)
+def test_with_a_corpus_each_head_has_rows_with_copies(world: Path, target: TargetModel):
     named = {"hydra": str(world / "hydra"), "lookup": "prompt-lookup"}
     corpus = index_texts([[5, 6, 7]])
     found = list(load_contenders(named, str(world / "model"), target, num_nodes=6, corpus=corpus))

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,13 +10,13 @@ import pytest
 from draftheads.bench import timing
 from draftheads.bench.timing import (
     Answers,
-    DecodingMethod,
     Group,
     StepClock,
     Timings,
-    engine_method,
+    Way,
+    engine_way,
     over_plain,
-    stock_method,
+    stock_way,
     take_turns,
 )
 from draftheads.decode.batch import Batch
@@ -39,20 +39,23 @@ def model() -> TargetModel:
 # --- turns ---
 
 
-def recorder(name: str, asked: list[tuple[str, int, int]]) -> DecodingMethod:
+def recorder(name: str, asked: list[tuple[str, int, int]]) -> Way:
     """A way that notes its name, the prompt and the number of tokens."""
 
     def decode(group: Group, max_new_tokens: int) -> Answers:
         asked.append((name, group[0][0], max_new_tokens))
         return Answers(((group[0][0],),), (1,), 1.0)
 
-    return DecodingMethod(name, decode)
+    return decode
 
 
-def test_every_way_is_warmed_up_and_goes_first_in_turn() -> None:
+def test_every_way_is_warmed_up_and_goes_first_in_turn():
     asked: list[tuple[str, int, int]] = []
+    counts: list[int] = []
     groups = [[[number]] for number in range(6)]
-    timings = take_turns([recorder(name, asked) for name in "abc"], groups, max_new_tokens=8)
+    ways = {name: recorder(name, asked) for name in "abc"}
+    timings = take_turns(ways, groups, max_new_tokens=8, on_answer=lambda: counts.append(len(asked)))
+    assert counts == list(range(4, 22)), "the caller is told after each answer"
     assert asked[:3] == [("a", 0, 4), ("b", 0, 4), ("c", 0, 4)]
     order = ["".join(name for name, *_ in asked[start : start + 3]) for start in range(3, 21, 3)]
     assert order == ["abc", "cba", "bca", "acb", "cab", "bac"]
@@ -64,10 +67,13 @@ def test_every_way_is_warmed_up_and_goes_first_in_turn() -> None:
 @pytest.mark.parametrize(("number", "few"), [(4, [0, 1, 2, 3]), (12, [0, 2, 4, 6, 8, 10])])
 def test_engines_are_compared_with_plain_decoding_in_turns_on_a_few_prompts(
     model: TargetModel, monkeypatch: pytest.MonkeyPatch, number: int, few: list[int]
-) -> None:
+):
     asked: list[tuple[str, int]] = []
+    engines = {name: Engine(model, tiny_head("medusa", model)) for name in ("one", "two")}
+    names = {id(engine): name for name, engine in engines.items()}
 
-    def way(name: str, engine: Engine) -> DecodingMethod:
+    def way(engine: Engine) -> Way:
+        name = names.get(id(engine), "plain")
         assert (name == "plain") == isinstance(engine.drafter, NoDraft)
 
         def decode(group: Group, max_new_tokens: int) -> Answers:
@@ -75,24 +81,15 @@ def test_engines_are_compared_with_plain_decoding_in_turns_on_a_few_prompts(
                 asked.append((name, group[0][0]))
             return Answers(((1, 2, 3),), (2,), 1.0 if name == "plain" else 0.5)
 
-        return DecodingMethod(name, decode)
+        return decode
 
-    monkeypatch.setattr(timing, "engine_method", way)
-    engines = {name: Engine(model, tiny_head("medusa", model)) for name in ("one", "two")}
+    monkeypatch.setattr(timing, "engine_way", way)
     assert over_plain(engines, [[prompt] for prompt in range(number)]) == {"one": (2.0, 0.0), "two": (2.0, 0.0)}
     assert sorted(asked) == [(name, prompt) for name in ("one", "plain", "two") for prompt in few]
     assert [name for name, _ in asked[:6]] == ["plain", "one", "two", "two", "one", "plain"]
 
 
-def test_after_each_answer_the_caller_is_told() -> None:
-    asked: list[tuple[str, int, int]] = []
-    counts: list[int] = []
-    ways = [recorder(name, asked) for name in "ab"]
-    take_turns(ways, [[[0]], [[1]]], max_new_tokens=8, on_answer=lambda: counts.append(len(asked)))
-    assert counts == [3, 4, 5, 6]
-
-
-def test_saved_answers_are_used_in_place_of_new_ones() -> None:
+def test_saved_answers_are_used_in_place_of_new_ones():
     asked: list[tuple[str, int, int]] = []
     known: dict[int, Any] = {}
 
@@ -101,7 +98,7 @@ def test_saved_answers_are_used_in_place_of_new_ones() -> None:
             known[number] = find()
         return known[number]
 
-    ways, groups = [recorder(name, asked) for name in "ab"], [[[0]], [[1]], [[2]]]
+    ways, groups = {name: recorder(name, asked) for name in "ab"}, [[[0]], [[1]], [[2]]]
     first = take_turns(ways, groups[:2], max_new_tokens=8, saved=saved)
     asked.clear()
     second = take_turns(ways, groups, max_new_tokens=8, saved=saved)
@@ -117,18 +114,18 @@ class Machine:
 
     def __init__(self, *speeds: tuple[float, float]) -> None:
         self.now = 0.0
-        self.ways = [self._way(f"way {number}", *speed) for number, speed in enumerate(speeds)]
+        self.ways = {f"way {number}": self._way(*speed) for number, speed in enumerate(speeds)}
 
     def clock(self) -> float:
         return self.now
 
-    def _way(self, name: str, reading: float, per_token: float) -> DecodingMethod:
+    def _way(self, reading: float, per_token: float) -> Way:
         def decode(_: Group, max_new_tokens: int) -> Answers:
             seconds = reading + per_token * max_new_tokens
             self.now += seconds
             return Answers(((7,) * max_new_tokens,), (max_new_tokens - 1,), seconds)
 
-        return DecodingMethod(name, decode)
+        return decode
 
     def run(self, seconds: float, *, most: int = 128) -> Timings:
         groups = [[[number]] for number in range(6)]
@@ -139,14 +136,8 @@ class Machine:
         return timings
 
 
-def test_a_fast_machine_answers_everything_and_ends_early() -> None:
-    timings = Machine((0.01, 0.01), (0.01, 0.005)).run(120.0)
-    assert (timings.num_groups, timings.max_new_tokens) == (6, 128)
-    assert timings.seconds < 15.0
-
-
 @pytest.mark.parametrize("slowness", [1.0, 2.0, 3.0, 4.0, 5.0])
-def test_a_slow_machine_gives_shorter_answers_to_three_prompts(slowness: float) -> None:
+def test_a_slow_machine_gives_shorter_answers_to_three_prompts(slowness: float):
     ways = [(0.1, 0.075), (0.1, 0.04), (0.1, 0.025), (0.1, 0.03)]
     machine = Machine(*((reading * slowness, per_token * slowness) for reading, per_token in ways))
     timings = machine.run(120.0)
@@ -157,36 +148,35 @@ def test_a_slow_machine_gives_shorter_answers_to_three_prompts(slowness: float) 
         assert timings.max_new_tokens == 128
 
 
-@pytest.mark.parametrize(("per_token", "num_groups"), [(0.5, 2), (50.0, 1)])
-def test_a_very_slow_machine_answers_fewer_prompts(per_token: float, num_groups: int) -> None:
-    timings = Machine((0.0, per_token)).run(50.0)
-    assert (timings.num_groups, timings.max_new_tokens) == (num_groups, 32)
-
-
-@pytest.mark.parametrize(("seconds", "num_groups"), [(148.5, 4), (147.5, 3)])
-def test_no_prompt_is_begun_that_would_not_be_answered_in_time(seconds: float, num_groups: int) -> None:
-    """Warming up takes 20 seconds and each answer of 32 tokens 32: three end after 116 seconds, four after 148."""
-    assert Machine((0.0, 1.0)).run(seconds, most=32).num_groups == num_groups
-
-
-def test_without_a_time_box_everything_is_answered() -> None:
-    timings = Machine((10.0, 10.0)).run(math.inf)
-    assert (timings.num_groups, timings.max_new_tokens) == (6, 128)
-
-
-def test_a_time_box_never_makes_answers_longer() -> None:
-    assert Machine((0.0, 1.0)).run(10.0, most=5).max_new_tokens == 5
+@pytest.mark.parametrize(
+    ("speeds", "seconds", "most", "expected"),
+    [
+        ([(0.01, 0.01), (0.01, 0.005)], 120.0, 128, (6, 128)),  # a fast machine answers everything
+        ([(10.0, 10.0)], math.inf, 128, (6, 128)),  # and so does any machine without a time box
+        ([(0.0, 0.5)], 50.0, 128, (2, 32)),  # a very slow one answers fewer prompts …
+        ([(0.0, 50.0)], 50.0, 128, (1, 32)),  # … but at least one
+        ([(0.0, 1.0)], 10.0, 5, (1, 5)),  # answers never get longer
+        # warming up takes 20 seconds and each answer 32: three end after 116 seconds, and four after 148
+        ([(0.0, 1.0)], 148.5, 32, (4, 32)),
+        ([(0.0, 1.0)], 147.5, 32, (3, 32)),
+    ],
+)
+def test_prompts_and_tokens_fit_the_time_box(
+    speeds: list[tuple[float, float]], seconds: float, most: int, expected: tuple[int, int]
+):
+    timings = Machine(*speeds).run(seconds, most=most)
+    assert (timings.num_groups, timings.max_new_tokens) == expected
 
 
 # --- ways ---
 
 
 @pytest.mark.parametrize("group", [PROMPTS[:1], PROMPTS])
-def test_an_engine_s_answers_are_its_own_and_are_counted(model: TargetModel, group: list[list[int]]) -> None:
+def test_an_engine_s_answers_are_its_own_and_are_counted(model: TargetModel, group: list[list[int]]):
     engine = Engine(model, Copying(tiny_head("hydra", model), odds=[[0.9, 0.8, 0.7, 0.6]]), max_batch_size=2)
     results = engine.generate(group, max_new_tokens=20)
     start = time.perf_counter()
-    found = engine_method("hydra", engine).decode(group, 20)
+    found = engine_way(engine)(group, 20)
     assert 0 < found.seconds <= time.perf_counter() - start
     assert found.token_ids == tuple(result.token_ids for result in results)
     assert found.num_steps == tuple(result.num_steps for result in results)
@@ -198,21 +188,21 @@ def test_an_engine_s_answers_are_its_own_and_are_counted(model: TargetModel, gro
     assert sum(parts) < 1e3 * found.seconds
 
 
-def test_plain_decoding_drafts_nothing(model: TargetModel) -> None:
-    found = engine_method("plain", Engine(model)).decode(PROMPTS[:1], 20)
+def test_plain_decoding_drafts_nothing(model: TargetModel):
+    found = engine_way(Engine(model))(PROMPTS[:1], 20)
     assert (found.num_drafted, found.num_copied) == (0, 0)
     assert found.step_shares == [(found.num_tokens - 1, found.num_tokens - 1)]
 
 
-def test_transformers_way_stops_at_the_end_of_text() -> None:
+def test_transformers_way_stops_at_the_end_of_text():
     stock = tiny_model("llama")
-    free = stock_method(stock).decode(PROMPTS[:1], 20).token_ids[0]
+    free = stock_way(stock)(PROMPTS[:1], 20).token_ids[0]
     place = next(place for place in range(3, 20) if free[place] not in free[:place])
     stock.model.generation_config.eos_token_id = [free[place]]
     again = TargetModel(stock.model, stock.tokenizer, "again")
-    found = stock_method(again).decode(PROMPTS[:1], 20)
+    found = stock_way(again)(PROMPTS[:1], 20)
     assert found.token_ids == (free[: place + 1],)
-    assert found.token_ids == engine_method("plain", Engine(again)).decode(PROMPTS[:1], 20).token_ids
+    assert found.token_ids == engine_way(Engine(again))(PROMPTS[:1], 20).token_ids
     assert found.num_steps == (place,)
 
 
@@ -241,7 +231,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_parts_are_of_all_steps_but_the_first_after_a_prompt(
     model: TargetModel, clock: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     head = tiny_head("medusa", model)
     propose = HeadSession.propose
 
@@ -250,7 +240,7 @@ def test_parts_are_of_all_steps_but_the_first_after_a_prompt(
         return propose(self, *arguments)
 
     monkeypatch.setattr(HeadSession, "propose", drafting)
-    found = engine_method("medusa", Engine(model, head)).decode(PROMPTS[:1], 10)
+    found = engine_way(Engine(model, head))(PROMPTS[:1], 10)
     steps = found.num_steps[0] - 1
     assert 2 <= steps <= 8
     assert found.num_timed_steps == steps
@@ -262,7 +252,7 @@ def test_parts_are_of_all_steps_but_the_first_after_a_prompt(
 
 def test_learning_from_a_step_counts_as_drafting(
     model: TargetModel, clock: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     watch = LookaheadSession.on_verify
 
     def learning(self: Any, draft: Any, logits: Any) -> None:
@@ -270,11 +260,10 @@ def test_learning_from_a_step_counts_as_drafting(
         watch(self, draft, logits)
 
     monkeypatch.setattr(LookaheadSession, "on_verify", learning)
-    found = engine_method("lookahead", Engine(model, Lookahead())).decode(PROMPTS[:1], 10)
+    found = engine_way(Engine(model, Lookahead()))(PROMPTS[:1], 10)
     assert found.draft_milliseconds == 1e3 * found.num_timed_steps > 1e3
 
 
-def test_an_answer_without_a_step_has_no_parts(model: TargetModel) -> None:
-    found = engine_method("plain", Engine(model)).decode(PROMPTS[:1], 1)
+def test_an_answer_without_a_step_has_no_parts(model: TargetModel):
+    found = engine_way(Engine(model))(PROMPTS[:1], 1)
     assert (found.num_timed_steps, found.verify_milliseconds) == (0, 0.0)
-    assert isinstance(found.token_ids, Sequence)

@@ -55,12 +55,12 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_device_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_device_it_says_so(capsys: pytest.CaptureFixture[str]):
     assert on_cuda.main(on_cuda.Options()) == 1
     assert "no CUDA device" in capsys.readouterr().out
 
 
-def test_captured_texts_are_compared_with_ordinary_and_plain_ones(stand_in: FakeCuda) -> None:
+def test_captured_texts_are_compared_with_ordinary_and_plain_ones(stand_in: FakeCuda):
     none, *heads = list(on_cuda.check(SMALL, on_cuda.Clock(1.0)))
     assert none == {"drafter": "none", "captured = plain": True, "graphs": none["graphs"]}
     texts, logits = heads[:4], heads[4:]
@@ -75,7 +75,7 @@ def test_captured_texts_are_compared_with_ordinary_and_plain_ones(stand_in: Fake
     assert sum(tape.num_replays for tape in stand_in.tapes) > 100
 
 
-def test_a_wrong_text_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_text_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Graphs that compute nothing, as those of another device."""
     monkeypatch.setattr(Tape, "replay", lambda _: None)
     options = replace(SMALL, json=tmp_path / "cuda.jsonl", heads=())
@@ -85,7 +85,7 @@ def test_a_wrong_text_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert set(row["captured differs"]) == {"row", "token", "logits"}
 
 
-def test_all_parts_write_their_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_parts_write_their_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "cuda.jsonl"
     assert on_cuda.main(replace(SMALL, json=file)) == 0
     found = lines(file)
@@ -102,7 +102,7 @@ def test_all_parts_write_their_results(tmp_path: Path, capsys: pytest.CaptureFix
     assert found[-1] == {"part": "end", "right": True, "left_out": []}
 
 
-def test_a_run_that_is_cut_off_leaves_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_cut_off_leaves_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def cut(*_: object) -> Iterator[on_cuda.Row]:
         yield {"batch": 1}
         raise KeyboardInterrupt
@@ -113,7 +113,7 @@ def test_a_run_that_is_cut_off_leaves_its_results(tmp_path: Path, monkeypatch: p
     assert [line["part"] for line in lines(tmp_path / "cuda.jsonl")] == ["machine", *["check"] * 3, "decoding"]
 
 
-def test_a_part_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def failing(*_: object) -> Iterator[on_cuda.Row]:
         raise RuntimeError("CUDA out of memory")
 
@@ -124,7 +124,7 @@ def test_a_part_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch:
     assert found[-2]["part"] == "drafting"
 
 
-def test_a_step_that_cannot_be_captured_is_an_error(stand_in: FakeCuda, tmp_path: Path) -> None:
+def test_a_step_that_cannot_be_captured_is_an_error(stand_in: FakeCuda, tmp_path: Path):
     stand_in.fails_at = "end"
     with pytest.warns(UserWarning, match="without CUDA graphs"):
         assert on_cuda.main(replace(SMALL, json=tmp_path / "cuda.jsonl", heads=())) == 1
@@ -132,14 +132,14 @@ def test_a_step_that_cannot_be_captured_is_an_error(stand_in: FakeCuda, tmp_path
     assert errors == ["RuntimeError: a step was not captured: CUDA out of memory"]
 
 
-def test_what_there_is_no_time_for_is_listed() -> None:
+def test_what_there_is_no_time_for_is_listed():
     late = on_cuda.Clock(0.0)
     assert list(on_cuda.verification(SMALL, late)) == []
     assert late.left_out == ["verification of 1 nodes at 16 tokens", "verification of 3 nodes at 16 tokens"]
     assert on_cuda.parsed([]).minutes < 8
 
 
-def test_it_runs_without_optional_packages() -> None:
+def test_it_runs_without_optional_packages():
     """The real sizes, with no time for a measurement."""
     code = (
         "import runpy, sys; sys.modules.update(dict.fromkeys(sys.argv[1].split())); del sys.argv[:2]; "
@@ -152,6 +152,6 @@ def test_it_runs_without_optional_packages() -> None:
     assert json.loads(found.stdout.splitlines()[-1])["left_out"] == ["check", "decoding", "verification", "drafting"]
 
 
-def test_no_script_has_the_name_of_a_package_that_torch_imports() -> None:
+def test_no_script_has_the_name_of_a_package_that_torch_imports():
     """A script's folder comes first when modules are looked for; NVIDIA's package is ``cuda``."""
     assert not {"cuda", "torch", "transformers"} & {path.stem for path in FOLDER.iterdir()}

@@ -39,7 +39,7 @@ def names(found: list[tuple[str, speed.Row]]) -> list[tuple[str, str]]:
     return [(cell, row.name) for cell, row in found]
 
 
-def test_each_batch_size_has_a_row_for_each_way(prompts: Path) -> None:
+def test_each_batch_size_has_a_row_for_each_way(prompts: Path):
     found = speed.measure(speed.Options(prompts=prompts, batch_sizes=(1, 2), max_new_tokens=5, rounds=2))
     assert names(found) == [
         *(("1 at a time", name) for name in ("plain", "hydra", "transformers")),
@@ -49,15 +49,13 @@ def test_each_batch_size_has_a_row_for_each_way(prompts: Path) -> None:
     assert all(row.tokens_per_step == 1.0 for _, row in found if row.name != "hydra")
 
 
-def test_each_task_has_a_row_for_each_way(prompts: Path) -> None:
+def test_each_task_has_a_row_for_each_way(prompts: Path):
     options = speed.Options(prompts=prompts, by_task=True, transformers=False, max_new_tokens=5, limit=1)
     found = speed.measure(options)
     assert names(found) == [(task, name) for task in ("chat", "maths") for name in ("plain", "hydra")]
 
 
-def test_the_table_and_the_json_file_have_all_rows(
-    prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_and_the_json_file_have_all_rows(prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     speed.main(speed.Options(prompts=prompts, transformers=False, max_new_tokens=5, json=tmp_path / "out.json"))
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [(row["cell"], row["way"]) for row in rows] == [("1 at a time", "plain"), ("1 at a time", "hydra")]

@@ -7,8 +7,9 @@ import pytest
 from draftheads.data import compute_features
 from draftheads.data.chat_tokens import EncodedChat
 from draftheads.data.compute_features import load_texts
+from draftheads.data.features import FeatureStore
 from draftheads.models.model import TargetModel
-from training_world import chat_model, counting_chats, write_chats
+from training_world import build_features, chat_model, counting_chats, write_chats
 
 
 @pytest.fixture(autouse=True)
@@ -24,3 +25,8 @@ def target() -> TargetModel:
 @pytest.fixture
 def texts(target: TargetModel, tmp_path: Path) -> list[EncodedChat]:
     return load_texts(target, [write_chats(tmp_path / "chats.jsonl", counting_chats(10))], max_length=64)
+
+
+@pytest.fixture
+def store(target: TargetModel, texts: list[EncodedChat], tmp_path: Path) -> FeatureStore:
+    return build_features(target, texts, tmp_path / "features")

@@ -25,51 +25,44 @@ def words(text: EncodedChat) -> str:
     return " ".join(VOCAB[token] for token in text.token_ids)
 
 
-def test_the_loss_covers_the_answer_and_the_token_that_ends_it() -> None:
-    text = encode(chat("w1 w2", "w3 w4"))
-    assert words(text) == "<s> user \n w1 w2 <e> \n <s> assistant \n w3 w4 <e>"
-    assert said(text) == ["w3", "w4", "<e>"]
-
-
-def test_the_loss_covers_every_assistant_turn_and_the_text_is_the_rendered_chat() -> None:
-    record = chat("w1", "w2 w3", "w4", "w5")
+@pytest.mark.parametrize(
+    ("record", "learned"),
+    [
+        (chat("w1 w2", "w3 w4"), ["w3", "w4", "<e>"]),
+        (chat("w1", "w2 w3", "w4", "w5 w6", finished=False), ["w2", "w3", "<e>", "w5", "w6"]),
+        (chat("w1", "w2 \n"), ["w2", "\n", "<e>"]),  # spaces that the template keeps
+        (chat("w1", ""), ["<e>"]),
+    ],
+)
+def test_the_loss_covers_answers_and_the_tokens_that_end_them(record: dict[str, Any], learned: list[str]):
     text = encode(record)
-    assert said(text) == ["w2", "w3", "<e>", "w5", "<e>"]
+    assert said(text) == learned
+    assert text.loss_mask[-1], "nothing follows"
+
+
+def test_the_text_is_the_rendered_chat():
+    record = chat("w1", "w2 w3", "w4", "w5")
     rendered = chat_tokenizer().apply_chat_template(record["messages"], tokenize=False)
-    assert list(text.token_ids) == chat_tokenizer()(rendered, add_special_tokens=False)["input_ids"][:-1]
+    assert list(encode(record).token_ids) == chat_tokenizer()(rendered, add_special_tokens=False)["input_ids"][:-1]
 
 
-def test_a_cut_off_answer_has_no_end() -> None:
-    text = encode(chat("w1", "w2 w3", "w4", "w5 w6", finished=False))
-    assert said(text) == ["w2", "w3", "<e>", "w5", "w6"]
-    assert words(text).endswith("w5 w6")
-
-
-def test_what_follows_the_last_answer_is_left_out() -> None:
+def test_what_follows_the_last_answer_is_left_out():
     assert encode(chat("w1", "w2", "w3")) == encode(chat("w1", "w2"))
 
 
-def test_an_end_of_turn_that_does_not_end_the_text_is_not_learned() -> None:
+def test_an_end_of_turn_that_does_not_end_the_text_is_not_learned():
     text = encode(chat("w1", "w2", "w3", "w4"), eos=1)
     assert said(text) == ["w2", "w4"]
     assert "w2 <e> \n <s> user \n w3" in words(text)
 
 
-def test_spaces_that_the_template_strips_are_ignored() -> None:
+def test_spaces_that_the_template_strips_are_ignored():
     template = TEMPLATE.replace("m['content']", "m['content'] | trim")
     assert encode(chat("w1", " \n w2 \n "), template=template) == encode(chat("w1", "w2"))
 
 
-def test_spaces_that_the_template_keeps_are_learned() -> None:
-    assert said(encode(chat("w1", "w2 \n"))) == ["w2", "\n", "<e>"]
-
-
-def test_of_an_empty_answer_only_its_end_is_learned() -> None:
-    assert said(encode(chat("w1", ""))) == ["<e>"]
-
-
 @pytest.mark.parametrize("length", range(1, 20))
-def test_cutting_keeps_the_beginning(length: int) -> None:
+def test_cutting_keeps_the_beginning(length: int):
     record = chat("w1", "w2 w3", "w4", "w5")
     whole, cut = encode(record), encode(record, max_length=length)
     assert cut.token_ids == whole.token_ids[:length]
@@ -86,19 +79,15 @@ def test_cutting_keeps_the_beginning(length: int) -> None:
         (TEMPLATE.replace("<s> assistant", "<s> w7"), "another text than its generation prompt"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         (TEMPLATE.replace("{{ m['content'] }}", "w8 {{ m['content'] }}"), "hides or changes"),
+        ("", "no chat template: give one by --chat-template"),
     ],
 )
-def test_a_template_that_hides_or_changes_words_is_an_error(template: str, message: str) -> None:
+def test_a_template_that_hides_or_changes_words_and_no_template_are_errors(template: str, message: str):
     with pytest.raises(DataError, match=message):
         encode(chat("w1", "w2 w3", "w4", "w5"), template=template)
 
 
-def test_no_chat_template_is_an_error() -> None:
-    with pytest.raises(DataError, match="no chat template: give one by --chat-template"):
-        encode(chat("w1", "w2"), template="")
-
-
-def test_a_given_template_takes_the_place_of_the_tokenizers_own() -> None:
+def test_a_given_template_takes_the_place_of_the_tokenizers_own():
     tokenizer, messages = chat_tokenizer("{{ raise_exception('not this one') }}"), chat("w1", "w2")["messages"]
     found = encode_chat(ModelTokenizer(tokenizer, frozenset({EOS}), TEMPLATE), messages, finished=True, max_length=9)
     assert found == encode(chat("w1", "w2"), max_length=9)
@@ -107,7 +96,7 @@ def test_a_given_template_takes_the_place_of_the_tokenizers_own() -> None:
 
 @pytest.mark.parametrize("style", ["prepend", "metaspace"])
 @pytest.mark.parametrize("template", ["vicuna", "llama-2"])
-def test_no_second_space_is_put_before_an_answer(style: str, template: str) -> None:
+def test_no_second_space_is_put_before_an_answer(style: str, template: str):
     """Some tokenizers put a space before each text. The model generates none between its prompt and its first word."""
     tokenizer = spaced_tokenizer(style)
     reader = ModelTokenizer(tokenizer, frozenset({tokenizer.eos_token_id}), read_template(template))
@@ -122,6 +111,6 @@ def test_no_second_space_is_put_before_an_answer(style: str, template: str) -> N
         assert list(text.token_ids[: len(ids)]) == ids
 
 
-def test_no_answer_is_an_error() -> None:
+def test_no_answer_is_an_error():
     with pytest.raises(DataError, match="assistant"):
         encode(chat("w1"))

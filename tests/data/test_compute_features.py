@@ -23,9 +23,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_documents_have_the_hidden_states_of_single_texts(
-    target: TargetModel, texts: list[EncodedChat], tmp_path: Path
-) -> None:
-    store = build_features(target, texts, tmp_path / "features")
+    target: TargetModel, texts: list[EncodedChat], store: FeatureStore
+):
     assert len(store) == len(texts)
     assert store.meta.num_shards == 3
     assert store.lengths == [len(text.token_ids) for text in texts]
@@ -37,7 +36,7 @@ def test_documents_have_the_hidden_states_of_single_texts(
         torch.testing.assert_close(document.hidden.float(), alone, rtol=1 / 256, atol=1e-4)
 
 
-def test_progress_counts_every_token_once(target: TargetModel, texts: list[EncodedChat], tmp_path: Path) -> None:
+def test_progress_counts_every_token_once(target: TargetModel, texts: list[EncodedChat], tmp_path: Path):
     progress = FakeProgress()
     build_features(target, texts, tmp_path / "features", progress)
     total = sum(len(text.token_ids) for text in texts)
@@ -47,7 +46,7 @@ def test_progress_counts_every_token_once(target: TargetModel, texts: list[Encod
 
 def test_an_interrupted_store_is_completed_to_the_same_bytes(
     target: TargetModel, texts: list[EncodedChat], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     build_features(target, texts, tmp_path / "whole")
     done = sum(len(text.token_ids) for text in texts[:5])
 
@@ -67,12 +66,10 @@ def test_an_interrupted_store_is_completed_to_the_same_bytes(
 
 
 def test_a_full_disk_leaves_nothing_half_written(
-    target: TargetModel, texts: list[EncodedChat], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "features"
-    build_features(target, texts, folder)
-    shard_path(folder, 2).unlink()
-    before = contents(folder)
+    target: TargetModel, texts: list[EncodedChat], store: FeatureStore, monkeypatch: pytest.MonkeyPatch
+):
+    shard_path(store.folder, 2).unlink()
+    before = contents(store.folder)
 
     def no_space(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -80,12 +77,11 @@ def test_a_full_disk_leaves_nothing_half_written(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", no_space)
         with pytest.raises(StorageError, match="no space left"):
-            build_features(target, texts, folder)
-    assert contents(folder) == before
+            build_features(target, texts, store.folder)
+    assert contents(store.folder) == before
 
 
-def test_a_store_of_other_texts_is_an_error(target: TargetModel, texts: list[EncodedChat], tmp_path: Path) -> None:
-    build_features(target, texts, tmp_path / "features")
+def test_a_store_of_other_texts_is_an_error(target: TargetModel, texts: list[EncodedChat], store: FeatureStore):
     last = texts[-1]
     for changed in (
         EncodedChat((1, 2, 3), (False, True, True)),
@@ -93,26 +89,26 @@ def test_a_store_of_other_texts_is_an_error(target: TargetModel, texts: list[Enc
         replace(last, loss_mask=(*last.loss_mask[:-1], not last.loss_mask[-1])),
     ):
         with pytest.raises(DataError, match="name another folder or delete this one"):
-            build_features(target, [*texts[:-1], changed], tmp_path / "features")
+            build_features(target, [*texts[:-1], changed], store.folder)
     with pytest.raises(DataError, match="name another folder or delete this one"):
-        build_features(chat_model(seed=1), texts, tmp_path / "features")
+        build_features(chat_model(seed=1), texts, store.folder)
 
 
-def test_reading_stops_at_max_tokens(target: TargetModel, tmp_path: Path) -> None:
+def test_reading_stops_at_max_tokens(target: TargetModel, tmp_path: Path):
     path = write_chats(tmp_path / "chats.jsonl.gz", counting_chats(10))
     every = load_texts(target, [path], max_length=64)
     some = load_texts(target, [path, path], max_length=64, max_tokens=len(every[0].token_ids) + 1)
     assert some == every[:2]
 
 
-def test_texts_without_an_answer_in_max_length_are_left_out(target: TargetModel, tmp_path: Path) -> None:
+def test_texts_without_an_answer_in_max_length_are_left_out(target: TargetModel, tmp_path: Path):
     path = write_chats(tmp_path / "chats.jsonl", [chat("w1 " * 30, "w2"), chat("w1", "w2")])
     assert len(load_texts(target, [path], max_length=20)) == 1
     with pytest.raises(DataError, match="no answer within the first 3 tokens"):
         load_texts(target, [path], max_length=3)
 
 
-def test_an_error_of_encoding_names_the_line(target: TargetModel, tmp_path: Path) -> None:
+def test_an_error_of_encoding_names_the_line(target: TargetModel, tmp_path: Path):
     path = write_chats(tmp_path / "chats.jsonl", [chat("w1", "w2"), chat("w1", "w2")])
     model = chat_model()
     model.tokenizer.chat_template = "{{ raise_exception('never') }}"

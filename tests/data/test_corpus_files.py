@@ -43,7 +43,7 @@ def texts_of(corpus: Corpus) -> list[str]:
     return text[1:-1].split("|")
 
 
-def test_texts_chats_and_recorded_answers_of_a_folder(tmp_path: Path) -> None:
+def test_texts_chats_and_recorded_answers_of_a_folder(tmp_path: Path):
     folder = tmp_path / "texts"
     write(folder / "a.txt", "one text\nof two lines")
     messages = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}]
@@ -56,7 +56,7 @@ def test_texts_chats_and_recorded_answers_of_a_folder(tmp_path: Path) -> None:
     assert corpus.match([ord(letter) for letter in "of tw"], 3) == (5, [[ord(letter) for letter in "o l"]])
 
 
-def test_a_last_line_without_an_end(tmp_path: Path) -> None:
+def test_a_last_line_without_an_end(tmp_path: Path):
     """In a folder a server may be writing it; a file of its own is whole."""
     file = write(tmp_path / "texts" / "a.jsonl", {"text": "one"}, '{"text": "two"}')
     assert texts_of(load_corpus(file, Letters(), vocab_size=128)) == ["one", "two"]
@@ -64,7 +64,7 @@ def test_a_last_line_without_an_end(tmp_path: Path) -> None:
     assert texts_of(load_corpus(file.parent, Letters(), vocab_size=128)) == ["one"]
 
 
-def test_the_cache_keeps_the_corpora_that_were_used_last(tmp_path: Path, own_cache: Path) -> None:
+def test_the_cache_keeps_the_corpora_that_were_used_last(tmp_path: Path, own_cache: Path):
     file = write(tmp_path / "a.txt", "first")
     made = []
     for number in range(corpus_files.MOST_KEPT + 1):
@@ -79,7 +79,7 @@ def test_the_cache_keeps_the_corpora_that_were_used_last(tmp_path: Path, own_cac
     assert len(made[-1]) == len(list(own_cache.iterdir())) == corpus_files.MOST_KEPT
 
 
-def test_a_corpus_is_sorted_once(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corpus_is_sorted_once(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch):
     file = write(tmp_path / "a.txt", "a text")
     first = load_corpus(str(file), Letters(), vocab_size=128)
     assert len(list(own_cache.iterdir())) == 1
@@ -95,7 +95,7 @@ def test_a_corpus_is_sorted_once(tmp_path: Path, own_cache: Path, monkeypatch: p
     assert texts_of(load_corpus(file, Letters(), vocab_size=128)) == ["another text"]
 
 
-def test_models_and_readings_do_not_share_an_index(tmp_path: Path, own_cache: Path) -> None:
+def test_models_and_readings_do_not_share_an_index(tmp_path: Path, own_cache: Path):
     class Capitals(Letters):
         def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
             return super().__call__(text.upper(), add_special_tokens=add_special_tokens)
@@ -111,7 +111,7 @@ def test_models_and_readings_do_not_share_an_index(tmp_path: Path, own_cache: Pa
     assert len(list(own_cache.iterdir())) == 4
 
 
-def test_without_a_cache_a_corpus_is_read_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cache_a_corpus_is_read_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(write(tmp_path / "file", "no folder")))
     with pytest.warns(CacheWarning, match="sorted again at each start"):
         corpus = load_corpus(write(tmp_path / "a.txt", "a text"), Letters(), vocab_size=128)
@@ -130,12 +130,12 @@ def test_without_a_cache_a_corpus_is_read_all_the_same(tmp_path: Path, monkeypat
         ("a.jsonl", '{"text": "\\ud800 a"}\n', "half"),
     ],
 )
-def test_what_is_no_corpus(tmp_path: Path, name: str, content: str, words: str) -> None:
+def test_what_is_no_corpus(tmp_path: Path, name: str, content: str, words: str):
     with pytest.raises(DataError, match=words):
         load_corpus(write(tmp_path / name, content), Letters(), vocab_size=128)
 
 
-def test_a_missing_or_empty_folder(tmp_path: Path) -> None:
+def test_a_missing_or_empty_folder(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="the folder has no"):
         load_corpus(tmp_path / "empty", Letters(), vocab_size=128)
@@ -143,7 +143,7 @@ def test_a_missing_or_empty_folder(tmp_path: Path) -> None:
         load_corpus(tmp_path / "missing.txt", Letters(), vocab_size=128)
 
 
-def test_a_corpus_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corpus_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(corpus_files, "MOST_TOKENS", 5)
     assert texts_of(load_corpus(write(tmp_path / "a.txt", "12345"), Letters(), vocab_size=128)) == ["12345"]
     with pytest.raises(DataError, match="more than 5 tokens"):

@@ -13,7 +13,6 @@ from draftheads.data.features import FeatureStore, shard_path
 from draftheads.data.live_features import LiveStore
 from draftheads.errors import DataError
 from draftheads.models.model import TargetModel
-from training_world import build_features
 
 
 def damages() -> Iterator[Any]:
@@ -38,18 +37,14 @@ def damages() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("damage", "message"), list(damages()))
-def test_a_damaged_store_is_an_error(
-    target: TargetModel, texts: list[EncodedChat], tmp_path: Path, damage: Any, message: str
-) -> None:
-    build_features(target, texts, tmp_path / "features")
-    damage(tmp_path / "features")
+def test_a_damaged_store_is_an_error(store: FeatureStore, damage: Any, message: str):
+    damage(store.folder)
     with pytest.raises(DataError, match=message):
-        FeatureStore(tmp_path / "features")
+        FeatureStore(store.folder)
 
 
-@pytest.mark.parametrize("kind", ["stored", "live"])
-def test_lengths_are_counted_once(target: TargetModel, texts: list[EncodedChat], tmp_path: Path, kind: str) -> None:
+def test_lengths_are_counted_once(target: TargetModel, texts: list[EncodedChat], store: FeatureStore):
     """A plan asks for them once per text: counting them all each time takes hours for a hundred thousand texts."""
-    store = LiveStore(target, texts) if kind == "live" else build_features(target, texts, tmp_path / "store")
-    assert store.lengths is store.lengths
-    assert store.lengths == [len(text.token_ids) for text in texts]
+    for documents in (store, LiveStore(target, texts)):
+        assert documents.lengths is documents.lengths
+        assert documents.lengths == [len(text.token_ids) for text in texts]

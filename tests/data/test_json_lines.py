@@ -25,21 +25,21 @@ RECORDS = [{"a": 1}, {"b": ["x, ]", {"c": []}]}, {"d": "[\n"}]
     ],
 )
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_an_array_is_read_as_lines_are(tmp_path: Path, text: str, lines: list[int], suffix: str) -> None:
+def test_an_array_is_read_as_lines_are(tmp_path: Path, text: str, lines: list[int], suffix: str):
     path = tmp_path / f"chats.json{suffix}"
     path.write_bytes(gzip.compress(text.encode()) if suffix else text.encode())
     assert list(read_json_lines(path)) == list(zip(lines, RECORDS, strict=True))
 
 
 @pytest.mark.parametrize("text", ['{"a": 1}\n', '[{"a": 1}]'])
-def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path, text: str) -> None:
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path, text: str):
     path = tmp_path / "a.jsonl"
     path.write_text(text, encoding="utf-8-sig")
     assert [value for _, value in read_json_lines(path)] == [{"a": 1}]
 
 
 @pytest.mark.parametrize("text", ["[]", " [ \n ]\n", ""])
-def test_there_may_be_nothing_in_it(tmp_path: Path, text: str) -> None:
+def test_there_may_be_nothing_in_it(tmp_path: Path, text: str):
     (tmp_path / "chats.json").write_text(text)
     assert list(read_json_lines(tmp_path / "chats.json")) == []
 
@@ -56,7 +56,7 @@ def test_there_may_be_nothing_in_it(tmp_path: Path, text: str) -> None:
         ("[" + "9" * 5000 + "]", "line 1: not JSON: Exceeds the limit"),
     ],
 )
-def test_an_error_names_the_line(tmp_path: Path, text: str, message: str) -> None:
+def test_an_error_names_the_line(tmp_path: Path, text: str, message: str):
     (tmp_path / "chats.json").write_text(text)
     with pytest.raises(DataError, match=f"chats.json, {message}"):
         list(read_json_lines(tmp_path / "chats.json"))
@@ -67,7 +67,7 @@ def test_an_error_names_the_line(tmp_path: Path, text: str, message: str) -> Non
 )
 def test_an_endless_line_is_not_read_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: bytes, what: str
-) -> None:
+):
     monkeypatch.setattr(json_lines, "MOST_CHARACTERS", 1 << 20)
     path = tmp_path / "chats.jsonl.gz"
     with gzip.open(path, "wb") as file:

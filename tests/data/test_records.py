@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -46,17 +45,6 @@ def test_files_are_read_zipped_or_not(tmp_path: Path, name: str):
         assert [list(record.messages) for record in found] == [record["messages"] for record in records]
         assert [record.finished for record in found] == [record["finished"] for record in records]
         assert [record.line_number for record in found] == [1, 2, 3, 4, 5]
-
-
-def test_several_files_are_read_in_order(tmp_path: Path):
-    paths = [write_chats(tmp_path / f"{name}.jsonl", [{"prompt": name}]) for name in ("b", "a")]
-    assert [record.prompt for record in read_prompts(*paths)] == ["b", "a"]
-
-
-def test_empty_lines_are_skipped_but_counted(tmp_path: Path):
-    path = tmp_path / "chats.jsonl"
-    path.write_text(f"\n{json.dumps(chat('w1', 'w2'))}\n\n", encoding="utf-8")
-    assert [(record.line_number, record.finished) for record in read_chats(path)] == [(2, True)]
 
 
 def test_line_separators_other_than_line_feed_belong_to_the_text(tmp_path: Path):
@@ -138,7 +126,7 @@ def test_a_malformed_chat_is_named(tmp_path: Path, line: str, message: str):
 )
 def test_a_malformed_prompt_is_named(tmp_path: Path, line: str, message: str):
     path = tmp_path / "prompts.jsonl"
-    path.write_text(f'{{"prompt": "fine"}}\n\n{line}\n', encoding="utf-8")
+    path.write_text(f'{{"prompt": "fine"}}\n\n{line}\n', encoding="utf-8")  # empty lines are skipped, but counted
     found = read_prompts(path)
     assert next(found).prompt == "fine"
     with pytest.raises(DataError, match=message) as caught:
@@ -148,40 +136,28 @@ def test_a_malformed_prompt_is_named(tmp_path: Path, line: str, message: str):
 
 @pytest.mark.parametrize("damage", ["cut", "garbled", "no gzip", "not utf-8", "missing", "folder"])
 def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path, damage: str):
+    zipped = gzip.compress(json.dumps(chat("w1", "w2 " * 1000)).encode())
+    contents = {"cut": zipped[:30], "garbled": zipped[:12] + b"\xff" * 30, "no gzip": b"{}", "not utf-8": b'{"\xff'}
     path = tmp_path / ("chats.jsonl" if damage in {"not utf-8", "missing", "folder"} else "chats.jsonl.gz")
-    content = gzip.compress(json.dumps(chat("w1", "w2 " * 1000)).encode())
     if damage == "folder":
         path.mkdir()
     elif damage != "missing":
-        path.write_bytes(
-            {"cut": content[:30], "garbled": content[:12] + b"\xff" * 30, "no gzip": b"{}", "not utf-8": b'{"\xff'}[
-                damage
-            ]
-        )
-    with pytest.raises(
-        DataError, match="not UTF-8 text: byte 0xff" if damage == "not utf-8" else "cannot be read|not UTF-8"
-    ):
+        path.write_bytes(contents[damage])
+    words = "not UTF-8 text: byte 0xff" if damage == "not utf-8" else "cannot be read|not UTF-8"
+    with pytest.raises(DataError, match=words):
         list(read_chats(path))
 
 
 # --- our own prompts ---
 
 
-def test_there_are_64_calibration_prompts_and_none_twice():
-    prompts = prompts_in(own_prompts("calibration"))
-    assert len(prompts) == len(set(map(str, prompts))) == 64
-
-
-def test_each_eight_calibration_prompts_in_a_row_are_of_all_kinds():
-    lines = own_prompts("calibration").read_text(encoding="utf-8").splitlines()
-    kinds = [json.loads(line)["kind"] for line in lines]
-    assert set(Counter(kinds).values()) == {8}
-    assert all(set(kinds[start : start + 8]) == set(kinds) for start in range(0, 64, 8))
-
-
-def test_calibration_prompts_are_as_long_as_first_turns():
-    for line in own_prompts("calibration").read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
+def test_there_are_64_different_calibration_prompts_and_each_eight_in_a_row_are_of_all_kinds():
+    records = [json.loads(line) for line in own_prompts("calibration").read_text(encoding="utf-8").splitlines()]
+    assert prompts_in(own_prompts("calibration")) == [record["prompt"] for record in records]
+    assert len(records) == len({record["prompt"] for record in records}) == 64
+    kinds = [record["kind"] for record in records]
+    assert all(len(set(kinds)) == 8 and set(kinds[start : start + 8]) == set(kinds) for start in range(0, 64, 8))
+    for record in records:  # as long as first turns
         low, high = (80, 190) if record["kind"] == "extraction" else (15, 120)
         assert low <= len(record["prompt"].split()) <= high, record["kind"]
 

@@ -26,7 +26,7 @@ def texts_of(target: TargetModel, number: int = 5, length: int = 40) -> list[Enc
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_they_are_the_models_own(family: str, tmp_path: Path) -> None:
+def test_they_are_the_models_own(family: str, tmp_path: Path):
     """In files that also have other layers, and further tokens."""
     target = tiny_model(family)
     texts = texts_of(target)
@@ -42,7 +42,7 @@ def test_they_are_the_models_own(family: str, tmp_path: Path) -> None:
             torch.testing.assert_close(document.hidden, expected.hidden, rtol=0.03, atol=0.06)
 
 
-def test_texts_that_training_cuts_have_their_files(tmp_path: Path) -> None:
+def test_texts_that_training_cuts_have_their_files(tmp_path: Path):
     target = tiny_model("llama")
     texts = texts_of(target)
     extract_as_vllm(target, texts, tmp_path / "states", [2])
@@ -77,9 +77,7 @@ IDS = torch.arange(40)
         ([1, 2], None, r"0-.*safetensors: .*; delete it and extract its text again"),
     ],
 )
-def test_what_does_not_fit_is_named(
-    tmp_path: Path, layer_ids: list[int], tensors: dict[str, Any] | None, words: str
-) -> None:
+def test_what_does_not_fit_is_named(tmp_path: Path, layer_ids: list[int], tensors: dict[str, Any] | None, words: str):
     target = tiny_model("llama")
     folder = tmp_path / "states"
     extract_as_vllm(target, texts_of(target), folder, layer_ids)
@@ -92,7 +90,7 @@ def test_what_does_not_fit_is_named(
         ExtractedStore(target, texts_of(target), folder, (1,) if layer_ids != [1] else ())
 
 
-def test_files_of_another_model_or_size_are_refused(tmp_path: Path) -> None:
+def test_files_of_another_model_or_size_are_refused(tmp_path: Path):
     target, texts = tiny_model("llama"), texts_of(tiny_model("llama"))
     extract_as_vllm(tiny_model("llama", seed=1), texts, tmp_path / "other", [1, 2])
     with pytest.raises(DataError, match="the nearest differs by"):
@@ -107,7 +105,7 @@ def test_files_of_another_model_or_size_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.real
-def test_layers_of_the_real_model_are_told_apart(tmp_path: Path) -> None:
+def test_layers_of_the_real_model_are_told_apart(tmp_path: Path):
     """The stock model in fp32 writes, as vLLM in another type would; the packed one reads."""
     stock = load_target("smollm2-135m", precision="fp32", fast=False, batch_invariant=False)
     ids = [tuple(stock.tokenizer(text)["input_ids"]) for text in (TYPICAL_TEXT, TYPICAL_TEXT[300:])]

@@ -31,11 +31,11 @@ def book(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_model_reads_64_tokens_of_a_document_as_in_the_mlp_speculators_second_stage() -> None:
+def test_the_model_reads_64_tokens_of_a_document_as_in_the_mlp_speculators_second_stage():
     assert DistillOptions(out=Path("out.jsonl"), num_self_talk=1).document_tokens == 64
 
 
-def test_the_model_continues_the_beginning_of_each_text(target: TargetModel, book: Path, tmp_path: Path) -> None:
+def test_the_model_continues_the_beginning_of_each_text(target: TargetModel, book: Path, tmp_path: Path):
     chosen = options(tmp_path, prompts=(), documents=(book,), document_tokens=5, temperature=(0.0,))
     run(target, chosen)
     found = records(chosen)
@@ -52,7 +52,7 @@ def test_the_model_continues_the_beginning_of_each_text(target: TargetModel, boo
 
 def test_documents_follow_the_prompts_and_a_stopped_run_goes_on(
     target: TargetModel, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     whole = options(tmp_path, documents=(book,))
     run(target, whole)
     kinds = ["messages" in record for record in records(whole)]
@@ -77,7 +77,7 @@ def test_documents_follow_the_prompts_and_a_stopped_run_goes_on(
     assert stopped.out.read_bytes() == whole.out.read_bytes()
 
 
-def test_other_documents_are_another_run(target: TargetModel, book: Path, tmp_path: Path) -> None:
+def test_other_documents_are_another_run(target: TargetModel, book: Path, tmp_path: Path):
     chosen = options(tmp_path, prompts=(), documents=(book,))
     run(target, chosen)
     book.write_text(json.dumps({"text": "w1 w2"}) + "\n")
@@ -85,7 +85,7 @@ def test_other_documents_are_another_run(target: TargetModel, book: Path, tmp_pa
         run(target, chosen)
 
 
-def test_training_learns_the_completions_only(target: TargetModel, book: Path, tmp_path: Path) -> None:
+def test_training_learns_the_completions_only(target: TargetModel, book: Path, tmp_path: Path):
     chosen = options(tmp_path, prompts=(), documents=(book,), document_tokens=4, temperature=(0.0,))
     run(target, chosen)
     texts = load_texts(target, [chosen.out], max_length=100)
@@ -101,7 +101,7 @@ def test_training_learns_the_completions_only(target: TargetModel, book: Path, t
     ]
 
 
-def test_a_model_without_a_chat_template_continues_documents(book: Path, tmp_path: Path) -> None:
+def test_a_model_without_a_chat_template_continues_documents(book: Path, tmp_path: Path):
     bare = chat_model(seed=3)
     bare.tokenizer.chat_template = None
     chosen = options(tmp_path, prompts=(), documents=(book,))

@@ -248,17 +248,12 @@ def test_a_refusal_or_an_invalid_response_ends_the_run(server: Server, tmp_path:
         ("127.0.0.1:9/v1", "is not a valid address"),
         ("ftp://x/v1", "is not a valid address"),
         ("http://x:y/v1", "is not a valid address"),
+        ("http://127.0.0.1:1/v1", "127.0.0.1:1/v1/chat/completions did not answer in 2 attempts"),
     ],
 )
-def test_an_invalid_address_is_an_error(tmp_path: Path, url: str, words: str):
+def test_an_invalid_or_unreachable_address_is_an_error(server: Server, tmp_path: Path, url: str, words: str):
     with pytest.raises(EndpointError, match=words):
-        run(options(tmp_path, endpoint=url, endpoint_model="x"))
-
-
-def test_an_unreachable_server_is_an_error(server: Server, tmp_path: Path):
-    chosen = options(tmp_path, endpoint="http://127.0.0.1:1/v1", endpoint_model="x", request_retries=1)
-    with pytest.raises(EndpointError, match=r"127.0.0.1:1/v1/chat/completions did not answer in 2 attempts"):
-        run(chosen)
+        run(remote(tmp_path, server, endpoint=url, request_retries=1))
 
 
 def test_the_key_comes_from_the_environment(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

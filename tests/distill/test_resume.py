@@ -1,5 +1,6 @@
 """Distillations that are killed, stopped, started twice or meet a full disk: nothing is lost or repeated."""
 
+import contextlib
 import errno
 import json
 import os
@@ -132,34 +133,25 @@ def test_a_run_continues_after_a_kill_at_any_write(
     assert kill_at > 2 * TOTAL / 15
 
 
-def test_after_a_kill_before_the_last_rename_only_the_rename_is_left(
-    whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_of_a_complete_run_only_the_last_rename_can_be_left(
+    whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_killed: bool
 ):
     chosen = echo_options(tmp_path)
     replace = Path.replace
 
-    def killed(self: Path, target: Path) -> Path:
-        if self == part_path(chosen.out):
+    def renamed(self: Path, target: Path) -> Path:
+        if is_killed and self == part_path(chosen.out):
             raise Killed
         return replace(self, target)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "replace", killed)
-        with pytest.raises(Killed):
-            run(chosen)
+    with monkeypatch.context() as patched, pytest.raises(Killed) if is_killed else contextlib.nullcontext():
+        patched.setattr(Path, "replace", renamed)
+        run(chosen)
+    before = manifest_path(chosen.out).read_bytes()
     second = Echo()
     assert run(chosen, second).was_complete
     assert second.asked == []
-    assert chosen.out.read_bytes() == whole
-
-
-def test_a_complete_run_started_again_does_nothing(whole: bytes, tmp_path: Path):
-    chosen = echo_options(tmp_path)
-    run(chosen)
-    before = manifest_path(chosen.out).read_bytes()
-    source = Echo()
-    assert run(chosen, source).was_complete
-    assert source.asked == []
     assert (chosen.out.read_bytes(), manifest_path(chosen.out).read_bytes()) == (whole, before)
 
 
@@ -317,9 +309,8 @@ def test_after_kills_at_random_moments_the_file_is_the_same_to_the_byte(num_kill
     target = chat_model(seed=3)
     target.model.save_pretrained(tmp_path / "model")
     target.tokenizer.save_pretrained(str(tmp_path / "model"))
-    prompts = write_prompts(
-        tmp_path / "prompts.jsonl", [{"turns": [f"w{i % 57} w{i // 57}", "w1"]} for i in range(150)]
-    )
+    turns = [{"turns": [f"w{i % 57} w{i // 57}", "w1"]} for i in range(150)]
+    prompts = write_prompts(tmp_path / "prompts.jsonl", turns)
     command = f"--model {tmp_path}/model --prompts {prompts} --num-self-talk 30 --temperature 0 0.8".split()
     command += ["--max-new-tokens", "20", "--max-question-tokens", "20", "--batch-size", "4", "--chunk-size", "6"]
     out = tmp_path / "killed.jsonl"
@@ -329,10 +320,8 @@ def test_after_kills_at_random_moments_the_file_is_the_same_to_the_byte(num_kill
         for number in range(num_kills):
             process = nursery.start([*command, "--out", str(out)], folder=tmp_path)
             before = num_done(out)
-            deadline = time.monotonic() + 60
-            while (
-                number % 3 and num_done(out) == before and time.monotonic() < deadline
-            ):  # every third dies where it may
+            deadline = time.monotonic() + 60 * bool(number % 3)  # every third dies where it may
+            while num_done(out) == before and time.monotonic() < deadline:
                 time.sleep(0.002)
             time.sleep(chance.uniform(0, 0.05))
             os.kill(process, signal.SIGKILL)

@@ -110,10 +110,8 @@ def test_a_head_changes_no_answer_and_saves_steps(target: TargetModel, tmp_path:
 def test_each_prompt_gets_a_temperature_by_the_seed(target: TargetModel, tmp_path: Path):
     write_prompts(tmp_path / "prompts.jsonl", [{"prompt": f"w{i % 50} w{i // 50}"} for i in range(90)])
     mixed = options(tmp_path, temperature=(0.0, 0.0, 1.5), chunk_size=None, batch_size=32)
-    greedy = options(tmp_path, temperature=(0.0,), out=tmp_path / "greedy.jsonl", chunk_size=None, batch_size=32)
-    other = options(
-        tmp_path, temperature=(0.0, 0.0, 1.5), out=tmp_path / "s.jsonl", seed=1, chunk_size=None, batch_size=32
-    )
+    greedy = replace(mixed, temperature=(0.0,), out=tmp_path / "greedy.jsonl")
+    other = replace(mixed, seed=1, out=tmp_path / "other.jsonl")
     for chosen in (mixed, greedy, other):
         run(target, chosen)
     found = records(mixed)
@@ -172,9 +170,8 @@ def test_self_talk_begins_with_a_question_by_the_model(target: TargetModel, tmp_
 
 
 def test_self_talk_has_the_given_number_of_turns(target: TargetModel, tmp_path: Path):
-    chosen = options(
-        tmp_path, prompts=(), num_self_talk=20, self_talk_turns=2, max_new_tokens=100, max_question_tokens=200
-    )
+    sizes = {"num_self_talk": 20, "self_talk_turns": 2, "max_new_tokens": 100, "max_question_tokens": 200}
+    chosen = options(tmp_path, prompts=(), **sizes)
     outcome = run(target, chosen)
     found = records(chosen)
     assert {len(user_turns(record)) for record in found} == {1, 2}  # one where an answer or question had no end
@@ -226,10 +223,8 @@ def test_a_conversation_that_becomes_too_long_keeps_its_first_turns(target: Targ
     small = chat_model(seed=3)
     small.config.max_position_embeddings = 300
     question = user_turns(done)[0]
-    write_prompts(tmp_path / "two.jsonl", [{"turns": [question, " ".join(["w1"] * 300)]}])
-    chosen = options(
-        tmp_path, prompts=(tmp_path / "two.jsonl",), out=tmp_path / "t.jsonl", temperature=(0.0,), max_new_tokens=200
-    )
+    prompts = write_prompts(tmp_path / "two.jsonl", [{"turns": [question, " ".join(["w1"] * 300)]}])
+    chosen = replace(plain, prompts=(prompts,), out=tmp_path / "t.jsonl")
     outcome = run(small, chosen)
     assert records(chosen)[0]["messages"] == done["messages"]
     assert (outcome.counts.num_shortened, outcome.counts.num_too_long) == (1, 0)
@@ -269,8 +264,5 @@ def test_the_manifest_records_settings_counts_and_digest(target: TargetModel, tm
     assert found["identity"]["dtype"] == "float32"
     assert found["details"]["options"]["batch_size"] == 4
     assert found["details"]["provenance"]["torch"]
-    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == [
-        "out.jsonl",
-        "out.jsonl.manifest.json",
-        "prompts.jsonl",
-    ]
+    names = sorted(path.name for path in tmp_path.glob("[!.]*"))
+    assert names == ["out.jsonl", "out.jsonl.manifest.json", "prompts.jsonl"]

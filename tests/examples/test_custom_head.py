@@ -60,7 +60,7 @@ def head(installed: None, model: Path, tmp_path_factory: pytest.TempPathFactory)
     return folder / "head"
 
 
-def test_a_trained_head_is_loaded_with_its_settings(head: Path, model: Path) -> None:
+def test_a_trained_head_is_loaded_with_its_settings(head: Path, model: Path):
     drafter = draftheads.load_head(head, draftheads.TargetModel.load(str(model)))
     assert type(drafter).__module__ == "linear_heads"
     assert drafter.config.scale == 0.5
@@ -68,7 +68,7 @@ def test_a_trained_head_is_loaded_with_its_settings(head: Path, model: Path) -> 
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
-def test_drafting_with_the_head_does_not_change_the_text(head: Path, model: Path, settings: dict) -> None:
+def test_drafting_with_the_head_does_not_change_the_text(head: Path, model: Path, settings: dict):
     prompts, tree = ["w1", "w7 w8", "w20"], draftheads.Tree.cartesian([2, 2, 1])
     plain = draftheads.load(model, precision="fp32").generate(prompts, max_new_tokens=24, **settings)
     engine = draftheads.load(model, head=head, precision="fp32", tree=tree)
@@ -77,16 +77,14 @@ def test_drafting_with_the_head_does_not_change_the_text(head: Path, model: Path
     assert sum(result.num_steps for result in drafted) < sum(result.num_steps for result in plain)
 
 
-def test_tune_measures_a_profile_of_the_head(head: Path, model: Path, tmp_path: Path) -> None:
+def test_tune_measures_a_profile_of_the_head(head: Path, model: Path, tmp_path: Path):
     settings = ReplaySettings(num_prompts=2, max_new_tokens=12, max_nodes=4)
     tuning = draftheads.tune_head(model, head, ["w1", "w2 w3"], out=tmp_path, settings=settings, precision="fp32")
     assert len(tuning.profile.static_tokens) == 4
     assert draftheads.load(model, head=head, profile=tmp_path).generate(["w1"], max_new_tokens=4)
 
 
-def test_compare_heads_has_a_row_for_the_head(
-    head: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compare_heads_has_a_row_for_the_head(head: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("DRAFTHEADS_CACHE", str(tmp_path))
     settings = BenchSettings(num_nodes=4, max_new_tokens=12, temperature=0.0, num_calibration_prompts=2)
     found = draftheads.compare_heads(model, [head], ["w1", "w2 w3", "w4"], settings=settings, precision="fp32")
@@ -94,12 +92,12 @@ def test_compare_heads_has_a_row_for_the_head(
 
 
 @pytest.mark.usefixtures("installed")
-def test_info_lists_the_method(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_lists_the_method(capsys: pytest.CaptureFixture[str]):
     assert main(["info"]) == 0
     assert "linear" in capsys.readouterr().out.split("Methods that can be trained:")[1]
 
 
-def test_info_describes_the_head(head: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_describes_the_head(head: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["info", str(head)]) == 0
     words = capsys.readouterr().out.split()
     assert words[words.index("method") + 1] == "linear"

@@ -64,25 +64,25 @@ def run(block: str, server: str) -> str:
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
-def test_each_block_of_the_page_succeeds(number: int, server: str) -> None:
+def test_each_block_of_the_page_succeeds(number: int, server: str):
     assert run(BLOCKS[number], server).strip()
 
 
-def test_the_first_answer_has_text_and_counts_drafts(server: str) -> None:
+def test_the_first_answer_has_text_and_counts_drafts(server: str):
     (block,) = [block for block in BLOCKS if "Why is the sky blue?" in block]
     answer = json.loads(run(block, server))
     assert answer["choices"][0]["message"]["content"]
     assert sum(answer["usage"]["draft"]["drafted_by_depth"]) > 0
 
 
-def test_the_stream_ends_with_usage(server: str) -> None:
+def test_the_stream_ends_with_usage(server: str):
     (block,) = [block for block in BLOCKS if '"stream": true' in block]
     events = [line.removeprefix("data: ") for line in run(block, server).splitlines() if line]
     assert events[-1] == "[DONE]"
     assert json.loads(events[-2])["usage"]["completion_tokens"] > 0
 
 
-def test_the_structured_answer_is_of_the_schema(server: str) -> None:
+def test_the_structured_answer_is_of_the_schema(server: str):
     (block,) = [block for block in BLOCKS if "json_schema" in block]
     choice = json.loads(run(block, server))["choices"][0]
     assert choice["finish_reason"] == "stop"
@@ -91,7 +91,7 @@ def test_the_structured_answer_is_of_the_schema(server: str) -> None:
 
 def test_the_client_prints_an_answer_and_its_draft_tokens(
     server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     monkeypatch.setattr(sys, "argv", ["serve_client.py", "--url", f"{server}/v1", "--max-tokens", "24"])
     runpy.run_path(str(ROOT / "examples" / "serve_client.py"), run_name="__main__")
     answer, counts, stream, _ = capsys.readouterr().out.rsplit("\n", 3)
@@ -100,7 +100,7 @@ def test_the_client_prints_an_answer_and_its_draft_tokens(
     assert re.sub(r"\[(.*?)\]", r"\1", stream, flags=re.DOTALL).splitlines()[-1] in answer
 
 
-def test_the_metrics_that_the_page_names_are_there(server: str) -> None:
+def test_the_metrics_that_the_page_names_are_there(server: str):
     text = run("curl http://127.0.0.1:8000/metrics\n", server)
     named = re.findall(r"`(draftheads_\w+)`", PAGE)
     assert len(named) >= 5

@@ -28,7 +28,7 @@ def batch() -> PlannedBatch:
     )
 
 
-def test_rows_count_the_batch_and_all_the_data(batch: PlannedBatch) -> None:
+def test_rows_count_the_batch_and_all_the_data(batch: PlannedBatch):
     assert batch.columns == ("", "batch 1", "all the data")
     assert {name: values for name, *values in batch.rows()} == {
         "texts": ["2", "3"],
@@ -47,7 +47,7 @@ def test_rows_count_the_batch_and_all_the_data(batch: PlannedBatch) -> None:
 
 
 @pytest.mark.parametrize("skips", [False, True])
-def test_padding_is_what_collating_adds(skips: bool) -> None:
+def test_padding_is_what_collating_adds(skips: bool):
     documents = [
         Document(torch.ones(len(text.token_ids), 1), torch.tensor(text.token_ids), torch.tensor(text.loss_mask))
         for text in TEXTS
@@ -64,7 +64,7 @@ def page_of(batch: PlannedBatch, max_texts: int | None = None) -> Page:
     )
 
 
-def test_the_page_shows_legend_texts_and_counts(batch: PlannedBatch) -> None:
+def test_the_page_shows_legend_texts_and_counts(batch: PlannedBatch):
     page = page_of(batch)
     assert page.title == "Training batch 1 of some/chats.jsonl"
     assert page.verdict == "The heads learn 3 of the 8 tokens in this batch (37.5%)."
@@ -83,7 +83,7 @@ def test_the_page_shows_legend_texts_and_counts(batch: PlannedBatch) -> None:
     assert '<span class="learned special">' in html
 
 
-def test_model_data_and_command_are_folded(batch: PlannedBatch) -> None:
+def test_model_data_and_command_are_folded(batch: PlannedBatch):
     facts = {title: dict(values) for title, values in page_of(batch).facts}
     assert facts == {
         "Model, data and settings": {"model": "tiny", "data": ["some/chats.jsonl"], "seed": 3},
@@ -91,7 +91,7 @@ def test_model_data_and_command_are_folded(batch: PlannedBatch) -> None:
     }
 
 
-def test_the_page_shows_the_first_texts_only(batch: PlannedBatch) -> None:
+def test_the_page_shows_the_first_texts_only(batch: PlannedBatch):
     page = page_of(batch, max_texts=1)
     assert len(page.texts) == 2
     assert "The page shows 1 of 2 texts in this batch." in page.note

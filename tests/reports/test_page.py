@@ -18,7 +18,7 @@ WHOLE = Page(
 )
 
 
-def test_every_part_of_a_page_is_in_its_html() -> None:
+def test_every_part_of_a_page_is_in_its_html():
     html = render(WHOLE)
     check_page(html)
     for part in (
@@ -43,33 +43,27 @@ def test_every_part_of_a_page_is_in_its_html() -> None:
         assert part in html
 
 
-def test_settings_that_differ_come_before_the_folded_ones() -> None:
+def test_settings_that_differ_come_before_the_folded_ones():
     html = render(WHOLE)
     assert html.index("Settings that differ") < html.index('<th scope="row">seed') < html.index("<details")
-    assert "Settings that differ" not in render(Page("Title", "Answer"))
+    without_parts = render(Page("Title", "Answer"))
+    check_page(without_parts)
+    assert "Settings that differ" not in without_parts
 
 
-def test_words_of_a_page_are_text_and_not_html() -> None:
+def test_words_of_a_page_are_text_and_not_html():
     strange = '<script>a & "b"</script>'
-    html = render(
-        Page(
-            strange,
-            strange,
-            strange,
-            [(strange, strange)],
-            texts=[Text(strange, [Piece(strange)])],
-            figures=[Figure(strange, "", strange, strange)],
-            tables=[Table(strange, [strange], [[strange]], strange)],
-            settings=[(strange, strange)],
-            facts=[(strange, [(strange, [strange])])],
-        )
+    page = Page(
+        *(strange, strange, strange, [(strange, strange)]),
+        texts=[Text(strange, [Piece(strange)])],
+        figures=[Figure(strange, "", strange, strange)],
+        tables=[Table(strange, [strange], [[strange]], strange)],
+        settings=[(strange, strange)],
+        facts=[(strange, [(strange, [strange])])],
     )
+    html = render(page)
     assert "<script" not in html
     assert html.count("&lt;script&gt;a &amp; &#34;b&#34;&lt;/script&gt;") == 22
-
-
-def test_a_page_without_parts_is_a_page() -> None:
-    check_page(render(Page("Title", "Answer")))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +79,7 @@ def test_a_page_without_parts_is_a_page() -> None:
         ("default-src 'none'", "default-src *"),
     ],
 )
-def test_the_check_of_pages_finds_what_is_missing(change: str, by: str) -> None:
+def test_the_check_of_pages_finds_what_is_missing(change: str, by: str):
     html = render(WHOLE)
     assert change in html
     with pytest.raises(AssertionError):

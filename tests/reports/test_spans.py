@@ -37,7 +37,7 @@ def joined(pieces: Sequence[Span], *, learned: bool | None = None) -> str:
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.text(LETTERS, max_size=12), st.booleans()), max_size=5))
-def test_pieces_are_whole_characters_and_make_the_text(name: str, parts: list[tuple[str, bool]]) -> None:
+def test_pieces_are_whole_characters_and_make_the_text(name: str, parts: list[tuple[str, bool]]):
     tokenizer = TOKENIZERS[name]
     text = encode(tokenizer, *parts)
     pieces = spans(tokenizer, text)
@@ -50,7 +50,7 @@ def test_pieces_are_whole_characters_and_make_the_text(name: str, parts: list[tu
             assert joined(pieces, learned=learned) == "".join(words for words, is_said in parts if is_said == learned)
 
 
-def test_a_piece_is_a_token_unless_tokens_share_a_character() -> None:
+def test_a_piece_is_a_token_unless_tokens_share_a_character():
     tokenizer = TOKENIZERS["byte level"]
     text = encode(tokenizer, ("a𝄞", False), ("𝄞b", True))
     assert len(text.token_ids) == 10, "four tokens each"
@@ -59,7 +59,7 @@ def test_a_piece_is_a_token_unless_tokens_share_a_character() -> None:
     ]  # fmt: skip
 
 
-def test_special_tokens_have_their_names() -> None:
+def test_special_tokens_have_their_names():
     tokenizer = TOKENIZERS["byte level"]
     eos = tokenizer.eos_token_id
     (a,) = tokenizer("a")["input_ids"]
@@ -72,28 +72,28 @@ def test_special_tokens_have_their_names() -> None:
     ]
 
 
-def test_letters_that_look_like_a_special_token_are_letters() -> None:
+def test_letters_that_look_like_a_special_token_are_letters():
     tokenizer = TOKENIZERS["byte level"]
     pieces = spans(tokenizer, encode(tokenizer, ("<e", True), ("os>", True)))
     assert joined(pieces) == "<eos>"
     assert not any(piece.is_special for piece in pieces)
 
 
-def test_a_character_that_the_length_cut_through_is_shown_as_broken() -> None:
+def test_a_character_that_the_length_cut_through_is_shown_as_broken():
     tokenizer = TOKENIZERS["byte level"]
     whole = encode(tokenizer, ("a𝄞", True))
     pieces = spans(tokenizer, EncodedChat(whole.token_ids[:3], whole.loss_mask[:3]))
     assert [piece.text for piece in pieces] == ["a", BROKEN]
 
 
-def test_a_token_without_words_is_not_unseen() -> None:
+def test_a_token_without_words_is_not_unseen():
     tokenizer = TOKENIZERS["byte fallback"]
     space = tokenizer.convert_tokens_to_ids("▁")
     assert tokenizer.decode([space]) == ""
     assert spans(tokenizer, EncodedChat((space,), (True,))) == [Span("▁", is_learned=True, is_special=False)]
 
 
-def test_the_mask_of_a_chat_is_what_the_assistant_says() -> None:
+def test_the_mask_of_a_chat_is_what_the_assistant_says():
     record = chat("w1 w2", "w3 w4", "w5", "w6")
     tokenizer = chat_tokenizer()
     text = encode_chat(ModelTokenizer(tokenizer, frozenset({EOS})), record["messages"], finished=True, max_length=99)
@@ -104,12 +104,12 @@ def test_the_mask_of_a_chat_is_what_the_assistant_says() -> None:
     assert [words for words, _, is_special in pieces if is_special] == ["<e>"] * 4
 
 
-def test_control_characters_are_visible() -> None:
+def test_control_characters_are_visible():
     assert Span("a\x1b[2J\r\n\tb\x9b\x7f\0c", is_learned=True, is_special=False).visible == "a␛[2J␍↵\n⇥   b\\x9b␡␀c"
 
 
 @pytest.mark.real
-def test_the_real_tokenizer_keeps_characters_of_several_tokens_whole() -> None:
+def test_the_real_tokenizer_keeps_characters_of_several_tokens_whole():
     answers = ["A squid: 🦑, and 日本 — <b>naïve</b>.\n\nDone.", "Bye 👩‍👩‍👧"]
     messages = chat("Hello 🦑", answers[0], "Again?", answers[1])["messages"]
     model = load_tokenizer("smollm2-135m")

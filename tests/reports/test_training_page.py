@@ -8,7 +8,7 @@ from draftheads.train.summary import verdict_of
 from report_records import METRICS, MOVEMENT, write_training_run
 
 
-def test_the_verdict_is_that_of_the_tokens_per_step_with_the_tree(tmp_path: Path) -> None:
+def test_the_verdict_is_that_of_the_tokens_per_step_with_the_tree(tmp_path: Path):
     page = training_page(METRICS, write_training_run(tmp_path))
     assert page.title == "hydra heads for a <b> & c"
     assert page.verdict == verdict_of(METRICS)
@@ -17,17 +17,17 @@ def test_the_verdict_is_that_of_the_tokens_per_step_with_the_tree(tmp_path: Path
     assert page.numbers[:2] == [("7,070", "training texts"), ("9,015", "steps")]
 
 
-def test_each_head_has_a_row_with_loss_and_accuracies(tmp_path: Path) -> None:
+def test_each_head_has_a_row_with_loss_and_accuracies(tmp_path: Path):
     (table,) = training_page(METRICS, write_training_run(tmp_path)).tables
     assert table.rows == [[1, "2.500", "50.0%", "70.0%", "87.5%"], [2, "3.250", "25.0%", "40.0%", "50.0%"]]
 
 
-def test_a_joint_run_has_a_table_of_how_far_the_model_moved(tmp_path: Path) -> None:
+def test_a_joint_run_has_a_table_of_how_far_the_model_moved(tmp_path: Path):
     _, table = training_page({**METRICS, "movement": MOVEMENT}, write_training_run(tmp_path)).tables
     assert [row[1:] for row in table.rows] == [["3.500", "3.750"], ["", "0.0125"], ["", "97.5%"]]
 
 
-def test_settings_that_differ_from_the_defaults_come_first(tmp_path: Path) -> None:
+def test_settings_that_differ_from_the_defaults_come_first(tmp_path: Path):
     page = training_page(METRICS, tmp_path)
     assert page.settings == [("data", ["chats.jsonl"])]
     facts = {title: dict(values) for title, values in page.facts}
@@ -37,7 +37,7 @@ def test_settings_that_differ_from_the_defaults_come_first(tmp_path: Path) -> No
     }
 
 
-def test_what_is_smoothed_and_cut_off_is_stated(tmp_path: Path) -> None:
+def test_what_is_smoothed_and_cut_off_is_stated(tmp_path: Path):
     folder = write_training_run(tmp_path)
     assert training_page(METRICS, folder).figures[1].caption == "Lower is better."
     losses = [100.0] * 2 + [4.0] * 98
@@ -49,12 +49,12 @@ def test_what_is_smoothed_and_cut_off_is_stated(tmp_path: Path) -> None:
     )
 
 
-def test_plots_of_held_out_text_need_measurements_during_training(tmp_path: Path) -> None:
+def test_plots_of_held_out_text_need_measurements_during_training(tmp_path: Path):
     assert len(training_page(METRICS, write_training_run(tmp_path)).figures) == 3
     (tmp_path / "validation.jsonl").unlink()
     (losses,) = training_page(METRICS, tmp_path).figures
     assert ">held-out</text>" not in losses.svg
 
 
-def test_a_run_that_logged_nothing_has_a_page(tmp_path: Path) -> None:
+def test_a_run_that_logged_nothing_has_a_page(tmp_path: Path):
     assert len(training_page(METRICS, tmp_path).figures) == 1

@@ -25,25 +25,21 @@ def folder_with(tmp_path: Path, record: str) -> Path:
     [
         ("metrics.json", "report.html", ["1.75 tokens per step", "<td>87.5%</td>", "0.0005"]),
         ("tune.json", "tune.html", ["growing trees of 3 nodes", "<td>1,234.5</td>", "1.31, 1.50", "bfloat16"]),
-        (
-            "bench.json",
-            "bench.html",
-            ["hydra is fastest", "<td>12.3\N{NO-BREAK SPACE}M</td>", "6 of some/questions.jsonl"],
-        ),
+        ("bench.json", "bench.html", ["hydra is fastest", "<td>12.3\N{NO-BREAK SPACE}M</td>", "some/questions.jsonl"]),
     ],
 )
-def test_each_kind_of_folder_gives_a_page_with_its_facts(
-    tmp_path: Path, record: str, page: str, facts: list[str]
-) -> None:
+def test_each_kind_of_folder_gives_a_page_with_its_facts(tmp_path: Path, record: str, page: str, facts: list[str]):
     assert write_report(folder_with(tmp_path, record)) == [tmp_path / page]
     html = (tmp_path / page).read_text()
+    write_report(tmp_path)
+    assert (tmp_path / page).read_text() == html, "the same record gives the same bytes"
     check_page(html)
     assert "<summary>Command and machine</summary>" in html
     assert [fact for fact in facts if fact not in html] == []
 
 
 @pytest.mark.parametrize("record", ["metrics.json", "tune.json", "bench.json"])
-def test_everything_from_files_is_escaped(tmp_path: Path, record: str) -> None:
+def test_everything_from_files_is_escaped(tmp_path: Path, record: str):
     """Names of models, heads, prompts and settings."""
     strange = "<script>alert('$x')</script>"
     path = folder_with(tmp_path, record) / record
@@ -64,37 +60,21 @@ def with_words(value: Any, words: str) -> Any:
     return f"{words}{value}" if isinstance(value, str) else value
 
 
-def test_a_folder_with_several_records_gets_the_wanted_pages(tmp_path: Path) -> None:
+def test_a_folder_with_several_records_gets_the_wanted_pages(tmp_path: Path):
     folder_with(folder_with(tmp_path, "tune.json"), "metrics.json")
     assert [page.name for page in write_report(tmp_path, "tune")] == ["tune.html"]
     assert not (tmp_path / "report.html").exists()
     assert [page.name for page in write_report(tmp_path)] == ["report.html", "tune.html"]
 
 
-@pytest.mark.parametrize("record", ["metrics.json", "tune.json", "bench.json"])
-def test_the_same_record_gives_the_same_bytes(tmp_path: Path, record: str) -> None:
-    (page,) = write_report(folder_with(tmp_path, record))
-    before = page.read_bytes()
-    write_report(tmp_path)
-    assert page.read_bytes() == before
-
-
-def test_an_empty_folder_is_an_error_that_names_the_records(tmp_path: Path) -> None:
+def test_an_empty_folder_is_an_error_that_names_the_records(tmp_path: Path):
     with pytest.raises(DataError, match=r"no metrics\.json .* tune\.json .* bench\.json"):
         write_report(tmp_path)
 
 
-TUNE_DAMAGES: list[dict[str, Any]] = [
-    {"batches": []},
-    {"dynamic": {"expected": [1.0], "error": []}},
-    {"confidence": None},
-    {"format_version": 3},
-]
-
-
 @pytest.mark.parametrize("record", ["metrics.json", "tune.json", "bench.json"])
 @pytest.mark.parametrize("content", ["{", "{}", "[]", '"text"', "\xff", '{"rows": 3}', '{"format_version": 2}'])
-def test_a_damaged_record_is_named(tmp_path: Path, record: str, content: str) -> None:
+def test_a_damaged_record_is_named(tmp_path: Path, record: str, content: str):
     (tmp_path / record).write_bytes(content.encode("latin-1"))
     with pytest.raises(DataError, match="cannot be read") as caught:
         write_report(tmp_path)
@@ -102,14 +82,22 @@ def test_a_damaged_record_is_named(tmp_path: Path, record: str, content: str) ->
     assert [path.name for path in tmp_path.iterdir()] == [record], "nothing is written"
 
 
-@pytest.mark.parametrize("damage", TUNE_DAMAGES)
-def test_a_record_with_a_wrong_part_is_named(tmp_path: Path, damage: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"batches": []},
+        {"dynamic": {"expected": [1.0], "error": []}},
+        {"confidence": None},
+        {"format_version": 3},
+    ],
+)
+def test_a_record_with_a_wrong_part_is_named(tmp_path: Path, damage: dict[str, Any]):
     (tmp_path / "tune.json").write_text(json.dumps({**TUNE, **damage}))
     with pytest.raises(DataError, match="this tune result cannot be read"):
         write_report(tmp_path)
 
 
-def test_a_damaged_log_of_training_is_an_error(tmp_path: Path) -> None:
+def test_a_damaged_log_of_training_is_an_error(tmp_path: Path):
     (write_training_run(tmp_path) / "log.jsonl").write_text("{")
     with pytest.raises(DataError, match="this training run cannot be read"):
         write_report(tmp_path)
@@ -118,7 +106,7 @@ def test_a_damaged_log_of_training_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
 def test_a_missing_package_is_named_with_its_install_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
+):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingDependency, match=rf"needs {package}; .* pip install 'draftheads\[report\]'"):
         write_report(folder_with(tmp_path, "tune.json"))

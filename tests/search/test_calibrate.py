@@ -77,7 +77,7 @@ def chances_after(model: TargetModel, answer: Answer, place: int, temperature: f
         *(("qwen3", kind) for kind in HEADS),
     ],
 )
-def test_an_observation_equals_the_head_s_logits_token_by_token(family: str, kind: str, temperature: float) -> None:
+def test_an_observation_equals_the_head_s_logits_token_by_token(family: str, kind: str, temperature: float):
     top_k = 5
     model = model_of(family)
     method, options = HEADS[kind]
@@ -114,7 +114,7 @@ def test_an_observation_equals_the_head_s_logits_token_by_token(family: str, kin
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("size", [1, 5, 13])
-def test_the_chunk_size_changes_no_observation(monkeypatch: pytest.MonkeyPatch, size: int, temperature: float) -> None:
+def test_the_chunk_size_changes_no_observation(monkeypatch: pytest.MonkeyPatch, size: int, temperature: float):
     model = model_of("llama")
     head = tiny_head("hydra", model, num_heads=K)
     answer = said(model, temperature=temperature)[0]
@@ -127,7 +127,7 @@ def test_the_chunk_size_changes_no_observation(monkeypatch: pytest.MonkeyPatch, 
         torch.testing.assert_close(getattr(whole, name), getattr(again, name), atol=1e-5, rtol=1e-5)
 
 
-def test_ranks_beyond_the_draft_vocabulary_are_misses() -> None:
+def test_ranks_beyond_the_draft_vocabulary_are_misses():
     model = model_of("llama")
     head = tiny_head("medusa", model, num_heads=K, draft_vocab_size=4)
     answer = said(model, temperature=0.7)[0]
@@ -138,7 +138,7 @@ def test_ranks_beyond_the_draft_vocabulary_are_misses() -> None:
     assert len(fit_confidence([seen], 6)) == K
 
 
-def test_answers_that_are_too_short_tell_nothing_of_confidence() -> None:
+def test_answers_that_are_too_short_tell_nothing_of_confidence():
     model = model_of("llama")
     head = tiny_head("medusa", model, num_heads=K)
     answer = Answer((3, 4, 5), (6,) * K)
@@ -148,7 +148,7 @@ def test_answers_that_are_too_short_tell_nothing_of_confidence() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, K, K + 1])
-def test_short_answers_are_observed_to_their_end(length: int) -> None:
+def test_short_answers_are_observed_to_their_end(length: int):
     model = model_of("llama")
     head = tiny_head("hydra", model, num_heads=K)
     answer = said(model, temperature=0.0, max_new_tokens=length)[0]
@@ -199,7 +199,7 @@ def gain_of(seen: Observation, divisors: list[float], top_k: int) -> float:
     return total
 
 
-def test_known_divisors_are_recovered() -> None:
+def test_known_divisors_are_recovered():
     truth = [float(DIVISORS[index]) for index in (5, 16, 30)]
     seen = [made_up(truth, seed=1), made_up(truth, length=90, seed=2)]
     assert fit_confidence(seen, 6) == pytest.approx(truth)
@@ -207,13 +207,13 @@ def test_known_divisors_are_recovered() -> None:
     assert swapped == pytest.approx(truth[::-1]), "each head has its own"
 
 
-def test_known_divisors_are_recovered_from_single_draws() -> None:
+def test_known_divisors_are_recovered_from_single_draws():
     truth = [float(DIVISORS[index]) for index in (10, 24)]
     found = fit_confidence([made_up(truth, length=3000, drawn=True)], 6)
     assert found == pytest.approx(truth, rel=0.15)
 
 
-def test_positions_that_no_tree_reaches_do_not_count() -> None:
+def test_positions_that_no_tree_reaches_do_not_count():
     right, wrong = made_up([2.0, 2.0], length=300, seed=1), made_up([2.0, 0.5], length=300, seed=2)
     missed = right.ranks[:, 0] >= 6
     assert 0 < int(missed.sum()) < 300
@@ -230,7 +230,7 @@ def test_positions_that_no_tree_reaches_do_not_count() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_fitted_divisors_have_the_highest_likelihood(temperature: float) -> None:
+def test_the_fitted_divisors_have_the_highest_likelihood(temperature: float):
     model = model_of("llama")
     head = tiny_head("hydra", model, num_heads=K)
     seen = [
@@ -246,7 +246,7 @@ def test_the_fitted_divisors_have_the_highest_likelihood(temperature: float) -> 
             assert best >= sum(gain_of(one, other, 5) for one in seen)
 
 
-def test_bins_of_confidence_hold_means_and_counts() -> None:
+def test_bins_of_confidence_hold_means_and_counts():
     seen = [made_up([2.0, 1.0], length=60, seed=1), made_up([2.0, 1.0], length=30, seed=2)]
     divisors = [float(DIVISORS[28]), 1.0]
     expected: dict[int, list[tuple[float, float]]] = {}
@@ -266,7 +266,7 @@ def test_bins_of_confidence_hold_means_and_counts() -> None:
         assert row == pytest.approx([*means, len(pairs)], rel=1e-6)
 
 
-def test_with_fitted_divisors_confidence_equals_the_share_accepted() -> None:
+def test_with_fitted_divisors_confidence_equals_the_share_accepted():
     seen = [made_up([2.0], length=3000)]
     found = fit_confidence(seen, 6)
     after, before = (reliability(seen, divisors, 6) for divisors in (found, [1.0]))
@@ -307,7 +307,7 @@ KINDS = ["medusa", "hydra", "trimmed hydra", "remembering"]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "hydra++", "eagle", "eagle3"])
-def test_drafting_along_several_answers_equals_drafting_along_each_alone(kind: str) -> None:
+def test_drafting_along_several_answers_equals_drafting_along_each_alone(kind: str):
     model = model_of("llama")
     head = head_of(kind, model)
     confidence = (1.7, 0.8, 2.5)
@@ -330,7 +330,7 @@ def test_drafting_along_several_answers_equals_drafting_along_each_alone(kind: s
     assert kept_by_size[0] == 0 < kept_by_size[1] < kept_by_size[2] < kept_by_size[-1]
 
 
-def test_drafting_along_answers_uses_the_shape_s_confidence() -> None:
+def test_drafting_along_answers_uses_the_shape_s_confidence():
     model = model_of("llama")
     head = tiny_head("medusa", model, num_heads=K)
     answers = said(model, temperature=0.0)

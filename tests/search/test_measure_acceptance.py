@@ -9,12 +9,14 @@ from draftheads.checkpoints.checkpoint import load_head, save_head
 from draftheads.decode.engine import Engine
 from draftheads.drafters.copy_odds import DEFAULT_ODDS, check_odds
 from draftheads.errors import CheckpointCorrupt, InvalidTree
+from draftheads.heads.base import DraftHead
+from draftheads.models.model import TargetModel
 from draftheads.search import replay
 from draftheads.search.calibrate import Answer
 from draftheads.search.measure_acceptance import TOKENS_PER_TEXT, measured_profile, recorded, static_profile
 from draftheads.search.settings import ReplaySettings
 from draftheads.speculation.acceptance_profile import AcceptanceProfile, read_profile
-from draftheads.speculation.shapes import BestFirst
+from draftheads.speculation.shapes import BestFirst, Shape
 from draftheads.speculation.tree import Tree
 from draftheads.utils.progress import NoProgress
 from families import PROMPTS, tiny_head, tiny_model
@@ -27,7 +29,7 @@ def text(mask: str) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.arange(100, 100 + len(mask)), torch.tensor([letter == "1" for letter in mask])
 
 
-def test_the_first_answer_of_a_text_counts() -> None:
+def test_the_first_answer_of_a_text_counts():
     assert recorded([text("001110011")]) == [Answer((100, 101), (102, 103, 104))]
     assert recorded([text("1111")]) == [Answer((100,), (101, 102, 103))], "a plain text's first token is its prompt"
     assert recorded([text("0010"), text("0000"), text("10"), text("")]) == []
@@ -35,11 +37,25 @@ def test_the_first_answer_of_a_text_counts() -> None:
     assert len(long.token_ids) == TOKENS_PER_TEXT
 
 
-def test_a_measured_profile_predicts_the_tokens_per_step_of_decoding() -> None:
-    model = tiny_model("llama")
-    head = tiny_head("hydra", model)
+@pytest.fixture(scope="module")
+def model() -> TargetModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def answers(model: TargetModel) -> list[Answer]:
     plain = Engine(model).generate(PROMPTS, max_new_tokens=40)
-    answers = [Answer(tuple(p), r.token_ids) for p, r in zip(PROMPTS, plain, strict=True)]
+    return [Answer(tuple(p), r.token_ids) for p, r in zip(PROMPTS, plain, strict=True)]
+
+
+def tokens_per_step(model: TargetModel, head: DraftHead, shape: Shape) -> float:
+    """Of decoding the answers."""
+    results = Engine(model, head, shape=shape).generate(PROMPTS, max_new_tokens=40)
+    return sum(len(r.token_ids) - 1 for r in results) / sum(r.num_steps for r in results)
+
+
+def test_a_measured_profile_predicts_the_tokens_per_step_of_decoding(model: TargetModel, answers: list[Answer]):
+    head = tiny_head("hydra", model)
     profile, found = measured_profile(model, head, answers, ReplaySettings(top_k=6, beam=3), progress=NoProgress())
     assert (profile.num_texts, profile.num_tokens) == (3, sum(len(answer.token_ids) for answer in answers))
     assert (profile.top_k, profile.beam) == (6, 3)
@@ -48,35 +64,32 @@ def test_a_measured_profile_predicts_the_tokens_per_step_of_decoding() -> None:
     for nodes in (4, 12):
         shape = profile.growing(nodes)
         assert shape == BestFirst(nodes, top_k=6, beam=3, temperatures=tuple(profile.temperatures))
-        results = Engine(model, head, shape=shape).generate(PROMPTS, max_new_tokens=40)
-        gained = sum(len(r.token_ids) - 1 for r in results) / sum(r.num_steps for r in results)
-        assert gained == pytest.approx(found["dynamic"]["expected"][nodes - 1])
+        assert tokens_per_step(model, head, shape) == pytest.approx(found["dynamic"]["expected"][nodes - 1])
 
 
-def test_a_measured_profile_of_a_head_without_a_limit_of_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measured_profile_of_a_head_without_a_limit_of_depth(
+    model: TargetModel, answers: list[Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Its trees are deeper than the head was trained, in the file, when it is loaded, and when it drafts."""
     monkeypatch.setattr(replay, "_SMALLEST_STEP", 0.0)
-    model = tiny_model("llama")
     head = tiny_head("eagle", model)
-    plain = Engine(model).generate(PROMPTS, max_new_tokens=40)
-    answers = [Answer(tuple(p), r.token_ids) for p, r in zip(PROMPTS, plain, strict=True)]
     profile, found = measured_profile(model, head, answers, ReplaySettings(top_k=6, beam=3), progress=NoProgress())
     assert (profile.depth, profile.depths("dynamic")) == (8, range(1, 9))
     assert profile.tokens("dynamic", 1)[-1] < profile.tokens("dynamic", 8)[-1]
     save_head(head, tmp_path / "head", base=model, profile=profile, dtype=torch.float32)
     loaded = load_head(tmp_path / "head", model)
     assert loaded.default_shape == read_profile(tmp_path / "head" / "acceptance.json").tree(10)
+    predicted = [*found["dynamic"]["shallower"], found["dynamic"]["expected"]]
     for depth in (2, 8):
-        results = Engine(model, loaded, shape=profile.growing(12, depth)).generate(PROMPTS, max_new_tokens=40)
-        gained = sum(len(r.token_ids) - 1 for r in results) / sum(r.num_steps for r in results)
-        assert gained == pytest.approx([*found["dynamic"]["shallower"], found["dynamic"]["expected"]][depth - 1][11])
+        gained = tokens_per_step(model, loaded, profile.growing(12, depth))
+        assert gained == pytest.approx(predicted[depth - 1][11])
     with pytest.raises(CheckpointCorrupt, match="temperatures has 2 numbers but the head has 3 heads"):
         save_head(head, tmp_path / "other", base=model, profile=AcceptanceProfile.assumed(2))
     with pytest.raises(InvalidTree, match="the tree is 4 deep but the head has 3 heads"):
         save_head(tiny_head("hydra", model), tmp_path / "other", base=model, profile=AcceptanceProfile.assumed(4))
 
 
-def test_static_profiles_from_ranks_alone() -> None:
+def test_static_profiles_from_ranks_alone():
     ranks = torch.tensor([[0, 1], [0, 1], [1, 0], [0, 9]])
     profile = static_profile(ranks, top_k=9)
     assert profile.paths == [[0], [0, 1], [1], [1, 0]]
@@ -87,14 +100,12 @@ def test_static_profiles_from_ranks_alone() -> None:
     assert chain.static_tokens == [1.0, 1.75, 1.75]
 
 
-def test_a_measured_profile_has_the_odds_of_copies() -> None:
+def test_a_measured_profile_has_the_odds_of_copies(model: TargetModel):
     """Answers that repeat themselves raise the odds of copies above the usual ones; others lower them."""
-    model = tiny_model("llama")
     vocabulary = list(range(5, 20))
     repeating = [Answer((3, 4), (5, 6, 7, 8) * 15)] * 4
-    others = [
-        Answer((3, 4), tuple(token for pair in zip(vocabulary * 4, [21] * 60, strict=True) for token in pair))
-    ] * 4
+    pairs = zip(vocabulary * 4, [21] * 60, strict=True)
+    others = [Answer((3, 4), tuple(token for pair in pairs for token in pair))] * 4
 
     def copies(answers: list[Answer]) -> list[list[float]]:
         settings = ReplaySettings(top_k=4, beam=2)

@@ -72,9 +72,11 @@ CASES = some_rows(
 
 
 @pytest.mark.parametrize(("family", "kind", "temperature"), CASES)
-def test_static_trees_take_as_many_steps_as_predicted(family: str, kind: str, temperature: float) -> None:
+def test_static_trees_take_as_many_steps_as_predicted(family: str, kind: str, temperature: float):
     model = model_of(family)
     head, answers = head_of(kind, model), recorded(family, temperature)
+    if family == "llama":
+        assert any(len(answer.token_ids) < NEW_TOKENS for answer in answers), "some answers end by themselves"
     seen = observed(head, model, answers, temperature)
     order = joint_order(path_counts(torch.cat([one.ranks for one in seen]), top_k=RANKS), 24)
     tables = [entries(one.ranks, order) for one in seen]
@@ -89,7 +91,7 @@ def test_static_trees_take_as_many_steps_as_predicted(family: str, kind: str, te
 
 
 @pytest.mark.parametrize(("family", "kind", "temperature"), CASES)
-def test_growing_trees_take_as_many_steps_as_predicted(family: str, kind: str, temperature: float) -> None:
+def test_growing_trees_take_as_many_steps_as_predicted(family: str, kind: str, temperature: float):
     model = model_of(family)
     head, answers = head_of(kind, model), recorded(family, temperature)
     # with room for the trees of a lower depth
@@ -106,7 +108,7 @@ def test_growing_trees_take_as_many_steps_as_predicted(family: str, kind: str, t
 @pytest.mark.few(2)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(("family", "kind"), [("llama", "eagle"), ("gpt2", "small-llama"), ("mistral", "eagle")])
-def test_trees_deeper_than_trained_take_as_many_steps_as_predicted(family: str, kind: str, temperature: float) -> None:
+def test_trees_deeper_than_trained_take_as_many_steps_as_predicted(family: str, kind: str, temperature: float):
     """Of a head that was trained three deep, with trees of depth 5."""
     model = model_of(family)
     head, answers = head_of(kind, model), recorded(family, temperature)
@@ -124,13 +126,3 @@ def test_trees_deeper_than_trained_take_as_many_steps_as_predicted(family: str, 
         shape = replace(largest, num_nodes=24, max_depth=depth)
         assert predicted_by_depth[-1] == measured(model, head, shape, answers, temperature)
     assert predicted_by_depth[1] == measured(model, head, replace(largest, num_nodes=24), answers, temperature)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_each_answer_takes_as_many_steps_as_predicted(temperature: float) -> None:
-    model = model_of("llama")
-    head, answers = head_of("hydra", model), recorded("llama", temperature)
-    seen = observed(head, model, answers, temperature)
-    predicted = [simulate([entries(one.ranks, TREES["cartesian"].paths[1:])], 100)[0] for one in seen]
-    assert predicted == [result.tokens_per_step for result in decoded(model, head, temperature, TREES["cartesian"])]
-    assert any(len(answer.token_ids) < NEW_TOKENS for answer in answers), "some answers end by themselves"

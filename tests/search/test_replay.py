@@ -104,7 +104,7 @@ def crossed(seen: list[Observation], size: int) -> float:
     return tokens / steps
 
 
-def test_each_half_is_measured_with_trees_from_the_other_half(small: Case) -> None:
+def test_each_half_is_measured_with_trees_from_the_other_half(small: Case):
     # answers of two kinds, by turns
     easy, hard = random_answers(6, seed=1), random_answers(6, seed=2, ease=-0.5)
     seen = [one for pair in zip(easy, hard, strict=True) for one in pair]
@@ -119,7 +119,7 @@ def test_each_half_is_measured_with_trees_from_the_other_half(small: Case) -> No
     assert found == small.replay._static(list(seen)), "the same answers give the same trees"
 
 
-def test_shares_are_of_all_answers_and_fall_with_size(small: Case) -> None:
+def test_shares_are_of_all_answers_and_fall_with_size(small: Case):
     seen = random_answers(8, seed=3)
     found = small.replay._static(seen)
     rows = [tuple(row) for one in seen for row in one.ranks.tolist()[:-K]]
@@ -128,7 +128,7 @@ def test_shares_are_of_all_answers_and_fall_with_size(small: Case) -> None:
     assert found["shares"] == sorted(found["shares"], reverse=True)
 
 
-def test_a_half_with_fewer_paths_gives_smaller_trees(small: Case) -> None:
+def test_a_half_with_fewer_paths_gives_smaller_trees(small: Case):
     rich = seen_as([(a, b) for one in random_answers(4, seed=4) for a, b in one.ranks.tolist()])
     poor = seen_as([(0, 3)] * 8 + [(3, 3)])
     found = small.replay._static([rich, poor])
@@ -140,9 +140,7 @@ def test_a_half_with_fewer_paths_gives_smaller_trees(small: Case) -> None:
         assert found["expected"][size - 1] == pytest.approx(sum(t for t, _ in pairs) / sum(s for _, s in pairs))
 
 
-def test_at_a_temperature_probabilities_count_and_the_drawn_answer_is_decoded(
-    model: TargetModel, tmp_path: Path
-) -> None:
+def test_at_a_temperature_probabilities_count_and_the_drawn_answer_is_decoded(model: TargetModel, tmp_path: Path):
     head = tiny_head("medusa", model, num_heads=K)
     sampled = case(model, head, tmp_path, PROMPTS, top_k=R, max_nodes=4, temperature=0.8)
     # rank 2 was drawn by chance; the target itself is for rank 1
@@ -155,7 +153,7 @@ def test_at_a_temperature_probabilities_count_and_the_drawn_answer_is_decoded(
     assert accuracies([drawn, drawn]) == [pytest.approx(row) for row in ([0.2, 0.5, 0.3], [0.1, 0.05, 0.05])]
 
 
-def test_accuracies_are_counted_where_the_answer_goes_on() -> None:
+def test_accuracies_are_counted_where_the_answer_goes_on():
     first, second = seen_as([(0, 1), (1, 3), (2, 3), (3, 3)]), seen_as([(0, 3), (3, 3)])
     # the first head at 3 and 1 places, the second at 2 and none
     assert accuracies([first, second]) == [[2 / 4, 1 / 4, 1 / 4], [0.0, 1 / 2, 0.0]]
@@ -165,7 +163,7 @@ def test_accuracies_are_counted_where_the_answer_goes_on() -> None:
     assert found == [pytest.approx(chances[:2, 0].mean(0).tolist()), pytest.approx(chances[0, 1].tolist())]
 
 
-def test_observations_shorter_than_the_number_of_heads_still_give_trees(small: Case) -> None:
+def test_observations_shorter_than_the_number_of_heads_still_give_trees(small: Case):
     short = seen_as([(0, 3), (3, 3)])
     found = small.replay._static([short, short])
     assert found["paths"] == [[0]]
@@ -176,7 +174,7 @@ def test_observations_shorter_than_the_number_of_heads_still_give_trees(small: C
 @pytest.mark.parametrize(("top_k", "beam"), [(2, 1), (2, 3), (3, 6)])
 def test_growing_trees_are_measured_up_to_their_largest_size(
     model: TargetModel, tmp_path: Path, method: str, top_k: int, beam: int
-) -> None:
+):
     head = tiny_head(method, model)
     one = case(model, head, tmp_path, PROMPTS, top_k=top_k, beam=beam, max_nodes=1000)
     drafted: list[int] = []
@@ -199,7 +197,7 @@ def test_growing_trees_are_measured_up_to_their_largest_size(
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_replay_in_parts_equals_one_in_a_piece_and_predicts_decoding(
     model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float
-) -> None:
+):
     head = tiny_head("hydra", model)
     options = {"top_k": 5, "beam": 3, "max_nodes": 12, "max_new_tokens": 12, "temperature": temperature}
     one = case(model, head, tmp_path, PROMPTS, **options)
@@ -221,7 +219,7 @@ def test_a_replay_in_parts_equals_one_in_a_piece_and_predicts_decoding(
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "small-llama"])
 def test_heads_without_a_limit_are_replayed_deeper_as_far_as_it_gains(
     model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+):
     head = tiny_head(method, model)
     options = {"top_k": 5, "beam": 3, "max_nodes": 16, "max_new_tokens": 40}
     one = case(model, head, tmp_path, PROMPTS, **options)
@@ -253,9 +251,7 @@ def test_heads_without_a_limit_are_replayed_deeper_as_far_as_it_gains(
     assert own.replay._deep_head(answers) is own.replay.head
 
 
-def test_answers_are_those_of_plain_decoding(
-    model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_are_those_of_plain_decoding(model: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(replay, "_ANSWERS_AT_ONCE", 2)
     one = case(model, tiny_head("medusa", model), tmp_path, [*PROMPTS, [4, 5]], num_prompts=3, max_new_tokens=9)
     plain = Engine(model).generate(PROMPTS, max_new_tokens=9)
@@ -263,7 +259,7 @@ def test_answers_are_those_of_plain_decoding(
     assert one.answers() == expected
 
 
-def test_too_little_to_calibrate_on_is_an_error(model: TargetModel, tmp_path: Path) -> None:
+def test_too_little_to_calibrate_on_is_an_error(model: TargetModel, tmp_path: Path):
     head = tiny_head("medusa", model)
     with pytest.raises(DataError, match="1 prompt to calibrate on"):
         case(model, head, tmp_path, PROMPTS[:1])

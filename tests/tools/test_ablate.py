@@ -48,7 +48,7 @@ def config_of(variant: TrainOptions) -> dict[str, Any]:
     return vars(config_class(**sizes, **parse_head_options(own.method, own.head_options)))
 
 
-def test_the_amphista_study_has_the_variants_of_the_papers_table() -> None:
+def test_the_amphista_study_has_the_variants_of_the_papers_table():
     variants = variants_of("amphista", options("amphista"))
     full = config_of(variants["amphista"])
     assert (full["num_adaptation_layers"], full["num_auto_embedding_blocks"]) == (2, 1)
@@ -69,7 +69,7 @@ def test_the_amphista_study_has_the_variants_of_the_papers_table() -> None:
     assert len(variants) == 9
 
 
-def test_the_hydra_study_has_the_steps_of_the_papers_appendix() -> None:
+def test_the_hydra_study_has_the_steps_of_the_papers_appendix():
     variants = variants_of("hydra", options("hydra"))
     made_of = {
         name: (own.heads.method, own.heads.num_layers, own.objective.loss, own.objective.noise_alpha)
@@ -87,7 +87,7 @@ def test_the_hydra_study_has_the_steps_of_the_papers_appendix() -> None:
 
 
 @pytest.mark.parametrize("study", tool.STUDIES)
-def test_variants_differ_only_in_what_the_study_sets_and_in_their_folders(study: str) -> None:
+def test_variants_differ_only_in_what_the_study_sets_and_in_their_folders(study: str):
     shared = options(study, epochs=7, learning_rate=0.03, seed=5, draft_vocab_size=99)
     variants = variants_of(study, shared)
     assert len({own.out for own in variants.values()}) == len(variants)
@@ -98,7 +98,7 @@ def test_variants_differ_only_in_what_the_study_sets_and_in_their_folders(study:
 
 
 @pytest.mark.parametrize("study", tool.STUDIES)
-def test_all_variants_share_the_hidden_states(study: str) -> None:
+def test_all_variants_share_the_hidden_states(study: str):
     variants = variants_of(study, options(study, features=None, data=(Path("chats.jsonl"),)))
     assert {own.hidden_states.features for own in variants.values()} == {Path("out/features")}
 
@@ -114,13 +114,13 @@ def test_all_variants_share_the_hidden_states(study: str) -> None:
         ("amphista", {"num_layers": 2}, "--num-layers is 2"),
     ],
 )
-def test_settings_that_a_study_sets_are_refused(study: str, changes: dict[str, Any], message: str) -> None:
+def test_settings_that_a_study_sets_are_refused(study: str, changes: dict[str, Any], message: str):
     with pytest.raises(InvalidSettings, match=message):
         variants_of(study, options(study, **changes))
 
 
 @pytest.mark.parametrize("changes", [{"loss": "tv"}, {"noise_alpha": 3.0}])
-def test_settings_that_a_study_does_not_set_are_accepted(changes: dict[str, Any]) -> None:
+def test_settings_that_a_study_does_not_set_are_accepted(changes: dict[str, Any]):
     assert variants_of("amphista", options("amphista", method="medusa", **changes))
 
 
@@ -135,18 +135,18 @@ def test_settings_that_a_study_does_not_set_are_accepted(changes: dict[str, Any]
 )
 def test_a_study_uses_the_recipe_settings_that_its_variants_do_not_set(
     study: str, arguments: list[str], kept: dict[str, Any], left_out: dict[str, Any]
-) -> None:
+):
     found = tool.study_defaults(study, arguments).flat()
     assert {name: found[name] for name in (*kept, *left_out)} == kept | left_out
 
 
-def test_help_lists_the_studies(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_studies(capsys: pytest.CaptureFixture[str]):
     assert tool.main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert all(f"``{study}``" in shown for study in tool.STUDIES)
 
 
-def test_an_unknown_study_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_study_is_named(capsys: pytest.CaptureFixture[str]):
     assert tool.main(["eagle"]) == 2
     assert "no study 'eagle'; choose among amphista, hydra" in capsys.readouterr().err
 
@@ -161,7 +161,7 @@ def arguments(data: Path, tmp_path: Path) -> list[str]:
 @pytest.mark.thorough
 def test_a_stopped_study_resumes_and_compares_all_variants(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     fit = run.fit
     trained: list[str] = []
 
@@ -212,7 +212,7 @@ def test_a_stopped_study_resumes_and_compares_all_variants(
 @pytest.mark.thorough
 def test_only_the_first_of_several_processes_writes_the_results(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     assert tool.main(arguments) == 0
     monkeypatch.setattr(processes, "is_first", lambda: False)
     (tmp_path / "out" / "ablation.json").unlink()

@@ -76,7 +76,7 @@ def bench(work: Path, names: list[str], **changes: Any) -> dict[str, Any]:
     return {**shared, "settings": settings, "rows": rows, "drafters": drafters}
 
 
-def test_all_heads_have_the_same_training_settings_and_start_from_each_other(work: Path) -> None:
+def test_all_heads_have_the_same_training_settings_and_start_from_each_other(work: Path):
     made = {name: json.loads((work / name / "metrics.json").read_text())["options"] for name in ONLY}
     own = {"method", "out", "num_heads", "num_layers", "start_from", "head_options", "epochs"}
     assert all(
@@ -90,12 +90,12 @@ def test_all_heads_have_the_same_training_settings_and_start_from_each_other(wor
     assert (work / "features").is_dir()
 
 
-def test_a_missing_start_is_an_error(tool: Any, work: Path, tmp_path: Path) -> None:
+def test_a_missing_start_is_an_error(tool: Any, work: Path, tmp_path: Path):
     with pytest.raises(SystemExit, match=r"amphista starts from medusa, which is not in .*: train medusa first"):
         tool.main(["train", str(tmp_path), "--data", str(work.parent / "chats.jsonl"), "--only", "amphista"])
 
 
-def test_the_heads_of_the_zoo_are_within_the_size_limits(tool: Any) -> None:
+def test_the_heads_of_the_zoo_are_within_the_size_limits(tool: Any):
     """At the sizes of SmolLM2-135M, in bf16."""
     sizes: dict[str, Any] = {"hidden_size": 576, "vocab_size": 49152}
     layer = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_size": 64, "intermediate_size": 1536}
@@ -121,7 +121,7 @@ def test_the_heads_of_the_zoo_are_within_the_size_limits(tool: Any) -> None:
 
 def test_bundled_heads_are_those_that_were_trained(
     tool: Any, target: TargetModel, work: Path, zoo: Path, tmp_path: Path
-) -> None:
+):
     found = tmp_path / "bench.json"
     found.write_text(json.dumps(bench(work, ["medusa", "amphista"])))
     assert tool.main(["bundle", str(work), "--bench", str(found), "--only", *ONLY]) == 0
@@ -153,7 +153,7 @@ def test_bundled_heads_are_those_that_were_trained(
         assert (f"Its training started from `{start}`" in card) == (start is not None)
 
 
-def test_a_comparison_of_other_weights_is_refused(tool: Any, work: Path, zoo: Path, tmp_path: Path) -> None:
+def test_a_comparison_of_other_weights_is_refused(tool: Any, work: Path, zoo: Path, tmp_path: Path):
     found = tmp_path / "bench.json"
     numbers = bench(work, ["medusa"])
     numbers["drafters"]["medusa"] = "medusa-of-another-day"
@@ -166,12 +166,12 @@ def test_a_comparison_of_other_weights_is_refused(tool: Any, work: Path, zoo: Pa
 
 
 @pytest.mark.parametrize("verb", [["train", "work", "--data", "chats.jsonl"], ["bundle", "work"]])
-def test_unknown_heads_are_named(tool: Any, verb: list[str]) -> None:
+def test_unknown_heads_are_named(tool: Any, verb: list[str]):
     with pytest.raises(SystemExit, match=r"no head eagle-9 in the zoo; choose among medusa, hydra"):
         tool.main([*verb, "--only", "hydra", "eagle-9"])
 
 
-def test_the_command_makes_the_head_again(tool: Any, work: Path) -> None:
+def test_the_command_makes_the_head_again(tool: Any, work: Path):
     options = json.loads((work / "amphista" / "metrics.json").read_text())["options"]
     assert tool.command(options) == (
         "draftheads train --method amphista --model smollm2-135m --data chats.jsonl --out amphista --start-from medusa "
@@ -193,7 +193,7 @@ def test_the_command_makes_the_head_again(tool: Any, work: Path) -> None:
 )
 def test_a_card_compares_training_loss_and_held_out_loss(
     tool: Any, work: Path, tmp_path: Path, learned: float, told: str
-) -> None:
+):
     folder = tmp_path / "medusa"
     folder.mkdir()
     metrics = json.loads((work / "medusa" / "metrics.json").read_text())
@@ -207,7 +207,7 @@ def test_a_card_compares_training_loss_and_held_out_loss(
     assert "None" not in text
 
 
-def test_a_later_comparison_goes_into_the_cards(tool: Any, work: Path, zoo: Path, tmp_path: Path) -> None:
+def test_a_later_comparison_goes_into_the_cards(tool: Any, work: Path, zoo: Path, tmp_path: Path):
     assert tool.main(["bundle", str(work), "--only", *ONLY]) == 0
     before = {name: read_head(zoo / name).card for name in ONLY}
     found = tmp_path / "bench.json"
@@ -248,7 +248,7 @@ def test_a_later_comparison_goes_into_the_cards(tool: Any, work: Path, zoo: Path
         tool.main(["cards", str(found)])
 
 
-def test_a_card_uses_singular_and_plural(tool: Any, work: Path) -> None:
+def test_a_card_uses_singular_and_plural(tool: Any, work: Path):
     metrics = json.loads((work / "medusa" / "metrics.json").read_text())
     for number, told in ((1, ("1 pass over the text", "on 1 thread of")), (2, ("2 passes over", "on 2 threads of"))):
         metrics["options"]["epochs"] = metrics["provenance"]["threads"] = number
@@ -256,7 +256,7 @@ def test_a_card_uses_singular_and_plural(tool: Any, work: Path) -> None:
         assert all(words in text for words in told)
 
 
-def test_a_card_without_sampled_results_does_not_mention_them(tool: Any, work: Path) -> None:
+def test_a_card_without_sampled_results_does_not_mention_them(tool: Any, work: Path):
     metrics = json.loads((work / "medusa" / "metrics.json").read_text())
     found = bench(work, ["medusa"], sampled_tokens_per_step=None, typical_tokens_per_step=None)
     text = tool.card(work / "medusa", metrics, [(found, found["rows"][0])], num_bytes=1, depth=3)
@@ -267,7 +267,7 @@ def test_a_card_without_sampled_results_does_not_mention_them(tool: Any, work: P
 @pytest.mark.parametrize("limit", ["MOST_BYTES", "MOST_BYTES_IN_ALL"])
 def test_heads_over_the_size_limits_are_not_bundled(
     tool: Any, work: Path, zoo: Path, monkeypatch: pytest.MonkeyPatch, limit: str
-) -> None:
+):
     sizes = [read_head(work / name).num_bytes for name in ("medusa", "hydra")]
     monkeypatch.setattr(tool, limit, max(sizes) if limit == "MOST_BYTES" else sum(sizes))
     assert tool.main(["bundle", str(work), "--only", "medusa", "hydra"]) == 0

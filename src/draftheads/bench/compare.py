@@ -19,7 +19,7 @@ import torch
 from draftheads.bench.contenders import DRAFT_MODEL, Contender, heads_for, load_contenders, names_of
 from draftheads.bench.settings import BenchSettings
 from draftheads.bench.table import DEFAULT_FIELDS, SAMPLED_FIELDS, Row, timed_row
-from draftheads.bench.timing import PLAIN, Answers, answers_of, engine_method, over_plain, spread, take_turns
+from draftheads.bench.timing import PLAIN, Answers, answers_of, engine_way, over_plain, spread, take_turns
 from draftheads.checkpoints.registry import head_name
 from draftheads.data.corpus_files import load_corpus
 from draftheads.data.records import own_prompts, prompts_in
@@ -105,20 +105,11 @@ def compare_heads(
     named = names_of(names, taken=(PLAIN, DRAFT_MODEL) if draft_model else (PLAIN,))
     template = find_template(chat_template, named.values(), model)  # raises before the model is loaded
     target = load_target(model, chat_template=template, precision=precision, **load_options)
-    contenders = list(
-        load_contenders(
-            named,
-            model,
-            target,
-            num_nodes=settings.num_nodes,
-            draft_model=draft_model,
-            corpus=None
-            if corpus is None
-            else load_corpus(corpus, target.tokenizer, vocab_size=target.vocab_size, progress=progress),
-            precision=precision,
-            **load_options,
-        )
-    )
+    texts = None
+    if corpus is not None:
+        texts = load_corpus(corpus, target.tokenizer, vocab_size=target.vocab_size, progress=progress)
+    more: dict[str, Any] = {"draft_model": draft_model, "corpus": texts, "precision": precision, **load_options}
+    contenders = list(load_contenders(named, model, target, num_nodes=settings.num_nodes, **more))
     calibration = encoded(target, prompts_in(own_prompts("calibration")), settings.replay)
     identity = {
         "model": [target.model_id, target.weights_fingerprint],
@@ -164,8 +155,8 @@ class Bench:
     Args:
         target: the model.
         contenders: each with a name of its own; tokens per step are compared with the first one's.
-        prompts: token ids of the prompts to answer.
-        calibration: token ids of other prompts, on which trees are found.
+        prompts: to answer, as token ids.
+        calibration: other prompts, on which trees are found.
         settings: what is compared.
         folder: where findings are saved; they are used again.
         progress: receives each stage.
@@ -228,7 +219,8 @@ class Bench:
             return {"words": in_words(contender.shape), "predicted": None}
         if head is None:
             return {"words": f"its own, up to {contender.drafter.most_nodes}", "predicted": None}
-        tree: dict[str, Any] = self._saved(f"tree-{contender.identity}", partial(self._tree, contender.name, head))
+        find = partial(self._tree, contender.name, head)
+        tree: dict[str, Any] = saved_json(self._path(f"tree-{contender.identity}"), find)
         beam, confidence = self.settings.replay.beam, tuple(tree["confidence"])
         self._shapes[contender.name] = (
             BestFirst(nodes, top_k=tree["top_k"], beam=beam, temperatures=confidence)
@@ -300,12 +292,12 @@ class Bench:
         """Answers to prompts, several at a time, saved."""
 
         def find() -> dict[str, Any]:
-            one = SamplingSettings(max_new_tokens=self.settings.max_new_tokens, **sampling)
-            each = [replace(one, seed=_SEED + number) for number in range(len(prompts))]
+            first = SamplingSettings(max_new_tokens=self.settings.max_new_tokens, seed=_SEED, **sampling)
+            each = [replace(first, seed=_SEED + number) for number in range(len(prompts))]
             return asdict(answers_of(engine, prompts, each))
 
         self.progress.stage(f"{stage} to {counted(len(prompts), 'prompt')}")
-        return Answers.from_json(self._saved(f"{name}-{identity_digest(prompts)}", find))
+        return Answers.from_json(saved_json(self._path(f"{name}-{identity_digest(prompts)}"), find))
 
     # --- speed ---
 
@@ -315,15 +307,15 @@ class Bench:
         engines = {PLAIN: self._engine(None, batch_size=1)}
         for contender in self.contenders:
             engines[contender.name] = self._engine(contender.drafter, self._shapes[contender.name], batch_size=1)
-        ways = [engine_method(name, engine) for name, engine in engines.items()]
+        ways = {name: engine_way(engine) for name, engine in engines.items()}
         key = identity_digest([prompts, [contender.identity for contender in self.contenders]])
         stage = f"timing {len(ways)} ways on {counted(len(prompts), 'prompt')}"
         advance = counted_stage(self.progress, stage, len(prompts))
 
         def saved(number: int, find: Callable[[], Any]) -> Any:
-            found = self._saved(f"timed-{key}-{number}", find)
+            answers = saved_json(self._path(f"timed-{key}-{number}"), find)
             advance()
-            return found
+            return answers
 
         groups = [[prompt] for prompt in prompts]
         timings = take_turns(ways, groups, max_new_tokens=self.settings.max_new_tokens, saved=saved)
@@ -333,15 +325,12 @@ class Bench:
 
     def _with_defaults(self) -> dict[str, dict[str, Any]]:
         """By drafter the speed of an engine as users have it, as fields of a row."""
-        engines = {one.name: one.defaults for one in self.contenders if one.defaults is not None}
+        engines = {each.name: each.defaults for each in self.contenders if each.defaults is not None}
         if not engines:
             return {}
         self.progress.stage(f"timing {counted(len(engines), 'drafter')} with the defaults")
-        found = over_plain(engines, self.prompts)
-        return {name: dict(zip(DEFAULT_FIELDS, measured, strict=True)) for name, measured in found.items()}
-
-    def _saved(self, name: str, find: Callable[[], Any]) -> Any:
-        return saved_json(self._path(name), find)
+        speeds = over_plain(engines, self.prompts)
+        return {name: dict(zip(DEFAULT_FIELDS, measured, strict=True)) for name, measured in speeds.items()}
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.json"

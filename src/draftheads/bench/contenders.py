@@ -1,7 +1,7 @@
 """What a comparison compares: drafters by the names that they have in the table."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from draftheads.speculation.shapes import BestFirst, BestPaths, Shape
 from draftheads.utils.identity import identity_digest
 
 DRAFT_MODEL = "draft-model"
-# drafters without a head whose trees have at most so many nodes
+# the drafters of UNTRAINED, with trees of at most so many nodes
 _WITHIN: dict[str, Callable[[int], Drafter]] = {
     "lookahead": Lookahead.within,
     "prompt-lookup": lambda num_nodes: PromptLookup(num_tokens=min(8, num_nodes - 1)),
@@ -61,9 +61,7 @@ def heads_for(model: str) -> tuple[str, ...]:
 def names_of(heads: Sequence[str], *, taken: Sequence[str] = (PLAIN,)) -> dict[str, str]:
     """By its name in the table each head: the last part of a path or Hugging Face id, where that part is unique.
 
-    Args:
-        heads: names, folders or Hugging Face ids.
-        taken: names that other rows of the table have.
+    ``taken`` are names that other rows of the table have.
 
     Raises:
         InvalidSettings: two heads would have the same name, or one a name that is taken.
@@ -106,43 +104,32 @@ def load_contenders(
     """
     for name, head_name in named.items():
         if head_name in UNTRAINED:
-            one = Contender(name, _untrained(head_name, num_nodes), f"{head_name}-{num_nodes}")
-            yield replace(one, defaults=engine_on(target, head_name, model=model, max_batch_size=1))
+            usual = engine_on(target, head_name, model=model, max_batch_size=1)
+            yield Contender(name, _WITHIN[head_name](num_nodes), f"{head_name}-{num_nodes}", defaults=usual)
             continue
         saved = read_head(find_head(head_name, model), ignore_profile=True)
         head = load_drafter(head_name, model, target, fast=load_options.get("fast", True), ignore_profile=True)
         identity = f"{saved.method}-{saved.digest}-{identity_digest(saved.config.options())[:8]}"
-        usual = _with_defaults(target, head, head_name, model)
-        yield Contender(
-            name, head, identity, num_parameters=saved.num_parameters, defaults=usual, head=head, draws=True
-        )
+        try:
+            defaults = head_engine(target, head, head=head_name, model=model, max_batch_size=1)
+        except (CheckpointError, InvalidTree):  # its profile cannot be read, and loading would fail
+            defaults = None
+        size = saved.num_parameters
+        yield Contender(name, head, identity, num_parameters=size, defaults=defaults, head=head, draws=True)
         if corpus is not None:
             for what, texts in (("copies", None), (f"corpus-{corpus.digest}", corpus)):
                 copying = Copying(head, corpus=texts)
                 row = f"{name} + {what.partition('-')[0]}"
-                yield Contender(row, copying, f"{identity}-{what}", BestFirst(num_nodes), saved.num_parameters)
+                yield Contender(row, copying, f"{identity}-{what}", BestFirst(num_nodes), size)
         if saved.method == "mlp-speculator" and head.config.num_heads >= BestPaths().depth:  # as in its paper, too
             widths = BestPaths().widths
             widths += (1,) * (head.config.num_heads - len(widths))
             paths = BestPaths.within(num_nodes, widths)
             if paths.most_nodes <= num_nodes:
-                yield Contender(f"{name}, paths", head, f"{identity}-paths", paths, saved.num_parameters)
+                yield Contender(f"{name}, paths", head, f"{identity}-paths", paths, size)
     if draft_model is not None:
         small = load_target(draft_model, precision=precision, **load_options)
         with torch.device("meta"):  # the loaded layers hold packed weights, not parameters
             count = type(small.model)(small.config).num_parameters()
         identity = f"{DRAFT_MODEL}-{small.weights_fingerprint}"
         yield Contender(DRAFT_MODEL, DraftModel(small, target), identity, BestFirst(num_nodes), count, draws=True)
-
-
-def _with_defaults(target: TargetModel, drafter: DraftHead, head: str, model: str) -> Engine | None:
-    """The engine that users have; None if the head's profile cannot be read, as loading then fails."""
-    try:
-        return head_engine(target, drafter, head=head, model=model, max_batch_size=1)
-    except (CheckpointError, InvalidTree):
-        return None
-
-
-def _untrained(name: str, num_nodes: int) -> Drafter:
-    drafter = UNTRAINED[name]()
-    return drafter if name not in _WITHIN else _WITHIN[name](num_nodes)

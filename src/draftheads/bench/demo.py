@@ -5,16 +5,38 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import torch
+
 from draftheads.bench.contenders import names_of
-from draftheads.bench.margins import Scorer
 from draftheads.bench.table import Row, timed_row
-from draftheads.bench.timing import PLAIN, STOCK, DecodingMethod, Timings, engine_method, stock_method
+from draftheads.bench.timing import PLAIN, STOCK, Timings, Way, engine_way, stock_way
 from draftheads.cpu.optimise import rows_keep_their_bits
 from draftheads.decode.engine import Engine
 from draftheads.errors import InvalidSettings
 from draftheads.loading import find_template, head_engine, kernels_folder, load_drafter, load_target
 from draftheads.models.model import TargetModel
 from draftheads.settings import Precision
+
+
+class Scorer:
+    """Scores greedy texts again with transformers' model in fp32: how far are they from its best tokens?"""
+
+    def __init__(self, stock: TargetModel) -> None:
+        self.model: Any = stock.model
+        if stock.dtype != torch.float32:
+            self.model = type(stock.model)(stock.model.config).to(stock.device)
+            self.model.load_state_dict(stock.model.state_dict())
+            self.model = self.model.float().eval()
+
+    @torch.inference_mode()
+    def worst_margin(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:
+        """The largest gap between the best logit and the emitted token's logit; 0 where every token is the best."""
+        if not token_ids:
+            return 0.0
+        text = torch.tensor([[*prompt_ids, *token_ids]], device=self.model.device)
+        logits = self.model(input_ids=text[:, :-1], logits_to_keep=len(token_ids)).logits[0].float()  # (T, V)
+        chosen = logits.gather(1, text[0, len(prompt_ids) :, None])[:, 0]
+        return float((logits.amax(-1) - chosen).max())
 
 
 @dataclass(frozen=True)
@@ -25,26 +47,24 @@ class Demo:
     plain: Engine
     heads: dict[str, Engine]  # by their names in the table
 
-    def ways(self, *, transformers: bool) -> list[DecodingMethod]:
-        """All ways of decoding."""
-        ours = [engine_method(name, engine) for name, engine in {PLAIN: self.plain, **self.heads}.items()]
-        return [stock_method(self.stock), *ours] if transformers else ours
+    def ways(self, *, transformers: bool) -> dict[str, Way]:
+        """All ways of decoding, by name."""
+        ours = {name: engine_way(engine) for name, engine in {PLAIN: self.plain, **self.heads}.items()}
+        return {STOCK: stock_way(self.stock), **ours} if transformers else ours
 
     def rows(self, timings: Timings, prompts: Sequence[list[int]], scorer: Scorer | None) -> list[Row]:
-        """The table. Texts are compared with plain decoding by the same kernels.
+        """The table, from answers to single prompts. Texts are compared with plain decoding by the same kernels.
 
-        Args:
-            timings: answers of all ways to single prompts.
-            prompts: token ids of all prompts.
-            scorer: finds the worst margins; without it there are none.
+        ``prompts`` are token ids of all prompts. Without a scorer there are no worst margins.
         """
         margin = cache(scorer.worst_margin) if scorer else None  # ways with the same text need one pass
         plain, stock = timings.answers[PLAIN], timings.answers.get(STOCK)
-        exact = self._plain_of_heads(prompts[: len(plain)], timings.max_new_tokens)
+        plain_texts = [answer.token_ids[0] for answer in plain]
+        plain_of_heads = self._plain_of_heads(prompts[: len(plain)], timings.max_new_tokens) or plain_texts
         rows = []
         for name, answers in timings.answers.items():
-            texts = [one.token_ids[0] for one in answers]
-            expected = exact if exact and name in self.heads else [one.token_ids[0] for one in plain]
+            texts = [answer.token_ids[0] for answer in answers]
+            expected = plain_of_heads if name in self.heads else plain_texts
             pairs = zip(prompts, texts, strict=False)  # a time box leaves out the last prompts
             margins = [margin(tuple(prompt), text) for prompt, text in pairs] if margin else []
             rows.append(
@@ -76,17 +96,7 @@ def load_demo(
     fast: bool = True,
     **load_options: Any,
 ) -> Demo:
-    """Loads transformers' model, ours, and the heads.
-
-    Args:
-        model: a name, a folder or a Hugging Face id.
-        heads: the same.
-        chat_template: as for :func:`draftheads.load`.
-        precision: of the models; transformers' model is never int8.
-        copy: whether drafts also contain copies from the text.
-        batch_invariant: whether heads decode with kernels by which a row's bits do not depend on the number of rows.
-        fast: use our faster kernels.
-        load_options: other arguments of :func:`draftheads.load` for the model, such as ``device`` or ``four_bit``.
+    """Loads transformers' model (never int8), ours, and the heads; the arguments are those of :func:`draftheads.load`.
 
     Raises:
         InvalidSettings: two heads have the same name, or the machine has no such kernels.

@@ -1,9 +1,9 @@
-"""The table of a comparison: a row for each way of decoding, and the columns.
+"""The table of a comparison: a row for each way of decoding, the columns, and what it says in sentences.
 
 To add a column: a field of :class:`Row`, a line in :func:`columns`, and where it is measured (``bench/compare.py``).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -64,29 +64,22 @@ class Row:
     @property
     def parts(self) -> dict[str, float]:
         """Milliseconds of the parts of a step, by name."""
-        found = (self.draft_milliseconds, self.verify_milliseconds, self.rest_milliseconds)
-        return dict(zip(PARTS, found, strict=True))
+        milliseconds = (self.draft_milliseconds, self.verify_milliseconds, self.rest_milliseconds)
+        return dict(zip(PARTS, milliseconds, strict=True))
 
 
 def timed_row(
     name: str, own: Sequence[Answers], plain: Sequence[Answers], stock: Sequence[Answers] | None = None
 ) -> Row:
-    """The row of a way that was timed.
-
-    Args:
-        name: of the way.
-        own: its answers to each group of prompts.
-        plain: plain decoding's answers to the same groups.
-        stock: those of transformers.
-    """
-    speeds, of_plain = ([one.speed_share for one in answers] for answers in (own, plain))
+    """The row of a way, from its own answers to each group of prompts, plain decoding's, and those of transformers."""
+    speeds, of_plain, of_stock = ([answer.speed_share for answer in each or ()] for each in (own, plain, stock))
     speedup, speedup_error = ratio_with_error(speeds, of_plain)
     by_prompt = [ratio_with_error([a], [b])[0] for a, b in zip(speeds, of_plain, strict=True)]
     low, _, high = quartiles(by_prompt)
-    per_step, per_step_error = ratio_with_error([share for one in own for share in one.step_shares])
-    steps = max(1, sum(one.num_timed_steps for one in own))
+    per_step, per_step_error = ratio_with_error([share for answer in own for share in answer.step_shares])
+    steps = max(1, sum(answer.num_timed_steps for answer in own))
     draft, verify, rest = (
-        sum(getattr(one, f"{part}_milliseconds") for one in own) / steps for part in ("draft", "verify", "rest")
+        sum(getattr(answer, f"{part}_milliseconds") for answer in own) / steps for part in ("draft", "verify", "rest")
     )
     return Row(
         name=name,
@@ -96,14 +89,14 @@ def timed_row(
         speedup=speedup,
         speedup_error=speedup_error,
         speedup_quartiles=(low, high),
-        speedup_over_transformers=ratio_with_error(speeds, [one.speed_share for one in stock])[0] if stock else None,
+        speedup_over_transformers=ratio_with_error(speeds, of_stock)[0] if stock else None,
         draft_milliseconds=draft,
         verify_milliseconds=verify,
         rest_milliseconds=rest,
         step_milliseconds=draft + verify + rest,
-        num_tokens=sum(one.num_tokens for one in own),
-        num_drafted=sum(one.num_drafted for one in own),
-        num_copied=sum(one.num_copied for one in own),
+        num_tokens=sum(answer.num_tokens for answer in own),
+        num_drafted=sum(answer.num_drafted for answer in own),
+        num_copied=sum(answer.num_copied for answer in own),
     )
 
 
@@ -117,12 +110,9 @@ class Column:
 
 
 def columns(settings: BenchSettings, *, first: str, errors: bool = True) -> list[Column]:
-    """All columns, the drafter's name first.
+    """All columns, the drafter's name first; with ``errors``, cells show one standard error.
 
-    Args:
-        settings: of the comparison.
-        first: the name of the first drafter, that others' tokens per step are compared with.
-        errors: whether cells show one standard error.
+    ``first`` is the name of the first drafter, that others' tokens per step are compared with.
     """
 
     def number(row: Row, field: str, error: str) -> str:
@@ -131,7 +121,7 @@ def columns(settings: BenchSettings, *, first: str, errors: bool = True) -> list
             return ""
         return f"{value:.2f}" + (f" ± {deviation:.2f}" if errors and deviation is not None else "")
 
-    found = [
+    shown = [
         Column("drafter", lambda row: row.name),
         Column("parameters", lambda row: short_count(row.num_parameters) if row.num_parameters else "none", "speed"),
         Column("tree", lambda row: row.tree),
@@ -146,8 +136,12 @@ def columns(settings: BenchSettings, *, first: str, errors: bool = True) -> list
     if settings.temperature:
         for acceptance, (field, error) in SAMPLED_FIELDS.items():
             heading = f"{acceptance} T={settings.temperature:g}"
-            found.append(Column(heading, partial(number, field=field, error=error), "sampled"))
-    return found
+            shown.append(Column(heading, partial(number, field=field, error=error), "sampled"))
+    return shown
+
+
+def _numbers(*values: float | None, form: str = ".2f") -> str:
+    return "-".join("" if value is None else format(value, form) for value in values)
 
 
 # of ways of decoding as users have them, beside transformers
@@ -155,10 +149,10 @@ SPEED_COLUMNS = [
     Column("method", lambda row: row.name),
     Column("tokens /s", lambda row: f"{row.tokens_per_second:.1f}"),
     Column("tokens /step", lambda row: f"{row.tokens_per_step:.2f}"),
-    Column("speed-up (quartiles)", lambda row: f"{row.speedup:.2f} ({_range(row.speedup_quartiles)})"),
-    Column("×\N{NO-BREAK SPACE}trans- formers", lambda row: _two_digits(row.speedup_over_transformers)),
+    Column("speed-up (quartiles)", lambda row: f"{row.speedup:.2f} ({_numbers(*row.speedup_quartiles or ())})"),
+    Column("×\N{NO-BREAK SPACE}trans- formers", lambda row: _numbers(row.speedup_over_transformers)),
     Column("same text", lambda row: "yes" if row.num_different == 0 else f"no ({row.num_different})"),
-    Column("worst margin", lambda row: "" if row.worst_margin is None else f"{row.worst_margin:.1g}"),
+    Column("worst margin", lambda row: _numbers(row.worst_margin, form=".1g")),
 ]
 
 
@@ -182,9 +176,57 @@ def markdown(rows: Sequence[Row], settings: BenchSettings, num_prompts: int) -> 
     yield f"{prompts_in_words(num_prompts, settings)} ± is one standard error."
 
 
-def _range(values: tuple[float, float] | None) -> str:
-    return "" if values is None else f"{values[0]:.2f}-{values[1]:.2f}"
+# --- what the table says, in sentences: the same on a terminal and on the page ---
 
 
-def _two_digits(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+def speed_sentence(name: str, speedup: float, error: float, *, given: str = "the defaults") -> str:
+    """The first sentence of every comparison: what is measured with a drafter as it is loaded.
+
+    >>> speed_sentence("hydra", 1.5, 0.125)
+    'With the defaults on this machine: 1.50 ± 0.12 × plain decoding (hydra).'
+    """
+    return f"With {given} on this machine: {speedup:.2f} ± {error:.2f} × plain decoding ({name})."
+
+
+def fastest_with_defaults(rows: Iterable[Row]) -> Row | None:
+    """The row of the drafter that is fastest as it is loaded; None if that was not measured."""
+    measured = (row for row in rows if row.default_speedup is not None)
+    return max(measured, key=lambda row: row.default_speedup or 0.0, default=None)
+
+
+def defaults_sentence(rows: Iterable[Row]) -> str | None:
+    """:func:`speed_sentence` of the drafter that is fastest as it is loaded; None if that was not measured."""
+    best = fastest_with_defaults(rows)
+    return None if best is None else speed_sentence(best.name, best.default_speedup or 0.0, best.default_speedup_error)
+
+
+def verdict(rows: Iterable[Row], settings: BenchSettings, num_prompts: int) -> str:
+    """One sentence on the drafter that is fastest with trees of one size, with its standard error."""
+    trees = f"With trees of {counted(settings.num_nodes, 'node')}"
+    best = max(rows, key=lambda row: row.speedup)
+    speed = f"{best.speedup:.2f} ± {best.speedup_error:.2f} ×"
+    same_text = f"with the same text in {num_prompts - best.num_different} of {counted(num_prompts, 'answer')}"
+    if best.speedup - best.speedup_error > 1:
+        return f"{trees}, {best.name} is fastest: {speed} plain decoding, {same_text}."
+    clearly = "clearly " if best.speedup > 1 else ""
+    return (
+        f"{trees}, no drafter is {clearly}faster than plain decoding: the fastest, {best.name}, reaches {speed} its "
+        f"speed, {same_text}."
+    )
+
+
+def remarks(rows: Iterable[Row], settings: BenchSettings) -> list[str]:
+    """Sentences on what limits the verdict."""
+    best, *others = sorted(rows, key=lambda row: -row.speedup)
+    close = [row.name for row in others if best.speedup - row.speedup < best.speedup_error + row.speedup_error]
+    sentences = []
+    if any(row.default_speedup is not None for row in (best, *others)):
+        sentences.append("Defaults choose the size of each draft for this machine.")
+    if close:
+        sentences.append(f"Within the errors, {' and '.join(close)} can be as fast as {best.name}.")
+    if best.speedup - best.speedup_error <= 1:
+        trees = f"Trees of {counted(settings.num_nodes, 'node')}"
+        sentences.append(f"{trees} may be too large for this machine: try a smaller `--num-nodes`.")
+    if any(row.num_different for row in (best, *others)):
+        sentences.append("Texts can differ where rounding decides between equally probable tokens, in fp32 rarely.")
+    return sentences

@@ -67,12 +67,7 @@ class Answers:
         return [(len(ids) - 1, steps) for ids, steps in zip(self.token_ids, self.num_steps, strict=True)]
 
 
-@dataclass(frozen=True)
-class DecodingMethod:
-    """One way of decoding."""
-
-    name: str
-    decode: Callable[[Group, int], Answers]  # prompts, most new tokens of an answer -> answers
+Way = Callable[[Group, int], Answers]  # a way of decoding: prompts, most new tokens of an answer -> answers
 
 
 @dataclass(frozen=True)
@@ -123,7 +118,7 @@ class StepClock:
         return time.perf_counter()
 
 
-def stock_method(model: TargetModel) -> DecodingMethod:
+def stock_way(model: TargetModel) -> Way:
     """Transformers' own ``generate`` on the stock model, one prompt after the other."""
 
     def answer(prompt_ids: Sequence[int], max_new_tokens: int) -> tuple[int, ...]:
@@ -144,16 +139,16 @@ def stock_method(model: TargetModel) -> DecodingMethod:
         texts = tuple(answer(prompt_ids, max_new_tokens) for prompt_ids in group)
         return Answers(texts, tuple(len(text) - 1 for text in texts), clock.now - start)
 
-    return DecodingMethod(STOCK, decode)
+    return decode
 
 
-def engine_method(name: str, engine: Engine) -> DecodingMethod:
+def engine_way(engine: Engine) -> Way:
     """Greedy decoding by one of our engines."""
 
     def decode(group: Group, max_new_tokens: int) -> Answers:
         return answers_of(engine, group, [SamplingSettings(max_new_tokens=max_new_tokens)] * len(group))
 
-    return DecodingMethod(name, decode)
+    return decode
 
 
 def answers_of(engine: Engine, group: Group, settings: Sequence[SamplingSettings]) -> Answers:
@@ -180,15 +175,14 @@ def answers_of(engine: Engine, group: Group, settings: Sequence[SamplingSettings
 def over_plain(engines: Mapping[str, Engine], prompts: Sequence[Sequence[int]]) -> dict[str, tuple[float, float]]:
     """How many times as fast as plain decoding each engine answers a few of the prompts, and one standard error.
 
-    Args:
-        engines: of one model, by name, at least one.
-        prompts: token ids; few of them are answered, one at a time, in at most about a minute.
+    The engines, at least one, are of the same model. Prompts (token ids) are answered one at a time, in at most about a
+    minute.
     """
     few = spread(prompts, _FEW_PROMPTS)
     plain = Engine(next(iter(engines.values())).model, max_batch_size=1)
-    ways = [engine_method(name, engine) for name, engine in {PLAIN: plain, **engines}.items()]
+    ways = {name: engine_way(engine) for name, engine in {PLAIN: plain, **engines}.items()}
     timings = take_turns(ways, [[prompt] for prompt in few], max_new_tokens=_FEW_TOKENS, max_seconds=_FEW_SECONDS)
-    speeds = {name: [one.speed_share for one in answers] for name, answers in timings.answers.items()}
+    speeds = {name: [answer.speed_share for answer in answers] for name, answers in timings.answers.items()}
     return {name: ratio_with_error(speeds[name], speeds[PLAIN]) for name in engines}
 
 
@@ -203,7 +197,7 @@ def spread(prompts: Sequence[Any], most: int) -> list[Any]:
 
 
 def take_turns(
-    ways: Sequence[DecodingMethod],
+    ways: Mapping[str, Way],
     groups: Sequence[Group],
     *,
     max_new_tokens: int,
@@ -215,7 +209,7 @@ def take_turns(
     """Every way answers a group of prompts, then the next one. Who goes first changes, and the direction.
 
     Args:
-        ways: what is compared; each is warmed up first.
+        ways: what is compared, by name; each is warmed up first.
         groups: prompts that are answered together. At least one group is answered.
         max_new_tokens: of an answer. In a time box fewer, if else three groups would not be answered; but at least 32.
         max_seconds: the time box of all ways together. No group is begun that would not be answered in time.
@@ -225,26 +219,26 @@ def take_turns(
             what was saved before.
     """
     start = clock()
-    for way in ways:
-        way.decode(groups[0][:1], _WARM_UP_TOKENS)
+    for decode in ways.values():
+        decode(groups[0][:1], _WARM_UP_TOKENS)
     tokens = max_new_tokens
     if math.isfinite(max_seconds):
-        each = sum(_seconds_per_token(way, groups[0], clock) for way in ways)
+        each = sum(_seconds_per_token(decode, groups[0], clock) for decode in ways.values())
         left, num_groups = max_seconds - (clock() - start), min(_MIN_PROMPTS, len(groups))
         tokens = affordable_tokens(left, each, num_groups=num_groups, most=max_new_tokens)
-    answers: dict[str, list[Answers]] = {way.name: [] for way in ways}
+    answers: dict[str, list[Answers]] = {name: [] for name in ways}
     longest = 0.0
     for number, group in enumerate(groups):
         begun = clock()
         if number and begun + longest - start > max_seconds:
             break
 
-        def answered(turn: Iterable[DecodingMethod] = turn_of(ways, number), group: Group = group) -> dict[str, Any]:
-            found = {}
-            for way in turn:
-                found[way.name] = asdict(way.decode(group, tokens))
+        def answered(turn: Iterable[str] = turn_of(list(ways), number), group: Group = group) -> dict[str, Any]:
+            values = {}
+            for name in turn:
+                values[name] = asdict(ways[name](group, tokens))
                 on_answer()
-            return found
+            return values
 
         for name, value in (saved(number, answered) if saved else answered()).items():
             answers[name].append(Answers.from_json(value))
@@ -252,26 +246,19 @@ def take_turns(
     return Timings(answers, tokens, clock() - start)
 
 
-def turn_of(ways: Sequence[DecodingMethod], number: int) -> list[DecodingMethod]:
+def turn_of(names: Sequence[str], number: int) -> list[str]:
     """The order in which ways answer a group: there and back, each pair of groups beginning with another way.
 
-    >>> ways = [DecodingMethod(name, print) for name in "abc"]
-    >>> ["".join(way.name for way in turn_of(ways, number)) for number in range(6)]
+    >>> ["".join(turn_of("abc", number)) for number in range(6)]
     ['abc', 'cba', 'bca', 'acb', 'cab', 'bac']
     """
-    first = number // 2 % len(ways)
-    turn = [*ways[first:], *ways[:first]]
+    first = number // 2 % len(names)
+    turn = [*names[first:], *names[:first]]
     return turn[::-1] if number % 2 else turn
 
 
 def affordable_tokens(seconds: float, seconds_per_token: float, *, num_groups: int, most: int) -> int:
-    """Tokens of an answer such that so many groups are answered in time.
-
-    Args:
-        seconds: for all of them.
-        seconds_per_token: of all ways together.
-        num_groups: how many groups of prompts.
-        most: tokens at most.
+    """Tokens of an answer, at most ``most``, such that so many groups are answered in time by all ways together.
 
     >>> affordable_tokens(100.0, 0.5, num_groups=3, most=128)
     60
@@ -280,8 +267,8 @@ def affordable_tokens(seconds: float, seconds_per_token: float, *, num_groups: i
     return int(min(most, max(by_time, _MIN_TOKENS)))
 
 
-def _seconds_per_token(way: DecodingMethod, group: Group, clock: Callable[[], float]) -> float:
+def _seconds_per_token(decode: Way, group: Group, clock: Callable[[], float]) -> float:
     """Reading the prompts included."""
     start = clock()
-    answers = way.decode(group, _PROBE_TOKENS)
+    answers = decode(group, _PROBE_TOKENS)
     return (clock() - start) / max(map(len, answers.token_ids))

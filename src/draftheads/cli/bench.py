@@ -9,8 +9,7 @@ from rich.console import Console
 
 from draftheads.bench.compare import MIN_PROMPTS, compare_heads
 from draftheads.bench.settings import BenchSettings
-from draftheads.bench.summary import defaults_sentence, remarks, verdict
-from draftheads.bench.table import Row, columns, markdown
+from draftheads.bench.table import Row, columns, defaults_sentence, markdown, remarks, verdict
 from draftheads.cli.options.bench import BenchOptions
 from draftheads.cli.progress_display import ProgressDisplay
 from draftheads.cli.report import write_pages

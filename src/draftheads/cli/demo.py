@@ -8,10 +8,8 @@ from rich.console import Console
 from rich.text import Text
 
 from draftheads.bench.contenders import names_of
-from draftheads.bench.demo import Demo, load_demo
-from draftheads.bench.margins import Scorer
-from draftheads.bench.summary import speed_sentence
-from draftheads.bench.table import SPEED_COLUMNS, Row
+from draftheads.bench.demo import Demo, Scorer, load_demo
+from draftheads.bench.table import SPEED_COLUMNS, Row, speed_sentence
 from draftheads.bench.timing import PLAIN, STOCK, Timings, take_turns
 from draftheads.cli.options.demo import DemoOptions
 from draftheads.cli.progress_display import ProgressDisplay, error_console

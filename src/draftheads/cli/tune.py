@@ -7,7 +7,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from draftheads.bench.summary import speed_sentence
+from draftheads.bench.table import speed_sentence
 from draftheads.bench.timing import over_plain
 from draftheads.checkpoints.registry import find_head
 from draftheads.cli.options.tune import TuneOptions

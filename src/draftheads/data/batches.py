@@ -35,10 +35,8 @@ class Batch:
 def collate(documents: Sequence[Document], *, skip_prompts: bool) -> Batch:
     """Pads texts to the length of the longest, rounded up.
 
-    Args:
-        documents: the texts.
-        skip_prompts: leave out the tokens before the first position that a head reads. Only for heads that read no
-            earlier positions: for them it makes no difference.
+    ``skip_prompts`` leaves out the tokens before the first position that a head reads. Only for heads that read no
+    earlier positions: for them it makes no difference.
     """
     lengths = torch.tensor([len(document.token_ids) for document in documents])
     if skip_prompts:
@@ -73,13 +71,7 @@ def padded_length(length: int) -> int:
 def choose_texts(
     token_ids: Sequence[Tensor], loss_masks: Sequence[Tensor], *, held_out: float, seed: int
 ) -> tuple[list[int], list[int]]:
-    """Indices of the training texts and of the held-out texts of a run.
-
-    Args:
-        token_ids: of every text, (T,).
-        loss_masks: of every text, (T,) bool.
-        held_out: the share to hold out.
-        seed: decides which texts are held out.
+    """Indices of the training texts and of the held-out texts of a run, split by :func:`split_held_out`.
 
     Raises:
         DataError: too few texts, or none that can train a draft head.
@@ -98,16 +90,12 @@ def split_held_out(
 ) -> tuple[list[int], list[int]]:
     """Indices of the training texts and of the held-out texts, the latter in order of their hashes.
 
+    Of every text, ``token_ids`` has (T,) int64 and ``loss_masks`` (T,) bool.
+
     A text is held out if a hash of its prompt is below a limit, which depends only on ``fraction``. So a text that is
     held out of one set is held out of each set: a head that starts from another head is not measured on the training
     texts of that head. Answers to the same prompt are on the same side. At least one text is held out, and if there are
     two, at least one is not.
-
-    >>> texts = [torch.tensor([5, n]) for n in range(10)]
-    >>> masks = [torch.tensor([False, True])] * 10
-    >>> training, held_out = split_held_out(texts, masks, fraction=0.2, seed=0)
-    >>> sorted(training + held_out) == list(range(10))
-    True
     """
 
     def drawn(ids: Tensor) -> int:
@@ -115,12 +103,11 @@ def split_held_out(
         digest = hashlib.blake2b(ids.to(torch.int64).numpy().tobytes(), key=key, digest_size=8).digest()
         return int.from_bytes(digest, "big")
 
-    def place(index: int) -> tuple[int, int]:
-        ids, mask = token_ids[index], loss_masks[index]
+    def place(ids: Tensor, mask: Tensor) -> tuple[int, int]:
         prompt = ids[: int(mask.int().argmax())]
         return drawn(prompt if len(prompt) else ids), drawn(ids)
 
-    places = [place(index) for index in range(len(token_ids))]
+    places = [place(ids, mask) for ids, mask in zip(token_ids, loss_masks, strict=True)]
     order = sorted(range(len(places)), key=places.__getitem__)
     size = sum(of_prompt < fraction * 2**64 for of_prompt, _ in places)
     size = max(1, min(size, len(order) - 1))
@@ -147,7 +134,7 @@ def plan_batches(
     Args:
         documents: indices to train on.
         lengths: tokens of every document of the store.
-        max_tokens: of a batch, padding included; a longer text is a batch of its own.
+        max_tokens: of a batch, as for :func:`bucket_by_length`.
         num_epochs: how often each document is used.
         seed: decides all shuffles.
     """
@@ -177,8 +164,6 @@ def in_whole_steps(plan: Sequence[list[int]], batches_per_step: int) -> list[lis
 
 def bucket_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Indices in groups of similar length with at most ``max_tokens`` padded tokens; a longer text is its own group.
-
-    Texts are padded as by :func:`collate`.
 
     >>> bucket_by_length([5, 2, 9, 2], 10)
     [[1, 3], [0], [2]]
@@ -210,11 +195,6 @@ class PlannedTexts(Dataset[dict[str, Any]]):
             "documents": torch.tensor(documents),
         }
 
-    @property
-    def sources(self) -> Sequence[str]:
-        """``FILE:LINE`` of each document."""
-        return self.store.sources
-
 
 class PlannedBatches(PlannedTexts):
     """Batch n of a plan: the keyword arguments of a training step, and the indices of its documents."""
@@ -229,12 +209,7 @@ class PlannedBatches(PlannedTexts):
 
 
 def _without_prompt(document: Document) -> Document:
-    """The part from the position before the first answer token; at least one position remains.
-
-    >>> loss_mask = torch.tensor([False, False, True, True])
-    >>> _without_prompt(Document(torch.zeros(4, 1), torch.arange(4), loss_mask)).token_ids
-    tensor([1, 2, 3])
-    """
+    """The part from the position before the first answer token."""
     first = max(0, int(document.loss_mask.int().argmax()) - 1)
     return Document(document.hidden[first:], document.token_ids[first:], document.loss_mask[first:])
 

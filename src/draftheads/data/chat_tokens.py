@@ -24,13 +24,8 @@ def encode_chat(reader: ChatReader, messages: Sequence[Message], *, finished: bo
 
     Prompts and answers are tokenized separately, as in generation: the model reads the tokens of a prompt and continues
     with tokens of its own. The mask covers an answer and the token of ``reader.eos_ids`` right after it, not what the
-    template writes after this token. What follows the last answer is left out.
-
-    Args:
-        reader: its tokenizer, chat template and end-of-text tokens are used.
-        messages: of the conversation.
-        finished: False where the last answer was cut off; then its end-of-turn token is left out.
-        max_length: in tokens.
+    template writes after this token. What follows the last answer is left out; where that answer was cut off
+    (``finished`` is False), so is its end-of-turn token.
 
     Raises:
         DataError: no assistant turn, no chat template, or one that hides or changes the assistant's words.
@@ -49,15 +44,18 @@ def encode_chat(reader: ChatReader, messages: Sequence[Message], *, finished: bo
 def encode_completion(
     reader: ChatReader, prompt: str, completion: str, *, finished: bool, max_length: int
 ) -> EncodedChat:
-    """A text and its completion, without a chat template; the loss covers the completion and the end of the text.
-
-    The arguments are those of :func:`encode_chat`.
-    """
-    before = list(reader.tokenizer(prompt)["input_ids"]) if prompt else []
-    after = continuing_ids(reader.tokenizer, completion)
+    """A text and its completion, without a chat template; the loss covers the completion and the end of the text."""
+    prompt_ids = reader.tokenizer(prompt)["input_ids"] if prompt else []
+    answer_ids = continuing_ids(reader.tokenizer, completion)
     if finished and reader.eos_ids:
-        after.append(min(reader.eos_ids))
-    token_ids, loss_mask = (*before, *after), (False,) * len(before) + (True,) * len(after)
+        answer_ids.append(min(reader.eos_ids))
+    return encode_answer(prompt_ids, answer_ids, max_length=max_length)
+
+
+def encode_answer(prompt_ids: Sequence[int], answer_ids: Sequence[int], *, max_length: int) -> EncodedChat:
+    """A prompt and an answer that are tokens already; the loss covers the answer."""
+    token_ids = (*prompt_ids, *answer_ids)
+    loss_mask = (False,) * len(prompt_ids) + (True,) * len(answer_ids)
     return EncodedChat(token_ids[:max_length], loss_mask[:max_length], is_cut=len(token_ids) > max_length)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from draftheads.data.chat_tokens import EncodedChat, encode_chat, encode_completion
+from draftheads.data.chat_tokens import EncodedChat, encode_answer, encode_chat, encode_completion
 from draftheads.data.features import (
     DOCUMENTS_PER_SHARD,
     Document,
@@ -21,8 +21,9 @@ from draftheads.data.features import (
     write_meta,
     write_shard,
 )
+from draftheads.data.json_lines import at_line
 from draftheads.data.live_features import fingerprint_of, read_alone
-from draftheads.data.records import Record, RecordedTokens, read_chats
+from draftheads.data.records import Record, read_chats
 from draftheads.errors import DataError, StorageError
 from draftheads.models.chat_template import ChatReader
 from draftheads.models.fingerprint import tokenizer_fingerprint
@@ -54,10 +55,8 @@ def load_and_count(
     max_length = limited(max_length, model)
     own_fingerprint = cache(lambda: tokenizer_fingerprint(model.tokenizer))
     for chat in read_chats(*paths):
-        try:
+        with at_line(chat.path, chat.line_number):
             text = _encoded(model, chat, max_length, own_fingerprint)
-        except DataError as error:
-            raise DataError(str(error), path=chat.path, line_number=chat.line_number) from error
         if any(text.loss_mask):
             texts.append(replace(text, source=chat.source))
             num_tokens += len(text.token_ids)
@@ -78,29 +77,19 @@ def limited(length: int, model: ChatReader) -> int:
 
 
 def _encoded(model: ChatReader, chat: Record, max_length: int, own_fingerprint: Callable[[], str]) -> EncodedChat:
+    """The text of a chat, or of tokens that a server recorded."""
     if chat.tokens is not None:
-        return _as_recorded(chat.tokens, max_length, own_fingerprint())
+        chat.tokens.check_tokenizer(own_fingerprint())
+        return encode_answer(chat.tokens.prompt_ids, chat.tokens.answer_ids, max_length=max_length)
     if not chat.is_completion:
         return encode_chat(model, chat.messages, finished=chat.finished, max_length=max_length)
     prompt, completion = (message["content"] for message in chat.messages)
     return encode_completion(model, prompt, completion, finished=chat.finished, max_length=max_length)
 
 
-def _as_recorded(tokens: RecordedTokens, max_length: int, own_fingerprint: str) -> EncodedChat:
-    """Tokens that a server recorded; the loss covers the answer."""
-    if tokens.tokenizer != own_fingerprint:
-        raise DataError(
-            f"recorded with a tokenizer of fingerprint {tokens.tokenizer}; that of this model is {own_fingerprint}: "
-            "give the model that was served"
-        )
-    token_ids = tokens.prompt_ids + tokens.answer_ids
-    loss_mask = (False,) * len(tokens.prompt_ids) + (True,) * len(tokens.answer_ids)
-    return EncodedChat(token_ids[:max_length], loss_mask[:max_length], is_cut=len(token_ids) > max_length)
-
-
 def needed_bytes(target: TargetModel, texts: Sequence[EncodedChat], layers: Sequence[int] = ()) -> int:
     """The size of the store of these texts on the disk, approximately."""
-    return sum(len(text.token_ids) for text in texts) * (2 * (len(layers) + 1) * target.hidden_size + 5)
+    return _num_tokens(texts) * (2 * (len(layers) + 1) * target.hidden_size + 5)
 
 
 def claim(target: TargetModel, texts: Sequence[EncodedChat], folder: Path, layers: Sequence[int] = ()) -> None:
@@ -113,8 +102,8 @@ def claim(target: TargetModel, texts: Sequence[EncodedChat], folder: Path, layer
         model_id=target.model_id,
         hidden_size=target.hidden_size,
         num_documents=len(texts),
-        num_tokens=sum(len(text.token_ids) for text in texts),
-        num_shards=_num_shards(texts),
+        num_tokens=_num_tokens(texts),
+        num_shards=len(_shards(texts)),
         fingerprint=fingerprint_of(target, texts),
         layers=list(layers),
     )
@@ -155,24 +144,16 @@ def build_shards(
     *,
     share: tuple[int, int] = (0, 1),
 ) -> None:
-    """Makes the missing shards of the store of these texts.
+    """Makes the missing shards of the store of these texts; ``progress`` receives the tokens after every text.
 
-    Args:
-        target: the model that reads the texts.
-        texts: the texts.
-        folder: of the store.
-        progress: receives the number of tokens after every text.
-        layers: n layers whose inputs are stored before h_t.
-        share: (r, n): only shards r, r + n, r + 2n, …
+    ``layers`` are n layers whose inputs are stored before h_t. ``share`` is as for :func:`missing_shards`.
 
     Raises:
         StorageError: the disk has too little room, or a shard cannot be written; earlier shards are complete.
     """
     missing = missing_shards(texts, folder, share)
-    numbers = range(share[0], _num_shards(texts), share[1])
-    sizes = {index: sum(len(text.token_ids) for text in _part(texts, index)) for index in numbers}
-    total = sum(sizes.values())
-    done = total - sum(sizes[index] for index in missing)
+    total = sum(_num_tokens(_part(texts, index)) for index in _shards(texts, share))
+    done = total - sum(map(_num_tokens, missing.values()))
     _check_room(folder, sum(needed_bytes(target, part, layers) for part in missing_shards(texts, folder).values()))
     progress.progress(done, total)
     for index, part in missing.items():
@@ -190,8 +171,11 @@ def missing_shards(
     texts: Sequence[EncodedChat], folder: Path, share: tuple[int, int] = (0, 1)
 ) -> dict[int, Sequence[EncodedChat]]:
     """The texts of each missing shard among shards r, r + n, r + 2n, … of ``share`` (r, n)."""
-    numbers = range(share[0], _num_shards(texts), share[1])
-    return {index: _part(texts, index) for index in numbers if not shard_path(folder, index).exists()}
+    return {index: _part(texts, index) for index in _shards(texts, share) if not shard_path(folder, index).exists()}
+
+
+def _shards(texts: Sequence[EncodedChat], share: tuple[int, int] = (0, 1)) -> range:
+    return range(share[0], -(-len(texts) // DOCUMENTS_PER_SHARD), share[1])
 
 
 def _part(texts: Sequence[EncodedChat], index: int) -> Sequence[EncodedChat]:
@@ -209,5 +193,5 @@ def _check_room(folder: Path, needed: int) -> None:
         )
 
 
-def _num_shards(texts: Sequence[EncodedChat]) -> int:
-    return -(-len(texts) // DOCUMENTS_PER_SHARD)
+def _num_tokens(texts: Sequence[EncodedChat]) -> int:
+    return sum(len(text.token_ids) for text in texts)

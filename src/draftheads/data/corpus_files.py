@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from draftheads.data.json_lines import read_json_lines
+from draftheads.data.json_lines import at_line, read_json_lines
 from draftheads.data.plain_text import read_texts
 from draftheads.data.records import chat_of
 from draftheads.drafters.corpus import Corpus, index_texts
@@ -35,14 +35,10 @@ def load_corpus(
 ) -> Corpus:
     """The index of texts, sorted once and then read from the user's cache.
 
-    Args:
-        path: a ``.txt`` file, which is one text; a ``.jsonl`` (``.gz``) file, each line of which has a ``"text"`` or is
-            a chat, of which the answers count; or a folder of such files, also one of ``serve --record``.
-        tokenizer: of the model.
-        vocab_size: of the model; a tokenizer may have more tokens.
-        progress: True shows bars in a notebook or on a terminal; or receives each stage.
-
-    An incomplete last line of a file in a folder is skipped: a server may be writing it.
+    ``path`` is a ``.txt`` file, which is one text; a ``.jsonl`` (``.gz``) file, each line of which has a ``"text"`` or
+    is a chat, of which the answers count; or a folder of such files, also one of ``serve --record``. An incomplete last
+    line of a file in a folder is skipped: a server may be writing it. ``vocab_size`` is the model's; a tokenizer may
+    have more tokens.
 
     Raises:
         DataError: a file cannot be read, a line is neither text nor chat, there is no file or no token, or there are
@@ -53,14 +49,13 @@ def load_corpus(
     """
     path = user_path(path)
     files = _files(path)
-    own_fingerprint = tokenizer_fingerprint(tokenizer)
-    folder = _folder(files, f"{_FORMAT} {own_fingerprint} {vocab_size} {path.is_dir()}")
+    folder = _folder(files, f"{_FORMAT} {tokenizer_fingerprint(tokenizer)} {vocab_size} {path.is_dir()}")
     if folder is not None and (saved := _saved(folder)) is not None:
         with contextlib.suppress(OSError):
             os.utime(folder)  # used now
         return saved
     progress = shown(progress)
-    texts = _token_ids(files, tokenizer, own_fingerprint, vocab_size, progress, may_be_torn=path.is_dir())
+    texts = _token_ids(files, tokenizer, vocab_size, progress, may_be_torn=path.is_dir())
     progress.stage("sorting the corpus")
     corpus = index_texts(texts, progress=progress)
     if folder is not None:
@@ -77,8 +72,8 @@ def load_corpus(
 def _files(path: Path) -> list[Path]:
     """The file, or all files of texts in a folder and its folders, by name."""
     if path.is_dir():
-        if found := sorted(file for file in path.rglob("*") if file.name.endswith(_SUFFIXES) and file.is_file()):
-            return found
+        if files := sorted(file for file in path.rglob("*") if file.name.endswith(_SUFFIXES) and file.is_file()):
+            return files
         raise DataError(f"cannot be read: the folder has no {', '.join(_SUFFIXES)} file", path=path)
     if not path.name.endswith(_SUFFIXES):
         raise DataError(f"give a {', '.join(_SUFFIXES)} file or a folder of such files", path=path)
@@ -121,17 +116,12 @@ def _forget_oldest(cache: Path) -> None:
 
 
 def _token_ids(
-    files: Sequence[Path],
-    tokenizer: Any,
-    own_fingerprint: str,
-    vocab_size: int,
-    progress: Progress,
-    *,
-    may_be_torn: bool,
+    files: Sequence[Path], tokenizer: Any, vocab_size: int, progress: Progress, *, may_be_torn: bool
 ) -> list[list[int]]:
     """The texts of all files as token ids. ``may_be_torn`` as for :func:`read_json_lines`."""
-    found: list[list[int]] = []
+    texts: list[list[int]] = []
     total = 0
+    own_fingerprint = tokenizer_fingerprint(tokenizer)
     advance = counted_stage(progress, "reading the corpus", len(files))
     for file in files:
         for text in _texts(file, own_fingerprint, may_be_torn=may_be_torn):
@@ -140,14 +130,14 @@ def _token_ids(
                 raise DataError(
                     f"the token {max(ids)} is not in the model's vocabulary of {vocab_size} tokens", path=file
                 )
-            found.append(ids)
+            texts.append(ids)
             total += len(ids)
             if total > MOST_TOKENS:
                 raise DataError(f"the corpus has more than {MOST_TOKENS:,} tokens; give fewer texts", path=file)
         advance()
     if not total:
         raise DataError("the corpus has no text", path=files[0])
-    return found
+    return texts
 
 
 def _texts(file: Path, own_fingerprint: str, *, may_be_torn: bool) -> Iterator[str | list[int]]:
@@ -164,10 +154,7 @@ def _texts(file: Path, own_fingerprint: str, *, may_be_torn: bool) -> Iterator[s
         record = chat_of(value, file, line_number)
         if record.tokens is None:
             yield from (message["content"] for message in record.messages if message["role"] == "assistant")
-        elif record.tokens.tokenizer == own_fingerprint:
-            yield list(record.tokens.answer_ids)
         else:
-            problem = (
-                f"recorded with a tokenizer of fingerprint {record.tokens.tokenizer}; this model's is {own_fingerprint}"
-            )
-            raise DataError(problem, path=file, line_number=line_number)
+            with at_line(file, line_number):
+                record.tokens.check_tokenizer(own_fingerprint)
+            yield list(record.tokens.answer_ids)

@@ -118,17 +118,11 @@ class FeatureStore(Documents):
     """A complete store. Hidden states are read from disk per document; token ids and masks are kept in memory."""
 
     def __init__(self, folder: Path) -> None:
-        """Opens a store.
-
-        Raises:
-            DataError: there is no store, or it is incomplete or damaged.
-        """
+        """Opens a store. Raises DataError where there is none, or it is incomplete or damaged."""
         meta = read_meta(folder)
         if meta is None:
             raise DataError(f"{folder}: no meta.json, so this is not a feature store")
-        self.folder = folder
-        self.meta = meta
-        self.fingerprint = meta.fingerprint
+        self.folder, self.meta, self.fingerprint = folder, meta, meta.fingerprint
         self._shards: list[Any] = []  # the open files' "hidden" slices
         self._starts: list[tuple[int, int]] = []  # per document: shard, first token in it
         self.token_ids, self.loss_masks, self.sources = [], [], []
@@ -158,11 +152,11 @@ class FeatureStore(Documents):
             sources = json.loads((file.metadata() or {})["sources"])
         except (OSError, SafetensorError, ValueError, LookupError) as error:
             raise DataError(f"{path}: {error}; delete the damaged shard; the same command makes it again") from None
-        found = (hidden.get_shape(), len(token_ids), len(loss_mask), sum(lengths), len(sources))
+        sizes = (hidden.get_shape(), len(token_ids), len(loss_mask), sum(lengths), len(sources))
         width = (len(self.meta.layers) + 1) * self.meta.hidden_size
         expected = ([len(token_ids), width], *(3 * [len(token_ids)]), len(lengths))
-        if found != expected:
-            raise DataError(f"{path}: its parts have sizes {found}, expected {expected}")
+        if sizes != expected:
+            raise DataError(f"{path}: its parts have sizes {sizes}, expected {expected}")
         self._shards.append(hidden)
         self._starts += [(index, sum(lengths[:i])) for i in range(len(lengths))]
         self.token_ids += token_ids.split(lengths)

@@ -8,6 +8,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -24,9 +25,7 @@ _BEFORE_ELEMENT = re.compile(r"\s*[\[,]\s*(?=[^\s\]])")
 def read_json_lines(path: Path, *, may_be_torn: bool = False) -> Iterator[tuple[int, Any]]:
     """Line number (from 1) and value of each line, or of each element of a JSON array; empty lines are skipped.
 
-    Args:
-        path: of the file.
-        may_be_torn: skip a last line without a line break: it may be incomplete.
+    ``may_be_torn`` also skips a last line without a line break: it may be incomplete.
 
     Raises:
         DataError: the file cannot be read; or a line is not JSON, nested too deeply, or longer than
@@ -38,10 +37,10 @@ def read_json_lines(path: Path, *, may_be_torn: bool = False) -> Iterator[tuple[
             for line_number, line in enumerate(iter(partial(file.readline, MOST_CHARACTERS + 1), ""), start=1):
                 if is_first and line.lstrip().startswith("["):
                     text = line + file.read(MOST_CHARACTERS + 1 - len(line))
+                    _check_length("the JSON array", text, path, line_number)
                     yield from _elements(text, path, line_number)
                     return
-                if len(line) > MOST_CHARACTERS:
-                    raise _too_long("the line", path, line_number)
+                _check_length("the line", line, path, line_number)
                 if line.strip() and not (may_be_torn and not line.endswith("\n")):
                     is_first = False
                     yield line_number, _value(line.rstrip("\n"), path, line_number)
@@ -53,6 +52,15 @@ def read_json_lines(path: Path, *, may_be_torn: bool = False) -> Iterator[tuple[
         raise DataError(f"cannot be read: {error}", path=path, line_number=place) from None
 
 
+@contextmanager
+def at_line(path: Path, line_number: int) -> Iterator[None]:
+    """Errors of a line's value name the file and the line."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(str(error), path=path, line_number=line_number) from error
+
+
 def _open_text(path: Path) -> IO[str]:
     if path.suffix == ".gz":
         return gzip.open(path, "rt", encoding="utf-8-sig")
@@ -61,8 +69,6 @@ def _open_text(path: Path) -> IO[str]:
 
 def _elements(text: str, path: Path, line_number: int) -> Iterator[tuple[int, Any]]:
     """The elements of an array whose text begins in a line, each with the line in which it begins."""
-    if len(text) > MOST_CHARACTERS:
-        raise _too_long("the JSON array", path, line_number)
     _value(text, path, line_number, rule="a file that begins with [ must be one JSON array")  # all of it is valid
     decode = json.JSONDecoder().raw_decode
     end, seen = 0, 0
@@ -86,6 +92,7 @@ def _value(text: str, path: Path, line_number: int, *, rule: str = _RULE) -> Any
         raise DataError(problem, path=path, line_number=line_number) from None
 
 
-def _too_long(what: str, path: Path, line_number: int) -> DataError:
-    problem = f"{what} has more than {MOST_CHARACTERS:,} characters; {_RULE}"
-    return DataError(problem, path=path, line_number=line_number)
+def _check_length(what: str, text: str, path: Path, line_number: int) -> None:
+    if len(text) > MOST_CHARACTERS:
+        problem = f"{what} has more than {MOST_CHARACTERS:,} characters; {_RULE}"
+        raise DataError(problem, path=path, line_number=line_number)

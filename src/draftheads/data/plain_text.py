@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from draftheads.data.chat_tokens import EncodedChat
-from draftheads.data.json_lines import read_json_lines
+from draftheads.data.json_lines import at_line, read_json_lines
 from draftheads.errors import DataError
 from draftheads.utils.messages import half_character, short
 
@@ -25,22 +25,20 @@ def read_texts(path: Path) -> Iterator[tuple[str, str]]:
         try:
             yield path.read_text(encoding="utf-8"), f"{path}:1"
         except UnicodeDecodeError as error:
-            found = f"0x{error.object[error.start]:02x}"
-            raise DataError(f"not UTF-8 text: byte {found}", path=path, line_number=1) from None
+            byte = f"0x{error.object[error.start]:02x}"
+            raise DataError(f"not UTF-8 text: byte {byte}", path=path, line_number=1) from None
         except OSError as error:
             raise DataError(f"cannot be read: {error}", path=path, line_number=1) from None
         return
     for line_number, record in read_json_lines(path):
         text = record.get("text") if isinstance(record, dict) else None
-        if not isinstance(text, str):
-            raise DataError(
-                f'plain text is an object such as {{"text": "…"}}, not {short(repr(record))}; chats go to --data',
-                path=path,
-                line_number=line_number,
-            )
-        if problem := half_character(text):
-            raise DataError(f"text {problem}", path=path, line_number=line_number)
-        yield text, f"{path}:{line_number}"
+        with at_line(path, line_number):
+            if not isinstance(text, str):
+                shown = short(repr(record))
+                raise DataError(f'plain text is an object such as {{"text": "…"}}, not {shown}; chats go to --data')
+            if problem := half_character(text):
+                raise DataError(f"text {problem}")
+            yield text, f"{path}:{line_number}"
 
 
 def load_blocks(
@@ -75,11 +73,7 @@ def load_blocks(
 
 
 def is_plain(loss_mask: Sequence[bool] | Any) -> bool:
-    """Whether this is plain text: the loss covers its first token, while a chat starts with a prompt.
-
-    >>> is_plain([True, True]), is_plain([False, True])
-    (True, False)
-    """
+    """Whether this is plain text: the loss covers its first token, while a chat starts with a prompt."""
     return bool(loss_mask[0])
 
 

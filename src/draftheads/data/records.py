@@ -14,12 +14,11 @@ of records and of messages, are ignored. Every error names the file and the line
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from draftheads.data.json_lines import read_json_lines
+from draftheads.data.json_lines import at_line, read_json_lines
 from draftheads.errors import DataError, close_name
 from draftheads.utils.messages import Message, message_problem, short
 
@@ -41,14 +40,22 @@ class RecordedTokens(NamedTuple):
     answer_ids: tuple[int, ...]
     tokenizer: str  # its fingerprint
 
+    def check_tokenizer(self, own_fingerprint: str) -> None:
+        """Raises DataError where another tokenizer than a model's own made the tokens."""
+        if self.tokenizer != own_fingerprint:
+            raise DataError(
+                f"recorded with a tokenizer of fingerprint {self.tokenizer}; that of this model is {own_fingerprint}: "
+                "give the model that was served"
+            )
+
 
 @dataclass(frozen=True)
 class Record:
     """One line of a file."""
 
     messages: tuple[Message, ...]  # the whole conversation as far as it is given
-    path: Path
-    line_number: int  # counted from 1
+    path: Path = Path()
+    line_number: int = 0  # counted from 1
     is_text: bool = False  # the line has texts of the user, not messages
     labels: Mapping[str, Any] = field(default_factory=dict)  # id, question_id and category, where the line has them
     finished: bool = True  # False where the last assistant turn was cut off: it has no end-of-turn token
@@ -79,10 +86,11 @@ def read_prompts(*paths: Path) -> Iterator[Record]:
     """
     for path in paths:
         for line_number, value in read_json_lines(path):
-            record = _record(value, _PROMPT_FORMS, path, line_number)
-            if record is None or not any(text.strip() for text in record.user_turns):
-                raise DataError(f"{_misspelt(value, _PROMPT_FORMS)}{_NEEDED}", path=path, line_number=line_number)
-            yield record
+            with at_line(path, line_number):
+                record = _conversation(value, _PROMPT_FORMS)
+                if record is None or not any(text.strip() for text in record.user_turns):
+                    raise DataError(f"{_misspelt(value, _PROMPT_FORMS)}{_NEEDED}")
+                yield replace(record, path=path, line_number=line_number)
 
 
 def read_chats(*paths: Path) -> Iterator[Record]:
@@ -102,22 +110,8 @@ def read_chats(*paths: Path) -> Iterator[Record]:
 
 def chat_of(value: Any, path: Path, line_number: int) -> Record:
     """What can be learned from in the JSON value of a line; errors as of :func:`read_chats`."""
-    given = value if isinstance(value, dict) else {}
-    if "prompt_ids" in given and "answer_ids" in given:
-        return _recorded(given, path, line_number)
-    has_completion = "completion" in given and given.get("messages") is None
-    read = _completion if has_completion else partial(_record, forms=("messages",))
-    record = read(value, path=path, line_number=line_number)
-    if record is None:
-        fix = "; `draftheads distill` answers prompts" if "prompt" in given or "turns" in given else ""
-        problem = f"{_misspelt(value, ('messages', 'prompt', 'completion'))}{_NO_CHAT}, not {short(repr(value))}{fix}"
-        raise DataError(problem, path=path, line_number=line_number)
-    if not isinstance(record.finished, bool):
-        problem = f"finished is {record.finished!r}; it must be true or false"
-        raise DataError(problem, path=path, line_number=line_number)
-    if not any(message["role"] == "assistant" for message in record.messages):
-        raise DataError(NO_ANSWER, path=path, line_number=line_number)
-    return record
+    with at_line(path, line_number):
+        return replace(_chat(value), path=path, line_number=line_number)
 
 
 def prompts_in(path: Path) -> list[TextPrompt]:
@@ -142,8 +136,8 @@ def files_in(path: Path) -> list[Path]:
     """
     if not path.is_dir():
         return [path]
-    if found := sorted([*path.glob("*.jsonl"), *path.glob("*.jsonl.gz")]):
-        return found
+    if files := sorted([*path.glob("*.jsonl"), *path.glob("*.jsonl.gz")]):
+        return files
     inside = sorted({file.parent.name for file in path.glob("*/*.jsonl*")})
     fix = f"; give a folder in it: {', '.join(inside)}" if inside else ""
     raise DataError(f"cannot be read: the folder has no .jsonl file{fix}", path=path)
@@ -165,37 +159,70 @@ def check_readable(paths: Iterable[Path]) -> None:
             raise DataError("the file is empty", path=path)
 
 
-def _recorded(value: Mapping[str, Any], path: Path, line_number: int) -> Record:
+def _chat(value: Any) -> Record:
+    fields = value if isinstance(value, dict) else {}
+    if "prompt_ids" in fields and "answer_ids" in fields:
+        return _recorded(fields)
+    has_completion = "completion" in fields and fields.get("messages") is None
+    record = _completion(fields) if has_completion else _conversation(value, ("messages",))
+    if record is None:
+        fix = "; `draftheads distill` answers prompts" if "prompt" in fields or "turns" in fields else ""
+        misspelt = _misspelt(value, ("messages", "prompt", "completion"))
+        raise DataError(f"{misspelt}{_NO_CHAT}, not {short(repr(value))}{fix}")
+    if not isinstance(record.finished, bool):
+        raise DataError(f"finished is {record.finished!r}; it must be true or false")
+    if not any(message["role"] == "assistant" for message in record.messages):
+        raise DataError(NO_ANSWER)
+    return record
+
+
+def _recorded(fields: Mapping[str, Any]) -> Record:
     """The record of an answer that a server gave."""
-    ids = [value["prompt_ids"], value["answer_ids"]]
-    if not all(isinstance(one, list) and one and all(type(i) is int and i >= 0 for i in one) for one in ids):
-        problem = f"prompt_ids and answer_ids must be lists of token ids, not {short(repr(ids))}"
-        raise DataError(problem, path=path, line_number=line_number)
-    if not isinstance(value.get("tokenizer"), str):
-        problem = f"tokenizer is {value.get('tokenizer')!r}; beside token ids it must be a tokenizer's fingerprint"
-        raise DataError(problem, path=path, line_number=line_number)
-    prompt_ids, answer_ids = map(tuple, ids)
-    return Record((), path, line_number, tokens=RecordedTokens(prompt_ids, answer_ids, value["tokenizer"]))
+    texts = [fields["prompt_ids"], fields["answer_ids"]]
+    if not all(isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids) for ids in texts):
+        raise DataError(f"prompt_ids and answer_ids must be lists of token ids, not {short(repr(texts))}")
+    tokenizer = fields.get("tokenizer")
+    if not isinstance(tokenizer, str):
+        raise DataError(f"tokenizer is {tokenizer!r}; beside token ids it must be a tokenizer's fingerprint")
+    prompt_ids, answer_ids = map(tuple, texts)
+    return Record((), tokens=RecordedTokens(prompt_ids, answer_ids, tokenizer))
 
 
-def _record(value: Any, forms: Sequence[str], path: Path, line_number: int) -> Record | None:
-    """The record of a JSON value; None where it has none of the forms."""
-    given = value if isinstance(value, dict) else {}
-    form = next((name for name in forms if given.get(name) is not None), None)
+def _completion(fields: Mapping[str, Any]) -> Record | None:
+    """The record of a prompt and its completion."""
+    prompt, completion = fields.get("prompt"), fields["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    elif isinstance(prompt, list) and isinstance(completion, list):
+        messages = [*prompt, *completion]
+    else:
+        raise DataError(f"prompt and completion must be two texts or two lists of messages, not {short(repr(fields))}")
+    record = _conversation({**fields, "messages": messages}, ("messages",))
+    return record and replace(record, is_completion=isinstance(prompt, str))
+
+
+def _conversation(value: Any, forms: Sequence[str]) -> Record | None:
+    """The record of a JSON value in the first of the forms that it has; None where it has none of them."""
+    fields = value if isinstance(value, dict) else {}
+    form = next((name for name in forms if fields.get(name) is not None), None)
     if form is None:
         return None
-    found, finished = given[form], given.get("finished", True)
-    is_text = form == "turns" or (form == "prompt" and isinstance(found, str))
-    items = [found] if form == "prompt" and is_text else found
+    items = fields[form]
+    is_text = form == "turns" or (form == "prompt" and isinstance(items, str))
+    if form == "prompt" and is_text:
+        items = [items]
     if not isinstance(items, list) or not items:
         return None
     messages = [{"role": "user", "content": item} for item in items] if is_text else items
     for number, message in enumerate(messages):
         if problem := message_problem(message):
-            raise DataError(f"message {number}{problem}", path=path, line_number=line_number)
-    kept = tuple({"role": message["role"], "content": message["content"]} for message in messages)
-    labels = {name: given[name] for name in _LABELS if name in given}
-    return Record(kept, path, line_number, is_text, labels, finished)
+            raise DataError(f"message {number}{problem}")
+    return Record(
+        tuple({"role": message["role"], "content": message["content"]} for message in messages),
+        is_text=is_text,
+        labels={name: fields[name] for name in _LABELS if name in fields},
+        finished=fields.get("finished", True),
+    )
 
 
 def _misspelt(value: Any, known: Sequence[str]) -> str:
@@ -204,17 +231,3 @@ def _misspelt(value: Any, known: Sequence[str]) -> str:
         if name not in known and (close := close_name(name, known)):
             return f"unknown field {name!r}; did you mean {close!r}? "
     return ""
-
-
-def _completion(value: Mapping[str, Any], path: Path, line_number: int) -> Record | None:
-    """The record of a prompt and its completion."""
-    prompt, completion = value.get("prompt"), value["completion"]
-    if isinstance(prompt, str) and isinstance(completion, str):
-        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-    elif isinstance(prompt, list) and isinstance(completion, list):
-        messages = [*prompt, *completion]
-    else:
-        problem = f"prompt and completion must be two texts or two lists of messages, not {short(repr(value))}"
-        raise DataError(problem, path=path, line_number=line_number)
-    record = _record({**value, "messages": messages}, ("messages",), path, line_number)
-    return record and replace(record, is_completion=isinstance(prompt, str))

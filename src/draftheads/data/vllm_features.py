@@ -34,13 +34,10 @@ class ExtractedStore(LiveStore):
     def __init__(
         self, target: TargetModel, texts: Sequence[EncodedChat], folder: Path, layers: Sequence[int] = ()
     ) -> None:
-        """Finds the file of each text, and the layers in the files.
+        """Finds the file of each text, and the layers in the files of a folder.
 
-        Args:
-            target: the model that vLLM served.
-            texts: a file may have further tokens after those of its text.
-            folder: of the files.
-            layers: n layers whose inputs a head reads. Index i is the output of layer i - 1, vLLM's layer id i.
+        A file may have further tokens after those of its text. A head reads the inputs of n ``layers``: index i is the
+        output of layer i - 1, vLLM's layer id i.
 
         Raises:
             DataError: a text has no file, a file is damaged, or its hidden states are not those of this model.
@@ -63,11 +60,11 @@ class ExtractedStore(LiveStore):
         path = self._files[index]
         length, size = len(self.token_ids[index]), self.target.hidden_size
         with _opened(path) as file:
-            found = file.get_slice("hidden_states")
-            shape = found.get_shape()
+            stored = file.get_slice("hidden_states")
+            shape = stored.get_shape()
             if len(shape) != 3 or shape[0] < length or shape[2] != size:
                 raise DataError(f"{path}: hidden_states are {shape}, expected [{length} tokens, layers, {size}]")
-            states: Tensor = found[:length]
+            states: Tensor = stored[:length]
         return states.to(self.target.device, self.target.dtype)
 
     @torch.inference_mode()
@@ -79,34 +76,29 @@ class ExtractedStore(LiveStore):
     def _find_places(self) -> list[int]:
         """Where the files have the inputs of each of the ``layers``, and then the last layer's outputs."""
         texts = range(min(NUM_COMPARED, len(self)))
-        own = [read_alone(self.target, self.token_ids[i][:MOST_COMPARED], self.layers).float() for i in texts]
-        read = [self._states(i)[:MOST_COMPARED] for i in texts]
-        widths = sorted({states.shape[1] for states in read})
+        computed = [read_alone(self.target, self.token_ids[i][:MOST_COMPARED], self.layers).float() for i in texts]
+        stored = [self._states(i)[:MOST_COMPARED] for i in texts]
+        widths = sorted({states.shape[1] for states in stored})
         if len(widths) > 1:
             raise DataError(f"{self._files[0].parent}: files of {widths[0]} and of {widths[1]} layers; give one kind")
-        size = self.target.hidden_size
-        expected = torch.cat(own).to(self.target.device).split(size, -1)
-        candidates = torch.cat(read).unbind(1)
+        *inputs, last = torch.cat(computed).to(self.target.device).split(self.target.hidden_size, -1)
+        candidates = torch.cat(stored).unbind(1)
         places = []
-        for layer, wanted in zip((*self.layers, None), expected, strict=True):
-            if layer is None:
-                logits = self._logits(wanted)
-                differences = [_difference(self._logits(self._normed(one)), logits) for one in candidates]
-            else:
-                differences = [_difference(one.float(), wanted) for one in candidates]
-            places.append(self._least(differences, layer))
-        return places
+        for layer, expected in zip(self.layers, inputs, strict=True):
+            differences = [_difference(states.float(), expected) for states in candidates]
+            places.append(self._least(differences, f"inputs of layer {layer}", layer))
+        logits = self._logits(last)
+        differences = [_difference(self._logits(self._normed(states)), logits) for states in candidates]
+        return [*places, self._least(differences, "logits", len(self.target.layer_kinds))]
 
     @torch.inference_mode()
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.target.logits(hidden.to(self.target.dtype)).float()
 
-    def _least(self, differences: list[float], layer: int | None) -> int:
-        """The place of the smallest difference."""
+    def _least(self, differences: list[float], what: str, vllm_id: int) -> int:
+        """The place of the smallest difference to what layer ``vllm_id`` of the files should give."""
         least = min(differences)
         if not least <= LIMIT:
-            number = len(self.target.layer_kinds)
-            what, vllm_id = ("logits", number) if layer is None else (f"inputs of layer {layer}", layer)
             raise DataError(
                 f"{self._files[0].parent}: the {what} of {self.target.model_id} are in none of "
                 f"{counted(len(differences), 'layer')} of the files: the nearest differs by {least:.1%}, and at most "
@@ -141,13 +133,13 @@ def last_norm(target: TargetModel) -> nn.Module:
     raise UnsupportedModel(f"{target.model_id}: no last norm is found, which the outputs of the last layer need")
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
+def _difference(states: Tensor, expected: Tensor) -> float:
     """The median over tokens of |a - b| / |b|, b without its mean, which no softmax and no layer norm sees.
 
     Few tokens, such as the first one, have states that are far larger than the others'; a median does not count them.
     """
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
-    return float(((found - expected).norm(dim=-1) / spread).median())
+    return float(((states - expected).norm(dim=-1) / spread).median())
 
 
 def _files_of(store: LiveStore, folder: Path) -> list[Path]:
@@ -159,13 +151,13 @@ def _files_of(store: LiveStore, folder: Path) -> list[Path]:
     if not files:
         raise DataError(f"{folder} has no .safetensors file")
     files.sort()
-    found: list[Path] = []
+    of_texts: list[Path] = []
     missing: list[int] = []
     for index, token_ids in enumerate(store.token_ids):
         key = _key(token_ids)
         place = bisect_left(files, key, key=itemgetter(0))  # the first of those that begin with the key, if any does
         if place < len(files) and files[place][0].startswith(key):
-            found.append(files[place][1])
+            of_texts.append(files[place][1])
         else:
             missing.append(index)
     if missing:
@@ -174,7 +166,7 @@ def _files_of(store: LiveStore, folder: Path) -> list[Path]:
             f"{folder} has no hidden states of {counted(len(missing), 'text')} of {len(store)}, the first is {source}: "
             "a file must begin with the tokens that training reads; give vLLM these tokens as prompts"
         )
-    return found
+    return of_texts
 
 
 def _key(token_ids: Tensor) -> bytes:

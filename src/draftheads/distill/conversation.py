@@ -23,13 +23,7 @@ class Source(Protocol):
 
 
 class Dialogue:
-    """A conversation, turn by turn. Its random choices depend on the run's seed and its place in the run.
-
-    Args:
-        prompt: what the user says; in self-talk the model writes the questions.
-        index: the conversation's place in the run.
-        options: of the run.
-    """
+    """A conversation, turn by turn. Its random choices depend on the run's seed and ``index``, its place in the run."""
 
     def __init__(self, prompt: Prompt, *, index: int, options: DistillOptions) -> None:
         self.prompt = prompt
@@ -73,10 +67,6 @@ class Dialogue:
         """Adds a question."""
         self.messages.append({"role": "user", "content": question})
 
-    def cut_document(self, beginning: str) -> None:
-        """Only this beginning of the document is read."""
-        self.messages[0]["content"] = beginning
-
     def answer(self, text: str, *, is_finished: bool) -> None:
         """Adds an answer."""
         self.messages.append({"role": "assistant", "content": text})
@@ -99,10 +89,9 @@ class Dialogue:
         """The line to write; None where there is no answer."""
         if not self.num_answers:
             return None
+        words: dict[str, Any] = {"messages": self.messages}
         if self.prompt.is_document:
-            words: dict[str, Any] = {"prompt": self.messages[0]["content"], "completion": self.messages[1]["content"]}
-        else:
-            words = {"messages": self.messages}
+            words = {"prompt": self.messages[0]["content"], "completion": self.messages[1]["content"]}
         return {
             **words,
             "finished": self.is_finished,

@@ -3,7 +3,6 @@
 import asyncio
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from draftheads.distill.conversation import Dialogue, OnProgress
@@ -18,15 +17,6 @@ FIRST_WAIT_SECONDS = 1.0  # before a request is repeated; doubled each time
 _LONGEST_WAIT_SECONDS = 60.0
 _BUSY_STATUSES = frozenset({408, 409, 425, 429})  # these and all from 500 on: worth a repeated request
 _TOO_LONG_WORDS = ("context_length_exceeded", "context length", "context window", "too long", "max_model_len")
-
-
-@dataclass(frozen=True)
-class Reply:
-    """The server's answer to one request."""
-
-    text: str
-    num_tokens: int  # 0 if the server does not count them
-    is_finished: bool
 
 
 class EndpointSource:
@@ -86,13 +76,14 @@ class EndpointSource:
             while not dialogue.is_over:
                 dialogue.ask_next()
                 try:
-                    reply = _reply(await self._post(client, self._request(dialogue)), self.url)
+                    response = await self._post(client, self._request(dialogue))
+                    text, num_tokens, is_finished = _answer_in(response, self.url)
                 except PromptTooLong:
                     dialogue.stop("too_long")
                 else:
-                    dialogue.count(reply.num_tokens)
-                    dialogue.answer(reply.text, is_finished=reply.is_finished)
-                    on_progress(reply.num_tokens, 0)
+                    dialogue.count(num_tokens)
+                    dialogue.answer(text, is_finished=is_finished)
+                    on_progress(num_tokens, 0)
         on_progress(0, 1)
 
     def _request(self, dialogue: Dialogue) -> dict[str, Any]:
@@ -151,8 +142,8 @@ def _wait_seconds(attempt: int, response: "Response | None", seed: int) -> float
     return min(seconds, _LONGEST_WAIT_SECONDS)
 
 
-def _reply(response: "Response", url: str) -> Reply:
-    """The answer in a response.
+def _answer_in(response: "Response", url: str) -> tuple[str, int, bool]:
+    """The text in a response, its number of tokens (0 if the server does not count them), and whether it is finished.
 
     Raises:
         PromptTooLong: the chat is longer than the server's model allows.
@@ -173,7 +164,7 @@ def _reply(response: "Response", url: str) -> Reply:
         text = choice["message"]["content"] or ""
         num_tokens = int((body.get("usage") or {}).get("completion_tokens") or 0)
         whole = str(text).encode(errors="replace").decode()  # lone surrogates cannot be written
-        return Reply(whole, num_tokens, choice.get("finish_reason") == "stop")
+        return whole, num_tokens, choice.get("finish_reason") == "stop"
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise EndpointError(
             f"{url} did not return a valid chat completion ({type(error).__name__}: {error}): {response.text[:200]}"

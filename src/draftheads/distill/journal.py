@@ -63,10 +63,6 @@ class Manifest:
     sha256: str | None = None  # of the complete file
     details: Mapping[str, Any] = field(default_factory=dict)  # for readers: all options, versions, …
 
-    def to_json(self) -> bytes:
-        """The bytes of the file."""
-        return (json.dumps({"format": _FORMAT, **asdict(self)}, indent=2, ensure_ascii=False) + "\n").encode()
-
     @classmethod
     def read(cls, path: Path) -> Self | None:
         """The manifest in a file; None where there is no file.
@@ -76,9 +72,9 @@ class Manifest:
         """
         try:
             values = json.loads(path.read_bytes())
-            found = values.pop("format")
-            if found != _FORMAT:
-                raise DataError(f"has format {found!r}; this version knows {_FORMAT}", path=path)
+            version = values.pop("format")
+            if version != _FORMAT:
+                raise DataError(f"has format {version!r}; this version knows {_FORMAT}", path=path)
             return cls(**{**values, "counts": Counts(**values["counts"])})
         except FileNotFoundError:
             return None
@@ -91,8 +87,7 @@ class Journal:
     """The output of one run. Made by :meth:`locked`."""
 
     def __init__(self, out: Path, manifest: Manifest) -> None:
-        self.out = out
-        self.manifest = manifest
+        self.out, self.manifest = out, manifest
 
     @classmethod
     @contextlib.contextmanager
@@ -108,7 +103,11 @@ class Journal:
             remove_leftovers(manifest_path(out))
             before = Manifest.read(manifest_path(out))
             if before is None:
-                _refuse_unknown_files(out)
+                if unknown := next((path for path in (out, part_path(out)) if path.exists()), None):
+                    raise InvalidSettings(
+                        f"{unknown} exists, but {manifest_path(out)} does not, so no run can continue it: "
+                        "name another --out, or delete it"
+                    )
                 journal = cls(out, Manifest(identity, details=details))
                 journal._write_manifest()
             else:
@@ -157,7 +156,8 @@ class Journal:
             part.replace(self.out)
 
     def _write_manifest(self) -> None:
-        write_atomic(manifest_path(self.out), self.manifest.to_json())
+        values = {"format": _FORMAT, **asdict(self.manifest)}
+        write_atomic(manifest_path(self.out), (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode())
 
     def _check_files(self) -> None:
         """Checks that the bytes that the manifest counts are there."""
@@ -168,10 +168,10 @@ class Journal:
                 "name another --out, or move it away"
             )
         there = self.out if self.out.exists() else part
-        found = there.stat().st_size if there.exists() else 0
-        if found < size or (self.manifest.is_complete and found != size):
+        size_there = there.stat().st_size if there.exists() else 0
+        if size_there < size or (self.manifest.is_complete and size_there != size):
             raise DataError(
-                f"has {found:,} bytes, but {manifest_path(self.out)} counts {size:,}: "
+                f"has {size_there:,} bytes, but {manifest_path(self.out)} counts {size:,}: "
                 "delete both, or name another --out",
                 path=there,
             )
@@ -185,12 +185,3 @@ def part_path(out: Path) -> Path:
 def manifest_path(out: Path) -> Path:
     """The file of the manifest."""
     return out.with_name(out.name + ".manifest.json")
-
-
-def _refuse_unknown_files(out: Path) -> None:
-    for path in (out, part_path(out)):
-        if path.exists():
-            raise InvalidSettings(
-                f"{path} exists, but {manifest_path(out)} does not, so no run can continue it: "
-                "name another --out, or delete it"
-            )

@@ -1,21 +1,20 @@
 """Answers by our own engine: many conversations together, each new turn as soon as the last one has ended."""
 
-import hashlib
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property
+from typing import Any
 
 from draftheads.decode.engine import Engine, Prompt
 from draftheads.decode.request import Request
 from draftheads.distill.conversation import Dialogue, OnProgress
 from draftheads.distill.options import DistillOptions
-from draftheads.distill.template import TurnEnd, user_turn_end, user_turn_opening
 from draftheads.errors import DataError, InvalidPrompt, PromptTooLong, UnsupportedModel
-from draftheads.models.chat_template import BUILT_IN, template_of
+from draftheads.models.chat_template import BUILT_IN, ChatReader, continuing_ids, render, special_ids, template_of
 from draftheads.settings import SamplingSettings
+from draftheads.utils.saved import identity_digest
 
 _TOKEN_CHARACTERS = 64  # hardly any token is longer
+_WORDS = "seventeen purple elephants"  # stands for the user's words; templates strip white space around them
 
 
 class EngineSource:
@@ -33,17 +32,15 @@ class EngineSource:
                 f"{engine.model.model_id} has no chat template, so its answers cannot be used as chats: "
                 f"choose a chat model, or give --chat-template, a file or {', '.join(BUILT_IN)}"
             )
-        if options.num_self_talk:
-            user_turn_end(engine.model)  # fails now if the template has none
+        self.question_end = user_turn_end(engine.model) if options.num_self_talk else {}
 
     @property
     def identity(self) -> dict[str, str]:
         """What the answers depend on: the model and its chat template. A head changes no answer."""
         model = self.engine.model
-        prints = json.dumps([asdict(model.fingerprints), template_of(model)])
         return {
             "model": model.model_id,
-            "model_fingerprint": hashlib.sha256(prints.encode()).hexdigest()[:16],
+            "model_fingerprint": identity_digest([asdict(model.fingerprints), template_of(model)]),
             "dtype": str(model.dtype).removeprefix("torch."),
         }
 
@@ -94,8 +91,7 @@ class EngineSource:
             top_k=self.options.top_k,
             top_p=self.options.top_p,
             seed=dialogue.next_seed,
-            stop=self._question_end.texts,
-            stop_token_ids=self._question_end.token_ids,
+            **self.question_end,
         )
 
     def _beginning(self, dialogue: Dialogue) -> list[int]:
@@ -104,12 +100,8 @@ class EngineSource:
         text = dialogue.prompt.turns[0][: _TOKEN_CHARACTERS * count]  # a whole book takes long
         ids = tokenizer(text)["input_ids"][:count]
         beginning = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        dialogue.cut_document(beginning.rstrip("\ufffd"))
+        dialogue.messages[0]["content"] = beginning.rstrip("\ufffd")
         return list(tokenizer(dialogue.messages[0]["content"])["input_ids"])
-
-    @cached_property
-    def _question_end(self) -> TurnEnd:
-        return user_turn_end(self.engine.model)
 
 
 def _add_result(dialogue: Dialogue, request: Request) -> None:
@@ -123,3 +115,43 @@ def _add_result(dialogue: Dialogue, request: Request) -> None:
         dialogue.ask(result.text.strip())
     else:
         dialogue.stop("no_question")
+
+
+# --- where a user's turn begins and ends in a chat template ---
+
+
+def user_turn_opening(reader: ChatReader, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Token ids of a chat up to where the user's next words begin.
+
+    Raises:
+        UnsupportedModel: the template refuses such a chat, or changes or hides the user's words.
+    """
+    before, _ = _around_words(reader, messages)
+    # a space before the user's words belongs to their first token
+    return list(reader.tokenizer(before.rstrip(" "), add_special_tokens=False)["input_ids"])
+
+
+def user_turn_end(reader: ChatReader) -> dict[str, Any]:
+    """The special token right after a user's words, or else the text there, as settings by which a request stops.
+
+    Raises:
+        UnsupportedModel: the template writes neither.
+    """
+    _, after = _around_words(reader, ())
+    first_line = next(iter(after.strip().splitlines()), "").strip()
+    if not first_line:
+        raise UnsupportedModel("the chat template writes nothing after a user's words, so their end cannot be found")
+    token = continuing_ids(reader.tokenizer, after.strip())[0]
+    return {"stop_token_ids": (token,)} if token in special_ids(reader.tokenizer) else {"stop": (first_line,)}
+
+
+def _around_words(reader: ChatReader, messages: Sequence[Mapping[str, str]]) -> tuple[str, str]:
+    chat = [*map(dict, messages), {"role": "user", "content": _WORDS}]
+    try:
+        text = render(reader, chat, add_generation_prompt=True)
+    except Exception as error:  # a template is a program of the model's author: it may raise anything
+        raise UnsupportedModel(f"the chat template refuses a chat of self-talk: {error}") from error
+    before, words, after = text.rpartition(_WORDS)
+    if not words:
+        raise UnsupportedModel("the chat template does not show the user's words, so the model cannot write them")
+    return before, after

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftheads.data.json_lines import at_line
 from draftheads.data.plain_text import read_texts
 from draftheads.data.records import Record, read_prompts
 from draftheads.errors import DataError
 from draftheads.utils.messages import short
 
 SELF_TALK = "self-talk"
-_ROLES = {"system", "user", "assistant"}
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ def survey(paths: Sequence[Path], documents: Sequence[Path] = ()) -> Survey:
 
 def _read_all(paths: Sequence[Path], documents: Sequence[Path]) -> Iterator[Prompt]:
     for record in read_prompts(*paths):
-        if problem := _problem(record):
-            raise DataError(problem, path=record.path, line_number=record.line_number)
+        with at_line(record.path, record.line_number):
+            _check_turns(record)
         system = "\n\n".join(message["content"] for message in record.messages if message["role"] == "system") or None
         yield Prompt(record.user_turns, system, f"{record.path.name}:{record.line_number}")
     for path in documents:
@@ -107,11 +107,10 @@ def _read_all(paths: Sequence[Path], documents: Sequence[Path]) -> Iterator[Prom
                 yield Prompt((text,), None, f"{path.name}{place.removeprefix(str(path))}", is_document=True)
 
 
-def _problem(record: Record) -> str | None:
-    """Why the user's turns cannot be asked one by one."""
-    unknown = {message["role"] for message in record.messages} - _ROLES
+def _check_turns(record: Record) -> None:
+    """Can the user's turns be asked one by one?"""
+    unknown = {message["role"] for message in record.messages} - {"system", "user", "assistant"}
     if unknown:
-        return f"role is {short(repr(min(unknown)))}; distill knows only system, user and assistant"
+        raise DataError(f"role is {short(repr(min(unknown)))}; distill knows only system, user and assistant")
     if not all(text.strip() for text in record.user_turns):
-        return "a turn of the user is empty: leave it out"
-    return None
+        raise DataError("a turn of the user is empty: leave it out")

@@ -7,12 +7,12 @@ even where kernels round by batch size.
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice, repeat
 from typing import Any
 
-from draftheads.distill.conversation import Dialogue, Source
+from draftheads.distill.conversation import Dialogue, OnProgress, Source
 from draftheads.distill.journal import Counts, Journal
 from draftheads.distill.options import DistillOptions
 from draftheads.distill.prompts import SELF_TALK, Prompt, Seen, Survey, survey, unique_prompts
@@ -45,10 +45,7 @@ class Outcome:
 def distill(options: DistillOptions, load_source: Callable[[], Source], progress: Progress) -> Outcome:
     """Writes ``options.out``, or continues a run that was stopped.
 
-    Args:
-        options: of the run.
-        load_source: makes the source of the answers; called after the prompts were read without an error.
-        progress: receives how far the work is.
+    ``load_source`` makes the source of the answers. It is called after the prompts were read without an error.
 
     Raises:
         DraftHeadsError: bad prompts or settings, an output of another run, a full disk, a server that fails, or Ctrl-C.
@@ -66,7 +63,7 @@ def distill(options: DistillOptions, load_source: Callable[[], Source], progress
         if not was_complete:
             progress.stage(f"answering {total - journal.counts.num_done:,} of {counted(total, 'conversation')}")
             try:
-                _answer(options, source, journal, _Tally(progress, journal.counts.num_done, total))
+                _answer(options, source, journal, _tally(progress, journal.counts.num_done, total))
             except KeyboardInterrupt:
                 raise DistillationInterrupted(
                     f"stopped after {journal.counts.num_done:,} of {counted(total, 'conversation')}: "
@@ -76,42 +73,34 @@ def distill(options: DistillOptions, load_source: Callable[[], Source], progress
     return Outcome(prompt_survey, journal.counts, was_complete)
 
 
-class _Tally:
+def _tally(progress: Progress, num_done: int, total: int) -> OnProgress:
     """Adds up and reports the progress of a source."""
+    num_tokens = 0
+    started = time.monotonic()
 
-    def __init__(self, progress: Progress, num_done: int, total: int) -> None:
-        self.progress = progress
-        self.num_done = num_done
-        self.total = total
-        self.num_tokens = 0
-        self.started = time.monotonic()
+    def add(more_tokens: int, more_done: int) -> None:
+        nonlocal num_tokens, num_done
+        num_tokens += more_tokens
+        num_done += more_done
+        seconds = max(time.monotonic() - started, 1e-3)
+        progress.progress(num_done, total, f"{num_tokens / seconds:,.0f} tokens/s")
 
-    def add(self, num_tokens: int, num_done: int) -> None:
-        self.num_tokens += num_tokens
-        self.num_done += num_done
-        seconds = max(time.monotonic() - self.started, 1e-3)
-        self.progress.progress(self.num_done, self.total, f"{self.num_tokens / seconds:,.0f} tokens/s")
+    return add
 
 
-def _answer(options: DistillOptions, source: Source, journal: Journal, tally: _Tally) -> None:
-    seen = _seen_in(journal.lines())
+def _answer(options: DistillOptions, source: Source, journal: Journal, on_progress: OnProgress) -> None:
+    seen = Seen()
+    for line in journal.lines():
+        seen.add(_questions(json.loads(line)))
     self_talk = repeat(Prompt((), None, SELF_TALK), options.num_self_talk)
     every = enumerate(chain(unique_prompts(options.prompts, options.documents), self_talk))
     prompts = islice(every, journal.counts.num_done, None)
     while chunk := list(islice(prompts, options.chunk)):
         started = time.monotonic()
         dialogues = [Dialogue(prompt, index=index, options=options) for index, prompt in chunk]
-        source.converse(dialogues, tally.add)
+        source.converse(dialogues, on_progress)
         lines, counts = _lines(dialogues, seen)
         journal.add(lines, counts + Counts(seconds=time.monotonic() - started))
-
-
-def _seen_in(lines: Iterable[bytes]) -> Seen:
-    """The questions of the lines that an earlier process wrote."""
-    seen = Seen()
-    for line in lines:
-        seen.add(_questions(json.loads(line)))
-    return seen
 
 
 def _questions(record: Mapping[str, Any]) -> list[str]:

@@ -78,12 +78,7 @@ def batch_page(
 ) -> Page:
     """The page of a batch with the first ``max_texts`` of its texts, or with all of them.
 
-    Args:
-        batch: to show.
-        tokenizer: of the model.
-        max_texts: all texts if None.
-        settings: of the command: ``model``, ``data`` (files) and others.
-        provenance: of the page.
+    ``settings`` are the command's: ``model``, ``data`` (files) and others.
     """
     shown = batch.text_indices[:max_texts]
     chats = [batch.texts[i] for i in batch.text_indices]
@@ -110,9 +105,9 @@ def batch_page(
     )
 
 
-def _pieces(found: Iterable[Span]) -> list[Piece]:
+def _pieces(shown: Iterable[Span]) -> list[Piece]:
     return [
-        Piece(span.visible, " ".join(["learned"] * span.is_learned + ["special"] * span.is_special)) for span in found
+        Piece(span.visible, " ".join(["learned"] * span.is_learned + ["special"] * span.is_special)) for span in shown
     ]
 
 

@@ -1,18 +1,26 @@
 """The page of a comparison of drafters."""
 
-import re
 from functools import partial
 from typing import Any
 
 from draftheads.bench.settings import BenchSettings
-from draftheads.bench.summary import defaults_sentence, fastest_with_defaults, remarks, verdict
-from draftheads.bench.table import DEFAULTS, SAMPLED_FIELDS, Column, Row, columns, prompts_in_words
-from draftheads.reports.page import Figure, Page, Table
+from draftheads.bench.table import (
+    DEFAULTS,
+    SAMPLED_FIELDS,
+    Column,
+    Row,
+    columns,
+    defaults_sentence,
+    fastest_with_defaults,
+    prompts_in_words,
+    remarks,
+    verdict,
+)
+from draftheads.reports.page import Figure, Page, Table, unbroken, unbroken_speed
 from draftheads.reports.plots import as_svg, draw_bars
 
 _LEADING = (DEFAULTS, "× plain", "tokens/s", "tokens/step")  # columns that a narrow screen shows without scrolling
-_NO_BREAK = "\N{NO-BREAK SPACE}"
-_ERROR = f"±{_NO_BREAK}is one standard error."
+_ERROR = "±\N{NO-BREAK SPACE}is one standard error."
 
 
 def bench_page(record: dict[str, Any]) -> Page:
@@ -31,9 +39,9 @@ def bench_page(record: dict[str, Any]) -> Page:
     }
     return Page(
         title=f"Draft heads for {record['model']}, compared",
-        verdict=_speed_unbroken(first_sentence),
+        verdict=unbroken_speed(first_sentence),
         note=" ".join(
-            [*map(_speed_unbroken, others), prompts_in_words(record["num_prompts"], settings), *remarks(rows, settings)]
+            [*map(unbroken_speed, others), prompts_in_words(record["num_prompts"], settings), *remarks(rows, settings)]
         ),
         numbers=[
             *([] if best is None else [(f"{best.default_speedup:.2f}", f"× plain with the defaults, {best.name}")]),
@@ -56,13 +64,13 @@ def _tables(rows: list[Row], settings: BenchSettings, first: str, num_prompts: i
     same_text = Column("same text", lambda row: f"{num_prompts - row.num_different} of {num_prompts}")
 
     def table(title: str, shown: list[Column], note: str) -> Table:
-        cells = [[name.cell(row), *(_unbroken(column.cell(row)) for column in shown)] for row in rows]
+        cells = [[name.cell(row), *(unbroken(column.cell(row)) for column in shown)] for row in rows]
         return Table(title, [name.heading, *(column.heading for column in shown)], cells, note, best=0, is_wide=True)
 
     greedy = [column for column in others if column.kind != "sampled" and any(map(column.cell, rows))]
     greedy.sort(key=lambda column: (*_LEADING, column.heading).index(column.heading))
     sampled = [column for column in others if column.kind == "sampled"]
-    found = [
+    tables = [
         table(
             "Speed, and tokens per step of greedy answers",
             [*greedy[: len(_LEADING)], same_text, *greedy[len(_LEADING) :]],
@@ -71,25 +79,14 @@ def _tables(rows: list[Row], settings: BenchSettings, first: str, num_prompts: i
     ]
     if sampled:
         title = f"Tokens per step at temperature {settings.temperature:g}, by acceptance rule"
-        found.append(table(title, sampled, _ERROR))
-    return found
-
-
-def _speed_unbroken(sentence: str) -> str:
-    """The sentence without a line break inside its speed."""
-    return re.sub(r"[\d.]+ ± [\d.]+ ×", lambda found: _unbroken(found[0]), sentence)
-
-
-def _unbroken(words: str) -> str:
-    """The words on one line."""
-    return words.replace(" ", _NO_BREAK)
+        tables.append(table(title, sampled, _ERROR))
+    return tables
 
 
 def _speed(rows: list[Row]) -> Figure:
-    series = [("speed", [row.speedup for row in rows], [row.speedup_error for row in rows])]
     return _bars(
         rows,
-        series,
+        {"speed": ("speedup", "speedup_error")},
         name="speed",
         label="× plain decoding",
         title="Speed over plain decoding",
@@ -101,12 +98,9 @@ def _tokens_per_step(rows: list[Row], settings: BenchSettings) -> Figure:
     ways = {"greedy": ("tokens_per_step", "tokens_per_step_error")}
     if settings.temperature:
         ways |= {f"{rule}, T={settings.temperature:g}": fields for rule, fields in SAMPLED_FIELDS.items()}
-    series = [
-        (label, *([getattr(row, name) or 0.0 for row in rows] for name in names)) for label, names in ways.items()
-    ]
     return _bars(
         rows,
-        series,
+        ways,
         name="tokens",
         label="tokens per step",
         title="Tokens per step",
@@ -114,8 +108,14 @@ def _tokens_per_step(rows: list[Row], settings: BenchSettings) -> Figure:
     )
 
 
-def _bars(rows: list[Row], series: list[Any], *, name: str, label: str, title: str, caption: str) -> Figure:
+def _bars(
+    rows: list[Row], fields: dict[str, tuple[str, str]], *, name: str, label: str, title: str, caption: str
+) -> Figure:
+    """Bars of the fields with values and with errors, by the label of each series."""
     names = [row.name for row in rows]
+    series: list[Any] = [
+        (label, *([getattr(row, field) or 0.0 for row in rows] for field in pair)) for label, pair in fields.items()
+    ]
     draw = partial(draw_bars, names=names, series=series, label=label)
     greedy = zip(names, series[0][1], strict=True)
     return Figure(

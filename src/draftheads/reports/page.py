@@ -3,6 +3,7 @@
 The page is one file without links to other files. The same content gives the same bytes.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,9 +96,19 @@ def _plain(value: Any) -> str:
         return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, list) and not any(isinstance(one, list | dict) for one in value):
+    if isinstance(value, list) and not any(isinstance(item, list | dict) for item in value):
         return ", ".join(map(_plain, value))
     return str(value)
+
+
+def unbroken(words: str) -> str:
+    """The words on one line."""
+    return words.replace(" ", "\N{NO-BREAK SPACE}")
+
+
+def unbroken_speed(sentence: str) -> str:
+    """The sentence without a line break inside its speed."""
+    return re.sub(r"[\d.]+ ± [\d.]+ ×", lambda speed: unbroken(speed[0]), sentence)
 
 
 def missing(error: ImportError) -> MissingDependency:

@@ -123,10 +123,8 @@ def draw_speedups(
 ) -> None:
     """Speed over plain decoding by the number of nodes, a curve for each number of requests.
 
-    Args:
-        figure: to draw on.
-        curves: label, and the speed with 1, 2, … nodes.
-        chosen: for each curve the nodes and the speed of the fastest tree, which gets a dot.
+    ``curves`` have a label, and the speed with 1, 2, … nodes. ``chosen`` has for each curve the nodes and the speed of
+    the fastest tree, which gets a dot.
     """
     ax = figure.add_subplot(xlabel="nodes in the tree", ylabel="× plain decoding")
     for (label, speeds), (nodes, speed) in zip(curves, chosen, strict=True):
@@ -139,9 +137,7 @@ def draw_speedups(
 def draw_tree_sizes(figure: Any, trees: Sequence[tuple[str, Sequence[float], Sequence[float]]]) -> None:
     """Tokens per step over the number of nodes, with bands of one standard error.
 
-    Args:
-        figure: to draw on.
-        trees: label, tokens per step with 1, 2, … nodes, and their standard errors.
+    ``trees`` have a label, tokens per step with 1, 2, … nodes, and their standard errors.
     """
     ax = figure.add_subplot(xlabel="nodes in the tree", ylabel="tokens per step")
     for label, tokens, errors in trees:
@@ -158,17 +154,15 @@ def draw_calibration(
 ) -> None:
     """How often draft tokens are accepted over how confident the head is; below it, the number of draft tokens.
 
-    Args:
-        figure: to draw on.
-        stages: label, and for each bin its mean confidence, the accepted share, and its number of draft tokens.
-        min_count: bins with fewer draft tokens have a grey bar and no dot.
+    ``stages`` have a label, and for each bin its mean confidence, the accepted share, and its number of draft tokens.
+    Bins with fewer than ``min_count`` draft tokens have a grey bar and no dot.
     """
     ax, counts = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     ax.plot([0, 100], [0, 100], color=_GREY, linewidth=1, linestyle="--")
     for number, (label, bins) in enumerate(stages):
         colour = COLOURS[-2 - number]
-        used = [one for one in bins if one[2] >= min_count]
-        confidence, accepted = ([100 * one[part] for one in used] for part in (0, 1))
+        used = [values for values in bins if values[2] >= min_count]
+        confidence, accepted = ([100 * values[part] for values in used] for part in (0, 1))
         errors = [100 * (share * (1 - share) / count) ** 0.5 for _, share, count in used]
         ax.errorbar(confidence, accepted, errors, fmt="o-", color=colour, ms=4, lw=1.2, elinewidth=1, label=label)
         places = [100 * place + 2 * number - 1 for place, *_ in bins]
@@ -186,13 +180,8 @@ def draw_bars(
 ) -> None:
     """Horizontal bars with standard errors, and a line at 1, the value of plain decoding.
 
-    A single series has its numbers at the bars, and bars below 1 are grey.
-
-    Args:
-        figure: to draw on.
-        names: of the rows, from top to bottom.
-        series: label, and for each row its value and its standard error.
-        label: of the horizontal axis.
+    ``names`` are of the rows, from top to bottom. ``series`` have a label, and for each row its value and its standard
+    error. A single series has its numbers at the bars, and bars below 1 are grey.
     """
     ax = figure.add_subplot(xlabel=label)
     width = 0.8 / len(series)

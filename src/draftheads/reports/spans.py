@@ -50,7 +50,7 @@ def spans(tokenizer: Any, text: EncodedChat) -> list[Span]:
     through is shown as U+FFFD.
     """
     special = special_ids(tokenizer)
-    found: list[Span] = []
+    shown: list[Span] = []
     before: list[int] = []  # the tokens of the previous piece
     tokens = zip(text.token_ids, text.loss_mask, strict=True)
     for (is_learned, is_special), run in groupby(tokens, lambda token: (token[1], token[0] in special)):
@@ -59,9 +59,9 @@ def spans(tokenizer: Any, text: EncodedChat) -> list[Span]:
         for piece in pieces:
             words = "" if is_special else _words(tokenizer, before, piece)
             # a token that decodes to nothing is shown by its name
-            found.append(Span(words or "".join(tokenizer.convert_ids_to_tokens(piece)), is_learned, is_special))
+            shown.append(Span(words or "".join(tokenizer.convert_ids_to_tokens(piece)), is_learned, is_special))
             before = piece
-    return found
+    return shown
 
 
 def _pieces(tokenizer: Any, before: Sequence[int], token_ids: Sequence[int]) -> Iterator[list[int]]:

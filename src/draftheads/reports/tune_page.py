@@ -1,12 +1,12 @@
 """The page of what ``draftheads tune`` measured."""
 
-import re
+from collections.abc import Iterator
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from draftheads.bench.summary import speed_sentence
-from draftheads.reports.page import Figure, Page, Table
+from draftheads.bench.table import speed_sentence
+from draftheads.reports.page import Figure, Page, Table, unbroken_speed
 from draftheads.reports.plots import as_svg, draw_calibration, draw_speedups, draw_tree_sizes
 from draftheads.utils.counts import counted
 
@@ -27,42 +27,39 @@ def tune_page(record: Record) -> Page:
     """
     if record["format_version"] != _FORMAT_VERSION:
         raise ValueError(f"its format version is {record['format_version']}; this release reads {_FORMAT_VERSION}")
-    answers = counted(record["num_texts"], "answer")
+    winners = sorted(record["batches"], key=lambda winner: int(winner["batch_size"]))  # the fastest ways
     temperatures = ", ".join(f"{value:.2f}" for value in record["confidence"]["temperatures"])
     settings = [*((name, record[name]) for name in _SETTINGS), ("confidence temperatures", temperatures)]
-    first_sentence, *others = filter(None, (_measured(record), _verdict(_winners(record)[0])))
+    verdict, *others = _sentences(record, winners)
     return Page(
         title=f"Trees for {record['head']} on {record['model_id']}",
-        verdict=first_sentence,
-        note=(
-            f"{' '.join([*others, ''])}{_limit(record)}"
-            f"Predicted means: the tokens per step of the head on {answers}, divided by the time of a "
-            "step on this machine; prompts, copies and other work of a step are not in it. `draftheads bench` compares "
-            "heads."
-        ),
-        numbers=_numbers(record),
-        figures=[_speedups(record), _tree_sizes(record), _calibration(record)],
-        tables=[_speeds(record), _accuracy(record)],
+        verdict=verdict,
+        note=" ".join(others),
+        numbers=_numbers(record, winners[0]),
+        figures=[_speedups(record, winners), _tree_sizes(record), _calibration(record)],
+        tables=[_speeds(winners), _accuracy(record)],
         facts=[("Model, data and settings", settings), ("Command and machine", record["provenance"].items())],
     )
 
 
-def _winners(record: Record) -> list[Record]:
-    """The fastest way for each number of requests, smallest first."""
-    return sorted(record["batches"], key=lambda winner: int(winner["batch_size"]))
-
-
-def _measured(record: Record) -> str | None:
-    """The speed with the defaults; None if only ``tune_head`` made the record."""
-    found = record.get("defaults")
-    if found is None:
-        return None
-    sentence = speed_sentence(record["head"], found["speedup"], found["error"])
-    return re.sub(r"(?<=\d) (?=[±×])|(?<=±) ", "\N{NO-BREAK SPACE}", sentence)
+def _sentences(record: Record, winners: list[Record]) -> Iterator[str]:
+    """The result, the most important part first."""
+    if measured := record.get("defaults"):  # `tune_head` does not time them
+        yield unbroken_speed(speed_sentence(record["head"], measured["speedup"], measured["error"]))
+    yield _verdict(winners[0])
+    plain = [winner["batch_size"] for winner in winners if winner["kind"] == "none"]
+    if plain and winners[0]["kind"] != "none":
+        yield f"From {plain[0]} requests at a time, plain decoding is predicted to be fastest."
+    yield (
+        f"Predicted means: the tokens per step of the head on {counted(record['num_texts'], 'answer')}, divided by the "
+        "time of a step on this machine; prompts, copies and other work of a step are not in it. `draftheads bench` "
+        "compares heads."
+    )
 
 
 def _verdict(first: Record) -> str:
-    requests = _requests(first["batch_size"])
+    number = first["batch_size"]
+    requests = "one request" if number == 1 else f"{number} requests at a time"
     if first["kind"] == "none":
         return f"With {requests}, plain decoding is fastest on this machine: no tree of this head is predicted to help."
     trees = f"{_KINDS[first['kind']]}s of {counted(first['num_nodes'], 'node')}"
@@ -72,33 +69,18 @@ def _verdict(first: Record) -> str:
     )
 
 
-def _limit(record: Record) -> str:
-    """From how many requests on drafting does not help, if it helps at all."""
-    winners = _winners(record)
-    plain = [winner["batch_size"] for winner in winners if winner["kind"] == "none"]
-    if not plain or winners[0]["kind"] == "none":
-        return ""
-    return f"From {plain[0]} requests at a time, plain decoding is predicted to be fastest. "
-
-
-def _requests(batch_size: int) -> str:
-    return "one request" if batch_size == 1 else f"{batch_size} requests at a time"
-
-
-def _numbers(record: Record) -> list[tuple[str, str]]:
-    first, measured = _winners(record)[0], record.get("defaults")
-    found = [(f"{record['accuracy'][0][0]:.0%}", "top-1 accuracy of head 1")]
+def _numbers(record: Record, first: Record) -> list[tuple[str, str]]:
+    numbers = []
+    if measured := record.get("defaults"):
+        numbers.append((f"{measured['speedup']:.2f}", "× plain with the defaults, measured"))
     if first["kind"] != "none":
         tokens = record[first["kind"]]["expected"][first["num_nodes"] - 1]
-        found = [
-            (f"{tokens:.2f}", f"tokens per step, {counted(first['num_nodes'], 'node')}"),
-            (f"{first['tokens_per_second']:,.1f}", "tokens per second, predicted"),
-            *found,
-        ]
-    return [(f"{measured['speedup']:.2f}", "× plain with the defaults, measured"), *found] if measured else found
+        numbers.append((f"{tokens:.2f}", f"tokens per step, {counted(first['num_nodes'], 'node')}"))
+        numbers.append((f"{first['tokens_per_second']:,.1f}", "tokens per second, predicted"))
+    return [*numbers, (f"{record['accuracy'][0][0]:.0%}", "top-1 accuracy of head 1")]
 
 
-def _speeds(record: Record) -> Table:
+def _speeds(winners: list[Record]) -> Table:
     rows = [
         [
             winner["batch_size"],
@@ -108,7 +90,7 @@ def _speeds(record: Record) -> Table:
             f"{winner['tokens_per_second']:,.1f}",
             f"{winner['plain_tokens_per_second']:,.1f}",
         ]
-        for winner in _winners(record)
+        for winner in winners
     ]
     columns = ["requests", "fastest tree", "nodes", "× plain", "tokens/s", "plain tokens/s"]
     note = "A static tree is the same in every step. A growing tree has more nodes where the head is more confident."
@@ -126,9 +108,9 @@ def _accuracy(record: Record) -> Table:
     return Table("Accuracy of the heads", ["head", *(f"top-{rank}" for rank in shown)], rows, note)
 
 
-def _speedups(record: Record) -> Figure:
+def _speedups(record: Record, winners: list[Record]) -> Figure:
     curves, chosen = [], []
-    for winner in _winners(record):
+    for winner in winners:
         best = {1: 1.0}  # by the number of nodes
         for rate in record["rates"]:
             if rate["batch_size"] == winner["batch_size"]:
@@ -162,7 +144,7 @@ def _tree_sizes(record: Record) -> Figure:
 def _calibration(record: Record) -> Figure:
     stages, gaps, num_small = [], [], 0
     for name, label in _STAGES.items():
-        bins = [tuple(one) for one in record["confidence"][name] if one[2] > 0]
+        bins = [tuple(part) for part in record["confidence"][name] if part[2] > 0]
         total = sum(count for *_, count in bins)
         gap = sum(abs(confidence - accepted) * count for confidence, accepted, count in bins) / max(total, 1)
         stages.append((label, bins))

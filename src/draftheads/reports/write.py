@@ -34,25 +34,21 @@ _KINDS: dict[PageKind, _Files] = {
 def write_report(folder: Path, *kinds: PageKind) -> list[Path]:
     """Writes a page for each record in the folder: training run, tune result, comparison.
 
-    Args:
-        folder: an output folder of ``train``, ``train-joint``, ``tune`` or ``bench``.
-        kinds: write pages of these kinds only; without any, of all kinds.
-
-    Returns:
-        The pages. ``report.html`` is a training run, ``tune.html`` a tune result, ``bench.html`` a comparison.
+    Without ``kinds``, pages of all kinds are written. Returns the pages: ``report.html`` of a training run,
+    ``tune.html`` of a tune result, ``bench.html`` of a comparison.
 
     Raises:
         DataError: the folder holds no record of these kinds, or a record is damaged.
         MissingDependency: matplotlib or jinja2 is not installed.
     """
     wanted = [_KINDS[kind] for kind in kinds or _KINDS]
-    found = [files for files in wanted if (folder / files.record).is_file()]
+    there = [files for files in wanted if (folder / files.record).is_file()]
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; give the output folder of train, tune or bench")
-    if not found:
+    if not there:
         names = " or ".join(f"{files.record} ({files.what})" for files in wanted)
         raise DataError(f"{folder}: not an output folder of train, tune or bench: it has no {names}")
-    return [_write(folder, files) for files in found]
+    return [_write(folder, files) for files in there]
 
 
 def _write(folder: Path, files: _Files) -> Path:

@@ -57,14 +57,9 @@ class Observation:
 def observe(
     head: DraftHead, target: TargetModel, answer: Answer, *, top_k: int, temperature: float
 ) -> tuple[Observation, Tensor]:
-    """Reads an answer once with the target, and computes the head's draft tokens at each of its tokens.
+    """Reads an answer once with the target, and computes the head's R = ``top_k`` draft tokens at each of its tokens.
 
-    Args:
-        head: bound to the target.
-        target: the model that gave the answer.
-        answer: was decoded at that temperature.
-        top_k: R.
-        temperature: 0 where the answer is greedy.
+    The head is bound to the target, which decoded the answer at that temperature.
 
     Returns:
         The observation, on the CPU, and the hidden states (m, D or n·D) before each token: the input of a step whose
@@ -74,7 +69,11 @@ def observe(
     text = torch.tensor([answer.prompt_ids + answer.token_ids], device=target.device)
     hidden, last = head.split(target.hidden_states(text, head.hidden_layers))  # (1, T, D or n·D), (1, T, D)
     features = head(hidden.to(head.dtype), text)[:, 0, start - 1 : start - 1 + length]  # (K, m, D)
-    after = target_probabilities(target, last[0, start:], temperature)  # (m, V): at j what follows token j
+    after = None  # (m, V): at j the distribution that the target samples from behind token j
+    if temperature > 0:
+        settings = [SamplingSettings(temperature=temperature)] * length
+        rows = RowSettings.of(settings, vocab_size=target.vocab_size, device=target.device)
+        after = probabilities(target.logits(last[0, start:]), rows)
     truth = text[0, start:]
     divisors = DIVISORS.to(target.device, torch.float32)
     ranks = torch.full((length, heads), top_k)
@@ -89,22 +88,13 @@ def observe(
             draft_ids = head.to_target_ids(top.indices)  # (n, R)
             hit = draft_ids == truth[places + 1 + i, None]
             rank = torch.where(hit.any(1), hit.int().argmax(1), top_k)
-            rows, count = places.cpu(), draft_ids.shape[1]
-            ranks[rows, i] = rank.cpu()
+            here, count = places.cpu(), draft_ids.shape[1]
+            ranks[here, i] = rank.cpu()
             likely = hit.float() if after is None else after[places + i].gather(1, draft_ids)
-            probs[rows, i, :count] = likely.float().cpu()
-            top_logits[rows, i, :count] = top.values.cpu()
-            norms[rows, i] = torch.stack([(logits / divisor).logsumexp(1) for divisor in divisors], 1).cpu()
+            probs[here, i, :count] = likely.float().cpu()
+            top_logits[here, i, :count] = top.values.cpu()
+            norms[here, i] = torch.stack([(logits / divisor).logsumexp(1) for divisor in divisors], 1).cpu()
     return Observation(ranks, probs, top_logits, norms), hidden[0, start - 1 : start - 1 + length]
-
-
-def target_probabilities(target: TargetModel, hidden: Tensor, temperature: float) -> Tensor | None:
-    """(m, D) -> (m, V) the distribution that the target samples from; None at temperature 0."""
-    if temperature == 0.0:
-        return None
-    settings = [SamplingSettings(temperature=temperature)] * len(hidden)
-    rows = RowSettings.of(settings, vocab_size=target.vocab_size, device=target.device)
-    return probabilities(target.logits(hidden), rows)
 
 
 def fit_confidence(observations: Sequence[Observation], top_k: int) -> list[float]:
@@ -159,12 +149,8 @@ def draft_along(
 ) -> list[Tensor]:
     """Drafts with growing trees at every token of recorded answers, several answers as the rows of a batch.
 
-    Args:
-        head: bound to the target.
-        shape: of the largest tree, with the fitted confidence.
-        answers: recorded.
-        hidden: for each answer (m, D) from :func:`observe`.
-        prompts: for each answer the hidden states (T, D) of its prompt; empty for heads without a history.
+    ``shape`` is of the largest tree, with the fitted confidence. For each answer, ``hidden`` has the states (m, D) from
+    :func:`observe`, and ``prompts`` those (T, D) of its prompt, which are not read for heads without a history.
 
     Returns:
         For each answer (K, m, K): entry d-1 is the smallest size of tree of at most depth d that contains the true

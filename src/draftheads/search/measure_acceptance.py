@@ -24,12 +24,7 @@ NUM_TEXTS, TOKENS_PER_TEXT = 64, 64  # held-out texts that a profile is measured
 def recorded(texts: Sequence[tuple[Tensor, Tensor]]) -> list[Answer]:
     """The first answer in each text, as if the model had just decoded it; answers of one token are left out.
 
-    Args:
-        texts: token ids (T,) and loss masks (T,), True for tokens of answers.
-
-    >>> import torch
-    >>> recorded([(torch.tensor([5, 6, 7, 8, 9]), torch.tensor([False, True, True, False, True]))])
-    [Answer(prompt_ids=(5,), token_ids=(6, 7))]
+    Texts are token ids (T,) and loss masks (T,), True for tokens of answers.
     """
     answers = []
     for token_ids, loss_mask in texts:
@@ -47,22 +42,22 @@ def measured_profile(
 ) -> tuple[AcceptanceProfile, dict[str, Any]]:
     """The profile of a head along recorded answers, and the record of :meth:`Replay.run` that it was made from."""
     replay = Replay(target, head, settings, progress=progress)
-    found = replay.run(answers)
-    paths = found["static"]["paths"][: MAX_NODES - 1]
+    record = replay.run(answers)
+    paths = record["static"]["paths"][: MAX_NODES - 1]
     profile = AcceptanceProfile(
         temperature=settings.temperature,
         num_texts=len(answers),
-        num_tokens=found["num_tokens"],
-        temperatures=[round(divisor, 4) for divisor in found["confidence"]["temperatures"]],
+        num_tokens=record["num_tokens"],
+        temperatures=[round(divisor, 4) for divisor in record["confidence"]["temperatures"]],
         paths=paths,
-        static_tokens=_rising(found["static"]["expected"][: len(paths) + 1]),
-        dynamic_tokens=_rising(found["dynamic"]["expected"][:MAX_NODES]),
+        static_tokens=_rising(record["static"]["expected"][: len(paths) + 1]),
+        dynamic_tokens=_rising(record["dynamic"]["expected"][:MAX_NODES]),
         top_k=replay.top_k,
         beam=settings.beam,
-        shallower_tokens=[_rising(tokens[:MAX_NODES]) for tokens in found["dynamic"]["shallower"]],
+        shallower_tokens=[_rising(tokens[:MAX_NODES]) for tokens in record["dynamic"]["shallower"]],
         copies=copy_odds(((answer.prompt_ids, answer.token_ids) for answer in answers), prior=DEFAULT_ODDS),
     )
-    return profile, found
+    return profile, record
 
 
 def static_profile(joint_ranks: Tensor, *, top_k: int, only_chain: bool = False) -> AcceptanceProfile:

@@ -44,29 +44,24 @@ def encoded(target: TargetModel, prompts: Sequence[Prompt], settings: ReplaySett
         DataError: fewer than two: trees are found on one half and measured on the other.
     """
     engine = Engine(target)
-    found = [engine.encode(prompt) for prompt in prompts[: settings.num_prompts]]
-    if len(found) < 2:
-        raise DataError(f"{counted(len(found), 'prompt')} to calibrate on: give at least 2, better 50")
-    return found
+    ids = [engine.encode(prompt) for prompt in prompts[: settings.num_prompts]]
+    if len(ids) < 2:
+        raise DataError(f"{counted(len(ids), 'prompt')} to calibrate on: give at least 2, better 50")
+    return ids
 
 
 def samplings(settings: ReplaySettings, count: int, first: int = 0) -> list[SamplingSettings]:
     """Settings of answers ``first``, ``first + 1`` …; each has its own seed."""
-    one = SamplingSettings(max_new_tokens=settings.max_new_tokens, temperature=settings.temperature)
-    return [replace(one, seed=first + number) for number in range(count)]
+    first_one = SamplingSettings(max_new_tokens=settings.max_new_tokens, temperature=settings.temperature, seed=first)
+    return [replace(first_one, seed=first + number) for number in range(count)]
 
 
 def own_answers(
     target: TargetModel, prompts: Sequence[list[int]], settings: ReplaySettings, *, folder: Path, progress: Progress
 ) -> list[Answer]:
-    """The model's own answers to prompts, without answers of fewer than two tokens.
+    """The model's own answers to prompts (token ids), without answers of fewer than two tokens.
 
-    Args:
-        target: the model.
-        prompts: token ids.
-        settings: of the answers.
-        folder: the answers are saved here, in a folder for this model, these prompts and settings.
-        progress: receives each chunk of answers.
+    They are saved in ``folder``, in a folder for this model, these prompts and settings.
 
     Raises:
         DataError: fewer than two answers are left.
@@ -83,8 +78,8 @@ def own_answers(
     answers = []
     for number, chunk in enumerate(chunks):
         each = samplings(settings, len(chunk), number * _ANSWERS_AT_ONCE)
-        found = saved_json(folder / f"answers-{number:03}.json", partial(_answered, engine, chunk, each))
-        answers += [Answer(tuple(prompt), tuple(ids)) for prompt, ids in zip(chunk, found, strict=True)]
+        texts = saved_json(folder / f"answers-{number:03}.json", partial(_answered, engine, chunk, each))
+        answers += [Answer(tuple(prompt), tuple(ids)) for prompt, ids in zip(chunk, texts, strict=True)]
         advance()
     answers = [answer for answer in answers if len(answer.token_ids) > 1]
     if len(answers) < 2:
@@ -97,14 +92,7 @@ def _answered(engine: Engine, prompts: Sequence[list[int]], each: Sequence[Sampl
 
 
 class Replay:
-    """A head drafts along recorded answers.
-
-    Args:
-        target: the model.
-        head: bound to it.
-        settings: of the answers and the trees.
-        progress: receives each answer.
-    """
+    """A head, bound to the target, drafts along recorded answers."""
 
     def __init__(self, target: TargetModel, head: DraftHead, settings: ReplaySettings, *, progress: Progress) -> None:
         self.target, self.head, self.settings, self.progress = target, head, settings, progress
@@ -122,11 +110,9 @@ class Replay:
         """
         advance = counted_stage(self.progress, "drafting along the answers", 2 * len(answers))
         seen, hidden, prompts = [], [], []
-        head = self._deep_head(answers)
+        head, temperature = self._deep_head(answers), self.settings.temperature
         for answer in answers:
-            observation, states = observe(
-                head, self.target, answer, top_k=self.top_k, temperature=self.settings.temperature
-            )
+            observation, states = observe(head, self.target, answer, top_k=self.top_k, temperature=temperature)
             seen.append(observation)
             hidden.append(states)
             prompts.append(self._prompt_states(answer))
@@ -146,8 +132,8 @@ class Replay:
             by_depth[depth]["expected"][-1] >= _SMALLEST_STEP * by_depth[depth - 1]["expected"][-1]
         ):
             depth += 1
-        seen, confidence = [one.first(depth) for one in seen], confidence[:depth]
-        shallower = [one["expected"] for one in by_depth[: depth - 1]] if head.reads_path else []
+        seen, confidence = [observation.first(depth) for observation in seen], confidence[:depth]
+        shallower = [gains["expected"] for gains in by_depth[: depth - 1]] if head.reads_path else []
         return {
             "accuracy": accuracies(seen),
             "static": self._static(seen),
@@ -182,7 +168,11 @@ class Replay:
         order = joint_order(values, count)
         halves = [seen[0::2], seen[1::2]]
         orders = [joint_order(self._values(half), count) for half in halves]
-        texts = [entries(one.ranks, other) for half, other in zip(halves, orders[::-1], strict=True) for one in half]
+        texts = [
+            entries(observation.ranks, of_other_half)
+            for half, of_other_half in zip(halves, orders[::-1], strict=True)
+            for observation in half
+        ]
         return {
             "paths": [list(path) for path in order],
             "shares": [1.0, *(values[path] for path in order)],
@@ -191,35 +181,34 @@ class Replay:
 
     def _values(self, seen: Sequence[Observation]) -> dict[RankPath, float]:
         """How often each path is accepted."""
-        used = torch.cat([one.complete for one in seen])
+        used = torch.cat([observation.complete for observation in seen])
         if not used.any():  # answers shorter than the number of heads
             used = torch.ones_like(used)
-        ranks = torch.cat([one.ranks for one in seen])[used]
+        ranks = torch.cat([observation.ranks for observation in seen])[used]
         if self.settings.temperature > 0:
-            return path_shares(ranks, torch.cat([one.probs for one in seen])[used])
+            return path_shares(ranks, torch.cat([observation.probs for observation in seen])[used])
         return {path: n / len(ranks) for path, n in path_counts(ranks, top_k=self.top_k).items()}
 
     def _most_grown(self, head: DraftHead) -> tuple[int, int]:
         """Nodes that a growing tree can have, and how many are drafted for it and for trees of a lower depth."""
-        found = level = 1
+        nodes = level = 1
         for _ in range(head.config.num_heads):
             level = (min(level, self.settings.beam) if head.reads_path else level) * self.top_k
-            found += level
+            nodes += level
         most = self.settings.max_nodes
-        return min(most, found), min(_SPARE * most if head.reads_path else most, found)
+        return min(most, nodes), min(_SPARE * most if head.reads_path else most, nodes)
 
 
 def accuracies(seen: Sequence[Observation]) -> list[list[float]]:
     """(K, R): how often each draft token of each head is the true one, whatever the other heads draft."""
-    heads = seen[0].ranks.shape[1]
-    found = []
-    for i in range(heads):
-        probs = torch.cat([one.probs[: max(0, len(one.ranks) - 1 - i), i] for one in seen])
-        found.append(probs.double().mean(0).nan_to_num(0.0).tolist())
-    return found
+    shares = []
+    for i in range(seen[0].ranks.shape[1]):
+        probs = torch.cat([each.probs[: max(0, len(each.ranks) - 1 - i), i] for each in seen])
+        shares.append(probs.double().mean(0).nan_to_num(0.0).tolist())
+    return shares
 
 
 def _tokens_per_step(texts: Sequence[Tensor], count: int) -> dict[str, list[float]]:
     """Tokens per step and one standard error, with trees of 1 … count nodes."""
-    found = [simulate(texts, size) for size in range(1, count + 1)]
-    return {"expected": [ratio for ratio, _ in found], "error": [error for _, error in found]}
+    gains = [simulate(texts, size) for size in range(1, count + 1)]
+    return {"expected": [ratio for ratio, _ in gains], "error": [error for _, error in gains]}

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ def tune_head(
         answers = own_answers(
             target, encoded(target, prompts, settings), settings, folder=answers_folder(folder), progress=progress
         )
-        profile, found = measured_profile(target, drafter, answers, settings, progress=progress)
+        profile, measured = measured_profile(target, drafter, answers, settings, progress=progress)
         progress.stage("predicting speeds on this machine")
         record = {
             "format_version": 2,
@@ -99,7 +100,7 @@ def tune_head(
             "dtype": str(target.dtype).removeprefix("torch."),
             "temperature": settings.temperature,
             "num_texts": len(answers),
-            **found,
+            **measured,
             **predicted(profile, cost_of(target, drafter)),
             "provenance": provenance(),
         }
@@ -123,7 +124,7 @@ def predicted(profile: AcceptanceProfile, cost: CostProfile) -> dict[str, Any]:
     rates, batches = [], []
     for rows in BATCH_SIZES:
         plain = 1e3 * rows / (cost.verify(rows, 1) + cost.follow(rows))
-        ways = [("none", 1, 0, plain)]
+        ways: list[dict[str, Any]] = [{"kind": "none", "num_nodes": 1, "depth": 0, "tokens_per_second": plain}]
         for kind in KINDS:
             fastest: dict[int, tuple[float, int]] = {}  # by nodes: tokens per second, and the depth
             for depth in profile.depths(kind):
@@ -132,19 +133,13 @@ def predicted(profile: AcceptanceProfile, cost: CostProfile) -> dict[str, Any]:
                     milliseconds = cost.verify(rows, n) + cost.draft(kind, rows, n, levels[n - 1])
                     speed = 1e3 * rows * tokens[n - 1] / milliseconds
                     fastest[n] = max(fastest.get(n, (0.0, 0)), (speed, depth))
-            ways += [(kind, n, depth, speed) for n, (speed, depth) in fastest.items()]
+            ways += [
+                {"kind": kind, "num_nodes": n, "depth": depth, "tokens_per_second": speed}
+                for n, (speed, depth) in fastest.items()
+            ]
             speeds = [speed for speed, _ in fastest.values()]
             rates.append({"batch_size": rows, "kind": kind, "num_nodes": list(fastest), "tokens_per_second": speeds})
-        kind_found, nodes, depth, speed = max(ways, key=lambda way: way[3])
-        batches.append(
-            {
-                "batch_size": rows,
-                "kind": kind_found,
-                "num_nodes": nodes,
-                "depth": depth,
-                "tokens_per_second": speed,
-                "plain_tokens_per_second": plain,
-                "speedup": speed / plain,
-            }
-        )
+        best = max(ways, key=itemgetter("tokens_per_second"))
+        speedup = best["tokens_per_second"] / plain
+        batches.append({"batch_size": rows, **best, "plain_tokens_per_second": plain, "speedup": speedup})
     return {"rates": rates, "batches": batches}

@@ -194,7 +194,7 @@ class HeadTrainer(Trainer):
         output = model(**inputs)
         loss: Tensor = output["loss"]
         if not torch.isfinite(loss):
-            sources = self.train_dataset.sources  # type: ignore[union-attr]
+            sources = self.train_dataset.store.sources  # type: ignore[union-attr]
             texts = ", ".join(sources[i] for i in documents.tolist())
             raise NonFiniteLoss(
                 f"the loss is {loss.item()} at step {self.state.global_step + 1}, on {texts}: check these texts, "

@@ -1,11 +1,12 @@
 """Where a user's turn begins and ends in a chat template."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from distill_world import options, run
-from draftheads.distill.template import TurnEnd, user_turn_end, user_turn_opening
+from draftheads.distill.local import user_turn_end, user_turn_opening
 from draftheads.errors import UnsupportedModel
 from draftheads.models.model import TargetModel
 from draftheads.models.pretrained import ModelTokenizer
@@ -15,11 +16,11 @@ from training_world import EOS, chat_model, chat_tokenizer
 @pytest.mark.parametrize(
     ("template", "end"),
     [
-        ("{% for m in messages %}<s> {{ m['content'] }} <e> \n {% endfor %}", TurnEnd((EOS,), ())),
-        ("{% for m in messages %}w1 {{ m['content'] }} w2 w3 \n w4 {% endfor %}", TurnEnd((), ("w2 w3",))),
+        ("{% for m in messages %}<s> {{ m['content'] }} <e> \n {% endfor %}", {"stop_token_ids": (EOS,)}),
+        ("{% for m in messages %}w1 {{ m['content'] }} w2 w3 \n w4 {% endfor %}", {"stop": ("w2 w3",)}),
     ],
 )
-def test_the_end_of_a_user_turn_is_found_in_the_template(template: str, end: TurnEnd):
+def test_the_end_of_a_user_turn_is_found_in_the_template(template: str, end: dict[str, Any]):
     assert user_turn_end(ModelTokenizer(chat_tokenizer(template), frozenset())) == end
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from draftheads.bench.margins import Scorer
+from draftheads.bench.demo import Scorer
 from draftheads.decode.engine import Engine
 from draftheads.models.model import TargetModel
 from families import PROMPTS, tiny_model
