@@ -13,8 +13,7 @@ from draftheads.decode.grammar import ONE_LINE
 from draftheads.models.chat_template import render
 from draftheads.models.model import TargetModel
 from draftheads.serve.api_error import ApiError
-from draftheads.serve.fields import Fields, wrong
-from draftheads.serve.structured import check_schema
+from draftheads.serve.fields import Fields, check_schema, wrong
 from draftheads.settings import Grammar
 from draftheads.utils.messages import short
 
