@@ -55,7 +55,7 @@ class Answers:
         self._unfinished = set(range(len(self._jobs)))
         self._last = dict.fromkeys(self._unfinished, 0.0)  # when the last event of each came; 0: none came
 
-    async def submit(self) -> None:
+    def submit(self) -> None:
         """Submits all jobs, or none.
 
         Raises:
@@ -119,11 +119,8 @@ class Answers:
 class EventStream(Response):
     """Server-sent events: one JSON object each, the last one may be an error, and ``[DONE]`` at the end.
 
-    The stream ends when the client disconnects.
-
-    Args:
-        chunks: JSON objects. The generator is closed at the end in any case.
-        at_end: called last, also if the stream never began.
+    The stream ends when the client disconnects. The generator of its chunks is closed in any case, and ``at_end`` is
+    called last, also if the stream never began.
     """
 
     def __init__(self, chunks: AsyncGenerator[dict[str, Any]], at_end: Callable[[], object]) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -100,7 +100,7 @@ async def _read(request: Request, service: Service, read: Callable[[bytes, Servi
 async def _answered(request: Request, service: Service, call: Call) -> Response:
     """The response to a request that was read: submits its jobs; a full queue is an error also of a stream."""
     answers = Answers(service, call, request.state.client, start=request.state.start)
-    await answers.submit()
+    answers.submit()
     if call.params.fields.stream:
         return EventStream(call.chunks(answers.events()), answers.cancel)
     try:
@@ -140,13 +140,15 @@ def _add_admin_route(app: FastAPI, service: Service) -> None:
         assert service.heads is not None, "a service with an admin key can replace heads"
         fields = read_fields(_HeadFields, read_json(await read_body(request, service.limits), service.limits))
         name, wanted = fields.model, fields.head
-        weights = service.model(name).weights
+        model = service.model(name)
         try:
-            result = await asyncio.to_thread(service.heads.replace, name, wanted, weights=weights, force=fields.force)
+            result = await asyncio.to_thread(
+                service.heads.replace, name, wanted, weights=model.weights, force=fields.force
+            )
         except DraftHeadsError as error:
             raise _refusal(error) from None
         if result.replaced:
-            service.set_head(name, wanted)
+            service.models[name] = replace(model, head=wanted)
         counts = asdict(result)
         old, new = counts.pop("old"), counts.pop("new")
         return {"model": name, "head": wanted, "tokens_per_step": {"old": old, "new": new}, **counts}

@@ -35,11 +35,7 @@ class Call(ABC):
 
     @abstractmethod
     def chunks(self, events: AsyncGenerator[tuple[int, StreamEvent]]) -> AsyncGenerator[dict[str, Any]]:
-        """The response as a stream.
-
-        Args:
-            events: of the requests, with their numbers.
-        """
+        """The response as a stream, from the events of the requests with their numbers."""
 
     @cached_property
     def id(self) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from draftheads.decode.engine import Engine
-from draftheads.decode.request import Request, StreamEvent, TopLogprobs
+from draftheads.decode.request import StreamEvent, TopLogprobs
 from draftheads.errors import DraftHeadsError
 from draftheads.serve.api_error import api_error_of
 from draftheads.serve.body import read_json
@@ -50,12 +50,7 @@ class CompletionCall(Call):
 
     def response(self) -> dict[str, Any]:
         """Texts."""
-        choices = []
-        for index in range(len(self.prompts) * self.params.fields.n):
-            request = self.requests[index] if self.requests else None
-            score = self.scores[index // self.params.fields.n] if self.scores else None
-            choices.append(self._choice(index, request, score))
-        return self.whole(choices)
+        return self.whole([self._choice(index) for index in range(len(self.prompts) * self.params.fields.n)])
 
     async def chunks(self, events: AsyncGenerator[tuple[int, StreamEvent]]) -> AsyncGenerator[dict[str, Any]]:
         """Texts; the prompts first, if they are echoed."""
@@ -81,18 +76,20 @@ class CompletionCall(Call):
     def _prompt(self, index: int) -> Prompt:
         return self.prompts[index // self.params.fields.n]
 
-    def _choice(self, index: int, request: Request | None, score: PromptScores | None) -> dict[str, Any]:
+    def _choice(self, index: int) -> dict[str, Any]:
         prompt = self._prompt(index)
-        text = (prompt.text if self.echo else "") + (request.text if request else "")
+        request = self.requests[index] if self.requests else None
         ids: list[int] = []
         logprobs: list[float | None] = []
         tops: list[TopLogprobs | None] = []
-        if score is not None:
+        if self.scores:
+            score = self.scores[index // self.params.fields.n]
             ids, logprobs, tops = [*prompt.token_ids], [*score.logprobs], [*score.tops]
         if request is not None and (tokens := tokens_with_logprobs(request, request)):
             ids += tokens[0]
             logprobs += tokens[1]
             tops += tokens[2]
+        text = (prompt.text if self.echo else "") + (request.text if request else "")
         form = None
         if self.params.settings.logprobs is not None:
             form = completion_logprobs(self.names, ids, logprobs, tops)

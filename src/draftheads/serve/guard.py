@@ -6,7 +6,7 @@ An ASGI middleware. Prompts are never logged, nor are query strings.
 import hmac
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -25,12 +25,13 @@ _CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_HEADERS = (
+_HEADERS = (  # of every response that does not have them
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"x-frame-options", b"DENY"),
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"content-security-policy", _CONTENT_POLICY.encode()),
+    (b"cache-control", b"no-store"),
 )
 
 
@@ -105,7 +106,9 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *_missing(message.get("headers", ()))]
+                headers = list(message.get("headers", ()))
+                given = {name for name, _ in headers}
+                message["headers"] = headers + [header for header in _HEADERS if header[0] not in given]
             await send(message)
 
         try:
@@ -144,12 +147,6 @@ def _key_number(headers: dict[bytes, bytes], keys: tuple[str, ...]) -> int:
     if not any(matches):
         raise ApiError(401, "the API key is wrong", code="invalid_api_key")
     return matches.index(True)
-
-
-def _missing(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    names = {name for name, _ in headers}
-    cache = () if b"cache-control" in names else ((b"cache-control", b"no-store"),)
-    return [header for header in (*_HEADERS, *cache) if header[0] not in names]
 
 
 def _check_origin(headers: dict[bytes, bytes]) -> None:

@@ -29,9 +29,8 @@ from draftheads.drafters.corpus import Corpus
 from draftheads.errors import DataError, DraftHeadsError, ModelNotFound, QueueFull
 from draftheads.loading import engine_on
 from draftheads.models.fingerprint import tokenizer_fingerprint
-from draftheads.serve.jobs import Job, JobFailed
 from draftheads.serve.recorder import Recorder
-from draftheads.serve.scheduler import Scheduler
+from draftheads.serve.scheduler import Job, JobFailed, Scheduler
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.acceptance_profile import DEFAULT_NODES
 from draftheads.utils.file_set import current

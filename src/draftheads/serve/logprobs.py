@@ -78,14 +78,9 @@ def completion_logprobs(
     *,
     offset: int = 0,
 ) -> dict[str, Any]:
-    """Of the tokens of a completion.
+    """Of the tokens of a completion, before which are ``offset`` characters of text.
 
-    Args:
-        names: of tokens.
-        token_ids: the tokens.
-        logprobs: of them; None for the first token of a text.
-        tops: the most likely tokens at each place; empty if none were asked for.
-        offset: characters of the text before the first token.
+    The first token of a text has no log-probability. ``tops`` are empty if none were asked for.
     """
     offsets = []
     for token_id in token_ids:

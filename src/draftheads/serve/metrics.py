@@ -44,11 +44,16 @@ class Metrics:
 
     Args:
         snapshot: gives the scheduler's counts; None while there is no scheduler.
+        recorder_counts: gives those of the recorder, if there is one.
     """
 
-    def __init__(self, snapshot: Callable[[], Snapshot | None]) -> None:
+    def __init__(
+        self, snapshot: Callable[[], Snapshot | None], recorder_counts: Callable[[], RecorderCounts] | None
+    ) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_Counts(snapshot, _OF_SCHEDULER))
+        if recorder_counts is not None:
+            self.registry.register(_Counts(recorder_counts, _OF_RECORDER))
         self._requests = self._counter("requests", "HTTP requests", "route", "status")
         self._tokens = self._counter("tokens", "Tokens of prompts and answers", "kind")
         self._drafted = self._counter("draft_tokens", "Draft tokens that were verified", "depth")
@@ -56,10 +61,6 @@ class Metrics:
         self._nodes = self._histogram("tree_nodes", "Draft tokens in a step of an answer", _NODES)
         self._first = self._histogram("first_token_seconds", "From the request to its first token", _SECONDS)
         self._between = self._histogram("between_tokens_seconds", "Time of a step by its new tokens", _SECONDS)
-
-    def follow(self, counts: Callable[[], RecorderCounts]) -> None:
-        """Also shows what is recorded."""
-        self.registry.register(_Counts(counts, _OF_RECORDER))
 
     def request(self, path: str, status: int) -> None:
         """An HTTP request has ended; 0 is the status of one whose client went."""

@@ -9,11 +9,11 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import Request
+from draftheads.decode.waiting import Lane
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings
 from draftheads.serve.api_error import api_error_of
 from draftheads.serve.fields import Fields, check_schema, text_or_list, wrong
 from draftheads.serve.http_limits import HttpLimits
-from draftheads.serve.scheduler import Lane
 from draftheads.serve.state import Service
 from draftheads.settings import Grammar, SamplingSettings
 
@@ -105,11 +105,7 @@ class RequestParams:
     settings: SamplingSettings
 
     def requests(self, prompt_ids: list[int], *, param: str) -> list[Request]:
-        """The n requests of one prompt. Those of a seed have this seed and the ones after it.
-
-        Args:
-            prompt_ids: the prompt.
-            param: the field that it came from.
+        """The n requests of the prompt of a field. Those of a seed have this seed and the ones after it.
 
         Raises:
             ApiError: the prompt is empty or too long, or a setting is impossible.
@@ -134,14 +130,7 @@ def read_params(
     logprobs: int | None,
     grammar: Grammar | None,
 ) -> RequestParams:
-    """What the common fields mean for the server's models.
-
-    Args:
-        fields: of the request.
-        service: the server's state.
-        default_tokens: new tokens where the request names no limit.
-        logprobs: top log-probabilities; None: not even those of the answer's tokens.
-        grammar: of the answer.
+    """What the common fields mean for the server's models; without ``logprobs`` not even tokens have theirs.
 
     Raises:
         ApiError: a field is wrong.

@@ -23,14 +23,7 @@ class PromptScores:
 
 
 async def score(scheduler: Scheduler, engine: Engine, token_ids: Sequence[int], num_top: int) -> PromptScores:
-    """Scores a prompt.
-
-    Args:
-        scheduler: whose thread reads it.
-        engine: of the model.
-        token_ids: the prompt.
-        num_top: how many of the most likely tokens at each place.
-    """
+    """Scores a prompt, with the ``num_top`` most likely tokens at each place."""
     target = Target(engine.model)
     target.lengths = [0]
     logprobs: list[float | None] = [None]

@@ -84,8 +84,7 @@ class ToolFields(Fields):
     def tool_use(self, tools: Sequence[dict[str, Any]]) -> ToolUse | None:
         """What the request says of its tools; None if there are none, or none may be called.
 
-        Args:
-            tools: as they were sent. Templates show all of their fields, in the same order.
+        ``tools`` are as they were sent: templates show all of their fields, in the same order.
 
         Raises:
             ApiError: a field contradicts another one.
