@@ -7,7 +7,7 @@ import hmac
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -76,23 +76,15 @@ class Access:
             )
 
 
+@dataclass(eq=False)
 class Guard:
-    """Wraps the application.
+    """Wraps the application."""
 
-    Args:
-        app: the application.
-        access: who may send requests.
-        count: called after each request with its path and status.
-        log_requests: write a line for each; not for health checks that succeed, nor while the model is loaded.
-    """
-
-    def __init__(
-        self, app: ASGIApp, *, access: Access, count: Callable[[str, int], object], log_requests: bool
-    ) -> None:
-        self.app = app
-        self.access = access
-        self.count = count
-        self.log_requests = log_requests
+    app: ASGIApp
+    _: KW_ONLY
+    access: Access  # who may send requests
+    count: Callable[[str, int], object]  # called after each request with its path and status
+    log_requests: bool  # a line for each, except health checks that succeed or come while the model is loaded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""

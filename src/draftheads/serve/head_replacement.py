@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import islice
 from pathlib import Path
 from queue import Queue
@@ -58,34 +58,19 @@ class Comparison:
     replaced: bool
 
 
+@dataclass(eq=False)
 class HeadReplacement:
-    """Finds, compares and replaces heads.
+    """Finds, compares and replaces heads."""
 
-    Args:
-        scheduler: whose engines are replaced.
-        model: by which the base model was loaded.
-        head_folder: heads in it may be used, besides those that are installed with a package.
-        recorder: of answers to compare on.
-        copy: drafts hold copies, too.
-        corpus: from which is copied, too.
-        fast: the head gets fast kernels.
-    """
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        model: str,
-        *,
-        head_folder: Path | None = None,
-        recorder: Recorder | None = None,
-        copy: bool = True,
-        corpus: Corpus | None = None,
-        fast: bool = True,
-    ) -> None:
-        self._scheduler, self._model = scheduler, model
-        self._head_folder, self._recorder = head_folder, recorder
-        self._copy, self._corpus, self._fast = copy, corpus, fast
-        self._lock = Lock()
+    scheduler: Scheduler  # whose engines are replaced
+    model: str  # by which the base model was loaded
+    _: KW_ONLY
+    head_folder: Path | None = None  # heads in it may be used, besides those that are installed with a package
+    recorder: Recorder | None = None  # of answers to compare on
+    copy: bool = True  # drafts hold copies, too
+    corpus: Corpus | None = None  # from which is copied, too
+    fast: bool = True  # the head gets fast kernels
+    _lock: Lock = field(default_factory=Lock, init=False)
 
     def replace(self, served: str, head: str, *, weights: str, force: bool = False) -> Comparison:
         """Replaces the head of a served model, if the new one is not worse. Takes seconds to minutes.
@@ -117,29 +102,29 @@ class HeadReplacement:
         Raises:
             ModelNotFound: there is none, or the name is not a plain path.
         """
-        base = base_in_zoo(self._model)
+        base = base_in_zoo(self.model)
         installed = {in_zoo.method: in_zoo.folder for in_zoo in zoo_heads() if in_zoo.base_name == base}
         if head in installed:
             return installed[head]
-        if self._head_folder is not None and _NAME.fullmatch(head):
-            root = self._head_folder.resolve()
+        if self.head_folder is not None and _NAME.fullmatch(head):
+            root = self.head_folder.resolve()
             folder = (root / head).resolve()  # a link may lead elsewhere
             if folder.is_relative_to(root) and current(folder, "config.json").is_file():
                 return folder
-        where = "start the server with --head-folder" if self._head_folder is None else "it is not in --head-folder"
+        where = "start the server with --head-folder" if self.head_folder is None else "it is not in --head-folder"
         names = ", ".join(installed) or "none"
         raise ModelNotFound(f"there is no head {head[:80]!r}: {where}; installed for this model: {names}")
 
     def _replace(self, served: str, folder: Path, *, weights: str, force: bool) -> Comparison:
-        old = self._scheduler.engines[served]
+        old = self.scheduler.engines[served]
         new = engine_on(
             old.model,
             str(folder),
-            model=self._model,
-            copy=self._copy,
-            corpus=self._corpus,
+            model=self.model,
+            copy=self.copy,
+            corpus=self.corpus,
             max_batch_size=old.max_batch_size,
-            fast=self._fast,
+            fast=self.fast,
             keep_cost=False,
         )
         new.check_draft_nodes(DEFAULT_NODES)
@@ -162,14 +147,14 @@ class HeadReplacement:
 
         def change() -> None:
             # a new dictionary: other threads may be looking at the old one
-            engines = {**self._scheduler.engines, name: engine}
-            self._scheduler.core.engines = {key: value for key, value in engines.items() if value is not None}
+            engines = {**self.scheduler.engines, name: engine}
+            self.scheduler.core.engines = {key: value for key, value in engines.items() if value is not None}
 
-        self._scheduler.call(change).result()
+        self.scheduler.call(change).result()
 
     def _prompts(self, engine: Engine, weights: str) -> tuple[list[list[int]], Literal["recorded", "bundled"]]:
         """Token ids of the recorded prompts that training holds out, or of bundled ones."""
-        texts = [] if self._recorder is None else _texts_for(engine, self._recorder.folder_of(weights))
+        texts = [] if self.recorder is None else _texts_for(engine, self.recorder.folder_of(weights))
         ids = [torch.tensor(text.prompt_ids + text.answer_ids) for text in texts]
         masks = [torch.arange(len(of_text)) >= len(text.prompt_ids) for of_text, text in zip(ids, texts, strict=True)]
         _, held_out = split_held_out(ids, masks, fraction=_HELD_OUT, seed=_SEED)
@@ -191,7 +176,7 @@ class HeadReplacement:
         job = Job(request, lane, "comparison of heads", events.put)
         while True:
             try:
-                self._scheduler.submit(job)
+                self.scheduler.submit(job)
                 break
             except QueueFull:
                 time.sleep(_RETRY_SECONDS)
