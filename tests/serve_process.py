@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, Self
 
@@ -57,8 +57,7 @@ class ServerProcess:
 
     def chat(self, text: str, **fields: Any) -> dict[str, Any]:
         """The response to a greedy chat request with one message."""
-        body = {"model": "model", "messages": [{"role": "user", "content": text}], "temperature": 0, **fields}
-        response = self.client.post("/v1/chat/completions", json=body)
+        response = self.client.post("/v1/chat/completions", json=chat_body(text, **fields))
         assert response.status_code == 200, response.text
         return dict(response.json())
 
@@ -66,14 +65,14 @@ class ServerProcess:
         """The answer to a greedy chat request with one message."""
         return str(self.chat(text, **fields)["choices"][0]["message"]["content"])
 
-    def stream(self, text: str, **fields: Any) -> Any:
-        """The pieces of a streamed answer, as they come."""
-        body = {"model": "model", "messages": [{"role": "user", "content": text}], "temperature": 0, **fields}
-        with self.client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
+    def stream(self, text: str, **fields: Any) -> Generator[tuple[int, str]]:
+        """Streamed answers: the number of an answer and a piece of its text, as they come."""
+        body = chat_body(text, stream=True, **fields)
+        with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
             for line in response.iter_lines():
                 if line.startswith("data: {"):
-                    for choice in json.loads(line[6:])["choices"]:
-                        yield choice["delta"].get("content") or ""
+                    for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                        yield choice["index"], choice["delta"].get("content") or ""
 
     def replace_head(self, head: Any, key: str | None = ADMIN_KEY, **fields: Any) -> httpx2.Response:
         """The response of ``POST /admin/head``."""
@@ -83,6 +82,11 @@ class ServerProcess:
     def _read_errors(self) -> None:
         assert self.process.stderr is not None
         self.errors.extend(self.process.stderr)
+
+
+def chat_body(text: str, **fields: Any) -> dict[str, Any]:
+    """A greedy chat request with one message."""
+    return {"model": "model", "messages": [{"role": "user", "content": text}], "temperature": 0, **fields}
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,26 +60,40 @@ class Running:
     def scheduler(self) -> Scheduler:
         return self.service.scheduler
 
-    def post(self, route: str, body: Any, **options: Any) -> httpx2.Response:
-        headers = {"content-type": "application/json", **options.pop("headers", {})}
-        content = json.dumps(body)  # httpx2 would not send half characters
-        return httpx2.post(f"{self.url}/v1/{route}", content=content, headers=headers, timeout=600, **options)
+    def post(self, route: str, headers: Mapping[str, str] | None = None, **fields: Any) -> httpx2.Response:
+        content = json.dumps({"model": NAME, **fields})  # httpx2 would not send half characters
+        headers = {"content-type": "application/json", **(headers or {})}
+        return httpx2.post(f"{self.url}/v1/{route}", content=content, headers=headers, timeout=600)
 
-    def chat(self, **fields: Any) -> httpx2.Response:
-        body = {"model": NAME, "messages": [USER], "max_tokens": 12, "temperature": 0, **fields}
-        return self.post("chat/completions", body)
-
-    def chat_with(self, headers: dict[str, str], **fields: Any) -> httpx2.Response:
-        """A chat with headers."""
-        body = {"model": NAME, "messages": [USER], "max_tokens": 4, "temperature": 0, **fields}
-        return self.post("chat/completions", body, headers=headers)
+    def chat(self, headers: Mapping[str, str] | None = None, **fields: Any) -> httpx2.Response:
+        body = {"messages": [USER], "max_tokens": 12, "temperature": 0, **fields}
+        return self.post("chat/completions", headers, **body)
 
     def complete(self, **fields: Any) -> httpx2.Response:
-        return self.post("completions", {"model": NAME, "prompt": "the cat", "max_tokens": 12, **fields})
+        return self.post("completions", **{"prompt": "the cat", "max_tokens": 12, **fields})
 
     def plain_answer(self, prompt: Any, **settings: Any) -> GenerationResult:
         """What the offline engine says without drafts."""
         return self.engines[f"{NAME}:plain"].generate([prompt], **settings)[0]
+
+
+@contextmanager
+def listening(service: Service) -> Iterator[tuple[str, HttpServer]]:
+    """Serves on a free port until the block ends."""
+    server = http_server(service)
+    with listen("127.0.0.1", 0) as free:
+        address = free.getsockname()
+        thread = Thread(target=lambda: asyncio.run(server.serve(sockets=[free])))
+        thread.start()
+        try:
+            # the socket listens already, so a connection waits until it is accepted
+            assert httpx2.get(f"http://127.0.0.1:{address[1]}/health", timeout=600).status_code == 200
+            yield f"http://127.0.0.1:{address[1]}", server
+        finally:
+            service.close()
+            server.should_exit = True
+            thread.join(30)
+            assert not thread.is_alive()
 
 
 @contextmanager
@@ -96,23 +109,20 @@ def running(
     scheduler.start()
     models = [ServedModel(name, NAME, None if name.endswith("plain") else "medusa") for name in engines]
     service.open(models, scheduler)
-    server = http_server(service)
-    with listen("127.0.0.1", 0) as listening:
-        port = listening.getsockname()[1]
-        thread = Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
-        thread.start()
-        try:
-            wait_until_open("127.0.0.1", port)
-            yield Running(f"http://127.0.0.1:{port}", service, server, engines)
-        finally:
-            service.close()
-            server.should_exit = True
-            thread.join(30)
-            assert not thread.is_alive()
+    with listening(service) as (url, server):
+        yield Running(url, service, server, engines)
 
 
-def wait_until_open(host: str, port: int) -> None:
-    """The socket listens already, so a connection waits until it is accepted."""
-    with socket.create_connection((host, port), timeout=600) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        assert b"200 OK" in connection.recv(1000)
+def raw_request(route: str, fields: Mapping[str, Any]) -> bytes:
+    """The bytes of an HTTP request."""
+    body = json.dumps(fields).encode()
+    head = f"POST /v1/{route} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def metrics_of(url: str) -> dict[str, float]:
+    """The values of ``/metrics`` by name and labels."""
+    lines = httpx2.get(f"{url}/metrics").text.splitlines()
+    pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+    assert all(name.startswith("draftheads_") for name, _ in pairs)
+    return {name: float(value) for name, value in pairs}

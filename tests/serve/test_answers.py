@@ -2,9 +2,12 @@
 
 import random
 from functools import cache
+from itertools import product
+from pathlib import Path
 
 import pytest
 
+from adapter_world import merged, saved_adapter
 from draftheads.decode.engine import Engine
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.lookahead import Lookahead
@@ -12,7 +15,7 @@ from draftheads.drafters.prompt_lookup import PromptLookup
 from draftheads.models.model import TargetModel
 from draftheads.serve.scheduler import Lane
 from draftheads.speculation.drafter import Drafter
-from families import FAMILIES, GROWING, TREES, VOCAB, tiny_head, tiny_model
+from families import FAMILIES, GROWING, PROMPTS, TREES, VOCAB, tiny_head, tiny_model
 from scheduler_world import check_empty, iterate, plain_answer, run_to_end, scheduler_of, submit
 from thorough import some
 
@@ -27,8 +30,8 @@ def engines_of(model: TargetModel, *methods: str) -> dict[str, Engine]:
         shape = GROWING["best first"] if method in ("hydra", "eagle") else TREES["ragged"]
         return Engine(model, Copying(tiny_head(method, model)), shape=shape)
 
-    own: dict[str, Drafter] = {"lookup": PromptLookup(), "lookahead": Lookahead()}
-    return {name: Engine(model, own[name]) if name in own else engine(name) for name in methods}
+    without_head: dict[str, Drafter] = {"lookup": PromptLookup(), "lookahead": Lookahead()}
+    return {name: Engine(model, without_head[name]) if name in without_head else engine(name) for name in methods}
 
 
 def text(seed: int, length: int) -> list[int]:
@@ -118,22 +121,20 @@ def test_a_history_from_cached_texts_drafts_as_one_from_scratch():
 
 
 def test_answers_of_int8_have_the_same_bits():
-    model = tiny_model("llama", hidden_size=64, intermediate_size=128)
-    model = model.sped_up(int8=True)
+    model = tiny_model("llama", hidden_size=64, intermediate_size=128).sped_up(int8=True)
+    alone = Engine(model, max_batch_size=1)
     engines = engines_of(model, "hydra", "eagle")
     scheduler = scheduler_of(engines, max_rows=4, chunk_tokens=9)
-    inboxes, expected = [], []
+    jobs, expected = [], []
     for number, prompt in enumerate(family_of_prompts()):
         settings = {"temperature": number % 2 * 0.9, "seed": number, "logprobs": 0}
-        job, inbox = submit(scheduler, prompt, Lane(("hydra", "eagle")[number % 2]), **settings)
-        inboxes.append((job, inbox))
-        expected.append(
-            Engine(model, max_batch_size=1).generate([prompt], max_new_tokens=12, ignore_eos=True, **settings)[0]
-        )
+        jobs.append(submit(scheduler, prompt, Lane(("hydra", "eagle")[number % 2]), **settings)[0])
+        expected += alone.generate([prompt], max_new_tokens=12, ignore_eos=True, **settings)
     run_to_end(scheduler)
-    for (job, inbox), plain in zip(inboxes, expected, strict=True):
-        assert inbox.answer == plain.token_ids
-        assert job.request.result().logprobs == plain.logprobs, "the bits differ"
+    for job, plain in zip(jobs, expected, strict=True):
+        result = job.request.result()
+        assert result.token_ids == plain.token_ids
+        assert result.logprobs == plain.logprobs, "the bits differ"
 
 
 def test_answers_with_static_steps():
@@ -168,6 +169,26 @@ def test_adapters_share_no_keys_and_values():
     assert scheduler.snapshot().prefix_hits == 2
 
 
+def test_each_adapter_answers_as_its_merged_model(tmp_path: Path):
+    """Whatever is decoded beside it, also after a beginning of which each adapter has keys and values of its own."""
+    model = tiny_model("llama")
+    folders = {name: saved_adapter(model, tmp_path / name, seed=n) for n, name in enumerate(("a", "b"), start=1)}
+    plain = {"m": Engine(tiny_model("llama")), **{name: Engine(merged(model, folders[name])) for name in folders}}
+    model = model.sped_up()
+    base = Engine(model, tiny_head("hydra", model), shape=GROWING["best first"])
+    engines = {"m": base, **{name: base.with_adapter(folder) for name, folder in folders.items()}}
+    scheduler = scheduler_of(engines, max_rows=5, chunk_tokens=16, max_waiting=1000)
+    inboxes, expected = [], []
+    for temperature, prompt in product((0.0, 0.8), [*PROMPTS, *([*text(1, 40), tail, 7] for tail in (3, 4, 5))]):
+        settings = {"temperature": temperature, "max_new_tokens": 20, "seed": 5}
+        for name, nodes in product(plain, (None, 0)):
+            inboxes.append(submit(scheduler, prompt, Lane(name, nodes), **settings)[1])
+            expected.append(plain_answer(plain[name], prompt, **settings))
+    run_to_end(scheduler)
+    assert [inbox.answer for inbox in inboxes] == expected
+    assert len(set(expected)) > len(expected) // 3, "the adapters differ"
+
+
 def test_heads_of_one_model_share_what_was_read():
     engines = engines_of(some_model("llama"), "hydra", "eagle")
     scheduler = scheduler_of(engines)
@@ -189,10 +210,11 @@ def test_requests_that_arrive_together_read_their_common_beginning_once():
 
 def test_only_prompts_with_the_same_salt_share_what_was_read():
     scheduler = scheduler_of(engines_of(some_model("llama"), "hydra"))
-    found = []
-    for salt, lane in (("", Lane("hydra")), ("a", Lane("hydra")), ("b", Lane("hydra", 0)), ("a", Lane("hydra", 0))):
-        _, inbox = submit(scheduler, text(1, 20), lane, cache_salt=salt)
+    answers, hits = set(), []
+    for salt, nodes in (("", None), ("a", None), ("b", 0), ("a", 0)):
+        _, inbox = submit(scheduler, text(1, 20), Lane("hydra", nodes), cache_salt=salt)
         run_to_end(scheduler)
-        found.append((inbox.answer, scheduler.snapshot().prefix_hits))
-    assert [hits for _, hits in found] == [0, 0, 0, 1]
-    assert len({answer for answer, _ in found}) == 1
+        answers.add(inbox.answer)
+        hits.append(scheduler.snapshot().prefix_hits)
+    assert hits == [0, 0, 0, 1]
+    assert len(answers) == 1

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 import time
 from typing import Any
 
@@ -13,7 +12,7 @@ from draftheads.serve.api_error import ApiError
 from draftheads.serve.guard import Access
 from draftheads.serve.http_limits import HttpLimits
 from draftheads.serve.state import Service
-from serve_world import NAME, USER, Running, running, tiny_engines
+from serve_world import NAME, USER, Running, metrics_of, running, tiny_engines
 
 
 def error_of(response: httpx2.Response) -> dict[str, Any]:
@@ -37,15 +36,15 @@ def called(name: str, arguments: str) -> dict[str, Any]:
     return {"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}
 
 
-def form(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+def form(schema: dict[str, Any], kind: str = "json_schema", **others: Any) -> dict[str, Any]:
+    return {"response_format": {"type": kind, "json_schema": {"schema": schema, **others}}}
 
 
 def function(name: str, **others: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **others}}
 
 
-SCHEMA = "response_format.json_schema.schema"
+FORM, PLAIN = "response_format.json_schema", f"{NAME}:plain"
 CHAT_ERRORS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "no model": ({"model": None}, "model", "models of this server: tiny, tiny:plain"),
     "model of a wrong type": ({"model": 5}, "model", "5; it must be a string"),
@@ -79,11 +78,7 @@ CHAT_ERRORS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "logit_bias too strong": ({"logit_bias": {"1": 101}}, "logit_bias", "from -100 to 100"),
     "logit_bias too many": ({"logit_bias": {str(i): 0 for i in range(1025)}}, "logit_bias", "at most 1024"),
     "draft_nodes": ({"draft_nodes": 65}, "draft_nodes", "at most 64"),
-    "draft_nodes without a head": (
-        {"draft_nodes": 4, "model": f"{NAME}:plain"},
-        "draft_nodes",
-        "leave draft_nodes out",
-    ),
+    "draft_nodes without a head": ({"draft_nodes": 4, "model": PLAIN}, "draft_nodes", "leave draft_nodes out"),
     "stream_options without stream": ({"stream_options": {}}, "stream_options", "stream: true"),
     "stream_options": ({"stream": True, "stream_options": {"inc": 1}}, "stream_options.inc", "unknown"),
     "audio": ({"audio": {"voice": "a"}}, "audio", "not supported"),
@@ -91,20 +86,12 @@ CHAT_ERRORS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "presence_penalty": ({"presence_penalty": 0.5}, "presence_penalty", "use repetition_penalty"),
     "a misspelt field": ({"max_token": 4}, "max_token", "did you mean max_tokens?"),
     "response_format": ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
-    "field of a schema": (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "stict": True}}},
-        "response_format.json_schema.stict",
-        "strict",
-    ),
-    "no schema": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
-    "a long schema": (form({"enum": ["a" * 70_000]}), SCHEMA, "at most 65536"),
-    "a schema nested too deeply": (form(nested_schema(33)), SCHEMA, "33 levels deep; it must be at most 32"),
+    "field of a schema": (form({}, stict=True), f"{FORM}.stict", "strict"),
+    "no schema": ({"response_format": {"type": "json_schema"}}, FORM, "missing"),
+    "a long schema": (form({"enum": ["a" * 70_000]}), f"{FORM}.schema", "at most 65536"),
+    "a schema nested too deeply": (form(nested_schema(33)), f"{FORM}.schema", "33 levels deep; it must be at most 32"),
     "a pattern that takes long": (form({"pattern": "^(a{300}){300}$"}), None, "too complex"),
-    "a schema without a use": (
-        {"response_format": {"type": "text", "json_schema": {"schema": {}}}},
-        "response_format.json_schema",
-        "only",
-    ),
+    "a schema without a use": (form({}, kind="text"), FORM, "only"),
     "tools that are none": ({"tools": [{"type": "web"}]}, "tools[0].type", "'web'; it must be 'function'"),
     "a tool's name": ({"tools": [function("a b")]}, "tools[0].function.name", "64"),
     "two tools of one name": ({"tools": [function("a")] * 2}, "tools", "same name"),
@@ -191,19 +178,19 @@ def test_chunked_bodies_are_counted_while_they_are_read(server: Running):
 
 def test_a_page_of_another_server_gets_nothing(server: Running):
     for origin in ("https://evil.example", "null", f"http://127.0.0.1:{server.address[1] + 1}", "http://["):
-        response = server.chat_with({"origin": origin})
+        response = server.chat({"origin": origin})
         assert (response.status_code, error_of(response)["code"]) == (403, "foreign_origin")
-    assert server.chat_with({"origin": server.url}).status_code == 200
-    assert "access-control-allow-origin" not in server.chat_with({"origin": server.url}).headers
+    assert server.chat({"origin": server.url}).status_code == 200
+    assert "access-control-allow-origin" not in server.chat({"origin": server.url}).headers
 
 
 def test_a_name_that_is_bound_to_this_address_is_refused(server: Running):
     for host in ("evil.example", "evil.example:80", "localhost.evil.example", "[", ""):
-        response = server.chat_with({"host": host})
+        response = server.chat({"host": host})
         assert response.status_code in (400, 403), host
         assert error_of(response)["code"] in ("unknown_host", "invalid_http")
     for host in ("localhost:1", "LOCALHOST", "127.0.0.1:99", "[::1]:5"):
-        assert server.chat_with({"host": host}).status_code == 200, host
+        assert server.chat({"host": host}).status_code == 200, host
 
 
 def test_headers_of_every_response(server: Running):
@@ -215,6 +202,9 @@ def test_headers_of_every_response(server: Running):
         assert "server" not in headers
 
 
+FIRST_KEY, SECOND_KEY = ({"authorization": f"Bearer {key}"} for key in ("first-key", "second-key"))
+
+
 @pytest.fixture(scope="module")
 def limited() -> Any:
     """A server with keys and small limits."""
@@ -224,19 +214,15 @@ def limited() -> Any:
         yield one
 
 
-def with_key(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
-
-
 def test_keys(limited: Running):
-    others = ({}, {"authorization": "Bearer"}, {"authorization": "Basic first-key"})
-    for headers in (*others, with_key("wrong"), with_key("first-key2")):
+    wrong = ("Bearer", "Basic first-key", "Bearer wrong", "Bearer first-key2")
+    for headers in ({}, *({"authorization": value} for value in wrong)):
         for path in ("/v1/models", "/metrics"):
             response = httpx2.get(limited.url + path, headers=headers)
             assert (response.status_code, error_of(response)["type"]) == (401, "authentication_error")
             assert response.headers["www-authenticate"] == "Bearer"
-    for key in ("first-key", "second-key"):
-        assert httpx2.get(limited.url + "/v1/models", headers=with_key(key)).status_code == 200
+    for headers in (FIRST_KEY, SECOND_KEY):
+        assert httpx2.get(limited.url + "/v1/models", headers=headers).status_code == 200
     for path in ("/health", "/ready", "/"):
         assert httpx2.get(limited.url + path).status_code == 200
 
@@ -247,21 +233,21 @@ def test_clients_with_keys_share_the_queue_by_key(limited: Running):
         return {"path": "/v1/models", "headers": raw, "client": ("10.0.0.9", 5)}
 
     access = limited.service.access
-    assert access.client_of(scope(with_key("second-key"))) == "key 1"
+    assert access.client_of(scope(SECOND_KEY)) == "key 1"
     assert Access().client_of(scope({})) == "10.0.0.9"
 
 
 def test_tools_need_a_template_that_has_them(limited: Running):
-    response = limited.chat_with(with_key("first-key"), tools=[function("add")])
+    response = limited.chat(FIRST_KEY, tools=[function("add")])
     assert (response.status_code, error_of(response)["param"]) == (400, "tools")
     assert "--chat-template hermes" in response.json()["error"]["message"]
 
 
 def test_a_request_that_takes_too_long_ends_with_an_error(limited: Running):
     fields = {"max_tokens": 1900, "ignore_eos": True}
-    response = limited.chat_with(with_key("first-key"), **fields)
+    response = limited.chat(FIRST_KEY, **fields)
     assert (response.status_code, error_of(response)["code"]) == (504, "deadline")
-    stream = limited.chat_with(with_key("first-key"), **fields, stream=True)
+    stream = limited.chat(FIRST_KEY, **fields, stream=True)
     *chunks, error, done, _ = stream.text.split("\n\n")
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "deadline"
     assert done == "data: [DONE]"
@@ -270,11 +256,11 @@ def test_a_request_that_takes_too_long_ends_with_an_error(limited: Running):
 
 def test_a_full_queue_refuses_and_says_when_to_come_back(limited: Running):
     """All of a request's answers wait, or none of them."""
-    response = limited.chat_with(with_key("first-key"), n=40, max_tokens=200, ignore_eos=True)
+    response = limited.chat(FIRST_KEY, n=40, max_tokens=200, ignore_eos=True)
     assert (response.status_code, error_of(response)["code"]) == (429, "queue_full")
     assert int(response.headers["retry-after"]) >= 1
     assert limited.scheduler.snapshot().waiting == 0
-    assert limited.chat_with(with_key("first-key")).status_code == 200
+    assert limited.chat(FIRST_KEY).status_code == 200
 
 
 def test_a_body_that_comes_too_slowly_is_refused(limited: Running):
@@ -283,8 +269,7 @@ def test_a_body_that_comes_too_slowly_is_refused(limited: Running):
             yield b" "
             time.sleep(0.2)
 
-    headers = with_key("first-key")
-    response = httpx2.post(f"{limited.url}/v1/completions", content=slowly(), headers=headers)
+    response = httpx2.post(f"{limited.url}/v1/completions", content=slowly(), headers=FIRST_KEY)
     assert (response.status_code, error_of(response)["code"]) == (408, "body_timeout")
 
 
@@ -335,12 +320,12 @@ def test_a_failing_step_fails_its_requests_only(monkeypatch: pytest.MonkeyPatch)
 
 def test_metrics_count_what_happened():
     with running(tiny_engines()) as server:
-        before = metrics_of(server)
+        before = metrics_of(server.url)
         assert before["draftheads_requests_running"] == 0
         usage = server.chat(max_tokens=20).json()["usage"]
         server.chat(model="none")
-        server.complete(prompt="the cat", model=f"{NAME}:plain", temperature=0)
-        found = metrics_of(server)
+        server.complete(prompt="the cat", model=PLAIN, temperature=0)
+        found = metrics_of(server.url)
         draft = usage["draft"]
         for depth, (drafted, accepted) in enumerate(
             zip(draft["drafted_by_depth"], draft["accepted_by_depth"], strict=True), 1
@@ -368,10 +353,3 @@ def test_cached_prefixes_are_counted(server: Running):
     assert again["prompt_tokens_details"]["cached_tokens"] == again["prompt_tokens"] - 1
     expected = server.plain_answer([*chat[:1], {"role": "user", "content": "the mat"}], max_new_tokens=12).text
     assert second["choices"][0]["message"]["content"] == expected
-
-
-def metrics_of(server: Running) -> dict[str, float]:
-    lines = httpx2.get(server.url + "/metrics").text.splitlines()
-    pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
-    assert all(re.match(r"draftheads_\w+", name) for name, _ in pairs)
-    return {name: float(value) for name, value in pairs}

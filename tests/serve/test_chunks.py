@@ -7,8 +7,7 @@ import pytest
 from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 from draftheads.decode.prompt_reader import PromptReader
-from draftheads.decode.request import StreamEvent
-from draftheads.serve.scheduler import JobFailed, Lane
+from draftheads.serve.scheduler import Lane
 from families import TREES, tiny_head, tiny_model
 from scheduler_world import Inbox, iterate, plain_answer, run_to_end, scheduler_of, submit
 
@@ -26,30 +25,23 @@ def test_no_stream_waits_longer_than_two_steps_and_a_chunk(method: str | None, m
     monkeypatch.setattr(Batch, "step", lambda batch: (passes.append(0), step(batch))[1])
     monkeypatch.setattr(PromptReader, "read", lambda reader, most: (passes.append(most), read(reader, most))[1])
     scheduler = scheduler_of({"m": engine}, chunk_tokens=CHUNK, kv_bytes=1 << 26)
-    when: dict[int, list[int]] = {}  # for each stream: how many passes there were at each event
-
-    def note(number: int, inbox: Inbox, event: StreamEvent | JobFailed) -> None:
-        inbox.events.append(event)
-        when.setdefault(number, []).append(len(passes))
-
-    streams = []
+    streams: list[tuple[Inbox, list[int]]] = []  # and how many passes there were at each event
     for number in range(8):
         job, inbox = submit(scheduler, [3 + number, 5, 6], Lane("m"), max_new_tokens=80)
-        job.on_event = lambda event, number=number, inbox=inbox: note(number, inbox, event)
-        streams.append(inbox)
+        streams.append((inbox, []))
+        job.on_event = lambda event, stream=streams[-1]: (stream[0](event), stream[1].append(len(passes)))
     iterate(scheduler, 5)
     prompt = [3 + n * n % 20 for n in range(2000)]
     _, late = submit(scheduler, prompt, max_new_tokens=10)
     run_to_end(scheduler)
     assert sum(passes) >= 2000
-    for events in when.values():
-        for before, after in pairwise(events):
-            between = passes[before:after]
-            assert between.count(0) <= 2
-            assert sum(between) <= CHUNK
-    assert max(len(passes[a:b]) for events in when.values() for a, b in pairwise(events)) == 2
+    waits = [passes[before:after] for _, when in streams for before, after in pairwise(when)]
+    for wait in waits:
+        assert wait.count(0) <= 2
+        assert sum(wait) <= CHUNK
+    assert max(map(len, waits)) == 2
     assert late.answer == plain_answer(engine, prompt, max_new_tokens=10)
-    for number, inbox in enumerate(streams):
+    for number, (inbox, _) in enumerate(streams):
         assert inbox.token_ids == plain_answer(engine, [3 + number, 5, 6], max_new_tokens=80)
 
 

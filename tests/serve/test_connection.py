@@ -4,13 +4,13 @@ import json
 import socket
 import time
 from collections.abc import Iterator
-from typing import Any
+from contextlib import suppress
 
 import pytest
 
 from draftheads.serve.http_limits import HttpLimits
 from serve_process import wait_until
-from serve_world import NAME, USER, Running, running, tiny_engines
+from serve_world import NAME, USER, Running, raw_request, running, tiny_engines
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 MANY = {"model": NAME, "messages": [USER], "max_tokens": 1900, "ignore_eos": True}  # tokens
@@ -25,28 +25,27 @@ def hasty() -> Iterator[Running]:
 
 
 def connection(server: Running, *, buffer: int | None = None) -> socket.socket:
-    one = socket.socket()
+    client = socket.socket()
     if buffer is not None:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-    one.settimeout(20)
-    one.connect(server.address)
-    return one
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    client.settimeout(20)
+    client.connect(server.address)
+    return client
 
 
 def read_all(client: socket.socket) -> bytes:
     """Everything until the server closes the connection."""
-    found = b""
-    try:
+    received = b""
+    with suppress(ConnectionResetError):
         while piece := client.recv(1 << 16):
-            found += piece
-    except ConnectionResetError:
-        pass
-    return found
+            received += piece
+    return received
 
 
-def request(fields: dict[str, Any], route: str = "/v1/chat/completions") -> bytes:
-    body = json.dumps(fields).encode()
-    return f"POST {route} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+def error_of(client: socket.socket) -> tuple[bytes, str]:
+    """The first words of the response, and the code of its error."""
+    head, _, body = read_all(client).partition(b"\r\n\r\n")
+    return head[:12], json.loads(body)["error"]["code"]
 
 
 def num_connections(server: Running) -> int:
@@ -83,19 +82,15 @@ def test_a_connection_is_closed_some_time_after_its_last_request(hasty: Running,
 def test_what_is_not_http_is_an_error_of_the_same_form(hasty: Running, start: bytes):
     with connection(hasty) as client:
         client.sendall(start)
-        head, _, body = read_all(client).partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 400 ")
-    assert json.loads(body)["error"]["code"] == "invalid_http"
+        assert error_of(client) == (b"HTTP/1.1 400", "invalid_http")
 
 
 def test_too_many_connections_are_refused_and_old_ones_live(hasty: Running):
     clients = [connection(hasty) for _ in range(8)]
     wait_until(lambda: num_connections(hasty) == 8)
     with connection(hasty) as one_more:
-        head, _, body = read_all(one_more).partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 503 ")
-        assert json.loads(body)["error"]["code"] == "too_many_connections"
-    clients[0].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert error_of(one_more) == (b"HTTP/1.1 503", "too_many_connections")
+    clients[0].sendall(HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
     assert read_all(clients[0]).startswith(b"HTTP/1.1 200 OK")
     for client in clients:
         client.close()
@@ -107,7 +102,7 @@ def test_who_does_not_read_is_cut_off(hasty: Running):
     before = hasty.scheduler.snapshot().cancelled
     fields = {"stream": True, "n": 4, "logprobs": True, "top_logprobs": 20}  # many bytes for each token
     with connection(hasty, buffer=2048) as client:
-        client.sendall(request({**MANY, **fields}))
+        client.sendall(raw_request("chat/completions", {**MANY, **fields}))
         wait_until(lambda: num_connections(hasty) == 1)
         wait_until(lambda: num_connections(hasty) == 0)  # while the client still holds its side
         wait_until(lambda: hasty.scheduler.snapshot().running == 0)
@@ -118,7 +113,7 @@ def test_who_does_not_read_is_cut_off(hasty: Running):
 def test_a_client_that_goes_frees_its_rows(hasty: Running, stream: bool):
     before = hasty.scheduler.snapshot().cancelled
     with connection(hasty) as client:
-        client.sendall(request({**MANY, "stream": stream, "n": 2}))
+        client.sendall(raw_request("chat/completions", {**MANY, "stream": stream, "n": 2}))
         wait_until(lambda: hasty.scheduler.snapshot().running == 2)
     wait_until(lambda: hasty.scheduler.snapshot().cancelled == before + 2)
     wait_until(lambda: hasty.scheduler.snapshot().running == 0)
@@ -135,7 +130,7 @@ def test_a_client_that_goes_before_its_body_is_complete(hasty: Running):
 def test_requests_of_one_connection_are_answered_in_order(hasty: Running):
     asked = [{"model": NAME, "prompt": "the cat", "max_tokens": n, "seed": 1} for n in (1, 2, 3)]
     with connection(hasty) as client:
-        client.sendall(b"".join(request(fields, "/v1/completions") for fields in asked))
+        client.sendall(b"".join(raw_request("completions", fields) for fields in asked))
         answers = read_all(client).split(b"HTTP/1.1 200 OK")[1:]
     counts = [json.loads(answer.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] for answer in answers]
     assert counts == [1, 2, 3]

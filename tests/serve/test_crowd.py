@@ -4,17 +4,19 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
+import httpx2
 import psutil
 import pytest
 
 from draftheads.serve.http_limits import HttpLimits
 from draftheads.settings import Grammar
 from serve_process import wait_until
-from serve_world import NAME, Running, running, tiny_engines
+from serve_world import NAME, Running, raw_request, running, tiny_engines
 
 NUM_CLIENTS = 200
 PROMPTS = ["the cat sat", "naïve café", "the mat", "日本 cat", "two  spaces", "🙂"]
@@ -60,66 +62,45 @@ def questions(server: Running) -> list[Question]:
     return found
 
 
-class Client:
-    """One connection."""
-
-    def __init__(self, server: Running) -> None:
-        self._address = server.address
-
-    async def __aenter__(self) -> Self:
-        self.reader, self.writer = await asyncio.open_connection(*self._address)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.writer.transport.abort()
-
-    async def send(self, route: str, body: bytes) -> None:
-        head = f"POST /v1/{route} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
-        self.writer.write(f"{head}Connection: close\r\n\r\n".encode() + body)
-        await self.writer.drain()
-
-    async def response(self) -> tuple[int, bytes]:
-        """Status and body, without its chunks' lengths."""
-        raw = await self.reader.read()
-        head, _, body = raw.partition(b"\r\n\r\n")
-        if b"chunked" in head.lower():
-            whole = b""
-            while body:
-                size, _, body = body.partition(b"\r\n")
-                whole, body = whole + body[: int(size, 16)], body[int(size, 16) + 2 :]
-            body = whole
-        return int(head.split()[1]), body
+@asynccontextmanager
+async def connected(server: Running, sent: bytes) -> AsyncIterator[asyncio.StreamReader]:
+    """A connection that sends something and goes at the end of the block."""
+    reader, writer = await asyncio.open_connection(*server.address)
+    try:
+        writer.write(sent)
+        await writer.drain()
+        yield reader
+    finally:
+        writer.transport.abort()
 
 
-async def honest(server: Running, question: Question, *, stream: bool) -> None:
+async def honest(client: httpx2.AsyncClient, question: Question, *, stream: bool) -> None:
     """Asks, and checks the answer."""
-    async with Client(server) as client:
-        await client.send(question.route, json.dumps({**question.body, "stream": stream}).encode())
-        status, body = await client.response()
-    assert status == 200, body
+    response = await client.post(f"/v1/{question.route}", json={**question.body, "stream": stream})
+    assert response.status_code == 200, response.text
     texts = [""] * len(question.texts)
     if stream:
-        events = [event.removeprefix("data: ") for event in body.decode().split("\n\n") if event]
-        assert events[-1] == "[DONE]"
-        for event in events[:-1]:
-            for choice in json.loads(event)["choices"]:
-                texts[choice["index"]] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+        *events, done, _ = response.text.split("\n\n")
+        assert done == "data: [DONE]"
     else:
-        for choice in json.loads(body)["choices"]:
-            texts[choice["index"]] = choice["text"] if "text" in choice else choice["message"]["content"]
+        events = [response.text]
+    for event in events:
+        for choice in json.loads(event.removeprefix("data: "))["choices"]:
+            said = choice.get("delta") or choice.get("message") or {}
+            texts[choice["index"]] += choice.get("text") or said.get("content") or ""
     assert texts == question.texts
 
 
 async def leaving(server: Running, question: Question, number: int) -> None:
     """Asks for a long answer and goes: at once, while it waits, or after the first chunks."""
-    async with Client(server) as client:
-        fields = {**question.body, "max_tokens": 1000, "ignore_eos": True, "stop": None, "response_format": None}
-        await client.send(question.route, json.dumps({**fields, "stream": number % 2 == 0}).encode())
+    fields = {**question.body, "max_tokens": 1000, "ignore_eos": True, "stop": None, "response_format": None}
+    is_stream = number % 2 == 0
+    async with connected(server, raw_request(question.route, {**fields, "stream": is_stream})) as reader:
         match number % 3:
             case 1:
                 await asyncio.sleep(0.05 * (number % 7))
-            case 2 if number % 2 == 0:
-                await client.reader.readuntil(b"data: ")
+            case 2 if is_stream:
+                await reader.readuntil(b"data: ")
 
 
 CHAT, COMPLETION = (
@@ -141,9 +122,8 @@ async def hostile(server: Running, number: int) -> None:
         await no_reader(server)
         return
     sent, status = HOSTILE[number % (len(HOSTILE) + 1)]
-    async with Client(server) as client:
-        client.writer.write(sent)
-        first = await client.reader.readline()
+    async with connected(server, sent) as reader:
+        first = await reader.readline()
     assert first == b"" if status is None else f" {status} ".encode() in first
 
 
@@ -155,9 +135,7 @@ async def no_reader(server: Running) -> None:
         client.setblocking(False)
         await loop.sock_connect(client, server.address)
         fields = {"model": NAME, "prompt": "the cat", "max_tokens": 1500, "ignore_eos": True, "logprobs": 20}
-        body = json.dumps({**fields, "stream": True}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-        await loop.sock_sendall(client, head.encode() + body)
+        await loop.sock_sendall(client, raw_request("completions", {**fields, "stream": True}))
         await asyncio.sleep(3)
 
 
@@ -165,17 +143,19 @@ async def crowd(server: Running, asked: list[Question], num_clients: int) -> int
     """All clients at once: in 20 of them 5 leave and 2 attack. Returns how many answers the honest ones got."""
     clients: list[Coroutine[Any, Any, None]] = []
     num_answers = 0
-    for number in range(num_clients):
-        question = asked[number * 7 % len(asked)]
-        match number % 20:
-            case 0 | 4 | 8 | 12 | 16:
-                clients.append(leaving(server, question, number))
-            case 1 | 11:
-                clients.append(hostile(server, number // 10))
-            case _:
-                num_answers += len(question.texts)
-                clients.append(honest(server, question, stream=number % 3 == 0))
-    results = await asyncio.gather(*clients, return_exceptions=True)
+    many = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx2.AsyncClient(base_url=server.url, limits=many, timeout=600) as client:
+        for number in range(num_clients):
+            question = asked[number * 7 % len(asked)]
+            match number % 20:
+                case 0 | 4 | 8 | 12 | 16:
+                    clients.append(leaving(server, question, number))
+                case 1 | 11:
+                    clients.append(hostile(server, number // 10))
+                case _:
+                    num_answers += len(question.texts)
+                    clients.append(honest(client, question, stream=number % 3 == 0))
+        results = await asyncio.gather(*clients, return_exceptions=True)
     assert [result for result in results if result is not None] == []
     return num_answers
 
@@ -183,8 +163,8 @@ async def crowd(server: Running, asked: list[Question], num_clients: int) -> int
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     limits = HttpLimits(header_seconds=3, body_seconds=3, write_seconds=1.5)
-    with running(tiny_engines(), limits, max_rows=24, max_waiting=1000, kv_bytes=1 << 27) as one:
-        yield one
+    with running(tiny_engines(), limits, max_rows=24, max_waiting=1000, kv_bytes=1 << 27) as server:
+        yield server
 
 
 def is_idle(server: Running) -> bool:
@@ -200,11 +180,11 @@ def test_a_crowd_leaves_no_trace(server: Running):
     wait_until(lambda: is_idle(server))
     process = psutil.Process()
     old = server.scheduler.snapshot()
-    before = (process.num_fds(), threading.active_count(), server.scheduler.snapshot().prefix_entries > 0)
+    before = (process.num_fds(), threading.active_count(), old.prefix_entries > 0)
     num_answers = asyncio.run(crowd(server, asked, NUM_CLIENTS))
     wait_until(lambda: is_idle(server))
-    assert (process.num_fds(), threading.active_count(), server.scheduler.snapshot().prefix_entries > 0) == before
     end = server.scheduler.snapshot()
+    assert (process.num_fds(), threading.active_count(), end.prefix_entries > 0) == before
     assert end.prefix_bytes <= 1 << 27
     assert end.failed == 0
     assert end.finished - old.finished == num_answers  # nobody computed what nobody waits for

@@ -1,13 +1,11 @@
 """The command in a process of its own: its start, its end by a signal, and its restart after a kill."""
 
 import importlib
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
@@ -19,24 +17,14 @@ from draftheads.cli.main import main
 from draftheads.cli.options.serve import ServeOptions
 from draftheads.errors import MissingDependency
 from draftheads.loading import load
-from serve_process import ServerProcess
+from serve_process import ServerProcess, chat_body
 
-LONG = {"max_tokens": 400, "temperature": 0, "n": 8}
+LONG = {"max_tokens": 400, "n": 8}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("serve"))
-
-
-def chat(fields: dict[str, object]) -> dict[str, object]:
-    return {"model": "model", "messages": [{"role": "user", "content": "a dog"}], **fields}
-
-
-def chunks(response: httpx2.Response) -> Iterator[dict[str, object]]:
-    for line in response.iter_lines():
-        if line.startswith("data: {"):
-            yield json.loads(line.removeprefix("data: "))
 
 
 def test_a_kill_a_restart_and_a_graceful_end(folder: Path):
@@ -45,23 +33,22 @@ def test_a_kill_a_restart_and_a_graceful_end(folder: Path):
     first = ServerProcess(folder, *arguments)
     port = first.client.base_url.port
     assert port is not None
-    with first.client.stream("POST", "/v1/chat/completions", json=chat({**LONG, "stream": True})) as response:
-        next(chunks(response))
-        first.stop(signal.SIGKILL)
+    stream = first.stream("a dog", **LONG)
+    next(stream)
+    first.stop(signal.SIGKILL)
+    stream.close()
     with ServerProcess(folder, *arguments, port=port) as second:  # the old one's connections hold nothing
         assert second.text("a dog", max_tokens=400) == expected
         texts = [""] * 8
-        with second.client.stream("POST", "/v1/chat/completions", json=chat({**LONG, "stream": True})) as response:
-            stream = chunks(response)
-            next(stream)
-            second.process.send_signal(signal.SIGTERM)
-            with httpx2.Client(base_url=second.client.base_url) as other:
-                assert other.get("/ready").status_code == 503
-                refused = other.post("/v1/chat/completions", json=chat({}))
-            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
-            for chunk in stream:
-                for choice in chunk["choices"]:
-                    texts[choice["index"]] += choice["delta"].get("content") or ""
+        stream = second.stream("a dog", **LONG)
+        next(stream)
+        second.process.send_signal(signal.SIGTERM)
+        with httpx2.Client(base_url=second.client.base_url) as other:
+            assert other.get("/ready").status_code == 503
+            refused = other.post("/v1/chat/completions", json=chat_body("a dog"))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        for index, piece in stream:
+            texts[index] += piece
         assert texts == [expected] * 8
         assert second.process.wait(600) == 0
     lines = "".join(second.errors)

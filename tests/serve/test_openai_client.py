@@ -11,27 +11,16 @@ import pytest
 from draftheads.settings import Grammar
 from serve_world import NAME, USER, Running
 
+
+def schema(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+PARAMETERS = schema(unit={"enum": ["C", "F"]}, day={"type": "integer", "minimum": 1, "maximum": 7})
 TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "parameters": {
-                "type": "object",
-                "properties": {"unit": {"enum": ["C", "F"]}, "day": {"type": "integer", "minimum": 1, "maximum": 7}},
-                "required": ["unit", "day"],
-                "additionalProperties": False,
-            },
-        },
-    }
-    for name in ("get_weather", "get_tide")
+    {"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("get_weather", "get_tide")
 ]
-SCHEMA = {
-    "type": "object",
-    "properties": {"colour": {"enum": ["red", "green"]}, "sure": {"type": "boolean"}},
-    "required": ["colour", "sure"],
-    "additionalProperties": False,
-}
+SCHEMA = schema(colour={"enum": ["red", "green"]}, sure={"type": "boolean"})
 CHAT = {"model": NAME, "messages": [USER], "max_tokens": 24, "temperature": 0}
 TEXT = {"model": NAME, "prompt": "the cat sat", "max_tokens": 24, "temperature": 0}
 PLAIN = f"{NAME}:plain"
@@ -52,14 +41,20 @@ def text_ids(server: Running, text: str) -> list[int]:
     return server.engines[NAME].model.tokenizer(text)["input_ids"]
 
 
+def said(answer: Any) -> list[tuple[Any, Any]]:
+    """The choices of an answer or of the chunks of a stream, each with its message or a part of it."""
+    parts = answer if isinstance(answer, openai.Stream) else [answer]
+    return [(choice, getattr(choice, "delta", None) or choice.message) for part in parts for choice in part.choices]
+
+
 @pytest.mark.parametrize("model", [NAME, PLAIN])
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 0.9, "seed": 7}, {"temperature": 1.3, "top_p": 0.8, "seed": 1}]
 )
 def test_chats(client: openai.OpenAI, server: Running, model: str, sampling: dict[str, Any]):
     answer = client.chat.completions.create(**{**CHAT, **sampling, "model": model})
-    assert answer.choices[0].message.content == plain(server, **sampling)
     result = server.plain_answer([USER], max_new_tokens=24, **sampling)
+    assert answer.choices[0].message.content == result.text
     assert (answer.choices[0].finish_reason, answer.model) == (result.finish_reason, model)
     assert (answer.usage.completion_tokens, answer.object) == (len(result.token_ids), "chat.completion")
 
@@ -94,8 +89,8 @@ def test_several_answers_have_seeds_in_a_row(client: openai.OpenAI, server: Runn
     fields = {**CHAT, "temperature": 1.0, "seed": 2**64 - 2, "n": 3, "stop": stop}
     answer = client.chat.completions.create(**fields, stream=stream)
     texts = ["", "", ""]
-    for choice in (choice for part in (answer if stream else [answer]) for choice in part.choices):
-        texts[choice.index] += (choice.delta if stream else choice.message).content or ""
+    for choice, message in said(answer):
+        texts[choice.index] += message.content or ""
     assert texts == [plain(server, temperature=1.0, seed=seed, stop=stop) for seed in (2**64 - 2, 2**64 - 1, 0)]
     assert len(set(texts)) == 3
     if not stream:  # the prompt counts once
@@ -120,8 +115,7 @@ def test_logit_bias(client: openai.OpenAI, server: Running):
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_of_chats(client: openai.OpenAI, server: Running, stream: bool):
     answer = client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=3, stream=stream)
-    parts = answer if stream else [answer]
-    content = [entry for part in parts if part.choices[0].logprobs for entry in part.choices[0].logprobs.content]
+    content = [entry for choice, _ in said(answer) if choice.logprobs for entry in choice.logprobs.content]
     expected = server.plain_answer([USER], max_new_tokens=24, logprobs=3)
     assert b"".join(bytes(entry.bytes) for entry in content).decode(errors="replace") == expected.text
     assert [entry.logprob for entry in content] == pytest.approx(expected.logprobs, abs=1e-5)
@@ -221,15 +215,8 @@ def test_echo_with_log_probabilities_scores_the_prompt(client: openai.OpenAI, se
 def test_json_of_a_schema(client: openai.OpenAI, server: Running, stream: bool):
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
     fields = {**CHAT, "max_tokens": 100, "response_format": form}
-    answer = client.chat.completions.create(**fields, stream=stream)
-    if stream:
-        chunks = list(answer)
-        text, reason = (
-            "".join(chunk.choices[0].delta.content or "" for chunk in chunks),
-            chunks[-1].choices[0].finish_reason,
-        )
-    else:
-        text, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
+    parts = said(client.chat.completions.create(**fields, stream=stream))
+    text, reason = "".join(message.content or "" for _, message in parts), parts[-1][0].finish_reason
     value = json.loads(text)
     assert value.keys() == {"colour", "sure"}
     assert value["colour"] in ("red", "green")
@@ -242,39 +229,28 @@ def test_json_of_a_schema(client: openai.OpenAI, server: Running, stream: bool):
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_calls_that_must_come(client: openai.OpenAI, choice: Any, stream: bool):
     fields = {**CHAT, "max_tokens": 100, "tools": TOOLS, "tool_choice": choice}
-    if stream:
-        chunks = list(client.chat.completions.create(**fields, stream=True))
-        (call,) = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
-        reason = chunks[-1].choices[0].finish_reason
-    else:
-        answer = client.chat.completions.create(**fields).choices[0]
-        (call,), reason = answer.message.tool_calls, answer.finish_reason
-        assert answer.message.content is None
+    parts = said(client.chat.completions.create(**fields, stream=stream))
+    (call,) = [call for _, message in parts for call in message.tool_calls or []]
+    assert stream or parts[0][1].content is None
+    assert call.function.name in (["get_tide"] if isinstance(choice, dict) else ["get_weather", "get_tide"])
     arguments = json.loads(call.function.arguments)
-    assert (
-        call.function.name == "get_tide"
-        if isinstance(choice, dict)
-        else call.function.name in ("get_weather", "get_tide")
-    )
     assert arguments["unit"] in ("C", "F")
     assert 1 <= arguments["day"] <= 7
-    assert reason == "tool_calls"
+    assert parts[-1][0].finish_reason == "tool_calls"
 
 
 def test_a_conversation_with_a_tool_goes_on(client: openai.OpenAI, server: Running):
-    call = {
-        "id": "call_1",
-        "type": "function",
-        "function": {"name": "get_tide", "arguments": '{"unit": "C", "day": 1}'},
-    }
+    function = {"name": "get_tide", "arguments": '{"unit": "C", "day": 1}'}
+    call = {"id": "call_1", "type": "function", "function": function}
     chat = [
         USER,
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "low"},
     ]
-    answer = client.chat.completions.create(**{**CHAT, "messages": chat}, tools=TOOLS)
+    fields = {**CHAT, "messages": chat, "tools": TOOLS}
+    answer = client.chat.completions.create(**fields)
     assert answer.choices[0].message.content  # a random model calls nothing
-    without = client.chat.completions.create(**{**CHAT, "messages": chat}, tools=TOOLS, tool_choice="none")
+    without = client.chat.completions.create(**fields, tool_choice="none")
     assert without.usage.prompt_tokens < answer.usage.prompt_tokens
 
 

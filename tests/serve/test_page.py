@@ -1,30 +1,25 @@
 """The chat page in a real browser, on a real server whose tiny model writes HTML that a page must not run."""
 
-import asyncio
 import json
 import re
 import shutil
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
 from typing import Any
-from urllib.request import urlopen
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from cli_world import LETTERS, SPECIAL, letters_tokenizer
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import GenerationResult
 from draftheads.models.model import TargetModel
 from draftheads.serve.guard import Access
-from draftheads.serve.http_server import http_server
-from draftheads.serve.listening import listen
 from draftheads.serve.scheduler import Limits, Scheduler
 from draftheads.serve.state import ServedModel, Service
 from families import TREES, tiny_head, tiny_model
 from serve_process import wait_until
+from serve_world import listening, metrics_of
 
 playwright = pytest.importorskip("playwright.sync_api", reason="drives the browser: pip install playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -36,50 +31,28 @@ MAX_TOKENS = 40  # of an answer, unless a test says otherwise
 EVENT_SECONDS = 300  # in which what a test waits for must come
 
 
-def html_tokenizer() -> PreTrainedTokenizerFast:
-    """Letters and HTML."""
-    return letters_tokenizer([*HTML, *LETTERS[len(HTML) :]])
-
-
 class World:
-    """A server on a port of its own, and the engines behind it."""
+    """A server, and the engines behind it; its model is loaded once it is open."""
 
-    def __init__(self, access: Access | None = None) -> None:
+    def __init__(self, url: str, service: Service) -> None:
+        self.url, self.service = url, service
         tiny = tiny_model("llama", seed=22, max_position_embeddings=8192)
         tiny.weights.lm_head.data[: len(SPECIAL)] = 0  # text only, and no end
-        self.target = TargetModel(tiny.model, html_tokenizer(), "tiny")
-        self.plain = Engine(self.target)
+        target = TargetModel(tiny.model, letters_tokenizer([*HTML, *LETTERS[len(HTML) :]]), "tiny")
         self.engines = {
-            "tiny": Engine(self.target, tiny_head("medusa", self.target), shape=TREES["ragged"]),
-            "tiny:hydra": Engine(self.target, tiny_head("hydra", self.target), shape=TREES["chain"]),
-            "tuned": self.plain,
+            "tiny": Engine(target, tiny_head("medusa", target), shape=TREES["ragged"]),
+            "tiny:hydra": Engine(target, tiny_head("hydra", target), shape=TREES["chain"]),
+            "tuned": Engine(target),
         }
-        self.service = Service(access=access)
-        self.server = http_server(self.service)
-        self._socket = listen("127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        self._thread = Thread(target=lambda: asyncio.run(self.server.serve(sockets=[self._socket])))
-        self._thread.start()
 
     def open(self) -> None:
-        """The model is loaded, so to speak."""
         scheduler = Scheduler(self.engines, Limits(kv_bytes=1 << 28))
         scheduler.start()
-        heads = ("medusa", "hydra", None)
-        self.service.open(
-            [ServedModel(name, "tiny", head) for name, head in zip(self.engines, heads, strict=True)], scheduler
-        )
+        heads = zip(self.engines, ("medusa", "hydra", None), strict=True)
+        self.service.open([ServedModel(name, "tiny", head) for name, head in heads], scheduler)
 
     def metric(self, name: str) -> float:
-        with urlopen(f"{self.url}/metrics") as response:  # noqa: S310 - our own server
-            text = response.read().decode()
-        [value] = re.findall(rf"^draftheads_{name} (\S+)$", text, re.MULTILINE)
-        return float(value)
-
-    def close(self) -> None:
-        self.server.should_exit = True
-        self._thread.join()
-        self.service.close()
+        return metrics_of(self.url)[f"draftheads_{name}"]
 
     def offline(
         self, *turns: str, model: str = "tuned", system: str = "", max_new_tokens: int = MAX_TOKENS
@@ -93,12 +66,18 @@ class World:
         return result
 
 
+@contextmanager
+def loading_world(access: Access | None = None) -> Iterator[World]:
+    service = Service(access=access)
+    with listening(service) as (url, _):
+        yield World(url, service)
+
+
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    made = World()
-    made.open()
-    yield made
-    made.close()
+    with loading_world() as world:
+        world.open()
+        yield world
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +113,11 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
     assert [problem for problem in problems if not problem.startswith("Failed to load resource")] == []
 
 
+@pytest.fixture
+def page(world: World, visit: Callable[..., Any]) -> Any:
+    return visit(world.url)
+
+
 def setting(page: Any, name: str, value: object) -> None:
     page.evaluate("document.getElementById('settings').open = true")
     page.fill(f"#{name}", str(value))
@@ -145,11 +129,17 @@ def ask(page: Any, question: str) -> None:
     page.press("#question", "Enter")
 
 
-def wait_for_end(page: Any, turn: int = -1) -> Any:
-    """The section of a turn, once nothing is answered any more."""
+def wait_for_end(page: Any) -> Any:
+    """The section of the last turn, once nothing is answered any more."""
     page.wait_for_selector(".turn .tools", state="attached")
     page.wait_for_selector("#log[aria-busy=false]")
-    return page.locator(".turn").nth(turn)
+    return page.locator(".turn").last
+
+
+def answered(page: Any, question: str) -> Any:
+    """Asks; the section of the turn, once it is answered."""
+    ask(page, question)
+    return wait_for_end(page)
 
 
 def texts(turn: Any) -> list[str]:
@@ -178,10 +168,8 @@ def sent_by(page: Any) -> list[dict[str, Any]]:
     return bodies
 
 
-def test_the_answer_is_the_offline_one_with_its_draft_tokens_in_colour(world: World, visit: Callable[..., Any]):
-    page = visit(world.url)
-    ask(page, "dead cab")
-    turn = wait_for_end(page)
+def test_the_answer_is_the_offline_one_with_its_draft_tokens_in_colour(world: World, page: Any):
+    turn = answered(page, "dead cab")
     result = world.offline("dead cab", model="tiny")
     assert texts(turn) == [result.text] == [world.offline("dead cab").text]
     assert drafted(turn) == drafted_text(result)
@@ -195,10 +183,8 @@ def test_the_answer_is_the_offline_one_with_its_draft_tokens_in_colour(world: Wo
     assert page.input_value("#question") == ""
 
 
-def test_text_of_the_model_is_never_run(world: World, visit: Callable[..., Any]):
-    page = visit(world.url)
-    ask(page, HTML[0])
-    turn = wait_for_end(page)
+def test_text_of_the_model_is_never_run(page: Any):
+    turn = answered(page, HTML[0])
     shown = turn.text_content()
     assert HTML[0] in turn.locator(".question").text_content()
     assert sum(piece in shown for piece in HTML) >= 2, "the model must write HTML here"
@@ -206,44 +192,35 @@ def test_text_of_the_model_is_never_run(world: World, visit: Callable[..., Any])
     assert page.evaluate("window.hacked") is None
 
 
-@pytest.mark.parametrize(
-    ("head", "tree", "model"),
-    [("tiny", "", "tiny"), ("tiny", "10", "tiny"), ("tiny:hydra", "4", "tiny:hydra"), ("tuned", None, "tuned")],
-)
-def test_head_and_tree_are_chosen(head: str, tree: str | None, model: str, world: World, visit: Callable[..., Any]):
-    page = visit(world.url)
+@pytest.mark.parametrize(("head", "tree"), [("tiny", ""), ("tiny", "10"), ("tiny:hydra", "4"), ("tuned", None)])
+def test_head_and_tree_are_chosen(head: str, tree: str | None, world: World, page: Any):
     bodies = sent_by(page)
     page.select_option("#head", head)
     if tree is None:  # without a head there is no tree to choose
         assert not any(page.is_visible(name) for name in ("#tree", "#plain", "#compare", ".legend .drafted"))
     else:
         page.select_option("#tree", tree)
-    ask(page, "dead cab")
-    turn = wait_for_end(page)
+    turn = answered(page, "dead cab")
     assert texts(turn) == [world.offline("dead cab").text]
     [body] = bodies
-    assert body["model"] == model
+    assert body["model"] == head
     assert body.get("draft_nodes") == (int(tree) if tree else None)
     assert bool(drafted(turn)) == (head != "tuned")
 
 
-def test_without_drafting(world: World, visit: Callable[..., Any]):
-    page = visit(world.url)
+def test_without_drafting(world: World, page: Any):
     page.check("#plain")
     assert page.is_disabled("#tree")
-    ask(page, "dead cab")
-    turn = wait_for_end(page)
+    turn = answered(page, "dead cab")
     assert texts(turn) == [world.offline("dead cab").text]
     assert drafted(turn) == ""
     assert figures(turn)["tokens/step"] == 1.0
 
 
-def test_the_conversation_goes_on_and_is_kept_in_the_page_only(world: World, visit: Callable[..., Any]):
-    page = visit(world.url)
+def test_the_conversation_goes_on_and_is_kept_in_the_page_only(world: World, page: Any):
     setting(page, "system", "kilo")
     for question in ("dead cab", "hello"):
-        ask(page, question)
-        wait_for_end(page)
+        answered(page, question)
     assert page.locator(".text").all_text_contents() == [
         world.offline("dead cab", system="kilo").text,
         world.offline("dead cab", "hello", system="kilo").text,
@@ -255,8 +232,7 @@ def test_the_conversation_goes_on_and_is_kept_in_the_page_only(world: World, vis
 
 
 @pytest.mark.parametrize("way", ["key", "button"])
-def test_stop_frees_the_row_and_keeps_the_text(way: str, world: World, visit: Callable[..., Any]):
-    page = visit(world.url)
+def test_stop_frees_the_row_and_keeps_the_text(way: str, world: World, page: Any):
     setting(page, "max-tokens", 8000)
     cancelled = world.metric("answers_cancelled_total")
     ask(page, "dead cab")
@@ -264,9 +240,7 @@ def test_stop_frees_the_row_and_keeps_the_text(way: str, world: World, visit: Ca
     wait_until(lambda: world.metric("requests_running") == 1)
     page.keyboard.press("Escape") if way == "key" else page.dispatch_event("#stop", "click")
     turn = wait_for_end(page)
-    end = time.monotonic() + EVENT_SECONDS
-    while world.metric("requests_running") or world.metric("answers_cancelled_total") == cancelled:
-        assert time.monotonic() < end
+    wait_until(lambda: not world.metric("requests_running") and world.metric("answers_cancelled_total") > cancelled)
     assert world.metric("answers_cancelled_total") == cancelled + 1
     [text] = texts(turn)
     assert text
@@ -278,15 +252,13 @@ def test_stop_frees_the_row_and_keeps_the_text(way: str, world: World, visit: Ca
     assert texts(wait_for_end(page)) == [world.offline("dead cab", max_new_tokens=4).text]
 
 
-def test_comparison_shows_both_answers_one_after_the_other(world: World, visit: Callable[..., Any]):
-    page = visit(world.url)
+def test_comparison_shows_both_answers_one_after_the_other(world: World, page: Any):
     order: list[tuple[str, Any]] = []
     for event in ("request", "requestfinished"):
         page.on(event, lambda request, name=event: order.append((name, json.loads(request.post_data)["draft_nodes"])))
     page.select_option("#tree", "10")
     page.check("#compare")
-    ask(page, "dead cab")
-    turn = wait_for_end(page)
+    turn = answered(page, "dead cab")
     expected = world.offline("dead cab").text
     assert texts(turn) == [expected, expected]
     assert [bool(drafted(answer)) for answer in turn.locator(".answer").all()] == [False, True]
@@ -297,25 +269,20 @@ def test_comparison_shows_both_answers_one_after_the_other(world: World, visit: 
     )
     assert order == [("request", 0), ("requestfinished", 0), ("request", 10), ("requestfinished", 10)]
     page.uncheck("#compare")
-    ask(page, "hello")
-    assert texts(wait_for_end(page)) == [world.offline("dead cab", "hello").text]
+    assert texts(answered(page, "hello")) == [world.offline("dead cab", "hello").text]
 
 
-def test_comparison_of_drawn_texts_uses_one_seed(world: World, visit: Callable[..., Any]):
-    page = visit(world.url)
+def test_comparison_of_drawn_texts_uses_one_seed(world: World, page: Any):
     setting(page, "temperature", 1.5)
     page.check("#compare")
-    ask(page, "dead cab")
-    one, other = texts(wait_for_end(page))
+    one, other = texts(answered(page, "dead cab"))
     assert one == other
     assert one != world.offline("dead cab").text
     page.select_option("#head", "tuned")  # there is nothing to compare with
-    ask(page, "hello")
-    assert len(texts(wait_for_end(page))) == 1
+    assert len(texts(answered(page, "hello"))) == 1
 
 
-def test_texts_that_differ_are_reported(visit: Callable[..., Any], world: World):
-    page = visit(world.url)
+def test_texts_that_differ_are_reported(page: Any):
     words = page.evaluate(
         """import('/answer.js').then(({ verdictOn }) => verdictOn(
             { text: 'abcd', meter: { perSecond: 10 } }, { text: 'abxd', meter: { perSecond: 25 } }))"""
@@ -351,8 +318,7 @@ def test_the_keyboard_is_enough(world: World, visit: Callable[..., Any]):
     assert page.is_checked("#plain")
 
 
-def test_every_control_has_a_name(world: World, visit: Callable[..., Any]):
-    page = visit(world.url)
+def test_every_control_has_a_name(page: Any):
     page.click("#settings summary")
     for field in page.locator("input:visible, select:visible, textarea:visible").all():
         assert field.evaluate("element => element.labels.length") == 1, field
@@ -377,12 +343,10 @@ def test_copy_regenerate_and_clear(world: World, visit: Callable[..., Any]):
     page.click("#clear")
     assert page.locator(".turn").count() == 0
     assert page.is_visible("#welcome")
-    ask(page, "hello")
-    assert texts(wait_for_end(page)) == [world.offline("hello").text]
+    assert texts(answered(page, "hello")) == [world.offline("hello").text]
 
 
-def test_clear_while_the_model_answers(world: World, visit: Callable[..., Any]):
-    page = visit(world.url)
+def test_clear_while_the_model_answers(world: World, page: Any):
     setting(page, "max-tokens", 8000)
     ask(page, "dead cab")
     page.wait_for_selector(".text span", state="attached")
@@ -390,8 +354,7 @@ def test_clear_while_the_model_answers(world: World, visit: Callable[..., Any]):
     page.wait_for_selector("#send:visible")
     assert page.is_visible("#welcome")
     setting(page, "max-tokens", MAX_TOKENS)
-    ask(page, "hello")
-    assert texts(wait_for_end(page)) == [world.offline("hello").text]
+    assert texts(answered(page, "hello")) == [world.offline("hello").text]
 
 
 @pytest.mark.few(2)
@@ -401,8 +364,7 @@ def test_nothing_is_wider_than_the_screen(width: int, scheme: str, world: World,
     page = visit(world.url, color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": 800})
     page.check("#compare")
-    ask(page, "abc" * 60)
-    wait_for_end(page)
+    answered(page, "abc" * 60)
     page.click("#settings summary")
     sizes = page.evaluate(
         "[document.documentElement, document.getElementById('log')].map((e) => e.scrollWidth <= e.clientWidth)"
@@ -415,33 +377,27 @@ def test_nothing_is_wider_than_the_screen(width: int, scheme: str, world: World,
 
 
 def test_a_server_with_keys(visit: Callable[..., Any]):
-    world = World(Access(api_keys=("secret",)))
-    try:
+    with loading_world(Access(api_keys=("secret",))) as world:
         world.open()
         page = visit(world.url, ready=False)
         page.wait_for_selector("text=This server needs an API key")
         assert page.evaluate("document.activeElement.id") == "key"
-        page.fill("#key", "wrong")
-        page.keyboard.press("Enter")
-        page.wait_for_selector("text=The API key is wrong")
-        page.fill("#key", "ключ")
-        page.keyboard.press("Enter")
-        page.wait_for_selector("text=characters that a key cannot have")
-        page.fill("#key", "secret")
-        page.keyboard.press("Enter")
-        page.wait_for_selector("#send:enabled")
+        for key, then in (
+            ("wrong", "text=The API key is wrong"),
+            ("ключ", "text=characters that a key cannot have"),
+            ("secret", "#send:enabled"),
+        ):
+            page.fill("#key", key)
+            page.keyboard.press("Enter")
+            page.wait_for_selector(then)
         assert not page.is_visible("#alert")
         page.fill("#max-tokens", str(MAX_TOKENS))
-        ask(page, "dead cab")
-        assert texts(wait_for_end(page)) == [world.offline("dead cab").text]
+        assert texts(answered(page, "dead cab")) == [world.offline("dead cab").text]
         assert page.evaluate("[localStorage.length, sessionStorage.length]") == [0, 0]
-    finally:
-        world.close()
 
 
 def test_a_server_that_loads_and_then_goes(visit: Callable[..., Any]):
-    world = World()
-    try:
+    with loading_world() as world:
         page = visit(world.url, ready=False)
         page.wait_for_selector("text=The server is loading its model")
         assert page.is_disabled("#send")
@@ -455,18 +411,13 @@ def test_a_server_that_loads_and_then_goes(visit: Callable[..., Any]):
         turn = wait_for_end(page)
         assert "The server shut down" in turn.locator(".problem").text_content()
         assert turn.locator(".tools button:visible").all_text_contents() == ["Copy", "Regenerate"]
-    finally:
-        world.close()
-    ask(page, "hello")
-    turn = wait_for_end(page)
+    turn = answered(page, "hello")
     assert "The server does not answer." in turn.locator(".problem").text_content()
     assert turn.locator(".tools button:visible").all_text_contents() == ["Try again"]
 
 
-def test_errors_are_sentences_that_say_what_to_do(world: World, visit: Callable[..., Any]):
-    page = visit(world.url)
-    ask(page, "a" * 9000)
-    problem = wait_for_end(page).locator(".problem").text_content()
+def test_errors_are_sentences_that_say_what_to_do(world: World, page: Any):
+    problem = answered(page, "a" * 9000).locator(".problem").text_content()
     assert "9,001 tokens" in problem
     assert "Clear the conversation" in problem
     setting(page, "temperature", -1)
@@ -480,7 +431,7 @@ def test_errors_are_sentences_that_say_what_to_do(world: World, visit: Callable[
 
 
 def test_the_page_is_plain_and_needs_no_other_server():
-    files: Sequence[Path] = sorted(PAGE.iterdir())
+    files = sorted(PAGE.iterdir())
     assert {file.suffix for file in files} == {".css", ".html", ".js", ".svg"}
     whole = "".join(file.read_text(encoding="utf-8") for file in files)
     assert re.findall(r"(?<!xmlns=\")https?://\S*", whole) == []

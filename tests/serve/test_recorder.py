@@ -6,7 +6,6 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,11 +38,13 @@ def exchange(number: int = 0, **changes: object) -> Exchange:
     )
 
 
-@pytest.fixture
-def small_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Files of 2 kB in a budget of 16 kB."""
-    monkeypatch.setattr(module, "_SMALLEST_BUDGET", 1)
-    return 16_000
+def record(folder: Path, *exchanges: Exchange) -> Recorder:
+    """All of them, and the recorder is closed."""
+    recorder = Recorder(folder, max_bytes=MB)
+    for one in exchanges:
+        recorder.add(one)
+    recorder.close()
+    return recorder
 
 
 def lines_in(folder: Path) -> list[dict]:
@@ -52,19 +53,16 @@ def lines_in(folder: Path) -> list[dict]:
 
 
 def test_training_reads_the_very_tokens(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "out", max_bytes=MB)
-    recorder.add(exchange(3))
-    # a prompt of token ids, and a call of a tool: no chat template could give these tokens
-    recorder.add(exchange(4, messages=None, prompt_ids=[9, 9], answer_ids=[3, 3, 3]))
-    recorder.add(exchange(5, messages=[{"role": "user", "content": None, "tool_calls": []}], finished=False))
-    recorder.add(exchange(6, model="org/other model"))
-    recorder.close()
+    recorder = record(
+        tmp_path / "out",
+        exchange(3),
+        # a prompt of token ids, and a call of a tool: no chat template could give these tokens
+        exchange(4, messages=None, prompt_ids=[9, 9], answer_ids=[3, 3, 3]),
+        exchange(5, messages=[{"role": "user", "content": None, "tool_calls": []}], finished=False),
+        exchange(6, model="org/other model"),
+    )
     texts = load_texts(chat_model(), [recorder.folder_of("m")], max_length=64)
-    assert [text.token_ids for text in texts] == [
-        (1, 5, 3, 10, 8, 9, 2),
-        (9, 9, 3, 3, 3),
-        (1, 5, 3, 12, 8, 9, 2),
-    ]
+    assert [text.token_ids for text in texts] == [(1, 5, 3, 10, 8, 9, 2), (9, 9, 3, 3, 3), (1, 5, 3, 12, 8, 9, 2)]
     assert texts[1].loss_mask == (False, False, True, True, True)
     assert texts[0].source.endswith("traffic-000001.jsonl:1")
     assert load_texts(chat_model(), [recorder.folder_of("m")], max_length=6)[0].is_cut
@@ -78,9 +76,7 @@ def test_training_reads_the_very_tokens(tmp_path: Path) -> None:
 
 
 def test_records_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, max_bytes=MB)
-    recorder.add(exchange(tokenizer="0123456789abcdef"))
-    recorder.close()
+    recorder = record(tmp_path, exchange(tokenizer="0123456789abcdef"))
     with pytest.raises(DataError, match="line 1: recorded with a tokenizer of fingerprint 0123456789abcdef"):
         load_texts(chat_model(), [recorder.folder_of("m")], max_length=64)
 
@@ -94,11 +90,13 @@ def test_bad_token_ids_are_errors_with_their_line(tmp_path: Path, change: dict) 
         load_texts(chat_model(), [file], max_length=64)
 
 
-def test_the_oldest_file_goes_when_the_budget_is_full(tmp_path: Path, small_files: int) -> None:
-    recorder = Recorder(tmp_path, max_bytes=small_files)
+def test_the_oldest_file_goes_when_the_budget_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SMALLEST_BUDGET", 1)
+    budget = 16_000  # eight files of 2 kB
+    recorder = Recorder(tmp_path, max_bytes=budget)
     for number in range(300):
         recorder.add(exchange(number, text=str(number), model="ab"[number % 2]))
-        assert sum(path.stat().st_size for path in tmp_path.glob("*/*.jsonl")) <= small_files
+        assert sum(path.stat().st_size for path in tmp_path.glob("*/*.jsonl")) <= budget
     recorder.add(exchange(text="x" * 5000))  # larger than a file
     recorder.close()
     kept = [int(line["messages"][-1]["content"]) for line in lines_in(tmp_path)]
@@ -107,28 +105,24 @@ def test_the_oldest_file_goes_when_the_budget_is_full(tmp_path: Path, small_file
     assert len(kept) > 30
     size = sum(path.stat().st_size for path in tmp_path.glob("*/*.jsonl"))
     assert recorder.counts == module.RecorderCounts(recorded=300, dropped=1, num_bytes=size)
-    again = Recorder(tmp_path, max_bytes=small_files)  # goes on in the same files
+    again = Recorder(tmp_path, max_bytes=budget)  # goes on in the same files
     again.add(exchange(text="301", model="a"))
     again.close()
     assert "301" in [line["messages"][-1]["content"] for line in lines_in(tmp_path)]
 
 
 def test_a_torn_line_is_skipped_by_readers_and_removed_at_the_next_start(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, max_bytes=MB)
-    recorder.add(exchange(1))
-    recorder.close()
+    record(tmp_path, exchange(1))
     file = next(tmp_path.glob("m/*.jsonl"))
     whole = file.read_bytes()
     for torn in (exchange(2).line()[:-1], exchange(2, text="ä").line()[:120], exchange(2).line()[:1]):
         file.write_bytes(whole + torn)
         assert len(load_texts(chat_model(), [tmp_path / "m"], max_length=64)) == 1
-        again = Recorder(tmp_path, max_bytes=MB)
-        again.add(exchange(3))
-        again.close()
+        record(tmp_path, exchange(3))
         assert file.read_bytes().startswith(whole)
         assert [text.token_ids[3] for text in load_texts(chat_model(), [tmp_path / "m"], max_length=64)] == [8, 10]
     file.write_bytes(b"{")
-    Recorder(tmp_path, max_bytes=MB).close()
+    record(tmp_path)
     assert not file.exists()
 
 
@@ -150,9 +144,9 @@ while True:
         wait_until(lambda: len(list(tmp_path.glob("m/*.jsonl"))) > 1)
         process.send_signal(signal.SIGKILL)
     assert len(load_texts(chat_model(), [tmp_path / "m"], max_length=64)) > 10
-    recorder = Recorder(tmp_path, max_bytes=1 << 24)  # the lock of the dead process is free
-    recorder.add(exchange())
-    recorder.close()
+    again = Recorder(tmp_path, max_bytes=1 << 24)  # the lock of the dead process is free
+    again.add(exchange())
+    again.close()
     assert lines_in(tmp_path)[-1]["messages"][-1]["content"] == "w1 w2"
 
 
@@ -188,7 +182,7 @@ def test_impossible_settings(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="another process is writing"):
         Recorder(tmp_path / "one", max_bytes=MB)
     first.close()
-    Recorder(tmp_path / "one", max_bytes=MB).close()
+    record(tmp_path / "one")
     if os.geteuid():
         (tmp_path / "no").mkdir(mode=0o500)
         with pytest.raises(StorageError):

@@ -3,23 +3,24 @@
 import gc
 import logging
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from threading import Event, get_ident
 from typing import Any
+from unittest.mock import Mock
 from weakref import ref
 
 import pytest
 
 from draftheads.decode.batch import Batch
-from draftheads.decode.core import CoreEvent, RunningLane
+from draftheads.decode.core import RunningLane
 from draftheads.decode.engine import Engine
 from draftheads.decode.prompt_reader import PromptReader
 from draftheads.decode.request import StreamEvent
 from draftheads.drafters.copying import Copying, CopyingSession
 from draftheads.errors import InvalidSettings, QueueFull, ShuttingDown, TooLarge
 from draftheads.heads.stateful import StatefulSession
-from draftheads.models.model import TargetModel
-from draftheads.serve.scheduler import Job, JobFailed, Lane, Limits, Scheduler
+from draftheads.serve.scheduler import Job, JobFailed, Lane, Limits, Scheduler, Snapshot
 from families import GROWING, TREES, tiny_head, tiny_model
 from scheduler_world import (
     Clock,
@@ -33,26 +34,32 @@ from scheduler_world import (
     submit,
 )
 
+MODEL = tiny_model("llama")
+ENGINES = {
+    "m": Engine(MODEL, tiny_head("medusa", MODEL), shape=TREES["ragged"]),
+    "m:hydra": Engine(MODEL, tiny_head("hydra", MODEL), shape=GROWING["best first"]),
+    "plain": Engine(MODEL),
+}
+PLAIN = Lane("plain")
+PER_SLOT = scheduler_of(ENGINES).core.sizes.per_slot(ENGINES["m"])
 
-@pytest.fixture(scope="module")
-def model() -> TargetModel:
-    return tiny_model("llama")
+
+def plain(prompt: list[int], **settings: Any) -> tuple[int, ...]:
+    return plain_answer(ENGINES["m"], prompt, **settings)
 
 
-@pytest.fixture
-def engines(model: TargetModel) -> dict[str, Engine]:
-    return {
-        "m": Engine(model, tiny_head("medusa", model), shape=TREES["ragged"]),
-        "m:hydra": Engine(model, tiny_head("hydra", model), shape=GROWING["best first"]),
-        "plain": Engine(model),
-    }
+def snapshots(scheduler: Scheduler) -> Iterator[Snapshot]:
+    """Iterates until nothing is left to do; the counts after each iteration."""
+    while scheduler._has_work():
+        iterate(scheduler)
+        yield scheduler.snapshot()
 
 
 # --- turns ---
 
 
-def test_clients_take_turns_and_each_ones_jobs_keep_their_order(engines: dict[str, Engine]):
-    scheduler = scheduler_of(engines, max_rows=1)
+def test_clients_take_turns_and_each_ones_jobs_keep_their_order():
+    scheduler = scheduler_of(ENGINES, max_rows=1)
     ended: list[str] = []
     for name in ("a1", "a2", "a3", "b1", "c1", "b2"):
         job, _ = submit(scheduler, [3, 4], client=name[0], max_new_tokens=2)
@@ -61,24 +68,19 @@ def test_clients_take_turns_and_each_ones_jobs_keep_their_order(engines: dict[st
     assert ended == ["a1", "b1", "c1", "a2", "b2", "a3"]
 
 
-def test_no_more_rows_than_allowed(engines: dict[str, Engine]):
-    scheduler = scheduler_of(engines, max_rows=3, chunk_tokens=4)
+def test_no_more_rows_than_allowed():
+    scheduler = scheduler_of(ENGINES, max_rows=3, chunk_tokens=4)
     inboxes = [submit(scheduler, [3, 4, 5 + n], Lane(("m", "plain")[n % 2]))[1] for n in range(9)]
-    most = 0
-    while scheduler._has_work():
-        iterate(scheduler)
-        found = scheduler.snapshot()
-        most = max(most, found.running + found.reading)
-    assert most == 3
+    assert max(counts.running + counts.reading for counts in snapshots(scheduler)) == 3
     assert all(len(inbox.answer) == 12 for inbox in inboxes)
 
 
 # --- what is refused ---
 
 
-def test_a_full_queue_refuses_and_names_the_time_after_which_to_retry(engines: dict[str, Engine]):
+def test_a_full_queue_refuses_and_names_the_time_after_which_to_retry():
     clock = Clock()
-    scheduler = scheduler_of(engines, clock=clock, max_rows=1, max_waiting=2)
+    scheduler = scheduler_of(ENGINES, clock=clock, max_rows=1, max_waiting=2)
     for client in "ab":
         submit(scheduler, [3, 4], max_new_tokens=2, client=client)
     with pytest.raises(QueueFull, match="2 requests wait and at most 2 may: retry after 1 s") as caught:
@@ -89,18 +91,17 @@ def test_a_full_queue_refuses_and_names_the_time_after_which_to_retry(engines: d
         run_to_end(scheduler)
         for client in "ab":
             submit(scheduler, [3, 4], max_new_tokens=2, client=client)
-    with pytest.raises(QueueFull) as caught:
-        submit(scheduler, [3, 4])
-    assert caught.value.retry_after == 10 / 4, "four jobs ended in the ten seconds since the first of them"
-    clock.now += 100
-    with pytest.raises(QueueFull) as caught:
-        submit(scheduler, [3, 4])
-    assert caught.value.retry_after == 1.0, "rates of long ago do not count"
+    # four jobs ended in the ten seconds since the first of them; rates of long ago do not count
+    for seconds, retry_after in ((0, 10 / 4), (100, 1.0)):
+        clock.now += seconds
+        with pytest.raises(QueueFull) as caught:
+            submit(scheduler, [3, 4])
+        assert caught.value.retry_after == retry_after
     assert scheduler.snapshot().waiting == 2
 
 
-def test_no_client_fills_the_queue_alone(engines: dict[str, Engine]):
-    scheduler = scheduler_of(engines, max_rows=1, max_waiting=8)
+def test_no_client_fills_the_queue_alone():
+    scheduler = scheduler_of(ENGINES, max_rows=1, max_waiting=8)
     for _ in range(4):
         submit(scheduler, [3, 4], client="greedy")
     message = "4 requests of this client wait, and as many places stay free for other clients: retry after 1 s"
@@ -114,16 +115,15 @@ def test_no_client_fills_the_queue_alone(engines: dict[str, Engine]):
     assert scheduler.snapshot().waiting == 8
 
 
-def test_a_request_that_cannot_fit_is_refused_at_once(engines: dict[str, Engine]):
-    per_slot = scheduler_of(engines).core.sizes.per_slot(engines["m"])
-    exact = (128 + 128) * per_slot  # the row and its prompt
-    submit(scheduler_of(engines, kv_bytes=exact), [3] * 50, Lane("plain"), max_new_tokens=77)
+def test_a_request_that_cannot_fit_is_refused_at_once():
+    exact = (128 + 128) * PER_SLOT  # the row and its prompt
+    fits = scheduler_of(ENGINES, kv_bytes=exact)
+    submit(fits, [3] * 50, PLAIN, max_new_tokens=77)
     with pytest.raises(TooLarge, match=r"77 new tokens need 0 MiB .* ask for fewer tokens"):
-        submit(scheduler_of(engines, kv_bytes=exact - 1), [3] * 50, Lane("plain"), max_new_tokens=77)
-    with pytest.raises(TooLarge):  # one slot more is another block
-        submit(scheduler_of(engines, kv_bytes=exact), [3] * 50, Lane("plain"), max_new_tokens=78)
-    with pytest.raises(TooLarge):  # so are the nodes of a tree
-        submit(scheduler_of(engines, kv_bytes=exact), [3] * 50, Lane("m"), max_new_tokens=77)
+        submit(scheduler_of(ENGINES, kv_bytes=exact - 1), [3] * 50, PLAIN, max_new_tokens=77)
+    for lane, length in ((PLAIN, 78), (Lane("m"), 77)):  # one slot more is another block, and so are a tree's nodes
+        with pytest.raises(TooLarge):
+            submit(fits, [3] * 50, lane, max_new_tokens=length)
 
 
 @pytest.mark.parametrize(
@@ -135,15 +135,15 @@ def test_a_request_that_cannot_fit_is_refused_at_once(engines: dict[str, Engine]
         (Lane("plain", 4), "draft_nodes is 4, which is for drafters that fill trees.*plain decoding does not"),
     ],
 )
-def test_impossible_lanes_are_refused(engines: dict[str, Engine], lane: Lane, message: str):
-    scheduler = scheduler_of(engines)
-    job = Job(request_of(engines["m"], [3, 4]), lane, "someone", Inbox())
+def test_impossible_lanes_are_refused(lane: Lane, message: str):
+    scheduler = scheduler_of(ENGINES)
+    job = Job(request_of(ENGINES["m"], [3, 4]), lane, "someone", Inbox())
     with pytest.raises(InvalidSettings, match=message):
         scheduler.submit(job)
     check_empty(scheduler)
 
 
-def test_limits_and_engines_are_checked(model: TargetModel):
+def test_limits_and_engines_are_checked():
     with pytest.raises(InvalidSettings, match="kv_bytes is 0; it must be at least 1"):
         Limits(kv_bytes=0)
     with pytest.raises(InvalidSettings, match="at least one engine"):
@@ -151,11 +151,11 @@ def test_limits_and_engines_are_checked(model: TargetModel):
 
 
 @pytest.mark.parametrize("nodes", [0, 1, 2, 9, 64])
-def test_the_number_of_draft_nodes_is_that_of_the_lane(engines: dict[str, Engine], nodes: int):
-    scheduler = scheduler_of(engines)
+def test_the_number_of_draft_nodes_is_that_of_the_lane(nodes: int):
+    scheduler = scheduler_of(ENGINES)
     _, inbox = submit(scheduler, [3, 4], Lane("m:hydra", nodes))
     run_to_end(scheduler)
-    assert inbox.answer == plain_answer(engines["m"], [3, 4])
+    assert inbox.answer == plain([3, 4])
     drafted = {sum(event.drafted_by_depth) for event in inbox.events[1:] if isinstance(event, StreamEvent)}
     assert drafted == {max(0, nodes - 1)}
 
@@ -164,9 +164,9 @@ def test_the_number_of_draft_nodes_is_that_of_the_lane(engines: dict[str, Engine
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
-def test_a_cancelled_job_gets_no_event_and_leaves_within_a_step(engines: dict[str, Engine], after: int):
+def test_a_cancelled_job_gets_no_event_and_leaves_within_a_step(after: int):
     """While it waits, while its prompt is read, and while it is decoded."""
-    scheduler = scheduler_of(engines, chunk_tokens=8)
+    scheduler = scheduler_of(ENGINES, chunk_tokens=8)
     _, other = submit(scheduler, [3, 4])
     job, inbox = submit(scheduler, [5] * 12)
     iterate(scheduler, after)
@@ -178,13 +178,13 @@ def test_a_cancelled_job_gets_no_event_and_leaves_within_a_step(engines: dict[st
     assert (found.running, found.reading, found.waiting, found.cancelled) == (1, 0, 0, 1)
     run_to_end(scheduler)
     assert len(inbox.events) == count
-    assert other.answer == plain_answer(engines["m"], [3, 4])
+    assert other.answer == plain([3, 4])
     check_empty(scheduler)
 
 
-def test_a_deadline_ends_a_job_wherever_it_is(engines: dict[str, Engine]):
+def test_a_deadline_ends_a_job_wherever_it_is():
     clock = Clock()
-    scheduler = scheduler_of(engines, clock=clock, max_rows=2, chunk_tokens=8)
+    scheduler = scheduler_of(ENGINES, clock=clock, max_rows=2, chunk_tokens=8)
     _, running = submit(scheduler, [3, 4], deadline=5.0, max_new_tokens=50)
     _, reading = submit(scheduler, [5] * 60, deadline=5.0)
     _, waiting = submit(scheduler, [5, 6], deadline=5.0)
@@ -200,15 +200,15 @@ def test_a_deadline_ends_a_job_wherever_it_is(engines: dict[str, Engine]):
     for inbox in (running, reading, waiting):
         assert inbox.failure == JobFailed("deadline", "the deadline passed before the answer was finished")
     run_to_end(scheduler)
-    assert patient.answer == plain_answer(engines["m"], [5, 6])
+    assert patient.answer == plain([5, 6])
     assert (scheduler.snapshot().failed, scheduler.snapshot().finished) == (3, 1)
     check_empty(scheduler)
 
 
 def test_a_step_that_fails_fails_the_jobs_of_its_batch_only(
-    engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    scheduler = scheduler_of(engines, chunk_tokens=8)
+    scheduler = scheduler_of(ENGINES, chunk_tokens=8)
     inboxes = [submit(scheduler, [3, 4 + n], Lane(name))[1] for n, name in enumerate(("m", "m", "plain"))]
     iterate(scheduler, 2)
     read_later = submit(scheduler, [5] * 30, Lane("m"))[1]
@@ -216,7 +216,7 @@ def test_a_step_that_fails_fails_the_jobs_of_its_batch_only(
     step = Batch.step
 
     def failing(batch: Batch) -> Any:
-        if batch.drafter is engines["m"].drafter:
+        if batch.drafter is ENGINES["m"].drafter:
             raise RuntimeError("out of memory\nand more")
         return step(batch)
 
@@ -228,18 +228,15 @@ def test_a_step_that_fails_fails_the_jobs_of_its_batch_only(
         assert inbox.failure == JobFailed("error", "the answer could not be computed: out of memory")
     _, after = submit(scheduler, [3, 4], Lane("m"))
     run_to_end(scheduler)
-    assert after.answer == plain_answer(engines["m"], [3, 4])
-    assert inboxes[2].answer == plain_answer(engines["m"], [3, 6])
+    assert after.answer == plain([3, 4])
+    assert inboxes[2].answer == plain([3, 6])
     check_empty(scheduler)
 
 
-def test_an_error_in_one_request_fails_it_alone(engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch):
-    scheduler = scheduler_of(engines)
+def test_an_error_in_one_request_fails_it_alone(monkeypatch: pytest.MonkeyPatch):
+    scheduler = scheduler_of(ENGINES)
     bad_text, other, bad_prompt = (submit(scheduler, [3, 4, number]) for number in (5, 6, 7))
     read = PromptReader.read
-
-    def refuse(*_: object) -> None:
-        raise ValueError("no such token")
 
     def failing(reader: PromptReader, most: int) -> int:
         if bad_prompt[0].request in reader.requests:
@@ -248,32 +245,24 @@ def test_an_error_in_one_request_fails_it_alone(engines: dict[str, Engine], monk
 
     monkeypatch.setattr(PromptReader, "read", failing)
     iterate(scheduler, 1)
-    bad_text[0].request._stream.push = refuse  # type: ignore[method-assign]
+    bad_text[0].request._stream.push = Mock(side_effect=ValueError("no such token"))  # type: ignore[method-assign]
     run_to_end(scheduler)
     assert bad_text[1].failure.message.endswith("no such token")
     assert bad_prompt[1].failure.message.endswith("no such prompt")
-    assert other[1].answer == plain_answer(engines["m"], [3, 4, 6])
+    assert other[1].answer == plain([3, 4, 6])
     check_empty(scheduler)
 
 
-def test_a_callback_that_raises_is_logged_and_its_job_cancelled(
-    engines: dict[str, Engine], caplog: pytest.LogCaptureFixture
-):
-    scheduler = scheduler_of(engines)
+def test_a_callback_that_raises_is_logged_and_its_job_cancelled(caplog: pytest.LogCaptureFixture):
+    scheduler = scheduler_of(ENGINES)
     job, _ = submit(scheduler, [3, 4])
     _, other = submit(scheduler, [3, 5])
-    calls = []
-
-    def broken(event: object) -> None:
-        calls.append(event)
-        raise ConnectionError("gone")
-
-    job.on_event = broken
+    job.on_event = Mock(side_effect=ConnectionError("gone"))
     with caplog.at_level(logging.ERROR):
         run_to_end(scheduler)
-    assert len(calls) == 1
+    job.on_event.assert_called_once()
     assert "gone" in caplog.text
-    assert other.answer == plain_answer(engines["m"], [3, 5])
+    assert other.answer == plain([3, 5])
     assert scheduler.snapshot().cancelled == 1
     check_empty(scheduler)
 
@@ -281,26 +270,23 @@ def test_a_callback_that_raises_is_logged_and_its_job_cancelled(
 # --- memory ---
 
 
-def test_a_token_takes_the_states_of_all_layers_that_a_head_reads(engines: dict[str, Engine]):
-    model = engines["m"].model
-    sizes = scheduler_of(engines).core.sizes
-    of_one, of_two = (sizes.per_slot(Engine(model, tiny_head(method, model))) for method in ("eagle", "eagle3"))
-    assert of_two - of_one == model.hidden_size * model.dtype.itemsize
+def test_a_token_takes_the_states_of_all_layers_that_a_head_reads():
+    sizes = scheduler_of(ENGINES).core.sizes
+    of_one, of_two = (sizes.per_slot(Engine(MODEL, tiny_head(method, MODEL))) for method in ("eagle", "eagle3"))
+    assert of_two - of_one == MODEL.hidden_size * MODEL.dtype.itemsize
 
 
 @pytest.mark.parametrize("method", ["hydra++", "eagle", "eagle3", "amphista", "small-llama"])
-def test_the_history_of_a_head_is_within_the_memory_that_is_reserved(model: TargetModel, method: str):
-    engine = Engine(model, Copying(tiny_head(method, model)), shape=TREES["chain"])
+def test_the_history_of_a_head_is_within_the_memory_that_is_reserved(method: str):
+    engine = Engine(MODEL, Copying(tiny_head(method, MODEL)), shape=TREES["chain"])
     limit = 6 * 128 * scheduler_of({"m": engine}).core.sizes.per_slot(engine)
     scheduler = scheduler_of({"m": engine}, kv_bytes=limit, max_rows=8)
     for n, length in enumerate((20, 110, 20, 3, 40, 100, 7)):
         submit(scheduler, [3 + n] * length, max_new_tokens=60)
     most = 0
-    while scheduler._has_work():
-        iterate(scheduler)
-        found = scheduler.snapshot()
+    for counts in snapshots(scheduler):
         histories = sum(map(history_bytes, scheduler.core.lanes))
-        assert found.kv_bytes + found.prefix_bytes + histories <= limit
+        assert counts.kv_bytes + counts.prefix_bytes + histories <= limit
         most = max(most, histories)
     assert most >= 2 * 128 * engine.drafter.bytes_per_slot > 0
 
@@ -313,43 +299,37 @@ def history_bytes(lane: RunningLane) -> int:
     return sum(part.untyped_storage().nbytes() for layer in kept for part in layer)
 
 
-def test_what_is_known_of_a_size_goes_with_its_engine(model: TargetModel):
+def test_what_is_known_of_a_size_goes_with_its_engine():
     """A head that was replaced is freed."""
-    engines = {"m": Engine(model, tiny_head("eagle", model))}
+    engines = {"m": Engine(MODEL, tiny_head("eagle", MODEL))}
     scheduler, old = scheduler_of(engines), ref(engines["m"].drafter)
-    scheduler.core.engines = {"m": Engine(model)}
+    scheduler.core.engines = {"m": Engine(MODEL)}
     engines.clear()
     gc.collect()
     assert old() is None
     assert scheduler.core.sizes.per_slot(scheduler.engines["m"]) > 0
 
 
-def test_requests_wait_for_memory_and_never_take_more(engines: dict[str, Engine]):
-    per_slot = scheduler_of(engines).core.sizes.per_slot(engines["m"])
-    limit = 5 * 128 * per_slot  # two rows of a block, or one of two blocks, and prompts
-    scheduler = scheduler_of(engines, kv_bytes=limit, max_rows=8)
+def test_requests_wait_for_memory_and_never_take_more():
+    limit = 5 * 128 * PER_SLOT  # two rows of a block, or one of two blocks, and prompts
+    scheduler = scheduler_of(ENGINES, kv_bytes=limit, max_rows=8)
     prompts = [[3 + n] * (110 if n == 2 else 20) for n in range(7)]
-    inboxes = [submit(scheduler, prompt, Lane("plain"), max_new_tokens=60)[1] for prompt in prompts]
-    most = 0
-    while scheduler._has_work():
-        iterate(scheduler)
-        found = scheduler.snapshot()
-        assert found.kv_bytes + found.prefix_bytes <= limit
-        most = max(most, found.running)
-    assert 2 <= most < 7
+    inboxes = [submit(scheduler, prompt, PLAIN, max_new_tokens=60)[1] for prompt in prompts]
+    all_counts = list(snapshots(scheduler))
+    assert all(counts.kv_bytes + counts.prefix_bytes <= limit for counts in all_counts)
+    assert 2 <= max(counts.running for counts in all_counts) < 7
     for prompt, inbox in zip(prompts, inboxes, strict=True):
-        assert inbox.answer == plain_answer(engines["m"], prompt, max_new_tokens=60)
+        assert inbox.answer == plain(prompt, max_new_tokens=60)
 
 
-def test_cached_texts_make_room_for_requests(engines: dict[str, Engine]):
-    per_slot = scheduler_of(engines).core.sizes.per_slot(engines["m"])
-    scheduler = scheduler_of(engines, kv_bytes=4 * 128 * per_slot)
+def test_cached_texts_make_room_for_requests():
+    scheduler = scheduler_of(ENGINES, kv_bytes=4 * 128 * PER_SLOT)
     for n in range(6):
-        submit(scheduler, [3 + n] * 60, Lane("plain"))
+        submit(scheduler, [3 + n] * 60, PLAIN)
         run_to_end(scheduler)
     assert scheduler.snapshot().prefix_entries > 2
     full = scheduler.snapshot().prefix_bytes
-    _, inbox = submit(scheduler, [9] * 100, Lane("plain"), max_new_tokens=100)
+    _, inbox = submit(scheduler, [9] * 100, PLAIN, max_new_tokens=100)
     iterate(scheduler)
     assert scheduler.snapshot().running == 1, "it did not wait"
     assert scheduler.snapshot().prefix_bytes < full
@@ -357,13 +337,11 @@ def test_cached_texts_make_room_for_requests(engines: dict[str, Engine]):
     assert len(inbox.answer) == 100
 
 
-def test_memory_that_a_long_row_left_is_freed_for_the_next_one(engines: dict[str, Engine]):
+def test_memory_that_a_long_row_left_is_freed_for_the_next_one():
     """The cache of a batch shrinks only when half of it is unused; a request that waits for the rest has it freed."""
-    per_slot = scheduler_of(engines).core.sizes.per_slot(engines["m"])
-    scheduler = scheduler_of(engines, kv_bytes=4 * 128 * per_slot)
-    submit(scheduler, [3] * 5, Lane("plain"), max_new_tokens=100)
-    submit(scheduler, [4] * 5, Lane("plain"), max_new_tokens=100)
-    submit(scheduler, [5] * 5, Lane("plain"), max_new_tokens=2)
+    scheduler = scheduler_of(ENGINES, kv_bytes=4 * 128 * PER_SLOT)
+    for token, length in ((3, 100), (4, 100), (5, 2)):
+        submit(scheduler, [token] * 5, PLAIN, max_new_tokens=length)
     iterate(scheduler, 2)
     cache = scheduler.core.lanes[0].batch.target.cache
     assert (cache.num_rows, cache.held_rows) == (2, 3)
@@ -377,8 +355,8 @@ def test_memory_that_a_long_row_left_is_freed_for_the_next_one(engines: dict[str
 # --- calls ---
 
 
-def test_calls_run_between_steps_and_return_values_or_errors(engines: dict[str, Engine]):
-    scheduler = scheduler_of(engines)
+def test_calls_run_between_steps_and_return_values_or_errors():
+    scheduler = scheduler_of(ENGINES)
     found = scheduler.call(get_ident)
     failed: Future[float] = scheduler.call(lambda: 1 / 0)
     given_up = scheduler.call(get_ident)
@@ -388,24 +366,19 @@ def test_calls_run_between_steps_and_return_values_or_errors(engines: dict[str, 
     assert isinstance(failed.exception(timeout=0), ZeroDivisionError)
 
 
-def test_a_replaced_engine_gets_the_requests_that_come_then(engines: dict[str, Engine], model: TargetModel):
-    scheduler = scheduler_of(engines, max_rows=2)
+def test_a_replaced_engine_gets_the_requests_that_come_then():
+    scheduler = scheduler_of(ENGINES, max_rows=2)
     _, old = submit(scheduler, [3, 4], Lane("m"), max_new_tokens=30)
     iterate(scheduler, 2)
     _, waiting = submit(scheduler, [3, 5], Lane("m", 5))
-    new = Engine(model)
-
-    def replace() -> None:
-        scheduler.engines["m"] = new
-
-    scheduler.call(replace)
+    scheduler.call(lambda: scheduler.engines.update(m=Engine(MODEL)))
     _, late = submit(scheduler, [3, 6], Lane("m"))
     iterate(scheduler)
     assert scheduler.snapshot().lanes == 2
     assert "draft_nodes is 5, which is for drafters that fill trees" in waiting.failure.message
     run_to_end(scheduler)
-    assert old.answer == plain_answer(new, [3, 4], max_new_tokens=30)
-    assert late.answer == plain_answer(new, [3, 6])
+    assert old.answer == plain([3, 4], max_new_tokens=30)
+    assert late.answer == plain([3, 6])
     assert all(event.num_drafted == 0 for event in late.events if isinstance(event, StreamEvent))
 
 
@@ -413,8 +386,8 @@ def test_a_replaced_engine_gets_the_requests_that_come_then(engines: dict[str, E
 
 
 @pytest.mark.parametrize("started", [True, False])
-def test_after_closing_nothing_is_taken(engines: dict[str, Engine], started: bool):
-    scheduler = scheduler_of(engines)
+def test_after_closing_nothing_is_taken(started: bool):
+    scheduler = scheduler_of(ENGINES)
     if started:
         scheduler.start()
     scheduler.close(drain_seconds=1)
@@ -425,18 +398,18 @@ def test_after_closing_nothing_is_taken(engines: dict[str, Engine], started: boo
     check_empty(scheduler)
 
 
-def test_closing_finishes_streams(engines: dict[str, Engine]):
-    scheduler = scheduler_of(engines, max_rows=2)
+def test_closing_finishes_streams():
+    scheduler = scheduler_of(ENGINES, max_rows=2)
     scheduler.start()
     inboxes = [submit(scheduler, [3, 4 + n])[1] for n in range(5)]
     scheduler.close(drain_seconds=60)
     for n, inbox in enumerate(inboxes):
-        assert inbox.answer == plain_answer(engines["m"], [3, 4 + n])
+        assert inbox.answer == plain([3, 4 + n])
     check_empty(scheduler)
 
 
-def test_what_does_not_end_in_time_fails(engines: dict[str, Engine]):
-    scheduler = scheduler_of(engines, max_rows=1)
+def test_what_does_not_end_in_time_fails():
+    scheduler = scheduler_of(ENGINES, max_rows=1)
     hold, go = Event(), Event()
     job, slow = submit(scheduler, [3, 4], max_new_tokens=200)
 
@@ -458,38 +431,31 @@ def test_what_does_not_end_in_time_fails(engines: dict[str, Engine]):
     check_empty(scheduler)
 
 
-def test_an_idle_scheduler_takes_no_processor_time(engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch):
-    scheduler = scheduler_of(engines)
-    iterations: list[int] = []
-    old = scheduler._iterate
-    monkeypatch.setattr(scheduler, "_iterate", lambda: (iterations.append(1), old())[1])
+def test_an_idle_scheduler_takes_no_processor_time(monkeypatch: pytest.MonkeyPatch):
+    scheduler = scheduler_of(ENGINES)
+    iterations = Mock(side_effect=scheduler._iterate)
+    monkeypatch.setattr(scheduler, "_iterate", iterations)
     scheduler.start()
     _, inbox = submit(scheduler, [3, 4])
     inbox.end.get(timeout=600)
     scheduler.call(get_ident).result(timeout=600)
-    count = len(iterations)
+    count = iterations.call_count
     time.sleep(0.2)  # time in which a loop that does not sleep would run thousands of times
-    assert len(iterations) <= count + 1
+    assert iterations.call_count <= count + 1
     scheduler.close(drain_seconds=0)
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, BaseException])  # panics of libraries in Rust are of the second kind
 def test_an_error_of_our_own_fails_the_jobs_and_the_thread_goes_on(
-    engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+    monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
 ):
-    scheduler = scheduler_of(engines)
-    step, failures = scheduler.core.step, [kind("our own")]
-
-    def failing_once() -> list[CoreEvent]:
-        if failures:
-            raise failures.pop()
-        return step()
-
-    monkeypatch.setattr(scheduler.core, "step", failing_once)
+    scheduler = scheduler_of(ENGINES)
     _, inbox = submit(scheduler, [3, 4])
-    scheduler.start()
-    assert isinstance(inbox.end.get(timeout=600), JobFailed)
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler.core, "step", Mock(side_effect=kind("our own")))
+        scheduler.start()
+        assert isinstance(inbox.end.get(timeout=600), JobFailed)
     _, after = submit(scheduler, [3, 4])
     after.end.get(timeout=600)
-    assert after.answer == plain_answer(engines["m"], [3, 4])
+    assert after.answer == plain([3, 4])
     scheduler.close(drain_seconds=0)

@@ -1,62 +1,61 @@
-"""The answers to one HTTP request: submits their jobs, and brings events from the model thread to the event loop."""
+"""The answers to one HTTP request: their jobs, their events on the event loop, and their stream to the client."""
 
 import asyncio
+import json
+import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from draftheads.decode.request import Request, StreamEvent
+from draftheads.decode.request import StreamEvent
 from draftheads.errors import DraftHeadsError
 from draftheads.serve.api_error import ApiError, api_error_of
-from draftheads.serve.request_params import RequestParams
+from draftheads.serve.call import Call
 from draftheads.serve.scheduler import Job, JobFailed
 from draftheads.serve.state import Service
 
+_LOG = logging.getLogger(__name__)
 _STATUS = {"error": 500, "deadline": 504, "shutdown": 503}
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx must not hold chunks back
+]
 T = TypeVar("T")
 
 
 class Answers:
-    """An asynchronous context manager: on leaving it, unfinished answers are cancelled. Submitted before it is entered.
+    """Submits, waits for and cancels the answers. Complete ones are recorded, if the client and the server want it.
 
     Args:
         service: the server's state.
-        requests: one for each answer.
-        params: with the lane of all of them.
+        call: what is answered.
         client: for the fair queue.
         start: when the HTTP request came, by ``time.monotonic``.
     """
 
-    on_finish: Callable[[Request], object] = id  # called with each request when its answer is complete
-
-    def __init__(
-        self,
-        service: Service,
-        requests: Sequence[Request],
-        params: RequestParams,
-        client: str,
-        *,
-        start: float,
-    ) -> None:
+    def __init__(self, service: Service, call: Call, client: str, *, start: float) -> None:
         self._service = service
+        self._call = call
         self._loop = asyncio.get_running_loop()
         self._start = start
         # bounded by the lengths of the answers: the model thread never waits for a client
         self._events: asyncio.Queue[tuple[int, StreamEvent | JobFailed]] = asyncio.Queue()
-        seconds = service.limits.request_seconds
-        deadline = None if seconds is None else self._start + seconds
+        seconds, params = service.limits.request_seconds, call.params
+        deadline = None if seconds is None else start + seconds
         self._jobs = [
             Job(request, params.lane, client, self._deliver_to(index), deadline, params.fields.cache_salt)
-            for index, request in enumerate(requests)
+            for index, request in enumerate(call.requests)
         ]
         self._unfinished = set(range(len(self._jobs)))
         self._last = dict.fromkeys(self._unfinished, 0.0)  # when the last event of each came; 0: none came
 
-    async def submit(self) -> None:
+    def submit(self) -> None:
         """Submits all jobs, or none.
 
         Raises:
@@ -77,15 +76,6 @@ class Answers:
         for job in self._jobs:
             self._service.cancel(job)
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._unfinished:
-            self.cancel()
-
     async def events(self) -> AsyncGenerator[tuple[int, StreamEvent]]:
         """The events of all answers with their numbers, as they come.
 
@@ -102,19 +92,17 @@ class Answers:
             self._note(index, event)
             if event.finish_reason is not None:
                 self._unfinished.discard(index)
-                self.on_finish(self._jobs[index].request)
+                if self._call.params.fields.store:
+                    self._service.record(self._call.params.lane.model, self._jobs[index].request, self._call.messages)
             yield index, event
 
-    async def finish(self) -> list[Request]:
+    async def finish(self) -> None:
         """Waits until all answers are finished."""
         async for _ in self.events():
             pass
-        return [job.request for job in self._jobs]
 
     def _deliver_to(self, index: int) -> Callable[[StreamEvent | JobFailed], None]:
-        """What the model thread calls."""
-
-        def deliver(event: StreamEvent | JobFailed) -> None:
+        def deliver(event: StreamEvent | JobFailed) -> None:  # on the model thread
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
         return deliver
@@ -126,6 +114,46 @@ class Answers:
         else:
             self._service.metrics.first_token(event, now - self._start)
         self._last[index] = now
+
+
+class EventStream(Response):
+    """Server-sent events: one JSON object each, the last one may be an error, and ``[DONE]`` at the end.
+
+    The stream ends when the client disconnects. The generator of its chunks is closed in any case, and ``at_end`` is
+    called last, also if the stream never began.
+    """
+
+    def __init__(self, chunks: AsyncGenerator[dict[str, Any]], at_end: Callable[[], object]) -> None:
+        super().__init__()
+        self._chunks = chunks
+        self._at_end = at_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the stream."""
+        try:
+            await unless_gone(receive, self._send_all(send))
+        except ClientDisconnect:
+            pass
+        finally:
+            self._at_end()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        async with aclosing(self._chunks) as chunks:
+            try:
+                async for chunk in chunks:
+                    await _send_event(send, json.dumps(chunk, ensure_ascii=False, separators=(",", ":")))
+            except ApiError as error:
+                await _send_event(send, json.dumps(error.body()))
+            except Exception:  # noqa: BLE001 - logged; too late for another status
+                _LOG.exception("a stream failed")
+                await _send_event(send, json.dumps(ApiError(500, "the server could not finish the answer").body()))
+        await _send_event(send, "[DONE]")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_event(send: Send, text: str) -> None:
+    await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
@@ -142,15 +170,11 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
             raise ClientDisconnect
         return working.result()
     finally:
-        await _stop(working, watching)
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _stop(*tasks: asyncio.Future[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

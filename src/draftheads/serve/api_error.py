@@ -1,6 +1,7 @@
 """Errors in the form of OpenAI's API: a status and ``{"error": {"message", "type", "param", "code"}}``."""
 
 import math
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -25,32 +26,19 @@ _TYPES = {
 }
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
-    """A request that gets no answer.
+    """A request that gets no answer."""
 
-    Args:
-        status: of the HTTP response.
-        message: what is wrong and how to fix it.
-        param: the field of the request that is wrong.
-        code: for programs, such as ``model_not_found``.
-        retry_after: seconds after which to try again.
-    """
+    status: int  # of the HTTP response
+    message: str  # what is wrong and how to fix it
+    _: KW_ONLY
+    param: str | None = None  # the field of the request that is wrong
+    code: str | None = None  # for programs, such as "model_not_found"
+    retry_after: float | None = None  # seconds after which to try again
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.retry_after = retry_after
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def headers(self) -> dict[str, str]:
@@ -79,12 +67,7 @@ class ApiError(Exception):
 
 
 def api_error_of(error: DraftHeadsError, *, param: str | None = None) -> ApiError:
-    """The response to one of our errors.
-
-    Args:
-        error: raised while a request was read or submitted.
-        param: the field that it is about, if that is known.
-    """
+    """The response to one of our errors, raised while a request was read or submitted; ``param`` is the wrong field."""
     match error:
         case QueueFull():
             return ApiError(429, str(error), code="queue_full", retry_after=error.retry_after)

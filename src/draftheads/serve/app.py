@@ -1,27 +1,32 @@
 """The routes. Each reads its request on a thread, and waits for events of the model thread."""
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
+from pydantic import Field
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from draftheads.errors import DraftHeadsError
-from draftheads.serve.admin import add_admin_routes
-from draftheads.serve.answers import Answers, unless_gone
+from draftheads.errors import CheckpointError, DraftHeadsError, ModelNotFound
+from draftheads.serve.answers import Answers, EventStream, unless_gone
 from draftheads.serve.api_error import ApiError, api_error_of
-from draftheads.serve.body import read_body
-from draftheads.serve.chat_completions import ChatCall, read_chat
+from draftheads.serve.body import read_body, read_json
+from draftheads.serve.call import Call
+from draftheads.serve.chat_completions import read_chat
 from draftheads.serve.completions import CompletionCall, read_completion
-from draftheads.serve.event_stream import EventStream
+from draftheads.serve.fields import Fields, read_fields
 from draftheads.serve.guard import Guard
-from draftheads.serve.scoring import score
+from draftheads.serve.head_replacement import Busy
+from draftheads.serve.scoring import PromptScores, score
 from draftheads.serve.state import ServedModel, Service
 
+T = TypeVar("T")
 _PAGE = Path(__file__).parent / "page"
 
 
@@ -35,16 +40,12 @@ def create_app(service: Service) -> FastAPI:
     _add_state_routes(app, service)
     _add_model_routes(app, service)
     _add_answer_routes(app, service)
-    add_admin_routes(app, service)
-    _add_page(app)
+    _add_admin_route(app, service)
+    for (
+        file
+    ) in _PAGE.iterdir():  # a route for each, as a mount at / would answer wrong methods of all other routes, too
+        app.add_route("/" if file.name == "index.html" else f"/{file.name}", partial(_file, file))
     return app
-
-
-def _add_page(app: FastAPI) -> None:
-    """The chat page. A route for each file, as a mount at / would answer wrong methods of all other routes, too."""
-    for file in _PAGE.iterdir():
-        path = "/" if file.name == "index.html" else f"/{file.name}"
-        app.add_route(path, partial(_file, file))
 
 
 async def _file(path: Path, _: Request) -> Response:
@@ -79,59 +80,90 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
 def _add_answer_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        _ = service.scheduler
-        body = await read_body(request, service.limits)
-        call = await service.read(request.state.client, read_chat, body, service)
-        return await _answered(request, service, call, _answers(request, service, call, call.messages))
+        return await _answered(request, service, await _read(request, service, read_chat))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        _ = service.scheduler
-        body = await read_body(request, service.limits)
-        call = await service.read(request.state.client, read_completion, body, service)
+        call = await _read(request, service, read_completion)
         if call.num_scored is not None:
-            return await unless_gone(request.receive, _scored(request, service, call))
-        return await _answered(request, service, call, _answers(request, service, call))
+            scores = await unless_gone(request.receive, _scores(service, call, call.num_scored))
+            call.scores.extend(scores)
+        return await _answered(request, service, call)
 
 
-def _answers(
-    request: Request, service: Service, call: ChatCall | CompletionCall, messages: list[dict[str, Any]] | None = None
-) -> Answers:
-    """The answers to a request that was read; complete ones are recorded, if the client and the server want it."""
-    answers = Answers(service, call.requests, call.params, request.state.client, start=request.state.start)
-    if call.params.fields.store:
-        answers.on_finish = partial(service.record, call.params.lane.model, messages=messages)
-    return answers
+async def _read(request: Request, service: Service, read: Callable[[bytes, Service], T]) -> T:
+    _ = service.scheduler  # 503 while it loads
+    body = await read_body(request, service.limits)
+    return await service.read(request.state.client, read, body, service)
 
 
-async def _answered(request: Request, service: Service, call: ChatCall | CompletionCall, answers: Answers) -> Response:
+async def _answered(request: Request, service: Service, call: Call) -> Response:
     """The response to a request that was read: submits its jobs; a full queue is an error also of a stream."""
-    await answers.submit()
+    answers = Answers(service, call, request.state.client, start=request.state.start)
+    answers.submit()
     if call.params.fields.stream:
-        return EventStream(call.chunks(answers), answers.cancel)
-    async with answers:
+        return EventStream(call.chunks(answers.events()), answers.cancel)
+    try:
         await unless_gone(request.receive, answers.finish())
+    finally:
+        answers.cancel()
     return JSONResponse(await service.write(call.response))
 
 
-async def _scored(request: Request, service: Service, call: CompletionCall) -> Response:
-    """A completion with log-probabilities of its prompts, one prompt after another."""
-    assert call.num_scored is not None
+async def _scores(service: Service, call: CompletionCall, num_top: int) -> list[PromptScores]:
+    """Log-probabilities of the prompts, one prompt after another."""
     scores = []
     try:
         async with asyncio.timeout(service.limits.request_seconds):
             for prompt in call.prompts:
                 async with service.scoring:
-                    scores.append(await score(service.scheduler, call.params.engine, prompt.token_ids, call.num_scored))
+                    scores.append(await score(service.scheduler, call.params.engine, prompt.token_ids, num_top))
     except TimeoutError:
         raise ApiError(504, "the deadline passed before the prompts were scored", code="deadline") from None
     except DraftHeadsError as error:  # the server shuts down
         raise api_error_of(error) from None
-    answers = _answers(request, service, call)
-    await answers.submit()
-    async with answers:
-        await answers.finish()
-    return JSONResponse(await service.write(call.response, scores))
+    return scores
+
+
+class _HeadFields(Fields):
+    model: Annotated[str, Field(min_length=1)]
+    head: Annotated[str, Field(min_length=1)]
+    force: bool = False
+
+
+def _add_admin_route(app: FastAPI, service: Service) -> None:
+    """Replaces the draft head of a model while it is served. The guard checks the admin key."""
+
+    @app.post("/admin/head")
+    async def head(request: Request) -> dict[str, Any]:
+        _ = service.scheduler
+        assert service.heads is not None, "a service with an admin key can replace heads"
+        fields = read_fields(_HeadFields, read_json(await read_body(request, service.limits), service.limits))
+        name, wanted = fields.model, fields.head
+        model = service.model(name)
+        try:
+            result = await asyncio.to_thread(
+                service.heads.replace, name, wanted, weights=model.weights, force=fields.force
+            )
+        except DraftHeadsError as error:
+            raise _refusal(error) from None
+        if result.replaced:
+            service.models[name] = replace(model, head=wanted)
+        counts = asdict(result)
+        old, new = counts.pop("old"), counts.pop("new")
+        return {"model": name, "head": wanted, "tokens_per_step": {"old": old, "new": new}, **counts}
+
+
+def _refusal(error: DraftHeadsError) -> ApiError:
+    match error:
+        case Busy():
+            return ApiError(409, str(error), code="busy", retry_after=10)
+        case ModelNotFound():
+            return ApiError(404, str(error), param="head", code="head_not_found")
+        case CheckpointError():
+            return ApiError(400, str(error), param="head", code="head_does_not_fit")
+        case _:
+            return api_error_of(error)
 
 
 def _described(service: Service, model: ServedModel) -> dict[str, Any]:

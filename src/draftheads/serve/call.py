@@ -1,18 +1,22 @@
-"""A request that was read, and what the responses of both routes have in common."""
+"""A request that was read, and what the responses of both routes have in common: ids, counts, drafted text."""
 
 import time
 import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any, ClassVar
 
-from draftheads.decode.request import Request, StreamEvent
+from draftheads.decode.request import Request, StreamEvent, TopLogprobs
+from draftheads.decode.text import TextStream
+from draftheads.serve.logprobs import TokenNames
 from draftheads.serve.request_params import RequestParams
-from draftheads.serve.token_names import TokenNames
 
 
 @dataclass(frozen=True)
-class Call:
+class Call(ABC):
     """A request that was read."""
 
     id_prefix: ClassVar[str]
@@ -20,8 +24,18 @@ class Call:
     chunk_name: ClassVar[str]
 
     params: RequestParams
+    num_prompt_tokens: int  # each prompt counts once, also with n answers
     requests: list[Request]  # n for each prompt; none if prompts are only scored
+    messages: list[dict[str, Any]] | None  # the prompt, of a chat
     created: int = field(init=False, default_factory=lambda: int(time.time()))
+
+    @abstractmethod
+    def response(self) -> dict[str, Any]:
+        """The whole response, once all requests are finished."""
+
+    @abstractmethod
+    def chunks(self, events: AsyncGenerator[tuple[int, StreamEvent]]) -> AsyncGenerator[dict[str, Any]]:
+        """The response as a stream, from the events of the requests with their numbers."""
 
     @cached_property
     def id(self) -> str:
@@ -33,21 +47,85 @@ class Call:
         """Of the model's tokens."""
         return TokenNames(self.params.engine.model.tokenizer)
 
-    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """A whole response."""
-        return {**self._head(self.object_name), "choices": choices, "usage": usage}
+        return {**self._head(self.object_name), "choices": choices, "usage": self._usage()}
 
-    def chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
-        """A chunk of a stream. If the request asks for the usage, only the last chunk has it."""
+    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """A chunk of a stream. If the request asks for the usage, a last chunk without choices has it."""
+        usage = None if choices else self._usage()
         last = {"usage": usage} if self.params.fields.stream_options.include_usage else {}
         return {**self._head(self.chunk_name), "choices": choices, **last}
 
     def _head(self, name: str) -> dict[str, Any]:
         return {"id": self.id, "object": name, "created": self.created, "model": self.params.lane.model}
 
+    def _usage(self) -> dict[str, Any]:
+        """Tokens of all answers, finished or not, as OpenAI counts them, and what drafting did."""
+        requests = self.requests
+        answered = sum(len(request.token_ids) for request in requests)
+        steps = sum(request.num_steps for request in requests)
+        # the first token of an answer comes from the prompt's pass
+        of_steps = sum(max(0, len(request.token_ids) - 1) for request in requests)
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": answered,
+            "total_tokens": self.num_prompt_tokens + answered,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(request.num_cached for request in requests[:: self.params.fields.n])
+            },
+            "draft": {
+                "steps": steps,
+                "tokens_per_step": round(of_steps / steps, 4) if steps else 1.0,
+                "drafted_by_depth": _sums([request.drafted_by_depth for request in requests]),
+                "accepted_by_depth": _sums([request.accepted_by_depth for request in requests]),
+            },
+        }
 
-def num_shown(request: Request, event: StreamEvent | None = None) -> int:
-    """How many tokens of an answer (or of an event of it) are text: all but one that ended it."""
-    token_ids = request.token_ids if event is None else event.token_ids
-    is_last = (request.finish_reason if event is None else event.finish_reason) == "stop"
-    return len(token_ids) - (is_last and bool(token_ids) and request.is_stop_id(token_ids[-1]))
+
+def _sums(lists: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(column) for column in zip_longest(*lists, fillvalue=0)]
+
+
+def tokens_with_logprobs(
+    request: Request, part: Request | StreamEvent
+) -> tuple[Sequence[int], Sequence[float], Sequence[TopLogprobs]] | None:
+    """The tokens that are text (all but one that ended the answer), their log-probabilities and the top ones.
+
+    ``part`` is an event of the request, or the whole request. None if no log-probabilities are asked for.
+    """
+    if request.settings.logprobs is None:
+        return None
+    ids = part.token_ids
+    has_stop_id = part.finish_reason == "stop" and bool(ids) and request.is_stop_id(ids[-1])
+    count = len(ids) - has_stop_id
+    return ids[:count], (part.logprobs or ())[:count], (part.top_logprobs or ())[:count]
+
+
+class DraftPieces:
+    """Which parts of an answer's text were drafted, event by event.
+
+    Text of a token can come with a later event: a half character, or what may become a stop string.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._stream = TextStream(tokenizer)
+        self._waiting: list[tuple[str, bool]] = []
+
+    def push(self, event: StreamEvent) -> list[list[Any]]:
+        """The event's new text in pieces ``[text, is_drafted]``, which together are the text."""
+        text = event.text
+        for place, token in enumerate(event.token_ids):
+            self._waiting.append((self._stream.push([token]), place < event.num_drafted))
+        pieces: list[list[Any]] = []
+        while text and self._waiting:
+            piece, drafted = self._waiting.pop(0)
+            part = piece[: len(text)]
+            if len(piece) > len(text):
+                self._waiting.insert(0, (piece[len(text) :], drafted))
+            if part:
+                pieces.append([text[: len(part)], drafted])
+            text = text[len(part) :]
+        if text:  # half a character at the end of an answer
+            pieces.append([text, False])
+        return pieces

@@ -7,16 +7,14 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from draftheads.decode.request import Request, StreamEvent
-from draftheads.serve.answers import Answers
 from draftheads.serve.body import read_json
-from draftheads.serve.call import Call, num_shown
+from draftheads.serve.call import Call, DraftPieces, tokens_with_logprobs
 from draftheads.serve.chat_messages import Message, prompt_ids_of
 from draftheads.serve.fields import read_fields, wrong
 from draftheads.serve.logprobs import chat_logprobs
 from draftheads.serve.request_params import CommonFields, read_params
 from draftheads.serve.state import Service
 from draftheads.serve.tools import ToolCall, ToolCallText, ToolFields, ToolUse, call_of
-from draftheads.serve.usage import DraftPieces, usage_of
 from draftheads.settings import MOST_LOGPROBS
 
 
@@ -29,36 +27,34 @@ class ChatCall(Call):
     chunk_name = "chat.completion.chunk"
 
     tools: ToolUse | None
-    messages: list[dict[str, Any]]
 
     def response(self) -> dict[str, Any]:
-        """The whole response, once all requests are finished."""
-        choices = [self._choice(index, request) for index, request in enumerate(self.requests)]
-        return self.whole(choices, usage_of(self.requests, n=self.params.fields.n))
+        """Messages."""
+        return self.whole([self._choice(index, request) for index, request in enumerate(self.requests)])
 
-    async def chunks(self, answers: Answers) -> AsyncGenerator[dict[str, Any]]:
-        """The response as a stream; ``answers`` are submitted."""
+    async def chunks(self, events: AsyncGenerator[tuple[int, StreamEvent]]) -> AsyncGenerator[dict[str, Any]]:
+        """Roles, texts and calls, and the ends."""
         streams = [_ChoiceStream(self, index, request) for index, request in enumerate(self.requests)]
         for stream in streams:
             yield self.chunk([stream.choice({"role": "assistant", "content": ""})])
-        async for index, event in answers.events():
+        async for index, event in events:
             for choice in streams[index].choices(event):
                 yield self.chunk([choice])
         if self.params.fields.stream_options.include_usage:
-            yield self.chunk([], usage_of(self.requests, n=self.params.fields.n))
+            yield self.chunk([])
+
+    def logprobs_of(self, request: Request, part: Request | StreamEvent) -> dict[str, Any] | None:
+        """Of a request or one of its events, as :func:`tokens_with_logprobs`."""
+        tokens = tokens_with_logprobs(request, part)
+        return None if tokens is None else chat_logprobs(self.names, *tokens)
 
     def _choice(self, index: int, request: Request) -> dict[str, Any]:
         content, calls = _AnswerText(self.tools).push(request.text, is_end=True)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             message |= {"content": content or None, "tool_calls": [call.as_json() for call in calls]}
-        logprobs = None
-        if request.settings.logprobs is not None:
-            count = num_shown(request)
-            logprobs = chat_logprobs(
-                self.names, request.token_ids[:count], request.logprobs[:count], request.top_logprobs[:count]
-            )
         reason = "tool_calls" if calls else request.finish_reason
+        logprobs = self.logprobs_of(request, request)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
 
@@ -96,9 +92,7 @@ class _ChoiceStream:
         self._call = call
         self._index = index
         self._request = request
-        self._pieces = (
-            DraftPieces(call.params.engine.model.tokenizer) if call.params.fields.stream_options.include_draft else None
-        )
+        self._pieces = DraftPieces(call.params.engine.model.tokenizer)
         self._text = _AnswerText(call.tools)
 
     def choice(self, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -110,16 +104,12 @@ class _ChoiceStream:
         num_calls = self._text.num_calls
         content, calls = self._text.push(event.text, is_end=event.finish_reason is not None)
         more: dict[str, Any] = {}
-        if event.logprobs is not None:
-            count = num_shown(self._request, event)
-            more["logprobs"] = chat_logprobs(
-                self._call.names, event.token_ids[:count], event.logprobs[:count], (event.top_logprobs or ())[:count]
-            )
-        if self._pieces is not None:
-            more["pieces"] = self._pieces.push(event.token_ids, event.num_drafted, event.text)
+        if logprobs := self._call.logprobs_of(self._request, event):
+            more["logprobs"] = logprobs
+        if self._call.params.fields.stream_options.include_draft:
+            more["pieces"] = self._pieces.push(event)
         choices = [self.choice({"content": content}, **more)] if content or more else []
-        for number, call in enumerate(calls, num_calls):
-            choices.append(self.choice({"tool_calls": [call.as_json(number)]}))
+        choices += [self.choice({"tool_calls": [call.as_json(number)]}) for number, call in enumerate(calls, num_calls)]
         if event.finish_reason is not None:
             reason = "tool_calls" if self._text.num_calls else event.finish_reason
             choices.append(self.choice({}, finish_reason=reason))
@@ -156,4 +146,4 @@ def read_chat(body: bytes, service: Service) -> ChatCall:
     )
     messages = [message.for_template(f"messages[{number}]") for number, message in enumerate(fields.messages)]
     ids = prompt_ids_of(params.engine, messages, tools)
-    return ChatCall(params, params.requests(ids, param="messages"), tools, messages)
+    return ChatCall(params, len(ids), params.requests(ids, param="messages"), messages, tools)

@@ -1,24 +1,22 @@
 """``/v1/completions``: the request's fields, and answers as texts or chunks."""
 
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
 from draftheads.decode.engine import Engine
-from draftheads.decode.request import Request, StreamEvent, TopLogprobs
+from draftheads.decode.request import StreamEvent, TopLogprobs
 from draftheads.errors import DraftHeadsError
-from draftheads.serve.answers import Answers
 from draftheads.serve.api_error import api_error_of
 from draftheads.serve.body import read_json
-from draftheads.serve.call import Call, num_shown
+from draftheads.serve.call import Call, DraftPieces, tokens_with_logprobs
 from draftheads.serve.fields import read_fields, wrong
 from draftheads.serve.logprobs import completion_logprobs
 from draftheads.serve.request_params import CommonFields, read_params
 from draftheads.serve.scoring import PromptScores
 from draftheads.serve.state import Service
-from draftheads.serve.usage import DraftPieces, usage_of
 from draftheads.settings import MOST_LOGPROBS
 from draftheads.utils.counts import counted
 from draftheads.utils.messages import half_character
@@ -43,23 +41,19 @@ class CompletionCall(Call):
 
     prompts: list[Prompt]
     echo: bool
+    scores: list[PromptScores] = field(default_factory=list)  # of the prompts; added if they are asked for
 
     @property
     def num_scored(self) -> int | None:
         """How many top log-probabilities of prompt tokens are asked for; None: not even their own."""
         return self.params.settings.logprobs if self.echo else None
 
-    def response(self, scores: Sequence[PromptScores] = ()) -> dict[str, Any]:
-        """The whole response, once all requests are finished; ``scores`` of the prompts, if they are asked for."""
-        choices = []
-        for index in range(len(self.prompts) * self.params.fields.n):
-            request = self.requests[index] if self.requests else None
-            score = scores[index // self.params.fields.n] if scores else None
-            choices.append(self._choice(index, self._prompt(index), request, score))
-        return self.whole(choices, self._usage())
+    def response(self) -> dict[str, Any]:
+        """Texts."""
+        return self.whole([self._choice(index) for index in range(len(self.prompts) * self.params.fields.n)])
 
-    async def chunks(self, answers: Answers) -> AsyncGenerator[dict[str, Any]]:
-        """The response as a stream; ``answers`` are submitted."""
+    async def chunks(self, events: AsyncGenerator[tuple[int, StreamEvent]]) -> AsyncGenerator[dict[str, Any]]:
+        """Texts; the prompts first, if they are echoed."""
         options = self.params.fields.stream_options
         offsets = [0] * len(self.requests)
         pieces = [DraftPieces(self.params.engine.model.tokenizer) for _ in self.requests]
@@ -67,54 +61,39 @@ class CompletionCall(Call):
             text = self._prompt(index).text
             offsets[index] = len(text)
             yield self.chunk([_choice_of(index, text)])
-        async for index, event in answers.events():
-            choice = self._streamed(index, event, offsets[index])
+        async for index, event in events:
+            tokens = tokens_with_logprobs(self.requests[index], event)
+            logprobs = tokens and completion_logprobs(self.names, *tokens, offset=offsets[index])
             offsets[index] += len(event.text)
+            choice = _choice_of(index, event.text, logprobs, event.finish_reason)
             if options.include_draft:
-                choice["pieces"] = pieces[index].push(event.token_ids, event.num_drafted, event.text)
-            if choice["text"] or choice["logprobs"] or choice["finish_reason"] or "pieces" in choice:
+                choice["pieces"] = pieces[index].push(event)
+            if event.text or logprobs or event.finish_reason or options.include_draft:
                 yield self.chunk([choice])
         if options.include_usage:
-            yield self.chunk([], self._usage())
+            yield self.chunk([])
 
     def _prompt(self, index: int) -> Prompt:
         return self.prompts[index // self.params.fields.n]
 
-    def _streamed(self, index: int, event: StreamEvent, offset: int) -> dict[str, Any]:
-        logprobs = None
-        if event.logprobs is not None:
-            count = num_shown(self.requests[index], event)
-            logprobs = completion_logprobs(
-                self.names,
-                event.token_ids[:count],
-                event.logprobs[:count],
-                (event.top_logprobs or ())[:count],
-                offset=offset,
-            )
-        return _choice_of(index, event.text, logprobs, event.finish_reason)
-
-    def _choice(
-        self, index: int, prompt: Prompt, request: Request | None, score: PromptScores | None
-    ) -> dict[str, Any]:
-        text = (prompt.text if self.echo else "") + (request.text if request else "")
+    def _choice(self, index: int) -> dict[str, Any]:
+        prompt = self._prompt(index)
+        request = self.requests[index] if self.requests else None
         ids: list[int] = []
         logprobs: list[float | None] = []
         tops: list[TopLogprobs | None] = []
-        if score is not None:
+        if self.scores:
+            score = self.scores[index // self.params.fields.n]
             ids, logprobs, tops = [*prompt.token_ids], [*score.logprobs], [*score.tops]
-        if request is not None and request.settings.logprobs is not None:
-            count = num_shown(request)
-            ids += request.token_ids[:count]
-            logprobs += request.logprobs[:count]
-            tops += request.top_logprobs[:count]
+        if request is not None and (tokens := tokens_with_logprobs(request, request)):
+            ids += tokens[0]
+            logprobs += tokens[1]
+            tops += tokens[2]
+        text = (prompt.text if self.echo else "") + (request.text if request else "")
         form = None
         if self.params.settings.logprobs is not None:
             form = completion_logprobs(self.names, ids, logprobs, tops)
         return _choice_of(index, text, form, "length" if request is None else request.finish_reason)
-
-    def _usage(self) -> dict[str, Any]:
-        read = sum(len(prompt.token_ids) for prompt in self.prompts)
-        return usage_of(self.requests, n=self.params.fields.n, prompt_tokens=read)
 
 
 def _choice_of(index: int, text: str, logprobs: Any = None, reason: str | None = None) -> dict[str, Any]:
@@ -176,7 +155,8 @@ def read_completion(body: bytes, service: Service) -> CompletionCall:
         raise wrong("n", f"times prompts is {num_prompts * fields.n}; it must be at most {most}")
     prompts = [_read_prompt(params.engine, prompt) for prompt in fields.prompt]
     requests = [request for prompt in prompts for request in params.requests(prompt.token_ids, param="prompt")]
-    return CompletionCall(params, [] if only_score else requests, prompts, fields.echo)
+    num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    return CompletionCall(params, num_tokens, [] if only_score else requests, None, prompts, fields.echo)
 
 
 def _read_prompt(engine: Engine, prompt: str | list[int]) -> Prompt:

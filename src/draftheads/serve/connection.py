@@ -44,12 +44,13 @@ class Connection(H11Protocol):
         if self.cycle is None or self.cycle.response_complete:
             self._expect_headers()
         else:
-            self._stop(self._header_timer)
+            _stop(self._header_timer)
             self._header_timer = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Also drops the timers."""
-        self._stop(self._header_timer, self._write_timer)
+        _stop(self._header_timer)
+        _stop(self._write_timer)
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
 
@@ -61,8 +62,7 @@ class Connection(H11Protocol):
     def resume_writing(self) -> None:
         """The client has read something."""
         super().resume_writing()
-        self._stop(self._write_timer)
-        self._write_timer = None
+        _stop(self._write_timer)
 
     def on_response_complete(self) -> None:
         """What is still to be read must be read in time, if the connection closes."""
@@ -84,21 +84,12 @@ class Connection(H11Protocol):
         self._answer_at_once(ApiError(400, msg, code="invalid_http"), "Bad Request")
 
     def _expect_headers(self) -> None:
-        if self._header_timer is None:
-            self._header_timer = self.loop.call_later(self._header_seconds, self._no_headers)
-
-    @property
-    def _header_seconds(self) -> float:
-        """Once a request was answered, the client may also wait before the next one."""
-        waits = 0.0 if self.cycle is None else self.limits.keep_alive_seconds
-        return self.limits.header_seconds + waits
-
-    def _no_headers(self) -> None:
-        self._header_timer = None
-        self.transport.abort()
+        if self._header_timer is None:  # once a request was answered, the client may also wait before the next one
+            waits = 0.0 if self.cycle is None else self.limits.keep_alive_seconds
+            self._header_timer = self.loop.call_later(self.limits.header_seconds + waits, self.transport.abort)
 
     def _expect_reader(self) -> None:
-        self._stop(self._write_timer)
+        _stop(self._write_timer)
         self._write_timer = self.loop.call_later(self.limits.write_seconds, self.transport.abort)
 
     def _expect_reader_of_last_bytes(self) -> None:
@@ -116,11 +107,10 @@ class Connection(H11Protocol):
         self.transport.close()
         self._expect_reader_of_last_bytes()
 
-    @staticmethod
-    def _stop(*timers: asyncio.TimerHandle | None) -> None:
-        for timer in timers:
-            if timer is not None:
-                timer.cancel()
+
+def _stop(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
 
 
 def connections_with(limits: HttpLimits) -> type[Connection]:

@@ -1,5 +1,6 @@
 """Reads a request's JSON object into a pydantic model. Every error names the field, its value and what is allowed."""
 
+import json
 from collections.abc import Mapping
 from reprlib import repr as short_repr
 from typing import Any, TypeVar
@@ -9,8 +10,10 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from draftheads.errors import close_name
 from draftheads.serve.api_error import ApiError
+from draftheads.serve.body import depth_of
 from draftheads.utils.messages import half_character, short
 
+_SCHEMA_BYTES, _SCHEMA_DEPTH = 64 << 10, 32  # at most
 # fields of OpenAI's API that change no answer of ours
 _WITHOUT_EFFECT = {"include_obfuscation", "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key"} | {
     "prompt_cache_retention",
@@ -103,8 +106,20 @@ def text_or_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
+def check_schema(schema: Any) -> Any:
+    """A JSON schema, or a list of tools with theirs.
+
+    Raises:
+        ValueError: it is too large, or nested too deeply.
+    """
+    if (size := len(json.dumps(schema))) > _SCHEMA_BYTES:
+        raise ValueError(f"has {size} bytes; it must have at most {_SCHEMA_BYTES}")
+    if (depth := depth_of(schema)) > _SCHEMA_DEPTH:
+        raise ValueError(f"is nested {depth} levels deep; it must be at most {_SCHEMA_DEPTH}")
+    return schema
+
+
 def _api_error(error: ErrorDetails) -> ApiError:
-    """One of pydantic's errors."""
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])[1:]
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "unknown":

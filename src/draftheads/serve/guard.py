@@ -6,8 +6,8 @@ An ASGI middleware. Prompts are never logged, nor are query strings.
 import hmac
 import logging
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,12 +25,13 @@ _CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_HEADERS = (
+_HEADERS = (  # of every response that does not have them
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"x-frame-options", b"DENY"),
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"content-security-policy", _CONTENT_POLICY.encode()),
+    (b"cache-control", b"no-store"),
 )
 
 
@@ -75,23 +76,15 @@ class Access:
             )
 
 
+@dataclass(eq=False)
 class Guard:
-    """Wraps the application.
+    """Wraps the application."""
 
-    Args:
-        app: the application.
-        access: who may send requests.
-        count: called after each request with its path and status.
-        log_requests: write a line for each; not for health checks that succeed, nor while the model is loaded.
-    """
-
-    def __init__(
-        self, app: ASGIApp, *, access: Access, count: Callable[[str, int], object], log_requests: bool
-    ) -> None:
-        self.app = app
-        self.access = access
-        self.count = count
-        self.log_requests = log_requests
+    app: ASGIApp
+    _: KW_ONLY
+    access: Access  # who may send requests
+    count: Callable[[str, int], object]  # called after each request with its path and status
+    log_requests: bool  # a line for each, except health checks that succeed or come while the model is loaded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -105,7 +98,9 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *_missing(message.get("headers", ()))]
+                headers = list(message.get("headers", ()))
+                given = {name for name, _ in headers}
+                message["headers"] = headers + [header for header in _HEADERS if header[0] not in given]
             await send(message)
 
         try:
@@ -144,12 +139,6 @@ def _key_number(headers: dict[bytes, bytes], keys: tuple[str, ...]) -> int:
     if not any(matches):
         raise ApiError(401, "the API key is wrong", code="invalid_api_key")
     return matches.index(True)
-
-
-def _missing(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    names = {name for name, _ in headers}
-    cache = () if b"cache-control" in names else ((b"cache-control", b"no-store"),)
-    return [header for header in (*_HEADERS, *cache) if header[0] not in names]
 
 
 def _check_origin(headers: dict[bytes, bytes]) -> None:

@@ -9,8 +9,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import islice
 from pathlib import Path
 from queue import Queue
@@ -30,9 +29,8 @@ from draftheads.drafters.corpus import Corpus
 from draftheads.errors import DataError, DraftHeadsError, ModelNotFound, QueueFull
 from draftheads.loading import engine_on
 from draftheads.models.fingerprint import tokenizer_fingerprint
-from draftheads.serve.jobs import Job, JobFailed
 from draftheads.serve.recorder import Recorder
-from draftheads.serve.scheduler import Scheduler
+from draftheads.serve.scheduler import Job, JobFailed, Scheduler
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.acceptance_profile import DEFAULT_NODES
 from draftheads.utils.file_set import current
@@ -60,34 +58,19 @@ class Comparison:
     replaced: bool
 
 
+@dataclass(eq=False)
 class HeadReplacement:
-    """Finds, compares and replaces heads.
+    """Finds, compares and replaces heads."""
 
-    Args:
-        scheduler: whose engines are replaced.
-        model: by which the base model was loaded.
-        head_folder: heads in it may be used, besides those that are installed with a package.
-        recorder: of answers to compare on.
-        copy: drafts hold copies, too.
-        corpus: from which is copied, too.
-        fast: the head gets fast kernels.
-    """
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        model: str,
-        *,
-        head_folder: Path | None = None,
-        recorder: Recorder | None = None,
-        copy: bool = True,
-        corpus: Corpus | None = None,
-        fast: bool = True,
-    ) -> None:
-        self._scheduler, self._model = scheduler, model
-        self._head_folder, self._recorder = head_folder, recorder
-        self._copy, self._corpus, self._fast = copy, corpus, fast
-        self._lock = Lock()
+    scheduler: Scheduler  # whose engines are replaced
+    model: str  # by which the base model was loaded
+    _: KW_ONLY
+    head_folder: Path | None = None  # heads in it may be used, besides those that are installed with a package
+    recorder: Recorder | None = None  # of answers to compare on
+    copy: bool = True  # drafts hold copies, too
+    corpus: Corpus | None = None  # from which is copied, too
+    fast: bool = True  # the head gets fast kernels
+    _lock: Lock = field(default_factory=Lock, init=False)
 
     def replace(self, served: str, head: str, *, weights: str, force: bool = False) -> Comparison:
         """Replaces the head of a served model, if the new one is not worse. Takes seconds to minutes.
@@ -119,29 +102,29 @@ class HeadReplacement:
         Raises:
             ModelNotFound: there is none, or the name is not a plain path.
         """
-        base = base_in_zoo(self._model)
-        installed = {found.method: found.folder for found in zoo_heads() if found.base_name == base}
+        base = base_in_zoo(self.model)
+        installed = {in_zoo.method: in_zoo.folder for in_zoo in zoo_heads() if in_zoo.base_name == base}
         if head in installed:
             return installed[head]
-        if self._head_folder is not None and _NAME.fullmatch(head):
-            root = self._head_folder.resolve()
+        if self.head_folder is not None and _NAME.fullmatch(head):
+            root = self.head_folder.resolve()
             folder = (root / head).resolve()  # a link may lead elsewhere
             if folder.is_relative_to(root) and current(folder, "config.json").is_file():
                 return folder
-        where = "start the server with --head-folder" if self._head_folder is None else "it is not in --head-folder"
+        where = "start the server with --head-folder" if self.head_folder is None else "it is not in --head-folder"
         names = ", ".join(installed) or "none"
         raise ModelNotFound(f"there is no head {head[:80]!r}: {where}; installed for this model: {names}")
 
     def _replace(self, served: str, folder: Path, *, weights: str, force: bool) -> Comparison:
-        old = self._scheduler.engines[served]
+        old = self.scheduler.engines[served]
         new = engine_on(
             old.model,
             str(folder),
-            model=self._model,
-            copy=self._copy,
-            corpus=self._corpus,
+            model=self.model,
+            copy=self.copy,
+            corpus=self.corpus,
             max_batch_size=old.max_batch_size,
-            fast=self._fast,
+            fast=self.fast,
             keep_cost=False,
         )
         new.check_draft_nodes(DEFAULT_NODES)
@@ -164,64 +147,53 @@ class HeadReplacement:
 
         def change() -> None:
             # a new dictionary: other threads may be looking at the old one
-            engines = {**self._scheduler.engines}
-            if engine is None:
-                del engines[name]
-            else:
-                engines[name] = engine
-            self._scheduler.core.engines = engines
+            engines = {**self.scheduler.engines, name: engine}
+            self.scheduler.core.engines = {key: value for key, value in engines.items() if value is not None}
 
-        self._scheduler.call(change).result()
+        self.scheduler.call(change).result()
 
     def _prompts(self, engine: Engine, weights: str) -> tuple[list[list[int]], Literal["recorded", "bundled"]]:
-        """Token ids of held-out prompts."""
-        recorded = self._recorded(engine, weights)
-        if len(recorded) >= _FEWEST_RECORDS:
-            return recorded[:_NUM_PROMPTS], "recorded"
-        return [engine.encode(prompt) for prompt in prompts_in(own_prompts("calibration"))[:_NUM_PROMPTS]], "bundled"
-
-    def _recorded(self, engine: Engine, weights: str) -> list[list[int]]:
-        """The recorded prompts that training holds out."""
-        if self._recorder is None:
-            return []
-        print_ = tokenizer_fingerprint(engine.model.tokenizer)
-        room = (engine.model.max_positions or 1 << 30) - _NUM_TOKENS
-        texts = [
-            tokens
-            for tokens in islice(_newest_records(self._recorder.folder_of(weights)), _MOST_RECORDS)
-            if tokens.tokenizer == print_ and len(tokens.prompt_ids) < room
-        ]
-        if len(texts) < _FEWEST_RECORDS:
-            return []
+        """Token ids of the recorded prompts that training holds out, or of bundled ones."""
+        texts = [] if self.recorder is None else _texts_for(engine, self.recorder.folder_of(weights))
         ids = [torch.tensor(text.prompt_ids + text.answer_ids) for text in texts]
-        masks = [torch.arange(len(one)) >= len(text.prompt_ids) for one, text in zip(ids, texts, strict=True)]
+        masks = [torch.arange(len(of_text)) >= len(text.prompt_ids) for of_text, text in zip(ids, texts, strict=True)]
         _, held_out = split_held_out(ids, masks, fraction=_HELD_OUT, seed=_SEED)
-        return [list(texts[index].prompt_ids) for index in held_out]
+        if len(held_out) >= _FEWEST_RECORDS:
+            return [list(texts[index].prompt_ids) for index in held_out[:_NUM_PROMPTS]], "recorded"
+        return [engine.encode(prompt) for prompt in prompts_in(own_prompts("calibration"))[:_NUM_PROMPTS]], "bundled"
 
     def _tokens_per_step(self, lane: Lane, engine: Engine, prompts: Sequence[Sequence[int]]) -> float:
         """Of greedy answers to the prompts, which are the same with every head."""
         settings = SamplingSettings(max_new_tokens=_NUM_TOKENS)
-        results: list[GenerationResult] = []
-        for prompt in prompts:
-            end = self._answered(engine.request(prompt, settings), lane)
-            if isinstance(end, JobFailed):
-                raise DraftHeadsError(f"the heads could not be compared: {end.message}")
-            results.append(end.result())
+        results = [self._answered(engine.request(prompt, settings), lane) for prompt in prompts]
         # the first token of an answer comes from its prompt, without a step
         tokens = sum(len(result.token_ids) - 1 for result in results)
         return tokens / max(1, sum(result.num_steps for result in results))
 
-    def _answered(self, request: Request, lane: Lane) -> Request | JobFailed:
-        """The finished request, or why it failed. Waits while the queue is full."""
-        ends: Queue[Request | JobFailed] = Queue()
-        job = Job(request, lane, "comparison of heads", partial(_note_end, request, ends))
+    def _answered(self, request: Request, lane: Lane) -> GenerationResult:
+        """The answer. Waits while the queue is full."""
+        events: Queue[StreamEvent | JobFailed] = Queue()
+        job = Job(request, lane, "comparison of heads", events.put)
         while True:
             try:
-                self._scheduler.submit(job)
+                self.scheduler.submit(job)
+                break
             except QueueFull:
                 time.sleep(_RETRY_SECONDS)
-            else:
-                return ends.get()
+        while True:
+            event = events.get()
+            if isinstance(event, JobFailed):
+                raise DraftHeadsError(f"the heads could not be compared: {event.message}")
+            if event.finish_reason is not None:
+                return request.result()
+
+
+def _texts_for(engine: Engine, folder: Path) -> list[RecordedTokens]:
+    """The newest records, of the tokenizer of a model and short enough for it."""
+    print_ = tokenizer_fingerprint(engine.model.tokenizer)
+    room = (engine.model.max_positions or 1 << 30) - _NUM_TOKENS
+    newest = islice(_newest_records(folder), _MOST_RECORDS)
+    return [text for text in newest if text.tokenizer == print_ and len(text.prompt_ids) < room]
 
 
 def _newest_records(folder: Path) -> Iterator[RecordedTokens]:
@@ -230,10 +202,3 @@ def _newest_records(folder: Path) -> Iterator[RecordedTokens]:
         with suppress(DataError):  # it was deleted to make room
             for _, value in read_json_lines(path, may_be_torn=True):
                 yield RecordedTokens(tuple(value["prompt_ids"]), tuple(value["answer_ids"]), value["tokenizer"])
-
-
-def _note_end(request: Request, ends: "Queue[Request | JobFailed]", event: StreamEvent | JobFailed) -> None:
-    if isinstance(event, JobFailed):
-        ends.put(event)
-    elif event.finish_reason is not None:
-        ends.put(request)

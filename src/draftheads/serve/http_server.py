@@ -22,6 +22,7 @@ from draftheads.serve.state import ServedModel, Service
 _HEADER_BYTES = 32 << 10
 _LAST_BYTES_SECONDS = 5  # for clients to read the ends of their answers, once all are computed
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_Load = Callable[[], tuple[Iterable[ServedModel], Scheduler]]
 
 
 class HttpServer(uvicorn.Server):
@@ -55,7 +56,7 @@ def http_server(service: Service) -> HttpServer:
 async def serve(
     service: Service,
     listening: socket.socket,
-    load: Callable[[], tuple[Iterable[ServedModel], Scheduler]],
+    load: _Load,
     *,
     drain_seconds: float,
     on_ready: Callable[[], object],
@@ -114,9 +115,7 @@ async def serve(
     return loading.done()
 
 
-def _in_thread(
-    load: Callable[[], tuple[Iterable[ServedModel], Scheduler]],
-) -> Future[tuple[Iterable[ServedModel], Scheduler]]:
+def _in_thread(load: _Load) -> Future[tuple[Iterable[ServedModel], Scheduler]]:
     """Runs a function in a thread that does not hold up the end of the process."""
     future: Future[tuple[Iterable[ServedModel], Scheduler]] = Future()
 

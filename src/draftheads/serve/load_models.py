@@ -18,7 +18,7 @@ from draftheads.settings import LoadSettings
 from draftheads.utils.files import user_path
 from draftheads.utils.machine import find_memory
 
-_UNKNOWN_MEMORY = 1 << 30  # a budget where the free memory is not known
+_UNKNOWN_BYTES = 2 << 30  # of free memory, where it is not known
 _CONTEXT = 8192  # of models without a limit
 
 
@@ -69,21 +69,21 @@ def load_served(
     given = {key: value for key, value in load.given().items() if key not in ("chat_template", "fast")}
     target = load_target(model, chat_template=template, batch_invariant=batch_invariant, fast=load.fast, **given)
     index = None if corpus is None else load_corpus(corpus, target.tokenizer, vocab_size=target.vocab_size)
-    own = name or _short_name(model)
+    base = name or _short_name(model)
     models: list[ServedModel] = []
     engines: dict[str, Engine] = {}
     for head in heads or (None,):
-        served = own if not engines else f"{own}:{_short_name(str(head))}"
+        served = base if not engines else f"{base}:{_short_name(str(head))}"
         if served in engines:
             raise InvalidSettings(f"--head {head}: there are two heads of this name; rename the folder of one")
         engines[served] = engine_on(
             target, head, model=model, copy=copy, corpus=index, max_batch_size=max_rows, fast=load.fast
         )
-        models.append(ServedModel(served, own, None if head is None else _short_name(head)))
+        models.append(ServedModel(served, base, None if head is None else _short_name(head)))
     for adapter, folder in (adapters or {}).items():
         if adapter in engines:
             raise InvalidSettings(f"--adapter {adapter}={folder}: {adapter} is served already; give another name")
-        engines[adapter] = engines[own].with_adapter(folder)
+        engines[adapter] = engines[base].with_adapter(folder)
         models.append(replace(models[0], name=adapter, adapter=adapter))
     return Served(tuple(models), engines, index)
 
@@ -105,7 +105,7 @@ def _free_bytes(target: TargetModel) -> int:
         return int(torch.cuda.mem_get_info(target.device)[0])
     memory = find_memory()
     known = [amount for amount in (memory.available or memory.total, memory.limit) if amount]
-    return min(known, default=2 * _UNKNOWN_MEMORY)
+    return min(known, default=_UNKNOWN_BYTES)
 
 
 def read_key_file(path: Path, option: str = "--api-key-file") -> tuple[str, ...]:

@@ -1,12 +1,57 @@
-"""Log-probabilities in OpenAI's two forms: of chats and of completions."""
+"""Log-probabilities in OpenAI's two forms, of chats and of completions, and names of single tokens in them."""
 
+import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
+from tokenizers import pre_tokenizers
+
 from draftheads.decode.request import TopLogprobs
-from draftheads.serve.token_names import TokenNames
 
 _LOWEST = -9999.0  # JSON has no infinity
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class TokenNames:
+    """The bytes and texts of a tokenizer's tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._byte_level = "ByteLevel" in str(getattr(backend, "decoder", ""))
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes that a token stands for; a token can be a part of a character."""
+        convert = getattr(self._tokenizer, "convert_ids_to_tokens", None)
+        token = convert(token_id) if convert else None
+        if not isinstance(token, str):
+            return str(self._tokenizer.decode([token_id])).encode()
+        if match := _BYTE.fullmatch(token):
+            return bytes([int(match[1], 16)])
+        if self._byte_level and all(letter in _byte_of_letter() for letter in token):
+            return bytes(_byte_of_letter()[letter] for letter in token)
+        return token.replace("▁", " ").encode()
+
+    def text_of(self, token_id: int) -> str:
+        """Its text; half characters are shown as �."""
+        return self.bytes_of(token_id).decode(errors="replace")
+
+    def unique_text_of(self, token_id: int) -> str:
+        r"""Its text, or ``bytes:\xe2\x80`` for half a character, as the key of an object must be unique."""
+        raw = self.bytes_of(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+@lru_cache(1)
+def _byte_of_letter() -> dict[str, int]:
+    """GPT-2's alphabet: printable bytes are their own letters, the others follow from U+0100 on."""
+    printable = {letter: ord(letter) for letter in pre_tokenizers.ByteLevel.alphabet() if ord(letter) < 256}
+    others = sorted(set(range(256)) - set(printable.values()))
+    return printable | {chr(256 + number): byte for number, byte in enumerate(others)}
 
 
 def chat_logprobs(
@@ -33,29 +78,23 @@ def completion_logprobs(
     *,
     offset: int = 0,
 ) -> dict[str, Any]:
-    """Of the tokens of a completion.
+    """Of the tokens of a completion, before which are ``offset`` characters of text.
 
-    Args:
-        names: of tokens.
-        token_ids: the tokens.
-        logprobs: of them; None for the first token of a text.
-        tops: the most likely tokens at each place; empty if none were asked for.
-        offset: characters of the text before the first token.
+    The first token of a text has no log-probability. ``tops`` are empty if none were asked for.
     """
-    tokens, offsets = [], []
+    offsets = []
     for token_id in token_ids:
-        tokens.append(names.unique_text_of(token_id))
         offsets.append(offset)
         offset += len(names.text_of(token_id))
     # a token's own log-probability is in the object, too, as in OpenAI's API
     best = [
         None
-        if logprob is None or not tops
-        else {names.unique_text_of(one): max(value, _LOWEST) for one, value in (*(tops[i] or ()), (token_id, logprob))}
-        for i, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True))
+        if logprob is None
+        else {names.unique_text_of(top): max(value, _LOWEST) for top, value in (*(tops[i] or ()), (token_id, logprob))}
+        for i, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True) if tops else ())
     ]
     return {
-        "tokens": tokens,
+        "tokens": [names.unique_text_of(token_id) for token_id in token_ids],
         "token_logprobs": [None if logprob is None else max(logprob, _LOWEST) for logprob in logprobs],
         "top_logprobs": best if tops else None,
         "text_offset": offsets,

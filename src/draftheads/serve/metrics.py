@@ -15,22 +15,27 @@ ROUTES = frozenset(
 )
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _NODES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-# fields of Snapshot: name of the metric and its text
-_GAUGES = {
-    "waiting": ("requests_waiting", "Answers that wait for a row"),
-    "reading": ("requests_reading", "Answers whose prompts are being read"),
-    "running": ("requests_running", "Answers that are decoded"),
-    "kv_bytes": ("kv_bytes", "Bytes of keys and values of answers"),
-    "prefix_bytes": ("prefix_bytes", "Bytes of keys and values of cached prefixes"),
+_GAUGE, _COUNT = GaugeMetricFamily, CounterMetricFamily
+_Metrics = dict[str, tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], str, str]]
+# fields of Snapshot and of RecorderCounts: what a metric is, its name and its text
+_OF_SCHEDULER: _Metrics = {
+    "waiting": (_GAUGE, "requests_waiting", "Answers that wait for a row"),
+    "reading": (_GAUGE, "requests_reading", "Answers whose prompts are being read"),
+    "running": (_GAUGE, "requests_running", "Answers that are decoded"),
+    "kv_bytes": (_GAUGE, "kv_bytes", "Bytes of keys and values of answers"),
+    "prefix_bytes": (_GAUGE, "prefix_bytes", "Bytes of keys and values of cached prefixes"),
+    "steps": (_COUNT, "steps", "Steps of the model"),
+    "finished": (_COUNT, "answers_finished", "Answers that were finished"),
+    "failed": (_COUNT, "answers_failed", "Answers that failed"),
+    "cancelled": (_COUNT, "answers_cancelled", "Answers that were cancelled"),
+    "prompt_tokens_read": (_COUNT, "prompt_tokens_read", "Prompt tokens that the model read"),
+    "prefix_hits": (_COUNT, "prefix_hits", "Prompts that began with a cached prefix"),
+    "prefix_tokens_reused": (_COUNT, "prefix_tokens_reused", "Prompt tokens that came from cached prefixes"),
 }
-_COUNTS = {
-    "steps": ("steps", "Steps of the model"),
-    "finished": ("answers_finished", "Answers that were finished"),
-    "failed": ("answers_failed", "Answers that failed"),
-    "cancelled": ("answers_cancelled", "Answers that were cancelled"),
-    "prompt_tokens_read": ("prompt_tokens_read", "Prompt tokens that the model read"),
-    "prefix_hits": ("prefix_hits", "Prompts that began with a cached prefix"),
-    "prefix_tokens_reused": ("prefix_tokens_reused", "Prompt tokens that came from cached prefixes"),
+_OF_RECORDER: _Metrics = {
+    "recorded": (_COUNT, "answers_recorded", "Answers that were recorded"),
+    "dropped": (_COUNT, "records_dropped", "Answers that could not be recorded: the disk is slow or full"),
+    "num_bytes": (_GAUGE, "record_bytes", "Disk that records take"),
 }
 
 
@@ -39,11 +44,16 @@ class Metrics:
 
     Args:
         snapshot: gives the scheduler's counts; None while there is no scheduler.
+        recorder_counts: gives those of the recorder, if there is one.
     """
 
-    def __init__(self, snapshot: Callable[[], Snapshot | None]) -> None:
+    def __init__(
+        self, snapshot: Callable[[], Snapshot | None], recorder_counts: Callable[[], RecorderCounts] | None
+    ) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_SchedulerCounts(snapshot))
+        self.registry.register(_Counts(snapshot, _OF_SCHEDULER))
+        if recorder_counts is not None:
+            self.registry.register(_Counts(recorder_counts, _OF_RECORDER))
         self._requests = self._counter("requests", "HTTP requests", "route", "status")
         self._tokens = self._counter("tokens", "Tokens of prompts and answers", "kind")
         self._drafted = self._counter("draft_tokens", "Draft tokens that were verified", "depth")
@@ -51,10 +61,6 @@ class Metrics:
         self._nodes = self._histogram("tree_nodes", "Draft tokens in a step of an answer", _NODES)
         self._first = self._histogram("first_token_seconds", "From the request to its first token", _SECONDS)
         self._between = self._histogram("between_tokens_seconds", "Time of a step by its new tokens", _SECONDS)
-
-    def follow(self, counts: Callable[[], RecorderCounts]) -> None:
-        """Also shows what is recorded."""
-        self.registry.register(_RecorderCounts(counts))
 
     def request(self, path: str, status: int) -> None:
         """An HTTP request has ended; 0 is the status of one whose client went."""
@@ -92,33 +98,16 @@ class Metrics:
         return Histogram(f"draftheads_{name}", text, buckets=buckets, registry=self.registry)
 
 
-class _SchedulerCounts(Collector):
-    """Reads the scheduler's counts when Prometheus asks for them."""
+class _Counts(Collector):
+    """Reads counts when Prometheus asks for them."""
 
-    def __init__(self, snapshot: Callable[[], Snapshot | None]) -> None:
-        self._snapshot = snapshot
-
-    def collect(self) -> Iterator[Metric]:
-        """One value of each."""
-        snapshot = self._snapshot()
-        if snapshot is not None:
-            for field, (name, text) in _GAUGES.items():
-                yield GaugeMetricFamily(f"draftheads_{name}", text, value=getattr(snapshot, field))
-            for field, (name, text) in _COUNTS.items():
-                yield CounterMetricFamily(f"draftheads_{name}", text, value=getattr(snapshot, field))
-
-
-class _RecorderCounts(Collector):
-    """Reads the counts of recorded answers when Prometheus asks for them."""
-
-    def __init__(self, counts: Callable[[], RecorderCounts]) -> None:
+    def __init__(self, counts: Callable[[], object], metrics: _Metrics) -> None:
         self._counts = counts
+        self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
         """One value of each."""
         counts = self._counts()
-        yield CounterMetricFamily("draftheads_answers_recorded", "Answers that were recorded", value=counts.recorded)
-        yield CounterMetricFamily(
-            "draftheads_records_dropped", "Answers that could not be recorded: the disk is slow or full", counts.dropped
-        )
-        yield GaugeMetricFamily("draftheads_record_bytes", "Disk that records take", value=counts.num_bytes)
+        if counts is not None:
+            for field, (family, name, text) in self._metrics.items():
+                yield family(f"draftheads_{name}", text, value=getattr(counts, field))

@@ -2,11 +2,7 @@
 
 Each model has a folder of JSON lines, ``traffic-000001.jsonl`` and so on, for ``draftheads train --data FOLDER/MODEL``.
 A line has the token ids that the model read and wrote, so that training sees exactly these, and the messages for
-people. When the budget is used up, the oldest file is deleted.
-
-Hidden states are not recorded; training computes them. For smollm2-135m they need 130 times the disk (1,157 bytes a
-token, and 9 without them), those of cached prompts are not computed here, and those of a batch differ in their last
-bits from what training computes.
+people. Hidden states would need 130 times the disk (smollm2-135m); training computes them.
 """
 
 import json
@@ -17,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from queue import Empty, Full, Queue
 from threading import Lock, Thread
@@ -90,7 +87,7 @@ class Recorder:
             self._held.close()
             raise StorageError(f"cannot record to {folder}: {error.strerror}") from error
         self._lock = Lock()
-        self._counts = RecorderCounts(num_bytes=sum(self._sizes.values()))
+        self.counts = RecorderCounts(num_bytes=sum(self._sizes.values()))
         self._failing = False
         self._queue: Queue[Exchange | None] = Queue(_MAX_WAITING)
         self._thread = Thread(target=self._run, name="draftheads-recorder", daemon=True)
@@ -102,12 +99,6 @@ class Recorder:
             self._queue.put_nowait(exchange)
         except Full:
             self._count(dropped=1)
-
-    @property
-    def counts(self) -> RecorderCounts:
-        """The counts up to now."""
-        with self._lock:
-            return self._counts
 
     def folder_of(self, model: str) -> Path:
         """Where the exchanges of a model are."""
@@ -167,9 +158,9 @@ class Recorder:
 
     def _open_file(self, folder: Path) -> Path:
         """The last file of a model, or a new one if it is full. Numbers grow over all models."""
-        own = [path for path in self._sizes if path.parent == folder]
-        if own and self._sizes[own[-1]] < self._file_bytes:
-            return own[-1]
+        files = [path for path in self._sizes if path.parent == folder]
+        if files and self._sizes[files[-1]] < self._file_bytes:
+            return files[-1]
         number = max(map(_number, self._sizes), default=0) + 1
         return folder / f"traffic-{number:06d}.jsonl"
 
@@ -182,10 +173,8 @@ class Recorder:
 
     def _count(self, *, recorded: int = 0, dropped: int = 0) -> None:
         with self._lock:
-            before = self._counts
-            self._counts = RecorderCounts(
-                before.recorded + recorded, before.dropped + dropped, sum(self._sizes.values())
-            )
+            recorded, dropped = self.counts.recorded + recorded, self.counts.dropped + dropped
+            self.counts = RecorderCounts(recorded, dropped, sum(self._sizes.values()))
 
 
 def _number(path: Path) -> int:
@@ -195,21 +184,15 @@ def _number(path: Path) -> int:
 def _repaired(folder: Path) -> dict[Path, int]:
     """The sizes of the files, oldest first, after lines were removed that a kill left incomplete."""
     paths = [path for path in folder.glob("*/traffic-*.jsonl") if re.fullmatch(r"traffic-\d+\.jsonl", path.name)]
-    for path in paths:
-        with path.open("r+b") as file:
-            end = size = file.seek(0, os.SEEK_END)
-            while end > 0:
-                start = max(0, end - (1 << 16))
-                file.seek(start)
-                place = file.read(end - start).rfind(b"\n")
-                if place >= 0:
-                    end = start + place + 1
-                    break
-                end = start
-            if end < size:
-                file.truncate(end)
-    sizes = {path: path.stat().st_size for path in sorted(paths, key=_number)}
-    for path in [path for path, size in sizes.items() if not size]:
-        path.unlink()
-        del sizes[path]
+    sizes = {}
+    for path in sorted(paths, key=_number):
+        end = 0
+        if path.stat().st_size:  # an empty file cannot be mapped
+            with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+                end = content.rfind(b"\n") + 1
+        if end:
+            os.truncate(path, end)
+            sizes[path] = end
+        else:
+            path.unlink()
     return sizes

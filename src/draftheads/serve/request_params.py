@@ -1,21 +1,20 @@
-"""The fields that both routes have: model, sampling, streaming."""
+"""The fields that both routes have: model, sampling, streaming, the grammar of an answer."""
 
 import re
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from draftheads.decode.engine import Engine
 from draftheads.decode.request import Request
+from draftheads.decode.waiting import Lane
 from draftheads.errors import DraftHeadsError, InvalidPrompt, InvalidSettings
 from draftheads.serve.api_error import api_error_of
-from draftheads.serve.fields import Fields, text_or_list, wrong
+from draftheads.serve.fields import Fields, check_schema, text_or_list, wrong
 from draftheads.serve.http_limits import HttpLimits
-from draftheads.serve.scheduler import Lane
 from draftheads.serve.state import Service
-from draftheads.serve.structured import ResponseFormat
 from draftheads.settings import Grammar, SamplingSettings
 
 _FROM_MODEL = ("temperature", "top_p", "top_k", "repetition_penalty")
@@ -37,6 +36,35 @@ def _by_token_id(biases: dict[Any, Any]) -> dict[Any, Any]:
         if not _TOKEN_ID.fullmatch(key):
             raise ValueError(f"has the key {key[:20]!r}; keys are token ids")
     return {int(key): bias for key, bias in biases.items()}
+
+
+class _JsonSchema(Fields):
+    of_answers: Annotated[dict[str, Any], AfterValidator(check_schema)] = Field(alias="schema")
+    # change no answer: schemas are always strict
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Fields):
+    """What answers must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """None for free text.
+
+        Raises:
+            ApiError: there is no schema, or one that has no use.
+        """
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            problem = "is missing" if self.json_schema is None else "is for the type json_schema only"
+            raise wrong("response_format.json_schema", problem)
+        if self.json_schema is not None:
+            return Grammar.json_schema(self.json_schema.of_answers)
+        return Grammar.json_object() if self.type == "json_object" else None
 
 
 class _StreamOptions(Fields):
@@ -77,22 +105,15 @@ class RequestParams:
     settings: SamplingSettings
 
     def requests(self, prompt_ids: list[int], *, param: str) -> list[Request]:
-        """The n requests of one prompt. Those of a seed have this seed and the ones after it.
-
-        Args:
-            prompt_ids: the prompt.
-            param: the field that it came from.
+        """The n requests of the prompt of a field. Those of a seed have this seed and the ones after it.
 
         Raises:
             ApiError: the prompt is empty or too long, or a setting is impossible.
         """
         seed = self.settings.seed
-        settings = [
-            self.settings if seed is None else replace(self.settings, seed=_later(seed, number))
-            for number in range(self.fields.n)
-        ]
+        seeds = [None if seed is None else _later(seed, number) for number in range(self.fields.n)]
         try:
-            return [self.engine.request(prompt_ids, each) for each in settings]
+            return [self.engine.request(prompt_ids, replace(self.settings, seed=each)) for each in seeds]
         except DraftHeadsError as error:
             raise api_error_of(error, param=param if isinstance(error, InvalidPrompt) else _field_of(error)) from None
 
@@ -109,14 +130,7 @@ def read_params(
     logprobs: int | None,
     grammar: Grammar | None,
 ) -> RequestParams:
-    """What the common fields mean for the server's models.
-
-    Args:
-        fields: of the request.
-        service: the server's state.
-        default_tokens: new tokens where the request names no limit.
-        logprobs: top log-probabilities; None: not even those of the answer's tokens.
-        grammar: of the answer.
+    """What the common fields mean for the server's models; without ``logprobs`` not even tokens have theirs.
 
     Raises:
         ApiError: a field is wrong.

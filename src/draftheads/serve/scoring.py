@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -23,52 +23,24 @@ class PromptScores:
 
 
 async def score(scheduler: Scheduler, engine: Engine, token_ids: Sequence[int], num_top: int) -> PromptScores:
-    """Scores a prompt.
-
-    Args:
-        scheduler: whose thread reads it.
-        engine: of the model.
-        token_ids: the prompt.
-        num_top: how many of the most likely tokens at each place.
-    """
-    scorer = _Scorer(engine, token_ids, num_top)
-    while scorer.num_left:
-        await asyncio.wrap_future(scheduler.call(lambda: scorer.read(scheduler.limits.chunk_tokens)))
-    return scorer.scores()
-
-
-class _Scorer:
-    """Reads a prompt in chunks; used on the model thread only."""
-
-    def __init__(self, engine: Engine, token_ids: Sequence[int], num_top: int) -> None:
-        self._engine = engine
-        self._ids = list(token_ids)
-        self._num_top = num_top
-        self._target = Target(engine.model)
-        self._target.lengths = [0]
-        self._done = 0
-        self._found: list[tuple[list[float], Any, Any]] = []
-
-    @property
-    def num_left(self) -> int:
-        """Tokens that are not read yet; the last one predicts nothing that was asked for."""
-        return max(0, len(self._ids) - 1 - self._done)
+    """Scores a prompt, with the ``num_top`` most likely tokens at each place."""
+    target = Target(engine.model)
+    target.lengths = [0]
+    logprobs: list[float | None] = [None]
+    tops: list[TopLogprobs | None] = [None]
 
     @torch.inference_mode()
-    def read(self, most: int) -> None:
-        """Reads the next tokens, at most so many."""
-        count = min(most, self.num_left)
-        [(hidden, _)] = self._target.read([self._ids[self._done : self._done + count]])  # (t, D)
-        following = torch.tensor(self._ids[self._done + 1 : self._done + 1 + count], device=hidden.device)
-        parts = token_logprobs(self._engine.model.logits(hidden), following, self._num_top)
-        self._found.append(tuple(part.tolist() for part in parts))  # type: ignore[arg-type]
-        self._done += count
+    def read(start: int, end: int) -> None:
+        """On the model thread."""
+        [(hidden, _)] = target.read([list(token_ids[start:end])])  # (t, D)
+        following = torch.tensor(token_ids[start + 1 : end + 1], device=hidden.device)
+        scores = token_logprobs(engine.model.logits(hidden), following, num_top)
+        new_logprobs, top_logprobs, top_ids = (part.tolist() for part in scores)
+        logprobs.extend(new_logprobs)
+        tops.extend(tuple(zip(ids, top, strict=True)) for ids, top in zip(top_ids, top_logprobs, strict=True))
 
-    def scores(self) -> PromptScores:
-        """Of the whole prompt."""
-        logprobs: list[float | None] = [None]
-        tops: list[TopLogprobs | None] = [None]
-        for own, top, top_ids in self._found:
-            logprobs += own
-            tops += [tuple(zip(ids, values, strict=True)) for ids, values in zip(top_ids, top, strict=True)]
-        return PromptScores(logprobs, tops if self._num_top else [])
+    num_read = len(token_ids) - 1  # what follows the last token was not asked for
+    chunk = scheduler.limits.chunk_tokens
+    for start in range(0, num_read, chunk):
+        await asyncio.wrap_future(scheduler.call(partial(read, start, min(start + chunk, num_read))))
+    return PromptScores(logprobs, tops if num_top else [])

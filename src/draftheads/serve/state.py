@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 from weakref import WeakValueDictionary
 
@@ -17,7 +17,7 @@ from draftheads.serve.head_replacement import HeadReplacement
 from draftheads.serve.http_limits import HttpLimits
 from draftheads.serve.metrics import Metrics
 from draftheads.serve.recorder import Exchange, Recorder
-from draftheads.serve.scheduler import Job, Scheduler, Snapshot
+from draftheads.serve.scheduler import Job, Scheduler
 
 Phase = Literal["loading", "ready", "draining"]
 T = TypeVar("T")
@@ -62,13 +62,14 @@ class Service:
         self.log_requests = log_requests
         self.recorder = recorder
         self.heads: HeadReplacement | None = None  # what /admin/head uses
-        self._tokenizer_prints: dict[str, str] = {}  # by served name
+        self._tokenizer_print = ""
         self.models: dict[str, ServedModel] = {}
         self.phase: Phase = "loading"
         self._scheduler: Scheduler | None = None
-        self.metrics = Metrics(self.snapshot)
-        if recorder is not None:
-            self.metrics.follow(lambda: recorder.counts)
+        self.metrics = Metrics(
+            lambda: None if self._scheduler is None else self._scheduler.snapshot(),
+            None if recorder is None else lambda: recorder.counts,
+        )
         self.scoring = asyncio.Semaphore(1)  # prompts are scored one at a time, as each has a cache of its own
         # one thread reads requests (JSON, templates, tokens, grammars), so that a long one holds up no stream
         self._reader = ThreadPoolExecutor(1, "draftheads-reader")
@@ -80,9 +81,8 @@ class Service:
         self.models = {model.name: model for model in models}
         assert self.models.keys() == scheduler.engines.keys(), "every served name has an engine"
         if self.recorder is not None:
-            self._tokenizer_prints = {
-                name: tokenizer_fingerprint(engine.model.tokenizer) for name, engine in scheduler.engines.items()
-            }
+            engine = next(iter(scheduler.engines.values()))  # all have the same tokenizer
+            self._tokenizer_print = tokenizer_fingerprint(engine.model.tokenizer)
         self._scheduler = scheduler
         if self.phase == "loading":
             self.phase = "ready"
@@ -106,12 +106,10 @@ class Service:
         Raises:
             ApiError: 404 if there is none of that name, 503 if the models are not loaded.
         """
-        engines = self.scheduler.engines
-        if name not in self.models or name not in engines:
-            known = ", ".join(self.models)
-            raise ApiError(
-                404, f"there is no model {name[:80]!r} here; models: {known}", param="model", code="model_not_found"
-            )
+        _ = self.scheduler
+        if name not in self.models:
+            message = f"there is no model {name[:80]!r} here; models: {', '.join(self.models)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
         return self.models[name]
 
     def engine(self, name: str) -> Engine:
@@ -120,17 +118,11 @@ class Service:
         return self.scheduler.engines[name]
 
     def record(self, name: str, request: Request, messages: Sequence[Mapping[str, Any]] | None) -> None:
-        """Records a finished answer, if answers are recorded.
-
-        Args:
-            name: of the served model.
-            request: that is finished.
-            messages: the prompt, of a chat.
-        """
+        """Records a finished answer of a served model, if answers are recorded; ``messages`` are a chat's prompt."""
         if self.recorder is not None and request.token_ids:
             exchange = Exchange(
                 self.models[name].weights,
-                self._tokenizer_prints[name],
+                self._tokenizer_print,
                 request.prompt_ids,
                 request.token_ids,
                 request.text,
@@ -139,18 +131,10 @@ class Service:
             )
             self.recorder.add(exchange)
 
-    def set_head(self, name: str, head: str) -> None:
-        """Notes that a model has another head."""
-        self.models[name] = replace(self.models[name], head=head)
-
     def cancel(self, job: Job) -> None:
         """Ends a job, also while the server shuts down."""
         if self._scheduler is not None:
             self._scheduler.cancel(job)
-
-    def snapshot(self) -> Snapshot | None:
-        """The scheduler's counts; None while there is no scheduler."""
-        return None if self._scheduler is None else self._scheduler.snapshot()
 
     async def read(self, client: str, function: Callable[..., T], *arguments: Any) -> T:
         """Runs a function on the thread that reads requests: one of each client at a time, so that they take turns."""

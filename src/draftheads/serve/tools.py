@@ -13,8 +13,7 @@ from draftheads.decode.grammar import ONE_LINE
 from draftheads.models.chat_template import render
 from draftheads.models.model import TargetModel
 from draftheads.serve.api_error import ApiError
-from draftheads.serve.fields import Fields, wrong
-from draftheads.serve.structured import check_schema
+from draftheads.serve.fields import Fields, check_schema, wrong
 from draftheads.settings import Grammar
 from draftheads.utils.messages import short
 
@@ -85,8 +84,7 @@ class ToolFields(Fields):
     def tool_use(self, tools: Sequence[dict[str, Any]]) -> ToolUse | None:
         """What the request says of its tools; None if there are none, or none may be called.
 
-        Args:
-            tools: as they were sent. Templates show all of their fields, in the same order.
+        ``tools`` are as they were sent: templates show all of their fields, in the same order.
 
         Raises:
             ApiError: a field contradicts another one.
