@@ -73,7 +73,7 @@ def _where(chosen: Tensor, first: AcceptResult, second: AcceptResult) -> AcceptR
     )
 
 
-# depth, nodes (B,) and the tokens (B, V) seen there -> whether a child is accepted, which one, and the next token if none
+# depth, nodes (B,), tokens (B, V) seen there -> whether a child is accepted, which one, and the next token if none
 Decide = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
 
 

@@ -81,10 +81,9 @@ class RowSettings:
     @cached_property
     def of_drawn(self) -> Self:
         """The settings of the S rows whose next token is drawn."""
-        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        columns = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "drawn"}
         picked: dict[str, Any] = {name: part[self.drawn] for name, part in columns.items() if isinstance(part, Tensor)}
-        picked["drawn"] = torch.arange(len(self.drawn), device=self.drawn.device)
-        return replace(self, **picked)
+        return replace(self, **picked, drawn=torch.arange(len(self.drawn), device=self.drawn.device))
 
 
 def penalised(logits: Tensor, rows: RowSettings, seen: Tensor | None) -> Tensor:
