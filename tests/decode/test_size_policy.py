@@ -93,7 +93,7 @@ class Copying(Scripted):
 
     def propose(self, context: Context, shape: Shape) -> Draft:
         self.asked.append(shape)
-        nodes = shape.num_nodes  # type: ignore[union-attr]
+        nodes = shape.num_nodes
         assert isinstance(nodes, int)
         drafted = sorted([*self.likely(0)[: nodes - 1], *self.copied], reverse=True)
         return grown(len(context.root_ids), 1 + len(drafted), lambda _: drafted)
@@ -121,7 +121,7 @@ def sizes(one: SizePolicySession, steps: int, accepted: Callable[[int, int], flo
     found = []
     for _ in range(steps):
         found.append(one.propose(context(batch), ROOT_ONLY).num_nodes)
-        note(one, [accepted(row, found[-1]) for row in range(batch)])  # type: ignore[misc]
+        note(one, [accepted(row, found[-1]) for row in range(batch)])
     return found
 
 
@@ -162,7 +162,7 @@ def test_drafting_of_several_rows_begins_when_it_would_have_saved_what_reading_t
         tokens = torch.zeros(rows, prompt if step == 0 else 1, dtype=torch.long)
         counts = torch.full((rows,), tokens.shape[1])
         session.propose(Context(torch.zeros(*tokens.shape, 1), tokens, counts, tokens[:, 0]), ROOT_ONLY)
-        note(session, session._expected)  # type: ignore[arg-type]
+        note(session, session._expected)
     assert [shape is None for shape in drafter.asked] == [True] * waits + [False] * (20 - waits)
 
 
@@ -202,7 +202,7 @@ def test_the_fastest_tree_is_drafted(per_node: float, batch: int) -> None:
     one = policy(STATIC, cost)
     expected = best_size(cost, batch)
     assert one.propose(context(batch), ROOT_ONLY).num_nodes == expected
-    assert one.session.asked == [None if expected == 1 else STATIC.tree(expected)]  # type: ignore[attr-defined]
+    assert one.session.asked == [None if expected == 1 else STATIC.tree(expected)]
 
 
 def test_a_gain_of_less_than_five_percent_is_none() -> None:
@@ -302,18 +302,17 @@ def test_trees_are_deep_where_a_level_is_cheap_and_shallow_where_it_is_dear(kind
         cost = head_that_pays(level)
         shape, gain, rate = policy(profile, cost).policy.choose(np.ones(1))
         rates = {
-            (depth, n): profile.tokens(kind, depth)[n - 1]  # type: ignore[arg-type]
-            / (cost.verify(1, n) + level * min(depth, n - 1))
+            (depth, n): profile.tokens(kind, depth)[n - 1] / (cost.verify(1, n) + level * min(depth, n - 1))
             for depth in range(1, 7)
-            for n in range(2, len(profile.tokens(kind, depth)) + 1)  # type: ignore[arg-type]
+            for n in range(2, len(profile.tokens(kind, depth)) + 1)
         }
         if shape is None:
             depths.append(0)
             assert max(rates.values()) < 1.05 / cost.verify(1, 1)
             continue
         assert rate == pytest.approx(max(rates.values()))
-        found = shape.max_depth or 6  # type: ignore[union-attr]
-        assert gain + 1 == pytest.approx(profile.tokens(kind, found)[shape.num_nodes - 1])  # type: ignore[arg-type]
+        found = shape.max_depth or 6
+        assert gain + 1 == pytest.approx(profile.tokens(kind, found)[shape.num_nodes - 1])
         depths.append(found)
     assert depths[0] == 6
     assert depths == sorted(depths, reverse=True)
@@ -336,7 +335,7 @@ def test_each_level_is_drafted_only_if_its_tokens_are_worth_its_time() -> None:
     assert isinstance(shape, BestFirst)
     assert shape.max_depth is not None
     one.propose(context(1), ROOT_ONLY)
-    (asked,) = one.session.asked  # type: ignore[attr-defined]
+    (asked,) = one.session.asked
     assert asked.num_nodes > shape.num_nodes
     assert asked.max_depth is None, "as deep as the head was measured"
     assert asked.min_level_probability == pytest.approx(3.0 * rate / LEVEL_GAIN, abs=0.005)
@@ -364,7 +363,7 @@ def test_levels_must_reach_more_where_a_request_accepts_less_than_expected() -> 
     for _ in range(10):
         one.propose(context(1), ROOT_ONLY)
         note(one, [0])
-        reaches.append(one.session.asked[-1].min_level_probability)  # type: ignore[attr-defined]
+        reaches.append(one.session.asked[-1].min_level_probability)
     assert reaches[-1] > reaches[0] > 0
 
 
@@ -429,7 +428,7 @@ def test_rows_take_their_records_with_them() -> None:
     assert ratios[0] < 0.4
     assert ratios[1] == pytest.approx(1.0, abs=0.01)
     one.keep(torch.tensor([1]))
-    assert one.session.kept == [[1]]  # type: ignore[attr-defined]
+    assert one.session.kept == [[1]]
     assert one.propose(context(1), ROOT_ONLY).num_nodes == best_size(cost, ratio=ratios[1])
     note(one, [1])
     assert policy(STATIC, cost).propose(context(1), ROOT_ONLY).num_nodes == best_size(cost)
@@ -450,7 +449,7 @@ def test_a_grown_draft_is_cut_where_a_node_gains_less_than_its_time_is_worth() -
     best = best_size(cost)
     rate = (1 + GAINS[best - 1]) / (cost.verify(1, best) + 1.0)  # tokens a millisecond
     for likely in ([0.9] * 40, [0.9, 0.5, 0.01, 0.01] + [0.0] * 40, [1e-4] * 40):
-        one = policy(GROWING, cost, Scripted(lambda _, likely=likely: likely))  # type: ignore[misc]
+        one = policy(GROWING, cost, Scripted(lambda _, likely=likely: likely))
         found = one.propose(context(1), ROOT_ONLY).num_nodes
         drafted = one.session.asked[-1].num_nodes
         assert drafted > best, "a few more than are best on average, to choose among"
@@ -470,7 +469,7 @@ def test_no_spare_nodes_where_drafting_them_costs() -> None:
     shape, _, _ = one.policy.choose(np.ones(1))
     assert shape is not None
     one.propose(context(1), ROOT_ONLY)
-    assert one.session.asked == [shape]  # type: ignore[attr-defined]
+    assert one.session.asked == [shape]
 
 
 def test_rows_are_cut_together_by_what_they_gain_together() -> None:
@@ -499,7 +498,7 @@ def test_copies_are_verified_also_where_no_tree_is_worth_it() -> None:
     cheap = policy(GROWING, machine(12.0), Copying([0.99, 0.98]))
     assert sure.propose(context(1), ROOT_ONLY).num_nodes == 1, "a node costs a whole step"
     assert cheap.propose(context(1), ROOT_ONLY).num_nodes == 3
-    assert cheap.session.asked == [Tree.chain(0)]  # type: ignore[attr-defined]
+    assert cheap.session.asked == [Tree.chain(0)]
     assert cheap._expected == pytest.approx([1.97])
     unsure = policy(GROWING, machine(12.0), Copying([0.3, 0.1]))
     assert unsure.propose(context(1), ROOT_ONLY).num_nodes == 1
@@ -579,7 +578,7 @@ class Random(PlantedDrafter):
     def propose(self, context: Context, shape: Shape) -> Draft:
         if isinstance(shape, Tree):
             return super().propose(context, shape)
-        draft = super().propose(context, Tree.chain(shape.num_nodes - 1))  # type: ignore[union-attr]
+        draft = super().propose(context, Tree.chain(shape.num_nodes - 1))
         likely = torch.rand(draft.token_ids.shape, generator=self.generator).sort(dim=1, descending=True).values
         return Draft(**{**vars(draft), "path_log_probs": likely.log()})
 
@@ -647,9 +646,9 @@ def test_equal_requests_take_equal_steps() -> None:
         drafted.append([])
         while batch.requests:
             before = batch.target.verify
-            batch.target.verify = lambda draft: (drafted[-1].append(draft.num_nodes), before(draft))[1]  # type: ignore[method-assign,func-returns-value,return-value]  # noqa: B023
+            batch.target.verify = lambda draft: (drafted[-1].append(draft.num_nodes), before(draft))[1]  # noqa: B023
             batch.step()
-            batch.target.verify = before  # type: ignore[method-assign]
+            batch.target.verify = before
     assert drafted[0] == drafted[1]
 
 
@@ -658,7 +657,7 @@ def test_profiles_come_in_pairs_and_for_drafters_with_shapes() -> None:
     head = tiny_head("medusa", model)
     for options in ({"profile": BOTH}, {"cost": machine(1.0)}):
         with pytest.raises(InvalidSettings, match="go together"):
-            Engine(model, head, **options)  # type: ignore[arg-type]
+            Engine(model, head, **options)
     for drafter in (None, PromptLookup()):
         with pytest.raises(InvalidSettings, match="profiles are for a drafter that fills trees"):
             Engine(model, drafter, profile=BOTH, cost=machine(1.0))

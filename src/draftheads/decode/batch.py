@@ -195,7 +195,6 @@ class Batch:
         return True
 
     def _note_hidden(self, counts: Sequence[int]) -> None:
-        """Keeps the hidden states of the tokens that the step accepted."""
         if self.on_leave is not None:
             assert self._context is not None
             for parts, states, count in zip(self._hidden, self._context.hidden, counts, strict=True):
@@ -211,7 +210,6 @@ class Batch:
                 self.on_leave(request, ReadText(token_ids, entries, torch.cat(self._hidden[row])[: len(token_ids)]))
 
     def _read_settings(self) -> None:
-        """Rows came or went."""
         self._rows, self._seen, self._rules = self._settings_of(self.requests)
         self._are_free = [_is_free(request.settings) for request in self.requests]
 

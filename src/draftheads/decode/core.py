@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from draftheads.decode.batch import Batch
 from draftheads.decode.prefix_cache import PrefixCache, num_shared
-from draftheads.decode.prompt_reader import PromptReader, ReadPrompt, ReadText
+from draftheads.decode.prompt_reader import PromptReader, ReadPrompt
 from draftheads.decode.request import Request, StreamEvent
 from draftheads.decode.waiting import FairQueue, Lane, QueuedRequest
 from draftheads.errors import DraftHeadsError, TooLarge, no_such, require_at_least
@@ -266,7 +266,7 @@ class EngineCore:
                 return lane
         lane = RunningLane(queued.lane, engine, self._on_phase)
         if self._keeps_answers:
-            lane.batch.on_leave = partial(self._remember, lane)
+            lane.batch.on_leave = lambda request, text: self.prefixes.add(lane.namespace(request), text)
         self.lanes.append(lane)
         return lane
 
@@ -308,10 +308,6 @@ class EngineCore:
         """By how much one more request adds to it."""
         slots = lane.slots(request, trimmed=trimmed) - lane.slots(trimmed=trimmed)
         return slots * self.sizes.per_slot(lane.engine) + self.sizes.of_prompt(lane.engine, request)
-
-    def _remember(self, lane: RunningLane, request: Request, text: ReadText) -> None:
-        """Keeps what was read of a row that leaves."""
-        self.prefixes.add(lane.namespace(request), text)
 
     # --- passes of the model ---
 
