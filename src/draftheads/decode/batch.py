@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -61,9 +62,8 @@ class Batch:
         self._are_free: list[bool] = []  # rows that take the most likely token whatever it is
         self._rules: BatchRules | None = None  # only where a row has a grammar or logit biases
         self._stepped_rows = 0  # rows that the session has seen; they come first
-        self._hidden: list[
-            list[Tensor]
-        ] = []  # with on_leave, for each row: parts (t, D or n·D) of the tokens in the cache
+        # with on_leave, for each row: parts (t, D or n·D) of the tokens in the cache
+        self._hidden: list[list[Tensor]] = []
 
     @torch.inference_mode()
     def adopt(self, prompts: Sequence[ReadPrompt]) -> list[StreamEvent]:
@@ -72,18 +72,16 @@ class Batch:
         self.target.adopt([prompt.text.entries for prompt in prompts])
         logits = torch.stack([prompt.logits for prompt in prompts])  # (b, V)
         hidden = pad_sequence([prompt.text.hidden for prompt in prompts], batch_first=True)  # (b, T, D or n·D)
-        rows = self._settings(requests)
-        seen = self._seen_of(requests, rows)
+        rows, seen, rules = self._settings_of(requests)
         uniforms = self._uniforms(requests, 1)
-        rules = self._rules_of(requests)
-        scores = logits if rules is None else rules.verified(logits[:, None], rules.roots())[:, 0]
-        roots = choose(scores, rows, seen, uniforms[:, 0])
+        allowed = logits if rules is None else rules.verified(logits[:, None], rules.roots())[:, 0]
+        roots = choose(allowed, rows, seen, uniforms[:, 0])
         new_ids = roots[:, None].tolist()
         context = self._prompt_context(requests, hidden, roots, new_ids)
         logprobs = _logprobs(requests, logits[:, None], torch.zeros_like(roots)[:, None], new_ids, [1] * len(requests))
         events = [
-            self._append(request, ids, num_drafted=0, **own)
-            for request, ids, own in zip(requests, new_ids, logprobs, strict=True)
+            self._append(request, ids, num_drafted=0, **scores)
+            for request, ids, scores in zip(requests, new_ids, logprobs, strict=True)
         ]
         self._context = _merged(self._context, context)
         self.requests += requests
@@ -104,7 +102,7 @@ class Batch:
         context = replace(
             self._context,
             rows=self._rows,
-            draws=self._draws,
+            draws=partial(self._numbers, stream="drafts"),
             text_tokens=max(self.target.lengths),
             rules=self._rules,
             room=[request.room for request in self.requests] if self.none_waits else None,
@@ -197,7 +195,6 @@ class Batch:
         return True
 
     def _note_hidden(self, counts: Sequence[int]) -> None:
-        """Keeps the hidden states of the tokens that the step accepted."""
         if self.on_leave is not None:
             assert self._context is not None
             for parts, states, count in zip(self._hidden, self._context.hidden, counts, strict=True):
@@ -213,21 +210,20 @@ class Batch:
                 self.on_leave(request, ReadText(token_ids, entries, torch.cat(self._hidden[row])[: len(token_ids)]))
 
     def _read_settings(self) -> None:
-        """Rows came or went."""
-        self._rows = self._settings(self.requests)
-        self._seen = self._seen_of(self.requests, self._rows)
-        self._rules = self._rules_of(self.requests)
+        self._rows, self._seen, self._rules = self._settings_of(self.requests)
         self._are_free = [_is_free(request.settings) for request in self.requests]
 
-    def _rules_of(self, requests: Sequence[Request]) -> BatchRules | None:
-        model = self.target.model
-        return BatchRules.of(requests, vocab_size=model.vocab_size, device=model.device)
-
-    def _settings(self, requests: Sequence[Request]) -> RowSettings:
-        model = self.target.model
-        return RowSettings.of(
-            [request.settings for request in requests], vocab_size=model.vocab_size, device=model.device
-        )
+    def _settings_of(self, requests: Sequence[Request]) -> tuple[RowSettings, Tensor | None, BatchRules | None]:
+        """Their settings, the tokens of their texts (B, V) where one has a repetition penalty, and their rules."""
+        vocab_size, device = self.target.model.vocab_size, self.target.model.device
+        rows = RowSettings.of([request.settings for request in requests], vocab_size=vocab_size, device=device)
+        seen = None
+        if rows.any_penalty:
+            seen = torch.zeros(len(requests), vocab_size, dtype=torch.bool)
+            for row, request in enumerate(requests):
+                seen[row, request.prompt_ids + request.token_ids] = True
+            seen = to_device(seen, device)
+        return rows, seen, BatchRules.of(requests, vocab_size=vocab_size, device=device)
 
     def _uniforms(self, requests: Sequence[Request], count: int) -> Tensor:
         """(B, count) float64."""
@@ -236,22 +232,10 @@ class Batch:
         numbers = [request.uniforms(count) for request in requests]
         return to_device(numbers, self.target.model.device, torch.float64)
 
-    def _draws(self, count: int) -> Tensor:
-        """(B, count) float64 for a drafter that draws."""
-        return self._numbers(count, "drafts")
-
     def _numbers(self, count: int, stream: Literal["rejection", "drafts"]) -> Tensor:
+        """(B, count) float64, which choose no token of an answer."""
         numbers = [request.draws(count, stream) for request in self.requests]
         return to_device(numbers, self.target.model.device, torch.float64)
-
-    def _seen_of(self, requests: Sequence[Request], rows: RowSettings) -> Tensor | None:
-        if not rows.any_penalty:
-            return None
-        model = self.target.model
-        seen = torch.zeros(len(requests), model.vocab_size, dtype=torch.bool)
-        for row, request in enumerate(requests):
-            seen[row, request.prompt_ids + request.token_ids] = True
-        return to_device(seen, model.device)
 
     def _note_seen(self) -> None:
         """The tokens that the step accepted, and the new roots."""
@@ -343,23 +327,23 @@ def _logprobs(
         new_ids: at most P tokens of each row.
         counts: how many of them are new.
     """
-    found: list[dict[str, Any]] = [{} for _ in requests]
+    arguments: list[dict[str, Any]] = [{} for _ in requests]
     asked = {row: k for row, request in enumerate(requests) if (k := request.settings.logprobs) is not None}
     if not asked:
-        return found
+        return arguments
     rows = to_device(list(asked), logits.device)
     width = max(counts[row] for row in asked)
     tokens = to_device([new_ids[row][:width] for row in asked], logits.device)
     at = logits[rows[:, None], path[rows, :width]]  # (b, width, V)
-    own, top, top_ids = token_logprobs(at, tokens, max(asked.values()))
-    packed = torch.cat([own[..., None].double(), top.double(), top_ids.double()], -1).tolist()  # one transfer
+    of_tokens, top, top_ids = token_logprobs(at, tokens, max(asked.values()))
+    packed = torch.cat([of_tokens[..., None].double(), top.double(), top_ids.double()], -1).tolist()  # one transfer
     num_top = top.shape[-1]
     for (row, k), places in zip(asked.items(), packed, strict=True):
         pairs: list[TopLogprobs] = [
             tuple(zip(map(int, place[1 + num_top :]), place[1 : 1 + num_top], strict=True))[:k] for place in places
         ]
-        found[row] = {"logprobs": [place[0] for place in places], "top_logprobs": pairs}
-    return found
+        arguments[row] = {"logprobs": [place[0] for place in places], "top_logprobs": pairs}
+    return arguments
 
 
 def _num_copied(draft: Draft, result: AcceptResult) -> Tensor:

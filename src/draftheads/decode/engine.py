@@ -14,7 +14,6 @@ from draftheads.decode.batch import Batch
 from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.cost_profile import CostProfile
 from draftheads.decode.grammar import compiler_for
-from draftheads.decode.plain import PLAIN, NoDraft
 from draftheads.decode.request import GenerationResult, Request, StreamEvent
 from draftheads.decode.size_policy import SizePolicy
 from draftheads.errors import (
@@ -29,7 +28,7 @@ from draftheads.models.chat_template import BUILT_IN, render, template_of
 from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.acceptance_profile import MAX_NODES, AcceptanceProfile
-from draftheads.speculation.drafter import Drafter
+from draftheads.speculation.drafter import Drafter, NoDraft
 from draftheads.speculation.shapes import BestFirst, Shape, as_shape, calibrated, in_words, most_nodes_of
 from draftheads.utils.counts import counted
 from draftheads.utils.messages import Message, half_character, message_problem, short
@@ -99,13 +98,12 @@ class Engine:
             raise InvalidSettings("profiles are for a drafter that fills trees, such as a draft head")
         if shape is not None and not fills_shapes:
             raise InvalidSettings("a shape is for a drafter that fills trees, such as a draft head")
-        shape = None if shape is None else as_shape(shape)
-        if shape is not None and drafter is not None:
-            drafter.check_shape(shape)
         self.model = model
         self.drafter: Drafter = NoDraft() if drafter is None else drafter
         self.max_batch_size = max_batch_size
-        self.shape = shape
+        self.shape = None if shape is None else as_shape(shape)
+        if self.shape is not None:
+            self.drafter.check_shape(self.shape)
         self.profile = profile
         self.cost = cost
         self.check = check
@@ -154,16 +152,16 @@ class Engine:
         """Checked requests, ready for :meth:`run`. Arguments and errors as for :meth:`generate`."""
         prompts = prompt_list(prompts)
         if isinstance(settings, Sequence) and not isinstance(settings, str):
-            each = list(settings)
+            rows = list(settings)
         else:
-            each = [SamplingSettings() if settings is None else settings] * len(prompts)
-        if len(each) != len(prompts):
+            rows = [SamplingSettings() if settings is None else settings] * len(prompts)
+        if len(rows) != len(prompts):
             raise InvalidSettings(
-                f"{len(each)} settings for {counted(len(prompts), 'prompt')}: give one for all, or one for each"
+                f"{len(rows)} settings for {counted(len(prompts), 'prompt')}: give one for all, or one for each"
             )
         return [
-            self.request(prompt, _overridden(own, overrides), index=index)
-            for index, (prompt, own) in enumerate(zip(prompts, each, strict=True))
+            self.request(prompt, _overridden(row, overrides), index=index)
+            for index, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
         ]
 
     def request(self, prompt: Prompt, settings: SamplingSettings, *, index: int = 0) -> Request:
@@ -192,12 +190,12 @@ class Engine:
             core.add(request)
         return self.events(core)
 
-    def core(self, *, on_phase: Callable[[str], object] = str) -> "EngineCore[Engine]":
+    def core(self, *, on_phase: Callable[[str], object] = str) -> EngineCore:
         """A core without requests, for this engine alone. ``on_phase`` is called as by :class:`Batch`."""
         limits = CoreLimits(max_rows=self.max_batch_size, chunk_tokens=_CHUNK_TOKENS)
         return EngineCore({"": self}, limits, answers_together=True, on_phase=on_phase)
 
-    def events(self, core: "EngineCore[Engine]") -> Iterator[StreamEvent]:
+    def events(self, core: EngineCore) -> Iterator[StreamEvent]:
         """What a core decodes, until it has no work. The caller may add requests between events.
 
         Raises:
@@ -324,20 +322,17 @@ class Engine:
         return f"<table>{''.join(rows)}</table>"
 
     def _parts(self) -> dict[str, str]:
-        shape = self.shape or self.drafter.default_shape
-        if self.profile is not None:
-            tree = "trees by profile"
-        else:
-            tree = "trees of its own" if shape is None else f"tree: {in_words(shape)}"
         parts = {
             "model": self.model.model_id,
             "precision": self.model.precision,
             "device": str(self.model.device),
             "drafter": self.drafter.name,
-            "drafts": tree,
         }
-        if self.drafter.name == PLAIN:
-            del parts["drafts"]
+        shape = self.shape or self.drafter.default_shape
+        if self.profile is not None:
+            parts["drafts"] = "trees by profile"
+        elif self.drafter.name != NoDraft.name:
+            parts["drafts"] = "trees of its own" if shape is None else f"tree: {in_words(shape)}"
         return parts
 
 
