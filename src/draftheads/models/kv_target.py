@@ -51,7 +51,7 @@ class Target:
         # exact attention sums values in fp64; stored in fp64, they are not converted in each step
         values = torch.float64 if model.batch_invariant and model.dtype == torch.float32 else None
         self.cache = SlotCache(len(model.layer_kinds), value_dtype=values)
-        self.num_heads = int(model.layer_sizes["num_attention_heads"])
+        self.num_heads = int(model.config.num_attention_heads)
         self.graphs = StepGraphs(capture_for(model.device))  # of static steps
         self.lengths: list[int] = []  # tokens of each row in the cache
         # with batch invariance, a row's bits were compared with one number of threads
@@ -353,23 +353,23 @@ def check_trees(model: TargetModel, *, stock: Tensor | None = None) -> Tensor:
     target = Target(model)
     try:
         target.prefill(texts)
-        found = target.verify(Draft.on_tree(tree, tokens))[0].flatten(0, 1)  # (2·N, V)
-        expected = model.logits(model.hidden_states(plain)[torch.arange(len(paths), device=model.device), last])
+        in_tree = target.verify(Draft.on_tree(tree, tokens))[0].flatten(0, 1)  # (2·N, V)
+        in_text = model.logits(model.hidden_states(plain)[torch.arange(len(paths), device=model.device), last])
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModel(f"{model.model_id} cannot read a tree of drafts: {error}") from error
     exact = model.precision == "fp32"
     # int8 rounds each layer's inputs, so what attention rounds in another order becomes larger
-    if (gap := _gap(found, expected)) > (1e-3 if exact else _ROUNDED if model.precision == "int8" else 5e-2):
+    if (gap := _gap(in_tree, in_text)) > (1e-3 if exact else _ROUNDED if model.precision == "int8" else 5e-2):
         raise UnsupportedModel(
             f"{model.model_id}: logits in a tree of drafts differ from those of a plain text by {gap:.1%}; "
             "its attention depends on more than positions and masks"
         )
-    if stock is not None and (gap := _gap(found, stock)) > (1e-3 if exact else _ROUNDED):
+    if stock is not None and (gap := _gap(in_tree, stock)) > (1e-3 if exact else _ROUNDED):
         raise UnsupportedModel(f"{model.model_id}: its logits differ from those of the stock modules by {gap:.1%}")
-    return found
+    return in_tree
 
 
-def _gap(found: Tensor, expected: Tensor) -> float:
+def _gap(logits: Tensor, expected: Tensor) -> float:
     """How much logits (n, V) differ, as a share of the largest; infinite if a number is not finite."""
-    gap = float((found.float() - expected.float()).abs().max()) / max(1.0, float(expected.abs().max()))
+    gap = float((logits.float() - expected.float()).abs().max()) / max(1.0, float(expected.abs().max()))
     return gap if math.isfinite(gap) else math.inf
