@@ -554,34 +554,30 @@ def test_a_draft_vocabulary_beyond_the_targets_is_refused(base: TargetModel, fol
         load_head(folder, base)
 
 
-@pytest.mark.parametrize("file", [CONFIG_FILE, PROFILE_FILE, TENSORS_FILE])
-def test_a_missing_file_is_named(base: TargetModel, folder: Path, file: str) -> None:
-    (folder / file).unlink()
-    with pytest.raises(CheckpointCorrupt, match=f"{file} is missing; a head's folder has README.md, accept"):
-        load_head(folder, base)
-
-
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("file", "content", "words"),
     [
-        *((content, "cannot be read as JSON") for content in (b"{", b"", b"\xff\xfe{}", b"[" * 100_000)),
-        (b"[1]", r"it is \[1\]; it must be an object"),
+        *(
+            (file, None, f"{file} is missing; a head's folder has README.md, accept")
+            for file in (CONFIG_FILE, PROFILE_FILE, TENSORS_FILE)
+        ),
+        *((CONFIG_FILE, text, "cannot be read as JSON") for text in (b"{", b"", b"\xff\xfe{}", b"[" * 100_000)),
+        (CONFIG_FILE, b"[1]", r"it is \[1\]; it must be an object"),
+        *((TENSORS_FILE, length, "is not a complete safetensors file") for length in (0, 100, 2000)),
     ],
-    ids=range(5),
+    ids=range(11),
 )
-def test_a_file_without_a_json_object_is_named(base: TargetModel, folder: Path, content: bytes, words: str) -> None:
-    (folder / CONFIG_FILE).write_bytes(content)
-    with pytest.raises(CheckpointCorrupt, match=f"{CONFIG_FILE}:? {words}"):
+def test_a_missing_or_damaged_file_is_named(
+    base: TargetModel, folder: Path, file: str, content: bytes | int | None, words: str
+) -> None:
+    path = folder / file
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:content] if isinstance(content, int) else content)
+    with pytest.raises(CheckpointCorrupt, match=words) as caught:
         load_head(folder, base)
-
-
-@pytest.mark.parametrize("length", [0, 100, 2000])
-def test_a_truncated_tensor_file_is_named(base: TargetModel, folder: Path, length: int) -> None:
-    content = (folder / TENSORS_FILE).read_bytes()
-    assert length < len(content)
-    (folder / TENSORS_FILE).write_bytes(content[:length])
-    with pytest.raises(CheckpointCorrupt, match="is not a complete safetensors file"):
-        load_head(folder, base)
+    assert str(path) in str(caught.value)
 
 
 def test_a_missing_folder_is_named(base: TargetModel, tmp_path: Path) -> None:
