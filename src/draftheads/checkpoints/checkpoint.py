@@ -160,9 +160,8 @@ def _filled(config: HeadConfig, tensors: Mapping[str, Tensor], base: TargetModel
 def read_head(folder: str | PathLike[str], *, ignore_profile: bool = False) -> SavedHead:
     """Reads and checks everything but the values of the tensors; needs no base model.
 
-    Args:
-        folder: written by :func:`save_head`.
-        ignore_profile: do not read ``acceptance.json``, and use an assumed profile: for commands that write a new one.
+    With ``ignore_profile``, ``acceptance.json`` is not read, and the profile is an assumed one: for commands that write
+    a new one.
 
     Raises:
         ModelNotFound: no such folder.

@@ -69,14 +69,8 @@ def head_name(name: object) -> str:
 def base_in_zoo(model: str, method: str | None = None) -> str:
     """The base of the installed heads that draft for a model: the model itself, or the one that it is a tuned copy of.
 
-    An adapter counts as its base model. A tuned copy is known by its sizes and its tokenizer.
-
-    Args:
-        model: its name.
-        method: of the head that is needed; None: any.
-
-    Returns:
-        The base's name; the model's own where no installed head fits, or those of several bases do.
+    An adapter counts as its base model. A tuned copy is known by its sizes and its tokenizer. The model's own name is
+    returned where no head (of that method) fits, or those of several bases do.
 
     Raises:
         ModelNotFound: no such model.

@@ -154,14 +154,8 @@ def dtype_for_texts(*, folder: Path | None = None, clock: Callable[[], float] = 
     """The type in which this CPU multiplies many rows faster, as in training and in reading whole texts: fp32 or bf16.
 
     Some CPUs with bf16 instructions need 1.5 times as long for large products in bf16 as in fp32. For the few rows of a
-    decoding step they are still faster in bf16, because they read half as many bytes.
-
-    Args:
-        folder: the cache of choices; None measures each time.
-        clock: returns the time in seconds.
-
-    Warns:
-        CacheWarning: as for :func:`choose`.
+    decoding step they are still faster in bf16, because they read half as many bytes. Arguments and warnings as for
+    :func:`choose`.
     """
     return _measured_once(
         folder, [_TEXT_SIZES], lambda: {"texts": _faster_type(clock)}, lambda choice: _TEXT_TYPES[choice["texts"]]
@@ -208,11 +202,7 @@ def _measured_once(
 ) -> T:
     """What was measured on this machine, parsed: read from a file, or measured now and stored.
 
-    Args:
-        folder: of the files; None measures each time.
-        facts: what the result depends on, besides processor, threads and PyTorch.
-        measure: returns the content of a file.
-        parse: its error means that the content is invalid.
+    It depends on the facts, and on processor, threads and PyTorch. An error of ``parse`` means that a file is invalid.
     """
     if folder is None:
         return parse(measure())

@@ -54,12 +54,8 @@ class Adapter:
     def attach(cls, model: Any, *, rank: int, alpha: int, dropout: float, targets: tuple[str, ...] = ()) -> Self:
         """Puts untrained LoRA layers, drawn from torch's global generator, in place of linear layers.
 
-        Args:
-            model: a transformers causal LM; its own weights are frozen.
-            rank: r.
-            alpha: α.
-            dropout: probability, in training.
-            targets: ends of the names of layers; all linear layers and the lm_head when left out.
+        ``targets`` are ends of the names of layers; all linear layers and the lm_head when left out. The model's own
+        weights are frozen.
 
         Raises:
             MissingDependency: no peft.
@@ -149,15 +145,13 @@ class Adapter:
 def read_lora(model: Any, folder: Path) -> dict[str, LowRank]:
     """The matrices of a saved LoRA adapter by the names of the linear layers of its base model, in fp32 on the CPU.
 
-    Args:
-        model: the base model; it does not change, and its layers may be replaced by faster ones.
-        folder: of the adapter, with its weights as safetensors.
+    The base model does not change, and its layers may be replaced by faster ones.
 
     Raises:
         MissingDependency: no peft.
         ModelNotFound: no adapter in that folder.
         UnsupportedModel: it changes more than linear layers, or is not LoRA.
-        CheckpointCorrupt: it does not fit the model's layers.
+        CheckpointCorrupt: it does not fit the model's layers, or is damaged.
     """
     layers = _lora_layers(model, folder)
     path = folder / _WEIGHTS_FILE

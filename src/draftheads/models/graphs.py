@@ -52,12 +52,8 @@ class _Captured:
 class StepGraphs:
     """Runs functions. The second run with a key is captured, and later runs replay it.
 
-    The first run with a key is not captured: it loads kernels, and a shape that occurs once needs no graph.
-    After a failed capture nothing is captured any more.
-
-    Args:
-        capture: how to capture; None never captures.
-        limit: number of graphs; beyond it the least recently used one is dropped.
+    The first run loads kernels, and a shape that occurs once needs no graph. After a failure nothing is captured.
+    Beyond the limit of graphs, the least recently used one is dropped.
     """
 
     def __init__(self, capture: Capture | None, *, limit: int = 32) -> None:
@@ -134,12 +130,8 @@ def capture_cuda(
 ) -> tuple[Outputs, tuple[CUDAGraph, Outputs] | str]:
     """Runs once on a side stream, which also checks that it can be captured, and then captures, which computes nothing.
 
-    Not by ``torch.cuda.graph``, which waits for all streams and returns all cached memory before each capture.
-
-    Args:
-        device: on which the function runs. It need not be the current one.
-        run: the function.
-        pool: memory of other graphs, or None.
+    Not by ``torch.cuda.graph``, which waits for all streams and returns all cached memory before each capture. The
+    device need not be the current one; the pool has the memory of other graphs, or is None.
 
     Raises:
         NeedsHost: an operator cannot be captured.

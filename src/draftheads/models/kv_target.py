@@ -35,10 +35,7 @@ class Target:
     the cache: a step reads all slots, and a mask hides the unused ones. On CUDA such steps are captured. Otherwise a
     step reads only the slots in use.
 
-    Args:
-        model: the frozen model.
-        layers: n layers whose inputs a drafter reads. Hidden states are then theirs side by side, n·D numbers, in place
-            of h_t.
+    If a drafter reads the inputs of n ``layers``, hidden states are theirs side by side, n·D numbers, in place of h_t.
 
     Raises:
         InvalidSettings: the model has fewer layers.
@@ -143,16 +140,9 @@ class Target:
     def verify_static(
         self, tokens: Tensor, depths: Tensor, ancestors: Tensor, lengths: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The computation of a static step. Inputs and outputs are on the device, and the host reads no value.
+        """:meth:`verify` as a static step: all is on the device, and the host reads no value. All nodes have a slot.
 
-        Args:
-            tokens: (B, N) of the nodes.
-            depths: (B, N).
-            ancestors: (B, N, N).
-            lengths: (B,) number of text tokens of each row. All nodes must have a slot.
-
-        Returns:
-            Logits (B, N, V) and hidden states (B, N, D or n·D).
+        Takes tokens (B, N), depths (B, N), ancestors (B, N, N), and the lengths of the texts (B,).
         """
         last, hidden = self._decode(slice(0, len(tokens)), lengths, tokens, depths, ancestors, span=self.cache.capacity)
         return self.model.logits(last), hidden
@@ -187,16 +177,13 @@ class Target:
         return outputs
 
     def _groups(self, prompts: Sequence[Sequence[int]]) -> list[Sequence[Sequence[int]]]:
-        """Splits the prompts into groups that are read in the same passes."""
+        """Groups of prompts that are read in the same passes."""
         if self.model.batch_invariant:  # results must not depend on the other prompts
             return [[prompt] for prompt in prompts]
         groups: list[list[Sequence[int]]] = []
-        longest = 0
         for prompt in prompts:
-            longest = max(longest, len(prompt))
-            if not groups or (len(groups[-1]) + 1) * longest > PREFILL_TOKENS:
+            if not groups or (len(groups[-1]) + 1) * max(map(len, [*groups[-1], prompt])) > PREFILL_TOKENS:
                 groups.append([])
-                longest = len(prompt)
             groups[-1].append(prompt)
         return list(groups)
 
@@ -326,12 +313,7 @@ def _side_by_side(read: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor
 def check_trees(model: TargetModel, *, stock: Tensor | None = None) -> Tensor:
     """Checks that logits in a tree equal those of its paths as plain text, after two texts of different lengths.
 
-    Args:
-        model: also one with faster modules.
-        stock: what this returned for the model with its stock modules, which the result must equal, too.
-
-    Returns:
-        The logits of all nodes (2·N, V).
+    Returns the logits of all nodes (2·N, V). Given those of the model with its ``stock`` modules, they must equal them.
 
     Raises:
         UnsupportedModel: they differ, so decoding with drafts would not be lossless.

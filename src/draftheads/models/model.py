@@ -392,11 +392,7 @@ class TargetModel:
 
     @cached_property
     def layers(self) -> nn.ModuleList:
-        """The decoder's layers.
-
-        Raises:
-            UnsupportedModel: they are not found.
-        """
+        """The decoder's layers. Raises :class:`UnsupportedModel` if they are not found."""
         count = len(self.layer_kinds)
         for module in self.decoder.modules():
             if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -406,10 +402,7 @@ class TargetModel:
     def shard(self, device: torch.device) -> None:
         """Splits each layer over all processes of a run (FSDP), which must then make the same number of passes.
 
-        Each process has the whole embedding, last norm and lm_head. The model must be whole, on the CPU.
-
-        Args:
-            device: of this process.
+        Each process has the whole embedding, last norm and lm_head on its device. Before, the model is on the CPU.
 
         Raises:
             UnsupportedModel: the list of layers is not found.
@@ -426,11 +419,7 @@ class TargetModel:
             fully_shard(layer, mesh=mesh)
 
     def check_layers(self, layers: Sequence[int]) -> None:
-        """Can a drafter read the inputs of these layers?
-
-        Raises:
-            InvalidSettings: the model has fewer layers.
-        """
+        """Raises :class:`InvalidSettings` if the model has fewer layers than those whose inputs a drafter reads."""
         count = len(self.layer_kinds)
         if wrong := [layer for layer in layers if not 0 <= layer < count]:
             raise InvalidSettings(
@@ -439,14 +428,10 @@ class TargetModel:
             )
 
     def run(self, layers: Sequence[int], **inputs: Any) -> tuple[Tensor, Tensor]:
-        """One pass of the decoder.
-
-        Args:
-            layers: whose inputs a drafter reads, n of them; none for one that reads h_t.
-            inputs: of the decoder, for B rows of T tokens.
+        """One pass of the decoder, with its inputs for B rows of T tokens.
 
         Returns:
-            h_t (B, T, D), and what the drafter reads: the inputs of these layers side by side (B, T, n·D), or h_t.
+            h_t (B, T, D), and what a drafter reads: the inputs of n layers side by side (B, T, n·D); without any, h_t.
 
         Raises:
             UnsupportedModel: a layer's input does not have the size of h_t.

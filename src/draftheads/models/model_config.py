@@ -14,11 +14,7 @@ def layer_sizes(config: Any, hidden_size: int) -> dict[str, Any]:
     """Sizes of a model's layers, for heads with layers of these sizes; usual values where a size is missing.
 
     Rotary positions are the model's own, with its scaling. Of kinds that change with the length of the text (dynamic,
-    longrope) they are those of short texts.
-
-    Args:
-        config: of the text model.
-        hidden_size: D.
+    longrope) they are those of short texts. ``config`` is that of the text model.
     """
     heads = int(config.num_attention_heads)
     ropes = _ropes(config, "rope_parameters")
