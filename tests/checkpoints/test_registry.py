@@ -3,7 +3,7 @@
 import re
 import time
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -49,11 +49,6 @@ def test_the_zoo_is_listed_by_base_and_method(zoo: Path) -> None:
     ]
 
 
-@pytest.mark.usefixtures("no_zoo")
-def test_a_zoo_may_be_empty() -> None:
-    assert zoo_heads() == []
-
-
 def test_the_packages_own_zoo_lies_within_the_package() -> None:
     assert registry.weights_folder() == Path(registry.__file__).parents[1] / "zoo" / "weights"
     assert all((head.folder / "config.json").is_file() for head in zoo_heads())
@@ -89,14 +84,10 @@ def test_without_the_data_package_the_error_names_it(method: str) -> None:
         find_head(method, "smollm2-135m")
 
 
-def test_a_method_is_found_for_its_base(zoo: Path) -> None:
-    assert find_head("medusa", "smollm2-135m") == zoo / "smollm2-135m" / "medusa"
-    assert find_head("medusa", "other-1b") == zoo / "other-1b" / "medusa"
-
-
-def test_a_bundled_head_does_not_depend_on_the_working_directory(zoo: Path) -> None:
+def test_a_method_is_found_for_its_base_whatever_the_working_directory(zoo: Path) -> None:
     Path("medusa").mkdir()
     assert find_head("medusa", "smollm2-135m") == zoo / "smollm2-135m" / "medusa"
+    assert find_head("medusa", "other-1b") == zoo / "other-1b" / "medusa"
     assert find_head("./medusa", "smollm2-135m").resolve() == Path.cwd() / "medusa"
     assert find_head("medusa", "no-heads-1b").resolve() == Path.cwd() / "medusa"
 
@@ -108,35 +99,28 @@ def test_a_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     assert find_head(str(tmp_path / "runs" / "mine"), "any") == tmp_path / "runs" / "mine"
     assert find_head("~/runs/mine", "any") == tmp_path / "runs" / "mine"
-
-
-@pytest.mark.usefixtures("no_zoo")
-def test_a_folder_comes_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("owner/head").mkdir(parents=True)
-    assert find_head("owner/head", "any") == Path("owner/head")
+    assert find_head("runs/mine", "any") == Path("runs/mine"), "the Hub comes later"
 
 
 @pytest.mark.usefixtures("zoo")
-def test_an_unknown_name_lists_what_is_bundled() -> None:
-    with pytest.raises(ModelNotFound, match=r"no head 'telepathy': .*installed for smollm2-135m: hydra, medusa$"):
-        find_head("telepathy", "smollm2-135m")
-    with pytest.raises(ModelNotFound, match=r"no head 'hydar' \(did you mean hydra\?\): neither"):
-        find_head("hydar", "smollm2-135m")
-    with pytest.raises(ModelNotFound, match=r"installed for no-heads-1b, only medusa for other-1b, hydra for smollm"):
-        find_head("telepathy", "no-heads-1b")
-
-
-@pytest.mark.usefixtures("zoo")
-def test_a_missing_model_is_not_taken_for_a_missing_head() -> None:
-    with pytest.raises(
-        ModelNotFound, match=r"none is installed for smollm2-153m \(did you mean smollm2-135m\?\), only"
-    ):
-        find_head("hydra", "smollm2-153m")
+@pytest.mark.parametrize(
+    ("name", "model", "words"),
+    [
+        ("telepathy", "smollm2-135m", r"no head 'telepathy': .*installed for smollm2-135m: hydra, medusa$"),
+        ("hydar", "smollm2-135m", r"no head 'hydar' \(did you mean hydra\?\): neither"),
+        ("telepathy", "no-heads-1b", "installed for no-heads-1b, only medusa for other-1b, hydra for smollm"),
+        ("hydra", "smollm2-153m", r"none is installed for smollm2-153m \(did you mean smollm2-135m\?\), only"),
+    ],
+)
+def test_an_unknown_name_lists_what_is_bundled(name: str, model: str, words: str) -> None:
+    with pytest.raises(ModelNotFound, match=words):
+        find_head(name, model)
 
 
 @pytest.mark.usefixtures("no_zoo")
 def test_without_installed_heads_the_error_says_so() -> None:
+    assert zoo_heads() == []
     with pytest.raises(ModelNotFound, match=r"none is installed for smollm2-135m$"):
         find_head("medusa", "smollm2-135m")
 
@@ -159,18 +143,14 @@ def test_a_name_that_is_not_a_hub_id_causes_no_request(name: str, monkeypatch: p
 def test_only_the_files_of_a_head_are_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, repo: str, inside: str
 ) -> None:
-    asked: dict[str, Any] = {}
-
-    def snapshot_download(repo_id: str, **options: Any) -> str:
-        asked.update(options, repo_id=repo_id)
-        (tmp_path / "snapshot" / inside).mkdir(parents=True)
-        return str(tmp_path / "snapshot")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert find_head(name, "smollm2-135m") == tmp_path / "snapshot" / inside
-    assert asked["repo_id"] == repo
+    (tmp_path / inside).mkdir(parents=True, exist_ok=True)
+    download = Mock(return_value=str(tmp_path))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert find_head(name, "smollm2-135m") == tmp_path / inside
+    download.assert_called_once()
+    assert download.call_args.args == (repo,)
     files = ["README.md", "acceptance.json", "config.json", "model.safetensors"]
-    assert sorted(asked["allow_patterns"]) == [f"{inside}/{file}".lstrip("/") for file in files]
+    assert sorted(download.call_args.kwargs["allow_patterns"]) == [f"{inside}/{file}".lstrip("/") for file in files]
 
 
 @pytest.mark.usefixtures("zoo")
@@ -190,9 +170,6 @@ def test_offline_the_error_comes_at_once() -> None:
 
 @pytest.mark.usefixtures("zoo")
 def test_an_error_without_a_message_is_named_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    def snapshot_download(*_: object, **__: object) -> str:
-        raise ConnectionResetError
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=ConnectionResetError))
     with pytest.raises(ModelNotFound, match="ConnectionResetError"):
         find_head("owner/head", "smollm2-135m")

@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from draftheads.cpu import attention as attention_module
-from draftheads.cpu.attention import (
-    EXACT_ATTENTION,
-    GROUPED_ATTENTION,
-    exact_attention,
-    grouped_attention,
-)
+from draftheads.cpu.attention import EXACT_ATTENTION, GROUPED_ATTENTION, exact_attention, grouped_attention
 from draftheads.cpu.fused_modules import FusedAttention, FusedLayer, FusedMlp, FusedNorm
 from draftheads.cpu.kernels import MAX_TREE_ROWS, Int8, PackedLinear, Plain
 from draftheads.cpu.optimise import kernels_of, rows_keep_their_bits, speed_up
@@ -166,16 +161,9 @@ def test_an_embedding_that_is_exact_in_16_bits_is_stored_in_16_bits(family: str)
     torch.testing.assert_close(exact.model(text).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_an_untied_lm_head_is_unpacked():
-    model = tiny_model("llama")
-    expected = model.lm_head.weight.clone()
-    model = model.sped_up()
-    torch.testing.assert_close(model.weights.lm_head, expected, rtol=0, atol=0)
-
-
-def test_the_digest_of_the_weights_is_computed_before_packing():
-    model, stock = tiny_model("qwen2"), tiny_model("qwen2")
-    model = model.sped_up()
+def test_a_faster_model_has_the_lm_head_the_digest_and_the_sizes_of_the_stock_one():
+    model, stock = tiny_model("qwen2").sped_up(), tiny_model("qwen2")
+    torch.testing.assert_close(model.weights.lm_head, stock.weights.lm_head, rtol=0, atol=0)
     assert model.weights_fingerprint == stock.weights_fingerprint
     assert (model.hidden_size, model.vocab_size, model.dtype) == (stock.hidden_size, stock.vocab_size, stock.dtype)
 
@@ -183,13 +171,11 @@ def test_the_digest_of_the_weights_is_computed_before_packing():
 def test_other_attention_is_not_replaced_and_has_no_batch_invariant():
     target = tiny_model("llama")
     target.model.set_attn_implementation("eager")
+    for options in ({"batch_invariant": True}, {"batch_invariant": False, "int8": True}):
+        with pytest.raises(InvalidSettings, match="needs attention of kind sdpa; this model was loaded with eager"):
+            speed_up(target.model, **options)
     speed_up(target.model, batch_invariant=False)
     assert target.config._attn_implementation == "eager"
-    for options in ({"batch_invariant": True}, {"batch_invariant": False, "int8": True}):
-        other = tiny_model("llama")
-        other.model.set_attn_implementation("eager")
-        with pytest.raises(InvalidSettings, match="needs attention of kind sdpa; this model was loaded with eager"):
-            speed_up(other.model, **options)
 
 
 def test_a_mask_is_repeated_for_each_number_of_heads_in_a_group():
@@ -244,6 +230,21 @@ def eager(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scalin
     return out
 
 
+@pytest.fixture
+def by_products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Texts and slots of each use of batched products; the CPU seems to have bf16."""
+    used: list[tuple[int, int]] = []
+    original = attention_module._by_products
+
+    def spying(rows: Tensor, key: Tensor, *rest: Any) -> Tensor:
+        used.append((len(rows), key.shape[2]))
+        return original(rows, key, *rest)
+
+    monkeypatch.setattr(attention_module, "_by_products", spying)
+    monkeypatch.setattr(attention_module, "native_bf16", lambda: True)
+    return used
+
+
 @pytest.mark.parametrize("attention", [grouped_attention, exact_attention])
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("masked", [True, False])
@@ -252,7 +253,6 @@ def test_grouped_attention_equals_stock_attention(
     attention: Any, heads: int, groups: int, masked: bool, scaling: float | None
 ):
     torch.manual_seed(0)
-    module = nn.Module()
     for batch, nodes in ((1, 1), (2, 5), (1, MAX_TREE_ROWS + 2)):
         slots = nodes + 7 if masked else nodes
         query = torch.randn(batch, heads, nodes, 8)
@@ -260,7 +260,7 @@ def test_grouped_attention_equals_stock_attention(
         visible = torch.rand(batch, nodes, slots) < 0.6
         visible[:, :, 0] = True
         mask = as_float_mask(visible, torch.float32) if masked else None
-        found, weights = attention(module, query, key, value, mask, scaling=scaling)
+        found, weights = attention(nn.Module(), query, key, value, mask, scaling=scaling)
         assert weights is None
         assert found.shape == (batch, nodes, heads, 6)
         expected = eager(query, key, value, mask, 8**-0.5 if scaling is None else scaling)
@@ -270,20 +270,14 @@ def test_grouped_attention_equals_stock_attention(
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2)])
 @pytest.mark.parametrize("scaling", [None, 0.7])
 def test_attention_with_many_scores_equals_stock_attention(
-    monkeypatch: pytest.MonkeyPatch, heads: int, groups: int, scaling: float | None
+    monkeypatch: pytest.MonkeyPatch,
+    by_products: list[tuple[int, int]],
+    heads: int,
+    groups: int,
+    scaling: float | None,
 ) -> None:
     """Many scores in bf16 go another way, if no keys need be copied for it; it is as exact as the usual one."""
     torch.manual_seed(0)
-    module = nn.Module()
-    used: list[int] = []
-    by_products = attention_module._by_products
-
-    def spying(rows: Tensor, *rest: Any) -> Tensor:
-        used.append(len(rows))
-        return by_products(rows, *rest)
-
-    monkeypatch.setattr(attention_module, "_by_products", spying)
-    monkeypatch.setattr(attention_module, "native_bf16", lambda: True)
     monkeypatch.setattr(attention_module, "_MANY_SCORES", 16 * heads * 2 * 32)
     monkeypatch.setattr(attention_module, "_MOST_SCORES", 16 * heads * 4 * 34)
     cases = {
@@ -302,9 +296,9 @@ def test_attention_with_many_scores_equals_stock_attention(
         visible = torch.rand(batch, nodes, slots) < 0.6
         visible[:, :, 0] = True
         mask = as_float_mask(visible, torch.bfloat16)
-        used.clear()
-        found, _ = grouped_attention(module, query, key, value, mask, scaling=scaling)
-        assert used == expected_use
+        by_products.clear()
+        found, _ = grouped_attention(nn.Module(), query, key, value, mask, scaling=scaling)
+        assert [texts for texts, _ in by_products] == expected_use
         assert found.is_contiguous()
         expected = eager(query, key, value, mask, 16**-0.5 if scaling is None else scaling)
         torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.04)
@@ -322,28 +316,20 @@ def test_boolean_masks_are_not_added_to_scores(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 
-def test_many_scores_in_bf16_read_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_module, "native_bf16", lambda: True)
+def test_many_scores_in_bf16_read_whole_blocks(
+    monkeypatch: pytest.MonkeyPatch, by_products: list[tuple[int, int]]
+) -> None:
     monkeypatch.setattr(attention_module, "_MANY_SCORES", 10_000)
     model = tiny_model("llama", dtype=torch.bfloat16)
     speed_up(model.model, batch_invariant=False)
-    spans: list[int] = []
-    by_products = attention_module._by_products
-
-    def spying(rows: Tensor, key: Tensor, *rest: Any) -> Tensor:
-        spans.append(key.shape[2])
-        return by_products(rows, key, *rest)
-
-    monkeypatch.setattr(attention_module, "_by_products", spying)
-    target = Target(model)
-    target.prefill([[token % VOCAB for token in range(3 + row)] for row in range(20)])
-    spans.clear()
-    draft = Draft.on_tree(Tree.chain(1), torch.full((20, 2), 5))
-    logits, _ = target.verify(draft)
-    assert spans == [BLOCK_SLOTS] * len(model.layer_kinds)
+    target, prompts = Target(model), [[token % VOCAB for token in range(3 + row)] for row in range(20)]
+    target.prefill(prompts)
+    by_products.clear()
+    logits, _ = target.verify(Draft.on_tree(Tree.chain(1), torch.full((20, 2), 5)))
+    assert by_products == [(20, BLOCK_SLOTS)] * len(model.layer_kinds)
     for row in (0, 7, 19):
         alone = Target(model)
-        alone.prefill([[token % VOCAB for token in range(3 + row)]])
+        alone.prefill([prompts[row]])
         expected, _ = alone.verify(Draft.on_tree(Tree.chain(1), torch.full((1, 2), 5)))
         # the widest rounding of logits of 8 and more is 0.06, and CPUs without bf16 of their own round in other places
         torch.testing.assert_close(logits[row], expected[0], rtol=0.05, atol=0.13)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from draftheads.errors import InvalidSettings
-from draftheads.models.chat_template import BUILT_IN, continuing_ids, read_template, render, template_of
+from draftheads.models.chat_template import continuing_ids, read_template, render, template_of
 from draftheads.models.pretrained import ModelTokenizer
 from spaced_tokenizer import spaced_tokenizer
 from training_world import chat_tokenizer
@@ -23,10 +23,6 @@ VICUNA_SYSTEM = (
 def rendered(name: str, *messages: dict[str, str], prompt: bool = False) -> str:
     reader = ModelTokenizer(spaced_tokenizer(), frozenset({2}), read_template(name))
     return render(reader, messages, add_generation_prompt=prompt)
-
-
-def test_the_built_in_templates_are_found_by_name():
-    assert BUILT_IN == ("chatml", "hermes", "llama-2", "vicuna")
 
 
 def test_vicuna():

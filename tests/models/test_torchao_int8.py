@@ -29,9 +29,8 @@ def test_the_quantised_model_is_close_and_decodes_losslessly() -> None:
     after = model.logits(model.hidden_states(prompt))
     gap = (after - before).norm() / before.norm()
     assert 0 < gap < 0.1
-    plain, drafted = (Engine(model), Engine(model, tiny_head("hydra", model), shape=TREES["ragged"]))
-    texts = [
-        [one.token_ids for one in engine.generate(PROMPTS, max_new_tokens=20, ignore_eos=True)]
-        for engine in (plain, drafted)
-    ]
-    assert texts[0] == texts[1]
+    plain, drafted = (
+        [result.token_ids for result in engine.generate(PROMPTS, max_new_tokens=20, ignore_eos=True)]
+        for engine in (Engine(model), Engine(model, tiny_head("hydra", model), shape=TREES["ragged"]))
+    )
+    assert drafted == plain

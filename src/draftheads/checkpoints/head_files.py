@@ -90,11 +90,9 @@ class HeadFiles:
 
 
 def read_head_files(folder: str | PathLike[str], *, ignore_profile: bool = False) -> HeadFiles:
-    """Reads a head's folder; ``read_head`` also checks it against its architecture.
+    """Reads a head's folder, written by :func:`draftheads.save_head`; ``read_head`` also checks its architecture.
 
-    Args:
-        folder: written by :func:`draftheads.save_head`.
-        ignore_profile: do not read ``acceptance.json``; the profile is then an assumed one, for one head.
+    With ``ignore_profile``, ``acceptance.json`` is not read, and the profile is an assumed one, for one head.
 
     Raises:
         ModelNotFound: no such folder, or one that holds something else.

@@ -28,12 +28,18 @@ def find_profile(
     from draftheads.checkpoints.checkpoint import check_profile, read_head  # noqa: PLC0415 - slow to import
 
     saved = read_head(find_head(fspath(head), fspath(model)))
-    path = _profile_file(profile) if profile != "auto" else cached_profile(saved)
-    if path is None:
-        return saved.profile
-    found = read_profile(path)
-    check_profile(saved.config, found, path)
-    return found
+    if profile == "auto":
+        path = cached_profile(saved)
+        if path is None:
+            return saved.profile
+    else:
+        place = user_path(profile)
+        path = place / PROFILE_FILE if place.is_dir() else place
+        if not path.is_file():
+            raise ModelNotFound(f"no acceptance profile at {profile}: no such file; `draftheads tune` makes one")
+    stored = read_profile(path)
+    check_profile(saved.config, stored, path)
+    return stored
 
 
 def cached_profile(saved: HeadFiles) -> Path | None:
@@ -66,11 +72,3 @@ def folder_to_write(saved: HeadFiles) -> Path:
     if folder in bundled or folder.is_relative_to(Path(HF_HUB_CACHE).resolve()):
         return cached_profile_folder(saved)
     return saved.folder
-
-
-def _profile_file(profile: str | PathLike[str]) -> Path:
-    path = user_path(profile)
-    path = path / PROFILE_FILE if path.is_dir() else path
-    if not path.is_file():
-        raise ModelNotFound(f"no acceptance profile at {profile}: no such file; `draftheads tune` makes one")
-    return path

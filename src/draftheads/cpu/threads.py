@@ -19,12 +19,7 @@ _PASSES = 8  # between two looks: one takes a tenth of a millisecond
 
 
 class ThreadChoice:
-    """The number of threads of this process, which no other object changes.
-
-    Args:
-        others: what tells their use of the cores.
-        is_fixed: whether the number never changes.
-    """
+    """The number of threads of this process, which no other object changes; ``is_fixed``: it never changes."""
 
     def __init__(self, others: OtherPrograms, *, is_fixed: bool) -> None:
         self.others = others

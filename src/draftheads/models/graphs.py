@@ -12,10 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.cuda import CUDAGraph
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -27,26 +28,16 @@ class NeedsHost(RuntimeError):
     """An operator cannot be captured. It did not run."""
 
 
-class Graph(Protocol):
-    """The result of a capture, such as :class:`torch.cuda.CUDAGraph`."""
-
-    def replay(self) -> None:
-        """Computes once more, from the same input buffers into the same output buffers."""
-
-    def pool(self) -> Any:
-        """Its memory pool; other graphs may share it."""
-
-
 # Calls a function and then captures it, in the memory of another graph's pool if that is not None.
 # Returns the results of the call, and the graph with the buffers of its results, or why there is no graph.
-Capture = Callable[[Callable[[], Outputs], Any], tuple[Outputs, tuple[Graph, Outputs] | str]]
+Capture = Callable[[Callable[[], Outputs], Any], tuple[Outputs, tuple[CUDAGraph, Outputs] | str]]
 
 
 @dataclass(frozen=True)
 class _Captured:
     """A graph and its buffers."""
 
-    graph: Graph
+    graph: CUDAGraph
     inputs: tuple[Tensor, ...]
     outputs: Outputs
 
@@ -61,12 +52,8 @@ class _Captured:
 class StepGraphs:
     """Runs functions. The second run with a key is captured, and later runs replay it.
 
-    The first run with a key is not captured: it loads kernels, and a shape that occurs once needs no graph.
-    After a failed capture nothing is captured any more.
-
-    Args:
-        capture: how to capture; None never captures.
-        limit: number of graphs; beyond it the least recently used one is dropped.
+    The first run loads kernels, and a shape that occurs once needs no graph. After a failure nothing is captured.
+    Beyond the limit of graphs, the least recently used one is dropped.
     """
 
     def __init__(self, capture: Capture | None, *, limit: int = 32) -> None:
@@ -140,15 +127,11 @@ def capture_for(device: torch.device) -> Capture | None:
 
 def capture_cuda(
     device: torch.device, run: Callable[[], Outputs], pool: Any
-) -> tuple[Outputs, tuple[Graph, Outputs] | str]:
+) -> tuple[Outputs, tuple[CUDAGraph, Outputs] | str]:
     """Runs once on a side stream, which also checks that it can be captured, and then captures, which computes nothing.
 
-    Not by ``torch.cuda.graph``, which waits for all streams and returns all cached memory before each capture.
-
-    Args:
-        device: on which the function runs. It need not be the current one.
-        run: the function.
-        pool: memory of other graphs, or None.
+    Not by ``torch.cuda.graph``, which waits for all streams and returns all cached memory before each capture. The
+    device need not be the current one; the pool has the memory of other graphs, or is None.
 
     Raises:
         NeedsHost: an operator cannot be captured.
@@ -168,7 +151,7 @@ def capture_cuda(
     return results, captured
 
 
-def _on_this_stream(run: Callable[[], Outputs], pool: Any) -> tuple[Graph, Outputs] | str:
+def _on_this_stream(run: Callable[[], Outputs], pool: Any) -> tuple[CUDAGraph, Outputs] | str:
     """The graph and the buffers of its results, or why there is none."""
     graph = torch.cuda.CUDAGraph()
     try:

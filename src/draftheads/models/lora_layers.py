@@ -5,7 +5,7 @@ adapter needs memory for its own matrices only.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -45,12 +45,10 @@ class WithLora(Product):
 
 
 def add_lora(model: Any, matrices: Mapping[str, LowRank], *, batch_invariant: bool) -> None:
-    """Adds the low-rank products to the layers of a model, in place; the layers' own weights do not change.
+    """Adds low-rank products to the layers of a model, stock or with faster modules, in place; no weight changes.
 
-    Args:
-        model: the base model, stock or with faster modules.
-        matrices: by the names of the stock model's layers.
-        batch_invariant: keep the bits of a row independent of the other rows.
+    The matrices have the names of the stock model's layers. With ``batch_invariant``, the bits of a row do not depend
+    on the other rows.
     """
     modules: dict[str, Any] = dict(model.named_modules())
     fused: dict[str, dict[str, LowRank]] = {}
@@ -63,20 +61,11 @@ def add_lora(model: Any, matrices: Mapping[str, LowRank], *, batch_invariant: bo
             fused.setdefault(f"{parent}.{together}", {})[part] = pair
     for name, pairs in fused.items():
         parent, _, together = name.rpartition(".")
-        parts = modules[parent].fused_parts[together]
-        pieces = [(pairs.get(part), size) for part, size in parts.items()]
-        _add(modules[name], _stacked(pieces), batch_invariant=batch_invariant)
-
-
-def _stacked(pieces: Sequence[tuple[LowRank | None, int]]) -> LowRank:
-    """One pair for layers whose outputs are concatenated: A below A, and the B along a diagonal.
-
-    Args:
-        pieces: of each layer its pair, or None, and its number of outputs.
-    """
-    a = torch.cat([pair.a for pair, _ in pieces if pair is not None])
-    b = [pair.b if pair is not None else torch.zeros(size, 0) for pair, size in pieces]
-    return LowRank(a, torch.block_diag(*b))
+        outputs = modules[parent].fused_parts[together]
+        # the outputs of the parts are side by side: A below A, and the B along a diagonal
+        a = torch.cat([pairs[part].a for part in outputs if part in pairs])
+        b = [pairs[part].b if part in pairs else torch.zeros(size, 0) for part, size in outputs.items()]
+        _add(modules[name], LowRank(a, torch.block_diag(*b)), batch_invariant=batch_invariant)
 
 
 def _add(layer: nn.Module, pair: LowRank, *, batch_invariant: bool) -> None:

@@ -21,9 +21,6 @@ def quantise(model: Any) -> str:
     Weights have a scale per output channel. Activations have a scale per row, found in each pass, so a row does not
     depend on other rows. The lm_head is not quantised: heads read its weight, and it may be tied to the embedding.
 
-    Args:
-        model: a transformers causal LM.
-
     Raises:
         MissingDependency: torchao is not installed.
     """
@@ -32,14 +29,11 @@ def quantise(model: Any) -> str:
     except ImportError as error:
         raise MissingDependency("8 bits on CUDA need torchao", pip_install="torchao") from error
     lm_head = model.get_output_embeddings()
-    is_fp8 = _has_fp8(lm_head.weight.device)
+    device = lm_head.weight.device
+    is_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
     if is_fp8:
         config = torchao.Float8DynamicActivationFloat8WeightConfig(granularity=torchao.PerRow())
     else:
         config = torchao.Int8DynamicActivationInt8WeightConfig()
     torchao.quantize_(model, config, filter_fn=lambda layer, _: type(layer) is nn.Linear and layer is not lm_head)
     return "fp8" if is_fp8 else "int8"
-
-
-def _has_fp8(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY

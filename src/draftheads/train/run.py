@@ -26,7 +26,6 @@ from draftheads.errors import DataError, InvalidSettings, MissingDependency
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import model_name
-from draftheads.models.shard import shard_layers
 from draftheads.search.measure_acceptance import NUM_TEXTS, measured_profile, recorded, static_profile
 from draftheads.search.settings import ReplaySettings
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
@@ -339,7 +338,7 @@ class HeadRun(Run):
         )
         if is_sharded:
             _ = target.weights_fingerprint, target.layers_fingerprint  # computed while the model is whole
-            shard_layers(target, processes.device())
+            target.shard(processes.device())
         return target
 
     def read_data(self) -> TrainingData:
