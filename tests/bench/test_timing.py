@@ -21,11 +21,11 @@ from draftheads.bench.timing import (
 )
 from draftheads.decode.batch import Batch
 from draftheads.decode.engine import Engine
-from draftheads.decode.plain import NoDraft
 from draftheads.drafters.copying import Copying
 from draftheads.drafters.lookahead import Lookahead, LookaheadSession
 from draftheads.heads.base import HeadSession
 from draftheads.models.model import TargetModel
+from draftheads.speculation.drafter import NoDraft
 from families import PROMPTS, tiny_head, tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

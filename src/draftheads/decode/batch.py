@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -61,9 +62,8 @@ class Batch:
         self._are_free: list[bool] = []  # rows that take the most likely token whatever it is
         self._rules: BatchRules | None = None  # only where a row has a grammar or logit biases
         self._stepped_rows = 0  # rows that the session has seen; they come first
-        self._hidden: list[
-            list[Tensor]
-        ] = []  # with on_leave, for each row: parts (t, D or n·D) of the tokens in the cache
+        # with on_leave, for each row: parts (t, D or n·D) of the tokens in the cache
+        self._hidden: list[list[Tensor]] = []
 
     @torch.inference_mode()
     def adopt(self, prompts: Sequence[ReadPrompt]) -> list[StreamEvent]:
@@ -72,10 +72,8 @@ class Batch:
         self.target.adopt([prompt.text.entries for prompt in prompts])
         logits = torch.stack([prompt.logits for prompt in prompts])  # (b, V)
         hidden = pad_sequence([prompt.text.hidden for prompt in prompts], batch_first=True)  # (b, T, D or n·D)
-        rows = self._settings(requests)
-        seen = self._seen_of(requests, rows)
+        rows, seen, rules = self._settings_of(requests)
         uniforms = self._uniforms(requests, 1)
-        rules = self._rules_of(requests)
         scores = logits if rules is None else rules.verified(logits[:, None], rules.roots())[:, 0]
         roots = choose(scores, rows, seen, uniforms[:, 0])
         new_ids = roots[:, None].tolist()
@@ -104,7 +102,7 @@ class Batch:
         context = replace(
             self._context,
             rows=self._rows,
-            draws=self._draws,
+            draws=partial(self._numbers, stream="drafts"),
             text_tokens=max(self.target.lengths),
             rules=self._rules,
             room=[request.room for request in self.requests] if self.none_waits else None,
@@ -214,20 +212,20 @@ class Batch:
 
     def _read_settings(self) -> None:
         """Rows came or went."""
-        self._rows = self._settings(self.requests)
-        self._seen = self._seen_of(self.requests, self._rows)
-        self._rules = self._rules_of(self.requests)
+        self._rows, self._seen, self._rules = self._settings_of(self.requests)
         self._are_free = [_is_free(request.settings) for request in self.requests]
 
-    def _rules_of(self, requests: Sequence[Request]) -> BatchRules | None:
-        model = self.target.model
-        return BatchRules.of(requests, vocab_size=model.vocab_size, device=model.device)
-
-    def _settings(self, requests: Sequence[Request]) -> RowSettings:
-        model = self.target.model
-        return RowSettings.of(
-            [request.settings for request in requests], vocab_size=model.vocab_size, device=model.device
-        )
+    def _settings_of(self, requests: Sequence[Request]) -> tuple[RowSettings, Tensor | None, BatchRules | None]:
+        """Their settings, the tokens of their texts (B, V) where one has a repetition penalty, and their rules."""
+        vocab_size, device = self.target.model.vocab_size, self.target.model.device
+        rows = RowSettings.of([request.settings for request in requests], vocab_size=vocab_size, device=device)
+        seen = None
+        if rows.any_penalty:
+            seen = torch.zeros(len(requests), vocab_size, dtype=torch.bool)
+            for row, request in enumerate(requests):
+                seen[row, request.prompt_ids + request.token_ids] = True
+            seen = to_device(seen, device)
+        return rows, seen, BatchRules.of(requests, vocab_size=vocab_size, device=device)
 
     def _uniforms(self, requests: Sequence[Request], count: int) -> Tensor:
         """(B, count) float64."""
@@ -236,22 +234,10 @@ class Batch:
         numbers = [request.uniforms(count) for request in requests]
         return to_device(numbers, self.target.model.device, torch.float64)
 
-    def _draws(self, count: int) -> Tensor:
-        """(B, count) float64 for a drafter that draws."""
-        return self._numbers(count, "drafts")
-
     def _numbers(self, count: int, stream: Literal["rejection", "drafts"]) -> Tensor:
+        """(B, count) float64, which choose no token of an answer."""
         numbers = [request.draws(count, stream) for request in self.requests]
         return to_device(numbers, self.target.model.device, torch.float64)
-
-    def _seen_of(self, requests: Sequence[Request], rows: RowSettings) -> Tensor | None:
-        if not rows.any_penalty:
-            return None
-        model = self.target.model
-        seen = torch.zeros(len(requests), model.vocab_size, dtype=torch.bool)
-        for row, request in enumerate(requests):
-            seen[row, request.prompt_ids + request.token_ids] = True
-        return to_device(seen, model.device)
 
     def _note_seen(self) -> None:
         """The tokens that the step accepted, and the new roots."""

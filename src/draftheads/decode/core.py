@@ -4,11 +4,11 @@
 :meth:`EngineCore.step`; others may add and cancel requests.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from draftheads.decode.batch import Batch
@@ -18,36 +18,14 @@ from draftheads.decode.request import Request, StreamEvent
 from draftheads.decode.waiting import FairQueue, Lane, QueuedRequest
 from draftheads.errors import DraftHeadsError, TooLarge, no_such, require_at_least
 from draftheads.models.kv_target import PREFILL_TOKENS, bytes_per_slot, slots_for
-from draftheads.models.model import TargetModel
-from draftheads.speculation.drafter import Drafter
 from draftheads.utils.counts import counted
+
+if TYPE_CHECKING:
+    from draftheads.decode.engine import Engine
 
 CoreEvent = tuple[Request, StreamEvent | Exception]  # a request ends with a finish reason or an exception
 _PREFIX_BYTES = 1 << 30  # of texts that were read, where memory has no limit
 _WORTH_READING_ONCE = 32  # tokens that two prompts share; with more, one waits until the other is read
-
-
-class BatchSource(Protocol):
-    """What the core needs of an engine."""
-
-    model: TargetModel
-    drafter: Drafter
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """The layers of the model whose inputs the drafter reads."""
-
-    def batch(self, *, draft_nodes: int | None = None, on_phase: Callable[[str], object] = str) -> Batch:
-        """A batch without rows."""
-
-    def check_draft_nodes(self, draft_nodes: int | None) -> None:
-        """Raises where trees cannot have so many nodes."""
-
-    def most_nodes(self, draft_nodes: int | None = None) -> int:
-        """The most nodes that a step verifies for a row."""
-
-
-AnyEngine = TypeVar("AnyEngine", bound=BatchSource)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +51,9 @@ class SlotBytes:
     """Memory of the requests of each model, as it would be at most."""
 
     def __init__(self) -> None:
-        self._per_slot: WeakKeyDictionary[BatchSource, int] = WeakKeyDictionary()  # heads are replaced
+        self._per_slot: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()  # heads are replaced
 
-    def per_slot(self, engine: BatchSource) -> int:
+    def per_slot(self, engine: "Engine") -> int:
         """Memory of one token: keys, values and hidden states, and what the drafter keeps of it."""
         if engine not in self._per_slot:
             model = engine.model
@@ -83,11 +61,11 @@ class SlotBytes:
             self._per_slot[engine] = bytes_per_slot(model) + states + engine.drafter.bytes_per_slot
         return self._per_slot[engine]
 
-    def of_prompt(self, engine: BatchSource, request: Request) -> int:
+    def of_prompt(self, engine: "Engine", request: Request) -> int:
         """While the prompt is read."""
         return slots_for(engine.model, len(request.prompt_ids)) * self.per_slot(engine)
 
-    def alone(self, engine: BatchSource, draft_nodes: int | None, request: Request) -> int:
+    def alone(self, engine: "Engine", draft_nodes: int | None, request: Request) -> int:
         """If there is no other request."""
         slots = slots_for(engine.model, request.most_tokens, engine.most_nodes(draft_nodes))
         return slots * self.per_slot(engine) + self.of_prompt(engine, request)
@@ -96,12 +74,9 @@ class SlotBytes:
 class RunningLane:
     """A batch, and the requests of its rows and of prompts that are being read for it."""
 
-    def __init__(
-        self, lane: Lane, engine: BatchSource, on_phase: Callable[[str], object], on_leave: "OnLeave | None"
-    ) -> None:
+    def __init__(self, lane: Lane, engine: "Engine", on_phase: Callable[[str], object]) -> None:
         self.lane, self.engine = lane, engine
         self.batch: Batch = engine.batch(draft_nodes=lane.draft_nodes, on_phase=on_phase)
-        self.batch.on_leave = None if on_leave is None else partial(on_leave, self)
         self.requests: dict[Request, QueuedRequest] = {}
         self._most_nodes = engine.most_nodes(lane.draft_nodes)
 
@@ -125,9 +100,6 @@ class RunningLane:
         return max(len(requests), cache.held_rows) * max(slots, cache.capacity)
 
 
-OnLeave = Callable[[RunningLane, Request, ReadText], None]
-
-
 @dataclass(eq=False)
 class _Reading:
     """A prompt that is being read, or that waits for it."""
@@ -138,7 +110,7 @@ class _Reading:
     alone: bool = False  # whether it is read beside no other, because reading it with others failed
 
 
-class EngineCore(Generic[AnyEngine]):
+class EngineCore:
     """The requests that wait, are read and are decoded, and the texts that were read before.
 
     Args:
@@ -152,7 +124,7 @@ class EngineCore(Generic[AnyEngine]):
 
     def __init__(
         self,
-        engines: Mapping[str, AnyEngine],
+        engines: Mapping[str, "Engine"],
         limits: CoreLimits,
         *,
         keeps_answers: bool = False,
@@ -281,7 +253,7 @@ class EngineCore(Generic[AnyEngine]):
         self._drop_empty_lanes()
         return events
 
-    def _engine_of(self, lane: Lane) -> AnyEngine:
+    def _engine_of(self, lane: Lane) -> "Engine":
         engine = self.engines.get(lane.model)
         if engine is None:
             raise no_such("model", lane.model, self.engines, other_names={})
@@ -292,8 +264,9 @@ class EngineCore(Generic[AnyEngine]):
         for lane in self.lanes:
             if lane.lane == queued.lane and lane.engine is engine:
                 return lane
-        on_leave = self._remember if self._keeps_answers else None
-        lane = RunningLane(queued.lane, engine, self._on_phase, on_leave)
+        lane = RunningLane(queued.lane, engine, self._on_phase)
+        if self._keeps_answers:
+            lane.batch.on_leave = partial(self._remember, lane)
         self.lanes.append(lane)
         return lane
 
@@ -443,7 +416,7 @@ class EngineCore(Generic[AnyEngine]):
         return events
 
     @staticmethod
-    def _failed(lane: RunningLane, requests: Iterable[Request], error: Exception) -> list[CoreEvent]:
+    def _failed(lane: RunningLane, requests: list[Request], error: Exception) -> list[CoreEvent]:
         for request in requests:
             del lane.requests[request]
         return [(request, error) for request in requests]

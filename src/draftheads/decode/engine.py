@@ -14,7 +14,6 @@ from draftheads.decode.batch import Batch
 from draftheads.decode.core import CoreLimits, EngineCore
 from draftheads.decode.cost_profile import CostProfile
 from draftheads.decode.grammar import compiler_for
-from draftheads.decode.plain import PLAIN, NoDraft
 from draftheads.decode.request import GenerationResult, Request, StreamEvent
 from draftheads.decode.size_policy import SizePolicy
 from draftheads.errors import (
@@ -29,7 +28,7 @@ from draftheads.models.chat_template import BUILT_IN, render, template_of
 from draftheads.models.model import TargetModel
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.acceptance_profile import MAX_NODES, AcceptanceProfile
-from draftheads.speculation.drafter import Drafter
+from draftheads.speculation.drafter import Drafter, NoDraft
 from draftheads.speculation.shapes import BestFirst, Shape, as_shape, calibrated, in_words, most_nodes_of
 from draftheads.utils.counts import counted
 from draftheads.utils.messages import Message, half_character, message_problem, short
@@ -192,12 +191,12 @@ class Engine:
             core.add(request)
         return self.events(core)
 
-    def core(self, *, on_phase: Callable[[str], object] = str) -> "EngineCore[Engine]":
+    def core(self, *, on_phase: Callable[[str], object] = str) -> EngineCore:
         """A core without requests, for this engine alone. ``on_phase`` is called as by :class:`Batch`."""
         limits = CoreLimits(max_rows=self.max_batch_size, chunk_tokens=_CHUNK_TOKENS)
         return EngineCore({"": self}, limits, answers_together=True, on_phase=on_phase)
 
-    def events(self, core: "EngineCore[Engine]") -> Iterator[StreamEvent]:
+    def events(self, core: EngineCore) -> Iterator[StreamEvent]:
         """What a core decodes, until it has no work. The caller may add requests between events.
 
         Raises:
@@ -336,7 +335,7 @@ class Engine:
             "drafter": self.drafter.name,
             "drafts": tree,
         }
-        if self.drafter.name == PLAIN:
+        if self.drafter.name == NoDraft.name:
             del parts["drafts"]
         return parts
 

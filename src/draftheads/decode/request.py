@@ -79,9 +79,8 @@ class GenerationResult:
         return f"GenerationResult({text!r}, {self._counts()})"
 
     def _counts(self) -> str:
-        counts = f"{counted(len(self.token_ids), 'token')}, {self.tokens_per_step:.2f} tokens/step"
-        counts += f", {counted(self.num_steps, 'step')}"
-        return f"{counts}, ended by {self.finish_reason}"
+        tokens, steps = counted(len(self.token_ids), "token"), counted(self.num_steps, "step")
+        return f"{tokens}, {self.tokens_per_step:.2f} tokens/step, {steps}, ended by {self.finish_reason}"
 
     def _repr_html_(self) -> str:
         """The text with its accepted draft tokens in colour, and the counts."""
@@ -129,7 +128,7 @@ class Request:
         self.failure: Exception | None = None  # of this request alone, see Batch
         self._stop_ids = frozenset(settings.stop_token_ids) | (frozenset() if settings.ignore_eos else eos_ids)
         room = settings.max_new_tokens if max_length is None else max_length - len(self.prompt_ids)
-        self._max_new_tokens = min(settings.max_new_tokens, room)
+        self.most_new_tokens = min(settings.max_new_tokens, room)  # tokens of the longest possible answer
         self._tokenizer = tokenizer
         self._stream = TextStream(tokenizer)
         self._stop_text = StopText(settings.stop)
@@ -142,19 +141,14 @@ class Request:
         self._streams: dict[str, torch.Generator] = {}
 
     @property
-    def most_new_tokens(self) -> int:
-        """Tokens of the longest possible answer."""
-        return self._max_new_tokens
-
-    @property
     def room(self) -> int:
         """Tokens that may still follow."""
-        return self._max_new_tokens - len(self.token_ids)
+        return self.most_new_tokens - len(self.token_ids)
 
     @property
     def most_tokens(self) -> int:
         """Tokens of the prompt and of the longest possible answer."""
-        return len(self.prompt_ids) + self._max_new_tokens
+        return len(self.prompt_ids) + self.most_new_tokens
 
     def is_stop_id(self, token_id: int) -> bool:
         """Does this token end the answer, without being part of its text?"""
@@ -201,7 +195,7 @@ class Request:
             text += self._stop_text.push(self._stream.push(piece[:-1] if is_stop else piece))
             if is_stop or self._stop_text.found:
                 self.finish_reason = "stop"
-            elif len(self.token_ids) >= self._max_new_tokens:
+            elif self.room <= 0:
                 self.finish_reason = "length"
             if self.finish_reason:
                 text += self._stop_text.push(self._stream.flush()) + self._stop_text.flush()
@@ -260,9 +254,8 @@ class Request:
             self.accepted_by_depth[place] += place < num_accepted
 
     def _until_stop_id(self, token_ids: Sequence[int]) -> list[int]:
-        room = self.room
         end = next((i + 1 for i, token in enumerate(token_ids) if token in self._stop_ids), len(token_ids))
-        return list(token_ids[: min(end, room)])
+        return list(token_ids[: min(end, self.room)])
 
 
 def _coloured(text: str, *, drafted: bool) -> str:

@@ -2,11 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Self
 
 from torch import Tensor
 
 from draftheads.speculation.draft import Context, Draft
-from draftheads.speculation.shapes import Shape
+from draftheads.speculation.shapes import ROOT_ONLY, Shape
 
 
 class DraftSession(ABC):
@@ -86,6 +87,20 @@ class Drafter(ABC):
         Raises:
             InvalidTree: it cannot.
         """
+
+
+class NoDraft(Drafter, DraftSession):
+    """Plain decoding: the root alone. The reference of every drafter. It keeps nothing, so it is its own session."""
+
+    name = "plain decoding"
+
+    def start(self) -> Self:
+        """Itself."""
+        return self
+
+    def propose(self, context: Context, shape: Shape) -> Draft:
+        """A tree of one node: the step gets one token."""
+        return Draft.on_tree(ROOT_ONLY, context.root_ids[:, None])
 
 
 class WrappedDrafter(Drafter):
