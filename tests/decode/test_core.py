@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from draftheads.decode.core import PromptReader
 from draftheads.decode.engine import Engine
+from draftheads.decode.prompt_reader import PromptReader
 from draftheads.models.model import TargetModel
 from families import tiny_model
 from scheduler_world import plain_answer, request_of

@@ -196,7 +196,7 @@ class Schedules(RuleBasedStateMachine):
         decoder = self.scheduler.core
         assert decoder.num_running <= ROWS
         rows = [request for lane in decoder.lanes for request in lane.batch.requests]
-        reading = [one.request for one in decoder._reading]
+        reading = [reading.request for reading in decoder._reading.readings]
         held = [request for lane in decoder.lanes for request in lane.requests]
         assert sorted(map(id, rows + reading)) == sorted(map(id, held))
         gone = [job.request for job in self.cancelled]
