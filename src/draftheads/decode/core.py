@@ -19,7 +19,7 @@ from draftheads.decode.prefix_cache import PrefixCache
 from draftheads.decode.prompt_reader import ReadPrompt, ReadText
 from draftheads.decode.reading import Reading, ReadingQueue
 from draftheads.decode.request import Request, StreamEvent
-from draftheads.decode.running import HEADROOM, RunningLane, SlotBytes
+from draftheads.decode.running import RunningLane, SlotBytes
 from draftheads.decode.waiting import FairQueue, Lane, QueuedRequest
 from draftheads.errors import DraftHeadsError, TooLarge, no_such, require_at_least
 from draftheads.utils.counts import counted
@@ -46,6 +46,8 @@ class CoreLimits:
     """Memory for keys and values, of running requests and cached prefixes together; None: no limit."""
     chunk_tokens: int = 256
     """Prompt tokens that are read between two steps."""
+    headroom_tokens: int = 256
+    """Further tokens of its answer for which there must be memory when a request is admitted."""
 
     def __post_init__(self) -> None:
         require_at_least(1, **{name: value for name, value in vars(self).items() if value is not None})
@@ -205,7 +207,7 @@ class EngineCore:
             if place is None and self.num_running < self.limits.max_rows:  # there is no memory for it
                 overtaken.append(queued)
                 if queued.num_overtaken >= _MOST_OVERTAKEN:
-                    kept_free += self.sizes.at_first(self._engine_of(queued.lane), queued)
+                    kept_free += self.sizes.at_first(self._engine_of(queued.lane), queued, self.limits.headroom_tokens)
         return False
 
     def _place_for(
@@ -287,11 +289,9 @@ class EngineCore:
         limit = self.limits.kv_bytes
         if limit is None:
             return True
-        limit -= kept_free
-        if self._reserved(headroom=HEADROOM) + self._growth(lane, request) <= limit:
+        if self._with(lane, request, trimmed=False) + kept_free <= limit:
             return True
-        trimmed = self._reserved(headroom=HEADROOM, trimmed=True) + self._growth(lane, request, trimmed=True)
-        if trimmed > limit:
+        if self._with(lane, request, trimmed=True) + kept_free > limit:
             return False
         self._trim()
         return True
@@ -305,8 +305,14 @@ class EngineCore:
 
     def _growth(self, lane: RunningLane, request: Request, *, trimmed: bool = False) -> int:
         """By how much one more request adds to it."""
-        before, after = (lane.slots(*more, headroom=HEADROOM, trimmed=trimmed) for more in ((), (request,)))
-        return (after - before) * self.sizes.per_slot(lane.engine) + self.sizes.of_text(lane.engine, request)
+        headroom = self.limits.headroom_tokens
+        slots = lane.slots(request, headroom=headroom, trimmed=trimmed) - lane.slots(headroom=headroom, trimmed=trimmed)
+        return slots * self.sizes.per_slot(lane.engine) + self.sizes.of_text(lane.engine, request)
+
+    def _with(self, lane: RunningLane, request: Request, *, trimmed: bool) -> int:
+        """Memory that is reserved if one more request is admitted."""
+        reserved = self._reserved(headroom=self.limits.headroom_tokens, trimmed=trimmed)
+        return reserved + self._growth(lane, request, trimmed=trimmed)
 
     def _wastes_time(self, lane: RunningLane, *more: Request, times: int = 1) -> bool:
         """Whether the idle slots of a lane's rectangle cost more time than so many passes of lanes of their own."""

@@ -12,8 +12,6 @@ from draftheads.models.kv_target import bytes_per_slot, slots_for
 if TYPE_CHECKING:
     from draftheads.decode.engine import Engine
 
-HEADROOM = 256  # tokens of an answer for which memory is reserved when a request is admitted
-
 
 class SlotBytes:
     """Memory of the requests of each model, as it would be at most."""
@@ -45,10 +43,10 @@ class SlotBytes:
         slots = slots_for(engine.model, request.most_tokens, engine.most_nodes(draft_nodes))
         return slots * self.per_slot(engine) + self.of_text(engine, request)
 
-    def at_first(self, engine: "Engine", queued: QueuedRequest) -> int:
-        """If there is no other request, when it is admitted."""
+    def at_first(self, engine: "Engine", queued: QueuedRequest, headroom: int) -> int:
+        """If there is no other request, for the next ``headroom`` tokens of the answer."""
         request = queued.request
-        tokens = min(request.most_tokens, request.num_tokens + HEADROOM)
+        tokens = min(request.most_tokens, request.num_tokens + headroom)
         slots = slots_for(engine.model, tokens, engine.most_nodes(queued.lane.draft_nodes))
         return slots * self.per_slot(engine) + self.of_text(engine, request)
 
