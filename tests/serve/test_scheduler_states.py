@@ -24,7 +24,7 @@ ENGINES = {
 LANES = [Lane("m"), Lane("m:eagle"), Lane("m", 0), Lane("m", 4)]
 SYSTEM = [3 + n * n % 20 for n in range(40)]
 PROMPTS = [SYSTEM[:12], SYSTEM, [*SYSTEM[:20], 7, 7], [9], [*SYSTEM, 5, 8], [9, 4, 4, *range(3, 20)], [5] * 120]
-SLOTS = 128 * 6  # of the memory: three short rows and their prompts, or a long one
+SLOTS = 128 * 4  # of the memory: two short rows and a prompt, or a long one
 ROWS, WAITING = 3, 4
 
 
@@ -92,7 +92,7 @@ class Schedules(RuleBasedStateMachine):
     @rule()
     def submit_too_large(self) -> None:
         try:
-            submit(self.scheduler, [3] * 200, LANES[0], max_new_tokens=1000)
+            submit(self.scheduler, [3] * 200, LANES[0], max_new_tokens=400)
         except TooLarge:
             return
         except ShuttingDown:

@@ -192,7 +192,8 @@ class EngineCore:
         """Whether a request joined. The events are of those that no engine can take any more."""
         overtaken: list[QueuedRequest] = []
         kept_free = 0
-        for queued in self.waiting.in_turn():
+        rows = self._rows_of_clients()
+        for queued in sorted(self.waiting.in_turn(), key=lambda queued: rows[queued.client]):
             try:
                 place = self._place_for(queued, kept_free)
             except DraftHeadsError as error:  # the engine was replaced by one that cannot take it
@@ -255,12 +256,15 @@ class EngineCore:
             new.batch.on_leave = partial(self._remember, new)
         return new if self._makes_room(new, queued.request, kept_free) else None
 
+    def _rows_of_clients(self) -> Counter[str]:
+        return Counter(queued.client for lane in self.lanes for queued in lane.requests.values())
+
     def _giving_to(self, client: str) -> tuple[RunningLane, Request] | None:
         """The request that gives its place to a client: the latest one of the client that has most.
 
         None if that one would then have fewer places than this client.
         """
-        rows = Counter(queued.client for lane in self.lanes for queued in lane.requests.values())
+        rows = self._rows_of_clients()
         owner = max(rows, key=rows.__getitem__, default=client)
         if rows[owner] < rows[client] + 2:
             return None
