@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 CoreEvent = tuple[Request, StreamEvent | Exception]  # a request ends with a finish reason or an exception
 _PREFIX_BYTES = 1 << 30  # of texts that were read, where memory has no limit
+_MANY_IDLE_SLOTS = 2048  # fewer cost no time, even of a tiny model
 _MOST_OVERTAKEN = 64  # times that a request is overtaken before memory is kept free for it
 
 
@@ -318,10 +319,11 @@ class EngineCore:
         reserved = self._reserved(headroom=self.limits.headroom_tokens, trimmed=trimmed)
         return reserved + self._growth(lane, request, trimmed=trimmed)
 
-    def _wastes_time(self, lane: RunningLane, *more: Request, times: int = 1) -> bool:
-        """Whether the idle slots of a lane's rectangle cost more time than so many passes of lanes of their own."""
-        idle = lane.num_idle_slots(*more) * self.sizes.per_slot(lane.engine)
-        return idle > times * self.sizes.of_weights(lane.engine)
+    def _wastes_time(self, lane: RunningLane, *more: Request, passes: int = 2) -> bool:
+        """Whether reading the idle slots of a lane's rectangle takes longer than so many passes of a further lane."""
+        idle = lane.num_idle_slots(*more)
+        weights = self.sizes.of_weights(lane.engine)
+        return idle > _MANY_IDLE_SLOTS and idle * self.sizes.per_slot(lane.engine) > passes * weights
 
     def _trim(self) -> None:
         for lane in self.lanes:
@@ -333,7 +335,7 @@ class EngineCore:
         The one that frees most memory leaves first, so a lane's longest one: it soon goes on in a lane of its own.
         """
         for lane in self.lanes:
-            if self._keeps_answers and len(lane.batch.requests) > 1 and self._wastes_time(lane, times=2):
+            if self._keeps_answers and len(lane.batch.requests) > 1 and self._wastes_time(lane, passes=4):
                 self._interrupt(lane, max(lane.batch.requests, key=lambda request: request.num_tokens))
         limit = self.limits.kv_bytes
         if limit is None or self._reserved() <= limit:
