@@ -111,7 +111,7 @@ def test_a_request_that_fits_overtakes_one_that_does_not_but_not_for_ever(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("draftheads.decode.core._MOST_OVERTAKEN", 3)
-    core = core_of(engine, kv_bytes=1200 * SlotBytes().per_slot(engine), max_rows=4)
+    core = core_of(engine, kv_bytes=1100 * SlotBytes().per_slot(engine), max_rows=4)
     first = add(core, engine, [3, 4], max_new_tokens=40)
     core.step()
     large = add(core, engine, [5] * 400, max_new_tokens=2)
