@@ -19,7 +19,8 @@ from draftheads.checkpoints.registry import find_head
 from draftheads.errors import InvalidSettings
 from draftheads.heads.eagle3 import Eagle3Config, Eagle3Head
 from draftheads.loading import Loadable, load_target, name_of
-from draftheads.models.model import TargetModel, three_layers
+from draftheads.models.model import TargetModel
+from draftheads.models.model_config import three_layers
 from draftheads.utils.counts import counted
 from draftheads.utils.files import atomic_directory, user_path
 

@@ -19,7 +19,8 @@ from draftheads.heads.attention import LayerConfig
 from draftheads.heads.base import DraftHead, EmbeddingConfig
 from draftheads.heads.head_options import parse_head_options
 from draftheads.heads.stateful import StatefulHead, StatefulSession
-from draftheads.models.model import TargetModel, layer_sizes
+from draftheads.models.model import TargetModel
+from draftheads.models.model_config import layer_sizes
 from draftheads.settings import SamplingSettings
 from draftheads.speculation.draft import Context
 from draftheads.speculation.sampling import RowSettings

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from draftheads.cpu.optimise import speed_up
 from draftheads.decode.engine import Engine
 from draftheads.errors import InvalidSettings
-from draftheads.models.layer_inputs import layer_inputs
+from draftheads.models.model import layer_inputs
 from draftheads.search.calibrate import Answer, observe
 from draftheads.speculation.draft import Context
 from draftheads.speculation.tree import Tree

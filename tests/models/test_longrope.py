@@ -10,7 +10,8 @@ from draftheads.data.compute_features import load_texts
 from draftheads.decode.engine import Engine
 from draftheads.errors import LengthWarning, PromptTooLong
 from draftheads.models.model import TargetModel
-from draftheads.models.pretrained import ModelTokenizer, max_positions_of
+from draftheads.models.model_config import max_positions_of
+from draftheads.models.pretrained import ModelTokenizer
 from draftheads.speculation.drafter import Drafter
 from draftheads.speculation.shapes import BestFirst
 from draftheads.train.training_data import read_texts

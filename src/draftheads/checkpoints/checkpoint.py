@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -75,15 +74,24 @@ def save_head(
     """
     if not isinstance(head, DraftHead):
         raise InvalidSettings(f"head is of type {type(head).__name__}; save_head takes a DraftHead")
-    _check_target(base)
-    folder, dtype = user_path(_path(folder)), dtype_named(dtype) or torch.bfloat16
+    folder, dtype = _folder_for(base, folder), dtype_named(dtype) or torch.bfloat16
     profile = profile or AcceptanceProfile.assumed(head.config.num_heads)
     check_profile(head.config, profile, folder / PROFILE_FILE)
     tensors = {name: _cast(tensor.cpu(), dtype).contiguous() for name, tensor in head.state_dict().items()}
     texts = {
         PROFILE_FILE: profile.to_json().rstrip("\n"),
         CARD_FILE: (card or f"# {head.config.method} head for {base.model_id}").rstrip("\n"),
-        CONFIG_FILE: json.dumps(_config_object(head.config, base), indent=2),
+        CONFIG_FILE: json.dumps(
+            {
+                "format_version": FORMAT_VERSION,
+                "method": head.config.method,
+                "head": head.config.options(),
+                "base": {"model_id": base.model_id, "fingerprints": asdict(base.fingerprints)},
+                "provenance": provenance(),
+                **({} if base.chat_template is None else {"chat_template": base.chat_template}),
+            },
+            indent=2,
+        ),
     }
     with (replaced_set if folder.is_dir() else atomic_directory)(folder) as staged:
         save_file(tensors, staged / TENSORS_FILE, metadata={"format": "pt"})
@@ -113,9 +121,8 @@ def load_head(
         ModelNotFound, CheckpointError, UnknownMethod, InvalidTree: as for :func:`read_head`.
         InvalidSettings: an argument of another type.
     """
-    _check_target(base)
-    dtype = dtype_named(dtype)
-    saved, tensors = read_tensors(user_path(_path(folder)), device=base.device, ignore_profile=ignore_profile)
+    folder, dtype = _folder_for(base, folder), dtype_named(dtype)
+    saved, tensors = read_tensors(folder, device=base.device, ignore_profile=ignore_profile)
     check_base(saved, base)
     _check_draft_vocab(saved, tensors)
     head = _filled(saved.config, tensors, base, dtype or base.dtype)
@@ -125,17 +132,15 @@ def load_head(
     return head
 
 
-def _path(folder: object) -> str:
-    if isinstance(folder, str | PathLike) and str(folder):
-        return str(folder)
-    raise InvalidSettings(f"folder is {folder!r}; give the path of a head's folder")
-
-
-def _check_target(base: object) -> None:
+def _folder_for(base: object, folder: object) -> Path:
+    """The folder as a path, if both arguments have the right types."""
     if not isinstance(base, TargetModel):
         raise InvalidSettings(
             f"base is of type {type(base).__name__}; give a TargetModel, such as TargetModel.load(NAME)"
         )
+    if isinstance(folder, str | PathLike) and str(folder):
+        return user_path(str(folder))
+    raise InvalidSettings(f"folder is {folder!r}; give the path of a head's folder")
 
 
 def copy_for(head: DraftHead, base: TargetModel) -> DraftHead:
@@ -168,7 +173,11 @@ def read_head(folder: str | PathLike[str], *, ignore_profile: bool = False) -> S
     """
     files = read_head_files(folder, ignore_profile=ignore_profile)
     path = files.folder / CONFIG_FILE
-    config = _read_config(files.method, files.options, path)
+    config_class, _ = head_classes(files.method)
+    try:
+        config = read_dataclass(config_class, {**config_class.optional_defaults(), **files.options}, path, "head")
+    except InvalidSettings as error:
+        raise CheckpointCorrupt(f"{path}: head: {error}") from None
     profile = AcceptanceProfile.assumed(config.num_heads) if ignore_profile else files.profile
     check_profile(config, profile, files.folder / PROFILE_FILE)
     _check_tensors(files, weightless_head(config))
@@ -220,22 +229,32 @@ def check_base(saved: SavedHead, base: TargetModel) -> None:
     Warns:
         BaseModelWarning: the layers between them differ much.
     """
-    _check_same(saved, base, "hidden_size", saved.config.hidden_size, base.hidden_size)
-    _check_same(saved, base, "vocab_size", saved.config.vocab_size, base.vocab_size)
-    ours, theirs = saved.fingerprints, base.fingerprints
-    _check_same(saved, base, "tokenizer fingerprint", ours.tokenizer, theirs.tokenizer)
+    prints, given_prints = saved.fingerprints, base.fingerprints
+    fix = (
+        "load the head with its own base model, or train a new head with "
+        f"`draftheads train --method {saved.method} --model {base.model_id}`"
+    )
+    for what, trained, given in (
+        ("hidden_size", saved.config.hidden_size, base.hidden_size),
+        ("vocab_size", saved.config.vocab_size, base.vocab_size),
+        ("tokenizer fingerprint", prints.tokenizer, given_prints.tokenizer),
+    ):
+        if trained != given:
+            raise CheckpointMismatch(
+                f"{saved.folder}: trained for {saved.model_id} with {what} {trained}, "
+                f"this model, {base.model_id}, has {given}: {fix}"
+            )
     for name in ("embedding", "lm_head"):
-        apart = _apart(saved, name, theirs)
+        apart = _apart(saved, name, given_prints)
         if not apart <= MAX_DIFFERENCE:
             raise CheckpointMismatch(
                 f"{saved.folder}: trained for {saved.model_id}; the {name} of this model, {base.model_id}, differs "
-                f"by {apart:.0%}; a quantised copy differs by at most {MAX_DIFFERENCE:.0%}: {_fix(saved, base)}, or "
+                f"by {apart:.0%}; a quantised copy differs by at most {MAX_DIFFERENCE:.0%}: {fix}, or "
                 f"with `--start-from {saved.folder}` if this is a tuned copy"
             )
-
-    if None in (ours.layers, theirs.layers):
+    if None in (prints.layers, given_prints.layers):
         return
-    apart = _apart(saved, "layers", theirs)
+    apart = _apart(saved, "layers", given_prints)
     if not apart <= TUNED_DIFFERENCE:
         warnings.warn(
             f"the layers of {base.model_id} differ by {apart:.0%} from those of {saved.model_id}, for which the head "
@@ -246,44 +265,12 @@ def check_base(saved: SavedHead, base: TargetModel) -> None:
         )
 
 
-def _apart(saved: SavedHead, name: str, theirs: Fingerprints) -> float:
+def _apart(saved: SavedHead, name: str, given: Fingerprints) -> float:
     """The relative difference of a part of the base model."""
     try:
-        return difference(getattr(saved.fingerprints, name), getattr(theirs, name))
+        return difference(getattr(saved.fingerprints, name), getattr(given, name))
     except ValueError as error:
         raise CheckpointCorrupt(f"{saved.folder / CONFIG_FILE}: {name}: {error}") from None
-
-
-def _check_same(saved: SavedHead, base: TargetModel, what: str, ours: object, theirs: object) -> None:
-    if ours != theirs:
-        raise CheckpointMismatch(
-            f"{saved.folder}: trained for {saved.model_id} with {what} {ours}, "
-            f"this model, {base.model_id}, has {theirs}: {_fix(saved, base)}"
-        )
-
-
-def _fix(saved: SavedHead, base: TargetModel) -> str:
-    train = f"draftheads train --method {saved.method} --model {base.model_id}"
-    return f"load the head with its own base model, or train a new head with `{train}`"
-
-
-def _config_object(config: HeadConfig, base: TargetModel) -> dict[str, Any]:
-    return {
-        "format_version": FORMAT_VERSION,
-        "method": config.method,
-        "head": config.options(),
-        "base": {"model_id": base.model_id, "fingerprints": asdict(base.fingerprints)},
-        "provenance": provenance(),
-        **({} if base.chat_template is None else {"chat_template": base.chat_template}),
-    }
-
-
-def _read_config(method: str, options: Any, path: Path) -> HeadConfig:
-    config_class, _ = head_classes(method)
-    try:
-        return read_dataclass(config_class, {**config_class.optional_defaults(), **options}, path, "head")
-    except InvalidSettings as error:
-        raise CheckpointCorrupt(f"{path}: head: {error}") from None
 
 
 def weightless_head(config: HeadConfig) -> DraftHead:

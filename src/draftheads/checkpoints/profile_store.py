@@ -31,9 +31,9 @@ def find_profile(
     path = _profile_file(profile) if profile != "auto" else cached_profile(saved)
     if path is None:
         return saved.profile
-    found = read_profile(path)
-    check_profile(saved.config, found, path)
-    return found
+    stored = read_profile(path)
+    check_profile(saved.config, stored, path)
+    return stored
 
 
 def cached_profile(saved: HeadFiles) -> Path | None:

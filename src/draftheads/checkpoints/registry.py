@@ -5,18 +5,19 @@ Knows names and places; ``checkpoint.py`` knows what is in a head's folder and w
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from importlib import resources
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from draftheads.checkpoints.head_files import CONFIG_FILE, HEAD_FILES
-from draftheads.checkpoints.tuned_copies import differences
-from draftheads.errors import ModelNotFound, first_line
+from draftheads.checkpoints.head_files import CONFIG_FILE, HEAD_FILES, read_head_files
+from draftheads.errors import DraftHeadsError, ModelNotFound, UnsupportedModel, first_line
 from draftheads.models.embedded import SMOLLM2_135M
 from draftheads.models.model_names import base_of, check_model_can_exist, hint_at, model_name
 from draftheads.utils.files import user_path
+from draftheads.utils.identity import changes
 
 DATA_PACKAGE = "draftheads-zoo"
 DATA_PACKAGE_INSTALL = "pip install ./zoo (in a checkout of draftheads)"
@@ -48,12 +49,12 @@ def data_package_folder() -> Path | None:
 
 def zoo_heads() -> list[ZooHead]:
     """All installed heads, sorted by base and method; one in this package comes before the data package's."""
-    found: dict[tuple[str, str], ZooHead] = {}
+    heads: dict[tuple[str, str], ZooHead] = {}
     for root in (weights_folder(), data_package_folder()):
         for path in root.glob(f"*/*/{CONFIG_FILE}") if root is not None else ():
             head = ZooHead(path.parent.parent.name, path.parent.name, path.parent)
-            found.setdefault(head[:2], head)
-    return [found[key] for key in sorted(found)]
+            heads.setdefault(head[:2], head)
+    return [heads[key] for key in sorted(heads)]
 
 
 def head_name(name: object) -> str:
@@ -82,12 +83,15 @@ def base_in_zoo(model: str, method: str | None = None) -> str:
         CheckpointError: an installed head cannot be read.
     """
     base = base_of(model)
-    fitting = [name for name, found in _compared(base, method).items() if not found]
+    fitting = [name for name, differences in _compared(base, method).items() if not differences]
     return fitting[0] if len(fitting) == 1 else base
 
 
 def _compared(base_name: str, method: str | None) -> dict[str, list[str]]:
-    """What a model that is no base in the zoo does not have in common with the bases of such a head."""
+    """What a model does not have in common with the bases of such heads, by base; nothing with one that it may copy.
+
+    Empty for a base in the zoo, and if the model's configuration cannot be read here.
+    """
     heads = zoo_heads()
     if base_name in {head.base_name for head in heads}:
         return {}
@@ -99,7 +103,39 @@ def _compared(base_name: str, method: str | None) -> dict[str, list[str]]:
         for head in heads
         if method in (None, head.method) or head.base_name == with_data_package
     }
-    return differences(base_name, bases) if bases else {}
+    if not bases:
+        return {}
+    stamp = tuple((path.name, path.stat().st_mtime_ns) for path in sorted(user_path(base_name).glob("*.json")))
+    facts = _facts_of(base_name, stamp)
+    return (
+        {}
+        if facts is None
+        else {name: changes(_facts_of_base(head), facts, names=facts) for name, head in bases.items()}
+    )
+
+
+def _facts_of_base(head: Path) -> dict[str, Any]:
+    """What a head records of its base, as :func:`_facts_of`."""
+    files = read_head_files(head, ignore_profile=True)
+    sizes = {name: files.options.get(name) for name in ("hidden_size", "vocab_size")}
+    return {**sizes, "tokenizer fingerprint": files.base_prints.get("tokenizer")}
+
+
+@lru_cache(maxsize=8)
+def _facts_of(model: str, stamp: tuple[tuple[str, int], ...]) -> dict[str, Any] | None:
+    """A model's sizes, and its tokenizer's fingerprint if it has one; otherwise the tokenizer is given to ``load``."""
+    from draftheads.models.fingerprint import tokenizer_fingerprint  # noqa: PLC0415 - slow to import
+    from draftheads.models.pretrained import load_config, load_tokenizer  # noqa: PLC0415
+
+    try:
+        config = load_config(model).get_text_config()
+    except UnsupportedModel:  # it has code of its own
+        return None
+    sizes = {name: getattr(config, name, None) for name in ("hidden_size", "vocab_size")}
+    try:
+        return {**sizes, "tokenizer fingerprint": tokenizer_fingerprint(load_tokenizer(model).tokenizer)}
+    except DraftHeadsError:
+        return sizes
 
 
 def find_head(name: str | PathLike[str], base_name: str) -> Path:
@@ -116,27 +152,27 @@ def find_head(name: str | PathLike[str], base_name: str) -> Path:
             what their bases differ, and names the package to install where that has the head.
     """
     name, base_name = head_name(name), base_of(base_name)
-    if (own := _installed(name, base_name)) is not None:
-        return own
+    if (installed := _installed(name, base_name)) is not None:
+        return installed
     folder = user_path(name)
     if folder.is_dir():
         return folder
     copied = base_in_zoo(base_name, name)
-    if (own := _installed(name, copied)) is not None:
-        return own
+    if (installed := _installed(name, copied)) is not None:
+        return installed
     if copied == SMOLLM2_135M.name and name in DATA_PACKAGE_HEADS:
         raise ModelNotFound(
             f"the head {name!r} for {copied} is in the package {DATA_PACKAGE}; install it with: {DATA_PACKAGE_INSTALL}"
         )
     if match := _HUB_ID.fullmatch(name):
         return _download(match["repo"], match["subfolder"], base_name)
-    if found := _compared(base_name, name):
-        raise ModelNotFound(_does_not_fit(name, base_name, found))
+    if differences := _compared(base_name, name):
+        raise ModelNotFound(_does_not_fit(name, base_name, differences))
     check_model_can_exist(base_name)
     base = base_in_zoo(base_name)
-    installed = [head.method for head in zoo_heads() if head.base_name == base]
+    methods = [head.method for head in zoo_heads() if head.base_name == base]
     raise ModelNotFound(
-        f"no head {name!r}{hint_at(name, installed)}: neither a folder here nor an id on the Hugging Face Hub "
+        f"no head {name!r}{hint_at(name, methods)}: neither a folder here nor an id on the Hugging Face Hub "
         f"(owner/name); {_installed_for(base)}"
     )
 
@@ -161,10 +197,11 @@ def _download(repo: str, subfolder: str | None, base_name: str) -> Path:
     return folder / (subfolder or "")
 
 
-def _does_not_fit(method: str, model: str, found: Mapping[str, Sequence[str]]) -> str:
-    if fitting := [str(head.folder) for head in zoo_heads() if head.method == method and not found[head.base_name]]:
+def _does_not_fit(method: str, model: str, differences: Mapping[str, Sequence[str]]) -> str:
+    installed = [head for head in zoo_heads() if head.method == method]
+    if fitting := [str(head.folder) for head in installed if not differences[head.base_name]]:
         return f"heads {method!r} of several models fit {model}: give the folder of one, {' or '.join(fitting)}"
-    differing = "; ".join(f"the one for {base}: {', '.join(values)}" for base, values in found.items())
+    differing = "; ".join(f"the one for {base}: {', '.join(values)}" for base, values in differences.items())
     return (
         f"no head {method!r} for {model}. Other sizes or another tokenizer than in its training: {differing}. Train a "
         f"head: `draftheads train --method {method} --model {model} --data … --out …`"
@@ -173,8 +210,8 @@ def _does_not_fit(method: str, model: str, found: Mapping[str, Sequence[str]]) -
 
 def _installed_for(base_name: str) -> str:
     heads = zoo_heads()
-    if own := [head.method for head in heads if head.base_name == base_name]:
-        return f"installed for {base_name}: {', '.join(own)}"
+    if methods := [head.method for head in heads if head.base_name == base_name]:
+        return f"installed for {base_name}: {', '.join(methods)}"
     others = ", ".join(f"{head.method} for {head.base_name}" for head in heads)
     is_here = base_name == SMOLLM2_135M.name or user_path(base_name).exists()
     meant = "" if is_here else hint_at(base_name, [SMOLLM2_135M.name])

@@ -21,8 +21,8 @@ from draftheads.cpu.kernels import MAX_TREE_ROWS, native_bf16
 
 GROUPED_ATTENTION = "draftheads_grouped"
 EXACT_ATTENTION = "draftheads_exact"
-# from this number of scores (all texts and heads), batched bf16 products beat PyTorch's fused attention (LOG.md)
 _REPEATED: Any = WeakTensorKeyDictionary()  # masks of several query heads by the mask of a pass
+# from this number of scores (all texts and heads), batched bf16 products beat PyTorch's fused attention (LOG.md)
 _MANY_SCORES = 32_000
 _MOST_SCORES = 256_000  # per product; the memory of larger results returns to the system after each use
 _EXACT_ROWS, _EXACT_SLOTS = 8, 32  # with fewer rows or keys, other kernels add in another order
@@ -129,10 +129,10 @@ def _by_products(rows: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling
 
 def _repeated(mask: Tensor, times: int) -> Tensor:
     """(b, 1, N, S) -> (b, 1, times · N, S), computed once per pass, whose layers share the mask."""
-    made: Tensor | None = _REPEATED.get(mask)
-    if made is None or made.shape[2] != times * mask.shape[2]:
-        made = _REPEATED[mask] = mask.repeat(1, 1, times, 1)
-    return made
+    repeated: Tensor | None = _REPEATED.get(mask)
+    if repeated is None or repeated.shape[2] != times * mask.shape[2]:
+        repeated = _REPEATED[mask] = mask.repeat(1, 1, times, 1)
+    return repeated
 
 
 AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)

@@ -147,9 +147,9 @@ class FusedAttention(nn.Module):
         value = value.transpose(1, 2)
         if given.cache is not None:
             key, value = given.cache.update(key, value, self.layer_idx)
-        found, _ = self.attention(self, query, key, value, given.mask, scaling=self.scaling)
-        attended: Tensor = out(found.view(rows.shape[0], -1))
-        return attended
+        attended, _ = self.attention(self, query, key, value, given.mask, scaling=self.scaling)
+        projected: Tensor = out(attended.view(rows.shape[0], -1))
+        return projected
 
 
 class FusedLayer(nn.Module):
@@ -227,7 +227,9 @@ def halve_embedding(model: Any) -> None:
 def _fused_part(child: Any, model: Any, attention: Attention | None) -> nn.Module | None:
     """The fused form of a feed-forward part or of attention; None if there is none."""
     if _has_plain_linears(child, "gate_proj", "up_proj", "down_proj") and hasattr(child, "act_fn"):
-        return _fused_mlp(child)
+        x = torch.randn(1, 3, child.gate_proj.in_features).to(child.gate_proj.weight)
+        mlp = FusedMlp(child)
+        return mlp if _agree(lambda: mlp(x), lambda: child(x)) else None
     if attention is not None and _has_plain_linears(child, "q_proj", "k_proj", "v_proj", "o_proj"):
         return _fused_attention(child, model, attention)
     return None
@@ -277,25 +279,17 @@ def _short_text(size: int, like: Tensor, model: Any) -> tuple[Tensor, dict[str, 
     return x, {"position_embeddings": turns, "attention_mask": mask}
 
 
-def _fused_mlp(original: Any) -> nn.Module | None:
-    x = torch.randn(1, 3, original.gate_proj.in_features).to(original.gate_proj.weight)
-    fused = FusedMlp(original)
-    return fused if _agree(lambda: fused(x), lambda: original(x)) else None
-
-
-def _agree(one: Callable[[], Tensor], other: Callable[[], Tensor]) -> bool:
+def _agree(fused: Callable[[], Tensor], original: Callable[[], Tensor]) -> bool:
     """Whether both return the same numbers, up to the rounding of their type."""
     try:
         with torch.inference_mode():
-            found, expected = one(), other()
-            exact = found.dtype == torch.float32
-            found, expected = found.float(), expected.float()
+            out, expected = fused(), original().float()
     except _OTHERWISE_BUILT:
         return False
-    if found.shape != expected.shape:
+    if out.shape != expected.shape:
         return False
-    rounding = 1e-4 if exact else 2e-2
-    return float((found - expected).abs().max()) <= rounding * float(expected.abs().max())
+    rounding = 1e-4 if out.dtype == torch.float32 else 2e-2
+    return float((out.float() - expected).abs().max()) <= rounding * float(expected.abs().max())
 
 
 def _has_plain_linears(module: Any, *names: str) -> bool:
@@ -307,10 +301,10 @@ def _turns(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
     All layers of the pass share the tensor ``cos``.
     """
-    made: tuple[Tensor, Tensor] | None = _TURNS.get(cos)
-    if made is None:
+    turns: tuple[Tensor, Tensor] | None = _TURNS.get(cos)
+    if turns is None:
         half = sin.shape[-1] // 2
         # views of cos itself would keep it, and so the entry, for ever
-        made = cos[:, :, None].clone(), torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, :, None]
-        _TURNS[cos] = made
-    return made
+        turns = cos[:, :, None].clone(), torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, :, None]
+        _TURNS[cos] = turns
+    return turns

@@ -10,9 +10,8 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from draftheads.utils.provenance import processor
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Shape = tuple[int, int]  # out, in
 ROW_WEIGHTS = {1: 2.0, 4: 1.0, 8: 2.0, 16: 1.0, 64: 0.1, 256: 0.02}  # number of rows: its weight in the total time
 BUDGET_SECONDS = 3.0
@@ -86,27 +86,30 @@ def choose(
     # choice is used. pack() looks at each weight that it packs.
     kinds = {shape: candidates(sample[:1], quantised=quantised) for shape, sample in samples.items()}
     if batch_invariant:
-        kinds = {shape: _exact(found, samples[shape][0]) for shape, found in kinds.items()}
-    open_shapes = [shape for shape, found in kinds.items() if len(found) > 1]
-    known = {shape: found[0] for shape, found in kinds.items() if len(found) == 1}
+        kinds = {shape: _exact(fitting, samples[shape][0]) for shape, fitting in kinds.items()}
+    open_shapes = [shape for shape, fitting in kinds.items() if len(fitting) > 1]
+    known = {shape: fitting[0] for shape, fitting in kinds.items() if len(fitting) == 1}
     if not open_shapes:
         return known
-    path = None if folder is None else folder / f"{_key(weights[0], kinds)}.json"
-    kept: dict[Shape, type[Product]] | None = (
-        None if path is None else _read(path, partial(_products, shapes=open_shapes))
-    )
-    if kept is None:
+
+    def measured() -> dict[str, str]:
         logger.info("measuring kernels (%.0f seconds, once per machine and model)", BUDGET_SECONDS)
-        others = OtherPrograms()
         deadline = clock() + BUDGET_SECONDS
-        kept = {}
+        names = {}
         for place, shape in enumerate(open_shapes):
             share = (deadline - clock()) / (len(open_shapes) - place)
             fitting = [kind for kind in kinds[shape] if all(map(kind.fits, samples[shape]))]
-            kept[shape] = fastest(samples[shape], fitting, seconds=share, clock=clock, outputs=shape[0])
-        if path is not None and not others.disturb(torch.get_num_threads()):
-            _write(path, {f"{shape[0]}x{shape[1]}": kind.name for shape, kind in kept.items()})
-    return {**known, **kept}
+            chosen = fastest(samples[shape], fitting, seconds=share, clock=clock, outputs=shape[0])
+            names[f"{shape[0]}x{shape[1]}"] = chosen.name
+        return names
+
+    def products(names: Mapping[str, str]) -> dict[Shape, type[Product]]:
+        by_name = {kind.name: kind for kind in (*PRODUCTS, *QUANTISED)}
+        return {shape: by_name[names[f"{shape[0]}x{shape[1]}"]] for shape in open_shapes}
+
+    named = sorted((shape, [kind.name for kind in fitting]) for shape, fitting in kinds.items())
+    facts = [str(weights[0].dtype), ROW_WEIGHTS, named]
+    return {**known, **_measured_once(folder, facts, measured, products)}
 
 
 @torch.inference_mode()
@@ -160,31 +163,25 @@ def dtype_for_texts(*, folder: Path | None = None, clock: Callable[[], float] = 
     Warns:
         CacheWarning: as for :func:`choose`.
     """
-    facts = [processor(), torch.get_num_threads(), torch.__version__, _TEXT_SIZES]
-    path = None if folder is None else folder / f"{_digest(facts)}.json"
-    found: torch.dtype | None = None if path is None else _read(path, lambda kept: _TEXT_TYPES[kept["texts"]])
-    if found is None:
-        others = OtherPrograms()
-        found = _faster_type(clock)
-        if path is not None and not others.disturb(torch.get_num_threads()):
-            _write(path, {"texts": next(name for name, dtype in _TEXT_TYPES.items() if dtype == found)})
-    return found
+    return _measured_once(
+        folder, [_TEXT_SIZES], lambda: {"texts": _faster_type(clock)}, lambda choice: _TEXT_TYPES[choice["texts"]]
+    )
 
 
 @torch.inference_mode()
-def _faster_type(clock: Callable[[], float]) -> torch.dtype:
+def _faster_type(clock: Callable[[], float]) -> str:
     """Takes a tenth of a second. The minimum of several turns counts: other processes can only add time."""
     rows, inputs, outputs = _TEXT_SIZES
     generator = torch.Generator().manual_seed(0)  # not the program's own random numbers
     x, weight = (torch.randn(size, inputs, generator=generator) for size in (rows, outputs))
-    given = {dtype: (x.to(dtype), weight.to(dtype)) for dtype in _TEXT_TYPES.values()}
-    best = dict.fromkeys(given, float("inf"))
+    factors = {name: (x.to(dtype), weight.to(dtype)) for name, dtype in _TEXT_TYPES.items()}
+    best = dict.fromkeys(factors, float("inf"))
     for turn in range(5):  # the first turn is the warm-up
-        for dtype, (left, right) in given.items():
+        for name, (left, right) in factors.items():
             start = clock()
             F.linear(left, right)
             if turn:
-                best[dtype] = min(best[dtype], clock() - start)
+                best[name] = min(best[name], clock() - start)
     return min(best, key=best.__getitem__)
 
 
@@ -206,51 +203,41 @@ def _shape(weight: Tensor) -> Shape:
     return weight.shape[0], weight.shape[1]
 
 
-def _key(weight: Tensor, kinds: Mapping[Shape, Sequence[type[Product]]]) -> str:
-    """A digest of everything that the choice depends on."""
-    facts = [
-        processor(),
-        torch.get_num_threads(),
-        torch.__version__,
-        str(weight.dtype),
-        ROW_WEIGHTS,
-        sorted((shape, [kind.name for kind in found]) for shape, found in kinds.items()),
-    ]
-    return _digest(facts)
+def _measured_once(
+    folder: Path | None, facts: Sequence[object], measure: Callable[[], Mapping[str, str]], parse: Callable[[Any], T]
+) -> T:
+    """What was measured on this machine, parsed: read from a file, or measured now and stored.
 
-
-def _digest(facts: object) -> str:
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
-
-
-def _products(found: Mapping[str, str], shapes: Sequence[Shape]) -> dict[Shape, type[Product]]:
-    """The stored choice for these shapes."""
-    by_name = {kind.name: kind for kind in (*PRODUCTS, *QUANTISED)}
-    return {shape: by_name[found[f"{shape[0]}x{shape[1]}"]] for shape in shapes}
-
-
-def _read(path: Path, parse: Callable[[Mapping[str, str]], Any]) -> Any:
-    """A stored choice; None if there is none."""
+    Args:
+        folder: of the files; None measures each time.
+        facts: what the result depends on, besides processor, threads and PyTorch.
+        measure: returns the content of a file.
+        parse: its error means that the content is invalid.
+    """
+    if folder is None:
+        return parse(measure())
+    whole = [processor(), torch.get_num_threads(), torch.__version__, *facts]
+    path = folder / f"{hashlib.sha256(json.dumps(whole).encode()).hexdigest()[:24]}.json"
     try:
         return parse(json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, NotADirectoryError):
-        return None
+        pass
     except (OSError, ValueError, KeyError, TypeError) as error:
         warnings.warn(
             f"{path}: no valid choice of kernels ({error!r}); they are measured again",
             CacheWarning,
             stacklevel=4,
         )
-        return None
-
-
-def _write(path: Path, kept: Mapping[str, str]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(kept).encode())
-    except (OSError, StorageError) as error:
-        warnings.warn(
-            f"the choice of kernels cannot be saved, so each start measures again for some seconds: {error}",
-            CacheWarning,
-            stacklevel=4,
-        )
+    others = OtherPrograms()
+    choice = measure()
+    if not others.disturb(torch.get_num_threads()):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, json.dumps(choice).encode())
+        except (OSError, StorageError) as error:
+            warnings.warn(
+                f"the choice of kernels cannot be saved, so each start measures again for some seconds: {error}",
+                CacheWarning,
+                stacklevel=4,
+            )
+    return parse(choice)

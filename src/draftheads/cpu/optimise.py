@@ -80,7 +80,9 @@ def speed_up(
         pack(layers, batch_invariant=batch_invariant, int8=int8, folder=folder)
         halve_embedding(model)
         _let_go_of_file(model)
-        _tie(model)
+        lm_head = model.get_output_embeddings()
+        if isinstance(lm_head, PackedLinear) and bool(getattr(model.config, "tie_word_embeddings", False)):
+            lm_head.tied = model.get_input_embeddings().weight  # it need not unpack its own
 
 
 def return_freed_memory() -> None:
@@ -153,10 +155,3 @@ def _let_go_of_file(model: Any) -> None:
             setattr(module, name, nn.Parameter(copied(old), requires_grad=old.requires_grad))
         if isinstance(module, PackedLinear) and type(module.product) is Plain:
             module.product = Plain(copied(module.product.weight), module.product.bias)
-
-
-def _tie(model: Any) -> None:
-    """A tied lm_head returns the embedding as its weight instead of unpacking its own."""
-    lm_head = model.get_output_embeddings()
-    if isinstance(lm_head, PackedLinear) and bool(getattr(model.config, "tie_word_embeddings", False)):
-        lm_head.tied = model.get_input_embeddings().weight

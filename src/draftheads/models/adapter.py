@@ -1,10 +1,11 @@
-"""An adapter inside a model: attached, switched off, saved, merged. The only file that knows ``peft``.
+"""Adapters: put into a model, switched off, saved, merged, and read from a folder. The only file that knows ``peft``.
 
 LoRA (Hu et al. 2021) adds to a frozen matrix W a product of two thin ones: W + (α/r) B A, with A at random and
 B = 0 at the start, so that the tuned model starts as the original. In training, dropout comes before A.
 """
 
 import copy
+import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,14 +20,17 @@ from torch import Tensor, nn
 
 from draftheads.errors import (
     CheckpointCorrupt,
+    CheckpointMismatch,
     InvalidSettings,
     MissingDependency,
     ModelNotFound,
     UnsupportedModel,
     first_line,
 )
-from draftheads.models.model_names import ADAPTER_CONFIG
+from draftheads.models.fingerprint import MAX_DIFFERENCE, Fingerprints, difference
+from draftheads.models.model_names import ADAPTER_CONFIG, BASE_FILE, base_of, model_id_of
 
+FORMAT_VERSION = 1  # of ``base.json``
 _TASKS = (None, "CAUSAL_LM")
 _WEIGHTS_FILE = "adapter_model.safetensors"
 
@@ -82,19 +86,10 @@ class Adapter:
             UnsupportedModel: it is not for a causal language model, or of a kind that cannot be merged.
             CheckpointCorrupt: the adapter does not fit the model's layers.
         """
-        peft = require_peft(f"the adapter {folder}")
-        if not (folder / ADAPTER_CONFIG).is_file():
-            raise ModelNotFound(f"no adapter at {folder}: it has no {ADAPTER_CONFIG}")
-        with _quiet():
-            try:
-                config = peft.PeftConfig.from_pretrained(str(folder))
-                if config.task_type not in _TASKS:
-                    raise UnsupportedModel(f"{folder} is an adapter for {config.task_type}; it must be for CAUSAL_LM")
-                if config.is_prompt_learning:
-                    raise _not_mergeable(config.peft_type)
-                return cls(peft.PeftModel.from_pretrained(model, str(folder)))
-            except (OSError, ValueError, TypeError, KeyError, RuntimeError, UserWarning, SafetensorError) as error:
-                raise CheckpointCorrupt(f"{folder} does not fit the model: {first_line(error)}") from error
+        with _reading(folder) as (peft, config):
+            if config.is_prompt_learning:
+                raise _not_mergeable(config.peft_type)
+            return cls(peft.PeftModel.from_pretrained(model, str(folder)))
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -141,7 +136,9 @@ class Adapter:
             except ValueError as error:
                 raise CheckpointCorrupt(f"the adapter cannot be merged: {first_line(error)}") from error
         if merged.get_output_embeddings().weight is not merged.get_input_embeddings().weight:
-            _declare_untied(merged)
+            for config in (merged.config, merged.config.get_text_config()):
+                config.tie_word_embeddings = False
+            merged.all_tied_weights_keys = {}  # transformers would tie them again
         return merged
 
     def remove(self) -> None:
@@ -172,7 +169,7 @@ def read_lora(model: Any, folder: Path) -> dict[str, LowRank]:
         ) from None
     except (OSError, SafetensorError) as error:
         raise CheckpointCorrupt(f"{path} cannot be read: {first_line(error)}") from None
-    found = {}
+    matrices = {}
     for name, layer in layers.items():
         pair = []
         for part, expected in zip("AB", (layer.lora_A, layer.lora_B), strict=True):
@@ -182,30 +179,21 @@ def read_lora(model: Any, folder: Path) -> dict[str, LowRank]:
                 has = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)}"
                 raise CheckpointCorrupt(f"{path} does not fit the model: {key} {has}; the model needs {shape}")
             pair.append(tensor.float())
-        found[name] = LowRank(pair[0], pair[1] * next(iter(layer.scaling.values())))
+        matrices[name] = LowRank(pair[0], pair[1] * next(iter(layer.scaling.values())))
     if tensors:
         raise _not_beside_base(folder, f"has {next(iter(tensors))!r}, which does not belong to a linear layer")
-    return found
+    return matrices
 
 
 def _lora_layers(model: Any, folder: Path) -> dict[str, Any]:
     """The LoRA layers that peft makes for this adapter, by name and without weights."""
-    peft = require_peft(f"the adapter {folder}")
-    if not (folder / ADAPTER_CONFIG).is_file():
-        raise ModelNotFound(f"no adapter at {folder}: it has no {ADAPTER_CONFIG}")
     settings = copy.deepcopy(model.config)
     settings._attn_implementation = "eager"  # noqa: SLF001 - nothing is computed; ours are not known to all models
-    with _quiet():
-        try:
-            config = peft.PeftConfig.from_pretrained(str(folder))
-            if config.task_type not in _TASKS:
-                raise UnsupportedModel(f"{folder} is an adapter for {config.task_type}; it must be for CAUSAL_LM")
-            if config.peft_type != "LORA" or config.use_dora:
-                raise _not_beside_base(folder, f"is {'DoRA' if config.peft_type == 'LORA' else config.peft_type.value}")
-            with torch.device("meta"):
-                tuned = peft.PeftModel(type(model)(settings), config).get_base_model()
-        except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
-            raise CheckpointCorrupt(f"{folder} does not fit the model: {first_line(error)}") from error
+    with _reading(folder) as (peft, config):
+        if config.peft_type != "LORA" or config.use_dora:
+            raise _not_beside_base(folder, f"is {'DoRA' if config.peft_type == 'LORA' else config.peft_type.value}")
+        with torch.device("meta"):
+            tuned = peft.PeftModel(type(model)(settings), config).get_base_model()
     return {name: module for name, module in tuned.named_modules() if hasattr(module, "lora_A") and module.lora_A}
 
 
@@ -214,6 +202,22 @@ def _not_beside_base(folder: Path, what: str) -> UnsupportedModel:
         f"{folder} {what}; only LoRA of linear layers can be used beside its base model. "
         f"Merge it: `draftheads merge --adapter {folder} --out …`"
     )
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[tuple[Any, Any]]:
+    """The package peft and its configuration of a saved adapter; its errors in the block are those of the adapter."""
+    peft = require_peft(f"the adapter {folder}")
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise ModelNotFound(f"no adapter at {folder}: it has no {ADAPTER_CONFIG}")
+    with _quiet():
+        try:
+            config = peft.PeftConfig.from_pretrained(str(folder))
+            if config.task_type not in _TASKS:
+                raise UnsupportedModel(f"{folder} is an adapter for {config.task_type}; it must be for CAUSAL_LM")
+            yield peft, config
+        except (OSError, ValueError, TypeError, KeyError, RuntimeError, UserWarning, SafetensorError) as error:
+            raise CheckpointCorrupt(f"{folder} does not fit the model: {first_line(error)}") from error
 
 
 def _untie(model: Any) -> None:
@@ -231,15 +235,64 @@ def _original(layer: Any) -> Any:
     return getattr(layer, "original_module", layer)  # of a layer that was trained as a whole
 
 
-def _declare_untied(model: Any) -> None:
-    for config in (model.config, model.config.get_text_config()):
-        config.tie_word_embeddings = False
-    model.all_tied_weights_keys = {}  # transformers would tie them again
-
-
 def _not_mergeable(kind: Any) -> UnsupportedModel:
     name = getattr(kind, "value", kind)
     return UnsupportedModel(f"an adapter of kind {name} cannot be merged into the weights of its base; LoRA can")
+
+
+def check_base(folder: Path, model_id: str, fingerprints: Fingerprints) -> None:
+    """Checks an adapter of any origin.
+
+    Raises:
+        CheckpointMismatch: it names another model, or is for other weights or another tokenizer.
+        CheckpointCorrupt: it names no model, or its record is damaged.
+    """
+    if (folder / BASE_FILE).exists():
+        check_adapter_base(folder, model_id, fingerprints)
+        return
+    name = base_of(str(folder))
+    if model_id_of(name) != model_id:
+        raise CheckpointMismatch(
+            f"{folder} is an adapter for {name}, and this model is {model_id}; if these are the same model, "
+            f"correct base_model_name_or_path in its {ADAPTER_CONFIG}"
+        )
+
+
+def check_adapter_base(folder: Path, model_id: str, ours: Fingerprints) -> None:
+    """Checks by its record that this is the model that the adapter of a joint run was tuned for.
+
+    Raises:
+        CheckpointMismatch: another tokenizer, or other weights.
+        CheckpointCorrupt: the folder has no valid record of its base.
+    """
+    tuned, theirs = _read_base(folder / BASE_FILE)
+    if theirs.tokenizer != ours.tokenizer:
+        what = f"tokenizer is {ours.tokenizer}, not {theirs.tokenizer}"
+    elif apart := [
+        name
+        for name in ("embedding", "lm_head")
+        if not difference(getattr(theirs, name), getattr(ours, name)) <= MAX_DIFFERENCE
+    ]:
+        what = f"{' and '.join(apart)} are those of another model"
+    else:
+        return
+    raise CheckpointMismatch(
+        f"{folder} was tuned for {tuned}; this model is {model_id}, whose {what}: use it with {tuned}"
+    )
+
+
+def _read_base(path: Path) -> tuple[str, Fingerprints]:
+    """Model id and fingerprints of ``base.json``."""
+    try:
+        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if raw["format_version"] != FORMAT_VERSION:
+            raise CheckpointMismatch(
+                f"{path}: format_version is {raw['format_version']} and this package reads {FORMAT_VERSION}: "
+                "upgrade it with `pip install --upgrade draftheads`"
+            )
+        return str(raw["base"]["model_id"]), Fingerprints(**raw["base"]["fingerprints"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointCorrupt(f"{path} has no valid record of the model that the adapter is for: {error}") from None
 
 
 def linear_layers(model: Any) -> list[str]:

@@ -74,7 +74,7 @@ def converted_folder(model: EmbeddedModel) -> Path | None:
 
     Raises:
         ModelNotFound: the package's file is damaged.
-        UnsupportedModel: the package's file is not a Llama.
+        UnsupportedModel: the package's file is not a Llama with a byte-level BPE tokenizer.
         MissingDependency: gguf is not installed.
         StorageError: the cache cannot be written, for instance because the disk is full.
     """
@@ -94,14 +94,9 @@ def converted_folder(model: EmbeddedModel) -> Path | None:
 
 
 def convert_gguf(source: Path, folder: Path, *, name: str) -> None:
-    """Writes the Llama in the GGUF file ``source`` to ``folder`` in Hugging Face format, in bf16.
+    """Writes the Llama in the GGUF file ``source`` to ``folder`` in Hugging Face format, in bf16, and shows a bar.
 
-    Shows a progress bar with ``name`` on stderr.
-
-    Raises:
-        ModelNotFound: the file cannot be read as GGUF.
-        UnsupportedModel: its model is not a Llama with a byte-level BPE tokenizer.
-        MissingDependency: gguf is not installed.
+    Errors as of :func:`converted_folder`.
     """
     from rich.progress import Progress  # noqa: PLC0415 - only the first start converts
     from safetensors.torch import save_file  # noqa: PLC0415
@@ -160,7 +155,6 @@ def _field(reader: "GGUFReader", key: str) -> Any:
 
 
 def _config(reader: "GGUFReader") -> "LlamaConfig":
-    """The configuration of the released model."""
     from transformers import LlamaConfig  # noqa: PLC0415
 
     def size(key: str) -> int:
@@ -253,8 +247,8 @@ def _weight(tensor: "ReaderTensor", config: "LlamaConfig") -> "Tensor":
 def _halves_from_pairs(weight: "Tensor", num_heads: int) -> "Tensor":
     """Undo llama.cpp's row order of query and key projections.
 
-    Rotary embedding rotates pairs of rows. In llama.cpp the two rows of a pair are neighbours. In Hugging Face format
-    all first rows of a head come before all second rows.
+    Rotary embedding rotates pairs of rows. In llama.cpp the two are neighbours; here all first rows of a head come
+    before all second rows.
 
     >>> import torch
     >>> _halves_from_pairs(torch.tensor([[0], [2], [1], [3]]), num_heads=1).flatten().tolist()

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 MAX_DIFFERENCE = 0.05  # relative, of two samples; eight-bit copies differ by less than 0.01, four-bit ones by 0.1
-# of the layers: above what 4 bits cost, which is 0.09
-TUNED_DIFFERENCE = 0.12
+TUNED_DIFFERENCE = 0.12  # of the layers: above what 4 bits cost, which is 0.09
 _NUM_PROBES = 64
 _PROBE_TEXTS = (
     "The quick brown fox doesn't jump over 12,345.67 lazy dogs; they'd sleep anyway!",
@@ -36,7 +35,7 @@ class Fingerprints:
     layers: str | None = None  # as of the embedding, spread over all layers; None if they are quantised, or not known
 
 
-def difference(one: str, other: str) -> float:
+def difference(fingerprint: str, other: str) -> float:
     """The relative difference of two matrices by their fingerprints: |a - b| / |a|. About 1.4 if they are unrelated.
 
     Raises:
@@ -45,7 +44,7 @@ def difference(one: str, other: str) -> float:
     >>> difference("3f80" * 64, "3f80" * 64)
     0.0
     """
-    a, b = _numbers(one), _numbers(other)
+    a, b = _numbers(fingerprint), _numbers(other)
     return float((a - b).norm() / a.norm().clamp_min(1e-30))
 
 

@@ -12,10 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.cuda import CUDAGraph
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -27,26 +28,16 @@ class NeedsHost(RuntimeError):
     """An operator cannot be captured. It did not run."""
 
 
-class Graph(Protocol):
-    """The result of a capture, such as :class:`torch.cuda.CUDAGraph`."""
-
-    def replay(self) -> None:
-        """Computes once more, from the same input buffers into the same output buffers."""
-
-    def pool(self) -> Any:
-        """Its memory pool; other graphs may share it."""
-
-
 # Calls a function and then captures it, in the memory of another graph's pool if that is not None.
 # Returns the results of the call, and the graph with the buffers of its results, or why there is no graph.
-Capture = Callable[[Callable[[], Outputs], Any], tuple[Outputs, tuple[Graph, Outputs] | str]]
+Capture = Callable[[Callable[[], Outputs], Any], tuple[Outputs, tuple[CUDAGraph, Outputs] | str]]
 
 
 @dataclass(frozen=True)
 class _Captured:
     """A graph and its buffers."""
 
-    graph: Graph
+    graph: CUDAGraph
     inputs: tuple[Tensor, ...]
     outputs: Outputs
 
@@ -140,7 +131,7 @@ def capture_for(device: torch.device) -> Capture | None:
 
 def capture_cuda(
     device: torch.device, run: Callable[[], Outputs], pool: Any
-) -> tuple[Outputs, tuple[Graph, Outputs] | str]:
+) -> tuple[Outputs, tuple[CUDAGraph, Outputs] | str]:
     """Runs once on a side stream, which also checks that it can be captured, and then captures, which computes nothing.
 
     Not by ``torch.cuda.graph``, which waits for all streams and returns all cached memory before each capture.
@@ -168,7 +159,7 @@ def capture_cuda(
     return results, captured
 
 
-def _on_this_stream(run: Callable[[], Outputs], pool: Any) -> tuple[Graph, Outputs] | str:
+def _on_this_stream(run: Callable[[], Outputs], pool: Any) -> tuple[CUDAGraph, Outputs] | str:
     """The graph and the buffers of its results, or why there is none."""
     graph = torch.cuda.CUDAGraph()
     try:

@@ -51,11 +51,10 @@ class RowEntries:
 
     def copied(self) -> "RowEntries":
         """The same in memory of its own."""
-        return RowEntries(tuple((_copied(keys), _copied(values)) for keys, values in self.layers))
-
-
-def _copied(part: Tensor) -> Tensor:
-    return torch.empty(part.shape, dtype=part.dtype, device=part.device).copy_(part)
+        form = torch.contiguous_format  # without the slots that they do not show
+        return RowEntries(
+            tuple((keys.clone(memory_format=form), values.clone(memory_format=form)) for keys, values in self.layers)
+        )
 
 
 class SlotLayer(CacheLayerMixin):
@@ -97,7 +96,7 @@ class SlotLayer(CacheLayerMixin):
         """Reallocates the buffers and keeps the entries that fit."""
         self.shape = (rows, capacity)
         if self.is_initialized:
-            self.keys, self.values = (self._grown(buffer) for buffer in (self.keys, self.values))
+            self.keys, self.values = (self._resized(buffer) for buffer in (self.keys, self.values))
 
     def move(self, rows: Tensor, source: Tensor, target: Tensor) -> None:
         """Copies slots ``source`` to ``target``, each (b, P), in rows (b, 1)."""
@@ -135,7 +134,7 @@ class SlotLayer(CacheLayerMixin):
         rows, capacity = self.shape
         return like.new_zeros(rows, like.shape[1], capacity, like.shape[3])
 
-    def _grown(self, old: Tensor) -> Tensor:
+    def _resized(self, old: Tensor) -> Tensor:
         new = self._buffer(old)
         rows, slots = min(len(old), len(new)), min(old.shape[2], new.shape[2])
         new[:rows, :, :slots] = old[:rows, :, :slots]
@@ -158,8 +157,7 @@ class SlotCache(Cache):
     @property
     def num_bytes(self) -> int:
         """Memory of all keys and values."""
-        buffers = [buffer for layer in self.layers if layer.is_initialized for buffer in (layer.keys, layer.values)]
-        return sum(buffer.nbytes for buffer in buffers)
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
 
     def reserve(self, num_rows: int, num_slots: int) -> None:
         """Makes room for that many rows and slots. The number of slots is rounded up to whole blocks."""

@@ -51,7 +51,7 @@ class Target:
         # exact attention sums values in fp64; stored in fp64, they are not converted in each step
         values = torch.float64 if model.batch_invariant and model.dtype == torch.float32 else None
         self.cache = SlotCache(len(model.layer_kinds), value_dtype=values)
-        self.num_heads = int(model.layer_sizes["num_attention_heads"])
+        self.num_heads = int(model.config.num_attention_heads)
         self.graphs = StepGraphs(capture_for(model.device))  # of static steps
         self.lengths: list[int] = []  # tokens of each row in the cache
         # with batch invariance, a row's bits were compared with one number of threads
@@ -79,24 +79,16 @@ class Target:
         if len(groups) > 1:  # room for all at once: a cache that grows with each group is copied each time
             self.cache.reserve(self.num_rows + len(prompts), max(map(len, prompts)))
             return _side_by_side([self.prefill(group) for group in groups])
-        device, old, lengths = self.model.device, self.num_rows, [len(prompt) for prompt in prompts]
-        longest = max(lengths)
-        tokens = to_device(pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True), device)
-        self.cache.reserve(old + len(prompts), longest)
-        last, every = self._read(slice(old, old + len(prompts)), tokens, [0] * len(prompts))
-        self.lengths += lengths
-        ends = last[torch.arange(len(prompts), device=device), to_device(lengths, device) - 1]
-        return self.model.logits(ends), every
+        last, hidden = self._read(self.num_rows, [0] * len(prompts), prompts)
+        device = last.device
+        ends = to_device([len(prompt) - 1 for prompt in prompts], device)
+        return self.model.logits(last[torch.arange(len(prompts), device=device), ends]), hidden
 
     @torch.inference_mode()
     def read(self, token_ids: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
         """Reads the next T tokens of each row: for each h_t (T, D), and hidden states (T, D or n·D) for a drafter."""
-        counts = [len(ids) for ids in token_ids]
-        tokens = to_device(pad_sequence([torch.tensor(ids) for ids in token_ids], batch_first=True), self.model.device)
-        self.cache.reserve(len(counts), max(self.lengths) + max(counts))
-        last, hidden = self._read(slice(0, len(counts)), tokens, self.lengths)
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        return [(last[row, :count], hidden[row, :count]) for row, count in enumerate(counts)]
+        last, hidden = self._read(0, self.lengths, token_ids)
+        return [(last[row, : len(ids)], hidden[row, : len(ids)]) for row, ids in enumerate(token_ids)]
 
     @torch.inference_mode()
     def adopt(self, rows: Sequence[RowEntries | None]) -> None:
@@ -208,8 +200,11 @@ class Target:
             groups[-1].append(prompt)
         return list(groups)
 
-    def _read(self, rows: slice, tokens: Tensor, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """As :meth:`_decode`, of the next tokens (b, T) of rows that have so many tokens, read in chunks."""
+    def _read(self, first_row: int, starts: Sequence[int], token_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """As :meth:`_decode`, of the next T tokens of neighbouring rows with so many tokens, read in chunks."""
+        tokens = to_device(pad_sequence([torch.tensor(ids) for ids in token_ids], batch_first=True), self.model.device)
+        rows = slice(first_row, first_row + len(tokens))
+        self.cache.reserve(rows.stop, max(starts) + tokens.shape[1])
         parts = []
         for first in range(0, tokens.shape[1], PREFILL_CHUNK):
             chunk = tokens[:, first : first + PREFILL_CHUNK]
@@ -217,6 +212,7 @@ class Target:
             # a text is a tree, too: a chain, in which every token attends to those before it
             chain = (steps[:, None] >= steps)[None]
             parts.append(self._forward(rows, [start + first for start in starts], chunk, steps[None], chain))
+        self.lengths[rows] = [start + len(ids) for start, ids in zip(starts, token_ids, strict=True)]
         last = torch.cat([part for part, _ in parts], 1)
         return last, torch.cat([part for _, part in parts], 1) if self.layers else last
 
@@ -353,23 +349,23 @@ def check_trees(model: TargetModel, *, stock: Tensor | None = None) -> Tensor:
     target = Target(model)
     try:
         target.prefill(texts)
-        found = target.verify(Draft.on_tree(tree, tokens))[0].flatten(0, 1)  # (2·N, V)
-        expected = model.logits(model.hidden_states(plain)[torch.arange(len(paths), device=model.device), last])
+        in_tree = target.verify(Draft.on_tree(tree, tokens))[0].flatten(0, 1)  # (2·N, V)
+        in_text = model.logits(model.hidden_states(plain)[torch.arange(len(paths), device=model.device), last])
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModel(f"{model.model_id} cannot read a tree of drafts: {error}") from error
     exact = model.precision == "fp32"
     # int8 rounds each layer's inputs, so what attention rounds in another order becomes larger
-    if (gap := _gap(found, expected)) > (1e-3 if exact else _ROUNDED if model.precision == "int8" else 5e-2):
+    if (gap := _gap(in_tree, in_text)) > (1e-3 if exact else _ROUNDED if model.precision == "int8" else 5e-2):
         raise UnsupportedModel(
             f"{model.model_id}: logits in a tree of drafts differ from those of a plain text by {gap:.1%}; "
             "its attention depends on more than positions and masks"
         )
-    if stock is not None and (gap := _gap(found, stock)) > (1e-3 if exact else _ROUNDED):
+    if stock is not None and (gap := _gap(in_tree, stock)) > (1e-3 if exact else _ROUNDED):
         raise UnsupportedModel(f"{model.model_id}: its logits differ from those of the stock modules by {gap:.1%}")
-    return found
+    return in_tree
 
 
-def _gap(found: Tensor, expected: Tensor) -> float:
+def _gap(logits: Tensor, expected: Tensor) -> float:
     """How much logits (n, V) differ, as a share of the largest; infinite if a number is not finite."""
-    gap = float((found.float() - expected.float()).abs().max()) / max(1.0, float(expected.abs().max()))
+    gap = float((logits.float() - expected.float()).abs().max()) / max(1.0, float(expected.abs().max()))
     return gap if math.isfinite(gap) else math.inf

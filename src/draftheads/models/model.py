@@ -5,37 +5,31 @@ Knows ``transformers``. Knows nothing of caches, trees or heads.
 
 import copy
 import hashlib
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import signature
 from os import PathLike
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftheads.cpu.attention import EXACT_ATTENTION
 from draftheads.cpu.kernels import PackedLinear
 from draftheads.cpu.optimise import speed_up
 from draftheads.errors import InvalidSettings, LengthWarning, UnsupportedModel
-from draftheads.models.adapter import read_lora
-from draftheads.models.adapter_base import check_base
+from draftheads.models.adapter import check_base, read_lora
 from draftheads.models.fingerprint import Fingerprints, fingerprint_of, sampled_layers, tokenizer_fingerprint
-from draftheads.models.layer_inputs import layer_inputs
 from draftheads.models.lora_layers import add_lora
+from draftheads.models.model_config import eos_ids_of, head_sizes, layer_sizes, max_positions_of
 from draftheads.models.model_names import find_adapter, model_id_of
-from draftheads.models.pretrained import (
-    ATTENTION,
-    LoadOptions,
-    adapter_tokenizer,
-    eos_ids_of,
-    load_pretrained,
-    max_positions_of,
-)
+from draftheads.models.pretrained import ATTENTION, DTYPES, LoadOptions, adapter_tokenizer, load_pretrained
 from draftheads.models.torchao_int8 import quantise
 from draftheads.speculation.draft import TargetWeights
 from draftheads.utils.counts import counted
@@ -119,7 +113,8 @@ class TargetModel:
                 f"{self.model_id} was loaded with attn_implementation={attention!r}; trees need a mask of four "
                 f"dimensions, which {' and '.join(ATTENTION)} take: model.set_attn_implementation('sdpa')"
             )
-        if (places := self.places) != {str(self.device)} or self.device.type == "meta":
+        places = {str(weight.device) for weight in self.model.parameters()}
+        if places != {str(self.device)} or self.device.type == "meta":
             raise UnsupportedModel(
                 f"{self.model_id} has weights on {', '.join(sorted(places))}; drafts are verified on one device: "
                 "load it with device=…, and with four_bit=True if it is too large"
@@ -180,7 +175,7 @@ class TargetModel:
 
     def twin(self) -> Self:
         """A copy of the modules that shares all weights: changes to its modules do not affect this model."""
-        return self._like(_sharing_weights(self.model), self.tokenizer, self.model_id, self._facts())
+        return self._with(_sharing_weights(self.model), self._facts())
 
     def with_adapter(self, folder: str | PathLike[str]) -> Self:
         """This model with a LoRA adapter (peft) on top. It shares all weights with this model, which does not change.
@@ -211,14 +206,13 @@ class TargetModel:
         for name, pair in sorted(matrices.items()):
             digest.update(name.encode() + pair.a.numpy().tobytes() + pair.b.numpy().tobytes())
         facts = WeightFacts(self.dtype, self.precision, digest.hexdigest()[:16], None)  # not the base's
-        return self._like(model, tokenizer, str(place.resolve()), facts)
+        return self._with(model, facts, tokenizer=tokenizer, model_id=str(place.resolve()))
 
     def _facts(self) -> WeightFacts:
         return WeightFacts(self.dtype, self.precision, self.weights_fingerprint, self.layers_fingerprint)
 
-    def _like(self, model: Any, tokenizer: Any, model_id: str, facts: WeightFacts) -> Self:
-        """Another model that computes like this one."""
-        return type(self)(model, tokenizer, model_id, self.chat_template, replace(self.step_mode), facts)
+    def _with(self, model: Any, facts: WeightFacts, **changes: Any) -> Self:
+        return replace(self, model=model, facts=facts, step_mode=replace(self.step_mode), **changes)
 
     def sped_up(
         self, *, batch_invariant: bool = False, int8: bool = False, fused: bool = True, folder: Path | None = None
@@ -229,23 +223,21 @@ class TargetModel:
         """
         facts = self._facts()  # before packing, which changes them
         if int8 and self.device.type == "cuda":
-            return self._like(self.model, self.tokenizer, self.model_id, replace(facts, precision=quantise(self.model)))
+            return self._with(self.model, replace(facts, precision=quantise(self.model)))
         typical = None
         if int8:
             typical = torch.tensor([self.tokenizer(TYPICAL_TEXT)["input_ids"][: self.max_positions]]) % self.vocab_size
         speed_up(
             self.model, batch_invariant=batch_invariant, int8=int8, fused=fused, typical_ids=typical, folder=folder
         )
-        facts = replace(facts, precision="int8" if int8 else facts.precision)
-        return self._like(self.model, self.tokenizer, self.model_id, facts)
+        return self._with(self.model, replace(facts, precision="int8") if int8 else facts)
 
     @cached_property
     def precision(self) -> str:
         """``fp32``, ``bf16``, ``fp16`` or ``int8``: the type in which linear layers compute."""
         if self.facts is not None:
             return self.facts.precision
-        names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-        return names.get(self.dtype, str(self.dtype))
+        return next((name for name, dtype in DTYPES.items() if dtype == self.dtype), str(self.dtype))
 
     @property
     def config(self) -> Any:
@@ -256,11 +248,6 @@ class TargetModel:
     def device(self) -> torch.device:
         """Where the weights are."""
         return self._embedding.device
-
-    @property
-    def places(self) -> set[str]:
-        """The devices of all weights."""
-        return {str(weight.device) for weight in self.model.parameters()}
 
     @property
     def is_quantised(self) -> bool:
@@ -298,7 +285,7 @@ class TargetModel:
 
     @cached_property
     def max_positions(self) -> int | None:
-        """:func:`draftheads.models.pretrained.max_positions_of` this model."""
+        """:func:`draftheads.models.model_config.max_positions_of` this model."""
         return max_positions_of(self.config)
 
     @cached_property
@@ -335,9 +322,13 @@ class TargetModel:
 
     def layer_matrices(self) -> list[Tensor]:
         """The matrices between embedding and lm_head."""
-        own = [module for name, module in self.decoder.named_modules() if "lora_" not in name]  # not an adapter's
-        modules = [module for module in own if not isinstance(module, nn.Embedding)]
-        return [weight for module in modules for weight in module.parameters(recurse=False) if weight.dim() > 1]
+        return [
+            weight
+            for name, module in self.decoder.named_modules()
+            if "lora_" not in name and not isinstance(module, nn.Embedding)  # no adapter's
+            for weight in module.parameters(recurse=False)
+            if weight.dim() > 1
+        ]
 
     @property
     def lm_head(self) -> nn.Linear:
@@ -391,12 +382,12 @@ class TargetModel:
 
     @cached_property
     def layer_sizes(self) -> dict[str, Any]:
-        """:func:`layer_sizes` of this model."""
+        """:func:`draftheads.models.model_config.layer_sizes` of this model."""
         return layer_sizes(self.config, self.hidden_size)
 
     @property
     def head_sizes(self) -> dict[str, Any]:
-        """:func:`head_sizes` of this model."""
+        """:func:`draftheads.models.model_config.head_sizes` of this model."""
         return head_sizes(self.config, self.hidden_size)
 
     @cached_property
@@ -411,6 +402,28 @@ class TargetModel:
             if isinstance(module, nn.ModuleList) and len(module) == count:
                 return module
         raise UnsupportedModel(f"{self.model_id} has no list of {count} layers")
+
+    def shard(self, device: torch.device) -> None:
+        """Splits each layer over all processes of a run (FSDP), which must then make the same number of passes.
+
+        Each process has the whole embedding, last norm and lm_head. The model must be whole, on the CPU.
+
+        Args:
+            device: of this process.
+
+        Raises:
+            UnsupportedModel: the list of layers is not found.
+        """
+        from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415 - not in all builds of PyTorch
+        from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+
+        inside = set(self.layers.modules())
+        for module in self.model.modules():
+            if module not in inside:  # layers are split before they move to the device
+                module._apply(lambda tensor: tensor.to(device), recurse=False)  # noqa: SLF001 - what .to() calls
+        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+        for layer in self.layers:
+            fully_shard(layer, mesh=mesh)
 
     def check_layers(self, layers: Sequence[int]) -> None:
         """Can a drafter read the inputs of these layers?
@@ -441,16 +454,16 @@ class TargetModel:
         if not layers:
             last: Tensor = self.decoder(**inputs).last_hidden_state
             return last, last
-        with layer_inputs([self.layers[layer] for layer in layers]) as found:
+        with layer_inputs([self.layers[layer] for layer in layers]) as read:
             last = self.decoder(**inputs).last_hidden_state
-        for layer, states in zip(layers, found, strict=True):
+        for layer, states in zip(layers, read, strict=True):
             if states is None or states.shape != last.shape:
                 shape = None if states is None else tuple(states.shape)
                 raise UnsupportedModel(
                     f"{self.model_id}: the input of layer {layer} is {shape} and the last hidden state "
                     f"{tuple(last.shape)}; a head that reads several layers needs states of one size"
                 )
-        return last, torch.cat([states for states in found if states is not None], -1)
+        return last, torch.cat([states for states in read if states is not None], -1)
 
     @torch.inference_mode()
     def hidden_states(self, token_ids: Tensor, layers: Sequence[int] = ()) -> Tensor:
@@ -489,8 +502,7 @@ class TargetModel:
         """Checks that :meth:`logits` of the last hidden state gives the model's own logits, which heads rely on."""
         probe = torch.arange(4, device=self.device)[None] % self.vocab_size
         expected = self.model(input_ids=probe, use_cache=False).logits.float()
-        found = self.logits(self.hidden_states(probe)).float()
-        error = float((expected - found).abs().max())
+        error = float((expected - self.logits(self.hidden_states(probe)).float()).abs().max())
         if not error <= 1e-2 * max(1.0, float(expected.abs().max())):
             raise UnsupportedModel(
                 f"{self.model_id}: its logits differ by {error:.3g} from lm_head(last hidden state); "
@@ -509,58 +521,26 @@ def _warn_of_length(target: TargetModel) -> None:
         )
 
 
-def layer_sizes(config: Any, hidden_size: int) -> dict[str, Any]:
-    """Sizes of a model's layers, for heads with layers of these sizes; usual values where a size is missing.
+@contextmanager
+def layer_inputs(layers: Sequence[nn.Module]) -> Iterator[list[Tensor | None]]:
+    """Notes the input of each layer in the passes within the context; None where a layer was not called.
 
-    Rotary positions are the model's own, with its scaling. Of kinds that change with the length of the text (dynamic,
-    longrope) they are those of short texts.
-
-    Args:
-        config: of the text model.
-        hidden_size: D.
+    Passes of other threads, which may use the same model, are not noted.
     """
-    heads = int(config.num_attention_heads)
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)  # by kind of layer
-    theta = rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
-    epsilons = (getattr(config, name, None) for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"))
-    inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
-    inner = max(inner) if isinstance(inner, list) else inner  # Gemma-3n has a size for each layer
-    return {
-        "num_attention_heads": heads,
-        "num_key_value_heads": int(getattr(config, "num_key_value_heads", None) or heads),
-        "head_size": int(getattr(config, "head_dim", None) or hidden_size // heads),
-        "intermediate_size": int(inner or 4 * hidden_size),
-        "rope_theta": float(theta),
-        "norm_epsilon": float(next((value for value in epsilons if value), 1e-5)),
-        **_scaled_rope(config),
-    }
+    thread = threading.get_ident()
+    inputs: list[Tensor | None] = [None] * len(layers)
 
+    def noting(place: int) -> Any:
+        # another thread may call a hook that is just being removed, and then without ``named``
+        def note(_: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any] = MappingProxyType({})) -> None:
+            if threading.get_ident() == thread:
+                inputs[place] = arguments[0] if arguments else named["hidden_states"]
 
-def head_sizes(config: Any, hidden_size: int) -> dict[str, Any]:
-    """Options of heads that follow from the model: :func:`layer_sizes`, and :func:`three_layers` that heads read."""
-    return {**layer_sizes(config, hidden_size), "layers": three_layers(int(config.num_hidden_layers))}
+        return note
 
-
-def three_layers(count: int) -> list[int]:
-    """A low, a middle and a high layer of that many, whose inputs heads read; fewer if there are few layers.
-
-    >>> three_layers(30), three_layers(2)
-    ([2, 15, 27], [0, 1])
-    """
-    return sorted({min(2, count - 1), count // 2, max(count - 3, 0)})
-
-
-def _scaled_rope(config: Any) -> dict[str, Any]:
-    """The frequencies and the factor of scaled rotary positions; empty if they are not scaled.
-
-    Also empty where a part of each query is not turned, which the layers of heads do not have.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind = "full_attention" if "full_attention" in rope else None
-    rope = rope[kind] if kind else rope
-    scaling = ROPE_INIT_FUNCTIONS.get(rope.get("rope_type", "default"))
-    if scaling is None or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return {}
-    frequencies, scale = scaling(config, torch.device("cpu"), layer_type=kind)
-    return {"rope_frequencies": frequencies.tolist(), "rope_scale": float(scale)}
+    handles = [layer.register_forward_pre_hook(noting(i), with_kwargs=True) for i, layer in enumerate(layers)]
+    try:
+        yield inputs
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -61,8 +61,8 @@ def model_name(name: object, what: str = "model", *, fix: str = _MODEL_FIX) -> s
     text = path if isinstance(path, str) else ""
     if text.strip() and max(map(len, Path(text).parts)) <= _LONGEST_NAME and min(text) >= " ":  # no line break, no NUL
         return text
-    found = short(repr(name)) if isinstance(name, str | int | float | None) else f"of type {type(name).__name__}"
-    raise InvalidSettings(f"{what} is {found}; {fix}")
+    shown = short(repr(name)) if isinstance(name, str | int | float | None) else f"of type {type(name).__name__}"
+    raise InvalidSettings(f"{what} is {shown}; {fix}")
 
 
 def base_of(name: str) -> str:
@@ -77,15 +77,15 @@ def base_of(name: str) -> str:
     adapter = find_adapter(folder) if folder.is_dir() else None
     if adapter is None:
         return SMOLLM2_135M.name if _is_embedded(name) else name
-    found: Any = _json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
-    if not (isinstance(found, str) and user_path(found).is_dir()):
+    base: Any = _json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not (isinstance(base, str) and user_path(base).is_dir()):
         recorded = _json(adapter / BASE_FILE).get("base")  # of train-joint, with the Hub id
-        found = recorded.get("model_id", found) if isinstance(recorded, dict) else found
-    if not isinstance(found, str) or not found:
+        base = recorded.get("model_id", base) if isinstance(recorded, dict) else base
+    if not isinstance(base, str) or not base:
         raise CheckpointCorrupt(
-            f"{adapter / ADAPTER_CONFIG}: base_model_name_or_path is {found!r}; it must be the name of the base model"
+            f"{adapter / ADAPTER_CONFIG}: base_model_name_or_path is {base!r}; it must be the name of the base model"
         )
-    return SMOLLM2_135M.name if _is_embedded(found) else found
+    return SMOLLM2_135M.name if _is_embedded(base) else base
 
 
 def _is_embedded(name: str) -> bool:

@@ -24,6 +24,7 @@ from draftheads.errors import (
     first_line,
 )
 from draftheads.models.adapter import Adapter, require_peft
+from draftheads.models.model_config import eos_ids_of, max_positions_of
 from draftheads.models.model_names import ADAPTER_CONFIG, base_of, find_adapter, model_id_of, model_name, resolve_model
 from draftheads.utils.counts import counted
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:  # its import takes three seconds
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ATTENTION = ("sdpa", "eager")  # kinds that take a mask of four dimensions, which trees need
 _BF16_CAPABILITY = (8, 0)  # Ampere and later; T4 (7.5) and V100 (7.0) emulate bf16
-_ORIGINAL = "original_max_position_embeddings"
 _SPREADS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
@@ -108,35 +108,47 @@ def load_pretrained(
                 f"{name} is an adapter, which is merged into its base model, and {given[0]} is for whole models: "
                 f"write the merged model with `draftheads merge --adapter {name} --out …` and load that"
             )
-        model, own = _load_adapted(
+        model, usual_tokenizer = _load_adapted(
             adapter, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
         )
         cast_weights(model, compute)
-        tokenizer = own if tokenizer is None else tokenizer
+        tokenizer = usual_tokenizer if tokenizer is None else tokenizer
     else:
-        options: dict[str, Any] = {
-            "quantization_config": _four_bit_config(compute) if four_bit else quantization_config,
-            "device_map": device_map,
-            "attn_implementation": attn_implementation,
-            "trust_remote_code": trust_remote_code,  # if left out, transformers asks on the terminal
-        }
-        if options["quantization_config"] is not None and device_map is None:
-            options["device_map"] = {"": str(place)}  # quantised weights are loaded onto the device
-        with _as_our_errors(name), without_bars():
-            from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
-
-            if tokenizer is None:
-                tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-            given_options = {key: value for key, value in options.items() if value is not None}
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source, dtype=compute, output_loading_info=True, **given_options
-            )
-        model = loaded[0]
-        _keep_differentiable(model)
-        _check_complete(name, loaded[1]["missing_keys"])
+        quantisation = _four_bit_config(compute) if four_bit else quantization_config
+        on_place = (
+            {"": str(place)} if quantisation is not None else None
+        )  # quantised weights are loaded onto the device
+        model, tokenizer = _load_files(
+            name,
+            source,
+            tokenizer,
+            dtype=compute,
+            quantization_config=quantisation,
+            device_map=on_place if device_map is None else device_map,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,  # if left out, transformers asks on the terminal
+        )
     if getattr(model, "hf_quantizer", None) is None and device_map is None:
         model.to(place)  # type: ignore[arg-type]  # its stub mistakes the device for self
     return model.eval().requires_grad_(requires_grad=False), tokenizer, model_id_of(name)
+
+
+def _load_files(name: str, source: Path | str, tokenizer: Any, **options: Any) -> tuple[Any, Any]:
+    """A model and its tokenizer; another one that is given stays. Options that are None are those of the model."""
+    with _as_our_errors(name), without_bars():
+        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+
+        if tokenizer is None:
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=options["trust_remote_code"])
+        options = {key: value for key, value in options.items() if value is not None}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+    model, report = loaded
+    for module in model.modules():  # bitsandbytes would repack 4-bit weights, to a form without gradients
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    if missing := report["missing_keys"]:  # transformers only warns and fills them with random numbers
+        raise UnsupportedModel(f"{name} lacks {counted(len(missing), 'weight')}, for example {min(missing)}")
+    return model, tokenizer
 
 
 def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
@@ -146,14 +158,6 @@ def load_config(name: str, *, trust_remote_code: bool = False) -> Any:
         from transformers import AutoConfig  # noqa: PLC0415
 
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-
-
-def num_weights(config: Any) -> int:
-    """The number of weights of a model with that configuration; takes no memory for them."""
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
-
-    with torch.device("meta"):
-        return sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
 
 
 def cast_weights(model: Any, dtype: torch.dtype) -> None:
@@ -173,11 +177,11 @@ class ModelTokenizer(NamedTuple):
 
 def load_tokenizer(name: str, *, chat_template: str | None = None, trust_remote_code: bool = False) -> ModelTokenizer:
     """The tokenizer of the model ``name``; its weights are not read. Errors as of :func:`load_pretrained`."""
-    source, own = _base_and_tokenizer(name)
+    source, tokenizer_source = _base_and_tokenizer(name)
     with _as_our_errors(name):
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig  # noqa: PLC0415
 
-        tokenizer: Any = AutoTokenizer.from_pretrained(own, trust_remote_code=trust_remote_code)
+        tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_source, trust_remote_code=trust_remote_code)
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         try:
             generation = GenerationConfig.from_pretrained(source)
@@ -188,34 +192,10 @@ def load_tokenizer(name: str, *, chat_template: str | None = None, trust_remote_
         return ModelTokenizer(tokenizer, eos_ids, chat_template, max_positions_of(config))
 
 
-def eos_ids_of(*sources: Any) -> frozenset[int]:
-    """Token ids that end a text by any of a model's configurations or its tokenizer."""
-    found: set[int] = set()
-    for source in sources:
-        ids = getattr(source, "eos_token_id", None)
-        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    return frozenset(found)
-
-
-def max_positions_of(config: Any) -> int | None:
-    """The maximal number of tokens in a text; None if the configuration of the text model does not contain it.
-
-    With LongRoPE it is the original length. Beyond it, transformers uses other factors for all rows and all tokens of
-    a pass; so a text would depend on the other rows, the drafts and the chunks in which its prompt is read.
-    """
-    ropes = [getattr(config, name, None) or {} for name in ("rope_parameters", "rope_scaling")]
-    ropes += [part for rope in ropes for part in rope.values() if isinstance(part, dict)]  # by kind of layer
-    limits = [getattr(config, "max_position_embeddings", None)]
-    for rope in ropes:
-        if "long_factor" in rope:
-            limits += [rope.get(_ORIGINAL), getattr(config, _ORIGINAL, None)]
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
 def stored_dtype(name: str) -> torch.dtype:
     """The type of the weights in a model's files; fp32 if it is not given. Errors as of :func:`load_pretrained`."""
-    found = getattr(load_config(name), "dtype", None)
-    return found if isinstance(found, torch.dtype) else torch.float32
+    dtype = getattr(load_config(name), "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
 def with_adapter(model: Any, tokenizer: Any, adapter: Path, *, trust_remote_code: bool = False) -> tuple[Any, Any]:
@@ -223,8 +203,8 @@ def with_adapter(model: Any, tokenizer: Any, adapter: Path, *, trust_remote_code
 
     The model is changed. Errors as of :class:`draftheads.models.adapter.Adapter`.
     """
-    if (own := adapter_tokenizer(adapter, trust_remote_code=trust_remote_code)) is not None:
-        tokenizer = own
+    if (tuned := adapter_tokenizer(adapter, trust_remote_code=trust_remote_code)) is not None:
+        tokenizer = tuned
         if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # tokens were added
             model.resize_token_embeddings(len(tokenizer))
     return Adapter.load(model, adapter).merge(), tokenizer
@@ -275,9 +255,9 @@ def dtype_named(dtype: object) -> torch.dtype | None:
     """
     if dtype is None or dtype == "auto":
         return None
-    found = DTYPES.get(dtype) or getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if isinstance(found, torch.dtype) and found.is_floating_point:
-        return found
+    named = DTYPES.get(dtype) or getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if isinstance(named, torch.dtype) and named.is_floating_point:
+        return named
     also = "; int8 is a precision of draftheads.load" if dtype == "int8" else ""
     raise InvalidSettings(f"dtype is {dtype!r}; choose auto, {', '.join(DTYPES)} or a floating-point torch.dtype{also}")
 
@@ -293,24 +273,24 @@ def device_named(device: object) -> torch.device:
     try:
         if not isinstance(device, str | int | torch.device) or isinstance(device, bool):
             raise TypeError  # noqa: TRY301
-        found = torch.device(device)
+        place = torch.device(device)
     except (RuntimeError, TypeError):
         raise InvalidSettings(f"device is {device!r}; give cpu, cuda, cuda:0 or another device of PyTorch") from None
-    if found.type == "meta":
+    if place.type == "meta":
         raise InvalidSettings("device is 'meta', which holds no weights; give cpu or cuda")
-    if found.type == "cuda":
+    if place.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if count <= (found.index or 0):
+        if count <= (place.index or 0):
             fix = f"give cuda:0 … cuda:{count - 1}" if count else "leave device out, or install PyTorch with CUDA"
             raise InvalidSettings(
-                f"device is '{found}', and PyTorch {torch.__version__} finds {count or 'no'} CUDA devices: {fix}"
+                f"device is '{place}', and PyTorch {torch.__version__} finds {count or 'no'} CUDA devices: {fix}"
             )
-    elif found.type != "cpu":
+    elif place.type != "cpu":
         try:
-            torch.empty(0, device=found)
+            torch.empty(0, device=place)
         except (RuntimeError, AssertionError, ImportError, TypeError) as error:
-            raise InvalidSettings(f"device is '{found}', which this PyTorch cannot use: {first_line(error)}") from None
-    return found
+            raise InvalidSettings(f"device is '{place}', which this PyTorch cannot use: {first_line(error)}") from None
+    return place
 
 
 def _check_options(
@@ -348,13 +328,6 @@ def _four_bit_config(dtype: torch.dtype) -> Any:
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
-
-
-def _keep_differentiable(model: Any) -> None:
-    """Stops bitsandbytes from repacking 4-bit weights for CPU inference: the repacked form has no gradients."""
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
 
 
 def default_device() -> torch.device:
@@ -409,9 +382,3 @@ def without_bars() -> Iterator[None]:
     finally:
         if silence:
             logging.enable_progress_bar()
-
-
-def _check_complete(name: str, missing: "set[str] | list[str]") -> None:
-    """Raises if weights are missing: ``transformers`` only warns and fills them with random numbers."""
-    if missing:
-        raise UnsupportedModel(f"{name} lacks {counted(len(missing), 'weight')}, for example {min(missing)}")

@@ -26,7 +26,6 @@ from draftheads.data.records import check_readable, read_chats
 from draftheads.errors import DataError, InvalidSettings, MissingDependency
 from draftheads.heads.base import DraftHead
 from draftheads.models.model import TargetModel
-from draftheads.models.shard import shard_layers
 from draftheads.search.measure_acceptance import NUM_TEXTS, measured_profile, recorded, static_profile
 from draftheads.search.settings import ReplaySettings
 from draftheads.speculation.acceptance_profile import AcceptanceProfile
@@ -325,7 +324,7 @@ class HeadRun(Run):
             options.model, dtype=dtype, device="cpu", chat_template=template, check=partial(check_sizes, options)
         )
         _ = target.weights_fingerprint, target.layers_fingerprint  # computed while the model is whole
-        shard_layers(target, processes.device())
+        target.shard(processes.device())
         return target
 
     def read_data(self) -> TrainingData:

@@ -12,7 +12,7 @@ import torch
 from draftheads.checkpoints.checkpoint import load_head, read_head, save_head
 from draftheads.checkpoints.head_files import HEAD_FOLDER
 from draftheads.errors import ModelNotFound
-from draftheads.models.adapter_base import check_adapter_base
+from draftheads.models.adapter import check_adapter_base
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import (
     ADAPTER_CONFIG,

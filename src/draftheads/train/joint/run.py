@@ -21,8 +21,7 @@ from draftheads.data.compute_features import load_texts
 from draftheads.data.live_features import LiveStore
 from draftheads.errors import BaseModelWarning
 from draftheads.heads.base import DraftHead
-from draftheads.models.adapter import Adapter, require_peft
-from draftheads.models.adapter_base import FORMAT_VERSION
+from draftheads.models.adapter import FORMAT_VERSION, Adapter, require_peft
 from draftheads.models.model import TargetModel
 from draftheads.models.model_names import ADAPTER_FOLDER, BASE_FILE
 from draftheads.speculation.acceptance_profile import AcceptanceProfile

@@ -1,0 +1,103 @@
+"""What the configuration of a model says: the sizes of its layers, the longest text, the tokens that end a text.
+
+Reads attributes of ``transformers``' configurations, which differ between families and versions.
+"""
+
+from typing import Any
+
+import torch
+
+_ORIGINAL = "original_max_position_embeddings"
+
+
+def layer_sizes(config: Any, hidden_size: int) -> dict[str, Any]:
+    """Sizes of a model's layers, for heads with layers of these sizes; usual values where a size is missing.
+
+    Rotary positions are the model's own, with its scaling. Of kinds that change with the length of the text (dynamic,
+    longrope) they are those of short texts.
+
+    Args:
+        config: of the text model.
+        hidden_size: D.
+    """
+    heads = int(config.num_attention_heads)
+    ropes = _ropes(config, "rope_parameters")
+    kind = "full_attention" if "full_attention" in ropes else None
+    rope = ropes.get(kind, {})
+    theta = rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
+    epsilons = (getattr(config, name, None) for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"))
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+    inner = max(inner) if isinstance(inner, list) else inner  # Gemma-3n has a size for each layer
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(getattr(config, "num_key_value_heads", None) or heads),
+        "head_size": int(getattr(config, "head_dim", None) or hidden_size // heads),
+        "intermediate_size": int(inner or 4 * hidden_size),
+        "rope_theta": float(theta),
+        "norm_epsilon": float(next((value for value in epsilons if value), 1e-5)),
+        **_scaled_rope(config, rope, kind),
+    }
+
+
+def head_sizes(config: Any, hidden_size: int) -> dict[str, Any]:
+    """Options of heads that follow from the model: :func:`layer_sizes`, and :func:`three_layers` that heads read."""
+    return {**layer_sizes(config, hidden_size), "layers": three_layers(int(config.num_hidden_layers))}
+
+
+def three_layers(count: int) -> list[int]:
+    """A low, a middle and a high layer of that many, whose inputs heads read; fewer if there are few layers.
+
+    >>> three_layers(30), three_layers(2)
+    ([2, 15, 27], [0, 1])
+    """
+    return sorted({min(2, count - 1), count // 2, max(count - 3, 0)})
+
+
+def max_positions_of(config: Any) -> int | None:
+    """The maximal number of tokens in a text; None if the configuration of the text model does not contain it.
+
+    With LongRoPE it is the original length. Beyond it, transformers uses other factors for all rows and all tokens of
+    a pass; so a text would depend on the other rows, the drafts and the chunks in which its prompt is read.
+    """
+    limits = [getattr(config, "max_position_embeddings", None)]
+    for rope in (*_ropes(config, "rope_parameters").values(), *_ropes(config, "rope_scaling").values()):
+        if "long_factor" in rope:
+            limits += [rope.get(_ORIGINAL), getattr(config, _ORIGINAL, None)]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def eos_ids_of(*sources: Any) -> frozenset[int]:
+    """Token ids that end a text by any of a model's configurations or its tokenizer."""
+    eos_ids: set[int] = set()
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        eos_ids.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return frozenset(eos_ids)
+
+
+def num_weights(config: Any) -> int:
+    """The number of weights of a model with that configuration; takes no memory for them."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow to import
+
+    with torch.device("meta"):
+        return sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+
+
+def _ropes(config: Any, name: str) -> dict[str | None, dict[str, Any]]:
+    """The settings of rotary positions by kind of layer; under None where all kinds have the same."""
+    rope = getattr(config, name, None) or {}
+    return {kind: value for kind, value in rope.items() if isinstance(value, dict)} or {None: rope}
+
+
+def _scaled_rope(config: Any, rope: dict[str, Any], kind: str | None) -> dict[str, Any]:
+    """The frequencies and the factor of scaled rotary positions; empty if they are not scaled.
+
+    Also empty where a part of each query is not turned, which the layers of heads do not have.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415 - slow to import
+
+    scaling = ROPE_INIT_FUNCTIONS.get(rope.get("rope_type", "default"))
+    if scaling is None or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return {}
+    frequencies, scale = scaling(config, torch.device("cpu"), layer_type=kind)
+    return {"rope_frequencies": frequencies.tolist(), "rope_scale": float(scale)}
